@@ -195,7 +195,8 @@ def flipped_bit(llm: Any, victim: str = "a", at: int = 6, layer: int = 2) -> Bef
         held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         block = held[lab.named(held, victim)][0].block_id
         layers = runner.vllm_config.compilation_config.static_forward_context
-        cache = [one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), torch.Tensor)][layer].kv_cache
+        attentions = [one for one in layers.values() if isinstance(getattr(one, "kv_cache", None), torch.Tensor)]
+        cache = attentions[layer].kv_cache
         words = cache[block].view(torch.int16)
         words.view(-1)[17] ^= 1
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.dump.journal.state_lines import FINDING, TOTALS, StateFinding, StateTotals, sentence
+from vllm_accprobe.dump.journal.state_lines import (
+    CACHED,
+    FINDING,
+    TOTALS,
+    CachedPrefix,
+    CachedRows,
+    StateFinding,
+    StateTotals,
+    sentence,
+)
 from vllm_accprobe.dump.recorder.lines import encode
 
 STALE = StateFinding(
@@ -54,3 +63,29 @@ def test_sentences() -> None:
         "a stale slot: step 5, layer l.0.attn and 3 more, block 2, slot 76, read by request 'a' (position 44): its "
         "row is written to slot 75; written last by request 'b' in step 4 (position 43); since then: copy in step 4"
     )
+
+
+def test_owners_of_a_prefix_are_a_line() -> None:
+    line = CachedPrefix(8, 1, (CachedRows(0, 32, 0), CachedRows(32, 32, -1)))
+    written = CACHED.to_line(line)
+    assert written == {
+        "event": "cached", "step": 8, "req": 1,
+        "runs": [{"low": 0, "n": 32, "owner": 0}, {"low": 32, "n": 32, "owner": -1}],
+    }  # fmt: skip
+    assert CACHED.from_line(written) == line
+    assert CACHED.from_line({**written, "why": "another's"}).why == "another's"
+
+
+@pytest.mark.parametrize("owner", [-2, "a", None, 1 << 70, True])
+def test_an_owner_that_is_no_number_is_refused(owner: Any) -> None:
+    with pytest.raises(ValueError, match="owner is"):
+        CACHED.from_line({"event": "cached", "step": 8, "req": 1, "runs": [{"low": 0, "n": 32, "owner": owner}]})
+
+
+def test_a_hit_says_who_reads_what_of_whom() -> None:
+    how = "request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote"
+    found = StateFinding(8, "foreign", "kv", 0, "", 4, 1, "b", how, None, 0, 63, "a", first="layers.0.attn")
+    assert sentence(found) == f"a prefix hit of another context: step 8, all 4 layers of cache group 0: {how}"
+    half = StateFinding(1, "unwritten", "state", 0, "layers.0.mixer", 3, 1, "a", "not written", part="conv state")
+    assert "layer layers.0.mixer (conv state) and 2 more, block 1" in sentence(half)
+    assert FINDING.from_line(FINDING.to_line(half)) == half

@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_accprobe.capture.states.arrivals import Arrivals
 from vllm_accprobe.capture.states.findings import Findings
-from vllm_accprobe.capture.states.given import looks
+from vllm_accprobe.capture.states.given import SlotsLook, looks
 from vllm_accprobe.capture.states.ledger import GroupBooks
 from vllm_accprobe.capture.states.looks import FULL, OWNERS, ByteLooks, GroupStep, Layer
 from vllm_accprobe.capture.states.moved import kept_tails
@@ -38,6 +38,11 @@ from vllm_accprobe.dump.journal.state_lines import FREED, STALE
 _AGAIN = 2
 """Steps in which blocks that came from elsewhere are looked at once more after their first read: a copy that ends after
 the read ends within them (chosen: asynchronous copies of one step are waited for in the next)."""
+_BACKENDS = frozenset((
+    "cpu_attn", "flash_attn", "triton_attn", "mamba_attn", "mamba1_attn", "mamba2_attn", "gdn_attn", "linear_attn",
+    "short_conv_attn",
+))  # fmt: skip
+"""vLLM's backends whose metadata mean what the scheduler has said, row by row and request by request (read in 0.32)."""
 _EMPTY = np.empty(0, np.int64)
 
 
@@ -263,6 +268,8 @@ class Books:
         for reason in missing:
             self.bytes.unseen[reason] += 1
         known = _known(metadata)
+        if self.mode == OWNERS and self.schedule.groups[g].chunk:  # backends cut such requests into several
+            found = [look for look in found if isinstance(look.compare, SlotsLook)]
         for look in found:
             self.held += look.numbers
             kind = g, type(look.compare).__name__
@@ -327,5 +334,6 @@ class Books:
 
 
 def _known(metadata: Any) -> bool:
-    """Whether vLLM's own backends made these metadata, whose words are known; a vendor's must have been right once."""
-    return type(metadata).__module__.startswith("vllm.v1.attention.")
+    """Whether these metadata are of a backend whose words are known; others must have been right once."""
+    package, _, module = type(metadata).__module__.rpartition(".")
+    return package == "vllm.v1.attention.backends" and module in _BACKENDS

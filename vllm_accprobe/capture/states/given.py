@@ -45,7 +45,7 @@ def looks(
     slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
     if isinstance(slots, torch.Tensor) and slots.dim() == 1:
         demanded = np.concatenate([schedule.slots(g, one) for one in held])
-        compare = _Slots(rows, demanded, group.block_size, slack, holders)
+        compare = SlotsLook(rows, demanded, group.block_size, slack, holders)
         found.append(MetadataLook((slots[: len(demanded)],), compare, len(demanded)))
     else:
         missing.append("metadata without a slot mapping")
@@ -65,7 +65,7 @@ def looks(
     return found, missing
 
 
-class _Slots:
+class SlotsLook:
     """Where rows are written."""
 
     def __init__(self, rows: list[StepRow], demanded: np.ndarray, size: int, slack: int, holders: Callable[[int], str]):

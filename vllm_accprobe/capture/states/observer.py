@@ -40,7 +40,7 @@ from vllm_accprobe.dump.journal.state_lines import (
     FINDING,
     TOTALS,
     CachedPrefix,
-    CachedRun,
+    CachedRows,
     StateFinding,
     StateTotals,
     sentence,
@@ -191,7 +191,7 @@ class StatesObserver(StepObserver):
                 schedule.req[one.number] = request.req
         for one, found, why in books.prefixes:
             if capture.requests.wanted(one.name) and schedule.req[one.number] >= 0 and capture.session is not None:
-                runs = tuple(CachedRun(low, n, schedule.req[o] if o >= 0 else -1) for low, n, o in found)
+                runs = tuple(CachedRows(low, n, schedule.req[o] if o >= 0 else -1) for low, n, o in found)
                 prefix = CachedPrefix(books.bytes.step, schedule.req[one.number], runs, why)
                 capture.session.sink.line(CACHED.to_line(prefix))
         books.prefixes.clear()

@@ -70,7 +70,7 @@ class StateFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRun:
+class CachedRows:
     """``n`` positions from ``low`` on whose cached rows request ``owner`` (the journal's number) computed; -1: nobody
     knows who, or a request that the capture was not told of."""
 
@@ -86,7 +86,7 @@ class CachedPrefix:
 
     step: int
     req: int
-    runs: tuple[CachedRun, ...] = ()
+    runs: tuple[CachedRows, ...] = ()
     why: str = ""
 
 
@@ -141,10 +141,10 @@ FINDING = LineKind(
     left_out=(None, (), ""),
 )  # fmt: skip
 TOTALS = LineKind("states", StateTotals, needs=("mode",), readers={"events": _counts, "skipped": _counts})
-RUN = LineKind("", CachedRun, needs=("low", "n", "owner"), readers={"owner": _owner})
+RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={"owner": _owner})
 
 
-def _runs(e: Event, key: str) -> tuple[CachedRun, ...]:
+def _runs(e: Event, key: str) -> tuple[CachedRows, ...]:
     value = e.get(key) or []
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise ValueError(f"{key} is {short(value)}")
