@@ -502,6 +502,10 @@ def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
     far as that was seen, and, if ``token``, what it took."""
     found: list[Way] = []
     for words, how, other in _variants(row):
+        # Of what the best that were left do not show, penalties alone touch single tokens: a list that another request
+        # has would have changed these, too, and explains any draw by chance.
+        if token and row.left is not None and words != (PENALTIES,):
+            continue
         try:
             z, bound = processed(other)
         except Unknown:
