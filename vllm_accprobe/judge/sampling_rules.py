@@ -567,9 +567,10 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
         if row.output is not None and len(row.output):
             yield said, "as if nothing had been generated yet", replace(row, output=_NOTHING)
             yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
-        if row.prompt is not None and asks.repetition != 1.0:
+        own = row.prompt
+        if own is not None and asks.repetition != 1.0:
             yield said, "as if the prompt did not count", replace(row, prompt=_NOTHING)
-        prompts = [p for _, p in row.others if p is not None and not np.array_equal(p, row.prompt)]
+        prompts = [p for _, p in row.others if p is not None and own is not None and not np.array_equal(p, own)]
         for prompt in prompts if asks.repetition != 1.0 else ():
             yield said, "as if another request's prompt were its own", replace(row, prompt=prompt)
     without: Sequence[tuple[str, dict[str, object]]] = (
