@@ -146,6 +146,37 @@ def test_filters(asks, kept):
         assert check(row(asks, token)).token == (RIGHT if token in kept else WRONG)
 
 
+def test_what_a_runner_left_behind_temperature_and_filters():
+    """V2's: random rows are divided by the temperature, and what is missing may have been filtered."""
+    asks = SamplingParameters(2.0, top_k=2, bias=((5, 3.0),), digest="v2")
+    left = np.array([2.0, 1.75, -np.inf]), np.array([1, 5, 0])
+    found = check(replace(row(asks, 1), left=left, scaled=True))
+    assert (found.left, found.token) == (RIGHT, RIGHT)
+    left = np.array([2.0, 0.25, -np.inf]), np.array([1, 5, 0])
+    found = check(replace(row(asks, 1), left=left, scaled=True))
+    assert (found.left, found.processors) == (WRONG, ("a logit bias",))
+    assert check(replace(row(asks, 1), left=left)).left == WRONG
+
+
+def test_somebody_elses_filter_leaves_random_rows_open():
+    asks = SamplingParameters(1.0, top_k=2)
+    assert check(replace(row(asks, 4), filtered="MyFilter")).why_token == "what MyFilter filters is not in the dump"
+    assert check(replace(row(GREEDY, 4), filtered="MyFilter")).token == WRONG
+
+
+def test_logits_that_a_model_changes_behind_its_logits_processor():
+    best = np.array([4.0, 3.0]), np.array([1, 2])
+    assert rules.is_of(RAW, best)
+    assert not rules.is_of(RAW, (np.array([4.0, 2.5]), np.array([1, 2])))
+    assert not rules.is_of(RAW, (np.array([3.0, 2.0]), np.array([2, 3])))  # token 1 was forbidden
+    assert rules.is_of(RAW, None)
+    known = rules.of_best(best, None, 1)
+    assert check(row(GREEDY, 1, raw=known)).token == RIGHT
+    assert check(row(GREEDY, 2, raw=known)).token == WRONG
+    assert check(row(GREEDY, 0, raw=known)).token == WRONG  # not even among the best
+    assert check(row(replace(GREEDY, bias=((0, 5.0),)), 0, raw=known)).token == UNKNOWN
+
+
 def test_equals_may_stand_in_any_order():
     equal = np.array([1.0, 3.0, 3.0, 3.0])
     asks = SamplingParameters(1.0, top_k=2)

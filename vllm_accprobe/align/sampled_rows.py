@@ -68,7 +68,7 @@ class SampledHistory:
         """What the requests of a step ask for, with the distinct tokens of each one's prompt."""
         if step not in self._asked:
             space = self._dump.rows.get((self._rank, step, LOGITS))
-            found = []
+            found: list[tuple[SamplingParameters, np.ndarray | None]] = []
             for req in dict.fromkeys(s.req for s in space.segments) if space is not None else ():
                 request = self._dump.requests.get((self._rank, req))
                 if request is not None and request.sampling is not None and len(found) < _KINDS:

@@ -74,12 +74,14 @@ def _first_error(dump: Any) -> str:
 
 
 def _parameters(plan: Plan) -> list[str]:
-    """One sentence where requests ask the sampler for something else: their tokens may then rightly differ."""
+    """One sentence where requests ask the sampler for something else: their tokens may then rightly differ. Grammars
+    and the like are told by the lines of masks."""
     found = [
         (m, g.sampling, m.sampling)
         for g, m, _ in plan.requests.pairs
         if g.sampling is not None and m.sampling is not None and g.sampling.digest != m.sampling.digest
-    ]
+        and g.sampling.also == m.sampling.also
+    ]  # fmt: skip
     if not found:
         return []
     request, golden, mine = found[0]

@@ -99,6 +99,7 @@ BIAS = "a logit bias"
 PENALTIES = "penalties"
 BUDGET = "a thinking budget"
 TRACE = "a replayed trace"
+WATERMARK = "a watermark"
 NAMED_TOKENS = "tokens that the client names"
 """What changes logits, or the token, of a request: words of the lines ``masks`` and ``request``."""
 
@@ -264,6 +265,9 @@ MASKS_KNOWN = "masks_known"
 NOISE, NOISE_DRAWS = "noise", "noise_draws"
 """Attributes of the tap ``sampler``: what draws the tokens of seeded requests, and the second token that it drew of 64
 equal logits by each of the seeds 1 to 8, with commas between them."""
+SCALED, FILTERED = "left_scaled", "other_filters"
+"""Attributes of the tap ``sampler``: ``output.masked_logits`` of random rows are divided by the temperature, and some
+are filtered (V2); names of somebody else's logits processors that change what is drawn, and leave the best the best."""
 GUMBEL, EXPONENTIAL = "gumbel by seed and token", "exponential by torch's generator"
 """Values of NOISE on a CPU; elsewhere the device's type and the name of the sampler's method."""
 

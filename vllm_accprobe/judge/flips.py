@@ -123,12 +123,12 @@ class AskedRow:
             return PROCESSED if self.left[1] == WRONG and self.processors[1] else SAMPLED
         if wrong[0] and not wrong[1]:
             return GOLDEN_PROCESSED if self.left[0] == WRONG and self.processors[0] else GOLDEN_SAMPLED
-        if self.same_parameters is False:
+        by = [set(side.by or ()) for side in masks]
+        if self.same_parameters is False and by[0] == by[1]:
             return OTHERWISE
         if not self.same_parameters:
             return None
         explained = self.left == (RIGHT, RIGHT)
-        by = [set(side.by or ()) for side in masks]
         known = not any(by) or (by[0] == by[1] and masks[0].grammar == masks[1].grammar)
         if self.same_left is False and known and self.same_best and self.same_logits is not False and not explained:
             return PROCESSED

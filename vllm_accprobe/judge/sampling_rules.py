@@ -68,7 +68,8 @@ class LogitsRow:
     distinct tokens of the prompt; output: the tokens generated before, in order; None where not all are known.
     generated: how many these are. masked: the words of what the runner itself says changed this row, None where it does
     not say. draw: by the noise of this engine, None where that is not known. others: what each request of its step asks
-    for, with its prompt."""
+    for, with its prompt. scaled: ``left`` of a random row is divided by its temperature, and filtered. filtered: by
+    what else draws are filtered, "" for nothing."""
 
     asks: SamplingParameters | None
     raw: np.ndarray | None
@@ -81,10 +82,20 @@ class LogitsRow:
     masked: tuple[str, ...] | None = None
     draw: Draw | None = None
     others: tuple[tuple[SamplingParameters, np.ndarray | None], ...] = ()
+    scaled: bool = False
+    filtered: str = ""
 
     @property
     def whole(self) -> bool:
         return self.raw is not None and not bool(np.isnan(self.raw).any())
+
+
+def is_of(raw: np.ndarray, best: tuple[np.ndarray, np.ndarray] | None) -> bool:
+    """Whether the best logits that the sampler's side saw are those of ``raw``: some models change what their logits
+    processor gives."""
+    if best is None or not len(best[0]) or best[1].min() < 0 or best[1].max() >= len(raw):
+        return best is None
+    return bool(np.array_equal(raw[best[1]], best[0], equal_nan=True)) and not bool(best[0][0] < raw.max())
 
 
 def of_best(
@@ -300,7 +311,7 @@ class _Check:
         if row.left is None or z is None:
             why = self.why or "what the processors left was not recorded"
             return self._token(RowCheck(UNKNOWN, UNKNOWN, why))
-        wrong = deviations(z, self.bound, row.left)
+        wrong = deviations(z, self.bound, row)
         best = self._best(len(row.left[0]))
         if not wrong:
             known = row.whole or not np.isnan(z[row.left[1][np.isfinite(row.left[0])].astype(np.int64)]).any()
@@ -334,8 +345,9 @@ class _Check:
             return replace(found, token=UNKNOWN, why_token=why)
         if asks.greedy:
             return self._greedy(found, asks, token)
-        if row.drafts:
-            return replace(found, token=UNKNOWN, why_token=DRAFTS)
+        if row.drafts or row.filtered:
+            why = DRAFTS if row.drafts else f"what {row.filtered} filters is not in the dump"
+            return replace(found, token=UNKNOWN, why_token=why)
         if self.z is None or not row.whole or found.left == WRONG:
             why = "it was drawn from wrong logits" if found.left == WRONG else self.why or NO_LOGITS
             return replace(found, token=UNKNOWN, why_token=why)
@@ -343,8 +355,9 @@ class _Check:
 
     def _greedy(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
         row = self.row
-        if found.left != WRONG and self.z is not None and row.whole:
-            z, bound = self.z, self.bound
+        enough = row.whole or (row.left is None and not asks.processors)  # of the best alone, the best is known
+        if found.left != WRONG and self.z is not None and enough:
+            z, bound = np.where(np.isnan(self.z), -np.inf, self.z), self.bound
             if token >= len(z):
                 return replace(found, token=WRONG, why_token=f"token {token} is none of {len(z)}")
             best = int(z.argmax())
@@ -439,12 +452,15 @@ def filters(asks: SamplingParameters) -> str:
     return ", ".join(said)
 
 
-def deviations(
-    z: np.ndarray, bound: np.ndarray, left: tuple[np.ndarray, np.ndarray]
-) -> list[tuple[int, str]]:
+def deviations(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> list[tuple[int, str]]:
     """Where the best logits that an engine left are not those of ``z``: (token, in words). z: NaN where not known."""
-    values, ids = left
+    if row.left is None:
+        return []
+    values, ids = row.left
     real = np.isfinite(values)
+    scaled = row.scaled and row.asks is not None and not row.asks.greedy
+    if scaled and row.asks is not None:
+        values, bound = values * row.asks.temperature, 2.0 * bound
     at = ids[real].astype(np.int64)
     if len(at) and (at.min() < 0 or at.max() >= len(z)):
         return [(int(at.max()), f"token {int(at.max())} was left, of {len(z)}")]
@@ -454,6 +470,8 @@ def deviations(
         bad = np.flatnonzero(off > bound[at] * 2.0 + _ROUND * np.abs(values[real]))
     found = [(int(at[i]), f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not "
               f"{float(z[at[i]]):.5g}") for i in bad]  # fmt: skip
+    if scaled:  # what is missing may have been filtered
+        return found
     last = float(values[real].min()) if real.all() else -np.inf
     out = np.ones(len(z), bool)
     out[at] = False
@@ -484,11 +502,15 @@ def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
     far as that was seen, and, if ``token``, what it took."""
     found: list[Way] = []
     for words, how, other in _variants(row):
+        # Of what the best that were left do not show, penalties alone touch single tokens: a list that another request
+        # has would have changed these, too, and explains any draw by chance.
+        if token and row.left is not None and words != (PENALTIES,):
+            continue
         try:
             z, bound = processed(other)
         except Unknown:
             continue
-        if (row.left is None or not deviations(z, bound, row.left)) and (not token or _taken(z, bound, other)):
+        if (row.left is None or not deviations(z, bound, row)) and (not token or _taken(z, bound, other)):
             found.append((words, how))
     return tuple(dict.fromkeys(found))
 
@@ -524,7 +546,8 @@ def _other_past(row: LogitsRow) -> bool:
     except Unknown:
         return False
     real = np.isfinite(row.left[0])
-    values, z = row.left[0][real], base[row.left[1][real].astype(np.int64)]
+    scale = asks.temperature if row.scaled and not asks.greedy else 1.0
+    values, z = row.left[0][real] * scale, base[row.left[1][real].astype(np.int64)]
     seen = np.where(z > 0, z / asks.repetition, z * asks.repetition)
     after = asks.frequency * _COUNTS + asks.presence * (_COUNTS > 0)
     may = np.concatenate([z[:, None], seen[:, None] - after[None, :]], 1)
@@ -544,9 +567,10 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
         if row.output is not None and len(row.output):
             yield said, "as if nothing had been generated yet", replace(row, output=_NOTHING)
             yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
-        if row.prompt is not None and asks.repetition != 1.0:
+        own = row.prompt
+        if own is not None and asks.repetition != 1.0:
             yield said, "as if the prompt did not count", replace(row, prompt=_NOTHING)
-        prompts = [p for _, p in row.others if p is not None and not np.array_equal(p, row.prompt)]
+        prompts = [p for _, p in row.others if p is not None and own is not None and not np.array_equal(p, own)]
         for prompt in prompts if asks.repetition != 1.0 else ():
             yield said, "as if another request's prompt were its own", replace(row, prompt=prompt)
     without: Sequence[tuple[str, dict[str, object]]] = (

@@ -25,6 +25,7 @@ from vllm_accprobe.dump.schema import (
     MIN_TOKENS,
     NAMED_TOKENS,
     TRACE,
+    WATERMARK,
     SamplingParameters,
 )
 
@@ -64,6 +65,7 @@ def _copied(params: Any, prompt: Sequence[int] | None) -> SamplingParameters:
         (getattr(params, "structured_outputs", None) or getattr(params, "guided_decoding", None), GRAMMAR),
         (getattr(params, "thinking_token_budget", None), BUDGET),
         (getattr(params, "trace_decode_token_ids", None), TRACE),
+        (getattr(params, "watermarking", None), WATERMARK),
         ((getattr(params, "extra_args", None) or {}).get(NAMED), NAMED_TOKENS),
         (len(bias) > LISTED, BIAS),
         (len(allowed or ()) > LISTED, ALLOWED),

@@ -23,7 +23,17 @@ from vllm_accprobe.capture.vllm.batch import ChosenRows
 from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of, tells
 from vllm_accprobe.capture.vllm.names.modes import unsampled
 from vllm_accprobe.dump.journal.event_lines import MASKS
-from vllm_accprobe.dump.schema import EXPONENTIAL, GUMBEL, MASKS_KNOWN, NOISE, NOISE_DRAWS, Masks, Module
+from vllm_accprobe.dump.schema import (
+    EXPONENTIAL,
+    FILTERED,
+    GUMBEL,
+    MASKS_KNOWN,
+    NOISE,
+    NOISE_DRAWS,
+    SCALED,
+    Masks,
+    Module,
+)
 
 SAMPLER = "sampler"
 BEST = 5
@@ -51,12 +61,14 @@ class Sampling:
             say(f"{why}: logits and tokens are skipped")
             return
         told = tells(runner)
-        attrs = ({MASKS_KNOWN: True} if told else {}) | noise_of(getattr(runner, "sampler", None))
+        sampler = getattr(runner, "sampler", None)
+        attrs: dict[str, Any] = ({MASKS_KNOWN: True} if told else {}) | noise_of(sampler) | filters_of(runner)
+        if hasattr(sampler, "apply_sampling_params"):
+            attrs[SCALED] = True
         session.sink.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
         if not told:
             session.sink.skip(SAMPLER, "this runner does not tell by request what masks logits", "masks")
         self._wrap(model, "compute_logits", self._compute_logits)
-        sampler = getattr(runner, "sampler", None)
         method = "_sample" if hasattr(runner, "_sample") else "sample"
         if hasattr(runner, method):
             self._wrap(runner, method, self._sample)
@@ -248,6 +260,14 @@ class Sampling:
         if state is not None:
             self._session.fired.add(SAMPLER)
             self._session.record(state, SAMPLER, self._cls, role, 0, tensor.contiguous(), HEAD)
+
+
+def filters_of(runner: Any) -> dict[str, str]:
+    """An attribute that names logits processors of somebody else that change what is drawn and not what is best (V1);
+    {} where there are none."""
+    every = getattr(getattr(getattr(runner, "input_batch", None), "logitsprocs", None), "argmax_invariant", ())
+    names = sorted({type(one).__name__ for one in every} - {"MinPLogitsProcessor"})
+    return {FILTERED: ", ".join(names)} if names else {}
 
 
 def noise_of(sampler: Any) -> dict[str, str]:

@@ -28,7 +28,7 @@ from vllm_accprobe.comparison.plan.unit import (
 )
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.dump.schema import LOGITS, NOISE, NOISE_DRAWS
+from vllm_accprobe.dump.schema import FILTERED, LOGITS, NOISE, NOISE_DRAWS, SCALED
 from vllm_accprobe.judge import sampling_rules as rules
 
 _RAW = "logits"
@@ -99,14 +99,15 @@ class _Side:
         h = self._histories.setdefault(place.rank, SampledHistory(self._dump, place.rank)).row(place.step, place.at)
         if h is None:
             return rules.LogitsRow(None, None, None, token, None, None, 0)
-        raw = self.values(_RAW, place)
+        raw, best = self.values(_RAW, place), self.best(TOP_LOGITS, TOP_IDS, place)
         left = self.best(MASKED_LOGITS, MASKED_IDS, place)
-        if raw is None:
-            raw = rules.of_best(self.best(TOP_LOGITS, TOP_IDS, place), left, token)
+        if raw is None or not rules.is_of(raw, best):
+            raw = rules.of_best(best, left, token)
         masked = self._masked(place, h.request.req if h.request is not None else -1)
         return rules.LogitsRow(
             h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw,
-            self._histories[place.rank].asked(place.step),
+            self._histories[place.rank].asked(place.step), bool(self.attrs.get(SCALED)),
+            str(self.attrs.get(FILTERED) or ""),
         )  # fmt: skip
 
     def _masked(self, place: _Place, req: int) -> tuple[str, ...] | None:

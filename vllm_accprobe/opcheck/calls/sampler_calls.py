@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm_accprobe.align.sampled_rows import SampledHistory, SampledRow
-from vllm_accprobe.dump.schema import EXPONENTIAL, NOISE, NOISE_DRAWS, SamplingParameters
+from vllm_accprobe.dump.schema import EXPONENTIAL, FILTERED, NOISE, NOISE_DRAWS, SCALED, SamplingParameters
 from vllm_accprobe.judge import sampling_rules as rules
 from vllm_accprobe.opcheck.reference import Call
 
@@ -41,7 +41,8 @@ def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) 
         found.append(
             rules.LogitsRow(
                 h.asks, _raw(call, logits, i), _left(call, i), _token(call, i), h.prompt, h.output, h.generated,
-                h.drafts, None if mask is None else tuple(mask.by), draw, others,
+                h.drafts, None if mask is None else tuple(mask.by), draw, others, bool(call.attrs.get(SCALED)),
+                str(call.attrs.get(FILTERED) or ""),
             )
         )  # fmt: skip
     checked = [rules.check(row) for row in found]
@@ -79,10 +80,10 @@ def _by_exponential(x: np.ndarray, seed: int, generated: int) -> int | None:
 
 
 def _raw(call: Call, logits: Any, i: int) -> np.ndarray | None:
-    if logits is not None:
-        return np.asarray(logits[i].double().numpy())
     top, ids = call.outputs.get("output.top_logits"), call.outputs.get("output.top_ids")
     best = None if top is None or ids is None else (top[i].double().numpy(), ids[i].long().numpy())
+    if logits is not None and rules.is_of(raw := np.asarray(logits[i].double().numpy()), best):
+        return raw
     return rules.of_best(best, _left(call, i), _token(call, i))
 
 
@@ -125,9 +126,10 @@ def _lefts(
         if c.left == rules.WRONG and c.best is not None:
             ids[i] = torch.from_numpy(c.best[1].copy())
         at = ids[i].numpy()
+        scale = row.asks.temperature if row.scaled and row.asks is not None and not row.asks.greedy else 1.0
         real = np.isfinite(z[at]) if c.left == rules.WRONG else np.isfinite(values[i].numpy())
-        values[i] = torch.from_numpy(np.where(real & ~np.isnan(z[at]), z[at], values[i].numpy()))
-        bound[i] = torch.from_numpy(2.0 * allowed[at])
+        values[i] = torch.from_numpy(np.where(real & ~np.isnan(z[at]), z[at] / scale, values[i].numpy()))
+        bound[i] = torch.from_numpy(4.0 * allowed[at] / scale)
     wrong = [c.why_left if c.left == rules.WRONG else "" for c in checked]
     words, how = rules.commonest(c.ways for c in checked if c.left == rules.WRONG)
     words = words or tuple(sorted({w for c in checked if c.left == rules.WRONG for w in c.processors}))

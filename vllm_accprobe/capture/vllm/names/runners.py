@@ -102,7 +102,7 @@ PLACES = (
             *each("allowed_token_ids all_stop_token_ids bad_words_token_ids", _ASKED),
             one_of("structured_outputs guided_decoding", _ASKED),
             *each("thinking_token_budget", _ASKED, since=(0, 21)),
-            *each("trace_decode_token_ids", _ASKED, since=(0, 32)),
+            *each("trace_decode_token_ids watermarking", _ASKED, since=(0, 32)),
         ),
     ),
     VllmPlace(
