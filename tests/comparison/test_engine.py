@@ -107,7 +107,7 @@ def test_only_some_taps(golden, faulty):
     [
         ({"prompts": {"a": [1, 2], "b": [3], "c": [4]}}, None, "same ids but different prompt tokens"),
         ({"prompts": {"x": [1, 2]}}, None, "no request of one dump has the same prompt"),
-        ({}, "nowhere.*", "no tap of one dump has a partner"),
+        ({}, "nowhere.*", "matches no tap that both dumps have; the nearest: model"),
     ],
 )
 def test_nothing_to_compare_is_said_in_one_line(golden, mine, taps, why):
