@@ -149,7 +149,9 @@ class Gaps:
         return self._fronts[key, vouching]
 
     def _walk(self, key: Key, vouching: bool) -> _Front:
-        flow, ends, passed = self.untapped.flow, set(), set()
+        flow = self.untapped.flow
+        ends: set[Key] = set()
+        passed: set[_Place] = set()
         known, todo = {(key, False)}, [(key, False)]
         while todo:
             taker, blind = todo.pop()
