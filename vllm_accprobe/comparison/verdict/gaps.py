@@ -139,7 +139,7 @@ class Gaps:
         before = [t for t in known if t.order < sink.order]
         if not before:
             return ""
-        last = before[-1]
+        last = next((t for t in reversed(before) if is_fed([t])), before[-1])  # what a router said is no beginning
         return last.tap if last.kind == OUTPUT else f"{last.tap}/{last.role}"
 
     def _front(self, key: Key, vouching: bool = False) -> _Front:
