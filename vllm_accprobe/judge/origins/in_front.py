@@ -112,6 +112,12 @@ class Fronts:
         before = [t for child in self.tree.children.get(tap, []) for t in self.by_tap[child][OUTPUT]]
         return any(t.order < sink.order and t.width > sink.width for t in before)
 
+    def unfed(self, tap: str, sink: Trace) -> bool:
+        """Whether a leaf's output is compared and nothing that went into the leaf."""
+        leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
+        inputs = self.by_tap[tap][INPUT]
+        return leaf and not is_fed([t for t in inputs if t.call == sink.call] or inputs)
+
     def inputs_known(self, tap: str, sink: Trace, sources: list[Trace]) -> bool:
         """Whether an error of 0 in front of a leaf's output means equal inputs, and not that nobody saw them: a tensor
         that is no mere factor went into the same call, at all of its rows."""
