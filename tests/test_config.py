@@ -57,6 +57,13 @@ def test_environment_sets_every_field() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "words"), [("*", ("all",)), ("all", ("all",)), ("a.b,norm", ("a.b", "norm")), ("", ())]
+)
+def test_all_graph_taps_are_not_the_default_set(value: str, words: tuple[str, ...]) -> None:
+    assert ProbeConfig.from_env({"VLLM_ACCPROBE_GRAPH_TAPS": value}).graph_taps == words
+
+
+@pytest.mark.parametrize(
     ("name", "value", "line"),
     [
         ("TOKEN", "0", " is not a setting of accprobe; did you mean VLLM_ACCPROBE_TOKENS?"),

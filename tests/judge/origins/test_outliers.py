@@ -1,5 +1,7 @@
 """Errors below every fixed limit, planted among honest noise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,13 @@ def test_one_column():
 
     found, others = judged(fault)
     assert (found.how, found.columns.tolist(), others) == (COLUMNS, [17], [])
+
+
+def test_one_column_says_nothing_where_nothing_in_front_was_compared():
+    looks = [look(i, fault=(lambda g: 0.06 * g * (np.arange(WIDTH) == 17)) if i == 1 else None) for i in range(4)]
+    assert [f is not None for f in map(Peers(looks).judge, looks)] == [False, True, False, False]
+    blind = [replace(x, unfed=True) for x in looks]
+    assert [Peers(blind).judge(x) for x in blind] == [None] * 4
 
 
 def test_more_noise_than_the_other_layers_have():

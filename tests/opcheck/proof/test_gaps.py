@@ -11,9 +11,9 @@ GAP = {"after": "m.0.up", "before": "m.0.down", "contains": ["m.0.act", "m.0", "
 
 
 def result(*origins):
-    plain = dict.fromkeys(("golden_path", "mine_path"), "") | dict.fromkeys(("golden_run", "mine_run"), {})
+    plain = {"golden_path": "", "mine_path": "", "golden_run": {}, "mine_run": {}}
     more = {"pairs": [], "coverage": {}, "first_divergence": None, "tokens": {}, "verdict": "fail", "notes": []}
-    return Comparison(**plain, **more, origins=list(origins), plan=[])
+    return Comparison(**plain, **more, origins=list(origins), plan=[], standard={})
 
 
 def gaps_of(comparison):

@@ -140,8 +140,8 @@ def _untapped(
     """What lies between the compared tensors and was not compared."""
     ran = [u for u in units if not u.is_param]
     compared = {u.golden_key: u.key for u in ran}, {u.key: u.key for u in ran}
-    records = [s.of_one_rank() for s in sides]
-    return untapped_of(records, orders, compared, {p.golden.tap: p.mine.tap for p in names.pairs}, dumps)
+    taps = {p.golden.tap: p.mine.tap for p in names.pairs}
+    return untapped_of([s.of_one_rank for s in sides], orders, compared, taps, dumps)
 
 
 class _Placed:

@@ -11,7 +11,7 @@ Not here: which of them an origin is blamed for (verdict/gaps.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -57,12 +57,12 @@ NOTHING = Untapped()
 
 
 def untapped_of(
-    sides: Sequence[Records], orders: Sequence[Sequence[Key]], compared: Sequence[Mapping[Key, Key]],
+    sides: Sequence[Callable[[], Records]], orders: Sequence[Sequence[Key]], compared: Sequence[Mapping[Key, Key]],
     taps: Mapping[str, str], dumps: Sequence[Any],
 ) -> Untapped:  # fmt: skip
-    """sides, orders, compared, dumps: golden's and mine's. compared: a side's own name of each compared tensor → mine's
-    name. taps: golden's tap → mine's, of those that are paired."""
-    ran = [[k for k in order if k in s] for order, s in zip(orders, sides, strict=True)]
+    """sides, orders, compared, dumps: golden's and mine's. sides: called where something is hidden. compared: a side's
+    own name of each compared tensor → mine's name. taps: golden's tap → mine's, of those that are paired."""
+    ran = [[k for k in order if kind_of(k[1]) != PARAM] for order in orders]
     hidden = [_hidden(keys, known) for keys, known in zip(ran, compared, strict=True)]
     seen = {key[0] for key in compared[1].values() if kind_of(key[1]) == OUTPUT}
     listed = dict.fromkeys(t for d in dumps for t in _in_tree(d, unseen_taps(d)) if t not in seen)
@@ -70,10 +70,12 @@ def untapped_of(
         return NOTHING
     side = 0 if len(hidden[0]) >= len(hidden[1]) else 1
     classes = {m.tap: m.cls for d in dumps for modules in d.modules.values() for m in modules}
-    classes |= {r.tap: r.cls for r in (rs[0] for s in sides for rs in s.values() if rs) if r.cls}
     flow: dict[Key, tuple[Key, ...]] = {}
     if hidden[side]:
-        flow = _Flow(sides[side], ran[side], classes).named(compared[side], taps if side == 0 else {})
+        records = sides[side]()
+        classes |= {found[0].tap: found[0].cls for found in records.values() if found[0].cls}
+        known = [k for k in ran[side] if k in records]
+        flow = _Flow(records, known, classes).named(compared[side], taps if side == 0 else {})
     return Untapped(flow, tuple(t for t in listed if not _is_container(t, listed)), classes)
 
 

@@ -139,7 +139,7 @@ class Gaps:
         before = [t for t in known if t.order < sink.order]
         if not before:
             return ""
-        last = before[-1]
+        last = next((t for t in reversed(before) if is_fed([t])), before[-1])  # what a router said is no beginning
         return last.tap if last.kind == OUTPUT else f"{last.tap}/{last.role}"
 
     def _front(self, key: Key, vouching: bool = False) -> _Front:
@@ -149,7 +149,9 @@ class Gaps:
         return self._fronts[key, vouching]
 
     def _walk(self, key: Key, vouching: bool) -> _Front:
-        flow, ends, passed = self.untapped.flow, set(), set()
+        flow = self.untapped.flow
+        ends: set[Key] = set()
+        passed: set[_Place] = set()
         known, todo = {(key, False)}, [(key, False)]
         while todo:
             taker, blind = todo.pop()

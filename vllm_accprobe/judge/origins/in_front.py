@@ -124,6 +124,12 @@ class Fronts:
         """Whether inputs of modules that gave something out were captured."""
         return any(kinds[INPUT] and kinds[OUTPUT] for kinds in self.by_tap.values())
 
+    def unfed(self, tap: str, sink: Trace) -> bool:
+        """Whether a leaf's output is compared and nothing that went into the leaf."""
+        leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
+        inputs = self.by_tap[tap][INPUT]
+        return leaf and not is_fed([t for t in inputs if t.call == sink.call] or inputs)
+
     def inputs_known(self, tap: str, sink: Trace, sources: list[Trace]) -> bool:
         """Whether an error of 0 in front of a leaf's output means equal inputs, and not that nobody saw them: a tensor
         that is no mere factor went into the same call, at all of its rows."""

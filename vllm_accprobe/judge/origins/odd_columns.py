@@ -26,6 +26,8 @@ def odd_columns(look: Look, others: Sequence[Look], chance: Chance) -> Hidden | 
     here = look.columns
     if here is None or here.width < c.NARROW or here.rows < c.FEW:
         return None
+    if look.unfed and not look.columns_before:  # what went in may be uneven, and nobody saw it
+        return None
     err, slope, sure = here.signs
     width, least = len(err), c.COLUMN_LEAST * look.unit
     sigmas = c.TAILS * chance.sigmas(width)

@@ -31,7 +31,8 @@ class Look:
     err, gain: relative L2 error and slope - 1 of each row. before, gain_before: the largest of the inputs' at the rows
     that influence it. passed: mean gain of each input over all rows, with its sign, by the input's kind: to first order
     the outputs' mean follows the inputs' means, and single rows' noise averages out of both. unit: one rounding.
-    inputs_known: what went in was compared, so that ``before`` of 0 means equal inputs.
+    inputs_known: what went in was compared, so that ``before`` of 0 means equal inputs. unfed: of an operator's own
+    inputs none was compared.
     columns, columns_before: sums per column, None where not taken. mixing: whether the operator mixes
     positions (attention). untapped: operators that nobody saw lie in front.
     """
@@ -53,6 +54,7 @@ class Look:
     inputs_known: bool = False
     untapped: bool = False
     growth: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    unfed: bool = False
 
     @property
     def kind(self) -> str:

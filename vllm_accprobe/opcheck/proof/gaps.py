@@ -26,7 +26,7 @@ def narrowed(result: Comparison, wrong: Collection[str], right: Collection[str])
 
 def _found_in(origin: Mapping[str, Any], wrong: Collection[str]) -> bool:
     gap = origin.get("gap")
-    return bool(gap) and any(m in wrong for m in (*gap["contains"], gap["before"]))
+    return gap is not None and any(m in wrong for m in (*gap["contains"], gap["before"]))
 
 
 def _narrowed(origin: dict[str, Any], right: Collection[str]) -> dict[str, Any]:

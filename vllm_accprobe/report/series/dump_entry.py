@@ -24,7 +24,7 @@ STATUS = {0: PASSED, 1: FAILED, 2: UNREADABLE, 3: NOTHING}
 """By the exit code that the dump alone would have given."""
 WORST_FIRST = (2, 3, 1, 0)
 """Exit codes: what could not be answered stands above what was."""
-_ORIGIN = ("module", "class", "role", "request", "position", "phase", "created", "floor")
+_ORIGIN = ("module", "class", "role", "request", "position", "phase", "created", "floor", "gap")
 
 
 @dataclass(frozen=True, slots=True)

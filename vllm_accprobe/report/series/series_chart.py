@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from vllm_accprobe.report.between import tap_of
 from vllm_accprobe.report.html.elements import escaped
 from vllm_accprobe.report.series.dump_entry import SeriesEntry, over_limit
 
@@ -36,7 +37,7 @@ def chart(entries: Sequence[SeriesEntry], taps: Sequence[str]) -> str:
         return ""
     finite = [e.taps[t].over for t in taps for e in entries if t in e.taps and math.isfinite(e.taps[t].over)]
     top = max(1.0, math.ceil(math.log10(max([1.0, *finite])) + 0.2))
-    origins = {o.get("module") for e in entries for o in e.origins}
+    origins = {tap_of(o) for e in entries for o in e.origins}
 
     def x(i: int) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(entries)

@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from vllm_accprobe.report.between import tap_of
 from vllm_accprobe.report.html.assembling import asset, fill, policy
 from vllm_accprobe.report.html.elements import escaped
 from vllm_accprobe.report.series import series_lines
@@ -55,7 +56,7 @@ def series_page(golden: str, entries: Sequence[SeriesEntry]) -> str:
 def worst_taps(entries: Sequence[SeriesEntry]) -> list[str]:
     """Taps that ever failed: those that were an origin, then the others by their worst factor; equals in data-flow
     order."""
-    origins = {o.get("module") for e in entries for o in e.origins}
+    origins = {tap_of(o) for e in entries for o in e.origins}
     taps = failing_taps(entries)
     worst = {t: max(e.taps[t].over for e in entries if t in e.taps) for t in taps}
     return sorted(taps, key=lambda t: (t not in origins, 0 if t in origins else -worst[t]))
@@ -82,7 +83,7 @@ def _dump(index: int, entry: SeriesEntry) -> str:
 def _taps(entries: Sequence[SeriesEntry], taps: Sequence[str]) -> str:
     if not taps:
         return '<p class="missing">No tap failed in any dump.</p>'
-    origins = [{o.get("module") for o in e.origins} for e in entries]
+    origins = [{tap_of(o) for o in e.origins} for e in entries]
     head = "".join(f"<th scope=col class=num>{escaped(e.name, 40)}</th>" for e in entries)
     body = "".join(
         f'<tr id="tap-{i}" data-tap="{i}" tabindex="0"><th scope="row"><code>{escaped(tap)}</code></th>'
