@@ -85,12 +85,13 @@ def test_what_does_not_fit_is_counted_and_the_worst_stays():
 
 
 def test_the_worst_row_has_its_pair_s_factor_and_no_other_has_more():
-    """A pair in which an error was created is so many times what one operator may create: 28, or 3 of another step."""
+    """A pair in which an error was created is so many times what one operator may create: 28, or 3 of another step;
+    and its other rows are measured against that, too."""
     made = {"status": "fail", "measure": "created", "worst_request": "a"}
     pairs = [
-        pair(tap="o_proj", measured=28.0, allowed=1.0, worst_position=7, **made),
-        pair(tap="o_proj", step=1, measured=3.0, allowed=1.0, worst_position=9, **made),
-        pair(tap="o_proj", step=2, measured=5.0, allowed=1.0, worst_position=99, **made),
+        pair(tap="o_proj", measured=0.056, allowed=0.002, worst_position=7, **made),
+        pair(tap="o_proj", step=1, measured=0.06, allowed=0.02, worst_position=9, **made),
+        pair(tap="o_proj", step=2, measured=0.06, allowed=0.012, worst_position=99, **made),
         pair(tap="norm", order=1),
     ]
     entries = [
@@ -104,7 +105,7 @@ def test_the_worst_row_has_its_pair_s_factor_and_no_other_has_more():
         (3, "a", 7, False, 0.01, 60.0),
     ]
     result = comparison(pairs=pairs, rows=row_table(entries))
-    assert np.round(factors(result).astype(float), 4).tolist() == [28.0, 4.2, 0.1, 3.0, 3.0, 2.0, 5.0, 60.0]
+    assert np.round(factors(result).astype(float), 4).tolist() == [28.0, 20.0, 0.5, 3.0, 2.5, 1.6667, 5.0, 60.0]
     assert np.round(result.rows.ratio.astype(float), 4).tolist() == [4.3, 4.2, 0.1, 4.4, 4.35, 2.0, 4.0, 60.0]
     shown = heat_json(heat(comparison(pairs=pairs[:3], rows=row_table(entries[:7]))))["requests"][0]
     assert (shown["label"], shown["worst"]) == ("a", 28.0)

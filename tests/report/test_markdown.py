@@ -15,6 +15,8 @@ def test_markdown_of_a_failure():
         "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
         "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)`",
         "",
+        "`compared, not checked: files of another tool do not say all that an operator read`",
+        "",
         "**Read this first**",
         "",
         "- `golden is float32, mine bfloat16`",
@@ -24,7 +26,7 @@ def test_markdown_of_a_failure():
         "| # | origin | class | where | created / limit | evidence | shape of the error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
-        "| 0.21 / 0.016 | `jump` | `one column, 7 of 64` |",
+        "| 0.21 / 0.016 (13x) | `jump` | `one column, 7 of 64` |",
         "| 2 | `lm_head` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` | – / 0.016 | `jump` "
         "|   |",
         "",

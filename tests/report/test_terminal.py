@@ -100,7 +100,6 @@ def test_whole_report_of_a_failure():
         "note: the weights differ: 1 of 57 parameters",
         "",
         SENTENCE,
-        "compared, not checked: files of another tool do not say all that an operator read",
     ]
     full = terminal.lines(result, terminal.FULL)
     assert full[-3:] == ["", "plan:", "  names: 5 exact"]

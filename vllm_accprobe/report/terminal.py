@@ -40,10 +40,11 @@ def render(comparison: Comparison, console: Console, verbosity: int = NORMAL) ->
 
 
 def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
+    passed = comparison.verdict == "pass"
+    checked = covers.head(comparison) if passed or verbosity > QUIET else []
     sections: list[tuple[str, list[str]]] = [
         ("yellow", notes(comparison)),
-        ("bold green" if comparison.verdict == "pass" else "bold red",
-         [facts.headline(comparison), *covers.head(comparison)]),
+        ("bold green" if passed else "bold red", [facts.headline(comparison), *checked]),
     ]
     if verbosity > QUIET:
         full = verbosity >= FULL
@@ -253,12 +254,13 @@ def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str
     total = covers.totals(comparison)
     if total is None:
         return []
-    if comparison.verdict != "pass" and not full:
-        return [f"covered: {total} (compare.json, coverage.by_class)"]
-    body = covers.table(comparison, None if full else n)
-    left = more(len(covers.entries(comparison)), len(body), "compare.json, coverage.by_class")
-    title = f"{covers.TITLE} ({total}):"
-    return [title, *_aligned([covers.HEAD, *body]), *(f"  {line}" for line in left)]
+    short = [] if comparison.verdict == "pass" else [f"covered: {total} (compare.json, coverage.by_class)"]
+    if short and not full:
+        return short
+    body = covers.table(comparison)
+    shown = _aligned([covers.HEAD, *body])[: None if full else n + 1]
+    left = more(len(body), len(shown) - 1, "compare.json, coverage.by_class")
+    return [*short, f"{covers.TITLE} ({total}):", *shown, *(f"  {line}" for line in left)]
 
 
 def plan(comparison: Comparison) -> list[str]:

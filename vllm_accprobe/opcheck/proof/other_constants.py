@@ -2,9 +2,9 @@
 
 The problem: an epsilon of 1e-5 instead of 1e-6 is a finding where a row is small, and nothing where rows are of size 1.
 The idea: the reference computes each of mine's calls twice, with mine's value and with golden's, and the limits of a
-replay judge the difference, as if the one were an output and the other its reference. Where the value moves outputs, and none
-by more than rounding may move it, the constant does not matter in what was captured. A constant that no reference
-computes with, or a call without a reference, leaves the question open: matters is None.
+replay judge the difference, as if the one were an output and the other its reference. Where the value moves outputs,
+and none by more than rounding may move it, the constant does not matter in what was captured. A constant that no
+reference computes with, or a call without a reference, leaves the question open: matters is None.
 Not here: which constants differ, and what follows (comparison/verdict/constants_differ.py).
 """
 
