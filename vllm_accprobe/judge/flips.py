@@ -155,7 +155,8 @@ class AskedRow:
             return f"logits processor{f': {words}' if words else ''}", where + told
         if found:
             return "", where + found
-        return "", "equal logits, parameters and seed, and another token than golden's" if self.same_logits else ""
+        known = self.same_parameters and self.seeded and self.same_logits
+        return "", "equal logits, parameters and seed, and another token than golden's" if known else ""
 
 
 NOT_ASKED = AskedRow()

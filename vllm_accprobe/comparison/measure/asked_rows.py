@@ -38,7 +38,7 @@ enough to name a processor."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RowPlace:
     """Where one side has a row. at: its place among the rows of the step's logits."""
 
     rank: int
@@ -47,7 +47,7 @@ class _Place:
     group: tuple[int, int]
 
 
-class _Side:
+class _OneSide:
     """One dump's rows of logits by key. side: 0 golden, 1 mine."""
 
     def __init__(self, plan: Plan, side: int, loader: Loader, dump: Any):
@@ -70,14 +70,14 @@ class _Side:
                 self.groups.setdefault(_RAW if raw else r.role, {}).setdefault(moment, alone(r, moment[0]))
             if r.tap == SAMPLER:
                 self._ranks.setdefault(moment, r.rank)
-        self.places: dict[int, _Place] = {}
+        self.places: dict[int, _RowPlace] = {}
         for (cell, step, name), rows in self._tokens.rows.items():
             if name != LOGITS or (cell, step) not in self._ranks:
                 continue
             for at in np.flatnonzero(rows.keep).tolist():
-                self.places[int(rows.keys[at])] = _Place(self._ranks[cell, step], step, at, (cell, step))
+                self.places[int(rows.keys[at])] = _RowPlace(self._ranks[cell, step], step, at, (cell, step))
 
-    def values(self, role: str, place: _Place) -> np.ndarray | None:
+    def values(self, role: str, place: _RowPlace) -> np.ndarray | None:
         """One row of a tensor in float64 or int64; None where there is none."""
         group = self.groups.get(role, {}).get(place.group)
         if group is None or not group.readable:
@@ -90,11 +90,11 @@ class _Side:
             return None
         return np.asarray(widen(block.data[place.at], block.dtype, as_float=True), np.float64)
 
-    def best(self, logits: str, ids: str, place: _Place) -> tuple[np.ndarray, np.ndarray] | None:
+    def best(self, logits: str, ids: str, place: _RowPlace) -> tuple[np.ndarray, np.ndarray] | None:
         found = self.values(logits, place), self.values(ids, place)
         return None if found[0] is None or found[1] is None else (found[0], found[1].astype(np.int64))
 
-    def row(self, place: _Place, token: int | None) -> rules.LogitsRow:
+    def row(self, place: _RowPlace, token: int | None) -> rules.LogitsRow:
         """All that the dump has of it."""
         h = self._histories.setdefault(place.rank, SampledHistory(self._dump, place.rank)).row(place.step, place.at)
         if h is None:
@@ -110,7 +110,7 @@ class _Side:
             str(self.attrs.get(FILTERED) or ""),
         )  # fmt: skip
 
-    def _masked(self, place: _Place, req: int) -> tuple[str, ...] | None:
+    def _masked(self, place: _RowPlace, req: int) -> tuple[str, ...] | None:
         mask = self._dump.masks.get((place.rank, place.step, req))
         return None if mask is None else tuple(mask.by)
 
@@ -119,7 +119,7 @@ class AskedRows:
     """Both sides' rows of logits."""
 
     def __init__(self, plan: Plan, loaders: tuple[Loader, Loader], dumps: tuple[Any, Any]):
-        self._sides = [_Side(plan, i, loaders[i], dumps[i]) for i in (0, 1)]
+        self._sides = [_OneSide(plan, i, loaders[i], dumps[i]) for i in (0, 1)]
         runs = [{k: d.run.get(k) for k in ("versions", "device", "system")} for d in dumps]
         noise = [side.attrs.get(NOISE) for side in self._sides]
         self._same_noise = noise[0] is not None and noise[0] == noise[1] and runs[0] == runs[1]
@@ -169,7 +169,7 @@ class AskedRows:
                 found.append({"key": key} | told)
         return found
 
-    def _differs(self, golden: _Place, mine: _Place) -> bool:
+    def _differs(self, golden: _RowPlace, mine: _RowPlace) -> bool:
         groups = [
             [side.groups.get(role, {}).get(place.group) for role in (MASKED_LOGITS, MASKED_IDS)]
             for side, place in zip(self._sides, (golden, mine), strict=True)
