@@ -17,6 +17,7 @@ SOURCES = ("derived:", "measured:", "chosen:")
 ELSEWHERE = {
     "constants.py": "they are here",
     "floor.py": "units of rounding, by dtype",
+    "sampling_rules.py": "MT19937, splitmix64 and a sampler's defaults are facts; what judges is in constants.py",
 }
 BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they judge nothing
     "calibration.py": {256, 20, 100, 500},

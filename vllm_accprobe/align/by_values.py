@@ -31,7 +31,7 @@ LARGEST = 256 << 20
 _FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": None}
 
 
-class Shown(Protocol):
+class TensorLike(Protocol):
     """A tensor at a call. record: None where nothing of it was stored."""
 
     @property
@@ -59,7 +59,7 @@ class Relations:
         self._count = rows
         self._first: dict[str, np.ndarray | None] = {}
 
-    def explain(self, missing: Shown, had: Sequence[tuple[str, Shown]]) -> Relation | None:
+    def explain(self, missing: TensorLike, had: Sequence[tuple[str, TensorLike]]) -> Relation | None:
         """How ``missing`` follows from tensors that were there before; the latest are asked first. None where nothing
         fits exactly, or there are no values."""
         wanted = self._rows(missing, self._count)
@@ -89,12 +89,12 @@ class Relations:
                     return Relation(kind, (b, a))
         return None
 
-    def _begin(self, name: str, seen: Shown) -> np.ndarray | None:
+    def _begin(self, name: str, seen: TensorLike) -> np.ndarray | None:
         if name not in self._first:
             self._first[name] = self._rows(seen, self._count)
         return self._first[name]
 
-    def _rows(self, seen: Shown, most: int | None) -> np.ndarray | None:
+    def _rows(self, seen: TensorLike, most: int | None) -> np.ndarray | None:
         """The first rows' stored bits as a matrix, or all; None where there are no values."""
         r = seen.record
         if r is None or r.payload is None or r.payload.nbytes > LARGEST or not r.shape or not r.shape[-1]:

@@ -180,3 +180,13 @@ heads narrower than four columns are none."""
 WEIGHTS_WHOLE = 0.5
 """chosen: a sync that writes at least this part of the parameters that loading wrote means to write all. One of an
 adapter's or of one part's parameters is well below, one that forgets a few is well above."""
+SAMPLER_ROUND = 2.0**-24
+"""derived: unit of float32, in which engines process logits."""
+SAMPLER_STEPS = 8.0
+"""derived: a logit goes through at most eight roundings: a product with the reciprocal of the repetition penalty and
+that itself, a bias, a product and a difference for frequency and for presence each, and its storage."""
+SAMPLER_BORDER = 2.0**-14
+"""chosen: how near to its limit a float32 sum of probabilities, or a probability, may fall on either side."""
+SAMPLER_DRAW = 2.0**-18
+"""chosen: how far apart the two best sums of logit and noise must be, in units of their size, for a float32 kernel to
+order them as float64 does: 64 units."""

@@ -32,17 +32,8 @@ from vllm_accprobe.dump.schema import (
     TRACE,
     SamplingParameters,
 )
+from vllm_accprobe.judge.constants import SAMPLER_BORDER, SAMPLER_DRAW, SAMPLER_ROUND, SAMPLER_STEPS
 
-_ROUND = 2.0**-24
-"""Unit of float32, in which engines process logits."""
-_STEPS = 8.0
-"""Derived: a logit goes through at most eight roundings: a product with the reciprocal of the repetition penalty and
-that itself, a bias, a product and a difference for frequency and for presence each, and its storage."""
-_BORDER = 2.0**-14
-"""Chosen: how near to its limit a float32 sum of probabilities, or a probability, may fall on either side."""
-_DRAW = 2.0**-18
-"""Chosen: how far apart the two best sums of logit and noise must be, in units of their size, for a float32 kernel to
-order them as float64 does: 64 units."""
 _VOCABULARY = 1 << 22
 """Chosen: more tokens than any vocabulary has, and than any answer: what a damaged dump says beyond it is not used."""
 _COMPUTED = {ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTIES}
@@ -162,7 +153,7 @@ def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
         z, more = _penalised(z, row, asks)
         size = size + more
     z[forbidden] = -np.inf
-    return z, _STEPS * _ROUND * np.where(np.isfinite(size), size, 0.0)
+    return z, SAMPLER_STEPS * SAMPLER_ROUND * np.where(np.isfinite(size), size, 0.0)
 
 
 def _forbidden(row: LogitsRow, asks: SamplingParameters, width: int) -> np.ndarray:
@@ -204,7 +195,7 @@ def _penalised(z: np.ndarray, row: LogitsRow, asks: SamplingParameters) -> tuple
 # --- which tokens may be taken ------------------------------------------------------------------------------------
 
 
-def kept(z: np.ndarray, asks: SamplingParameters, slack: float = _BORDER) -> np.ndarray:
+def kept(z: np.ndarray, asks: SamplingParameters, slack: float = SAMPLER_BORDER) -> np.ndarray:
     """bool [V]: the tokens that the filters may keep of processed logits. slack: below 0 those that they surely keep.
     A float32 sum may fall on either side of a limit, and equals may stand in any order."""
     x = z / asks.temperature
@@ -214,7 +205,7 @@ def kept(z: np.ndarray, asks: SamplingParameters, slack: float = _BORDER) -> np.
         keep &= p >= asks.min_p * p.max() * (1.0 - slack)
     if 0 < asks.top_k < int(keep.sum()):
         limit = float(np.partition(x[keep], -asks.top_k)[-asks.top_k])
-        tiny = _BORDER * 2.0**-8 * max(abs(limit), 1.0)
+        tiny = SAMPLER_BORDER * 2.0**-8 * max(abs(limit), 1.0)
         near = keep & (x >= limit - tiny)
         keep = near if slack > 0 or int(near.sum()) == asks.top_k else keep & (x > limit + tiny)
     if asks.top_p < 1.0 and keep.any():
@@ -269,7 +260,7 @@ def _sure_best(total: np.ndarray) -> int | None:
     best = int(total.argmax())
     rest = np.delete(total, best)
     second = float(rest.max()) if len(rest) else -np.inf
-    return best if total[best] - second > _DRAW * max(abs(float(total[best])), 1.0) else None
+    return best if total[best] - second > SAMPLER_DRAW * max(abs(float(total[best])), 1.0) else None
 
 
 def _gumbel(seed: int, n: int) -> np.ndarray:
@@ -436,7 +427,7 @@ def drawn(z: np.ndarray, asks: SamplingParameters, row: LogitsRow) -> int | None
     if asks.seed is None or row.draw is None or row.generated > _VOCABULARY:
         return None
     x = z / asks.temperature
-    both = [kept(z, asks, s) for s in (_BORDER, -_BORDER)]
+    both = [kept(z, asks, s) for s in (SAMPLER_BORDER, -SAMPLER_BORDER)]
     if not both[1].any():
         return None
     found = {row.draw(np.where(keep, x, -np.inf), asks.seed, row.generated) for keep in both}
@@ -467,7 +458,7 @@ def deviations(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> list[tuple[i
     with np.errstate(invalid="ignore"):
         off = np.abs(values[real] - z[at])
         off[~np.isfinite(z[at]) & ~np.isnan(z[at])] = np.inf
-        bad = np.flatnonzero(off > bound[at] * 2.0 + _ROUND * np.abs(values[real]))
+        bad = np.flatnonzero(off > bound[at] * 2.0 + SAMPLER_ROUND * np.abs(values[real]))
     found = [(int(at[i]), f"the logit of token {int(at[i])} became {float(values[real][i]):.5g}, not "
               f"{float(z[at[i]]):.5g}") for i in bad]  # fmt: skip
     if scaled:  # what is missing may have been filtered
@@ -476,7 +467,7 @@ def deviations(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> list[tuple[i
     out = np.ones(len(z), bool)
     out[at] = False
     with np.errstate(invalid="ignore"):
-        more = np.flatnonzero(out & (z - 2.0 * bound - _ROUND * np.abs(z) > last))
+        more = np.flatnonzero(out & (z - 2.0 * bound - SAMPLER_ROUND * np.abs(z) > last))
     said = "token {}, whose logit should be {:.5g}, was not among the best that were left"
     return found + [(int(t), said.format(int(t), float(z[t]))) for t in more[np.argsort(-z[more])]]
 
@@ -552,7 +543,7 @@ def _other_past(row: LogitsRow) -> bool:
     after = asks.frequency * _COUNTS + asks.presence * (_COUNTS > 0)
     may = np.concatenate([z[:, None], seen[:, None] - after[None, :]], 1)
     with np.errstate(invalid="ignore"):
-        near = np.abs(may - values[:, None]) <= _STEPS * _ROUND * (np.abs(z)[:, None] + np.abs(may) + after.max())
+        near = np.abs(may - values[:, None]) <= SAMPLER_STEPS * SAMPLER_ROUND * (np.abs(z)[:, None] + np.abs(may) + after.max())
     return bool(len(values)) and bool(near.any(1).all())
 
 

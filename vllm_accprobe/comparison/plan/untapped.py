@@ -75,7 +75,7 @@ def untapped_of(
         records = sides[side]()
         classes |= {found[0].tap: found[0].cls for found in records.values() if found[0].cls}
         known = [k for k in ran[side] if k in records]
-        flow = _Flow(records, known, classes).named(compared[side], taps if side == 0 else {})
+        flow = _FlowOfDump(records, known, classes).named(compared[side], taps if side == 0 else {})
     return Untapped(flow, tuple(t for t in listed if not _is_container(t, listed)), classes)
 
 
@@ -98,7 +98,7 @@ def _is_container(tap: str, taps: Iterable[str]) -> bool:
     return any(t.startswith(start) and t[len(start) :].partition(".")[0].isdecimal() for t in taps)
 
 
-class _Flow:
+class _FlowOfDump:
     """What each tensor of one dump was made of."""
 
     def __init__(self, records: Records, order: Sequence[Key], classes: Mapping[str, str]):

@@ -65,7 +65,7 @@ class _Front:
     passed: frozenset[_Place]
 
 
-class Gaps:
+class GapFinder:
     """The gaps of one comparison. traces: of all compared tensors."""
 
     def __init__(self, untapped: Untapped, traces: Sequence[Trace], tree: Tree):

@@ -27,7 +27,7 @@ from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
 from vllm_accprobe.comparison.store.spill import Shelf
 from vllm_accprobe.comparison.verdict import blame, constants_differ, covered, floors, harmless
-from vllm_accprobe.comparison.verdict.gaps import Gap, Gaps, entry_of
+from vllm_accprobe.comparison.verdict.gaps import Gap, GapFinder, entry_of
 from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
 from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
 from vllm_accprobe.comparison.verdict.row_limits import Holder
@@ -186,7 +186,7 @@ class _Judge:
         """Of each origin the gap that it lies in."""
         if not created:
             return []
-        gaps = Gaps(self.measured.setting.untapped, self.traces, self.tree)
+        gaps = GapFinder(self.measured.setting.untapped, self.traces, self.tree)
         return [gaps.of(c) for c in created]
 
     def _entry(self, c: Created, places: blame.Places) -> dict[str, Any]:

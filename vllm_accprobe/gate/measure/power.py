@@ -33,7 +33,7 @@ _TIMES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownDistance:
     """condition: of a cell (gating.py), all tokens or a phase; times: the smallest distance, in units of the floor,
     that would have failed; None where none up to _MOST would have; 0 where any difference fails."""
 
@@ -50,7 +50,7 @@ class Power:
     """shown: of each condition; needed: prompts with which ENOUGH would be shown, None where these do or where not even
     sixteen times as many would."""
 
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownDistance, ...]
     needed: int | None
 
     @property
@@ -61,7 +61,7 @@ class Power:
 def of(table: Table, sizes: Sizes, masks: Sequence[np.ndarray], rate: float) -> Power:
     """masks: as given to floor.judge, with which the verdict was made."""
     wheres = _conditions(table, sizes)
-    shown = tuple(Shown(name, _smallest(table, sizes, masks, where, rate)) for name, where in wheres.items())
+    shown = tuple(ShownDistance(name, _smallest(table, sizes, masks, where, rate)) for name, where in wheres.items())
     found = Power(shown, None)
     if found.enough:
         return found

@@ -96,8 +96,8 @@ def explain(
         return Explained()
     plan = make_plan(golden, mine, mapping=mapping)
     sides = (
-        _Side(golden, plan.tokens.golden, checked[0]),
-        _Side(mine, plan.tokens.mine, checked[1]),
+        _Replayed(golden, plan.tokens.golden, checked[0]),
+        _Replayed(mine, plan.tokens.mine, checked[1]),
     )
     rows: dict[str, Ranges] = {}
     why: dict[str, str] = {}
@@ -113,7 +113,7 @@ def explain(
     return Explained(rows, why)
 
 
-def _unit(unit: Unit, sides: tuple[_Side, _Side], plan: Plan) -> tuple[Ranges, str]:
+def _unit(unit: Unit, sides: tuple[_Replayed, _Replayed], plan: Plan) -> tuple[Ranges, str]:
     found = [side.groups(groups) for side, groups in zip(sides, (unit.golden, unit.mine), strict=True)]
     (golden, golden_whole, golden_why), (mine, mine_whole, mine_why) = found
     reason = mine_why or (GOLDEN_TOO + golden_why if golden_why else "")
@@ -123,7 +123,7 @@ def _unit(unit: Unit, sides: tuple[_Side, _Side], plan: Plan) -> tuple[Ranges, s
     return ({**ranges, "": [(step, step + 1) for step in sorted(whole)]} if whole else ranges), reason
 
 
-class _Side:
+class _Replayed:
     """One dump: which of its records are explained, and why the others are not."""
 
     def __init__(self, dump: Dump, rows: SideRows, checked: Iterable[Checked]):
@@ -226,8 +226,8 @@ class _Side:
         if self._relations is None or self._relations[0] != moment:
             self._relations = moment, Relations(self._dump, rows=None)
         before = [x for x in self._steps[moment] if x.seq < r.seq][-_NEAREST:]
-        shown = {str(x.seq): _Shown(x) for x in before}
-        relation = self._relations[1].explain(_Shown(r), list(shown.items()))
+        shown = {str(x.seq): _OfRecord(x) for x in before}
+        relation = self._relations[1].explain(_OfRecord(r), list(shown.items()))
         return [] if relation is None else [shown[name].record for name in relation.takes]
 
     def _index(self, moment: tuple[int, int | None]) -> None:
@@ -254,7 +254,7 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _OfRecord:
     """A record as align/by_values.py reads it."""
 
     record: Record
