@@ -543,7 +543,8 @@ def _other_past(row: LogitsRow) -> bool:
     after = asks.frequency * _COUNTS + asks.presence * (_COUNTS > 0)
     may = np.concatenate([z[:, None], seen[:, None] - after[None, :]], 1)
     with np.errstate(invalid="ignore"):
-        near = np.abs(may - values[:, None]) <= SAMPLER_STEPS * SAMPLER_ROUND * (np.abs(z)[:, None] + np.abs(may) + after.max())
+        size = np.abs(z)[:, None] + np.abs(may) + after.max()
+        near = np.abs(may - values[:, None]) <= SAMPLER_STEPS * SAMPLER_ROUND * size
     return bool(len(values)) and bool(near.any(1).all())
 
 

@@ -162,7 +162,8 @@ class _Search:
         role, inputs = _role(tap, sink), self.fronts.inputs_known(tap, sink, sources)
         cls = self.tree.classes.get(tap, "")
         return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
-                    passed.means, inputs, self.fronts.untapped(tap, sink), unfed=self.fronts.unfed(tap, sink))  # fmt: skip
+                    passed.means, inputs, self.fronts.untapped(tap, sink),
+                    unfed=self.fronts.unfed(tap, sink))  # fmt: skip
 
     def _kept(self, values: np.ndarray, known: np.ndarray) -> np.ndarray:
         return values if values is known else self.keeper.keep(values)
