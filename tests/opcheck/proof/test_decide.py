@@ -272,6 +272,15 @@ def test_what_is_inferred_of_a_module_is_not_blamed_where_all_that_it_read_expla
     assert said(comparison("first", verdict="fail"), known=explained("second")).verdict == "fail"
 
 
+def test_an_output_that_is_goldens_to_the_bit_is_never_an_origin() -> None:
+    found = comparison()
+    found = replace(found, pairs=[replace(p, identical=True, bit_identical=True) for p in found.pairs])
+    result = judged(found, [], [checked("first")])
+    assert (result.origins, result.verdict) == ([], "pass")
+    said = "replay: 1 module is wrong for its own inputs, and equal to golden's to the bit, first first: not blamed"
+    assert said in result.notes
+
+
 def test_a_block_is_not_cleared_by_its_last_child() -> None:
     """What is inside of it must be explained, too: here an input of a child that nothing captured computed."""
     found = comparison("first", verdict="fail")

@@ -150,21 +150,30 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     for pair in result.pairs:
         if pair.status != SKIP:
             order[pair.tap] = min(pair.order, order.get(pair.tap, pair.order))
-    known = {o["module"]: o for o in result.origins}
-    proved = {b.tap for b in proof.blamed}
-    blamed = sorted(proof.blamed, key=lambda b: (b.tier == UNLIKE_KIN, order.get(b.tap, 1 << 60), b.seq))
+    known = {o["module"]: o for o in result.origins if not o.get("gap")}
+    equal = _equal_outputs(result.pairs)
+    same = [b.tap for b in proof.blamed if (b.tap, b.role) in equal]
+    proved = {b.tap for b in proof.blamed} - set(same)
+    blamed = sorted(
+        (b for b in proof.blamed if b.tap in proved),
+        key=lambda b: (b.tier == UNLIKE_KIN, order.get(b.tap, 1 << 60), b.seq),
+    )
     first = [_entry(b, known.get(b.tap)) for b in blamed]
     excused = {o["module"] for o in result.origins if _truncation_alone(o, proof)}
     right, shared, only = proof.right, proof.shared, proof.only_golden
     rows = _Rows(result, proof)
     cleared = {o["module"] for o in result.origins if _cleared(o, rows)} - proved - excused
-    rest = [o for o in result.origins if o["module"] not in proved | excused | cleared]
+    # A gap is named by the module around it, which another origin may be; what it contains is narrowed by gaps.py.
+    rest = [o for o in result.origins if o.get("gap") or o["module"] not in proved | excused | cleared]
     where = " in part" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
     notes = [f"replay: {proof.checked} outputs of mine checked{where}, {wrong}"]
     notes += [f"replay: {said}" for said in (*proof.notes, *rounded_caches(proof.caches, right))]
     if shared:
         notes.append(f"replay: {_modules(len(shared))} as far off in golden, first {shared[0]}: not blamed")
+    if same:
+        notes.append(f"replay: {_modules(len(same))} wrong for its own inputs, and equal to golden's to the bit, first "
+                     f"{same[0]}: not blamed")  # fmt: skip
     if only:
         notes.append(f"replay: {_modules(len(only))} wrong for its own inputs in golden only, first {only[0]}")
     if excused:
@@ -248,6 +257,15 @@ def _cleared(origin: Mapping[str, Any], rows: _Rows) -> bool:
     return inferred and role.startswith("output") and not rows.why_not_all(tap, role)
 
 
+def _equal_outputs(pairs: Sequence[Pair]) -> set[tuple[str, str]]:
+    """(tap, role) of outputs that were compared and are golden's to the bit: these are never an origin."""
+    found: dict[tuple[str, str], bool] = {}
+    for p in pairs:
+        if p.status != SKIP and not p.role.startswith("param."):
+            found[p.tap, p.role] = p.bit_identical and found.get((p.tap, p.role), True)
+    return {place for place, same in found.items() if same}
+
+
 def _same_parameters(result: Comparison) -> Callable[[str], bool]:
     """Whether a module's parameters are known to be golden's: a module is right for its own weights, whatever they are.
     Never where golden shows none of any module's."""
@@ -325,7 +343,7 @@ def _modules(n: int) -> str:
 def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
     """compare.json's entry of an origin; where the comparison had found it, its words stay."""
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
-    at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None}
+    at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:
