@@ -456,7 +456,7 @@ def _routing_call(t: Mapping[str, Tensor], dtype: str) -> Call:
     params = {"w13_weight": torch.zeros(n, 4, 4), "w2_weight": torch.zeros(n, 4, 2)}
     return Call("experts", "UnquantizedFusedMoEMethod", inputs, params=params,
                 outputs={"input.topk_weights": torch.zeros(len(ids), _TOP)},
-                config={"norm_topk_prob": True, "hidden_act": "silu"},
+                config={"norm_topk_prob": True, "scoring_func": "softmax", "hidden_act": "silu"},
                 extra={"router_logits": t["logits"]})  # fmt: skip
 
 

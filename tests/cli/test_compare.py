@@ -90,7 +90,7 @@ def test_the_spelling_of_ait(dumps, tmp_path, capsys):
         ("nowhere", [], 2, "does not exist"),
         ("same", ["--standard", "lax"], 2, "unknown standard 'lax'"),
         ("other", [], 3, "different prompt tokens"),
-        ("same", ["--taps", "nothing*"], 3, "no tap of one dump has a partner"),
+        ("same", ["--taps", "nothing*"], 3, "--taps 'nothing*' matches no tap that both dumps have; the nearest: "),
         ("same", ["--nonsense"], 2, "--nonsense"),
         ("same", ["-cl", "layer"], 2, "-cl: every level is compared at once"),
         ("same", ["--soc-version", "Ascend910B"], 2, "--soc-version: no chip is asked for"),

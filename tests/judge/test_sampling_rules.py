@@ -140,7 +140,7 @@ def test_a_list_that_is_ignored_is_named_where_nobody_saw_what_was_left(asks, wo
     ],
 )
 def test_filters(asks, kept):
-    for slack in (rules._BORDER, -rules._BORDER):
+    for slack in (rules.SAMPLER_BORDER, -rules.SAMPLER_BORDER):
         assert np.flatnonzero(rules.kept(RAW, asks, slack)).tolist() == kept
     for token in range(len(RAW)):
         assert check(row(asks, token)).token == (RIGHT if token in kept else WRONG)

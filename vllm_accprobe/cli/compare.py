@@ -92,7 +92,7 @@ def compare(
         None,
         "--weights",
         metavar="DIR",
-        help="The model's folder, for parameters that a dump has as fingerprints alone; by default run.json's.",
+        help="The model's directory, for parameters that a dump has as fingerprints alone; by default run.json's.",
     ),
     rejudge: Path = typer.Option(
         None, "--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."
@@ -207,7 +207,7 @@ def _named(place: Path, option: Path, word: str, flag: str) -> Path:
 
 
 def _again(
-    mapping: Path | None, taps: str | None, standard: str, floors: list[Path], rate: float, weights: Path | None
+    mapping: Path | None, taps: str | None, standard: str, floors: list[Path], rate: float, weights: Path | None = None
 ) -> tuple[str, ...]:  # fmt: skip
     """What was given that another comparison of the same two dumps needs, too (Comparison.options)."""
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE

@@ -35,11 +35,11 @@ def lines(comparison: Comparison) -> list[str]:
     """The whole summary."""
     failed = comparison.verdict != "pass"
     out = [f"## accprobe: {'FAIL' if failed else 'PASS'}", "", code(facts.headline(comparison), 2000)]
-    if how := covers.head(comparison):
-        out += ["", code(how[0], 1000), *(["", *(f"    {line.strip()}" for line in how[1:])] if how[1:] else [])]
     if comparison.notes:
         out += ["", "**Read this first**", "", *(f"- {code(note, 1000)}" for note in comparison.notes[:MAX_LIST])]
         out += _more(len(comparison.notes), "notes")
+    if how := covers.head(comparison):
+        out += ["", code(how[0], 1000), *(["", *(f"    {line.strip()}" for line in how[1:])] if how[1:] else [])]
     out += _origins(comparison)
     if said := tiers.alarms(comparison):
         out += ["", f"By chance: {said}."]

@@ -95,7 +95,7 @@ def test_the_written_files_are_clean(tmp_path: Path) -> None:
     ("arguments", "code", "said"),
     [
         ([], 2, "say which calls"),
-        (["--ops", "Nothing"], 3, "no call matches"),
+        (["--ops", "Nothing"], 3, "--ops matches no call; the nearest names: "),
         (["--failed"], 3, "no call failed"),
         (["--ids", "x"], 2, "is no id"),
         (["--ops", "*", "--weights", "nowhere"], 2, "no directory"),

@@ -156,6 +156,7 @@ def judge(
     torch.mul(v, v, out=spread)
     by_row, by_column = planes.sum(2), planes.sum(1)
     power, square = by_row[POWER], by_row[SQUARE]
+    plain = by_row
     if few := repeated(y, d):
         keys = keys_of(planes)
         by_row = (planes * first_of(keys, torch.arange(n).unsqueeze(1))).sum(2)
@@ -165,11 +166,12 @@ def judge(
         worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q),
         worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
     ]  # fmt: skip
-    if not few and any(f.value > f.limit for f in found[:2]):
-        found[:2] = _once_each(
-            y, planes, by_row.clone(), u,
+    if any(f.value > f.limit for f in found[:2]):  # nearly equal numbers have equal errors as well
+        nearly = _once_each(
+            y, planes, plain.clone(), u,
             lambda s: [worst_row(s, groups, common, q, width), worst_gain(s, groups, common, u, q)],
         )  # fmt: skip
+        found[:2] = [min(two, key=lambda f: f.value / f.limit) for two in zip(found[:2], nearly, strict=True)]
     if not few and found[2].value > found[2].limit:  # equal rows have equal errors, which are not independent
         kept = _distinct(power)
         columns = planes[:, kept].transpose(1, 2)

@@ -161,7 +161,7 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
     first = [_entry(b, known.get(b.tap)) for b in blamed]
     excused = {o["module"] for o in result.origins if _truncation_alone(o, proof)}
     right, shared, only = proof.right, proof.shared, proof.only_golden
-    rows = _Rows(result, proof)
+    rows = _Rows(result, proof, excused)
     cleared = {o["module"] for o in result.origins if _cleared(o, rows)} - proved - excused
     # A gap is named by the module around it, which another origin may be; what it contains is narrowed by gaps.py.
     rest = [o for o in result.origins if o.get("gap") or o["module"] not in proved | excused | cleared]
@@ -199,7 +199,9 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
 class _Rows:
     """Which rows of a comparison that differ are explained by its replay, and which pairs are."""
 
-    def __init__(self, result: Comparison, proof: Proof):
+    def __init__(self, result: Comparison, proof: Proof, excused: Collection[str]):
+        """excused: modules whose whole difference is how their machine rounds, which equal inputs do not exclude."""
+        self._excused = excused
         self._explained, self._table = proof.explained, result.rows
         self._pairs = result.pairs
         self._same = _same_parameters(result)
@@ -217,7 +219,8 @@ class _Rows:
             return ""  # each side took the best of its own logits, which are compared by themselves
         if not self._same(pair.tap):
             return "its parameters are not golden's"
-        if pair.role.startswith(("output", "inplace")) and self._equal(pair):
+        output = pair.role.startswith(("output", "inplace"))
+        if output and pair.tap not in self._excused and self._equal(pair):
             return "its inputs are equal to the bit"
         rows = self._differing(at, every)
         if rows is None:

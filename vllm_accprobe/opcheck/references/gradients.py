@@ -112,7 +112,8 @@ class SavedOutputs:
         for role, y in self.made.items():
             if isinstance(y, torch.Tensor) and t.is_floating_point() and _same_memory(t, y):
                 kept = self._saved.get(role)
-                kept = t.to(self._dtype) if kept is None or kept.numel() != t.numel() else kept
+                if kept is None or kept.is_meta or kept.numel() != t.numel():  # statistics have no numbers
+                    kept = t.to(self._dtype)
                 return kept.reshape(t.shape).to(t.dtype)
         return t
 

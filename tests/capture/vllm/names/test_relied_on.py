@@ -37,7 +37,12 @@ NOT_VLLMS = {
     "prints": "a setting", "_dispatch_has_kernel_for_dispatch_key": "torch's operators", "Module": "torch's",
     "__accprobe_original__": "ours",
     "fused_gumbel_argmax": "an operator", "device_type": "of each platform",
-    "part": "our word", "owners": "a setting",
+    "part": "our word", "owners": "a setting", "__qualname__": "Python", "custom_routing": "ours",
+    "has_correction_bias": "ours", "custom_routing_function": "of each router, where it has one",
+    "e_score_correction_bias": "of each router, where it has one", "num_expert_group": "of each router, where it has one",
+    "renormalize": "of each router, where it has one", "routed_scaling_factor": "of each router, where it has one",
+    "scoring_func": "of each router, where it has one", "topk_group": "of each router, where it has one",
+    "use_grouped_topk": "of each router, where it has one",
     "flashcomm2_enable": "a mode", "pass_config": "a mode", "skip_final_all_reduce": "only some models set it",
 }  # fmt: skip
 """Names that the search finds and that are not vLLM's, and those of modes, whose marks name them."""
