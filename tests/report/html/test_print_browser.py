@@ -52,6 +52,17 @@ def cut_off(page):
     )
 
 
+def with_classes(result):
+    """By class what the verdict covers, with the widest numbers and a name that has no place to wrap."""
+    sizes = {"row": 0.0034, "column": 1.23e-7, "one_row": 0.011}
+    classes = [
+        {"class": name, "calls": 1234, "rows": 1234567, "checked": 1000000, "compared": 234567, "unseen": 12,
+         "smallest": sizes}
+        for name in ("MergedColumnParallelLinear", "Attention", "x" * 80)
+    ]  # fmt: skip
+    return replace(result, coverage=result.coverage | {"by_class": classes})
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_paper_keeps_badge_chart_and_legend(visit, scheme):
     page = visit(with_rows(realistic()))
@@ -105,13 +116,17 @@ def test_nothing_is_cut_off_and_nothing_opens(visit):
     origins = [
         result.origins[0] | {"module": wide[0].tap, "shape": "columns 400–511 of 512", "tier": "replay", "times": 12.0}
     ]
-    page = visit(replace(result, pairs=result.pairs + wide, origins=origins), width=A4, height=1000)
+    result = with_classes(replace(result, pairs=result.pairs + wide, origins=origins))
+    page = visit(result, width=A4, height=1000)
     page.wait_for_selector("#heat[data-ready]")
     closed = page.locator("details:not([open])").count()
     assert closed
     page.emulate_media(media="print")
     page.wait_for_selector("html.paper")
     assert cut_off(page) == []
+    names = page.eval_on_selector_all(".scroll th", "all => all.map(e => [e.textContent, e.clientWidth])")
+    assert [name for name, width in names if len(name) > 4 and width < 30] == []  # no column of a letter a line
+    assert page.locator("#covers + .scroll th:visible").count() == 9
     for part in ("#chart svg", "#heat svg", ".legend", ".badge", "#grid", "#tree"):
         assert page.is_visible(part), part
     for part in (".find", ".status", "#save", "#grid-help"):
@@ -127,6 +142,14 @@ def test_nothing_is_cut_off_and_nothing_opens(visit):
     page.wait_for_selector("html:not(.paper)")
     assert page.is_visible(".find")
     assert page.locator("#body tr.space").count() == 1
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1440, 9), (390, 7)])
+def test_the_table_by_class_fits_its_box_on_a_screen(visit, width, columns):
+    page = visit(with_classes(realistic()), width=width, height=900)
+    box = page.locator("#covers + .scroll")
+    assert box.evaluate("e => e.scrollWidth - e.clientWidth") <= 1
+    assert box.locator("th:visible").count() == columns
 
 
 def test_a_wide_window_prints_its_charts_within_the_page_and_gets_them_back(visit):
