@@ -6,17 +6,12 @@ two ranks, so that the fault must be found among honest differences. All faults:
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_cases import CASES, Case
-from support import kernels
 from support.captures import FIVE, VISION, Engines, explain
 from support.engine import Run
-
-from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed
 
 pytestmark = pytest.mark.engine
 
@@ -37,20 +32,6 @@ DOZEN: dict[str, dict[str, Any]] = {
 """Names of cases, and what the first origin must say besides the module."""
 
 
-SEEN_BY_REPLAY = {("avx2", "softmax-scale")}
-"""Kernels and case of which a comparison alone says nothing: four layers that truncate may, in 221 rows, honestly lie
-as far apart as a softmax scale of 1.03 puts one of them. What `accprobe compare` does by default, replay, shows it."""
-
-
-def by_default(golden: Run, mine: Run, result: Any) -> Any:
-    """``result`` after the replay that the command makes of a small pair."""
-    assert golden.dump is not None
-    assert mine.dump is not None
-    asked = Asked(golden.dump, mine.dump, True, None, None)
-    with begun(asked) as running, tempfile.TemporaryDirectory() as out:
-        return replayed(result, asked, running, Path(out))
-
-
 def golden(engines: Engines, case: Case) -> Run:
     """The clean run of a case's golden kind. Those that the clean pairs need, too, are made once for both."""
     if case.golden == "tp2":
@@ -68,9 +49,6 @@ def test_planted_module_is_named_first(each_engines: Engines, compared: Any, cas
     asks = VISION if case.model == "qwen2.5-vl" else FIVE
     mine = each_engines.run(f"fault-{case.name}", case.model, asks, fault=case.faults, max_num_batched_tokens=48)
     result = compared(golden(each_engines, case), mine)
-    if (kernels.taken(each_engines.forced), case.name) in SEEN_BY_REPLAY:
-        assert result.origins == [], "the comparison alone sees it now: take it out of SEEN_BY_REPLAY"
-        result = by_default(golden(each_engines, case), mine, result)
     assert result.verdict == "fail"
     assert result.origins, explain(result)
     assert result.origins[0]["module"] in case.expected, explain(result)

@@ -139,7 +139,10 @@ def test_beside_a_capture_compare_says_the_cache(
     assert code == 1
     assert "FAIL: the cache, not the kernel: a block freed while it is still read: step 1" in said
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert result["origins"] == []
+    (origin,) = result["origins"]
+    assert (origin["module"], origin["class"], origin["role"]) == ("cache group 0", "KV cache", "cache")
+    assert origin["request"] == "ask-1"
+    assert origin["shape"].startswith("a block freed while it is still read: step 1")
     assert result["states"]["mine"]["findings"][0]["block"] == 3
     assert "the cache, not the kernel: a block freed" in capsys.readouterr().out
 

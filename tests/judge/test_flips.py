@@ -62,3 +62,10 @@ def test_whose_fault_a_flip_of_masked_logits_is(masks, tokens, why):
 def test_margin():
     assert best([2.5, 1.0], [1, 2]).margin == 1.5
     assert best([2.5], [1]).margin is None
+
+
+def test_one_sides_nan_is_an_error_in_front_of_the_sampler():
+    nan = best([np.nan, np.nan], [0, 1])
+    right = best([3.0, 1.0], [7, 4])
+    assert judge_flip(right, nan, Flip(0, 1, 3, 2, 7, 0), None) == UPSTREAM
+    assert judge_flip(nan, right, Flip(0, 1, 3, 2, 0, 7), None) == UPSTREAM

@@ -50,6 +50,17 @@ def test_what_is_not_known_is_not_judged():
     assert check(row(SamplingParameters(1.0, top_k=2), 2, raw=known)).why_token == rules.NO_LOGITS
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("asks", [GREEDY, SamplingParameters(1.0, top_k=2)])
+def test_what_is_taken_of_a_models_nan_is_not_the_samplers_fault(asks, bad):
+    one = np.where(np.arange(6) == 3, bad, RAW)
+    assert rules.broken(one, None)
+    assert not rules.broken(None, np.array([1.0, -np.inf]))
+    for raw in (one, np.full(6, bad)):
+        found = check(row(asks, 0, raw=raw, broken=rules.broken(raw)))
+        assert (found.left, found.token, found.why_token) == (UNKNOWN, UNKNOWN, rules.NAN_LOGITS)
+
+
 PENALISED = SamplingParameters(0.0, repetition=2.0, presence=0.25, frequency=0.5)
 
 

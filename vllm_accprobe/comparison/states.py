@@ -104,6 +104,8 @@ def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
         "nonfinite": 0,
         "shape": str(one.get("sentence") or ""),
         "setting": "",
+        "cause": None,
+        "gap": None,
     }
 
 

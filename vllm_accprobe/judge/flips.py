@@ -182,7 +182,7 @@ def judge_flip(
         return by_request
     if golden is None or mine is None:
         return UPSTREAM if logits_agree is False else UNKNOWN
-    if logits_agree is False:
+    if logits_agree is False or np.isnan(golden.logits).any() != np.isnan(mine.logits).any():
         return UPSTREAM
     seen = [side.left if side.by else best for side, best in zip(masks, (golden, mine), strict=True)]
     if seen[0] is not None and not seen[0].chose(flip.golden):

@@ -45,6 +45,7 @@ FORCED = "its token was named by its client"
 DRAFTS = "its step verifies drafts"
 NO_PARAMETERS = "the sampling parameters of its request were not captured"
 NO_LOGITS = "not all logits of its row were captured"
+NAN_LOGITS = "the model's logits of its row hold NaN or infinity"
 _NOTHING = np.zeros(0, np.int64)
 Way = tuple[tuple[str, ...], str]
 Draw = Callable[[np.ndarray, int, int], "int | None"]
@@ -60,7 +61,8 @@ class LogitsRow:
     generated: how many these are. masked: the words of what the runner itself says changed this row, None where it does
     not say. draw: by the noise of this engine, None where that is not known. others: what each request of its step asks
     for, with its prompt. scaled: ``left`` of a random row is divided by its temperature, and filtered. filtered: by
-    what else draws are filtered, "" for nothing."""
+    what else draws are filtered, "" for nothing. broken: the model's own logits hold NaN or infinity, of which no token
+    is the largest."""
 
     asks: SamplingParameters | None
     raw: np.ndarray | None
@@ -75,6 +77,7 @@ class LogitsRow:
     others: tuple[tuple[SamplingParameters, np.ndarray | None], ...] = ()
     scaled: bool = False
     filtered: str = ""
+    broken: bool = False
 
     @property
     def whole(self) -> bool:
@@ -87,6 +90,11 @@ def is_of(raw: np.ndarray, best: tuple[np.ndarray, np.ndarray] | None) -> bool:
     if best is None or not len(best[0]) or best[1].min() < 0 or best[1].max() >= len(raw):
         return best is None
     return bool(np.array_equal(raw[best[1]], best[0], equal_nan=True)) and not bool(best[0][0] < raw.max())
+
+
+def broken(*values: np.ndarray | None) -> bool:
+    """Whether logits as a model gave them hold what has no order; minus infinity has one."""
+    return any(bool((np.isnan(v) | np.isposinf(v)).any()) for v in values if v is not None)
 
 
 def of_best(
@@ -291,6 +299,8 @@ class _Check:
     why: str = ""
 
     def run(self) -> RowCheck:
+        if self.row.broken:  # what comes of it is the model's
+            return RowCheck(UNKNOWN, UNKNOWN, NAN_LOGITS, NAN_LOGITS)
         try:
             self.z, self.bound = processed(self.row)
         except Unknown as why:

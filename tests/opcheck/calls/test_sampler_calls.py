@@ -60,6 +60,14 @@ def test_greedy_rows_and_one_whose_parameters_are_not_known():
     assert found["output.token"].note == "request 'a', generated token 1: greedy, and token 2 is 1 behind the best, 1"
 
 
+def test_of_a_models_nan_no_token_is_wrong():
+    logits = LOGITS.clone()
+    logits[0] = float("nan")
+    found, outputs = told((GREEDY, GREEDY), [2, 5], logits=logits)
+    assert right(found, outputs, "output.token") == [None, True]
+    assert found["output.token"].reason == "the model's logits of its row hold NaN or infinity"
+
+
 def test_what_penalties_leave():
     rows = [[1.0, 2.0, 1.5, 2.0, -1.0, 0.5], [0.0, 1.0, 2.0, 3.0, 4.0, 2.5]]
     found, outputs = told((PENALISED, PENALISED), [1, 4], rows)

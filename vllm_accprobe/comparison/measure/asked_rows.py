@@ -101,13 +101,14 @@ class _OneSide:
             return rules.LogitsRow(None, None, None, token, None, None, 0)
         raw, best = self.values(_RAW, place), self.best(TOP_LOGITS, TOP_IDS, place)
         left = self.best(MASKED_LOGITS, MASKED_IDS, place)
+        broken = rules.broken(raw, best[0] if best is not None else None)
         if raw is None or not rules.is_of(raw, best):
             raw = rules.of_best(best, left, token)
         masked = self._masked(place, h.request.req if h.request is not None else -1)
         return rules.LogitsRow(
             h.asks, raw, left, token, h.prompt, h.output, h.generated, h.drafts, masked, self._draw,
             self._histories[place.rank].asked(place.step), bool(self.attrs.get(SCALED)),
-            str(self.attrs.get(FILTERED) or ""),
+            str(self.attrs.get(FILTERED) or ""), broken,
         )  # fmt: skip
 
     def _masked(self, place: _RowPlace, req: int) -> tuple[str, ...] | None:

@@ -42,7 +42,7 @@ def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) 
             rules.LogitsRow(
                 h.asks, _raw(call, logits, i), _left(call, i), _token(call, i), h.prompt, h.output, h.generated,
                 h.drafts, None if mask is None else tuple(mask.by), draw, others, bool(call.attrs.get(SCALED)),
-                str(call.attrs.get(FILTERED) or ""),
+                str(call.attrs.get(FILTERED) or ""), _broken(call, logits, i),
             )
         )  # fmt: skip
     checked = [rules.check(row) for row in found]
@@ -85,6 +85,11 @@ def _raw(call: Call, logits: Any, i: int) -> np.ndarray | None:
     if logits is not None and rules.is_of(raw := np.asarray(logits[i].double().numpy()), best):
         return raw
     return rules.of_best(best, _left(call, i), _token(call, i))
+
+
+def _broken(call: Call, logits: Any, i: int) -> bool:
+    known = (t for t in (logits, call.outputs.get("output.top_logits")) if t is not None)
+    return rules.broken(*(t[i].double().numpy() for t in known))
 
 
 def _left(call: Call, i: int) -> tuple[np.ndarray, np.ndarray] | None:
