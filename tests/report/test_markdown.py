@@ -15,11 +15,11 @@ def test_markdown_of_a_failure():
         "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
         "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)`",
         "",
-        "`compared, not checked: files of another tool do not say all that an operator read`",
-        "",
         "**Read this first**",
         "",
         "- `golden is float32, mine bfloat16`",
+        "",
+        "`compared, not checked: files of another tool do not say all that an operator read`",
         "",
         "### Origins",
         "",

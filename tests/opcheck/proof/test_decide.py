@@ -134,7 +134,8 @@ def test_an_error_that_is_truncation_alone_is_not_blamed(change: dict[str, objec
     found = comparison(verdict="fail")
     origin = {"module": "second", "role": "output.0", "created": 0.018, "evidence": "jump", "shape": ""} | change
     beyond = [replace(p, status="fail") if p.tap == origin["module"] else p for p in found.pairs]
-    found = replace(found, origins=[origin], pairs=beyond, first_divergence={"module": origin["module"]})
+    equal = replace(WEIGHT, tap="second", role="input.x", step=0, identical=True)
+    found = replace(found, origins=[origin], pairs=[*beyond, equal], first_divergence={"module": origin["module"]})
     rows = [checked(tap, "pass") for tap in ("first", "second", "third")]
     rows[1] = replace(rows[1], rounding="toward zero")
     result = judged(found, [], rows, explained(*["second"] * excused))
@@ -252,6 +253,29 @@ def test_equal_inputs_and_another_output_are_no_enlarged_rounding() -> None:
         found = beyond(comparison(), "first")
         found = replace(found, pairs=[*found.pairs, *inputs])
         assert judged(found, [], rows, known).verdict == verdict
+
+
+@pytest.mark.parametrize("outer", ["model", "<root>"])
+def test_a_cache_of_another_format_is_another_input(outer: str) -> None:
+    """Equal keys and values come back otherwise; what contains such an attention has equal inputs, too."""
+    held = {"cache": ("fp8_e4m3", 0.05, 0.042, 1.9)}
+    right, around = checked("model.attn", "pass"), checked(outer, "pass")
+    found = beyond(comparison(), "first", "second")
+    pairs = [replace(p, tap=t) for p, t in zip(found.pairs[:2], ("model.attn", outer), strict=True)]
+    pairs = [replace(p, mine=f"{p.tap}/output.0") for p in pairs]
+    inputs = [replace(WEIGHT, tap=p.tap, role="input.x", status="pass", identical=True, step=p.step) for p in pairs]
+    found = replace(found, pairs=[*pairs, *inputs, WEIGHT])
+    known = explained("model.attn", outer)
+    told = judged(found, [right, around], [replace(right, **held), around], known)
+    assert (told.verdict, told.first_divergence) == ("pass", None)
+    for cache in ({}, held):  # of one format on both sides
+        side = [replace(right, **cache), around]
+        told = judged(found, side, side, known)
+        assert (told.verdict, told.notes[0]) == (
+            "fail",
+            "replay: 1 of 2 pairs beyond their limits are not explained, first model.attn/output.0: its inputs are "
+            "equal to the bit",
+        )
 
 
 def test_what_is_inferred_of_a_module_is_not_blamed_where_all_that_it_read_explains_its_rows() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Pair
 from vllm_accprobe.comparison.verdict.constants_differ import effects_of
 from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain
+from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
@@ -199,13 +200,12 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
 class _Rows:
     """Which rows of a comparison that differ are explained by its replay, and which pairs are."""
 
-    def __init__(self, result: Comparison, proof: Proof, excused: Collection[str]):
-        """excused: modules whose whole difference is how their machine rounds, which equal inputs do not exclude."""
-        self._excused = excused
+    def __init__(self, result: Comparison, proof: Proof, excused: Collection[str] = ()):
+        """excused: modules that created no more than their machine's way of rounding does."""
         self._explained, self._table = proof.explained, result.rows
         self._pairs = result.pairs
         self._same = _same_parameters(result)
-        self._equal = _equal_inputs(result.pairs)
+        self._equal = _equal_inputs(result.pairs, {*proof.caches, *excused})
         self._tokens = {str(f.get("why")) for f in result.tokens.get("flipped", ())} <= _OF_LOGITS
 
     def why_not(self, at: int, *, every: bool = False) -> str:
@@ -219,8 +219,7 @@ class _Rows:
             return ""  # each side took the best of its own logits, which are compared by themselves
         if not self._same(pair.tap):
             return "its parameters are not golden's"
-        output = pair.role.startswith(("output", "inplace"))
-        if output and pair.tap not in self._excused and self._equal(pair):
+        if pair.role.startswith(("output", "inplace")) and self._equal(pair):
             return "its inputs are equal to the bit"
         rows = self._differing(at, every)
         if rows is None:
@@ -278,17 +277,24 @@ def _same_parameters(result: Comparison) -> Callable[[str], bool]:
     return lambda tap: known and tap not in other
 
 
-def _equal_inputs(pairs: Sequence[Pair]) -> Callable[[Pair], bool]:
+def _equal_inputs(pairs: Sequence[Pair], otherwise: Iterable[str] = ()) -> Callable[[Pair], bool]:
     """Whether all that was captured of what a call read is the same on both sides, up to its step: another output is
-    then no enlarged rounding. Later steps of a module may read what earlier ones wrote."""
-    differ: dict[str, int] = {}
+    then no enlarged rounding. Later steps of a module may read what earlier ones wrote; what contains modules whose
+    outputs differ enlarges these. otherwise: modules whose right results differ with equal inputs, as keys and values
+    that were read back from a cache of another format are no equal ones."""
+    differ: dict[str, int] = dict.fromkeys(otherwise, -1)
     read: set[str] = set()
     for p in pairs:
-        if p.role.startswith("input") and p.status != SKIP:
+        if p.status == SKIP or p.role.startswith("param."):
+            continue
+        inputs = p.role.startswith("input")
+        if inputs:
             read.add(p.tap)
-            if not p.identical:
-                step = -1 if p.step is None else p.step
-                differ[p.tap] = min(step, differ.get(p.tap, step))
+        if not p.identical:
+            step = -1 if p.step is None else p.step
+            outer = [t for t in (*enclosing(p.tap), ROOT_TAP) if t != p.tap]
+            for tap in [p.tap] if inputs else outer:
+                differ[tap] = min(step, differ.get(tap, step))
     return lambda p: p.tap in read and differ.get(p.tap, 1 << 60) > (-1 if p.step is None else p.step)
 
 
