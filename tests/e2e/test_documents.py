@@ -104,7 +104,9 @@ NOT_RUN = {
     'accprobe eval-diff trainer.jsonl "vllm serve MODEL" --out scored': "test_gate_trainer.py has a server",
     'accprobe send prompts.jsonl --engine "vllm serve MODEL" --out golden-sent': "test_real_server.py starts one",
     'accprobe send --teacher-force golden-sent --engine "vllm serve MODEL" --out mine-sent': "test_forced_server.py",
-    'accprobe send --teacher-force golden-sent --engine "vllm serve MODEL --dtype float16" --out floor-sent': "the same",
+    'accprobe send --teacher-force golden-sent --engine "vllm serve MODEL --dtype float16" --out floor-sent': (
+        "the same"
+    ),
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden VLLM_ACCPROBE_TOKENS=0-3 accprobe send few.jsonl "
     '--engine "vllm serve MODEL" --out golden-few': "needs a server over HTTP; the page's golden lies there",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --teacher-force golden-few "
