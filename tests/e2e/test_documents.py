@@ -83,7 +83,6 @@ NOT_RUN = {
     ),
     "accprobe compare eager/ compiled/": "needs the lines above",
     "accprobe doctor --graphs -- vllm serve MODEL": "four engines; test_taps_change_nothing.py has them",
-
     "accprobe doctor --graphs -- python my_generate.py": "a program of the reader's own",
     "accprobe bisect -- vllm serve MODEL": "a dozen servers; test_bisect_engine.py has some",
     "accprobe bisect -- vllm serve MODEL --max-num-batched-tokens 256 --block-size 32": "a dozen servers",
