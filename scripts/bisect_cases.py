@@ -2,7 +2,7 @@
 
     python scripts/bisect_cases.py --keep DIR                       # what lies there already is not run again
     python scripts/bisect_cases.py --keep DIR --only 'prefix*'
-    python scripts/bisect_cases.py --keep DIR --markdown FILE       # the table of docs/bisect.md
+    python scripts/bisect_cases.py --keep DIR --markdown FILE       # the table of docs/gate.md
 
 Every trial is `vllm serve` on the CPU as accprobe starts it; its processes are forked from one that has imported vLLM
 (preloaded_vllm.py). Exit codes: 0 when each set is the planted one, 1 when not. Not here: the search (gate/bisect/).

@@ -1,4 +1,4 @@
-"""What taps in compiled graphs do to six models: a table for docs/graphs.md, from real engines.
+"""What taps in compiled graphs do to six models: a table for docs/capture.md, from real engines.
 
 The problem: whether looking changes what is computed, how much of a model is seen, and whether a compiled engine passes
 against an eager one depends on the architecture, and an engine that inductor compiles takes a minute. The idea: each

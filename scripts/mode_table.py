@@ -75,7 +75,7 @@ def adapters(models: Path) -> tuple[tuple[str, int, str], tuple[str, int, str]]:
 
 
 def _with_adapters(models: Path) -> list[Ask]:
-    """One prompt to both, and others; every request has one (without: see docs/modes.md)."""
+    """One prompt to both, and others; every request has one (without: see docs/capture.md)."""
     sql, chat = adapters(models)
     one, two, three, _ = _PROMPTS
     return [Ask(one, 6, adapter=sql), Ask(one, 6, adapter=chat), Ask(two, 6, adapter=sql), Ask(three, 6, adapter=chat)]

@@ -1,4 +1,4 @@
-"""vLLM's modes, each captured for real: a table for docs/modes.md.
+"""vLLM's modes, each captured for real: a table for docs/capture.md.
 
 The problem: LoRA, speculation, embeddings, pipelines, states and the rest each change whose row is whose, and "it ran"
 proves nothing. The idea: of each mode five runs of a tiny random model: without it (where that has meaning), with it

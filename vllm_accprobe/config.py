@@ -51,14 +51,14 @@ class ProbeConfig:
     parts: of input, output, params; () means input and output, and params while they fit a quarter of the budget.
     graphs: leave torch.compile and captured graphs as configured; graph_mb: taps inside them get so many 1e6 bytes of a
     rank's memory, 0 for none; graph_taps: globs over modules, at which alone taps stand; graph_full: while the disk
-    is slower than they, ``wait`` or ``drop`` and count what they hold (docs/graphs.md).
+    is slower than they, ``wait`` or ``drop`` and count what they hold (docs/capture.md).
     ops: capture operator calls too; ops_mode: ``trace`` (no tensors), ``dedup`` (one call of each set of shapes and
     dtypes), ``sample`` (tensors of ``ops_calls`` random calls of each operator) or ``full``; ops_list: globs over
     operators, or over ``module::operator``; ops_max_mb: tensors above so many 1e6 bytes are not kept; seed: of whatever
     is drawn at random.
     max_gb: disk budget per rank in 1e9 bytes.
     errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine
-    is then stopped. patches: names or files of patches (docs/patches.md), or ``all``.
+    is then stopped. patches: names or files of patches (docs/capture.md), or ``all``.
     force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
     directory: its engine steps are written there as well.
     states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md);

@@ -76,14 +76,13 @@ NOT_RUN = {
     "bash scripts/matrix.sh --into docs/matrix.md": "an hour or two; by hand before a release",
     "bash scripts/matrix.sh 0.28 0.32": "makes an environment; test_matrix.py has the pure parts",
     "bash scripts/matrix.sh 0.23 --cases plain,again": "makes an environment",
-    "accprobe show DUMP TAP": "TAP is to be filled in",
+    "accprobe inspect DUMP TAP": "TAP is to be filled in",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=eager vllm serve MODEL": "for the line below it",
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=compiled VLLM_ACCPROBE_GRAPHS=1 vllm serve MODEL": (
         "inductor takes a minute; test_graph_taps.py has such engines"
     ),
     "accprobe compare eager/ compiled/": "needs the lines above",
     "accprobe doctor --graphs -- vllm serve MODEL": "four engines; test_taps_change_nothing.py has them",
-    "python scripts/graph_models.py --keep DIR --markdown FILE": "thirty engines; run by hand before a release",
     "accprobe doctor --graphs -- python my_generate.py": "a program of the reader's own",
     "accprobe bisect -- vllm serve MODEL": "a dozen servers; test_bisect_engine.py has some",
     "accprobe bisect -- vllm serve MODEL --max-num-batched-tokens 256 --block-size 32": "a dozen servers",
@@ -97,34 +96,37 @@ NOT_RUN = {
         "test_real_gate.py has a server"
     ),
     'accprobe send --engine "vllm serve MODEL --max-model-len 16384" --out mine-sent': "test_real_server.py starts one",
-    'accprobe gate --self "vllm serve MODEL" --out itself': "four engines; test_asked_paths.py asks real servers",
-    "accprobe gate --self http://localhost:8000 --prompts prompts.jsonl --out itself": "test_asked_paths.py",
-    'accprobe gate --self "vllm serve MODEL" --out DIR': "four engines; test_asked_paths.py asks real servers",
-    'accprobe gate --self "vllm serve MODEL" --prompts prompts.jsonl --out itself': "the same",
-    'accprobe gate trainer.jsonl "vllm serve MODEL" --out scored': "test_gate_trainer.py has a server",
+    "accprobe self-check --out itself -- vllm serve MODEL": "four engines; test_asked_paths.py asks real servers",
+    "accprobe self-check --prompts prompts.jsonl --out itself -- http://localhost:8000": "test_asked_paths.py",
+    "accprobe self-check --out DIR -- vllm serve MODEL": "four engines; test_asked_paths.py asks real servers",
+    "accprobe self-check --prompts prompts.jsonl --out itself -- vllm serve MODEL": "the same",
+    'accprobe eval-diff trainer.jsonl "vllm serve MODEL" --out scored': "test_gate_trainer.py has a server",
     'accprobe send prompts.jsonl --engine "vllm serve MODEL" --out golden-sent': "test_real_server.py starts one",
-    'accprobe send --along golden-sent --engine "vllm serve MODEL" --out mine-sent': "test_forced_server.py",
-    'accprobe send --along golden-sent --engine "vllm serve MODEL --dtype float16" --out floor-sent': "the same",
+    'accprobe send --teacher-force golden-sent --engine "vllm serve MODEL" --out mine-sent': "test_forced_server.py",
+    'accprobe send --teacher-force golden-sent --engine "vllm serve MODEL --dtype float16" --out floor-sent': (
+        "the same"
+    ),
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden VLLM_ACCPROBE_TOKENS=0-3 accprobe send few.jsonl "
     '--engine "vllm serve MODEL" --out golden-few': "needs a server over HTTP; the page's golden lies there",
-    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --along golden-few "
+    "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine VLLM_ACCPROBE_TOKENS=0-3 accprobe send --teacher-force golden-few "
     '--engine "vllm serve MODEL" --out mine-few': "needs a server over HTTP; the page's mine lies there",
     "VLLM_ACCPROBE_FORCE=1 vllm serve MODEL": "test_forced_server.py has such servers",
-    "accprobe send --along golden-sent --url http://mine:8000 --out mine-sent": "test_forced_server.py has servers",
+    "accprobe send --teacher-force golden-sent --url http://mine:8000 --out mine-sent": (
+        "test_forced_server.py has servers"
+    ),
     "VLLM_ACCPROBE=1 VLLM_ACCPROBE_ARMED=0 VLLM_ACCPROBE_DIR=armed vllm serve MODEL": "nobody arms it in time",
     "accprobe arm armed --requests 'my-req*' --tokens 0-4": "wants a server that stays; test_digging.py",
     "accprobe arm DIR": "DIR is to be filled in",
     "accprobe arm armed --off": "wants a server that stays; test_digging.py",
-    'accprobe gate "vllm serve MODEL" "MY_SWITCH=1 vllm serve MODEL" --prompts prompts.jsonl --out OUT --dig': (
+    'accprobe gate "vllm serve MODEL" "MY_SWITCH=1 vllm serve MODEL" --prompts prompts.jsonl --out OUT --localize': (
         "four or five servers; test_digging.py has two of them"
     ),
-    'accprobe gate "vllm serve A" "vllm serve B" --out OUT --dig': "A and B are to be filled in; test_digging.py",
+    'accprobe gate "vllm serve A" "vllm serve B" --out OUT --localize': "A and B are to be filled in; test_digging.py",
     "accprobe summary model.json --tree": "ATB wrote it; test_drawing.py has one",
     "accprobe convert XXX_layer.json layer.onnx --level 1": "ATB wrote it; test_drawing.py has one",
     "accprobe online serve --tls certs --host 0.0.0.0 --out result": "waits for a sender; tests/online has both",
     "accprobe online send dump --follow --tls certs --host golden-machine": "another machine; tests/online",
     "accprobe online serve": "waits for a sender; tests/online has both",
-    "accprobe online send DUMP --follow": "waits for a receiver; tests/online",
     "accprobe online serve --config config.json": "tests/support/seeds/online_lines.py runs it with its sender",
     "accprobe online send DUMP --follow --config config.json": "the same",
     "accprobe compare gpu.h5 xpu.h5 result.csv": "test_seeds.py types the document's line",
@@ -140,7 +142,7 @@ ENDS = {
     "(cd accprobe-gentest && pytest)": (1, "failed"),  # the fault's calls
 }
 """Command: the exit code that it has on a machine without the device or library, and a word of what it says."""
-JUDGES = {"compare", "opcheck", "opdiff", "labels", "errcheck", "gentest", "gate"}
+JUDGES = {"compare", "opcheck", "errcheck", "gentest", "gate", "eval-diff"}
 """Commands that may end with 1: differences were found."""
 FAULT = '{"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.05, "rows": "position>=20"}'
 NAN = '{"kind": "nan", "module": "model.layers.2.mlp.down_proj", "rows": "position>=20", "features": [3]}'
@@ -276,7 +278,7 @@ def test_commands(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> No
             continue
         code, said = _typed(snippet.text, place)
         want, word = ENDS.get(snippet.text, (None, ""))
-        word_of = re.search(r"\baccprobe (\w+)", snippet.text)
+        word_of = re.search(r"\baccprobe ([\w-]+)", snippet.text)
         right = (0, 1) if want is None and word_of and word_of[1] in JUDGES else (want or 0,)
         if code not in right or word not in said or "internal error" in said:
             wrong.append(
@@ -309,7 +311,7 @@ def test_python(page: str, place: Path, captures: Captures) -> None:
     if page == "docs/testing.md":
         env |= {"VLLM_ACCPROBE": "1"}
     for name in ("golden", "mine"):  # what a piece writes may be what another page reads
-        if page != "docs/report.md":
+        if page != "docs/compare.md":
             shutil.rmtree(place / name)
     done = subprocess.run([sys.executable, "page.py"], cwd=place, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{page}\n{program}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
@@ -352,8 +354,12 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), *_path()])}
         env = os.environ | {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": "mine"} | faulty
         subprocess.run(["vllm", "serve", "MODEL"], cwd=place, env=env, check=True, capture_output=True)
-    if page == "docs/run.md":
+    if page == "docs/capture.md":  # `run --dir golden` makes it on the page
+        import vllm
+
         shutil.rmtree(place / "golden")
+        (place / "DIR").mkdir()
+        (place / "DIR" / "vllm").symlink_to(Path(str(vllm.__file__)).parent)
     if page in ("docs/errcheck.md", "docs/testing.md"):
         faults = ROOT / "tests" / "faults"
         if page == "docs/errcheck.md":
@@ -369,7 +375,7 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "docs/labels.md":
         (place / "DIR").mkdir()
         np.save(place / "DIR" / "outTensor0.npy", np.zeros((4, 8), "f4"))
-    if page in ("README.md", "docs/gentest.md", "docs/opcheck-standards.md", "skills/accprobe/SKILL.md"):
+    if page in ("README.md", "docs/opcheck.md", "skills/accprobe/SKILL.md"):
         _operators_of_two_machines(place)
     if page == "docs/formats.md":
         import torch
@@ -377,11 +383,7 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(place / "golden", place / "PATH")
         torch.save(torch.arange(6.0), place / "a.pth")
         torch.save(torch.arange(6.0), place / "b.bin")
-    if page == "docs/patches.md":
-        import vllm
 
-        (place / "DIR").mkdir()
-        (place / "DIR" / "vllm").symlink_to(Path(str(vllm.__file__)).parent)
     if page == "docs/opcheck.md":
         with tarfile.open(ROOT / "tests" / "formats" / "data" / "mindspore.tar.xz") as packed:
             packed.extractall(place)  # our own; filter= came with 3.11.4

@@ -1,4 +1,4 @@
-"""vLLM's modes: whose row is whose, what names a request, which rows are drafts. More, with figures: docs/modes.md.
+"""vLLM's modes: whose row is whose, what names a request, which rows are drafts. More, with figures: docs/capture.md.
 
 scripts/modes.py runs all of them, each twice and with a planted fault; here is what must not break."""
 

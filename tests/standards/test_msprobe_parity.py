@@ -3,7 +3,7 @@
 msprobe (the test extra's mindstudio-probe, 26.2) is called, never imitated: its comparator for what stands in
 accuracy_checking_details.csv, its compare classes for the algorithms that its float outputs no longer reach, and its
 api_precision_compare for two machines. Where the two differ, the test says by how much and why; the same list stands in
-docs/opcheck-standards.md.
+docs/opcheck.md.
 """
 
 from __future__ import annotations

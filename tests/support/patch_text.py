@@ -1,4 +1,4 @@
-"""The text of patch files as a user writes them (docs/patches.md), for tests of what is captured through them."""
+"""The text of patch files as a user writes them (docs/capture.md), for tests of what is captured through them."""
 
 from __future__ import annotations
 

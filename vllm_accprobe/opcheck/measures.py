@@ -13,7 +13,7 @@ overflows there. Positions where g or m is not finite are left out of sums, maxi
 wrong otherwise. A measure that has no position to be taken at is None, or 0 where msprobe's formula says 0.
 
 Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
-msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck-standards.md has
+msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck.md has
 the formulas side by side and where msprobe's code differs from its documents.
 Not here: the measures' names (standards/measures.py), numbers by dtype (standards/dtype_limits.py), what the two
 libraries spell differently (arrays.py); all are carried along with this file (kit/testgen.py).

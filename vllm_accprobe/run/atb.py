@@ -3,7 +3,7 @@
 The problem: ATB is told what to dump by variables that a library reads which CANN brings and LD_PRELOAD loads; without
 CANN none of it exists. The idea: one frozen description of the choice, spelt as ``ait llm dump`` spells it, becomes
 the variables, for today's library and for its ancestor (ACLTRANSFORMER_*); the output lies in the dump, under ``atb``,
-so that collecting is finding it there. Names of variables: msit's and ait's documents (docs/run.md).
+so that collecting is finding it there. Names of variables: msit's and ait's documents (docs/capture.md).
 Not here: reading what was written (formats/).
 """
 

@@ -59,7 +59,7 @@ def run(
     engine that closes its dump); waited for, at most ``patience_s``. Raises LaunchError, OSError.
     """
     if not hasattr(signal, "sigtimedwait"):
-        raise LaunchError("this system has no sigtimedwait: set the VLLM_ACCPROBE_* variables yourself (docs/run.md)")
+        raise LaunchError("this system has no sigtimedwait: set VLLM_ACCPROBE_* yourself (docs/capture.md)")
     argv = command_line(words, environ)
     own_group = not _is_terminal(sys.stdin)
     watched = {*PASSED_ON, signal.SIGCHLD}

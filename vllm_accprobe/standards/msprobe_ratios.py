@@ -6,7 +6,7 @@ some measures of one side or the ratio of both sides' measures. Two releases of 
 L1 and L2 and no warnings, and `V1` (1.0.4), one level with warnings above 1. Sources: the documents of
 api_precision_compare_details.csv of both releases; where they leave open what a ratio to nothing is, msprobe 26.2
 (a smallest divisor by dtype) and, for 1.0.4, plain division, 0 / 0 being 1. Where msprobe's code differs, the documents
-are followed (docs/opcheck-standards.md). Beyond the documents: a NaN or infinity that mine has and the CPU has not is
+are followed (docs/opcheck.md). Beyond the documents: a NaN or infinity that mine has and the CPU has not is
 an error unless golden has it too, and a measure that is itself NaN or infinite on both sides is no agreement.
 Not here: one machine alone (msprobe.py), where the measures come from (opcheck/diff/verdicts.py).
 """

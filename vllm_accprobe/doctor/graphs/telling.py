@@ -11,7 +11,7 @@ from vllm_accprobe.doctor.graphs.proof import CHANGED, SAME, Culprit, Ran, TapPr
 from vllm_accprobe.doctor.graphs.same_bits import Tally
 
 _HEAD = ("run", "taps", "tokens", "top logits", "logits", "root", "root rel_l2", "key", "time")
-DISTRUST = "a bug of memory that is used again too early can hide while taps stand: docs/graphs.md, When to distrust"
+DISTRUST = "a bug of memory that is used again too early can hide while taps stand: docs/capture.md, When to distrust"
 
 
 def lines(proof: TapProof) -> list[str]:

@@ -19,7 +19,7 @@ from vllm_accprobe.gate.sending.replies import Sent
 RATE = gating.RATE
 SHARE = 0.5
 """Chosen: of the command's distance. Of three equal faults that add up like noise each has 1 / sqrt(3) of it; other
-rounding of a tiny bfloat16 model (block size, operators) had a quarter of a fault's (measured, docs/bisect.md)."""
+rounding of a tiny bfloat16 model (block size, operators) had a quarter of a fault's (measured, docs/gate.md)."""
 DRAWN = 2.0 / (floor.DRAWS + 1)
 """Derived: the least p that the gate's drawn patterns of signs can give, of one of two passes."""
 

@@ -41,7 +41,7 @@ def read(path: Path, command: ServeCommand) -> list[ServerSetting]:
         raise BisectError(f"--switches {path} is neither json nor toml") from None
     entries = value.get("switch") if isinstance(value, dict) else value
     if not isinstance(entries, list) or not entries:
-        raise BisectError(f"--switches {path}: write [[switch]] with name, environment and plain (docs/bisect.md)")
+        raise BisectError(f"--switches {path}: write [[switch]] with name, environment and plain (docs/gate.md)")
     return [axis for i, entry in enumerate(entries, 1) if (axis := _axis(entry, f"{path}, switch {i}", command))]
 
 
