@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from formats.test_export_round_trip import KINDS, NOTED, hold
 from support.captures import VISION, Engines
+from support.opchecked import check
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 
 pytestmark = pytest.mark.engine
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
+from support.opchecked import check
 from support.peer_dumps import unpack
 
 from vllm_accprobe import Probe
@@ -20,7 +21,6 @@ from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 
 KINDS = ("h5", "npz", "safetensors")
 NOTED = "h5"

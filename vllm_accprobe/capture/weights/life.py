@@ -39,7 +39,7 @@ Key = tuple[str, str]
 Line = Callable[[dict[str, Any]], None]
 
 
-FULL, PRINTS, OFF = "full", "prints", "off"
+FULL, OFF = "full", "off"
 TRANSPOSED, UNKNOWN = "transposed", "unknown"
 """How a packed tensor was turned before its print was made: its last two dimensions; or an order that is not undone."""
 
@@ -48,7 +48,7 @@ class WeightLife:
     """The events and prints of one rank.
 
     line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
-    failed: told once, when something here has failed. how: FULL; PRINTS, without watching writes; or OFF.
+    failed: told once, when something here has failed. how: FULL; ``prints``, without watching writes; or OFF.
     """
 
     def __init__(
