@@ -9,7 +9,6 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.replay import Options, check_tap
 from vllm_accprobe.opcheck.run.result_row import Checked
 
-
 _PLAIN = Options()
 
 

@@ -40,8 +40,8 @@ Line = Callable[[dict[str, Any]], None]
 
 
 FULL, OFF = "full", "off"
-TRANSPOSED, UNKNOWN = "transposed", "unknown"
-"""How a packed tensor was turned before its print was made: its last two dimensions; or an order that is not undone."""
+TRANSPOSED = "transposed"
+"""How a packed tensor was turned before its print was made: its last two dimensions."""
 
 
 class WeightLife:
@@ -176,7 +176,7 @@ class WeightLife:
             if before is not None and not how and not reordered:
                 return  # it lies as it was given
         if key in self._reordered:
-            how = UNKNOWN
+            how = "unknown"  # an order that is not undone
         seen = tensor if key not in self._looked else None
         self._print(path, module, name, PACKED, tensor.dtype, sums, undone=how, seen=seen)
 
