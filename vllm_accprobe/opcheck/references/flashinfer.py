@@ -1,9 +1,9 @@
-"""FlashInfer's operators under the names that vLLM registers for them: a rope from a table, and scaled products.
+"""FlashInfer's scaled products under the names that vLLM registers for them.
 
-Formulas: engine_ops.py's rope, linear.py's product of what the codes stand for (scaled/). FP8: one scale for each
+Formulas: linear.py's product of what the codes stand for (scaled/). FP8: one scale for each
 operand; MXFP8: 32 terms share 2**(s - 127) [OCP Microscaling Formats v1.0, section 5.3]; NVFP4 and MXFP4: scales in
 tiles of 128 rows (scaled/codes.py). Weights that a backend wants shuffled, and tiles of 8 rows, are declined.
-Signatures: vLLM 0.32, rotary_embedding/common.py and utils/flashinfer.py.
+Signatures: vLLM 0.32, utils/flashinfer.py. Not here: its rope from a table (engine_ops.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
-from vllm_accprobe.opcheck.references import engine_ops
 from vllm_accprobe.opcheck.references.linear import product
 from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given
 from vllm_accprobe.opcheck.references.scaled.codes import MX_BLOCK, NV_BLOCK, from_tiles, mxfp4, nvfp4
 
 _SHUFFLED = ("trtllm", "cute-dsl", "cake", "trtllm_low_latency")
-
-
-@reference("torch.ops.vllm.flashinfer_rotary_embedding")
-def rotary_embedding(call: Call) -> dict[str, Expected]:
-    """(positions, query, key, head_size, cos_sin_cache, is_neox), turned in place."""
-    return engine_ops.rotary_embedding(call)
 
 
 @reference("torch.ops.vllm.bmm_fp8")
