@@ -24,7 +24,7 @@ NOT_VLLMS = {
     "presence": "a part of a name", "repetition": "a part of a name", "run_dp_sharded_": "a part of a name",
     "language_model": "of each model, as it likes", "rope_parameters": "transformers", "rope_scaling": "transformers",
     "__name__": "Python", "__mro__": "Python", "__module__": "Python", "plugin": "ours",
-    "TRANSPOSED": "ours", "transposed": "a word of ours", "compare": "ours",
+    "TRANSPOSED": "ours", "transposed": "a word of ours", "compare": "ours", "columns": "ours",
     "__wrapped__": "Python", "_schema": "torch's operators", "from_address": "ctypes", "copy": "an event of ours",
     "transfer": "an event of ours", "reuse": "an event of ours", "event": "an event of ours",
     "detail": "a field of ours", "cross": "a part of a name", "encoder": "a part of a name",
