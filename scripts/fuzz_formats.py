@@ -93,35 +93,11 @@ def seeds(where: Path) -> list[Seed]:
     found.append(Seed("file.pth", legacy, legacy))
     table = where / "table" / "statistic.csv"
     table.parent.mkdir()
-    found.extend(_flashinfer(where / "flashinfer"))
     head = "Device and PID,Execution Count,Op Name,Op Type,Op Id,Input/Output,Tensor Index,Dtype,Format,Shape,"
     row = '0_7,2,L/Linear,LinearOperation,3_1,output,0,float16,nd,"8,4",2,-1,0.25,4,N/A\n'
     table.write_text(head + "Max,Min,Mean,Norm,Tensor Path\n" + row * 3)
     found.append(Seed("atb_statistics", table.parent, table))
     return found
-
-
-def _flashinfer(root: Path) -> Iterator[Seed]:
-    """Two norms, one of them in safetensors, and an object with its plan and a run, as FlashInfer's recorder does."""
-    import torch
-    from safetensors.torch import save_file
-
-    from vllm_accprobe.opcheck.kit.flashinfer.recorder import FlashCall, FolderWriter
-
-    x, pages = torch.ones(3, 2, 8), torch.ones(2, 4, 2, 8)
-    writer = FolderWriter(root)
-    for _ in range(2):
-        writer.write(FlashCall("rmsnorm", (x[0], x[0, 0], 1e-6), results=(x[0],)), 0, {})
-    plan = {"qo_indptr": [0, 3], "paged_kv_indptr": [0, 2], "paged_kv_indices": [1, 0], "paged_kv_last_page_len": [2]}
-    told = {name: torch.tensor(value, dtype=torch.int32) for name, value in plan.items()}
-    run = FlashCall("BatchPrefillWithPagedKVCacheWrapper.run", (x, (pages, pages)), results=(x,), plan=told)
-    writer.write(run, 0, {})
-    packed = sorted(p for p in root.iterdir() if p.is_dir())[1]
-    for side in ("inputs", "outputs"):
-        save_file(torch.load(packed / f"{side}.pt"), str(packed / f"{side}.safetensors"))
-        (packed / f"{side}.pt").unlink()
-    for f in sorted(root.rglob("*/*")):
-        yield Seed("flashinfer", root, f, True)
 
 
 def _legacy() -> bytes:
@@ -241,8 +217,6 @@ def attempt(seed: Seed, data: bytes, golden: Path | None = None) -> str:
                     dump.read(record)
                 except DumpError:
                     pass
-        if seed.reader == "flashinfer":
-            _judged(dump)
         lines = [*dump.problems, *(s.reason for s in dump.skips)]
         long = max(lines, key=len, default="")
         if golden is not None:
@@ -257,18 +231,6 @@ def attempt(seed: Seed, data: bytes, golden: Path | None = None) -> str:
         return traceback.format_exc(limit=-4)
     finally:
         signal.alarm(0)
-
-
-def _judged(dump: Any) -> None:
-    """Every call against its reference: its arguments are the files', too."""
-    from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.registry import default_references
-    from vllm_accprobe.opcheck.run.replay import Options, check_tap
-
-    calls, references = Calls(dump, None), default_references()
-    for rank, tap, _ in calls.taps():
-        for _row in check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), Options()):
-            pass
 
 
 class Hang(BaseException):

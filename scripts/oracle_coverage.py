@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """What share of operators that are not PyTorch's own `opcheck` judges, of real engines: a table of docs/operators.md.
 
-    python scripts/oracle_coverage.py --work DIR [--models qwen2,lfm2] [--kernels avx2] [--flashinfer]
+    python scripts/oracle_coverage.py --work DIR [--models qwen2,lfm2] [--kernels avx2]
 
 Each tiny model is served by vLLM's CPU engine with every operator captured (five staggered requests, 16 tokens each at
 most), and each captured call is held against its reference. A call is judged where an output of it passed or failed; of
-the others the reason is counted. Models and dumps are kept in DIR and used again. --flashinfer also writes each dump's
-calls as FlashInfer's folders and says how many of them FlashInfer has. Exit code 1 where an output fails that is not
-among KNOWN."""
+the others the reason is counted. Models and dumps are kept in DIR and used again. Exit code 1 where an output fails
+that is not among KNOWN."""
 
 from __future__ import annotations
 
@@ -85,7 +84,6 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--kernels", default="native")
-    parser.add_argument("--flashinfer", action="store_true")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     lines, wrong = [], []
@@ -107,30 +105,10 @@ def main() -> int:
             print(f"    {op}: {e['calls']} calls, {e['judged']} judged, {e['failed']} failed", flush=True)
             if e["failed"] and op not in KNOWN:
                 wrong.append(f"{name}: {e['failed']} calls of {op} fail")
-        if options.flashinfer:
-            _flashinfer(dump, options.work / "folders" / f"{name}-{options.kernels}")
     print("\n| model | calls | judged | not judged |\n| --- | --- | --- | --- |")
     print("\n".join(lines))
     print("\n".join(wrong), file=sys.stderr)
     return int(bool(wrong))
-
-
-def _flashinfer(dump: Path, out: Path) -> None:
-    """How many calls FlashInfer has a function for; its folders are left in ``out``."""
-    from vllm_accprobe.opcheck.kit.flashinfer.written import FlashFolders
-
-    calls, folders = Calls(open_dump(dump), None), FlashFolders(out)
-    if out.exists():
-        print(f"    {out} exists already")
-        return
-    for rank, tap, _ in calls.taps():
-        for c in calls.of(rank, tap):
-            if not c.missing and c.what.outputs:
-                folders.add(c)
-    calls_of = f"{folders.calls.total()} calls of {len(folders.calls)} operators"
-    print(f"    FlashInfer: {folders.folders} folders of {calls_of}")
-    for line in folders.lines():
-        print(f"        {line}")
 
 
 if __name__ == "__main__":

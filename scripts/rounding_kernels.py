@@ -658,17 +658,6 @@ def _fa_update_kernel(way: Way, i: Inputs) -> Outputs:
     return {"output.0": way.last(way.total(share.unsqueeze(-1) * i["out"], 0))}
 
 
-def _merge_call(t: Mapping[str, Tensor], dtype: str) -> Call:
-    name = "flashinfer.merge_states"
-    v = t["v"]
-    return Call(name, name, args=(v, t["s"].float()), outputs={"output.0": torch.zeros_like(v[:, 0])})
-
-
-def _merge_kernel(way: Way, i: Inputs) -> Outputs:
-    e = way.fn(torch.exp2, single(i["s"] - i["s"].amax(1, keepdim=True)))
-    return {"output.0": way.last(way.total(e.unsqueeze(-1) * i["v"], 1) / way.total(e, 1).unsqueeze(-1))}
-
-
 _PLACES = torch.arange(ROWS) % 2
 
 
@@ -840,8 +829,6 @@ def cases() -> list[Case]:
         Case("atb IndexAdd", {"x": (5, WIDTH), "more": rows, "alpha": (1,)}, _index_add_call, _added_up),
         Case("atb ScatterElements", {"x": (5, WIDTH), "more": rows}, _scatter_call, _added_up),
         Case("atb W8A16", {"x": rows, "codes": (WIDTH, 16), "scale": (16,)}, _w8a16_call, _w8a16_kernel, ("x",)),
-        Case("flashinfer.merge_states", {"v": (ROWS, 3, 2, 8), "s": (ROWS, 3, 2)}, _merge_call, _merge_kernel,
-             ("v", "s")),
         Case("Attention, 8-bit cache", att, _attention_call("Attention", {
             "kv_cache_dtype": "fp8", "_k_scale_float": 0.3, "_v_scale_float": 0.3}), _eight_bit_kernel),
         Case("npu_mish", x, _npu("npu_mish", "x"), lambda way, i: {"output.0": way.last(i["x"] * way.may(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "faults"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "faults"), str(ROOT)]
 
 import state_lab as lab  # noqa: E402
 from state_lab import Ask, prompt  # noqa: E402
@@ -100,10 +100,11 @@ def told(golden: Path, mine: Path) -> tuple[str, str, str, str]:
 
 def alone_told(mine: Path) -> tuple[str, str]:
     """(PASS, FAIL, or SKIP where nothing was checked; what is wrong) of the sampler's calls of one dump."""
+    from support.opchecked import check
+
     from vllm_accprobe.dump.reader import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.registry import default_references
-    from vllm_accprobe.opcheck.run.replay import check
     from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP
 
     rows = list(check(Calls(open_dump(mine), None), default_references(), ops=["sampler"]))

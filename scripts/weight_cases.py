@@ -33,7 +33,6 @@ from support import weight_lab as lab  # noqa: E402
 from support.weight_lab import DOWN, WeightEngine  # noqa: E402
 
 QKV, GATE_UP, NORM = "model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj", "model.norm"
-EXPERTS = "model.layers.1.mlp.experts.routed_experts"
 OWN = "vLLM's own"
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 Act = Callable[[WeightEngine, "Models"], None]
@@ -85,54 +84,6 @@ class Case:
 
 
 # --- what is done to vLLM -----------------------------------------------------------------------------------------
-
-
-def packing(spoil: Callable[[Any], Any], prefix: str = DOWN) -> Plant:
-    """``spoil`` changes the layer's weight inside of its packing, whichever kernel packs it."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def packed(method: Any, layer: Any) -> Any:
-            if getattr(layer, "prefix", "") == prefix:
-                spoil(layer.weight.data)
-            return original(method, layer)
-
-        return packed
-
-    return lambda: lab.replaced(UnquantizedLinearMethod, "process_weights_after_loading", make)
-
-
-def exchange(weight: Any) -> None:
-    weight[[3, 17]] = weight[[17, 3]]
-
-
-def round_off(weight: Any) -> None:
-    """Through 8 bits, as a packer for a smaller format does."""
-    import torch
-
-    weight.copy_(weight.to(torch.float8_e4m3fn).to(weight.dtype))
-
-
-def expert_rows() -> contextlib.AbstractContextManager[Any]:
-    """Two rows of an expert's down projection are exchanged while the experts of one layer are packed."""
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
-    seen: list[int] = []
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def packed(weight: Any, isa: str) -> Any:
-            import torch
-
-            if weight.shape[0] > 1 and not (weight[0, 0] == weight[0, 1]).all() and weight.dtype == torch.bfloat16:
-                seen.append(1)
-                if len(seen) == 4:  # w13 and w2 of a layer, one after the other: the second layer's w2
-                    weight = weight.clone()
-                    weight[2, [3, 17]] = weight[2, [17, 3]]
-            return original(weight, isa)
-
-        return packed
-
-    return lab.replaced(cpu_moe, "cpu_prepack_moe_weight", make)
 
 
 @contextlib.contextmanager
@@ -189,8 +140,6 @@ def cases() -> list[Case]:
         Case("adapters", "two adapters after each other in one slot", act=adapters(), args=LORA),
         Case("scale", "a sync leaves one scale behind", "int8", lambda e, m: e.sync(m.int8_moved, without(SCALE)),
              scales_kept, "not written", DOWN, parameter="weight_scale", golden="sync-int8"),
-        Case("rows", "packing exchanges rows 3 and 17", plant=lambda: packing(exchange)(), kind="exchanged", tap=DOWN,
-             rows="rows 3, 17", golden="load"),
         Case("shard-q", "a reload skips q", act=lambda e, m: e.sync(m.dense_moved, without(Q)), kind="not written",
              tap=QKV, rows="q", golden="sync"),
         Case("shard-gate", "a reload skips gate", act=lambda e, m: e.sync(m.dense_moved, without(GATE)),
@@ -200,10 +149,6 @@ def cases() -> list[Case]:
              golden="sync"),
         Case("as-before", "a parameter is written, with its old values", act=lambda e, m: e.reload(m.dense_but_norm),
              kind="differs", tap=NORM, golden="reload-new"),
-        Case("rounded", "packing rounds a weight to 8 bits", plant=lambda: packing(round_off)(), kind="value", tap=DOWN,
-             golden="load"),
-        Case("expert-rows", "packing exchanges two rows of one expert", "moe", plant=expert_rows, kind="exchanged",
-             tap=EXPERTS, rows="rows 3, 17 of expert 2", parameter="w2_weight", golden="load-experts"),
         Case("adapter", "a module's slot keeps the adapter before", act=adapters(DOWN), kind="old adapter", tap=DOWN,
              parameter="lora_", golden="adapters", args=LORA),
         Case("own-experts", "vLLM reloads experts and does not pack them", "moe", lambda e, m: e.reload(m.moe_moved),

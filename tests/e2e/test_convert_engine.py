@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from formats.test_export_round_trip import KINDS, NOTED, hold
 from support.captures import VISION, Engines
+from support.opchecked import check
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.face import Dump
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +47,7 @@ def test_nothing_is_lost(dump: Path, request: pytest.FixtureRequest, tmp_path: P
     assert main(["convert", str(dump), str(out), "--to", kind]) == 0
     own, theirs = open_dump(dump), open_dump(out)
     assert hold(own, theirs, kind) > 4000
-    if kind not in NOTED:
+    if kind != NOTED:
         return
     calls = [Counter((o.op, o.step) for o in d.ops) for d in (own, theirs)]
     assert not calls[1] - calls[0]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support.captures import Engines, explain
 from support.engine import Ask
+from support.opchecked import check
 from support.prompts import prompt
 
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
 
 pytestmark = pytest.mark.engine

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.captures import FIVE, VISION, Engines, explain
+from support.opchecked import check
 
 from vllm_accprobe.dump.opcalls import inputs
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -22,7 +23,6 @@ from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.opcheck.calls.op_blocks import Renumbered, numbered
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import Checked
 
 pytestmark = pytest.mark.engine

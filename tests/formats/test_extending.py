@@ -109,10 +109,10 @@ def test_the_page_s_format_is_a_dump_like_any_other(
     assert main(["formats"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in listed] == [
-        "accprobe", "torch_xray", "msprobe", "sglang", "flashinfer", "msit", "atb", "torchair", "logger",
+        "accprobe", "torch_xray", "msprobe", "sglang", "msit", "atb", "torchair", "logger",
         "single file", "folder",
     ]  # fmt: skip
-    assert listed[8].endswith("a directory with logger.csv (step,module,class,role,file) (our_logger)")
+    assert listed[7].endswith("a directory with logger.csv (step,module,class,role,file) (our_logger)")
 
 
 def test_the_page_s_reference_judges_an_operator(

@@ -128,7 +128,7 @@ def test_api_records_of_several_ranks_are_compared(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["h5", "npz", "safetensors", "msprobe"])
+@pytest.mark.parametrize("kind", ["h5", "npz", "safetensors"])
 def test_ranks_and_weights_of_later_steps_survive_a_conversion(tmp_path: Path, kind: str) -> None:
     for rank in (0, 1):
         for step in (0, 1):
@@ -146,7 +146,7 @@ def test_gradients_survive_a_conversion(tmp_path: Path) -> None:
         meta = {"step": 0, "rank": 0, "dump_index": i, "name": name}
         torch.save({"value": torch.full((2, 2), 1.0 + i), "meta": meta},
                    dump / f"step=0___rank=0___dump_index={i}___name={name}.pt")  # fmt: skip
-    for kind in ("h5", "npz", "safetensors", "msprobe"):
+    for kind in ("h5", "npz", "safetensors"):
         found = compare(dump, convert(dump, tmp_path / kind, kind))
         assert (found.verdict, len(found.pairs)) == ("pass", 4)
         assert not found.coverage["skipped"]
@@ -183,7 +183,7 @@ def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("kind", ["h5", "npz", "safetensors", "msprobe"])
+@pytest.mark.parametrize("kind", ["h5", "npz", "safetensors"])
 def test_outputs_with_names_do_not_take_the_place_of_numbered_ones(tmp_path: Path, kind: str) -> None:
     """A backward run's record lists the gradients of weights, which have names, before or after its outputs."""
     where = tmp_path / "dump" / "step0" / "rank0" / "dump_tensor_data"

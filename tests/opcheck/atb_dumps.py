@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.opchecked import check
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import Checked
 
 TABLE = default_references()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from opcheck.opcheck_dumps import Maker
+from support.opchecked import check
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import Checked
 
 HEADS, KV, HEAD, WIDTH = 4, 2, 8, 32

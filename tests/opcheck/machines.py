@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from opcheck_dumps import Maker
+from support.opchecked import check
 from support.truncated import truncated
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.habits import decided
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import Checked
 
 Tensor = Any

@@ -1,6 +1,6 @@
 """``accprobe compare GOLDEN MINE``: which operator made the difference, and how large it is.
 
-Several MINE are a series (cli/comparing/many_dumps.py); the comparison itself is cli/comparing/one_comparison.py's."""
+The comparison itself is cli/comparing/one_comparison.py's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ DEFAULT = "accprobe-report"
 def compare(
     golden: Path = typer.Argument(None, metavar="GOLDEN", help="The dump to trust."),
     mine: Path = typer.Argument(None, metavar="MINE", help="The dump to judge."),
-    more: list[Path] = typer.Argument(
-        None,
-        metavar="[DUMP ...|RESULT.csv]",
-        help="More dumps to judge: a series, which is one page over time, too. Or a .csv: torch_xray's table of both, "
-        "by its standard; see docs/migration.md.",
+    sheet: Path = typer.Argument(
+        None, metavar="[RESULT.csv]", help="torch_xray's table of both, by its standard; see docs/migration.md."
     ),
     out: Path = typer.Option(
         None,
@@ -116,16 +113,14 @@ def compare(
     Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
     and measured.npz, from which --rejudge judges again by another standard.
     Interrupted, it goes on where it stopped when the same command is given again.
-    Of several dumps each is compared with GOLDEN, into a folder of its name; series.html and series.json tell of all.
-    Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared;
-    of several dumps the worst: 2, 3, 1, 0.
+    Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """
     import gc
 
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
-    from vllm_accprobe.cli.comparing import many_dumps, one_comparison
+    from vllm_accprobe.cli.comparing import one_comparison
     from vllm_accprobe.cli.spelling import xray_table
     from vllm_accprobe.cli.spelling.told import quiet as quietly
     from vllm_accprobe.comparison import engine
@@ -140,15 +135,12 @@ def compare(
     rate = FALSE_ALARM_RATE if rate is None else rate
     engine.check_rate(rate)
     _check_arguments(golden, mine, rejudge, bool(plan or taps or op_mapping_file or ray or jobs or replay))
-    sheet, others = many_dumps.told_apart(more or [])
-    if others:
-        many_dumps.refuse(plan, sheet)
     one_comparison.check_dumps(golden, mine, floor)
     standard = xray_table.standard_for(sheet, standard, rejudge is not None or plan)
     xray_table.check(sheet, [d for d in (golden, mine) if d is not None])
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
     out = out or home or Path(DEFAULT)
-    if not plan and not others:
+    if not plan:
         one_comparison.check_out(out, [d for d in (golden, mine, *floor) if d is not None], rejudge is None)
     rules = engine.find_mapping(op_mapping_file)
     vocabulary = _vocabulary(tokenizer)
@@ -157,8 +149,6 @@ def compare(
         golden, standard, taps, op_mapping_file, rules, ray, jobs, floor, rate, replay, again, vocabulary,
         replay_seconds, weights,
     )  # fmt: skip
-    if others:
-        raise typer.Exit(many_dumps.series(given, [mine, *others], out, form, quiet))
     if plan:
         from vllm_accprobe.comparison.plan.units import make_plan
 

@@ -1,4 +1,4 @@
-"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe|ait|onnx``.
+"""``accprobe convert DUMP OUT --to h5|npz|safetensors|onnx``.
 
 Not here: the containers (formats/write/), the model as a graph (topology/)."""
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
     from vllm_accprobe.dump.schema import Record
 
-FOLDERS = ("msprobe", "ait")
-KINDS = ("h5", "npz", "safetensors", "msprobe", "ait", "onnx")
+KINDS = ("h5", "npz", "safetensors", "onnx")
 SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
 def convert(
     dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
     out: Path = typer.Argument(
-        None, metavar="[OUT]", help="File for one rank, directory for several, msprobe, ait; none: h5, beside the dump."
+        None, metavar="[OUT]", help="File for one rank, directory for several; none: h5, beside the dump."
     ),
     names: list[str] = NAMES,
     to: str = typer.Option(None, "--to", metavar="|".join(KINDS), help="Container; else by OUT's ending."),
@@ -40,7 +39,7 @@ def convert(
     request: list[str] = REQUEST,
     level: int = LEVEL,
 ) -> None:
-    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors, msprobe's or ait's layout; or the model as ONNX.
+    """Export a dump to HDF5 (torch_xray's layout), npz or safetensors; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
@@ -61,7 +60,7 @@ def convert(
         os.umask(0o077)  # a dump holds users' prompts, and so do they
     else:
         outputs.check_place(out, [dump], "OUT")
-    writable(out.parent if out.suffix == f".{kind}" or kind in FOLDERS else out, "OUT")
+    writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":
         from vllm_accprobe.cli.common import drawing
 
@@ -79,9 +78,6 @@ def convert(
         raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
     chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
     stored = [r for r in chosen if r.payload is not None]
-    if chosen if kind == "msprobe" else stored and kind in FOLDERS:
-        _to_folder(opened, chosen, out, kind)
-        return
     if not stored:
         what = "only statistics, no values" if chosen else "no tensor that matches"
         raise NothingThere(f"{dump} holds {what}: nothing to convert")
@@ -123,24 +119,6 @@ def _summary(dump: Dump, records: list[Record], path: Path) -> None:
             yield (index, group, r.rank, name, *((s.min, s.max, s.mean, s.std) if s else (None,) * 4))
 
     write_csv_lines(path, SUMMARY, lines())
-
-
-def _to_folder(dump: Dump, records: list[Record], out: Path, kind: str) -> None:
-    from vllm_accprobe.formats.write.ait_dump import write_ait
-    from vllm_accprobe.formats.write.msprobe_dump import write_msprobe
-
-    with progress("converting", len(records)) as tick, _new(out) as path:
-        if kind == "msprobe":
-            skipped = write_msprobe(dump, records, path, tick, later=out)
-        else:
-            skipped = write_ait(dump, records, path, tick)
-    written = len(records) - sum(skipped.values())
-    ranks, steps = {r.rank for r in records}, {r.step for r in records if r.step is not None}
-    say_written(out, about=f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps")
-    answer(dump=dump.path, to=kind, tensors=written, skipped=skipped)
-    for reason, n in skipped.items():
-        typer.echo(f"skipped: {n:,} {reason}")
-    say_notes(dump.problems, err=False)
 
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:

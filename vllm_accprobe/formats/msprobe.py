@@ -3,11 +3,11 @@
 The problem: its own comparison takes one step at a time, one that is named on both sides, and throws away what golden
 has alone. The idea: all steps and ranks below a directory are one dump, each with its own index; an API's place is the
 module that called it (construct.json), so that one call more elsewhere moves nothing. Backward runs are places of their
-own, ``backward.<path>``; what an export of ours noted beside its records is taken from there.
+own, ``backward.<path>``.
 Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
 ``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
 Not here: a record's place and tensors (msprobe_records.py), the arguments of API calls (msprobe_calls.py), payloads
-(msprobe_files.py), writing (formats/write/msprobe_dump.py).
+(msprobe_files.py).
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.schema import Layout, OpCall
+from vllm_accprobe.dump.schema import OpCall
 from vllm_accprobe.formats.common import msprobe_calls
-from vllm_accprobe.formats.common.foreign import PARAM, UNKNOWN, ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.foreign import PARAM, ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.common.msprobe_files import names_in, payload
 from vllm_accprobe.formats.common.msprobe_records import (
     PlacedRecord,
-    RecordPlace,
-    RecordTensor,
     in_order,
     place_of,
     record_stats,
@@ -35,7 +32,6 @@ from vllm_accprobe.formats.common.msprobe_records import (
 from vllm_accprobe.formats.common.msprobe_words import CONSTRUCT, DATA, DEBUG, DUMP, SECTIONS, operator_name
 from vllm_accprobe.formats.io import walk
 from vllm_accprobe.formats.io.plain_file import read_json
-from vllm_accprobe.formats.write import notes
 
 NAME = "msprobe"
 HOW = "dump.json or debug.json in the directory, or in [step<S>/][rank<R>|proc<PID>/] below it"
@@ -102,24 +98,20 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         if isinstance(head.get(key), str):
             dump.run.setdefault(key, head[key])
     parents = _parents(dump, directory / CONSTRUCT) if file.name == DUMP else {}
-    noted = _Notes(head.get(notes.NAME), rank, step)
     data_dir = str(directory / DATA)
     stored = names_in(dump, data_dir)
     places: list[PlacedRecord] = [
-        (key, record, noted.place(key, place_of(key, parents))) for key, record in data.items()
-        if isinstance(record, dict)
-    ]  # fmt: skip
+        (key, record, place_of(key, parents)) for key, record in data.items() if isinstance(record, dict)
+    ]
     numbers: dict[str, tuple[int, int]] = {}
     for order, (key, place, leaf) in enumerate(in_order(places)):
-        info, role = leaf.info, noted.role(key, leaf)
+        info = leaf.info
         dtype, shape = torch_dtype(str(info.get("dtype"))), info.get("shape")
         if not isinstance(shape, list) or any(type(n) is not int for n in shape):
             dump.skip(place.tap, "record without a shape", step, leaf.role)
             continue
         name = info.get("data_name")
         stats = record_stats(info, math.prod(shape))
-        if not name and stats is None and noted.knows(key):
-            continue  # what an operator was given to write into: nothing of it was captured
         read = None
         if name:
             read = payload(dump, data_dir, name, stored, (dtype, tuple(shape)), (place.tap, step, leaf.role))
@@ -127,7 +119,7 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
             Tensor(
                 name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
                 tap=place.tap,
-                role=role,
+                role=leaf.role,
                 dtype=dtype,
                 shape=tuple(shape),
                 read=read,
@@ -137,80 +129,25 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
                 call=None if leaf.role.startswith(PARAM) else place.call,
                 stats=stats,
                 hash=f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None,
-                layout=noted.layout(key, role),
                 order=order,
             )
         )
         if record is not None:
             numbers.setdefault(key, (record.call, order))
-    _add_calls(dump, places, numbers, noted, step, rank)
-    noted.describe(dump)
+    _add_calls(dump, places, numbers, step, rank)
 
 
 def _add_calls(
-    dump: ForeignDump, places: list[PlacedRecord], numbers: Mapping[str, tuple[int, int]],
-    noted: _Notes, step: int, rank: int,
-) -> None:  # fmt: skip
+    dump: ForeignDump, places: list[PlacedRecord], numbers: Mapping[str, tuple[int, int]], step: int, rank: int
+) -> None:
     """The API calls of a rank and step. numbers: by record, the call's number and its place in the order."""
     framework = str(dump.run.get("framework", ""))
     for key, record, place in places:
         if place.module or key not in numbers or not record.keys() & SECTIONS.keys() or not key.endswith(".forward"):
             continue
-        if (op := noted.op(key)) is not None:
-            dump.ops.append(replace(op, seq=numbers[key][1]))
-            continue
         args, kwargs = msprobe_calls.arguments(record)
         name, (call, seq) = operator_name(place.cls, framework), numbers[key]
         dump.ops.append(OpCall(rank, step, place.tap, name, call, seq, place.inside or None, args, kwargs, ()))
-
-
-class _Notes:
-    """What `accprobe convert` noted in a dump.json (formats/write/notes.py); nothing where another tool wrote it."""
-
-    def __init__(self, found: Any, rank: int, step: int):
-        found = found if isinstance(found, dict) else {}
-        records = found.get("records")
-        self._records: Mapping[str, Any] = records if isinstance(records, dict) else {}
-        modules = found.get("modules")
-        self._modules = [m for m in map(notes.module, modules if isinstance(modules, list) else ()) if m is not None]
-        self._rank, self._step = rank, step
-
-    def _of(self, key: str) -> Mapping[str, Any]:
-        found = self._records.get(key)
-        return found if isinstance(found, dict) else {}
-
-    def knows(self, key: str) -> bool:
-        return key in self._records
-
-    def place(self, key: str, place: RecordPlace) -> RecordPlace:
-        said = notes.record({**self._of(key), "role": ""})
-        if said is None:
-            return place
-        inside = said.tap if place.module else place.inside
-        return replace(place, tap=said.tap, cls=said.cls, call=said.call, inside=inside)
-
-    def role(self, key: str, leaf: RecordTensor) -> str:
-        roles = self._of(key).get("roles")
-        said = roles.get(leaf.suffix) if isinstance(roles, dict) else None
-        return said if isinstance(said, str) else leaf.role
-
-    def layout(self, key: str, role: str) -> Layout:
-        if key not in self._records:
-            return UNKNOWN
-        layouts = self._of(key).get("layouts")
-        said = notes.record({"tap": "", "role": "", "layout": layouts.get(role) if isinstance(layouts, dict) else None})
-        return said.layout if said is not None else UNKNOWN
-
-    def op(self, key: str) -> OpCall | None:
-        said = self._of(key).get("op")
-        return notes.op(self._rank, {**said, "step": self._step}) if isinstance(said, dict) else None
-
-    def describe(self, dump: ForeignDump) -> None:
-        """Gives the modules their numbers."""
-        known = {m.tap: m for m in self._modules}
-        modules = dump.modules.setdefault(self._rank, [])
-        seen = {m.tap for m in modules}
-        modules[:] = [known.get(m.tap, m) for m in modules] + [m for t, m in known.items() if t not in seen]
 
 
 def _read(file: Path) -> Any:

@@ -19,7 +19,6 @@ from vllm_accprobe.run.server_command import option_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-WIDE = "float32's own rounding has no finer floor here: the limit is bfloat16's; --floor gives a narrower one"
 
 
 def of_command(command: str) -> str | None:

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from vllm_accprobe.gate.bisect.search import Cause, Found
     from vllm_accprobe.gate.bisect.trying import TrialRow
 
-MAX_PARTS = 8
-
-
 def plan_lines(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) -> list[str]:
     """What is varied, and how many runs that takes."""
     if not axes:

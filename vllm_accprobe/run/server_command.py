@@ -7,7 +7,6 @@ asking it (doctor/graphs/asking.py, gate/sending).
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
@@ -108,8 +107,3 @@ def _taken(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def program(words: Sequence[str]) -> str:
-    """The command's name for people: no arguments, which may hold keys."""
-    return os.path.basename(_split(words[0])[0]) if words and words[0].strip() else ""

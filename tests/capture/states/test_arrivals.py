@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.blocks import word_sums
 
 from vllm_accprobe.capture.states.arrivals import Arrivals
-from vllm_accprobe.capture.states.pages import Pages, word_sums
+from vllm_accprobe.capture.states.pages import Pages
 
 
 @pytest.mark.parametrize("staged", [False, True])

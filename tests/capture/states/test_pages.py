@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from support.blocks import bytes_of, word_sums
 
-from vllm_accprobe.capture.states.pages import Pages, UnknownLayout, odd_weights, tensors_of, word_sums
+from vllm_accprobe.capture.states.pages import Pages, UnknownLayout, odd_weights, tensors_of
 
 BLOCKS = 6
 
@@ -34,7 +35,7 @@ def states() -> list[torch.Tensor]:
 def test_a_blocks_number_is_that_of_its_own_bytes(caches: list[torch.Tensor]) -> None:
     pages = Pages(caches, BLOCKS)
     blocks = np.array([3, 0, 5])
-    assert pages.hashes(blocks).tolist() == [xxhash.xxh3_64_intdigest(pages.bytes_of(int(b))) for b in blocks]
+    assert pages.hashes(blocks).tolist() == [xxhash.xxh3_64_intdigest(bytes_of(pages, int(b))) for b in blocks]
 
 
 @pytest.mark.parametrize("caches", [[kv()], [two()], states()])
@@ -61,7 +62,7 @@ def test_torchs_sums_are_numpys_definition() -> None:
     pages = Pages(caches, BLOCKS)
     out = torch.zeros(BLOCKS, dtype=torch.int64)
     pages.sums(torch.arange(BLOCKS), out)
-    words = np.stack([np.frombuffer(pages.bytes_of(b), np.int32) for b in range(BLOCKS)])
+    words = np.stack([np.frombuffer(bytes_of(pages, b), np.int32) for b in range(BLOCKS)])
     assert out.numpy().view(np.uint64).tolist() == word_sums(words).tolist()
 
 
@@ -69,7 +70,7 @@ def test_sums_over_regions_go_on_where_the_last_one_ended() -> None:
     pages = Pages(states(), BLOCKS)
     out = torch.zeros(2, dtype=torch.int64)
     pages.sums(torch.tensor([2, 4]), out)
-    words = np.stack([np.frombuffer(pages.bytes_of(b), np.int32) for b in (2, 4)])
+    words = np.stack([np.frombuffer(bytes_of(pages, b), np.int32) for b in (2, 4)])
     assert out.numpy().view(np.uint64).tolist() == word_sums(words).tolist()
 
 
@@ -84,7 +85,7 @@ def test_kernel_blocks_are_parts_of_the_schedulers() -> None:
     cache = kv().reshape(BLOCKS * 2, 2, 2, 16)
     pages = Pages([cache], BLOCKS)
     assert pages.split == 2
-    assert pages.bytes_of(3) == cache[6:8].contiguous().view(torch.uint8).numpy().tobytes()
+    assert bytes_of(pages, 3) == cache[6:8].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_cache_that_counts_no_blocks_is_refused() -> None:

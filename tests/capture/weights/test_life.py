@@ -1,4 +1,4 @@
-"""What of the weights' life cannot be looked at is counted, and ends nothing."""
+"""What is looked at in the weights' life, and how often."""
 
 from __future__ import annotations
 
@@ -7,35 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.capture.weights.life import NOT_ASKED, WeightLife
-from vllm_accprobe.dump.weights.weight_life import LOAD, RELOAD
+from vllm_accprobe.capture.weights.life import WeightLife
+from vllm_accprobe.dump.weights.weight_life import LOAD, RELOAD, WAKE
 
 
-class Stubborn:
-    """A kernel that hides its weight and wants more than its input."""
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        raise RuntimeError("where is the metadata?")
-
-
-def test_a_kernel_that_does_not_give_its_weight_back_is_a_counted_skip() -> None:
+def test_a_tensor_that_packing_reorders_is_of_an_unknown_order_until_it_is_given_again() -> None:
     lines: list[dict[str, Any]] = []
-    skips: list[tuple[str, str]] = []
-    failed: list[BaseException] = []
-    life = WeightLife(
-        lines.append, lambda path, cls: True, lambda: 0, failed.append,
-        skip=lambda path, reason: skips.append((path, reason)),
-    )  # fmt: skip
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4).bfloat16())
-    model[0].quant_method = Stubborn()
-    life.begin(LOAD)
-    life.look("0", model[0])
-    model[0].weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))  # packed out of sight
-    life.finish(model, given=True)
-    assert skips == [("0", f"{NOT_ASKED} (RuntimeError)")]
-    assert failed == []
-    assert not life.off
-    assert lines
+    life = WeightLife(lines.append, lambda path, cls: True, lambda: 0, lambda error: None)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False).bfloat16())
+    given = model[0].weight.detach().clone()
+    for kind, packed in ((LOAD, given.t().reshape(4, 8)), (WAKE, None), (RELOAD, given)):
+        life.begin(kind)
+        if packed is not None:
+            model[0].weight.data.copy_(given)
+            life.look("0", model[0])
+            model[0].weight.data.copy_(packed)
+        life.finish(model, given=packed is not None)
+    prints = [(p["life"], p["form"], p.get("undone", "")) for p in lines if p["event"] == "weight"]
+    assert prints == [(0, "loaded", ""), (0, "packed", "unknown"), (1, "packed", "unknown"), (2, "loaded", "")]
 
 
 def looked_at(how: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_accprobe.capture.weights import undo
+from vllm_accprobe.capture.weights.life import transposed
 from vllm_accprobe.capture.weights.prints import _on_device, sums_of
 from vllm_accprobe.capture.weights.writes import WriteWatch
 
@@ -27,18 +27,9 @@ def test_rows_that_change_places_keep_the_sum_without_order() -> None:
 
 
 def test_a_transpose_is_turned_back() -> None:
-    turned = undo.transposed(WEIGHT.t().contiguous(), tuple(WEIGHT.shape))
+    turned = transposed(WEIGHT.t().contiguous(), tuple(WEIGHT.shape))
     assert turned is not None
     assert sums_of(turned).whole == sums_of(WEIGHT).whole
-
-
-def test_a_packer_that_moves_elements_is_undone_and_another_one_is_not() -> None:
-    place = undo.places(lambda w: w.flip(-1).transpose(1, 2).contiguous(), 6, 8, torch.bfloat16)
-    assert place is not None
-    packed = WEIGHT.flip(-1).t().contiguous()
-    assert torch.equal(undo.unpacked(packed, place, 8), WEIGHT)
-    assert undo.places(lambda w: w[:, :3], 6, 8, torch.bfloat16) is None
-    assert undo.places(torch.zeros_like, 6, 8, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("write", [lambda w: w[2:4].copy_(WEIGHT[2:4]), lambda w: w.narrow(0, 2, 2).fill_(1)])

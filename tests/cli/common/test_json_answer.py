@@ -37,7 +37,6 @@ WORDS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "summary --tree": (0, "summary D --tree", ("tree",)),
     "show": (0, f"show D {TAP} --roles output.0 --steps 0 --rows 0-1", ("matches", "tensor", "values")),
     "convert": (0, "convert D x.h5", ("tensors", "written", "skipped")),
-    "convert --to msprobe": (0, "convert D folder --to msprobe", ("tensors", "written")),
     "repair": (0, "repair D", ("ranks",)),
     "doctor": (1, "doctor --quick", ("findings", "ok")),
     "labels": (0, "labels LABELS --out L", ("verdict", "pairs", "written")),

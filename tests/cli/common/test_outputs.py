@@ -124,7 +124,6 @@ WRITERS = {
     "labels": ("labels", "{golden}", "--out", "{out}"),
     "opdiff": ("opdiff", "{csv}/1.csv", "{csv}/2.csv", "--out", "{out}"),
     "convert": ("convert", "{golden}", "{out}/x.h5"),
-    "convert-msprobe": ("convert", "{golden}", "{out}/new", "--to", "msprobe"),
     "summary": ("summary", "{golden}", "--csv", "{out}/x.csv"),
     "show": ("show", "{golden}", "model.embed_tokens", "--role", "output.0", "--step", "0", "--save", "{out}/x.npy"),
     "run": ("run", "--dir", "{out}/new", "--", "true"),

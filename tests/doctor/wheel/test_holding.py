@@ -54,8 +54,6 @@ RENAMED = [
     ("vllm/forward_context.py", "get_forward_context", "the forward's context"),
     ("vllm/v1/worker/gpu_worker.py", "wake_up", "the worker's weights"),
     ("vllm/lora/model_manager.py", "lora_index_to_id", "adapters' slots"),
-    ("vllm/model_executor/layers/utils.py", "cpu_linear", "a CPU's linear layers"),
-    ("vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "w13_weight", "experts' parameters"),
     ("vllm/v1/attention/backends/gdn_attn.py", "non_spec_state_indices_tensor", "the delta rule's metadata"),
     ("vllm/v1/kv_cache_interface.py", "kv_cache_groups", "the caches' configuration"),
 ]

@@ -27,7 +27,9 @@ def made(
     **more: Any,
 ) -> WeightPrint:
     """A print of ``bits``. times: the first so many rows were written, ALL of them unless told."""
-    rows, without = mixing.by_definition(bits)
+    with np.errstate(over="ignore"):
+        mixed = mixing.mix(bits.astype(np.int64).view(np.uint64))
+        rows, without = (mixed * mixing.factors(bits.shape[1])).sum(1, dtype=np.uint64), mixed.sum(1, dtype=np.uint64)
     order, bag = mixing.in_order(rows), int(without.sum(dtype=np.uint64))
     n = len(bits) if times == ALL else times
     values: dict[str, Any] = {

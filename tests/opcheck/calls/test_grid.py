@@ -10,6 +10,7 @@ import pytest
 import torch
 from opcheck import torch_only
 from opcheck.opcheck_dumps import Maker
+from support.opchecked import check
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
@@ -18,7 +19,7 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import Options, check
+from vllm_accprobe.opcheck.run.replay import Options
 from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.standards import built_in
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from opcheck.operator_dumps import SKIPPED, G, OpMaker, W, X, Y, tensor
+from support.opchecked import check
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.opcheck.run.totals import totals
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cli.test_killed_commands import left_behind
 from opcheck.opcheck_dumps import Maker
+from support.opchecked import check
 
 from vllm_accprobe.children import ONE_THREAD
 from vllm_accprobe.dump.reader import open_dump
@@ -24,7 +25,7 @@ from vllm_accprobe.opcheck.reference import Call, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import pair
-from vllm_accprobe.opcheck.run.replay import Options, check
+from vllm_accprobe.opcheck.run.replay import Options
 from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
 
 STEPS = (1, 1, 5, 1, 3, 1, 1, 2)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, checked, honest
+from support.opchecked import check
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.totals import totals
 
 

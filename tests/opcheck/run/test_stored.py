@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
+from support.opchecked import check
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.replay import check
 from vllm_accprobe.opcheck.run.result_row import Checked
 from vllm_accprobe.opcheck.run.stored import OTHER_FORM, check_stored
 from vllm_accprobe.opcheck.run.totals import totals

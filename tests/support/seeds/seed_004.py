@@ -55,11 +55,13 @@ def prepare(home: Path) -> None:
 
 
 def _as_torch(source: Path, target: Path) -> None:
+    import torch
+
     from vllm_accprobe.formats.single import first
-    from vllm_accprobe.formats.write.torchzip import save_pt
 
     tensor = first(source)
-    save_pt(target, tensor.read(), tensor.dtype)
+    bits = torch.from_numpy(tensor.read().copy())
+    torch.save(bits.view(getattr(torch, tensor.dtype)).reshape(tensor.shape), target)
 
 
 def _dump(at: int, says: str, *words: str, **told: str) -> Line:

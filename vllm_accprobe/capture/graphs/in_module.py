@@ -20,8 +20,6 @@ from vllm_accprobe.capture.graphs.stats_op import tap_stats, tap_stats_each
 from vllm_accprobe.capture.graphs.tap_op import tap, tap_each
 
 _IN, _OUT, _FORWARD = "_accprobe_in", "_accprobe_out", "_accprobe_forward"
-_Names = tuple["int | str", str, str, str, bool]
-"""Where the tensor is, the names of buffer, select and cursor ("" without), and whether it is measured."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vllm_accprobe.capture.states.pages import Pages
 from vllm_accprobe.capture.states.schedule import KV, Held, Schedule
 from vllm_accprobe.dump.journal.state_lines import UNWRITTEN
 
-OWNERS, EVENTS, SAMPLE, FULL = "owners", "events", "sample", "full"
+OWNERS, EVENTS, FULL = "owners", "events", "full"
 SHARE = 16
 """Of blocks that nothing happened to, one in so many is looked at in a step (chosen: each is seen every 16 steps, and
 the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""

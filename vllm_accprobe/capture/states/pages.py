@@ -113,7 +113,7 @@ class Pages:
 
     def sums(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
         """The number of each of ``blocks``, int64 [n], into ``out``, int64 [n], both where the cache is. Launches
-        kernels and waits for none; as `word_sums` defines it, over the regions one after the other."""
+        kernels and waits for none; words by their `odd_weights`, modulo 2**64, over the regions one after the other."""
         out.zero_()
         begin = 0
         for region in self.regions:
@@ -124,12 +124,6 @@ class Pages:
                 weights = self._weights[begin] = made.to(words.device)
             out.add_((words.to(torch.int64) * weights).sum(1))
             begin += words.shape[1]
-
-    def bytes_of(self, block: int) -> bytes:
-        """A block's bytes, region after region; in host memory."""
-        return b"".join(
-            ctypes.string_at(region.address + block * region.stride, region.nbytes) for region in self.regions
-        )
 
 
 def _words(view: torch.Tensor, stride: int, numel: int) -> torch.Tensor:
@@ -150,12 +144,6 @@ def odd_weights(begin: int, n: int) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
-
-
-def word_sums(words: np.ndarray, begin: int = 0) -> np.ndarray:
-    """The definition: sum over j of words[i, j] * odd_weights[begin + j] modulo 2^64; int [n, m] → uint64 [n]."""
-    wide = words.astype(np.int64).view(np.uint64)
-    return np.asarray(np.sum(wide * odd_weights(begin, words.shape[1]), axis=1, dtype=np.uint64))
 
 
 def tensors_of(cache: Any) -> list[torch.Tensor]:

@@ -18,15 +18,12 @@ import torch
 
 from vllm_accprobe.capture.core.memory import DTYPE_NAMES
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.weights import through_kernel, undo
 from vllm_accprobe.capture.weights.loaded_tensor import LoadedTensor
 from vllm_accprobe.capture.weights.prints import RowSums, raw_bytes, sums_of
 from vllm_accprobe.capture.weights.row_names import named_rows
 from vllm_accprobe.capture.weights.writes import WriteWatch
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.weights.weight_life import (
-    COLUMNS,
-    KERNEL,
     LOAD,
     LOADED,
     MAX_ROWS,
@@ -39,20 +36,19 @@ from vllm_accprobe.dump.weights.weight_life import (
 )
 
 Key = tuple[str, str]
-PackerOf = Callable[[Any, str], tuple[str, undo.Packer] | None]
 Line = Callable[[dict[str, Any]], None]
 
 
-FULL, PRINTS, OFF = "full", "prints", "off"
-NOT_ASKED = "a weight inside its kernel, which does not give it back"
+FULL, OFF = "full", "off"
+TRANSPOSED = "transposed"
+"""How a packed tensor was turned before its print was made: its last two dimensions."""
 
 
 class WeightLife:
     """The events and prints of one rank.
 
     line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
-    packer_of: see vllm/weights/packers.py. failed: told once, when something here has failed. skip: counts what is
-    not looked at, (module path, reason). how: FULL; PRINTS, without watching writes or asking kernels; or OFF.
+    failed: told once, when something here has failed. how: FULL; ``prints``, without watching writes; or OFF.
     """
 
     def __init__(
@@ -61,20 +57,17 @@ class WeightLife:
         chosen: Callable[[str, str], bool],
         step: Callable[[], int],
         failed: Callable[[BaseException], None],
-        packer_of: PackerOf = lambda layer, name: None,
         rank: int = 0,
-        skip: Callable[[str, str], object] = lambda path, reason: None,
         how: str = FULL,
     ):
         self.watch = WriteWatch(how == FULL)
         self.off = how == OFF
-        self._asks = how == FULL
         self.open: str | None = None
         self._line, self._chosen, self._step, self._failed = line, chosen, step, failed
-        self._packer_of, self._rank, self._skip = packer_of, rank, skip
+        self._rank = rank
         self._number = -1
         self._loaded: dict[Key, LoadedTensor] = {}
-        self._places: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self._reordered: set[Key] = set()
         self._said: dict[Key, str] = {}
         self._looked: set[Key] = set()
         self._about: dict[str, Any] = {}
@@ -124,7 +117,6 @@ class WeightLife:
                     continue
                 for name, tensor in own_tensors(module):
                     self._lies(path, module, name, tensor, given)
-                self._kernel(path, module)
             self._event(kind)
 
     def adapter(self, prints: Callable[[Callable[..., None]], None], **about: Any) -> None:
@@ -159,8 +151,7 @@ class WeightLife:
             sums = before.sums
         else:
             sums = self._sums(tensor)
-            linear = name == "weight" and hasattr(module, "quant_method") and self._asks
-            self._loaded[key] = LoadedTensor.of(sums, tensor, raw, through_kernel.expected(tensor) if linear else None)
+            self._loaded[key] = LoadedTensor(sums, tensor.dtype, raw)
         self._print(path, module, name, LOADED, tensor.dtype, sums, seen=tensor)
 
     def _lies(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
@@ -176,56 +167,18 @@ class WeightLife:
             return  # it lies as it was given
         before = loaded if loaded is not None and loaded.dtype == tensor.dtype else None
         view, how = tensor, ""
-        if before is not None and (turned := undo.transposed(tensor, before.sums.shape)) is not None:
-            view, how = turned, undo.TRANSPOSED
+        if before is not None and (turned := transposed(tensor, before.sums.shape)) is not None:
+            view, how = turned, TRANSPOSED
         sums = self._sums(view)
-        if before is not None and not how and sums.whole != before.sums.whole:
-            sums, how = self._undone(module, name, tensor, sums, before.sums)
-        if key in self._looked and before is not None and before.sums.whole == sums.whole and not how:
-            return  # it lies as it was given
-        if key not in self._looked and before is not None and not how and before.columns is not None:
-            # Written where it lies, without packing: what a kernel should have from now on.
-            self._loaded[key] = LoadedTensor.of(sums, tensor, raw, through_kernel.expected(tensor))
+        if key in self._looked:
+            reordered = before is not None and not how and sums.whole != before.sums.whole
+            (self._reordered.add if reordered else self._reordered.discard)(key)
+            if before is not None and not how and not reordered:
+                return  # it lies as it was given
+        if key in self._reordered:
+            how = "unknown"  # an order that is not undone
         seen = tensor if key not in self._looked else None
         self._print(path, module, name, PACKED, tensor.dtype, sums, undone=how, seen=seen)
-
-    def _undone(
-        self, module: torch.nn.Module, name: str, tensor: torch.Tensor, sums: RowSums, before: RowSums
-    ) -> tuple[RowSums, str]:
-        packer = self._packer_of(module, name)
-        if packer is None or tensor.ndim != 3:
-            return sums, ""
-        label, pack = packer
-        n, width = int(tensor.shape[1]), int(tensor.shape[2])
-        key = (label, n, width)
-        if key not in self._places:
-            self._places[key] = undo.places(pack, n, width, tensor.dtype)
-        place = self._places[key]
-        if place is None:
-            return sums, "unknown"
-        blocks = [self._sums(undo.unpacked(block, place, width)) for block in tensor.detach()]
-        return _joined(tuple(tensor.shape), blocks), label
-
-    def _kernel(self, path: str, module: torch.nn.Module) -> None:
-        loaded = self._loaded.get((path, "weight"))
-        if loaded is None or loaded.columns is None or not self._asks:
-            return
-        here = module._parameters.get("weight")
-        if here is not None and here.numel() and not hasattr(module, "cpu_linear"):
-            return  # the kernel is given the tensor that was looked at
-        start = time.perf_counter()
-        try:
-            found = through_kernel.read_back(module, loaded.dtype, loaded.sums.shape, torch.get_default_dtype())
-        except Exception as error:  # a kernel that wants more than its input
-            self._skip(path, f"{NOT_ASKED} ({type(error).__name__})")
-            found = None
-        self._seconds += time.perf_counter() - start
-        if found is None:
-            return
-        if loaded.asked is not None:
-            found = through_kernel.settled(found, loaded.asked)
-        self._print(path, module, "weight", COLUMNS, loaded.dtype, loaded.columns)
-        self._print(path, module, "weight", KERNEL, loaded.dtype, self._sums(found))
 
     def _slot(self, path: str, cls: str, name: str, form: str, tensor: torch.Tensor) -> None:
         sums = self._sums(tensor)
@@ -271,12 +224,12 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.dtype in DTYPE_NAMES and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _joined(shape: tuple[int, ...], blocks: list[RowSums]) -> RowSums:
-    import numpy as np
-
-    order = np.concatenate([b.order for b in blocks])
-    bag = np.concatenate([b.bag for b in blocks])
-    return RowSums(shape, order, bag, sum(b.zeros for b in blocks), None)
+def transposed(packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """``packed`` with its last two dimensions turned, where that is what the loaded one's ``shape`` says."""
+    if packed.ndim < 2 or len(shape) != packed.ndim or packed.shape[-1] == packed.shape[-2]:
+        return None
+    turned = packed.transpose(-1, -2)
+    return turned if tuple(turned.shape) == shape else None
 
 
 def _made(

@@ -46,10 +46,3 @@ def in_order(rows: np.ndarray) -> int:
 def short(rows: np.ndarray) -> np.ndarray:
     """uint32 [n] of uint64 row sums [n]: the upper halves of the mixed sums."""
     return (mix(rows) >> np.uint64(32)).astype(np.uint32)
-
-
-def by_definition(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(with order, without order) of each row: uint64 [n] twice. bits: signed integers [n, width]."""
-    with np.errstate(over="ignore"):
-        mixed = mix(bits.astype(np.int64).view(np.uint64))
-        return (mixed * factors(bits.shape[1])).sum(1, dtype=np.uint64), mixed.sum(1, dtype=np.uint64)

@@ -1,8 +1,7 @@
 """One pair of dumps compared as ``accprobe compare`` does it: replayed where that decides, written to its folder.
 
-The problem: a single comparison and each one of a series are the same work with the same checks. The idea: what was
-given is one value, and these functions take it: check, compare, write. Not here: what the words on the command line
-mean (cli/compare.py), a series (many_dumps.py), what is printed (compare_formats.py).
+The idea: what was given is one value, and these functions take it: check, compare, write. Not here: what the words on
+the command line mean (cli/compare.py), what is printed (compare_formats.py).
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ class AskedPair:
     weights: Path | None = None
 
 
-def compared(
-    given: AskedPair, mine: Path, out: Path, before: Callable[[Comparison], object], label: str = ""
-) -> Comparison:
+def compared(given: AskedPair, mine: Path, out: Path, before: Callable[[Comparison], object]) -> Comparison:
     """The finished comparison; ``out`` keeps its parts while it goes on. before: told of a verdict that a replay may
-    change; label: what the bar says. Raises what the engine and the replay raise."""
+    change. Raises what the engine and the replay raise."""
     from dataclasses import replace
 
     from vllm_accprobe.cli.interrupts import kept
@@ -60,7 +57,7 @@ def compared(
                             given.replay_seconds, given.weights)  # fmt: skip
     kept.going_on("what was measured is", out / resume.NAME)
     with replaying.begun(asked) as begun:
-        with _progress(label or "comparing") as advance, _tidy(out):
+        with _progress("comparing") as advance, _tidy(out):
             result = engine.compare(given.golden, mine, progress=advance, **choices)
         result = replaying.replayed(result, asked, begun, out, before)
     return replace(result, options=given.options, out=str(out))

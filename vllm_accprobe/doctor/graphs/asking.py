@@ -27,7 +27,6 @@ PROMPTS = (
     "Water boils at a lower temperature on a mountain, because the air up there has less pressure. The same holds for",
 )
 """chosen: short, of several lengths, in words and in code."""
-MAX_TOKENS = 16
 LOGPROBS = 5
 _MOST_PROMPTS = 256
 _MOST_BYTES = 4 << 20

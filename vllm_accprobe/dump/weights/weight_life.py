@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-LOADED, PACKED, COLUMNS, KERNEL, GIVEN, SLOT = "loaded", "packed", "columns", "kernel", "given", "slot"
-"""Forms of a parameter: as the checkpoint or a sync gave it; as it lies after packing; some of its columns as they were
-given, and the same read back through the layer's own kernel; an adapter's tensor, and the slot that holds it."""
+LOADED, PACKED, GIVEN, SLOT = "loaded", "packed", "given", "slot"
+"""Forms of a parameter: as the checkpoint or a sync gave it; as it lies after packing; an adapter's tensor, and the
+slot that holds it. Older dumps have ``columns`` and ``kernel`` too, which nothing reads."""
 LOAD, RELOAD, SYNC, WAKE, LORA = "load", "reload", "sync", "wake", "lora"
 """Kinds of events. load: the first; reload: vLLM's reload_weights; sync: load_weights on the live model, or a session
 of vLLM's weight transfer; wake: after sleep; lora: an adapter is put into a slot."""

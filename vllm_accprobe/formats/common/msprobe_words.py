@@ -1,8 +1,6 @@
-"""The words of msprobe's dumps, for those who read them and those who write them.
+"""The words of msprobe's dumps: names of files, sections and statistics, and of operators.
 
-The problem: a reader and an exporter that each know the names of files, sections and statistics grow apart, and so do
-the two ways between an operator's name here and an API's there. The idea: they stand once, here.
-Not here: what is made of them (formats/msprobe.py, msprobe_records.py, msprobe_calls.py; formats/write/msprobe_*.py).
+Not here: what is made of them (formats/msprobe.py, msprobe_records.py, msprobe_calls.py).
 """
 
 from __future__ import annotations
@@ -35,12 +33,3 @@ def operator_name(api: str, framework: str) -> str:
     if head == "Aten" and rest:
         return f"aten.{rest}"
     return f"{_OF_MINDSPORE[head]}.{rest}" if framework == MINDSPORE and dot and head in _OF_MINDSPORE else api
-
-
-def api_name(op: str, framework: str) -> str:
-    """The way back: msprobe's name of an operator, ``Aten.mm.default``; its own names as they are."""
-    if op.startswith("aten."):
-        return f"Aten.{op.removeprefix('aten.')}"
-    head, _, rest = op.rpartition(".")
-    theirs = {ours: theirs for theirs, ours in _OF_MINDSPORE.items()}
-    return f"{theirs[head]}.{rest}" if framework == MINDSPORE and head in theirs else op

@@ -3,7 +3,7 @@
 The problem: other people's scripts read HDF5 or npz, and neither knows bfloat16 or the 8-bit floats. The idea: records
 are written one at a time in the order of execution, those dtypes widened to float32, which is exact, and the original
 name and dtype kept as attributes where the container has some (notes.py).
-Not here: msprobe's layout (msprobe_dump.py), which records (select.py), refusing to overwrite (cli/convert.py).
+Not here: which records (select.py), refusing to overwrite (cli/convert.py).
 """
 
 from __future__ import annotations

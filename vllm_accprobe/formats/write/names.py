@@ -3,7 +3,7 @@
 The problem: a container has one text for a tensor, ours have six parts; who writes that text and who takes it apart
 must agree. The idea: for each container the two stand side by side: torch_xray's ``path.Class.n.forward_output.i`` in
 HDF5, ``step/tap/role#call`` in npz and safetensors, ``globalrank-<r>_localrank-<l>`` for one rank's file.
-Not here: what the names cannot say (notes.py), msprobe's (common/msprobe_words.py), the containers (containers.py).
+Not here: what the names cannot say (notes.py), the containers (containers.py).
 """
 
 from __future__ import annotations

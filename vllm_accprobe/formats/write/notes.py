@@ -4,7 +4,7 @@ The problem: another tool's layout has no name for an input (HDF5's datasets are
 below a module, for a module's numbers (eps, head counts) or for how a rank's tensor is a part of the whole. The idea:
 the layout is kept as that tool wants it, and what it cannot say is noted beside it, in the words of our own journal
 (events.py, opcalls.py); who does not know of the notes does not see them, and whoever reads them trusts nothing.
-Not here: where a container keeps them (containers.py, msprobe_dump.py; formats/xray.py, formats/msprobe.py).
+Not here: where a container keeps them (containers.py, formats/xray.py).
 """
 
 from __future__ import annotations

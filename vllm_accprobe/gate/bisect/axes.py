@@ -52,14 +52,14 @@ def axes(
 
 
 def _switch(
-    name: str, option: str, fact: str, on: bool, command: ServeCommand, offered: Offered, extra: Edit | None = None
+    name: str, option: str, fact: str, on: bool, command: ServeCommand, offered: Offered
 ) -> ServerSetting | None:
     """on: the plain value of ``option``."""
     said = command.flag(option)
     if option not in offered or said is on:
         return None
     words = (option if on else "--no-" + option[2:],)
-    edit = extra or Edit(drop=(option,), add=words)
+    edit = Edit(drop=(option,), add=words)
     return ServerSetting(name, _said(said), "on" if on else "off", edit, fact=fact)
 
 

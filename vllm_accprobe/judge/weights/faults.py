@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 NOT_WRITTEN, UNFILLED, ZERO, NAN = "not written", "never filled", "zero", "NaN"
-EXCHANGED, VALUE, STALE, NOT_PACKED, SLEEP, OLD_ADAPTER, DIFFERS = (
-    "exchanged", "value", "stale copy", "not packed again", "sleep", "old adapter", "differs",
+EXCHANGED, VALUE, NOT_PACKED, SLEEP, OLD_ADAPTER, DIFFERS = (
+    "exchanged", "value", "not packed again", "sleep", "old adapter", "differs",
 )  # fmt: skip
 BOTH = "both"
 """The side of a fault that golden and mine have alike: it is no difference between them."""

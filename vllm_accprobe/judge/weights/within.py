@@ -1,11 +1,10 @@
 """What is wrong with weights by one dump alone.
 
-The problem: most faults of a sync show without a golden: a shard that loading wrote and a reload did not, a kernel that
-holds the weights of before, a scale that is zero. A parameter that merely stays the same is none: trainers freeze some,
-and small steps round to nothing. The idea: what loading wrote is what a whole reload writes, row by row and time by
-time; what packing changed at loading it changes again; a copy is compared with what it was made of. Each rule names the
-first event at which it holds, and nothing is said of what was not looked at. Not here: order of the lines
-(histories.py), two dumps (between.py).
+The problem: most faults of a sync show without a golden: a shard that loading wrote and a reload did not, an adapter's
+slot that holds the one before, a scale that is zero. A parameter that merely stays the same is none: trainers freeze
+some, and small steps round to nothing. The idea: what loading wrote is what a whole reload writes, row by row and time
+by time; what packing changed at loading it changes again. Each rule names the first event at which it holds, and
+nothing is said of what was not looked at. Not here: order of the lines (histories.py), two dumps (between.py).
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from vllm_accprobe.dump.weights.weight_life import (
-    COLUMNS,
     GIVEN,
-    KERNEL,
     LOAD,
     LORA,
     RELOAD,
@@ -36,7 +33,6 @@ from vllm_accprobe.judge.weights.faults import (
     NOT_WRITTEN,
     OLD_ADAPTER,
     SLEEP,
-    STALE,
     UNFILLED,
     VALUE,
     ZERO,
@@ -198,27 +194,7 @@ def _packing(
             what = f"{named_pair(packed, pair)} were exchanged" if pair else "elements changed places"
             rows = named(packed, _rows(given, packed))
             yield make(EXCHANGED, place, rows, f"was packed wrong at {when}: {what}")
-    columns, kernel = state.forms.get(COLUMNS), state.forms.get(KERNEL)
-    if columns is not None and kernel is not None and columns.order != kernel.order:
-        yield from _kernel(place, columns, kernel, history, when, make)
     yield from _again(place, state, history, when, make)
-
-
-def _kernel(
-    place: Place, columns: WeightPrint, kernel: WeightPrint, history: list[State], when: str, make: Make
-) -> Iterator[WeightFault]:
-    rows = named(kernel, _rows(columns, kernel))
-    pair = exchanged(columns, kernel)
-    old = next((s for s in reversed(history) if (c := s.forms.get(COLUMNS)) and c.order == kernel.order), None)
-    if pair is not None:
-        says = f"was packed wrong at {when}: {named_pair(kernel, pair)} were exchanged"
-        yield make(EXCHANGED, place, rows, says)
-    elif old is not None:
-        says = f"is new after {when}, and the layer's kernel still computes with the old one"
-        yield make(STALE, place, "", says)
-    else:
-        says = f"is not what the layer's kernel computes with after {when}"
-        yield make(VALUE, place, rows, says)
 
 
 def _again(place: Place, state: State, history: list[State], when: str, make: Make) -> Iterator[WeightFault]:
@@ -226,18 +202,11 @@ def _again(place: Place, state: State, history: list[State], when: str, make: Ma
     first = next((s for s in history if s.event.kind == LOAD), None)
     if first is None or first.given is None or first.lies is None or first.lies is first.given:
         return
-    was, now, given = first.lies, state.lies, state.given
-    if was.undone in ("", "unknown") or now is None or now.shape != was.shape or now.dtype != was.dtype:
-        return
-    in_order = now is given  # it lies exactly as it was given: nothing packed it
-    if not in_order and given is None:
-        # Written where it lies. Taking a packing off that was not put on gives other rows than any that were given.
-        before = next((s.lies for s in reversed(history) if s.lies is not None), None)
-        rows = None if before is None else differing(before, now)
-        written = state.written()
-        in_order = written is not None and bool(written.any()) and rows is not None and len(rows) > 0
-    if in_order:
-        packer = f"loading had packed it ({was.undone}), and nothing did again"
+    was, now = first.lies, state.lies
+    # it lies exactly as it was given: nothing packed it
+    if was.undone and now is not None and now is state.given and (now.shape, now.dtype) == (was.shape, was.dtype):
+        order = "" if was.undone == "unknown" else f" ({was.undone})"
+        packer = f"loading had packed it{order}, and nothing did again"
         says = f"lies in the checkpoint's order after {when}: {packer}"
         yield make(NOT_PACKED, place, "", says)
 

@@ -20,7 +20,7 @@ _Output = tuple[int, str]
 
 
 def covers(mine: Iterable[Checked], pooled: Iterable[Pooled]) -> dict[str, ModuleCover]:
-    """Tap → what was checked of it. mine: replay.check's rows of mine; pooled: of its taps, all calls together."""
+    """Tap → what was checked of it. mine: replay.check_tap's rows of mine; pooled: of its taps, all calls together."""
     rows: dict[str, list[Checked]] = {}
     for c in mine:
         if c.step is not None:  # else a parameter

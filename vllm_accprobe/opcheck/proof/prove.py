@@ -47,7 +47,7 @@ def prove(
     partly: bool = False, *, odd: Iterable[Odd] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
     explained: Explained | None = None,
 ) -> Proof:  # fmt: skip
-    """golden, mine: replay.check's rows of the two dumps, settled (decided.py); splits: by tap; odd: outputs of mine
+    """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
     unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
     found, theirs = wrong(mine), wrong(golden)

@@ -79,7 +79,7 @@ def activation(call: Call) -> dict[str, Expected]:
     return {"inplace.input.0": activations.gated(x, _GATED[name], call.unit, gate_first=name != "mul_and_silu")}
 
 
-@reference("torch.ops._C.rotary_embedding")
+@reference("torch.ops._C.rotary_embedding", "torch.ops.vllm.flashinfer_rotary_embedding")
 def rotary_embedding(call: Call) -> dict[str, Expected]:
     """(positions, query, key or None, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse), turned in place."""
     positions, head, cache, neox = _arg(call, 0), int(_arg(call, 3)), _wide(call, 4), bool(_arg(call, 5))

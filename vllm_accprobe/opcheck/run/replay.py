@@ -10,7 +10,7 @@ Not here: where a call comes from (records.py), how an error becomes a verdict (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
 from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Declined, Expected, combined
-from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.judged_row import judged, merged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, PASS, SKIP, STRICT, WARNING, Checked, id_of
 from vllm_accprobe.standards import OUTPUT, find
@@ -58,14 +57,6 @@ class Options:
 
     def wants(self, c: Captured) -> bool:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
-
-
-def check(
-    calls: Calls, references: References, *, ops: Iterable[str] = (), options: Options = Options()
-) -> Iterator[Checked]:  # fmt: skip
-    """Rows tap by tap. ops: records.wanted's globs."""
-    for rank, tap, _ in calls.taps(ops):
-        yield from check_tap(calls, rank, tap, lambda c: references.evaluate(c.what), options)
 
 
 def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[Checked]:

@@ -2,7 +2,7 @@
 
 The problem: a page holds names that a stranger's dump has chosen, and its scripts must be the only ones that run. The
 idea: a content security policy names the hash of each script and allows no request; a template's holes are filled in
-one pass, so that what is filled in is never looked at again. Not here: what is filled in (sections.py, report/series).
+one pass, so that what is filled in is never looked at again. Not here: what is filled in (sections.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def policy(scripts: Iterable[str]) -> str:
     )
 
 
-def asset(name: str, room: str = "html") -> str:
-    """The text of a file of ``report/<room>``."""
+def asset(name: str) -> str:
+    """The text of a file of ``report/html``."""
     from importlib.resources import files
 
-    return files(f"vllm_accprobe.report.{room}").joinpath(name).read_text(encoding="utf-8")
+    return files("vllm_accprobe.report.html").joinpath(name).read_text(encoding="utf-8")
 
 
 def fill(template: str, holes: Mapping[str, str]) -> str:

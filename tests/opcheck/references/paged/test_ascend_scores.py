@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_loops import attended
 from family_verdict import verdict
-from flashinfer_loops import attended
 from reference_calls import TABLE
 
 from vllm_accprobe.opcheck.reference import Call, Declined

@@ -13,8 +13,3 @@ PLACES: tuple[VllmPlace, ...] = (
     *engine_names.PLACES, *runners.PLACES, *layer_names.PLACES, *lora.PLACES, *weight_names.PLACES,
     *cache_names.PLACES,
 )  # fmt: skip
-
-
-def declared() -> set[str]:
-    """Every name of vLLM that is declared."""
-    return {name for place in PLACES for need in place.needs for name in need.names}

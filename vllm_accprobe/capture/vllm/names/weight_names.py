@@ -1,4 +1,4 @@
-"""What capture relies on where weights change: calls of runners, workers, models and adapters' managers, and packers.
+"""What capture relies on where weights change: calls of runners, workers, models and adapters' managers.
 
 The problem, the words and who reads this: need.py. A name that is gone here costs the weights' life or a part of it,
 never a capture. Not here: the engine (engine_names.py), runners (runners.py), caches (cache_names.py).
@@ -14,8 +14,6 @@ _SLEEPS = "weights are not looked at after sleep"
 _SYNCS = "weights that are handed to the live model are not looked at"
 _SLOTS = "adapters' slots are not looked at"
 _BASE = "a layer under an adapter's is looked at twice"
-_PACKED = "packed weights of a CPU are compared without order only"
-_READ_BACK = "weights inside a CPU's kernel are not read back"
 
 PLACES = (
     VllmPlace(
@@ -55,33 +53,5 @@ PLACES = (
     VllmPlace(
         "an adapter's layer", ("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA",),
         (*each("base_layer", _BASE), *each("lora_a_stacked lora_b_stacked", _SLOTS)),
-    ),
-    VllmPlace(
-        "experts of a CPU", ("vllm.model_executor.layers.fused_moe.experts.cpu_moe",),
-        each("cpu_prepack_moe_weight", _PACKED), since=(0, 28),
-    ),
-    VllmPlace(
-        "a CPU's packing of experts", ("vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts",),
-        each("isa", _PACKED), since=(0, 28),
-    ),
-    VllmPlace(
-        "the experts' method", ("vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase",),
-        each("moe_kernel", _PACKED), since=(0, 28),
-    ),
-    VllmPlace(
-        "the experts' kernel", ("vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel",),
-        each("fused_experts", _PACKED), since=(0, 28),
-    ),
-    VllmPlace(
-        "experts' parameters", ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",),
-        each("w13_weight w2_weight", _PACKED), since=(0, 13),
-    ),
-    VllmPlace(
-        "a CPU's linear layers", ("vllm.model_executor.layers.utils",), each("cpu_linear", _READ_BACK),
-    ),
-    VllmPlace(
-        "int8 layers", ("vllm.model_executor.layers.quantization.compressed_tensors.schemes."
-                        "compressed_tensors_w8a8_int8",),
-        each("weight_scale", _READ_BACK),
     ),
 )  # fmt: skip

@@ -18,7 +18,6 @@ from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.selection import chooses
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.weights.adapters import MOST, AdapterSlots
-from vllm_accprobe.capture.vllm.weights.packers import packer_of
 from vllm_accprobe.capture.vllm.weights.weight_calls import WeightCalls
 from vllm_accprobe.capture.weights.life import WeightLife
 from vllm_accprobe.config import ProbeConfig
@@ -38,9 +37,7 @@ class Weights:
             lambda path, cls: chooses(config, path, cls),
             lambda: adapter.next_step,
             self._failed,
-            packer_of,
             adapter.parallel["rank"],
-            self._skip,
             config.weights,
         )
         self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)

@@ -16,7 +16,6 @@ import torch
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references.paged.paged_attention import PagedBatch
 
-Tensor = Any  # a torch.Tensor
 _CAUSAL, _ALL = 3, 0
 _OTHERWISE = ("pse_shift", "dequant_scale1", "quant_scale1", "antiquant_scale", "key_antiquant_scale", "query_rope",
               "query_padding_size", "key_shared_prefix")  # fmt: skip

@@ -44,12 +44,11 @@ def _norm(x: Tensor, eps: float) -> Tensor:
 
 def rule(
     rounds: Rounds, unit: float, scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
-    every: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [..., t, h, v], last state [..., h, k, v], or with ``every`` that after each token [..., t, h, k, v]) of
-    one sequence: q, k [..., t, h, k], v [..., t, h, v], g, beta [..., t, h], state [..., h, k, v]."""
+    """(outputs [..., t, h, v], last state [..., h, k, v]) of one sequence: q, k [..., t, h, k], v [..., t, h, v], g,
+    beta [..., t, h], state [..., h, k, v]."""
     q, k = rounds(q * scale, unit), rounds(k, unit)
-    out, states = [], []
+    out = []
     for t in range(q.shape[-3]):
         key, query = k[..., t, :, :], q[..., t, :, :]
         state = state * rounds(g[..., t, :].exp(), EXPONENT)[..., None, None]
@@ -57,13 +56,11 @@ def rule(
         fresh = rounds((v[..., t, :, :] - held) * beta[..., t, :, None], unit)
         state = state + key[..., None] * fresh[..., None, :]
         out.append(torch.einsum("...hk,...hkv->...hv", query, state) + read_noise(state, query, unit, rounds))
-        if every:
-            states.append(state)
-    return torch.stack(out, -3), torch.stack(states, -4) if every else state
+    return torch.stack(out, -3), state
 
 
 def _of_sequence(
-    unit: float, scale: float, eps: float | None, parts: list[Tensor], state: Tensor, every: bool = False
+    unit: float, scale: float, eps: float | None, parts: list[Tensor], state: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Output and states of one sequence, each (value, noise), from q, k, v, g, beta of its tokens."""
     share = parts[2].shape[-2] // parts[0].shape[-2]
@@ -71,7 +68,7 @@ def _of_sequence(
     def evaluate(rounds: Rounds, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor) -> Any:
         q, k = (x if eps is None else _norm(x, eps) for x in (q, k))
         q, k = (x.repeat_interleave(share, -2) for x in (q, k))
-        return rule(rounds, unit, scale, q, k, v, g, beta, s, every)
+        return rule(rounds, unit, scale, q, k, v, g, beta, s)
 
     found = scattered(evaluate, *parts, state)
     return found[0], found[1]

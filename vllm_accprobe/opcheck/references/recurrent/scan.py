@@ -35,27 +35,25 @@ Tensor = Any  # a torch.Tensor
 
 def scan(
     rounds: Rounds, unit: float, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
-    z: Tensor | None, state: Tensor, every: bool = False,
+    z: Tensor | None, state: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [..., t, heads, channels], last state [..., heads, channels, n], or those after each token [..., t,
-    ...]) of one sequence: x, z [..., t, heads, channels], dt [..., t, heads, channels or 1], a [..., heads, channels
-    or 1, n or 1], b, c [..., t, heads, n], d [..., heads, channels or 1]."""
+    """(outputs [..., t, heads, channels], last state [..., heads, channels, n]) of one sequence: x, z [..., t,
+    heads, channels], dt [..., t, heads, channels or 1], a [..., heads, channels or 1, n or 1], b, c [..., t, heads, n],
+    d [..., heads, channels or 1]."""
     b, c, fed = rounds(b, unit), rounds(c, unit), rounds(x * dt, unit)
-    out, states = [], []
+    out = []
     for t in range(x.shape[-3]):
         state = state * rounds((dt[..., t, :, :, None] * a).exp(), EXPONENT)
         state = state + fed[..., t, :, :, None] * b[..., t, :, None, :]
         read = state.transpose(-1, -2)
         y = torch.einsum("...n,...nv->...v", c[..., t, :, :], read)
         out.append(y + read_noise(read, c[..., t, :, :], unit, rounds))
-        if every:
-            states.append(state)
     y = torch.stack(out, -3)
     if d is not None:
         y = y + d.unsqueeze(-3) * x
     if z is not None:
         y = y * F.silu(z)
-    return y, torch.stack(states, -4) if every else state
+    return y, state
 
 
 def steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:

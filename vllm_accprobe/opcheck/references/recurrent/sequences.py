@@ -34,10 +34,10 @@ def _as_it_is(x: Tensor, unit: float) -> Tensor:
     return x
 
 
-def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | None, by: int = -1) -> tuple[Any, ...]:
+def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | None) -> tuple[Any, ...]:
     """((value, noise), ...) for each result of ``evaluate(rounds, *operands)``. operands: float64, or None; ``rounds(x,
     unit)`` is x as an honest kernel may have it. Operands get a leading dimension, one or SAMPLES long; each result has
-    it too. by: dimensions from here on share a head: none gets less noise than their root mean square."""
+    it too. The last dimension is one head's: no element gets less noise than its root mean square."""
     exact = evaluate(_as_it_is, *(None if x is None else x.unsqueeze(0) for x in operands))
     generator = torch.Generator().manual_seed(0)
 
@@ -50,7 +50,7 @@ def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | N
     found = []
     for value, sample in zip(exact, samples, strict=True):
         spread = (sample.double() - value).square().mean(0)
-        head = spread.mean(tuple(range(by, 0)), keepdim=True)
+        head = spread.mean(-1, keepdim=True)
         found.append((value[0], torch.maximum(spread, head).sqrt() + SUM * value[0].abs()))
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Attention as FlashInfer defines it, element by element in numpy, for the tests of its references."""
+"""Attention, element by element in numpy, for the tests of references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of plain and scaled numbers against their definition term by term, and against wrong kernels."""
+"""FlashInfer's operators as vLLM calls them, against their definition term by term, and against wrong kernels."""
 
 from __future__ import annotations
 
@@ -29,48 +29,13 @@ def codes(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_plain_and_batched(fault: bool) -> None:
-    g = torch.Generator().manual_seed(0)
-    a, b = torch.randn(3, 5, 24, generator=g).bfloat16(), torch.randn(3, 24, 7, generator=g).bfloat16()
-    y = torch.stack([by_terms(x.float(), z.T.float()) for x, z in zip(a, b[[1, 0, 2]] if fault else b, strict=True)])
-    mine = y.bfloat16()
-    call = Call("x", "flashinfer.bmm_bf16", args=(a, b), outputs={"output.0": mine})
-    assert verdict(call, "output.0", mine).passed == (not fault)
-    bias = torch.randn(7, generator=g).bfloat16()
-    one = (y[2] if not fault else y[0]) + bias
-    call = Call("x", "flashinfer.mm_bf16", args=(a[2], b[2], bias), outputs={"output.0": one.bfloat16()})
-    assert verdict(call, "output.0", one.bfloat16()).passed == (not fault)
-
-
-@pytest.mark.parametrize("fault", [False, True])
 def test_bmm_fp8(fault: bool) -> None:
     a, b = codes((2, 5, 32), 1), codes((2, 32, 9), 2)
     scales = torch.tensor(0.25), torch.tensor([0.013])
     factor = 0.25 * float(scales[1]) * (1.05 if fault else 1.0)
     mine = torch.stack([factor * by_terms(x.float(), y.float().T) for x, y in zip(a, b, strict=True)]).bfloat16()
-    call = Call("x", "flashinfer.bmm_fp8", args=(a, b, *scales, torch.bfloat16), outputs={"output.0": mine})
-    assert verdict(call, "output.0", mine).passed == (not fault)
-
-
-@pytest.mark.parametrize("mode", ["K", "MN"])
-@pytest.mark.parametrize("fault", ["", "scales of the next group"])
-def test_groupwise(mode: str, fault: str) -> None:
-    r = np.random.default_rng(3)
-    m, n, k, size = 6, 10, 24, 8
-    a, b = codes((m, k), 3), codes((n, k), 4)
-    sa, sb = r.random((m, k // size)) + 0.5, r.random((-(-n // 4), k // size)) + 0.5
-    shift = 1 if fault else 0
-    wide_a, wide_b = np.zeros((m, k)), np.zeros((n, k))
-    for c in range(k):
-        group = (c // size + shift) % (k // size)
-        for i in range(m):
-            wide_a[i, c] = float(a[i, c]) * sa[i, group]
-        for j in range(n):
-            wide_b[j, c] = float(b[j, c]) * sb[j // 4, c // size]
-    mine = by_terms(wide_a, wide_b).bfloat16()
-    scales = [torch.from_numpy(s if mode == "K" else s.T.copy()) for s in (sa, sb)]
-    call = Call("x", "flashinfer.gemm_fp8_nt_groupwise", args=(a, b, *scales, mode),
-                kwargs={"scale_granularity_mnk": [1, 4, size]}, outputs={"output.0": mine})  # fmt: skip
+    call = Call("x", "torch.ops.vllm.bmm_fp8.default", args=(a, b, *scales, torch.bfloat16, "auto"),
+                outputs={"output.0": mine})  # fmt: skip
     assert verdict(call, "output.0", mine).passed == (not fault)
 
 
@@ -97,7 +62,8 @@ def test_mxfp8(rows: int, fault: bool) -> None:
             for x, e in ((a, used), (b, eb))]  # fmt: skip
     mine = by_terms(*wide).bfloat16()
     scales = [torch.from_numpy(tiles(e)) for e in (ea, eb)]
-    call = Call("x", "flashinfer.mm_mxfp8", args=(a, b.T, *scales), outputs={"output.0": mine})
+    call = Call("x", "torch.ops.vllm.mm_mxfp8.default", args=(a, b.T, *scales, torch.bfloat16, "cutlass"),
+                outputs={"output.0": mine})  # fmt: skip
     assert verdict(call, "output.0", mine).passed == (not fault)
 
 
@@ -128,14 +94,42 @@ def test_mm_fp4(nv: bool, fault: str) -> None:
     a, b = (torch.from_numpy(q) for q in packed)
     scales = [torch.from_numpy(tiles(x)) for x in bits]
     shaped = [s.reshape(128, -1) for s in scales]
-    call = Call("x", "flashinfer.mm_fp4", args=(a, b.T, shaped[0], shaped[1].T, alpha, torch.bfloat16),
-                kwargs={"block_size": size, "use_nvfp4": nv}, outputs={"output.0": mine})  # fmt: skip
+    call = Call("x", "torch.ops.vllm.flashinfer_mm_fp4.default",
+                args=(a, b.T, shaped[0], shaped[1].T, alpha, torch.bfloat16, False, "cutlass", size, nv),
+                outputs={"output.0": mine})  # fmt: skip
     assert verdict(call, "output.0", mine).passed == (not fault)
 
 
-@pytest.mark.parametrize("backend", ["trtllm", "cute-dsl"])
-def test_shuffled_weights_are_declined(backend: str) -> None:
+@pytest.mark.parametrize("how", [(False, "trtllm"), (False, "cute-dsl"), (True, "cutlass")])
+def test_shuffled_weights_are_declined(how: tuple[bool, str]) -> None:
     x = torch.zeros(4, 32, dtype=torch.uint8)
-    call = Call("x", "flashinfer.mm_fp4", args=(x, x.T, x, x.T), kwargs={"backend": backend},
+    call = Call("x", "torch.ops.vllm.flashinfer_mm_fp4", args=(x, x.T, x, x.T, torch.ones(1), torch.bfloat16, *how),
                 outputs={"output.0": torch.zeros(4, 4)})  # fmt: skip
     assert isinstance(TABLE.evaluate(call), Declined)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("fault", [False, True])
+def test_rope_from_a_table(neox: bool, fault: bool) -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(4, h * 16, generator=g).bfloat16() for h in (3, 1))
+    positions = [9, 2, 2, 30]
+    angle = torch.arange(32)[:, None] * 10.0 ** (-torch.arange(4) / 4)
+    table = torch.cat((angle.cos(), angle.sin()), -1)
+    mine = []
+    for x in (q, k):
+        y = x.double().reshape(4, -1, 16).numpy().copy()
+        for t, p in enumerate(positions):
+            for h in range(y.shape[1]):
+                old = y[t, h].copy()
+                for i in range(4):
+                    a, b = (i, i + 4) if neox else (2 * i, 2 * i + 1)
+                    c, s = float(table[p, i]), float(table[p, 4 + i]) * (-1 if fault else 1)
+                    y[t, h, a], y[t, h, b] = old[a] * c - old[b] * s, old[b] * c + old[a] * s
+        mine.append(torch.from_numpy(y).reshape(x.shape).bfloat16())
+    roles = ["inplace.input.1", "inplace.input.2"]
+    call = Call("x", "torch.ops.vllm.flashinfer_rotary_embedding.default",
+                args=(torch.tensor(positions), q, k, 16, table, neox),
+                outputs=dict(zip(roles, mine, strict=True)))  # fmt: skip
+    for role, y in zip(roles, mine, strict=True):
+        assert verdict(call, role, y).passed == (not fault)

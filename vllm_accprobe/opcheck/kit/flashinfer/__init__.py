@@ -1,1 +1,0 @@
-"""Captured calls as FlashInfer's flight recorder would have written them, for its own replay tool."""

@@ -1,1 +1,0 @@
-"""References of FlashInfer's API, by its functions' names and order of arguments; the formulas are their families'."""
