@@ -11,8 +11,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "vllm_accprobe"
 FILES = sorted(PACKAGE.rglob("*.py"))
-CROSSING = ("e2e", "faults", "freeze", "platform", "scripts")
-"""Folders of tests that mirror no room: engines, the fault laboratory, every output, captured graphs, scripts."""
+CROSSING = ("e2e", "freeze", "lab", "platform", "scripts")
+"""Folders of tests that mirror no room: engines, every output, the fault laboratory, captured graphs, scripts."""
 
 
 def name_of(path: Path) -> str:

@@ -26,7 +26,7 @@ def test_a_fault_that_needs_prefix_caching(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fault = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.5, "when": "prefix"}
     # The engine's log tells the custom operators at this level alone, and vLLM reads it when it is imported.
-    own = {"PYTHONPATH": str(ROOT / "tests" / "faults"), "VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": str(ROOT / "lab" / "planted"), "VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1"}
     environ = os.environ | ENV | own
     with preloaded(tmp_path, environ) as bin_:
         environ |= {"PATH": f"{bin_}{os.pathsep}{environ['PATH']}", "ACCPROBE_FAULT": json.dumps(fault)}

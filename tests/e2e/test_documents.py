@@ -349,13 +349,13 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "README.md":  # its first command makes golden; mine is what the same requests gave elsewhere
         for name in ("golden", "mine"):
             shutil.rmtree(place / name)
-        faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), *_path()])}
+        faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "lab" / "planted"), *_path()])}
         env = os.environ | {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": "mine"} | faulty
         subprocess.run(["vllm", "serve", "MODEL"], cwd=place, env=env, check=True, capture_output=True)
     if page == "docs/run.md":
         shutil.rmtree(place / "golden")
     if page in ("docs/errcheck.md", "docs/testing.md"):
-        faults = ROOT / "tests" / "faults"
+        faults = ROOT / "lab" / "planted"
         if page == "docs/errcheck.md":
             monkeypatch.setenv("ACCPROBE_FAULT", NAN)
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(faults), *_path()]))

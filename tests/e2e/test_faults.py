@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fault_cases import CASES, Case
 from support.captures import FIVE, VISION, Engines, explain
 from support.engine import Run
+
+from lab.cases import CASES, Case
 
 pytestmark = pytest.mark.engine
 

@@ -26,7 +26,7 @@ LAYERS = 4
 def labelled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Five requests together; in layer 2 of rank 1 the last row is spoilt."""
     root = tmp_path_factory.mktemp("labelled")
-    paths = [ROOT / "tests" / "labels" / "plugin", ROOT / "tests" / "faults"]
+    paths = [ROOT / "tests" / "labels" / "plugin", ROOT / "lab" / "planted"]
     env = {
         **TP2_ENV,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

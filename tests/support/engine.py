@@ -164,7 +164,7 @@ class EngineHost:
         return json.loads(line)
 
     def _start(self) -> None:
-        faults, support = ROOT / "tests" / "faults", ROOT / "tests" / "support"
+        faults, support = ROOT / "lab" / "planted", ROOT / "tests" / "support"
         old, places = os.environ.get("PYTHONPATH"), []
         if self.python == sys.executable:
             places = [str(faults), str(faults.parent)]
