@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from preloaded_vllm import preloaded
+from support import kernels
+from support.engine import V2_ENV
 from vllm_server import ENV
 
 SHARED, LESSER = "engine", "engine-avx2"
@@ -22,16 +25,31 @@ APART = ("test_documents.py", "test_replicas_engine.py", "test_captured_engine.p
 
 
 @pytest.fixture(scope="session")
-def preloaded_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a command `vllm` that forks from one process with vLLM imported: a server's start is a third.
-
-    Not for tests of signals, terminals and kills: those meet the command that users have.
-    """
+def preloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Folders with the commands of a process that has imported vLLM (scripts/preloaded_vllm.py): ``v1``, and ``v2``, in
+    which the V2 runner is on. Each process is started when it is first needed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_FAULT"))}
-    with preloaded(tmp_path_factory.mktemp("vllm"), environ | ENV | {"OMP_NUM_THREADS": "1"}) as bin_:
-        yield bin_
+    path = os.pathsep.join([str(kernels.FORCED), *filter(None, [environ.get("PYTHONPATH")])])
+    more: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV | {"PYTHONPATH": path}}
+    made: dict[str, Path] = {}
+    with ExitStack() as running:
+
+        def of(runner: str) -> Path:
+            if runner not in made:
+                own = environ | ENV | {"OMP_NUM_THREADS": "1"} | more[runner]
+                made[runner] = running.enter_context(preloaded(tmp_path_factory.mktemp(f"vllm-{runner}"), own))
+            return made[runner]
+
+        yield of
+
+
+@pytest.fixture(scope="session")
+def preloaded_vllm(preloads: Callable[[str], Path]) -> Path:
+    """A folder with a command `vllm` that forks from one process with vLLM imported: a server's start is a third. At
+    least one test each of a server, a signal and a terminal meets the command that users have."""
+    return preloads("v1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

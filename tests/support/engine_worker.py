@@ -87,9 +87,8 @@ def spare_the_imports() -> None:
     vLLM collects several times per engine, 0.4 s each (measured), which was half a tiny engine's time. It freezes and
     unfreezes on its own at an engine's start and end; that is switched off, or it would bring them back.
     """
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.freeze = gc.unfreeze = lambda: None
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def _sabotage(engine: Any) -> None:
