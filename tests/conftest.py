@@ -2,8 +2,11 @@
 
 The problem: most of the time goes into vLLM engines, which tests share by session-scoped fixtures, and what is shared
 must stay in one process. The idea: the engines with this machine's kernels are one piece of work, those with lesser
-kernels, which share nothing with them, another; the two processes begin with these, and whoever is ready takes the
-next piece: first what starts engines of its own (APART), then all other tests, file by file."""
+kernels, which share nothing with them, another; the processes begin with these, and whoever is ready takes the next
+piece: first what starts engines of its own (APART), then all other tests, file by file.
+
+Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
+cluster, every page typed in, further cases of a kind that has one in the default suite."""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ from support.engine import V2_ENV
 from vllm_server import ENV
 
 SHARED, LESSER = "engine", "engine-avx2"
-APART = ("test_documents.py", "test_replicas_engine.py", "test_captured_engine.py", "test_cluster.py")
-"""Files with engines or clusters that take long and share few captures."""
+APART = ("test_captured_engine.py", "test_captured_taps.py", "test_cluster.py")
+"""Files with engines or clusters that share nothing with others."""
+DOCUMENTS = "test_documents.py"
+"""Its pages but README, with ``--all``, take long and share few captures."""
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +57,20 @@ def preloaded_vllm(preloads: Callable[[str], Path]) -> Path:
     return preloads("v1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked extra, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # else xdist begins with the piece that has most tests, which takes seconds
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups, whichever of the two was loaded first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("extra")]
+        items[:] = [item for item in items if not item.get_closest_marker("extra")]
+        config.hook.pytest_deselected(items=left_out)
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
@@ -74,7 +87,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    if not _engine(item) or item.path.name in APART:
+    if (
+        not _engine(item)
+        or item.path.name in APART
+        or (item.path.name == DOCUMENTS and item.get_closest_marker("extra"))
+    ):
         return str(item.path)
     parameters = getattr(item, "callspec", None)
     return LESSER if parameters and parameters.params.get("each_engines") == "avx2" else SHARED
