@@ -98,6 +98,8 @@ def _load() -> None:
         "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner", "vllm.v1.executor.multiproc_executor",
         "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.engine.async_llm",
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.model_loader.default_loader",
+        "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.core.sched.scheduler", "vllm.renderers.hf",
+        "vllm.model_executor.layers.quantization.online.base", "compressed_tensors", "numba",
     ):  # fmt: skip
         try:
             importlib.import_module(name)

@@ -23,6 +23,7 @@ def imports() -> dict[str, set[str]]:
     names = {name_of(f) for f in FILES}
     found: dict[str, set[str]] = {name: set() for name in names}
     for file in FILES:
+        own = name_of(file)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             wanted: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -30,7 +31,7 @@ def imports() -> dict[str, set[str]]:
                 wanted = [w if w in names else node.module for w in wanted]
             elif isinstance(node, ast.Import):
                 wanted = [a.name for a in node.names]
-            found[name_of(file)] |= {w for w in wanted if w in names} - {name_of(file)}
+            found[own] |= {w for w in wanted if w in names} - {own}
     return found
 
 
