@@ -90,6 +90,7 @@ def _forked_only() -> None:
 
 
 def _load() -> None:
+    """Nothing that imports numba: vLLM 0.32's first engine walks over all modules and stumbles over llvmlite's."""
     import gc
     import importlib
 
@@ -99,7 +100,7 @@ def _load() -> None:
         "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.engine.async_llm",
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.model_loader.default_loader",
         "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.core.sched.scheduler", "vllm.renderers.hf",
-        "vllm.model_executor.layers.quantization.online.base", "compressed_tensors", "numba",
+        "vllm.model_executor.layers.quantization.online.base", "compressed_tensors",
     ):  # fmt: skip
         try:
             importlib.import_module(name)
