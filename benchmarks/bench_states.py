@@ -25,8 +25,8 @@ KINDS = (BARE, "events", "sample", "full")
 
 def tiny(root: Path) -> Engine:
     """See ``--tiny``."""
-    sys.path.insert(0, str(HERE.parent / "tests" / "faults"))
-    import state_lab
+    sys.path.insert(0, str(HERE.parent))
+    from lab import state_lab
 
     state_lab.prepare()
     from tiny_model import make

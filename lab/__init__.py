@@ -1,6 +1,8 @@
-"""The fault laboratory of large pairs, and what runs field cases.
+"""The fault laboratory: faults planted in real engines, and what is named of them.
 
-Faults, engines and models are those of tests/faults, tests/support and scripts, which stand on the path from here on.
+Commands: ``python -m lab.faults`` (tiny models), ``python -m lab.large``, ``python -m lab.field_cases``. What plants a
+fault inside vLLM is a plugin in ``planted/``, which is put on PYTHONPATH. Engines and models are those of tests/support
+and scripts, which are on the path from here on.
 """
 
 from __future__ import annotations
@@ -9,6 +11,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-for _folder in ("tests", "tests/faults", "scripts"):
+for _folder in ("lab/planted", "tests", "scripts"):
     if str(ROOT / _folder) not in sys.path:
         sys.path.append(str(ROOT / _folder))

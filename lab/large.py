@@ -22,9 +22,8 @@ from lab import ROOT
 
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of the engines
 
-from fault_cases import HELD_OUT, TUNED
-
 from lab import large_judge
+from lab.cases import HELD_OUT, TUNED
 from lab.large_cases import GOLDENS, KERNELS, PAIRS, Pair, Run
 from lab.large_judge import Outcome
 from lab.large_runs import Runs, possible

@@ -1,7 +1,7 @@
 """The pairs of the large laboratory: which model, kernels, golden and fault each has, drawn with a fixed seed.
 
 The problem: a judge that replays a part of a large pair has to be measured on faults that its choice could miss. The
-idea: as tests/faults/fault_generated.py draws, from tables of operators and of what can be wrong with each, with faults
+idea: as lab/generated.py draws, from tables of operators and of what can be wrong with each, with faults
 that are visible at this width, and with those that large pairs were once passed with. The name of a pair says all that
 it has, and the hash of its name the half it is in. Groups:
 
@@ -20,12 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fault_cases import HANDWRITTEN, HELD_OUT, TUNED, half
-from fault_generated import draws
-from fault_places import Fault, Place, attention, dense_model, ends, experts, mlp
-from fault_ways import TEXT
-
+from lab.cases import HANDWRITTEN, HELD_OUT, TUNED, half
+from lab.generated import draws
 from lab.large_models import EXPERTS, HEAD, INNER, LAYERS, SOFT_CAP, WIDTH, WINDOW
+from lab.places import Fault, Place, attention, dense_model, ends, experts, mlp
+from lab.ways import TEXT
 
 KERNELS = ("native", "avx2")
 ASKS = TEXT

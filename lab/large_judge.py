@@ -20,11 +20,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fault_strength import VISIBLE
-from fault_totals import share
-
 from lab import ROOT, watched
 from lab.large_cases import Pair
+from lab.strength import VISIBLE
+from lab.totals import share
 
 WEAK = VISIBLE * 256
 """In units of 2^-8: a worst row that is off by less is close to what rounding leaves."""

@@ -25,7 +25,7 @@ from lab.large_cases import ASKS, WAYS, Run
 NEEDS_GB = 6.0
 """Room that a run may need: three times what a capture of float32 takes."""
 RENEWED = 20
-"""Engines after which a host is begun anew, see fault_bench.RENEWED; here each leaves more behind."""
+"""Engines after which a host is begun anew, see bench.RENEWED; here each leaves more behind."""
 _ENGINE = {"kv_cache_memory_bytes": 1 << 26}
 _ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 

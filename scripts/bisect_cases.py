@@ -103,7 +103,7 @@ def main() -> int:
     switches.write_text(_SWITCHES)
     environ = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": str(ROOT / "tests" / "faults"), "TINY_FUSED": "1",
+        "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": str(ROOT / "lab" / "planted"), "TINY_FUSED": "1",
         "TINY_NORMS": "0", "VLLM_ACCPROBE": "0",
     }  # fmt: skip
     right = True

@@ -2,13 +2,13 @@
 
 The problem: an fp8 cache moves the output of attention by percents, and so does a wrong block; a comparison must say
 how much of a difference is the format, and still find the block. The idea: one golden engine, then engines with fp8
-caches, of which some have a fault of tests/faults/state_faults.py; none of mine keeps a ledger, so that the tensors
+caches, of which some have a fault of lab/state_faults.py; none of mine keeps a ledger, so that the tensors
 alone must tell. Each is compared with golden, replay included, and is right when nothing is blamed, or attention is.
 
     python scripts/cache_pairs.py --out DIR [--only GLOB,GLOB]
 
 Exit code 1 where one is wrong. Where vLLM's build for this CPU has no kernels for fp8 caches, torch stands in for them
-(tests/faults/eight_bit_cache.py), and it is said. Not here: what a ledger finds in such caches (state_cases.py).
+(lab/eight_bit_cache.py), and it is said. Not here: what a ledger finds in such caches (state_cases.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "faults"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 
-import state_lab as lab  # noqa: E402
-from state_lab import Ask, prompt  # noqa: E402
+from lab import state_lab as lab  # noqa: E402
+from lab.state_lab import Ask, prompt  # noqa: E402
 
 CASES = (
     ("right-e4m3", "fp8_e4m3", "", ""),
@@ -54,9 +54,9 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="globs, with commas between")
     asked = parser.parse_args()
     lab.prepare()
-    import eight_bit_cache
-    import state_faults
     from tiny_model import make
+
+    from lab import eight_bit_cache, state_faults
 
     own = eight_bit_cache.allow()
     kernels = "vLLM's own kernels" if own else "torch, in the place of kernels that vLLM's build has not here"

@@ -230,7 +230,7 @@ def environment(asked: Asked, part: Part) -> dict[str, str]:
     """Of the part's process. Each engine has compile caches of its own where vLLM names them: a fault is in no key."""
     old = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_ACCPROBE")}
     old.pop("ACCPROBE_FAULT", None)
-    paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests" / "faults"), str(asked.root / "plugin")]
+    paths = [str(HERE.parent), str(HERE), str(HERE.parent / "lab" / "planted"), str(asked.root / "plugin")]
     if "VLLM_PLUGINS" in old:  # a list of those that vLLM may load
         old["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*old["VLLM_PLUGINS"].split(","), "accprobe", "accprobe_faults"]))
     caches = dict(zip(CACHES, (str(asked.root / "caches" / name) for name in (part.name, "inductor")), strict=True))

@@ -51,7 +51,7 @@ def ask(url: str, path: str, name: str, text: str) -> int:
 
 
 def serve(title: str, model: Path, dump: Path, fault: dict[str, object] | None) -> None:
-    faults = os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    faults = os.pathsep.join([str(ROOT / "lab" / "planted"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(dump), "PYTHONPATH": faults}
     if fault:
         env["ACCPROBE_FAULT"] = json.dumps(fault)

@@ -3,4 +3,4 @@
 #   scripts/faults.sh [--only GLOB] [--group GLOB] [--half tuned] [--jobs 1] [--keep DIR] [--judge-only DIR] [--list] ..., see --help
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh" >&2
-exec "$PYTHON" "$ROOT/scripts/faults.py" "$@"
+PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m lab.faults "$@"

@@ -1,4 +1,4 @@
-"""Sends to each pair of tests/faults/gate_pairs.py, judges it as `accprobe gate` does, and prints a table.
+"""Sends to each pair of lab/gate_pairs.py, judges it as `accprobe gate` does, and prints a table.
 
     python scripts/gate_cases.py --keep DIR                 # what lies there already is not run again
     python scripts/gate_cases.py --keep DIR --only '*chunk*'  # a glob over titles
@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "scripts"):
+for folder in (".", "tests", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from gate_lab import GateBench, GateOutcome, LabError  # noqa: E402
-from gate_pairs import CLEAN, FAULTS, WAYS, GateCase  # noqa: E402
+from lab.gate_lab import GateBench, GateOutcome, LabError  # noqa: E402
+from lab.gate_pairs import CLEAN, FAULTS, WAYS, GateCase  # noqa: E402
 
 _HEADER = ("", "half", "case", "verdict", "p", "× floor", "without a floor", "condition")
 

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "scripts"):
+for folder in (".", "tests", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from gate_lab import GateBench  # noqa: E402
-from gate_pairs import BASE, FAULTS, WAYS, GateCase  # noqa: E402
 from preloaded_vllm import preloaded  # noqa: E402
 from support.engine_worker import DEFAULTS  # noqa: E402
 
+from lab.gate_lab import GateBench  # noqa: E402
+from lab.gate_pairs import BASE, FAULTS, WAYS, GateCase  # noqa: E402
 from vllm_accprobe.cli import gate_dig  # noqa: E402
 from vllm_accprobe.cli.common.options import CommandError, NothingThere  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
@@ -51,7 +51,7 @@ def main() -> int:
         del os.environ[name]
     os.environ |= {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT / "tests" / "faults"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT / "lab" / "planted"),
     }  # fmt: skip
     bench, right, dug = GateBench(root), 0, 0
     print("|  | case | planted | dig named | where | evidence | s |\n| --- | --- | --- | --- | --- | --- | --- |")

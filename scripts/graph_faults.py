@@ -6,7 +6,7 @@
     python scripts/graph_faults.py --list
 
 Exit codes: 0 when no more than one fault of twelve or more is missed and no clean pair fails, 1 when not, 2 for bad
-usage. Not here: the cases (graph_cases.py), running (graph_lab.py), judging (tests/faults/fault_lab.py).
+usage. Not here: the cases (graph_cases.py), running (graph_lab.py), judging (lab/judging.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "tests/platform", "scripts"):
+for folder in (".", "tests", "tests/platform", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from fault_lab import Outcome, Pair, judge  # noqa: E402
-from fault_totals import row  # noqa: E402
 from graph_cases import CASES, CLEAN  # noqa: E402
 from graph_lab import GraphBench, made, pairs_of  # noqa: E402
 from support.engine import EngineError  # noqa: E402
+
+from lab.judging import Outcome, Pair, judge  # noqa: E402
+from lab.totals import row  # noqa: E402
 
 
 def main() -> int:

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "tests/platform", "scripts"):
+for folder in (".", "tests", "tests/platform", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
-from fault_lab import Pair, _compare  # noqa: E402
 from graph_lab import GraphBench, made, pairs_of  # noqa: E402
 from inductor_cases import CASES, CLEAN  # noqa: E402
 from support.engine import EngineError  # noqa: E402
+
+from lab.judging import Pair, _compare  # noqa: E402
 
 FAILED, PLACED = 0.85, 0.90
 """Of the faults, the share whose verdict is fail; of these, the share whose operator, or a gap that contains it,

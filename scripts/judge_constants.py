@@ -18,13 +18,12 @@ import numpy as np
 from scipy import special
 
 HERE = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "scripts"):
+for folder in (".", "tests", "scripts"):
     sys.path.insert(0, str(HERE / folder))
 
-from fault_cases import TUNED  # noqa: E402
-from fault_lab import Pair  # noqa: E402
-from fault_ways import CLEAN, MORE_CLEAN  # noqa: E402
-
+from lab.cases import TUNED  # noqa: E402
+from lab.judging import Pair  # noqa: E402
+from lab.ways import CLEAN, MORE_CLEAN  # noqa: E402
 from vllm_accprobe.comparison import engine  # noqa: E402
 from vllm_accprobe.judge import constants as c  # noqa: E402
 from vllm_accprobe.judge.chance import deviation, tail  # noqa: E402

@@ -62,7 +62,7 @@ class ServedRuns:
             self._preloaded.__exit__(None, None, None)
 
 
-_PLACES = os.pathsep.join(str(ROOT / place) for place in ("tests/faults", "tests"))
+_PLACES = os.pathsep.join(str(ROOT / place) for place in ("lab/planted", "tests"))
 
 
 def _asked(url: str, ask: Ask, replica: int | None) -> list[int]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "scripts"):
+for folder in (".", "tests", "scripts"):
     sys.path.insert(0, str(ROOT / folder))
 
 from mode_rows import wrong_rows  # noqa: E402

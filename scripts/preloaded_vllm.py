@@ -7,6 +7,7 @@ its own processes are forked, too. For scripts on the CPU only: fork is not for 
 
     with preloaded(folder, environ) as bin: ...  # put ``bin`` in front of PATH
     command(bin, path, program)  # ``path`` runs this Python file with its words, in a fork too
+    bin / FORKED                 # runs the Python file that is its first word
 
 What vLLM decides while it is imported is decided by ``environ``; PYTHONPATH and OMP_NUM_THREADS are each command's own.
 Not here: what is served.
@@ -26,12 +27,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+FORKED = "forked-python"
 _CLIENT = """#!{python}
 import json, os, signal, socket, sys
 s = socket.socket(socket.AF_UNIX)
 s.connect({path!r})
-said = json.dumps([{program!r}, sys.argv[1:], dict(os.environ), os.getcwd()]).encode() + b"\\n"
-socket.send_fds(s, [said[:1]], [1, 2])
+said = json.dumps([{program!r}, sys.argv[{first}:], dict(os.environ), os.getcwd()]).encode() + b"\\n"
+socket.send_fds(s, [said[:1]], [0, 1, 2])
 s.sendall(said[1:])
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda n, _: s.send(b"%d\\n" % n))
@@ -53,6 +55,7 @@ def preloaded(folder: Path, environ: Mapping[str, str], timeout: float = 300.0) 
     bin_ = folder / "bin"
     bin_.mkdir(parents=True, exist_ok=True)
     command(bin_, bin_ / "vllm", None)
+    command(bin_, bin_ / FORKED, "")
     with (folder / "preloaded.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, __file__, str(at)], env=dict(environ), stdin=subprocess.DEVNULL,
                                    stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
@@ -69,11 +72,12 @@ def preloaded(folder: Path, environ: Mapping[str, str], timeout: float = 300.0) 
         at.unlink(missing_ok=True)
 
 
-def command(bin_: Path, path: Path, program: Path | None) -> None:
+def command(bin_: Path, path: Path, program: Path | str | None) -> None:
     """Writes ``path``, a command that runs in a fork of the process whose commands are in ``bin_``: ``program``, a
-    Python file, or vLLM's own command."""
-    at = str(bin_.parent / "socket")
-    path.write_text(_CLIENT.format(python=sys.executable, path=at, program=str(program) if program else None))
+    Python file, vLLM's own command where it is None, or the file that is its first word where it is empty."""
+    text = _CLIENT.replace("{program!r}", "sys.argv[1]" if program == "" else repr(str(program) if program else None))
+    at, first = str(bin_.parent / "socket"), 2 if program == "" else 1
+    path.write_text(text.format(python=sys.executable, path=at, first=first))
     path.chmod(0o700)
 
 
@@ -86,6 +90,7 @@ def _forked_only() -> None:
 
 
 def _load() -> None:
+    """Nothing that imports numba: vLLM 0.32's first engine walks over all modules and stumbles over llvmlite's."""
     import gc
     import importlib
 
@@ -94,6 +99,8 @@ def _load() -> None:
         "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner", "vllm.v1.executor.multiproc_executor",
         "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.engine.async_llm",
         "vllm.entrypoints.openai.api_server", "vllm.model_executor.model_loader.default_loader",
+        "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.core.sched.scheduler", "vllm.renderers.hf",
+        "vllm.model_executor.layers.quantization.online.base", "compressed_tensors",
     ):  # fmt: skip
         try:
             importlib.import_module(name)
@@ -128,7 +135,7 @@ def _serve(at: str) -> None:
 def _one(client: socket.socket) -> None:
     """Between the zygote and the command: hands the client's signals on, and tells it how the command ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    first, fds, _, _ = socket.recv_fds(client, 1, 2)
+    first, fds, _, _ = socket.recv_fds(client, 1, 3)
     data = first
     while not data.endswith(b"\n"):
         data += client.recv(1 << 16)
@@ -136,7 +143,7 @@ def _one(client: socket.socket) -> None:
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        for n, fd in enumerate(fds, 1):
+        for n, fd in enumerate(fds):
             os.dup2(fd, n)
         client.close()
         os.chdir(where)

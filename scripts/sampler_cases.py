@@ -2,14 +2,14 @@
 
 The problem: a verdict about samplers is worth what it finds in engines that mix greedy and random requests, seeds,
 filters, penalties and lists in one batch, and what it leaves alone where only the batches differ. The idea: one golden
-engine, then one engine for each fault of tests/faults/sampler_faults.py and for each clean variation, of the same
+engine, then one engine for each fault of lab/sampler_faults.py and for each clean variation, of the same
 requests, in this process; each dump is compared with golden's without a replay, and its sampler's calls are checked
 alone, with no golden. A case is right when both fail and name the sampler, or the logits processor that was spoilt, or
 when both pass where nothing was planted.
 
     python scripts/sampler_cases.py --out DIR [--only GLOB] [--page FILE]
 
-Exit code 1 where a case is wrong. Not here: the faults, the engines (tests/faults/state_lab.py).
+Exit code 1 where a case is wrong. Not here: the faults, the engines (lab/state_lab.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "faults"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT)]
 
-import state_lab as lab  # noqa: E402
-from state_lab import Ask, prompt  # noqa: E402
+from lab import state_lab as lab  # noqa: E402
+from lab.state_lab import Ask, prompt  # noqa: E402
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -72,7 +72,7 @@ CLEAN = (
 
 def cases() -> list[Case]:
     """All of them, clean ones first."""
-    from sampler_faults import FAULTS
+    from lab.sampler_faults import FAULTS
 
     named = [Case(name, (kind.plant.__doc__ or "").split("\n")[0].rstrip("."), name) for name, kind in FAULTS.items()]
     return [*CLEAN, *named]
@@ -119,7 +119,7 @@ def alone_told(mine: Path) -> tuple[str, str]:
 
 def right(case: Case, said: tuple[str, str, str, str]) -> bool:
     """Whether both commands say what they should."""
-    from sampler_faults import FAULTS
+    from lab.sampler_faults import FAULTS
 
     compared, named, checked, alone = said
     if not case.fault:
@@ -137,8 +137,9 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
     lab.prepare()
-    from sampler_faults import FAULTS
     from tiny_model import make
+
+    from lab.sampler_faults import FAULTS
 
     model = make("qwen2", given.out / "models" / "qwen2", num_hidden_layers=2)
     answer(model, given.out / "golden", ASKS)

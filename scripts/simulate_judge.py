@@ -6,7 +6,7 @@ layers that are alike blames it. The idea: comparisons of honest noise are made 
 a lognormal factor times the usual, and alarms are counted. ``single``: one operator in a few layers, nothing else to
 learn from; ``model``: eight operators per layer, with an attention among them, each passing on what came in.
     python scripts/simulate_judge.py [--comparisons 2000] [--sigma 0.5 0.8]
-Not here: faults (tests/faults).
+Not here: faults (lab).
 """
 
 from __future__ import annotations

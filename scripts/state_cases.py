@@ -1,8 +1,8 @@
 """Wrong states planted in real engines, and clean ones: what the ledger of states says of each (docs/states.md).
 
 The problem: a ledger is worth what it finds and what it does not; both can only be seen in engines that hit prefixes,
-preempt, speculate and reload. The idea: tests/faults/state_lab.py builds tiny engines one after another in this
-process; each case is one of them with at most one fault of tests/faults/state_faults.py, and is right when the ledger
+preempt, speculate and reload. The idea: lab/state_lab.py builds tiny engines one after another in this
+process; each case is one of them with at most one fault of lab/state_faults.py, and is right when the ledger
 says that kind of finding about that request, or nothing at all where nothing was planted. A clean case must have been
 one: the counter that it names must not be zero.
 
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "faults"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 
-import state_lab as lab  # noqa: E402
-from state_lab import Ask, prompt  # noqa: E402
+from lab import state_lab as lab  # noqa: E402
+from lab.state_lab import Ask, prompt  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,10 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
     """(whether it is right, what the ledger said, its counters)."""
     import shutil
 
-    import eight_bit_cache
-    import state_faults
     from tiny_model import make
     from vllm.v1.worker import mamba_utils
 
+    from lab import eight_bit_cache, state_faults
     from vllm_accprobe.dump.journal.state_lines import sentence
     from vllm_accprobe.formats import open_dump
 

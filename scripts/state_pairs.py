@@ -9,7 +9,7 @@ a cache, or for a loader's fault the weights; a clean one when nothing is said o
     python scripts/state_pairs.py --out DIR [--only GLOB,...] [--no-replay]
 
 Exit code 1 where a case is wrong. A line of JSON for each case stands in DIR/pairs.jsonl; cases that are there are not
-run again. Not here: the ledger's own cases (state_cases.py), the faults (tests/faults/state_faults.py).
+run again. Not here: the ledger's own cases (state_cases.py), the faults (lab/state_faults.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "faults"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 
-import state_faults as faults  # noqa: E402
-import state_lab as lab  # noqa: E402
-from state_lab import Ask, prompt  # noqa: E402
+from lab import state_faults as faults  # noqa: E402
+from lab import state_lab as lab  # noqa: E402
+from lab.state_lab import Ask, prompt  # noqa: E402
 
 CACHE, WEIGHTS, CLEAN = "cache", "weights", ""
 

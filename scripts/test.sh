@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs every check: ruff, mypy, import contracts, pytest. Arguments go to pytest.
+#   --all: also what takes long: engines with AVX2 kernels, a Ray cluster, every page typed in, further planted faults
+#          (tests marked extra), and captures of all releases of vLLM (scripts/matrix.sh, an hour or two)
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh" || exit 2
 cd "$ROOT" || exit 2
@@ -20,6 +22,10 @@ check imports "$VENV/bin/lint-imports" --no-logo
 unset PYTHONDONTWRITEBYTECODE
 # Two processes: tests/conftest.py says who gets what; -n 0 runs all in one.
 check pytest "$PYTHON" -m pytest -n 2 --dist loadgroup --durations=25 "$@"
+
+for word in "$@"; do
+  if [ "$word" = --all ]; then check releases bash "$ROOT/scripts/matrix.sh"; fi
+done
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "FAILED after $SECONDS s: ${failed[*]}"

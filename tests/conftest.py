@@ -2,36 +2,63 @@
 
 The problem: most of the time goes into vLLM engines, which tests share by session-scoped fixtures, and what is shared
 must stay in one process. The idea: the engines with this machine's kernels are one piece of work, those with lesser
-kernels, which share nothing with them, another; the two processes begin with these, and whoever is ready takes the
-next piece: first what starts engines of its own (APART), then all other tests, file by file."""
+kernels, which share nothing with them, another; the processes begin with these, and whoever is ready takes the next
+piece: first what starts engines of its own (APART), then all other tests, file by file.
+
+Tests marked ``extra`` run with ``--all`` only (scripts/test.sh --all): the same once more with lesser kernels, a Ray
+cluster, every page typed in, further cases of a kind that has one in the default suite."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from preloaded_vllm import preloaded
+from support import kernels
+from support.engine import V2_ENV
 from vllm_server import ENV
 
 SHARED, LESSER = "engine", "engine-avx2"
-APART = ("test_documents.py", "test_replicas_engine.py", "test_captured_engine.py", "test_cluster.py")
-"""Files with engines or clusters that take long and share few captures."""
+APART = ("test_captured_engine.py", "test_captured_taps.py", "test_cluster.py")
+"""Files with engines or clusters that share nothing with others."""
+DOCUMENTS = "test_documents.py"
+"""Its pages but README, with ``--all``, take long and share few captures."""
 
 
 @pytest.fixture(scope="session")
-def preloaded_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a command `vllm` that forks from one process with vLLM imported: a server's start is a third.
-
-    Not for tests of signals, terminals and kills: those meet the command that users have.
-    """
+def preloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Folders with the commands of a process that has imported vLLM (scripts/preloaded_vllm.py): ``v1``, and ``v2``, in
+    which the V2 runner is on. Each process is started when it is first needed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ACCPROBE", "ACCPROBE_FAULT"))}
-    with preloaded(tmp_path_factory.mktemp("vllm"), environ | ENV | {"OMP_NUM_THREADS": "1"}) as bin_:
-        yield bin_
+    path = os.pathsep.join([str(kernels.FORCED), *filter(None, [environ.get("PYTHONPATH")])])
+    more: dict[str, dict[str, str]] = {"v1": {}, "v2": V2_ENV | {"PYTHONPATH": path}}
+    made: dict[str, Path] = {}
+    with ExitStack() as running:
+
+        def of(runner: str) -> Path:
+            if runner not in made:
+                own = environ | ENV | {"OMP_NUM_THREADS": "1"} | more[runner]
+                made[runner] = running.enter_context(preloaded(tmp_path_factory.mktemp(f"vllm-{runner}"), own))
+            return made[runner]
+
+        yield of
+
+
+@pytest.fixture(scope="session")
+def preloaded_vllm(preloads: Callable[[str], Path]) -> Path:
+    """A folder with a command `vllm` that forks from one process with vLLM imported: a server's start is a third. At
+    least one test each of a server, a signal and a terminal meets the command that users have."""
+    return preloads("v1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked extra, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups, whichever of the two was loaded first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("extra")]
+        items[:] = [item for item in items if not item.get_closest_marker("extra")]
+        config.hook.pytest_deselected(items=left_out)
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
@@ -56,7 +87,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    if not _engine(item) or item.path.name in APART:
+    if (
+        not _engine(item)
+        or item.path.name in APART
+        or (item.path.name == DOCUMENTS and item.get_closest_marker("extra"))
+    ):
         return str(item.path)
     parameters = getattr(item, "callspec", None)
     return LESSER if parameters and parameters.params.get("each_engines") == "avx2" else SHARED

@@ -14,7 +14,9 @@ from support.engine import Run
 
 
 @pytest.fixture(scope="session")
-def engines_by_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engines]]:
+def engines_by_kernels(
+    tmp_path_factory: pytest.TempPathFactory, preloads: Callable[[str], Path]
+) -> Iterator[Callable[[str], Engines]]:
     """Engines that compute with the kernels of that name (support/kernels.py); made when first asked for."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
@@ -22,7 +24,8 @@ def engines_by_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
     def of(name: str) -> Engines:
         if name not in made:
-            made[name] = Engines(tmp_path_factory.mktemp(f"engines-{name}"), name)
+            forks = preloads if name == kernels.NATIVE else None
+            made[name] = Engines(tmp_path_factory.mktemp(f"engines-{name}"), name, forks)
         return made[name]
 
     yield of
@@ -36,7 +39,7 @@ def engines(engines_by_kernels: Callable[[str], Engines]) -> Engines:
     return engines_by_kernels(kernels.NATIVE)
 
 
-@pytest.fixture(scope="session", params=[kernels.NATIVE, "avx2"])
+@pytest.fixture(scope="session", params=[kernels.NATIVE, pytest.param("avx2", marks=pytest.mark.extra)])
 def each_engines(request: pytest.FixtureRequest, engines_by_kernels: Callable[[str], Engines]) -> Engines:
     """This machine's kernels, and the least that vLLM has: what passes here must pass where those are the best."""
     name = request.param

@@ -64,7 +64,7 @@ def test_two_servers_and_the_verdict(
     lines = [json.dumps({"id": f"p{i}", "token_ids": ids}) + "\n" for i, ids in enumerate(prompts(20, 27))]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     serve = f"vllm serve {engines.model('qwen2')} {' '.join(SMALL)} --enforce-eager"
-    wrong = f"PYTHONPATH={ROOT / 'tests' / 'faults'} ACCPROBE_FAULT={shlex.quote(FAULT)} {serve}"
+    wrong = f"PYTHONPATH={ROOT / 'lab' / 'planted'} ACCPROBE_FAULT={shlex.quote(FAULT)} {serve}"
     inputs = {"prompts": "prompts.jsonl", "tokens": "0-1", "golden": serve, "mine": wrong}
     done = steps(tmp_path, inputs)
     assert done.returncode == 1, done.stdout[-3000:]

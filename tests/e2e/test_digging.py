@@ -123,7 +123,7 @@ def test_two_commands_to_the_module(
     golden = made_golden(tmp_path / "golden")
     worst = (WorstToken("p2", 3, 40, 0.01, 0.0, 1),)
     command = f"vllm serve {engines.model('qwen2')} {' '.join(SMALL)} --enforce-eager"
-    mine = f"PYTHONPATH={ROOT / 'tests' / 'faults'} ACCPROBE_FAULT={shlex.quote(FAULT)} {command}"
+    mine = f"PYTHONPATH={ROOT / 'lab' / 'planted'} ACCPROBE_FAULT={shlex.quote(FAULT)} {command}"
     said: list[str] = []
 
     def dig() -> Any:

@@ -251,6 +251,12 @@ def _of(page: str, kind: str) -> list[Snippet]:
     return [s for s in snippets(page) if s.kind == kind]
 
 
+def _typed_in(kind: str) -> list[Any]:
+    """README always; the other pages take minutes, with ``--all``."""
+    more = pytest.mark.extra
+    return [p if p == "README.md" else pytest.param(p, marks=more) for p in PAGES if _of(p, kind)]
+
+
 def test_something_is_found_on_the_pages() -> None:
     found = [s for page in PAGES for s in snippets(page)]
     assert sum(s.kind == COMMAND for s in found) > 70
@@ -269,7 +275,7 @@ def test_a_translation_has_the_same_commands(page: str) -> None:
         assert set(ours) == theirs, f"{page}: {theirs - set(ours)}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if _of(p, COMMAND)])
+@pytest.mark.parametrize("page", _typed_in(COMMAND))
 def test_commands(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _prepare(page, place, monkeypatch)
     wrong = []
@@ -302,7 +308,7 @@ def test_options_of_synopses_are_there(page: str) -> None:
         assert asked <= known, f"{page}:{snippet.line}: {sorted(asked - known)}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if _of(p, PYTHON)])
+@pytest.mark.parametrize("page", _typed_in(PYTHON))
 def test_python(page: str, place: Path, captures: Captures) -> None:
     """A page's pieces run one after the other, in one process of their own, after what the text takes for granted."""
     program = _GIVEN + "\n" + "\n".join(f"# line {s.line}\n{s.text}" for s in _of(page, PYTHON))
@@ -351,7 +357,7 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "README.md":  # its first command makes golden; mine is what the same requests gave elsewhere
         for name in ("golden", "mine"):
             shutil.rmtree(place / name)
-        faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), *_path()])}
+        faulty = {"ACCPROBE_FAULT": FAULT, "PYTHONPATH": os.pathsep.join([str(ROOT / "lab" / "planted"), *_path()])}
         env = os.environ | {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": "mine"} | faulty
         subprocess.run(["vllm", "serve", "MODEL"], cwd=place, env=env, check=True, capture_output=True)
     if page == "docs/capture.md":  # `run --dir golden` makes it on the page
@@ -361,13 +367,12 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (place / "DIR").mkdir()
         (place / "DIR" / "vllm").symlink_to(Path(str(vllm.__file__)).parent)
     if page in ("docs/errcheck.md", "docs/testing.md"):
-        faults = ROOT / "tests" / "faults"
+        faults = ROOT / "lab" / "planted"
         if page == "docs/errcheck.md":
             monkeypatch.setenv("ACCPROBE_FAULT", NAN)
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(faults), *_path()]))
         else:
-            (place / "tests").mkdir()
-            (place / "tests" / "faults").symlink_to(faults)
+            (place / "lab").symlink_to(faults.parent)
     if any("labels" in s.text for s in _of(page, COMMAND)):
         name = "dump" if page == "README.md" else "DUMP"
         shutil.rmtree(place / name)

@@ -7,19 +7,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.captures import Engines
+from preloaded_vllm import FORKED
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_format_is_told_apart_from_a_wrong_state(tmp_path: Path, engines: Engines) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "cache_pairs.py"), "--out", str(tmp_path)]
+def test_the_format_is_told_apart_from_a_wrong_state(tmp_path: Path, preloaded_vllm: Path) -> None:
+    command = [str(preloaded_vllm / FORKED), str(ROOT / "scripts" / "cache_pairs.py"), "--out", str(tmp_path)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [*command, "--only", "right-e4m3,dropped-row"], env=env, capture_output=True, text=True, timeout=420

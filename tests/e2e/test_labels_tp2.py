@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.captures import FIVE, Engines
-from support.engine import ROOT, TP2_ENV, EngineHost, Run
+from support.engine import ROOT, TP2_ENV, Run
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.labelled_pairs import LabelComparison, compare_labels
@@ -26,7 +26,7 @@ LAYERS = 4
 def labelled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Five requests together; in layer 2 of rank 1 the last row is spoilt."""
     root = tmp_path_factory.mktemp("labelled")
-    paths = [ROOT / "tests" / "labels" / "plugin", ROOT / "tests" / "faults"]
+    paths = [ROOT / "tests" / "labels" / "plugin", ROOT / "lab" / "planted"]
     env = {
         **TP2_ENV,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -34,7 +34,7 @@ def labelled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "ATB_OUTPUT_DIR": str(root / "atb"),
         "ACCPROBE_XRAY": str(root / "xray"),
     }
-    host = EngineHost(root / "log", env)
+    host = engines.new_host(root / "log", env)
     try:
         yield host.capture(
             engines.model("qwen2"), FIVE, out=root / "dump", env={"VLLM_ACCPROBE_MODULES": "lm_head"}, **TWO

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.captures import Engines
+from preloaded_vllm import FORKED
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_penalties_that_forget_are_named_with_and_without_a_golden(tmp_path: Path, engines: Engines) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "sampler_cases.py"), "--out", str(tmp_path)]
+def test_penalties_that_forget_are_named_with_and_without_a_golden(tmp_path: Path, preloaded_vllm: Path) -> None:
+    command = [str(preloaded_vllm / FORKED), str(ROOT / "scripts" / "sampler_cases.py"), "--out", str(tmp_path)]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [*command, "--only", "penalties_of_prompt_alone"], env=env, capture_output=True, text=True, timeout=300

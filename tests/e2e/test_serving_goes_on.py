@@ -1,4 +1,7 @@
-"""When something breaks around the probe, serving goes on where it can, and what the journal promises is there."""
+"""When something breaks around the probe, serving goes on where it can, and what the journal promises is there.
+
+Servers are forks here, so a signal to one reaches its engine through one process more (scripts/preloaded_vllm.py). A
+signal to the command that users have: test_run_command.py."""
 
 from __future__ import annotations
 
@@ -58,11 +61,11 @@ def bare(engines: Engines) -> Run:
     return engines.run("bare", host="bare")
 
 
-def test_kill_9_in_mid_capture(engines: Engines, tmp_path: Path) -> None:
+def test_kill_9_in_mid_capture(engines: Engines, preloaded_vllm: Path, tmp_path: Path) -> None:
     dump, log = tmp_path / "dump", tmp_path / "log"
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(dump)}
     journal = dump / "rank0000" / "journal.jsonl"
-    with Server(engines.model("qwen2"), log=log, env=env) as server:
+    with Server(engines.model("qwen2"), log=log, env=env, vllm=preloaded_vllm / "vllm") as server:
         clients = [
             threading.Thread(target=lambda n: _quietly(server.url, n), args=(f"r{n}",), daemon=True) for n in range(4)
         ]
@@ -93,10 +96,12 @@ def _quietly(url: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_closes_the_dump(engines: Engines, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_closes_the_dump(
+    engines: Engines, preloaded_vllm: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     dump, log = tmp_path / "dump", tmp_path / "log"
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(dump), "VLLM_ACCPROBE_REQUESTS": "wanted"}
-    with Server(engines.model("qwen2"), log=log, env=env) as server:
+    with Server(engines.model("qwen2"), log=log, env=env, vllm=preloaded_vllm / "vllm") as server:
         ask(server.url, "other", 3)
         ask(server.url, "wanted", 3)
         assert server.process is not None
@@ -126,8 +131,8 @@ def test_a_spent_budget(engines: Engines, bare: Run) -> None:
 
 
 @pytest.fixture
-def small_files(tmp_path: Path) -> Iterator[EngineHost]:
-    host = EngineHost(tmp_path / "log", {"ACCPROBE_TEST_FILE_MB": "2"})
+def small_files(engines: Engines, tmp_path: Path) -> Iterator[EngineHost]:
+    host = engines.new_host(tmp_path / "log", {"ACCPROBE_TEST_FILE_MB": "2"})
     yield host
     host.close()
 
@@ -156,12 +161,14 @@ def test_a_tap_that_raises(engines: Engines, bare: Run) -> None:
     assert len([line for line in said(engines.host().log) if "planted in the probe" in line]) == 1
 
 
-def test_an_unusable_directory_stops_the_server_with_one_line(engines: Engines, tmp_path: Path) -> None:
+def test_an_unusable_directory_stops_the_server_with_one_line(
+    engines: Engines, preloaded_vllm: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(tmp_path / "file" / "dump")}
     with (
         pytest.raises(ServerError, match="ended with code 2"),
-        Server(engines.model("qwen2"), log=tmp_path / "log", env=env),
+        Server(engines.model("qwen2"), log=tmp_path / "log", env=env, vllm=preloaded_vllm / "vllm"),
     ):
         pass
     assert said(tmp_path / "log") == [
@@ -174,8 +181,8 @@ def test_compiled_as_configured_is_skipped_loudly(engines: Engines, tmp_path: Pa
     """Its tokens are those of a compiled engine without the probe: eager arithmetic may honestly decide a near tie
     otherwise, and does so with the kernels for AVX2."""
     model = engines.model("qwen2")
-    host = EngineHost(tmp_path / "log", {"VLLM_CPU_CI_ENV": "1"})
-    bare = EngineHost(tmp_path / "bare.log", {"VLLM_CPU_CI_ENV": "1"}, probe=False)
+    host = engines.new_host(tmp_path / "log", {"VLLM_CPU_CI_ENV": "1"})
+    bare = engines.new_host(tmp_path / "bare.log", {"VLLM_CPU_CI_ENV": "1"}, probe=False)
     try:
         graphs = {"VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE_GRAPH_MB": "0"}
         run = host.capture(model, FIVE, out=tmp_path / "dump", env=graphs, enforce_eager=False)

@@ -61,7 +61,9 @@ def images(run: Run, tap: str) -> dict[int, dict[tuple[str, int], int]]:
     return found
 
 
-@pytest.mark.parametrize("case", PICTURES)
+@pytest.mark.parametrize(
+    "case", ["uneven", *(pytest.param(case, marks=pytest.mark.extra) for case in ("even", "alone"))]
+)
 def test_images_that_are_dealt_out_to_ranks(engines: Engines, compared: Any, case: str) -> None:
     asks, limit = PICTURES[case], {"limit_mm_per_prompt": {"image": 2}}
     golden = engines.run(f"dealt-{case}-golden", "qwen2.5-vl", asks, how="serial", **limit)

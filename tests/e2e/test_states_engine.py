@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded_vllm import FORKED
 from support.captures import Engines
 
 from vllm_accprobe.cli import main
@@ -29,10 +29,17 @@ LABELLED: dict[str, str] = {"VLLM_ACCPROBE_STATES": "full"}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Path:
-    """Dumps of CASES. (``engines`` only says whether vLLM is here, and skips where it is not.)"""
+def told(tmp_path_factory: pytest.TempPathFactory, preloaded_vllm: Path) -> Path:
+    """Dumps of CASES."""
     out = tmp_path_factory.mktemp("states")
-    command = [sys.executable, str(ROOT / "scripts" / "state_cases.py"), "--out", str(out), "--only", CASES]
+    command = [
+        str(preloaded_vllm / FORKED),
+        str(ROOT / "scripts" / "state_cases.py"),
+        "--out",
+        str(out),
+        "--only",
+        CASES,
+    ]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
@@ -147,15 +154,16 @@ def test_beside_a_capture_compare_says_the_cache(
     assert "the cache, not the kernel: a block freed" in capsys.readouterr().out
 
 
-def test_a_capture_names_the_cache_by_default(tmp_path: Path, engines: Engines) -> None:
+def test_a_capture_names_the_cache_by_default(tmp_path: Path, preloaded_vllm: Path) -> None:
     """Two adapters that share prefix blocks (vllm 30931): the cache, not the attention, with default settings."""
     script = str(ROOT / "scripts" / "state_pairs.py")
-    command = [sys.executable, script, "--out", str(tmp_path), "--only", "adapter-shared"]
+    command = [str(preloaded_vllm / FORKED), script, "--out", str(tmp_path), "--only", "adapter-shared"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     (line,) = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
     assert (line["named"], line["exit"]) == ("cache", 1)
-    assert "request 'b' (adapter adapter2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter" in (
-        line["said"]
+    assert (
+        "request 'b' (adapter adapter2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter"
+        in (line["said"])
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.captures import Engines
-from support.engine import Ask, EngineHost
+from support.engine import Ask
 from support.prompts import prompt
 
 from vllm_accprobe.config import PREFIX
@@ -28,7 +28,7 @@ GUILTY = "model.layers.1.mlp.gate_up_proj"
 
 
 def test_a_tap_that_changes_the_result_is_named(engines: Engines, tmp_path: Path) -> None:
-    host = EngineHost(tmp_path / "log", {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_CI_ENV": "1"})
+    host = engines.new_host(tmp_path / "log", {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_CPU_CI_ENV": "1"})
     fault = [{"kind": "tapped", "module": GUILTY, "factor": 1.02}]
 
     def serve(run: TapRun) -> Sequence[str]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded_vllm import FORKED
 from support.captures import Engines, explain
 
 from vllm_accprobe.cli import main
@@ -52,11 +52,10 @@ def test_a_wrong_weight_is_said_first(engines: Engines, compared: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Path:
-    """Dumps of FAULTS, and of the clean runs that they are held against. (``engines`` only says whether vLLM is
-    here, and skips where it is not.)"""
+def lives(tmp_path_factory: pytest.TempPathFactory, preloaded_vllm: Path) -> Path:
+    """Dumps of FAULTS, and of the clean runs that they are compared with."""
     out = tmp_path_factory.mktemp("lives")
-    script = [sys.executable, str(ROOT / "scripts" / "weight_cases.py"), "--out", str(out), "--only",
+    script = [str(preloaded_vllm / FORKED), str(ROOT / "scripts" / "weight_cases.py"), "--out", str(out), "--only",
               ",".join(("load", *FAULTS))]  # fmt: skip
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)

@@ -19,12 +19,13 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(served_model: Path) -> Iterator[Server]:
+def server(served_model: Path, preloaded_vllm: Path) -> Iterator[Server]:
     """`vllm serve` with the probe on, which captures statistics of the logits; it can be forced, and cuts prompts
     of more than 64 tokens into chunks."""
     root = served_model.parent
     env = {"VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(root / "dump"), "VLLM_ACCPROBE_TASK": "stats"}
     env |= {"VLLM_ACCPROBE_MODULES": "logits", "OMP_NUM_THREADS": "1", "VLLM_ACCPROBE_FORCE": str(root / "steps-0")}
+    vllm = preloaded_vllm / "vllm"
     args = ["--enable-prompt-tokens-details", "--max-num-batched-tokens=64"]
-    with Server(served_model, log=root / "server.log", env=env, args=args) as running:
+    with Server(served_model, log=root / "server.log", env=env, args=args, vllm=vllm) as running:
         yield running

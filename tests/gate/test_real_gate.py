@@ -16,7 +16,7 @@ from vllm_accprobe.cli import main
 from vllm_accprobe.gate.sending import replies, steps
 
 pytestmark = pytest.mark.engine
-FAULTS = Path(__file__).resolve().parents[1] / "faults"
+FAULTS = Path(__file__).resolve().parents[2] / "lab" / "planted"
 FAULT = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05, "rows": "decode"}
 
 

@@ -23,7 +23,7 @@ def environment(folder: Path) -> dict[str, str]:
     """What must be set before vLLM is imported. folder: gets the compiled engine's cache."""
     old = os.environ.get("PYTHONPATH")
     return {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "faults"), *([old] if old else [])]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1] / "lab" / "planted"), *([old] if old else [])]),
         "ACCPROBE_CAPTURED": "1",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -25,7 +25,7 @@ not replay that recording stays as it was: other sizes, prompts too long for any
 third product of the piece, whatever kernel this processor takes for it, and the fault stands before what reads it.
 Without ``at`` it is the piece's first output at its end, where taps have copied it already.
 
-Not here: what the model computes; faults of modules and operators (tests/faults).
+Not here: what the model computes; faults of modules and operators (lab/planted).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The problem: whether the taps in graphs find what only graphs get wrong is known from such faults only, and whether they
 still find everything else, from faults of modules in the same engines. The idea: a case is a declaration, as in
-faults/fault_cases.py, whose type and halves these use; what a `Way` of fault_ways.py is there, is an engine here:
+faults/cases.py, whose type and halves these use; what a `Way` of ways.py is there, is an engine here:
 ``eager``, ``plain`` (pieces without graphs), ``captured`` (sizes 1, 2, 4, 8), ``other-sizes`` (2 and 8), ``inductor``.
 A fault of a recording is seen at the first tap behind it, since taps stand where kernels end. Not here: running
-(graph_lab.py), what the kinds do (captured_faults.py, captured_fusion.py, faults/accprobe_fault_kinds.py).
+(graph_lab.py), what the kinds do (captured_faults.py, captured_fusion.py, lab/planted/accprobe_fault_kinds.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 import captured_bench as bench
 import captured_fusion
-from fault_cases import Case
-from fault_ways import TRANSFORMERS
 from support.engine import Ask
 from support.prompts import prompts
+
+from lab.cases import Case
+from lab.ways import TRANSFORMERS
 
 GROUP = "graphs"
 ASKS = [

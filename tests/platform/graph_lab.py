@@ -1,9 +1,9 @@
 """Makes the runs of graph_cases.py, each once, and pairs them for the fault laboratory's judge.
 
-The problem and the idea are the laboratory's (faults/fault_bench.py): runs lie on the disk under their way, what is
+The problem and the idea are the laboratory's (lab/bench.py): runs lie on the disk under their way, what is
 finished is not made again, judging is apart. What differs is the engine: each faulty one has a compile cache of its
 own, because nothing in its key tells of a fault, or none where inductor compiles: there one process makes all. Not
-here: the judge (faults/fault_lab.py), the cases (graph_cases.py).
+here: the judge (lab/judging.py), the cases (graph_cases.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 import captured_bench as bench
 import tiny_model
 import train_tiny
-from fault_lab import Pair
-from fault_ways import TRANSFORMERS
 from graph_cases import ASKS, WAYS, GraphCase
 from support.engine import Ask, EngineHost
+
+from lab.bench import capture_transformers
+from lab.judging import Pair
+from lab.ways import TRANSFORMERS
 
 _MODELS = "modelinfos"
 """vLLM's name for that."""
@@ -69,9 +71,7 @@ class GraphBench:
         trained = model in train_tiny.CONFIGS
         weights = train_tiny.make(model, at, steps=STEPS) if trained else tiny_model.make(model, at)
         if name == TRANSFORMERS:
-            from fault_transformers import capture
-
-            capture(weights, _asks(model), out)
+            capture_transformers(weights, _asks(model), out)
             done.touch()
             return out
         env = dict(way.env) | {"VLLM_CACHE_ROOT": str(self._cache(own))}

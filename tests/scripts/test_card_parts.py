@@ -300,6 +300,7 @@ def test_the_page_and_the_archive(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.extra
 def test_a_part_with_an_engine(tmp_path: Path) -> None:
     """The process of one part, on the smallest model: what it answers, and what is kept of its dump."""
     pytest.importorskip("vllm")

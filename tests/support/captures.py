@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from preloaded_vllm import FORKED
 from support import kernels
 from support.engine import TP2_ENV, V2_ENV, Ask, EngineHost, Run
 from support.prompts import prompt, prompts
@@ -24,11 +26,13 @@ VISION = [
 class Engines:
     """Makes captures and remembers them by name. Hosts are started when first needed.
 
-    forced: the kernels that they compute with, see kernels.py."""
+    forced: the kernels that they compute with, see kernels.py. forks: where preloaded_vllm.py's commands are, of a
+    process with vLLM's usual runner and of one with its V2 runner; those with forced kernels start from nothing."""
 
-    def __init__(self, root: Path, forced: str = kernels.NATIVE) -> None:
+    def __init__(self, root: Path, forced: str = kernels.NATIVE, forks: Callable[[str], Path] | None = None) -> None:
         self.root = root
         self.forced = forced
+        self.forks = forks
         self._hosts: dict[str, EngineHost] = {}
         self._runs: dict[str, Run] = {}
 
@@ -45,9 +49,14 @@ class Engines:
                 "v1": {}, "bare": {}, "v2": V2_ENV, "tp2": forked,
                 "inductor": cache, "dynamo": cache | {"VLLM_CPU_CI_ENV": "1"},
             }  # fmt: skip
-            env = kinds[kind]
-            self._hosts[kind] = EngineHost(self.root / f"{kind}.log", env, probe=kind != "bare", forced=self.forced)
+            log = self.root / f"{kind}.log"
+            self._hosts[kind] = self.new_host(log, kinds[kind], probe=kind != "bare", v2=kind == "v2")
         return self._hosts[kind]
+
+    def new_host(self, log: Path, env: Mapping[str, str], *, probe: bool = True, v2: bool = False) -> EngineHost:
+        """One that nobody shares, to be closed by whoever asked for it. v2: ``env`` has V2_ENV."""
+        python = self.forks("v2" if v2 else "v1") / FORKED if self.forks else Path(sys.executable)
+        return EngineHost(log, env, probe=probe, forced=self.forced, python=python)
 
     def run(
         self,

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from preloaded_vllm import FORKED
 from support import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,8 @@ class EngineHost:
     """A child process that builds engines one after another. ``extra_env`` is set before vLLM is imported.
 
     probe: False for a bare engine, VLLM_ACCPROBE unset. forced: the kernels it computes with, see kernels.py. python:
-    the interpreter of another environment, whose vLLM it is then; no faults can be planted in it, which know 0.32's.
+    the interpreter of another environment, whose vLLM it is then; no faults can be planted in it, which know 0.32's;
+    or FORKED of preloaded_vllm.py, where ``extra_env`` has nothing that vLLM reads when it is imported.
     """
 
     def __init__(
@@ -164,9 +166,9 @@ class EngineHost:
         return json.loads(line)
 
     def _start(self) -> None:
-        faults, support = ROOT / "tests" / "faults", ROOT / "tests" / "support"
+        faults, support = ROOT / "lab" / "planted", ROOT / "tests" / "support"
         old, places = os.environ.get("PYTHONPATH"), []
-        if self.python == sys.executable:
+        if self.python == sys.executable or Path(self.python).name == FORKED:
             places = [str(faults), str(faults.parent)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
         env |= {

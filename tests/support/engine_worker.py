@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+_freeze = gc.freeze
 DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
     "distributed_executor_backend": "uni",
@@ -85,11 +86,11 @@ def spare_the_imports() -> None:
     """Takes what is there now, the 700,000 objects that importing vLLM makes, out of garbage collection for good.
 
     vLLM collects several times per engine, 0.4 s each (measured), which was half a tiny engine's time. It freezes and
-    unfreezes on its own at an engine's start and end; that is switched off, or it would bring them back.
+    unfreezes on its own at an engine's start and end; that is switched off, or it would bring them back. Before each
+    engine anew: the first one imports as much again as vLLM alone.
     """
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.freeze = gc.unfreeze = lambda: None
+    _freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def _sabotage(engine: Any) -> None:

@@ -14,7 +14,7 @@ from vllm_accprobe.comparison.spread_out import cluster
 from vllm_accprobe.report.table import write_csv
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'vllm-accprobe[ray]'")
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.extra]
 
 
 @pytest.fixture(scope="module")

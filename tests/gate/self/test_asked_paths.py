@@ -14,7 +14,7 @@ from vllm_accprobe.cli import main
 
 pytestmark = pytest.mark.engine
 FAULT = {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.3, "rows": "decode"}
-FAULTS = Path(__file__).parents[2] / "faults"
+FAULTS = Path(__file__).parents[3] / "lab" / "planted"
 
 
 def asked(folder: Path) -> str:

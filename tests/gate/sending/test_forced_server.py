@@ -8,14 +8,13 @@ on a CPU, and preemption are forced upon engines without a server.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from golden_by_hand import golden
+from preloaded_vllm import FORKED
 from support.engine import V2_ENV, Ask, EngineHost
-from support.kernels import FORCED
 from support.prompts import prompt
 from vllm_server import Server
 
@@ -35,12 +34,12 @@ ROUNDING = 2e-6
 
 
 @pytest.fixture(scope="module")
-def v2_server(served_model: Path) -> Iterator[Server]:
+def v2_server(served_model: Path, preloads: Callable[[str], Path]) -> Iterator[Server]:
     root = served_model.parent / "v2"
     env = V2_ENV | {"OMP_NUM_THREADS": "1", "VLLM_ACCPROBE_FORCE": str(root / "steps-0")}
-    env["PYTHONPATH"] = os.pathsep.join([str(FORCED), os.environ.get("PYTHONPATH", "")])
     args = ["--max-num-batched-tokens=64", "--enforce-eager", "--enable-trace-replay", "--enable-scale-out"]
-    with Server(served_model, log=root / "server.log", env=env, args=args) as running:
+    vllm = preloads("v2") / "vllm"
+    with Server(served_model, log=root / "server.log", env=env, args=args, vllm=vllm) as running:
         yield running
 
 
@@ -115,12 +114,12 @@ def test_a_token_that_no_model_has_is_not_given_to_it(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineHost]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory, preloads: Callable[[str], Path]) -> Iterator[dict[str, EngineHost]]:
     """Processes for engines that schedule ahead, of either runner; nothing of ours is on but what a test asks for."""
     root, ahead = tmp_path_factory.mktemp("ahead"), {"ACCPROBE_TEST_AHEAD": "1"}
     made = {
-        "V1": EngineHost(root / "v1", ahead, probe=False),
-        "V2": EngineHost(root / "v2", ahead | V2_ENV, probe=False),
+        "V1": EngineHost(root / "v1", ahead, probe=False, python=preloads("v1") / FORKED),
+        "V2": EngineHost(root / "v2", ahead | V2_ENV, probe=False, python=preloads("v2") / FORKED),
     }
     yield made
     for host in made.values():

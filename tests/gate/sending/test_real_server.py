@@ -82,14 +82,14 @@ def test_a_hang_is_one_line_and_the_same_command_goes_on(server: Server, tmp_pat
     asked = [{"id": f"p{i}", "token_ids": [50 + i, 60, 70], "max_tokens": 2} for i in range(5)]
     out = tmp_path / "out"
     words = ["send", prompts(tmp_path / "p.jsonl", asked), "--url", server.url, "--out", str(out), "--arrive", "all"]
-    assert server.process is not None
-    os.killpg(server.process.pid, signal.SIGSTOP)
+    group = os.getpgid(next(c.pid for c in psutil.net_connections() if c.laddr[1:] == (server.port,) and c.pid))
+    os.killpg(group, signal.SIGSTOP)
     try:
         began = time.monotonic()
         code = main([*words, "--timeout", "1"])
         assert time.monotonic() - began < 20
     finally:
-        os.killpg(server.process.pid, signal.SIGCONT)
+        os.killpg(group, signal.SIGCONT)
     err = capsys.readouterr().err.splitlines()
     assert (code, len(err)) == (2, 1)
     assert "did not answer within 1 s (--timeout)" in err[0]
@@ -97,11 +97,10 @@ def test_a_hang_is_one_line_and_the_same_command_goes_on(server: Server, tmp_pat
     assert len(replies.read(out).passes[0]) == 5
 
 
-def test_an_engine_that_is_killed(served_model: Path, server: Server, tmp_path: Path) -> None:
+def test_an_engine_that_is_killed(served_model: Path, server: Server, preloaded_vllm: Path, tmp_path: Path) -> None:
     """--engine starts a server, which is forced; it is killed in the middle; another one goes on."""
     folder, out = golden(tmp_path / "golden", [(3, 100)] * 40, words=["one"]), tmp_path / "out"
-    vllm = Path(sys.executable).parent / "vllm"
-    engine = f"{vllm} serve {served_model} {' '.join(SMALL)} --enforce-eager"
+    engine = f"{preloaded_vllm / 'vllm'} serve {served_model} {' '.join(SMALL)} --enforce-eager"
     words = [sys.executable, "-m", "vllm_accprobe.cli", "send", "--along", str(folder), "--out", str(out), "--no-score"]
     with subprocess.Popen(
         [*words, "--engine", engine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

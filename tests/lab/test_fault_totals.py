@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fault_cases import HELD_OUT, TUNED
-from fault_lab import Outcome
-from fault_totals import NEEDED, Total, page, row, save, share, text, totals, wilson
+
+from lab.cases import HELD_OUT, TUNED
+from lab.judging import Outcome
+from lab.totals import NEEDED, Total, page, row, save, share, text, totals, wilson
 
 FOUND = Outcome("a", "qwen2", "serial", "mixed", ("x",), "fail", "x", rank=1, found=True, factor=3.0, worded=True)
 MISSED = replace(FOUND, name="b", culprit="y", rank=2, worded=False)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from accprobe_fault_rows import Rows
 from accprobe_faults import parse
-from fault_cases import HELD_OUT, TUNED
 
 from lab import large, large_judge, large_runs, watched
+from lab.cases import HELD_OUT, TUNED
 from lab.large_cases import CLEAN, KERNELS, PAIRS, WAYS, Pair, Run
 from lab.large_judge import Outcome, Verdict
 from lab.large_models import MODELS

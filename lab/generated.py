@@ -10,23 +10,23 @@ Groups, by ``Case.group``:
     kind        one fault, random weights; against a golden of the same kind and a float32 one
     trained     one fault, trained weights; against float32, a part also against TP=2 or the V2 runner
     two         two faults in different layers; both must be named
-    near        one fault at twice the floor
+    near        one fault at twice the floor, by closed formulas from the relative error wanted to a factor, for all
+                elements, a head, a quarter, one column: as small as a wrong kernel may be before it is rounding
     everywhere  the same fault in every layer, as a wrong constant of a port; the first layer's is to be named
 
-Not here: places (fault_places.py) and options (fault_options.py), the groups `near` and `everywhere` (fault_near.py,
-fault_everywhere.py), cases written by hand and the halves (fault_cases.py), kinds (accprobe_fault_kinds.py).
+Not here: places (places.py) and options (options.py), cases written by hand and the halves (cases.py), kinds
+(planted/accprobe_fault_kinds.py), what is left of a near fault after rounding (strength.py).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from fault_cases import CASES, HELD_OUT, TUNED, Case, half
-from fault_everywhere import EVERYWHERE
-from fault_near import nears
-from fault_options import OPTIONS, Maker
-from fault_places import RANDOM, SHARED, TRAINED, Fault, Place, planted, without
+from lab.cases import CASES, HELD_OUT, TUNED, Case, half
+from lab.options import OPTIONS, Maker
+from lab.places import RANDOM, SHARED, TRAINED, Fault, Place, planted, without
 
 SIZES = {
     "kind": {TUNED: 40, HELD_OUT: 64},
@@ -135,6 +135,144 @@ def _twos() -> Iterator[Case]:
             second=second,
             group="two",
         )
+
+
+NEAR = 2 * 0.41 * 2.0**-8
+"""Relative L2 error of a fault at twice the floor. Rounding to nearest leaves 0.41 * 2^-8 of a row of bfloat16 (0.39
+where mantissas are spread as a logarithm, 0.42 for normal numbers); the planted error is twice that. What was planted
+is rounded to bfloat16, too; ``python -m lab.faults --strengths`` says what it is then."""
+
+
+def nears() -> Iterator[Case]:
+    """Faults of `NEAR` at the module's output, by closed formulas that hold for columns of equal size."""
+    sorts = ("linear", "linear with bias", "norm", "first norm", "later norm", "attention", "latent attention")
+    sorts += ("activation", "gate", "picture", "picture linear")
+    per_model = {m: [p for p in ps if p.sort in sorts] for m, ps in RANDOM.items()}
+    rng = random.Random("near")
+    forms = [
+        _near_all,
+        _near_jitter,
+        _near_block,
+        _near_column,
+        _near_decode,
+        _near_quarter,
+        _near_jitter,
+        _near_offset,
+    ]
+    decks: dict[str, list[Place]] = {}
+    turn = 0
+    while True:
+        for model in per_model:
+            if not decks.get(model):
+                decks[model] = rng.sample(per_model[model], len(per_model[model]))
+            place = decks[model].pop()
+            layer = rng.choice(place.layers)
+            form = forms[turn % len(forms)]
+            turn += 1
+            fault = form(place, rng)
+            if fault is None:
+                fault = _near_all(place, rng)
+            whole, name = planted(place, layer, fault)
+            yield Case(f"near-{model}-{name}", model, whole, "float32", culprits=place.expected(layer), group="near")
+        turn += 1  # six models and eight forms: else each model would meet the same forms in every round
+
+
+def _scaled(excess: float, **more: Any) -> Fault:
+    return {"kind": "scale", "factor": round(1 + excess, 4), **more}
+
+
+def _near_all(place: Place, rng: random.Random) -> Fault:
+    return _scaled(NEAR)
+
+
+def _near_jitter(place: Place, rng: random.Random) -> Fault:
+    return {"kind": "jitter", "factor": round(NEAR, 4)}
+
+
+def _near_block(place: Place, rng: random.Random) -> Fault:
+    """One head."""
+    first = place.block * rng.randrange(place.columns // place.block)
+    share = place.block / place.columns
+    return _scaled(NEAR / share**0.5, features=list(range(first, first + place.block)))
+
+
+def _near_column(place: Place, rng: random.Random) -> Fault:
+    return _scaled(NEAR * place.columns**0.5, features=[rng.randrange(place.columns)])
+
+
+def _near_quarter(place: Place, rng: random.Random) -> Fault:
+    """Every fourth column."""
+    return _scaled(2 * NEAR, features=list(range(rng.randrange(4), place.columns, 4)))
+
+
+def _near_decode(place: Place, rng: random.Random) -> Fault | None:
+    return _scaled(NEAR, rows="decode") if place.rows else None
+
+
+def _near_offset(place: Place, rng: random.Random) -> Fault | None:
+    """Norms only: the size of a row's elements is 1 there."""
+    return {"kind": "add", "factor": round(NEAR, 4)} if place.sort.endswith("norm") else None
+
+
+_L = "model.layers"
+
+
+def _in_all(path: str, layers: int, kind: str, factor: float, **more: Any) -> list[Fault]:
+    return [{"kind": kind, "module": path.format(i), "factor": factor, **more} for i in range(layers)]
+
+
+def _everywhere(name: str, model: str, faults: list[Fault], golden: str, culprits: tuple[str, ...] = ()) -> Case:
+    return Case(f"everywhere-{name}", model, faults, golden, culprits=culprits, group="everywhere")
+
+
+_MIX0 = f"{_L}.0.block_sparse_moe.experts"
+EVERYWHERE = [
+    _everywhere("scale", "qwen2", _in_all(f"{_L}.{{}}.mlp.down_proj", 4, "scale", 1.03), "float32"),
+    # One rotary embedding is shared by all layers.
+    _everywhere("rope-table", "llama", _in_all(f"{_L}.{{}}.self_attn.rotary_emb", 1, "angle", 1.01), "serial"),
+    _everywhere(
+        "norm-eps",
+        "qwen2",
+        _in_all(f"{_L}.{{}}.input_layernorm", 4, "eps", 0.05)
+        + _in_all(f"{_L}.{{}}.post_attention_layernorm", 4, "eps", 0.05),
+        "float32",
+    ),
+    _everywhere("softmax-scale", "qwen2-moe", _in_all(f"{_L}.{{}}.self_attn.attn", 3, "attn", 1.05), "float32"),
+    _everywhere(
+        "window",
+        "llama",
+        _in_all(f"{_L}.{{}}.self_attn.attn", 3, "setting", 100, param="impl.sliding_window"),
+        "serial",
+    ),
+    _everywhere("activation", "trained-qwen2", _in_all(f"{_L}.{{}}.mlp.act_fn", 4, "act", 1.05), "float32"),
+    _everywhere("bias-forgotten", "qwen2", _in_all(f"{_L}.{{}}.self_attn.qkv_proj", 4, "bias", 1.0), "serial"),
+    _everywhere(
+        "soft-cap",
+        "trained-llama",
+        _in_all(f"{_L}.{{}}.self_attn.attn", 4, "setting", 10.0, param="impl.logits_soft_cap"),
+        "float32",
+    ),
+    _everywhere(
+        "column",
+        "llama",
+        _in_all(f"{_L}.{{}}.mlp.gate_up_proj", 3, "scale", 1.2, features=[300]),
+        "serial",
+    ),
+    _everywhere(
+        "expert-scale",
+        "mixtral",
+        _in_all(
+            f"{_L}.{{}}.block_sparse_moe.experts.routed_experts.quant_method",
+            2,
+            "expert",
+            1.05,
+            expert=1,
+        ),
+        "float32",
+        (f"{_MIX0}.routed_experts.quant_method", _MIX0),
+    ),
+]
+"""Ten: a scale, table, eps, softmax scale, mask, activation, bias forgotten, wrong constant, one column, one expert."""
 
 
 def generated() -> list[Case]:

@@ -1,8 +1,8 @@
 """The faults that the laboratory plants: each one a model, a fault, a golden, and who is to blame.
 
 The problem: a tool is judged by faults that look like real ones, many and of many sorts. The idea: a case is a
-declaration of one line or two; the kinds are in accprobe_fault_kinds.py, the goldens in fault_ways.py.
-``python scripts/faults.py --list`` prints them. Not here: how they are run.
+declaration of one line or two; the kinds are in accprobe_fault_kinds.py, the goldens in ways.py.
+``python -m lab.faults --list`` prints them. Not here: how they are run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fault_ways import TEXT
+from lab.ways import TEXT
 
 TUNED, HELD_OUT = "tuned", "held out"
 HANDWRITTEN = "handwritten"
@@ -30,12 +30,12 @@ def half(name: str, group: str = "") -> str:
 class Case:
     """One fault.
 
-    fault: one or several of accprobe_faults.Fault, as dicts. golden, mine: names of fault_ways.WAYS.
+    fault: one or several of accprobe_faults.Fault, as dicts. golden, mine: names of ways.WAYS.
     culprits: modules that may rightly be named first, where that is not the planted path.
     second: another module that must be among the origins (a second, independent fault), or some that may be.
     words: regular expressions that the sentence about the error's shape should contain.
     subtle: the planted error is within ten times the bf16 floor (2^-8 of a row) at the module's output.
-    also: further goldens against which the same faulty run is judged. group: see fault_generated.py.
+    also: further goldens against which the same faulty run is judged. group: see generated.py.
     """
 
     name: str

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from accprobe_fault_rows import Rows
 from accprobe_faults import parse
-from fault_cases import CASES, HANDWRITTEN, HELD_OUT, TUNED, half
-from fault_everywhere import EVERYWHERE
-from fault_generated import EVERY, GENERATED, SIZES
-from fault_near import NEAR
-from fault_ways import ACROSS, CLEAN, MORE_CLEAN, WAYS
+
+from lab.cases import CASES, HANDWRITTEN, HELD_OUT, TUNED, half
+from lab.generated import EVERY, EVERYWHERE, GENERATED, NEAR, SIZES
+from lab.ways import ACROSS, CLEAN, MORE_CLEAN, WAYS
 
 torch = pytest.importorskip("torch")
 
@@ -63,7 +62,7 @@ def test_the_same_cases_in_another_process() -> None:
     path = os.pathsep.join([str(here), str(here.parent), str(here.parents[1] / "scripts")])
     env = {**os.environ, "PYTHONHASHSEED": "7"}
     env["PYTHONPATH"] = os.pathsep.join([path, env.get("PYTHONPATH", "")])
-    code = "import fault_generated as g; print(*[repr(c) for c in g.GENERATED], sep='\\n')"
+    code = "from lab import generated as g; print(*[repr(c) for c in g.GENERATED], sep='\\n')"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout
     assert told.splitlines() == [repr(case) for case in GENERATED]
 

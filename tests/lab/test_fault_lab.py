@@ -8,16 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fault_bench
-import fault_cases
-import fault_lab
 import pytest
 from accprobe_fault_rows import Rows
 from accprobe_faults import parse
-from fault_bench import Bench, capture, in_turn, kernels_of
-from fault_cases import CASES, HANDWRITTEN, HELD_OUT, TUNED, Case
-from fault_lab import ACROSS, Outcome, Pair, judge, judge_kept, pairs_across, pairs_of
-from fault_ways import CLEAN, EASY, WAYS
+
+from lab import bench as fault_bench
+from lab import cases as fault_cases
+from lab import judging as fault_lab
+from lab.bench import Bench, capture, in_turn, kernels_of
+from lab.cases import CASES, HANDWRITTEN, HELD_OUT, TUNED, Case
+from lab.judging import ACROSS, Outcome, Pair, judge, judge_kept, pairs_across, pairs_of
+from lab.ways import CLEAN, EASY, WAYS
 
 torch = pytest.importorskip("torch")
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import state_lab as lab
 import torch
+
+from lab import state_lab as lab
 
 SAMPLER = "sampler"
 

@@ -4,7 +4,7 @@ The problem: hundreds of faults in a dozen models against seven kinds of golden 
 makes its own. The idea: a `Bench` owns the engines of one or more models, one after another in shared child processes,
 and remembers each run under its way; a case needs one run of its own, the faulty one. What lies on the disk and is
 finished is not made again, so that an interrupted laboratory goes on where it was.
-Not here: comparing (fault_lab.py), what is planted (fault_cases.py), ways and clean pairs (fault_ways.py).
+Not here: comparing (judging.py), what is planted (cases.py), ways and clean pairs (ways.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import tiny_model
 import train_tiny
-from fault_cases import HANDWRITTEN, TUNED, Case, half
-from fault_ways import TRANSFORMERS, WAYS
-from support.engine import TP2_ENV, V2_ENV, EngineHost
+from support.engine import TP2_ENV, V2_ENV, Ask, EngineHost
+
+from lab.cases import HANDWRITTEN, TUNED, Case, half
+from lab.ways import TRANSFORMERS, WAYS
 
 _ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _HOSTS = {"v1": _ONE_THREAD, "v2": V2_ENV | _ONE_THREAD, "tp2": TP2_ENV}
@@ -77,9 +78,7 @@ class Bench:
         shutil.rmtree(out, ignore_errors=True)
         way = WAYS[name]
         if way.host == TRANSFORMERS:
-            from fault_transformers import capture
-
-            capture(self.model(model), way.requests(model), out)
+            capture_transformers(self.model(model), way.requests(model), out)
         else:
             self._host(way.host).capture(
                 self.model(model), way.requests(model), out=out, fault=faults, how=way.how, **way.engine
@@ -150,3 +149,22 @@ def capture(
     for case in cases:
         made(case.name, lambda case=case: bench.pair(case))
     return failed
+
+
+def capture_transformers(model: Path, asks: Sequence[Ask], out: Path) -> None:
+    """Writes to ``out`` a dump of the transformers library, of the same checkpoint and requests, in float32: often the
+    golden that people have, with other modules and names. Greedy, one request at a time.
+
+    Raises RuntimeError for a request with a picture."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vllm_accprobe import Probe
+
+    if any(ask.image for ask in asks):
+        raise RuntimeError("transformers goldens of requests with pictures are not made here")
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    net.generation_config.eos_token_id = None  # as the engine's ignore_eos
+    with Probe(net, dir=str(out)), torch.no_grad():
+        for ask in asks:
+            net.generate(torch.tensor([list(ask.ids)]), max_new_tokens=ask.max_tokens, do_sample=False)

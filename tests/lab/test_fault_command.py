@@ -7,12 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import fault_lab
-import faults
 import pytest
-from fault_cases import HELD_OUT, TUNED, half
-from fault_generated import GENERATED
-from fault_lab import Pair
+
+from lab import faults
+from lab import judging as fault_lab
+from lab.cases import HELD_OUT, TUNED, half
+from lab.generated import GENERATED
+from lab.judging import Pair
 
 
 def _command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

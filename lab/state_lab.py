@@ -114,6 +114,7 @@ def engine(
 ) -> Iterator[Any]:
     """An LLM of ``model`` with a ledger (mode "": none, ``env`` says what else) whose dump is ``out``; None: a bare
     engine."""
+    from support.engine_worker import spare_the_imports
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
@@ -130,6 +131,7 @@ def engine(
     registry._run_in_subprocess = lambda inspect: inspect()
     if not (model / "model.safetensors").exists():
         args = {"load_format": "dummy", "skip_tokenizer_init": True} | args
+    spare_the_imports()
     llm = LLM(model=str(model), **(ENGINE | args))
     try:
         yield llm

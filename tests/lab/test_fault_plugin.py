@@ -83,7 +83,7 @@ def test_unknown_rows_are_refused() -> None:
 
 
 def test_it_is_a_distribution_of_its_own() -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[2] / "lab" / "planted"
     (distribution,) = importlib.metadata.distributions(path=[str(here)])
     (entry,) = distribution.entry_points.select(group="vllm.general_plugins")
     assert entry.value == "accprobe_faults:register"

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import accprobe_fault_rows
 import pytest
 import torch
-from gate_pairs import CLEAN, FAULTS, LENGTHS, WAYS, prompts
+
+from lab.gate_pairs import CLEAN, FAULTS, LENGTHS, WAYS, prompts
 
 
 def test_the_cases_are_those_that_the_page_counts() -> None:

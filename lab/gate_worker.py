@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import engine_ways, engine_worker
 
 from vllm_accprobe.gate.sending import along, replies, steps

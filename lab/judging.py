@@ -1,10 +1,10 @@
 """The fault laboratory's judging: compares the runs that the cases name and says how well the culprit was found.
 
 The problem: what a judge is worth is known after hundreds of pairs, and it is worked on for days. The idea: making runs
-(fault_bench.py) is apart from judging; a `Pair` is two finished runs and what is true of them, judged without an
+(bench.py) is apart from judging; a `Pair` is two finished runs and what is true of them, judged without an
 engine, by several processes, each pair as the command does it. One faulty run may be judged against several goldens.
-Not here: what is planted (fault_cases.py, fault_generated.py), ways and clean pairs (fault_ways.py), sums and tables
-(fault_totals.py), the command line (scripts/faults.py).
+Not here: what is planted (cases.py, generated.py), ways and clean pairs (ways.py), sums and tables
+(totals.py), the command line (faults.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fault_bench import Bench
-from fault_cases import HANDWRITTEN, Case, half
-from fault_ways import CLEAN
+from lab.bench import Bench
+from lab.cases import HANDWRITTEN, Case, half
+from lab.ways import CLEAN
 
 BF16 = 2.0**-8
 """One unit of the errors told here: the relative spacing of bfloat16."""

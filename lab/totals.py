@@ -3,7 +3,7 @@
 The problem: 58 of 60 says little unless one knows what 60 can say, and a share over cases that a rule was chosen by
 says nothing about others. The idea: the groups are counted apart, in each the tuned half and the half held out, and
 each share stands beside its Wilson interval of 95 %; what must be reached stands here, by group, as a table.
-Not here: one pair's judgement (fault_lab.py), what the groups are (fault_generated.py).
+Not here: one pair's judgement (judging.py), what the groups are (generated.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 
-from fault_cases import HELD_OUT, TUNED
-from fault_lab import Outcome
+from lab.cases import HELD_OUT, TUNED
+from lab.judging import Outcome
 
 Z95 = 1.959963984540054
 """Derived: the 97.5th percentile of the normal distribution."""

@@ -4,7 +4,7 @@ The problem: a fault is planted by a factor; what that makes of a row depends on
 rounded to bfloat16. A case whose error drowns in honest rounding would be no case. The idea: against a golden of the
 same kind the faulty module has bit for bit the inputs of the golden's on a CPU with one thread, so its output's
 difference is the planted error and nothing else.
-Not here: what should be found (fault_totals.py).
+Not here: what should be found (totals.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_cases import TUNED, Case, half
-from fault_near import NEAR
+from lab.cases import TUNED, Case, half
+from lab.generated import NEAR
 
 FLOOR = NEAR / 2
-"""Relative L2 error that rounding to bfloat16 leaves in a row: half of fault_near.NEAR."""
+"""Relative L2 error that rounding to bfloat16 leaves in a row: half of generated.NEAR."""
 VISIBLE = 1.5 * FLOOR
 """A case's worst row must be off by more. Chosen: half as much again as honest rounding."""
 SAME_KIND = "serial"

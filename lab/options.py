@@ -2,7 +2,7 @@
 
 The problem: a fault's factor means another error in each kind and place. The idea: an option knows its place and draws
 factor, rows and columns from those that are visible there. `OPTIONS` names those of each sort of place.
-Not here: the places (fault_places.py), faults of a given size (fault_near.py).
+Not here: the places (places.py), faults of a given size (generated.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from fault_places import Fault, Place
+from lab.places import Fault, Place
 
 Option = Callable[[random.Random], Fault]
 Maker = Callable[[Place], Option]

@@ -1,10 +1,9 @@
-"""Runs the fault laboratory: plants each fault in a real vLLM, compares with a golden, and prints what was named.
+"""The fault laboratory, ``python -m lab.faults``: plants each fault in a real vLLM, compares, prints what was named.
 
 The problem and the idea are told in docs/faults.md. Exit codes: 0 when in all groups that were judged enough culprits
-came first and enough verdicts were fail (fault_totals.NEEDED) and no clean pair raised an alarm; 1 when not; 2 for bad
+came first and enough verdicts were fail (totals.NEEDED) and no clean pair raised an alarm; 1 when not; 2 for bad
 usage. Of the half that is held out only totals are printed, unless ``--show-held-out`` asks for more.
-Not here: the cases (tests/faults/fault_cases.py, fault_generated.py), running (fault_bench.py), judging (fault_lab.py),
-sums (fault_totals.py).
+Not here: the cases (cases.py, generated.py), running (bench.py), judging (judging.py), sums (totals.py).
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "tests/faults", "scripts"):
-    sys.path.insert(0, str(ROOT / folder))
+from support import kernels
 
-from fault_bench import KERNELS, Bench, capture, in_turn, kernels_of  # noqa: E402
-from fault_cases import HELD_OUT, TUNED, Case  # noqa: E402
-from fault_generated import EVERY  # noqa: E402
-from fault_lab import Outcome, Pair, judge_kept, pairs_across, pairs_of, run_cases  # noqa: E402
-from fault_strength import strengths  # noqa: E402
-from fault_totals import page, row, save, text, totals  # noqa: E402
-from fault_ways import ACROSS, CLEAN, MORE_CLEAN  # noqa: E402
-from support import kernels  # noqa: E402
+from lab.bench import KERNELS, Bench, capture, in_turn, kernels_of
+from lab.cases import HELD_OUT, TUNED, Case
+from lab.generated import EVERY
+from lab.judging import Outcome, Pair, judge_kept, pairs_across, pairs_of, run_cases
+from lab.strength import strengths
+from lab.totals import page, row, save, text, totals
+from lab.ways import ACROSS, CLEAN, MORE_CLEAN
 
 Clean = tuple[str, str, str]
 
@@ -173,7 +169,9 @@ def _run(args: argparse.Namespace, root: Path, cases: list[Case], clean: list[Cl
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Plant faults in real engines and see whether the culprit is named.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.faults", description="Plant faults in real engines and see whether the culprit is named."
+    )
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of cases or models; 'clean' for clean pairs")
     parser.add_argument("--group", default="*", metavar="GLOB", help="groups, as 'kind' or 'trained/float32'")
     parser.add_argument("--half", choices=("all", TUNED, HELD_OUT.replace(" ", "-")), default="all")

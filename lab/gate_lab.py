@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gate_pairs import BASE, HOSTS, WAYS, GateCase, prompts
 from tiny_model import make
 
+from lab.gate_pairs import BASE, HOSTS, WAYS, GateCase, prompts
 from vllm_accprobe.gate.measure.gating import Gate, compare
 from vllm_accprobe.gate.sending import replies
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1200
 
 
@@ -117,13 +117,13 @@ class GateBench:
     def _start(self, host: str) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
         env |= {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "lab" / "planted"), str(ROOT)]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
         } | HOSTS[host]  # fmt: skip
         with (self.root / f"{host}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "faults" / "gate_worker.py")], stdin=subprocess.PIPE,
+                [sys.executable, str(ROOT / "lab" / "gate_worker.py")], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True,
             )  # fmt: skip
         self._name = host

@@ -3,7 +3,7 @@
 The problem: a fault is easy to see against a golden that did everything in the same order, and a tool that needs that
 is of no use. The idea: a *way* is how an engine is built and how requests reach it; golden and mine are each a model
 served in some way, so any two of them make a pair. Runs are shared: a golden serves all the cases that name it.
-Not here: what is planted (fault_cases.py), how runs are made and compared (fault_lab.py).
+Not here: what is planted (cases.py), how runs are made and compared (judging.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEXT = [Ask(ids, 8) for ids in prompts(40, 23, 57, 31, 70, 260)]
 LIBRARY = [Ask(library_prompt(len(ask.ids), i), ask.max_tokens) for i, ask in enumerate(TEXT)]
 """For trained models: what they have learnt to go on with, as long as `TEXT`."""
 TRANSFORMERS = "transformers"
-"""A way that needs no engine: the model run by the transformers library, see fault_transformers.py."""
+"""A way that needs no engine: the model run by the transformers library, see bench.py."""
 
 
 @dataclass(frozen=True)

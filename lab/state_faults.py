@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import state_lab as lab
 import torch
+
+from lab import state_lab as lab
 
 Before = Callable[[int], None]
 

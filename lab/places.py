@@ -2,7 +2,7 @@
 
 The problem: a module may be called under another path than the one at which it is built, has as many columns as it has,
 and some conditions on rows never hold in some models. The idea: a `Place` says all of that once.
-Not here: what is planted there (fault_options.py), which are drawn (fault_generated.py).
+Not here: what is planted there (options.py), which are drawn (generated.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Fault = dict[str, Any]
 class Place:
     """One operator of one model.
 
-    path: ``{}`` is the layer. layers: those that have it. sort: of fault_options.OPTIONS. columns: of its output.
+    path: ``{}`` is the layer. layers: those that have it. sort: of options.OPTIONS. columns: of its output.
     block: columns of a head, or a quarter of all. culprits: where it is called, if elsewhere than where it is built.
     rows: conditions that can hold there. experts: how many it has.
     """
