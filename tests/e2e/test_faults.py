@@ -1,7 +1,7 @@
 """A quick dozen of the fault laboratory: in each, the planted module is the one that is named first.
 
 Mine has the fault, and its requests are batched and chunked; the golden served them one at a time, in float32, or on
-two ranks, so that the fault must be found among honest differences. All faults: scripts/faults.sh, docs/faults.md.
+two ranks, so that the fault must be found among honest differences. All faults: scripts/faults.sh, docs/laboratory.md.
 """
 
 from __future__ import annotations
