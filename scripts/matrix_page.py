@@ -10,7 +10,7 @@ Not here: what a row says (matrix_runs.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from packaging.version import Version
 from vendor_wheels import placed
 
 Row = Mapping[str, Any]
-_COLUMNS = ("release", "torch, transformers", "processor, kernels", "with 0.32", "tokens", "with itself", "V1 with V2",
-            "skipped", "day, accprobe")  # fmt: skip
+_COLUMNS = ("release", "torch, transformers", "with 0.32", "tokens", "with itself", "V1 with V2", "skipped")
 BEGIN = "<!-- written by scripts/matrix.sh -->"
 END = "<!-- end of what scripts/matrix.sh writes -->"
 _AVX2 = "AVX2 build"
@@ -86,9 +85,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
     names = list(dict.fromkeys(name for row in ran for name in row["cases"] if name not in ("plain", "again")))
     errors = _Errors()
     out += ["", *_table(("release", *names), [_further(row, names, errors) for row in ran])]
-    notes = [f"- {_name(row)}: {note}" for row in rows for note in _notes(row)]
+    notes = [f"- {_names(of)}: {where}" for where, of in _grouped(rows, _where)]
+    notes += [f"- {_name(row)}: {note}" for row in rows for note in _notes(row)]
     notes += [f"- [{number}] {_cell(error)}" for error, number in errors.items()]
-    return [*out, "", *notes] if notes else out
+    return [*out, "", *notes]
 
 
 class _Errors(dict[str, int]):
@@ -112,9 +112,8 @@ def _name(row: Row) -> str:
 
 
 def _first(row: Row) -> Sequence[str]:
-    kernels = ", ".join((row.get("capability", "?"), *(row.get("kernels") or ())))
-    head = [_name(row), ", ".join((row.get("torch", "-"), row.get("transformers", "?"))), kernels]
-    tail = [str(_skipped(row)), f"{row.get('day', '?')}, {row.get('accprobe', '?')}"]
+    head = [_name(row), ", ".join((row.get("torch", "-"), row.get("transformers", "?")))]
+    tail = [str(_skipped(row))]
     if row.get("error"):
         return [*head, f"does not run: {row['error']}", *["-"] * 3, *tail]
     plain, again = (row["cases"].get(name, {}) for name in ("plain", "again"))
@@ -128,6 +127,23 @@ def _first(row: Row) -> Sequence[str]:
     if one is None:
         return [*head, "is 0.32", "-", *rest]
     return [*head, _short(one), "-" if "error" in one else _tokens(one), *rest]
+
+
+def _where(row: Row) -> str:
+    """Processor, kernels, day, version: what most rows have in common."""
+    kernels = " ".join(row.get("kernels") or ()) or "-"
+    return ", ".join((row.get("capability", "?"), kernels, row.get("day", "?"), f"accprobe {row.get('accprobe', '?')}"))
+
+
+def _grouped(rows: Sequence[Row], what: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(what(row), []).append(row)
+    return list(found.items())
+
+
+def _names(rows: Iterable[Row]) -> str:
+    return ", ".join(map(_name, rows))
 
 
 def _skipped(row: Row) -> int:
