@@ -41,7 +41,7 @@ def compare(
         "--op-mapping-file",
         "-mf",
         metavar="FILE",
-        help="YAML or JSON: which place of mine is which of golden, see docs/formats.md.",
+        help="YAML or JSON: which place of mine is which of golden, see docs/mapping.md.",
     ),
     taps: str = typer.Option(
         None, "--taps", metavar="GLOBS", help="Only taps that match these globs; '!...' excludes."

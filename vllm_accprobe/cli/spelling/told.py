@@ -19,7 +19,7 @@ _LEVELS = (
 )
 _DTYPE = "dtypes are read from the files, and the limits follow the coarser one; --standard NAME has other limits"
 _SOC = "no chip is asked for: what a machine may honestly differ by is measured, see --floor and `accprobe calibrate`"
-_ALGORITHMS = "no code is run from a file: a standard of your own is a package, see docs/development.md, A standard"
+_ALGORITHMS = "no code is run from a file: a standard of your own is a package, see docs/extending.md, A standard"
 TOLD: dict[str, dict[str, str]] = {
     "compare": {
         "--cmp-level": _LEVELS,
