@@ -1,6 +1,6 @@
 """Runs the fault laboratory: plants each fault in a real vLLM, compares with a golden, and prints what was named.
 
-The problem and the idea are told in docs/laboratory.md. Exit codes: 0 when in all groups that were judged enough culprits
+Problem and idea: docs/laboratory.md. Exit codes: 0 when in all groups that were judged enough culprits
 came first and enough verdicts were fail (fault_totals.NEEDED) and no clean pair raised an alarm; 1 when not; 2 for bad
 usage. Of the half that is held out only totals are printed, unless ``--show-held-out`` asks for more.
 Not here: the cases (tests/faults/fault_cases.py, fault_generated.py), running (fault_bench.py), judging (fault_lab.py),

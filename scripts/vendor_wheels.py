@@ -1,4 +1,4 @@
-"""Downloads vendors' releases by name, has `accprobe doctor --wheel` read each, writes the table of docs/compatibility.md.
+"""Downloads vendors' releases by name, has the doctor read each, writes the table in docs/compatibility.md.
 
 The problem: a table of what a release lacks is true on the day it was made, and one that is typed in is believed by
 nobody. The idea: the list of releases stands here, each with the vLLM that it is for and with what is known to be
