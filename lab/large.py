@@ -1,4 +1,4 @@
-"""Runs the large laboratory: ``python -m lab.large``, see docs/faults.md.
+"""Runs the large laboratory: ``python -m lab.large``, see docs/laboratory.md.
 
 Exit codes: 0 where what must be shown was shown by the pairs that were judged, 1 where not, 2 for bad usage. Of the
 half that is held out only totals are printed, unless ``--show-held-out`` asks for more.

@@ -1,4 +1,4 @@
-"""Wrong states, each planted where a real report had it (docs/states.md has the list).
+"""Wrong states, each planted where a real report had it (docs/state-checks.md has the list).
 
 The problem: a ledger that has never seen a wrong state may be blind. The idea: small functions that spoil one engine
 of state_lab.py: each takes the engine and changes one object of it, so that the next engine of the process is whole.

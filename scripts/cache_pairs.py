@@ -1,4 +1,4 @@
-"""Golden with a cache of 16 bits, mine with one of 8, right and wrong: what compare says of each (docs/states.md).
+"""Golden with a cache of 16 bits, mine with one of 8, right and wrong: what is reported (docs/state-checks.md).
 
 The problem: an fp8 cache moves the output of attention by percents, and so does a wrong block; a comparison must say
 how much of a difference is the format, and still find the block. The idea: one golden engine, then engines with fp8

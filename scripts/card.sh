@@ -4,7 +4,7 @@
 #   bash scripts/card.sh [--quick] [--out DIR] [--engine JSON] [--only PARTS] [--again [PARTS]] [--limit S]
 #   bash scripts/card.sh --torch [--out DIR] [--device NAME]
 #
-# Engines run eager, compiled and captured, each clean and with a planted fault; see docs/card.md. The same command goes
+# Engines run eager, compiled and captured, each clean and with a planted fault; see docs/compatibility.md. The same command goes
 # on where it was interrupted. --torch needs torch and nothing of a server. PYTHON chooses the Python (python3).
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)

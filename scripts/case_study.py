@@ -1,4 +1,4 @@
-"""The case study of docs/case-study.md, run again: a model whose answers depend on who else is in the batch.
+"""The case study of docs/laboratory.md, run again: a model whose answers depend on who else is in the batch.
 
 A tiny DeepSeek-V2 with plain rotary embeddings runs on vLLM's CPU engine, once each request alone and once together;
 `accprobe compare` names the operator; then the operator is called directly, without a model, to see that it is so and

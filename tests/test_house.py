@@ -1,4 +1,4 @@
-"""The house as docs/architecture.md describes it: no cycle of imports, no name twice.
+"""The house as docs/development.md describes it: no cycle of imports, no name twice.
 
 Read from the source, so that imports inside functions and under TYPE_CHECKING count as well.
 """

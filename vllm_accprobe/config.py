@@ -61,10 +61,10 @@ class ProbeConfig:
     is then stopped. patches: names or files of patches (docs/capture.md), or ``all``.
     force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
     directory: its engine steps are written there as well.
-    states: ``events``, ``sample`` or ``full``: a ledger of caches' states, with the probe off, too (docs/states.md);
+    states: ``events``, ``sample`` or ``full``: a ledger of states, with the probe off, too (docs/state-checks.md);
     ``off``: not even the one of owners, which a capture has.
     export: ``h5``: torch_xray's files are written beside the dump when it is closed (export_at_end.py).
-    weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/weights.md).
+    weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/state-checks.md).
     """
 
     enabled: bool = False

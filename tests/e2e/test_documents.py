@@ -41,7 +41,7 @@ NOT_RUN = {
     "bash scripts/test.sh -n 0 --pdb": "this is it",
     "bash scripts/test.sh -k opcheck": "this is it",
     "bash scripts/faults.sh": "an hour; by hand before a release",
-    "bash scripts/vendor_wheels.sh --into docs/vendors.md": "downloads wheels; by hand before a release",
+    "bash scripts/vendor_wheels.sh --into docs/compatibility.md": "downloads wheels; by hand before a release",
     'bash scripts/test.sh -m "not engine and not browser"': "this is it",
     "ACCPROBE_TEST_KERNELS=avx2 bash scripts/test.sh": "this is it",
     "ACCPROBE_TEST_KERNELS=avx2 bash scripts/faults.sh": "half an hour",
@@ -73,7 +73,7 @@ NOT_RUN = {
     "python benchmarks/bench_tap.py": "timings are no tests",
     "bash scripts/card.sh": "ten minutes; test_card_parts.py runs its parts",
     "bash scripts/card.sh --torch": "inductor takes a minute; test_card.py has what it runs",
-    "bash scripts/matrix.sh --into docs/matrix.md": "an hour or two; by hand before a release",
+    "bash scripts/matrix.sh --into docs/compatibility.md": "an hour or two; by hand before a release",
     "bash scripts/matrix.sh 0.28 0.32": "makes an environment; test_matrix.py has the pure parts",
     "bash scripts/matrix.sh 0.23 --cases plain,again": "makes an environment",
     "accprobe inspect DUMP TAP": "TAP is to be filled in",
@@ -122,7 +122,8 @@ NOT_RUN = {
         "four or five servers; test_digging.py has two of them"
     ),
     'accprobe gate "vllm serve A" "vllm serve B" --out OUT --localize': "A and B are to be filled in; test_digging.py",
-    "accprobe summary model.json --tree": "ATB wrote it; test_drawing.py has one",
+    "accprobe inspect model.json --tree": "ATB wrote it; test_drawing.py has one",
+    "accprobe inspect FILE.json --tree": "ATB wrote it; test_drawing.py has one",
     "accprobe convert XXX_layer.json layer.onnx --level 1": "ATB wrote it; test_drawing.py has one",
     "accprobe online serve --tls certs --host 0.0.0.0 --out result": "waits for a sender; tests/online has both",
     "accprobe online send dump --follow --tls certs --host golden-machine": "another machine; tests/online",
@@ -131,8 +132,9 @@ NOT_RUN = {
     "accprobe online send DUMP --follow --config config.json": "the same",
     "accprobe compare gpu.h5 xpu.h5 result.csv": "test_seeds.py types the document's line",
     "accprobe gentest DUMP --cpu_init --blacklist --factory=load": "the same; this page's DUMP has labels alone",
-    "accprobe opdiff gpu.csv xpu.csv result.csv": "test_seeds.py types the document's line",
-    "accprobe opdiff GPU.csv NPU.csv": "the same",
+    "accprobe compare gpu.csv xpu.csv result.csv": "test_seeds.py types the document's line",
+    "accprobe compare GPU.csv NPU.csv": "the same",
+    "accprobe inspect FILE.json --tree": "ATB wrote it; test_drawing.py has one",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }
@@ -314,7 +316,7 @@ def test_python(page: str, place: Path, captures: Captures) -> None:
     program = _GIVEN + "\n" + "\n".join(f"# line {s.line}\n{s.text}" for s in _of(page, PYTHON))
     (place / "page.py").write_text(program)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*_paths(), *_path()])}
-    if page == "docs/testing.md":
+    if page == "docs/development.md":
         env |= {"VLLM_ACCPROBE": "1"}
     for name in ("golden", "mine"):  # what a piece writes may be what another page reads
         if page != "docs/compare.md":
@@ -366,14 +368,14 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree(place / "golden")
         (place / "DIR").mkdir()
         (place / "DIR" / "vllm").symlink_to(Path(str(vllm.__file__)).parent)
-    if page in ("docs/errcheck.md", "docs/testing.md"):
+    if page in ("docs/errcheck.md", "docs/laboratory.md"):
         faults = ROOT / "lab" / "planted"
         if page == "docs/errcheck.md":
             monkeypatch.setenv("ACCPROBE_FAULT", NAN)
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(faults), *_path()]))
         else:
             (place / "lab").symlink_to(faults.parent)
-    if any("labels" in s.text for s in _of(page, COMMAND)):
+    if page in ("docs/labels.md", "docs/migration.md") or any("labels" in s.text for s in _of(page, COMMAND)):
         name = "dump" if page == "README.md" else "DUMP"
         shutil.rmtree(place / name)
         _inside_python(_LABELLED.format(name), place)

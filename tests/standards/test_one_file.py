@@ -15,7 +15,7 @@ from opcheck.layer_dumps import build
 from vllm_accprobe import standards
 from vllm_accprobe.cli import main
 
-PAGE = Path(__file__).parents[2] / "docs/extending.md"
+PAGE = Path(__file__).parents[2] / "docs/development.md"
 HALF = re.search(r"^```python\n# half.py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)[1]
 """The standard that the page writes."""
 DOWN = "model.layers.1.mlp.down_proj"

@@ -10,7 +10,7 @@ from typing import Any
 
 DATA = Path(__file__).parents[1] / "formats" / "data"
 FIELDS = ("cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "nonfinite", "nonfinite_mismatch")
-"""Defined in float64 over all elements of both tensors, flattened; see docs/formats-ascend.md."""
+"""Defined in float64 over all elements of both tensors, flattened; see docs/formats.md."""
 
 
 def unpack(name: str, where: Path) -> Path:

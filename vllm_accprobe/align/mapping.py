@@ -127,7 +127,7 @@ def load_mapping(path: str | Path) -> Rules:
     """Reads a mapping file: JSON, or YAML where PyYAML is installed; of a directory, ait's ``op_mapping_file.json``
     in it. Raises MappingError with one line.
 
-    docs/mapping.md describes the file.
+    docs/formats.md describes the file.
     """
     path = Path(path)
     if path.is_dir():

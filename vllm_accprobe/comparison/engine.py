@@ -71,7 +71,7 @@ def compare(
     """Compares two dumps (paths, or what `open_dump` gives).
 
     standard: one of standards.names(PAIRS), or a Standard. taps: globs over tap names, comma separated.
-    mapping: a file or rules that say which place of mine is which of golden (docs/mapping.md).
+    mapping: a file or rules that say which place of mine is which of golden (docs/formats.md).
     progress: called with (bytes done, bytes in all) of both sides, read or known to be equal. Raises CompareError, one
     line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
     ray: address of a Ray cluster whose machines do the measuring; jobs: so many processes of this machine do it, 0:

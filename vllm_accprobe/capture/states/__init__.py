@@ -1,1 +1,1 @@
-"""The ledger of states: whether what a kernel reads of a cache is what was written there (docs/states.md)."""
+"""The ledger of states: whether what a kernel reads of a cache is what was written there (docs/state-checks.md)."""

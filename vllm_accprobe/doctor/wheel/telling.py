@@ -1,4 +1,4 @@
-"""What was found in a wheel, as lines, as JSON, and as a row of docs/vendors.md.
+"""What was found in a wheel, as lines, as JSON, and as a row of docs/compatibility.md.
 
 The problem: two hundred names that are there say nothing, one that is not says everything. The idea: what is missing
 first, each with what follows from it; then the modes in which rows are others; the rest is a number. Not here: looking

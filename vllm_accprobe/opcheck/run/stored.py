@@ -56,7 +56,7 @@ def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[Checked]:
 
 
 def cache_rows(dump: Dump) -> Iterator[Checked]:
-    """What the dump's own ledger has found of its caches (docs/states.md): operators that read them may be right, and
+    """What the dump's own ledger has found (docs/state-checks.md): operators that read caches may be right, and
     what they computed is not."""
     for rank, found in getattr(dump, "states", [])[:_MOST_FOUND]:
         tap = found.layer or found.first or f"cache group {found.group}"
