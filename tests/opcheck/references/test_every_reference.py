@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from family_verdict import judged
-from opcheck.samples import atb, paged, recurrent, samplers, scaled
+from opcheck.samples import atb, modules, paged, recurrent, samplers, scaled
 from opcheck.samples.sample import DECLINED, ONE_OFF, SAMPLES, faulty
 from reference_calls import evaluated
 
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Call, Declined
 
-FAMILIES = (atb, paged, recurrent, samplers, scaled)
+FAMILIES = (atb, modules, paged, recurrent, samplers, scaled)
 
 
 def verdicts(call: Call) -> dict[str, Verdict]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import family_verdict
 import pytest
 import torch
 import torch.nn.functional as F
 from reference_calls import drawer, evaluated
 
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.moe import dense, route
 
 draw = drawer(3)
@@ -79,22 +78,6 @@ def experts_call(config: dict[str, Any], **params: torch.Tensor) -> tuple[Call, 
     return call, expected
 
 
-def test_experts_token_by_token() -> None:
-    call, expected = experts_call({"hidden_act": "silu"})
-    torch.testing.assert_close(evaluated(call)["output.0"].value, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_experts_that_are_not_understood_are_declined() -> None:
-    for call, why in (
-        (experts_call({})[0], "neither recorded"),
-        (experts_call({"hidden_act": "relu"})[0], "neither recorded"),
-        (experts_call({"hidden_act": "silu"}, w13_bias=draw(3, 12))[0], "biases"),
-        (experts_call({"hidden_act": "silu"}, w2_weight=draw(3, 6, 8))[0], "unknown form"),
-    ):
-        with pytest.raises(Declined, match=why):
-            evaluated(call)
-
-
 def test_router_weights_are_checked_where_the_model_says_how() -> None:
     logits = draw(5, 3)
     call, _ = experts_call({"hidden_act": "silu", "model_type": "mixtral"})
@@ -153,75 +136,3 @@ def test_what_nobody_says_is_not_checked_and_counted(bias: Any, router: dict[str
     found = evaluated(glm_call(bias, **router))["input.topk_weights"]
     assert not found.rows.any()
     assert why in found.reason
-
-
-def inside(logits: torch.Tensor, **parent: Any) -> Call:
-    """A kernel of old, which chooses the experts itself."""
-    call, _ = experts_call({"hidden_act": "silu", "model_type": "qwen2_moe", "num_experts_per_tok": 2})
-    inputs = {"x": call.inputs["x"], "router_logits": logits}
-    out = torch.zeros(5, 8, dtype=torch.float64)
-    return Call(**{**call.__dict__, "inputs": inputs, "outputs": {"output.0": out}, "parent": parent})
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_experts_that_a_kernel_chooses_itself_token_by_token(renormalize: bool) -> None:
-    logits = draw(5, 3)
-    logits[3] = torch.tensor([2.0, 1.0, 1.0])  # its second expert is a tie
-    call = inside(logits, renormalize=renormalize, top_k=2, scoring_func="softmax", routed_scaling_factor=1.0)
-    found = evaluated(call)["output.0"]
-    assert found.rows is not None
-    assert found.rows.tolist() == [True, True, True, False, True]
-    x, w13, w2 = call.inputs["x"], call.params["w13_weight"], call.params["w2_weight"]
-    for t in (0, 1, 2, 4):
-        p = torch.softmax(logits[t], 0)
-        best = p.topk(2)
-        expected = torch.zeros(8, dtype=torch.float64)
-        for w, e in zip(best.values, best.indices, strict=True):
-            gate, up = w13[e, :6] @ x[t], w13[e, 6:] @ x[t]
-            expected += (w / best.values.sum() if renormalize else w) * (w2[e] @ (F.silu(gate) * up))
-        torch.testing.assert_close(found.value[t], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_how_a_kernel_chooses_must_be_known() -> None:
-    logits = draw(5, 3)
-    plain = inside(logits, top_k=2)
-    other = evaluated(inside(logits, renormalize=True))["output.0"].value
-    assert not torch.equal(evaluated(plain)["output.0"].value, other)
-    for call in (inside(logits, routed_scaling_factor=2.5),
-                 Call(**{**plain.__dict__, "config": {"hidden_act": "silu", "model_type": "unheard_of"}}),
-                 Call(**{**plain.__dict__, "inputs": {**plain.inputs, "router_logits": draw(5, 4)}})):  # fmt: skip
-        with pytest.raises(Declined, match="was not recorded"):
-            evaluated(call)
-
-
-def test_a_kernel_that_takes_the_next_expert_is_caught() -> None:
-    """Honest numbers in bfloat16 pass; one token's second expert exchanged for the third fails."""
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(32, 64, generator=generator).bfloat16()
-    w13 = (torch.randn(4, 96, 64, generator=generator) * 0.1).bfloat16()
-    w2 = (torch.randn(4, 64, 48, generator=generator) * 0.1).bfloat16()
-    logits = torch.randn(32, 4, generator=generator).bfloat16()
-    call = Call(
-        "m.experts.quant_method", "UnquantizedFusedMoEMethod", {"x": x, "router_logits": logits},
-        params={"w13_weight": w13, "w2_weight": w2}, parent={"top_k": 2, "renormalize": True},
-        config={"hidden_act": "silu", "model_type": "mixtral"}, outputs={"output.0": torch.zeros(32, 64).bfloat16()},
-    )  # fmt: skip
-
-    def kernel(wrong: int | None) -> torch.Tensor:
-        weights = torch.softmax(logits.float(), -1)
-        out = torch.zeros(32, 64)
-        for t in range(32):
-            ids = weights[t].topk(3).indices.tolist()
-            chosen = [ids[0], ids[2] if t == wrong else ids[1]]
-            total = weights[t, ids[:2]].sum()
-            for e, by in zip(chosen, ids[:2], strict=True):
-                gate, up = (w13[e].float() @ x[t].float()).chunk(2)
-                hidden = (F.silu(gate) * up).bfloat16().float()
-                out[t] += weights[t, by] / total * (w2[e].float() @ hidden)
-        return out.bfloat16()
-
-    assert family_verdict.verdict(call, "output.0", kernel(None)).passed
-    rows = evaluated(call)["output.0"].rows
-    assert rows is not None
-    at = int(rows.nonzero()[0])
-    assert not family_verdict.verdict(call, "output.0", kernel(at)).passed

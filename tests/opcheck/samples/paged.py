@@ -437,3 +437,9 @@ def attention_over_the_chosen(d: Draw, fault: str) -> Made:
         out[t] = softmax(0.5 * wide(x.q)[t] @ keys.T) @ keys[:, :6]
     return made("torch.ops._flashmla_C.sparse_prefill_fwd", x.q, kv, indices[:, None], 0.5, 6,
                 outputs={"output.0": out})  # fmt: skip
+
+
+@declined
+def an_operator_of_the_cache_without_a_formula() -> Iterator[tuple[Call, str]]:
+    x = torch.ones(4, 8)
+    yield Call("o", "torch.ops._C_cache_ops.some_new_kernel", args=(x,), outputs={"output.0": x}), "reads the KV cache"

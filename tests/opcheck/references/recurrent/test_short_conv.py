@@ -47,7 +47,8 @@ def test_vllms_own_kernels_with_a_packed_weight(seed: int) -> None:
     update = kernels.causal_conv1d_update_cpu(token.clone(), later, packed, bias, True, None, places, -1, True)
     for name, args, outputs in (
         ("fwd", (x, packed, bias, states, ends, places, begun, True, -1), {"output.0": mine, "inplace.input.3": after}),
-        ("update", (token, states, packed, bias, True, None, places, -1), {"output.0": update, "inplace.input.1": later}),
+        ("update", (token, states, packed, bias, True, None, places, -1),
+         {"output.0": update, "inplace.input.1": later}),
     ):  # fmt: skip
         op = f"torch.ops._C.causal_conv1d_{name}_cpu.default"
         right, wrong = (made(op, *args, is_packed, outputs=outputs).call for is_packed in (True, False))

@@ -41,7 +41,8 @@ def test_a_processor_that_cuts_sums_off_in_16_bits_is_named(cut: bool, outputs: 
 def test_a_module_has_the_note_of_its_operator(cut: bool, bias: bool, cls: str) -> None:
     """The module has x and not its codes. Positive weights, so that most sums end at 32,767; right ones pass."""
     d = Draw(7)
-    x, b, extra = d.between(0.2, 1.0, 6, 64, dtype=d.dtype), d.rng.integers(60, 128, (9, 64)), d.rng.normal(size=9) * bias
+    x, extra = d.between(0.2, 1.0, 6, 64, dtype=d.dtype), d.rng.normal(size=9) * bias
+    b = d.rng.integers(60, 128, (9, 64))
     step = np.abs(wide(x)).max(1) / 127
     y = summed(np.round(wide(x) / step[:, None]), b.T, cut) * step[:, None] * 0.03 + extra
     params = {"weight": torch.from_numpy(b).to(torch.int8), "weight_scale": torch.full((9, 1), 0.03)}
