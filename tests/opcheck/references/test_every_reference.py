@@ -6,18 +6,19 @@ The samples, by family of operators, are in opcheck/samples/. What references de
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from family_verdict import judged
-from opcheck.samples import atb, modules, paged, recurrent, samplers, scaled
+from opcheck.samples import atb, fused, modules, paged, recurrent, samplers, scaled
 from opcheck.samples.sample import DECLINED, ONE_OFF, SAMPLES, faulty
-from reference_calls import evaluated
+from reference_calls import TABLE, evaluated
 
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Call, Declined
 
-FAMILIES = (atb, modules, paged, recurrent, samplers, scaled)
+FAMILIES = (atb, fused, modules, paged, recurrent, samplers, scaled)
 
 
 def verdicts(call: Call) -> dict[str, Verdict]:
@@ -56,3 +57,24 @@ def test_what_no_reference_may_judge_is_declined_with_the_reason(name: str) -> N
         with pytest.raises(Declined, match=why) as error:
             evaluated(call)
         assert not error.value.failed, error.value.reason
+
+
+ALONE = {
+    "api": "test_api.py", "mindspore_api": "test_api.py", "gradients": "fused/test_npu_operators.py",
+    "composite": "test_blocks.py", "hf": "test_blocks.py", "torch_attention": "test_torch_attention.py",
+    "npu_attention": "fused/test_npu_attention.py", "opaque_write": "test_blocks.py", "mixer": "test_blocks.py",
+    "onednn": "scaled/test_eight_bits.py", "plans": "", "reads_cache": "",
+}  # fmt: skip
+"""Modules of references, or single ones, without a sample, and the tests that they have instead; "": they compute
+nothing."""
+
+
+def test_each_reference_has_a_sample_or_tests_of_its_own() -> None:
+    sampled = {TABLE.find(made.call.cls) for sample in SAMPLES.values() for _, made in sample.each()}
+    for name in TABLE.names():
+        found = TABLE.find(name.replace("*", "A"))
+        here = found.__module__.rpartition(".")[2]
+        own = here in ALONE or found.__name__ in ALONE or "flashinfer" in found.__module__
+        assert found in sampled or own or name.endswith("_backward") or "npu" in found.__name__, name
+    for file in filter(None, ALONE.values()):
+        assert Path(__file__).with_name(file).exists() or (Path(__file__).parent / file).exists(), file

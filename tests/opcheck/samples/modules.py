@@ -138,8 +138,9 @@ def products(d: Draw, fault: str, name: str) -> Made | None:
 def row_parallel(d: Draw, fault: str, reduced: bool) -> Made:
     """Over two ranks, of which the first adds the bias; or this rank's share alone."""
     x, w, b = d(12, 32), d(24, 32), d(24)
+    halves = zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
     ranks = [Call("l", "RowParallelLinear", {"input_": p}, params={"weight": q, "bias": b},
-                  attrs={"tp_size": 2, "tp_rank": k}) for k, (p, q) in enumerate(zip(x.chunk(2, 1), w.chunk(2, 1), strict=True))]  # fmt: skip
+                  attrs={"tp_size": 2, "tp_rank": k}) for k, (p, q) in enumerate(halves)]  # fmt: skip
     parts = [wide(r.inputs["input_"]) @ wide(r.params["weight"]).T for r in ranks]
     y = parts[0] + parts[0 if fault else 1] + wide(b) if reduced else parts[1] * (2 if fault else 1)
     attrs = {"tp_size": 2, "tp_rank": 1 - reduced, "reduce_results": reduced}
@@ -496,3 +497,59 @@ def slots_of_positions(d: Draw, fault: str) -> Made:
     slots = torch.tensor([5 * 4 + 3, 7 * 4 + 0, 7 * 4 + 1 + bool(fault), 9 * 4 + 2, -1])
     return made("torch.ops._C.compute_slot_mapping_kernel_impl", starts, torch.tensor([3, 4, 5, 6]), table,
                 torch.full((5,), -1), 4, outputs={"inplace.input.3": slots})  # fmt: skip
+
+
+@sample("another part", "a part twice", variants=[{"name": n} for n in ("all_reduce", "all_gather", "reduce_scatter")])
+def over_ranks(d: Draw, fault: str, name: str) -> Made | None:
+    """Of three ranks; a scatter keeps this one's share."""
+    parts = [d(6, 8, dtype=SINGLE) for _ in range(3)]
+    x = [wide(p) for p in (parts[1:] + parts[1:2] if fault == "a part twice" else parts)]
+    if fault == "another part" and name == "all_reduce":
+        return None
+    x = x[1:] + x[:1] if fault == "another part" and name == "all_gather" else x
+    share = slice(2, 4) if fault == "another part" else slice(0, 2)
+    y = np.concatenate(x) if name == "all_gather" else sum(x) if name == "all_reduce" else sum(x)[share]
+    return made(f"torch.ops.vllm.{name}", attrs={"dim": 0, "rank": 0}, extra={"ranks": parts},
+                outputs={"output.0": y}, dtype=SINGLE)  # fmt: skip
+
+
+@sample("exponents of a base of 2", variants=[{"name": n} for n in ("Softmax", "LogSoftmax")], dtypes=(SINGLE,))
+def probabilities(d: Draw, fault: str, name: str) -> Made:
+    x = d(5, 20)
+    y = softmax(wide(x) * (np.log(2) if fault else 1))
+    return made(name, inputs={"input": x}, outputs={"output.0": y if name == "Softmax" else np.log(y)}, dtype=SINGLE)
+
+
+GATED = [{"first": f, "groups": g} for f, g in ((True, 0), (False, 0), (True, 2))]
+
+
+@sample("the gate at the other side", "the gate is left out", variants=GATED)
+def gated_norm(d: Draw, fault: str, first: bool, groups: int) -> Made:
+    """first: the gate, then the norm; groups: of Mamba 2's own, over the channels of each."""
+    x, z, w = d(12, 64), d(12, 64), d(64)
+    gate = 1.0 if fault == "the gate is left out" else _silu(wide(z))
+    ahead = first != (fault == "the gate at the other side")
+    shape = (12, groups or 1, -1)
+    y = _rms((wide(x) * (gate if ahead else 1.0)).reshape(shape), 1.0, 1e-5).reshape(12, 64) * wide(w)
+    y = y if ahead else y * gate
+    attrs = {"variance_epsilon": 1e-5, **({} if groups else {"norm_before_gate": not first, "eps": 1e-5})}
+    return made("Mixer2RMSNormGated" if groups else "RMSNormGated", inputs={"x": x, "gate" if groups else "z": z},
+                params={"weight": w}, attrs=attrs, config={"n_groups": groups} if groups else {},
+                outputs={"output.0": y})  # fmt: skip
+
+
+@sample("runs see each other")
+def encoder_operator(d: Draw, fault: str) -> Made:
+    call = encoder_attention(d, fault)
+    q, k, v, ends = call.call.inputs.values()
+    outputs = {"output.0": call.exact["output.0"]}
+    return made("torch.ops.vllm.torch_sdpa_wrapper", q, k, v, 0.5, ends, outputs=outputs)
+
+
+@sample("one expert's output is 3 % too large")
+def experts_of_the_cpu(d: Draw, fault: str) -> Made:
+    call = experts(d, fault).call
+    x, weights, ids = call.inputs.values()
+    w13, w2 = call.params.values()
+    return made("torch.ops._C.cpu_fused_moe", torch.zeros_like(x), x, w13, w2, None, None, weights, ids, False, "silu",
+                params=call.params, outputs={"inplace.input.0": call.outputs["output.0"]})  # fmt: skip

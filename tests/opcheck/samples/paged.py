@@ -184,6 +184,32 @@ def keys_and_values_written(d: Draw, fault: str, name: str, kind: str) -> Made |
     return made(f"torch.ops._C_cache_ops.{name}", *new, *caches, SLOTS, kind, *scales, outputs=outputs)
 
 
+@sample("a slot late", variants=[{"kind": k} for k in ("vec", "amx", "npu", "npu nz")])
+def keys_and_values_written_by_others(d: Draw, fault: str, kind: str) -> Made:
+    """vLLM's CPU kernels, and Ascend's."""
+    new, caches, outputs = [d(5, 2, 16) for _ in range(2)], [], {}
+    for n, (rows, name) in enumerate(zip(new, ("key", "value"), strict=True)):
+        cache = d(4, 16, 2, 16)
+        both = [cache, _put(cache, rows, bool(fault))]
+        if kind == "npu nz":
+            both = [t.reshape(4, 16, 2, 16).transpose(1, 2).contiguous() for t in both]
+        elif kind != "npu":
+            both = [_cpu_layout(t, f"{kind} {name}") for t in both]
+        caches.append(both[0])
+        outputs[f"inplace.input.{n + 2}"] = both[1]
+    if kind.startswith("npu"):
+        return made("torch.ops.atb._npu_reshape_and_cache", *new, *caches, SLOTS, outputs=outputs)
+    return made("torch.ops._C.cpu_attn_reshape_and_cache", *new, *caches, SLOTS, kind, outputs=outputs)
+
+
+@sample("nothing is copied")
+def blocks_of_all_layers_copied(d: Draw, fault: str) -> Made:
+    caches = [[d(4, 16, 6) for _ in range(2)] for _ in range(2)]
+    outputs = {f"inplace.input.{i}.{n}": t if fault else t[[0, 1, 2, 1]] for i, side in enumerate(caches)
+               for n, t in enumerate(side)}  # fmt: skip
+    return made("torch.ops._C_cache_ops.copy_blocks", *caches, torch.tensor([[1, 3]]), outputs=outputs)
+
+
 @sample("nothing is written")
 def latent_rows_written(d: Draw, fault: str) -> Made:
     cache, c, pe = d(4, 16, 6), d(5, 4), d(5, 2)
@@ -422,6 +448,20 @@ def best_keys_of_each_row(d: Draw, fault: str) -> Made:
             best[-1] = best[0]
         mine[t, : len(best)] = (best.flip(0) - (0 if fault == "from the first key" else x.first[t])).int()
     return made("torch.ops._C.top_k_per_row_prefill", z, x.first, x.stop, torch.zeros_like(mine), 6, x.keys, 1, top,
+                outputs={"inplace.input.3": mine})  # fmt: skip
+
+
+@sample("one worse", "a draft sees all", seeds=2)
+def best_keys_of_drafts(d: Draw, fault: str) -> Made:
+    """Row j of a request's three sees all but its later rows."""
+    z, lengths, mine = d(6, 30, dtype=SINGLE), d.ints(10, 31, 2), torch.full((6, 5), -1, dtype=torch.int32)
+    for t in range(6):
+        stop = int(lengths[t // 3]) - (0 if fault == "a draft sees all" else 2 - t % 3)
+        if fault == "a draft sees all":
+            z[t, stop - 1] = 9.0
+        best = z[t, :stop].argsort(descending=True)
+        mine[t] = best[[0, 1, 2, 3, 5 if fault == "one worse" else 4]].int()
+    return made("torch.ops._C.top_k_per_row_decode", z, 3, lengths, torch.zeros_like(mine), 6, 30, 1, 5,
                 outputs={"inplace.input.3": mine})  # fmt: skip
 
 

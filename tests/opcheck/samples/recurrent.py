@@ -17,13 +17,15 @@ from vllm_accprobe.opcheck.reference import Call
 # --- the gated delta rule -------------------------------------------------------------------------------------------
 
 
-def _delta(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, fault: str) -> tuple[Array, Array]:
+def _delta(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, fault: str, eps: float = 1e-5
+) -> tuple[Array, Array]:
     """One sequence, token by token: q, k [t, h, n], v [t, hv, m], g, beta [t, hv], state [hv, n, m]."""
     share = v.shape[1] // q.shape[1]
     s, out = state.copy(), np.zeros(v.shape)
-    norm = 1.0 if fault == "no norm" else np.sqrt((k * k).sum(-1, keepdims=True) + 1e-5)
+    norm = 1.0 if fault == "no norm" else np.sqrt((k * k).sum(-1, keepdims=True) + eps)
     key = (k / norm).repeat(share, 1)
-    query = (q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-5) / np.sqrt(q.shape[2])).repeat(share, 1)
+    query = (q / np.sqrt((q * q).sum(-1, keepdims=True) + eps) / np.sqrt(q.shape[2])).repeat(share, 1)
     for i in range(len(v)):
         decay = np.exp(g[i])[:, None, None]
         s = s if fault == "decay after" else s * decay
@@ -58,6 +60,59 @@ def gated_delta_rule(d: Draw, fault: str) -> Made:
         stop = ends[n + 1] - 3 if fault == "last chunk dropped" and lengths[n] > 3 else ends[n + 1]
         out[ends[n] : stop], new[at] = _delta(*(y[ends[n] : stop] for y in x), first, fault)
     return made(DELTA, *args, outputs={"output.0": (out[None], d.dtype), "inplace.input.5": (new, SINGLE)})
+
+
+@sample("state of another slot", "decay after", "no norm", variants=[{"module": m} for m in (True, False)])
+def delta_rule_of_flash_linear_attention(d: Draw, fault: str, module: bool) -> Made:
+    """States [sequences, heads, v, k]."""
+    lengths = [9, 14]
+    q, k, v, g, beta, *_ = args = delta_inputs(d, lengths, 8, 6, 2)
+    states, ends = d(2, 4, 6, 8, dtype=SINGLE), [0, 9, 23]
+    x, out, new = [wide(t)[0] for t in args[:5]], np.zeros((1, 23, 4, 6)), np.zeros((2, 4, 6, 8))
+    for n in range(2):
+        first = wide(states)[1 - n if fault == "state of another slot" else n].swapaxes(1, 2)
+        rows = slice(ends[n], ends[n + 1])
+        out[0, rows], last = _delta(*(y[rows] for y in x), first, fault, 1e-6)
+        new[n] = last.swapaxes(1, 2)
+    numbers = torch.tensor(ends)
+    if module:
+        inputs = dict(zip(("q", "k", "v", "g", "beta", "initial_state", "output_final_state", "cu_seqlens"),
+                          (q, k, v, g, beta, states, True, numbers), strict=True))  # fmt: skip
+        return made("ChunkGatedDeltaRule", inputs=inputs, outputs={"output.0": out, "output.1": (new, SINGLE)})
+    return made("torch.ops.vllm.chunk_gated_delta_rule", q, k, v, g, beta, None, states, False, numbers,
+                kwargs={"use_qk_l2norm_in_kernel": True},
+                outputs={"output.0": out, "output.1": (new, SINGLE)})  # fmt: skip
+
+
+def _gates(
+    a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, fault: str
+) -> tuple[Array, Array]:
+    x = wide(a) + (0 if fault == "no bias" else wide(bias))
+    return -np.exp(wide(a_log)) * np.log1p(np.exp(x)), sigmoid(wide(b))
+
+
+@sample("no bias", dtypes=(SINGLE,))
+def gates_of_the_delta_rule(d: Draw, fault: str) -> Made:
+    a_log, a, b, bias = d(4), d(7, 4), d(7, 4), d(4)
+    g, beta = _gates(a_log, a, b, bias, fault)
+    return made("torch.ops._C.fused_gdn_gating_cpu", a_log, a, b, bias, outputs={"output.0": g, "output.1": beta},
+                dtype=SINGLE)  # fmt: skip
+
+
+@sample("no bias", "state of another slot", "no norm")
+def delta_rule_of_one_token(d: Draw, fault: str) -> Made:
+    """Of three sequences, with the gates inside."""
+    q, k, v, states = d(1, 3, 2, 8), d(1, 3, 2, 8), d(1, 3, 4, 6), d(6, 4, 8, 6, dtype=SINGLE)
+    a_log, a, b, bias, places = d(4, dtype=SINGLE), d(3, 4), d(3, 4), d(4, dtype=SINGLE), [4, 1, 3]
+    g, beta = _gates(a_log, a, b, bias, fault)
+    out, new = np.zeros((1, 3, 4, 6)), wide(states).copy()
+    for n, at in enumerate(places):
+        first = wide(states)[places[n - 1] if fault == "state of another slot" else at]
+        one = (wide(t)[0, n : n + 1] for t in (q, k, v))
+        out[:, n], new[at] = _delta(*one, g[n : n + 1], beta[n : n + 1], first, fault)
+    return made("torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu", a_log, bias, q, k, v, a, b, states,
+                torch.tensor(places), torch.arange(4), True,
+                outputs={"output.0": out, "inplace.input.7": (new, SINGLE)})  # fmt: skip
 
 
 @sample(dtypes=(BRAIN, SINGLE))
@@ -103,6 +158,25 @@ def _scan_inputs(d: Draw, tokens: int, dtype: torch.dtype) -> tuple[list[torch.T
     return [d(tokens, h, p, dtype=dtype), d.between(0, 1, tokens, h), d.between(-2, 0, h),
             d(tokens, groups, n, dtype=dtype), d(tokens, groups, n, dtype=dtype),
             d(h, dtype=SINGLE)], (h, p, n)  # fmt: skip
+
+
+CHUNKS = ("decay after", "first group for all", "no skip", "state of another sequence")
+
+
+@sample(*CHUNKS, dtypes=(SINGLE,))
+def mamba_2_of_varying_lengths(d: Draw, fault: str) -> Made:
+    """Steps through a softplus, and a gate behind all."""
+    (x, dt, a, b, c, skip), (h, p, n) = _scan_inputs(d, 14, SINGLE)
+    first, ends, bias, z = d(2, h, p, n, dtype=SINGLE), [0, 5, 14], d(h, dtype=SINGLE), d(14, h, p)
+    step, out, new = np.log1p(np.exp(wide(dt) + wide(bias))), np.zeros(x.shape), np.zeros(first.shape)
+    for k in range(2):
+        rows, at = slice(ends[k], ends[k + 1]), 1 - k if fault == "state of another sequence" else k
+        y = (wide(x)[rows], step[rows], wide(a), wide(b)[rows], wide(c)[rows], wide(skip))
+        out[rows], new[k] = _scan(*y, wide(first)[at], fault)
+    outputs = {"inplace.input.10": out * wide(z) * sigmoid(wide(z)), "output.0": new}
+    return made("torch.ops.vllm.mamba_chunk_scan_combined_varlen", x, dt, a, b, c, 8, torch.tensor(ends), None, None,
+                None, torch.zeros_like(x), skip, z, bias, first, True, None, False, outputs=outputs,
+                dtype=SINGLE)  # fmt: skip
 
 
 SCANS = ("decay after", "first group for all", "no skip", "last chunk dropped", "state of another sequence")
@@ -245,6 +319,15 @@ def short_convolution_of_a_layer(d: Draw, fault: str) -> Made:
     inner = [("aten.copy_.default", torch.zeros(12, 7)), ("aten.vstack.default", None), ("aten.copy_.default", rows)]
     out = _in_order(torch.cat((rows, torch.full((2, 12), 9.0, dtype=BRAIN))), fault)
     return made("vllm.short_conv.default", extra={"inner": inner}, outputs={"inplace.input.1": out})
+
+
+@sample(*ORDERS)
+def mamba_of_a_layer(d: Draw, fault: str) -> Made:
+    """Rows of decoded tokens, then those of prompts."""
+    step, chunks = d(2, 12), d(5, 12)
+    inner = [("_C.mamba_chunk_scan_fwd_cpu.default", chunks), ("_C.selective_state_update_cpu.default", step)]
+    return made("torch.ops.vllm.mamba_mixer2.default", extra={"inner": inner},
+                outputs={"inplace.input.1": _in_order(torch.cat((step, chunks)), fault)})  # fmt: skip
 
 
 @declined

@@ -58,6 +58,24 @@ def codes_by_row(d: Draw, fault: str, kind: str) -> Made | None:
                 torch.zeros(scale.shape), azp, outputs=outputs)  # fmt: skip
 
 
+@sample("truncated", "zero point left out", variants=[{"kind": k} for k in ("int8", "int8 azp", "fp8")])
+def codes_for_a_given_scale(d: Draw, fault: str, kind: str) -> Made | None:
+    if fault == "zero point left out" and kind != "int8 azp":
+        return None
+    x, scale, zero = d(6, 40), torch.tensor([0.03]), torch.tensor([7], dtype=INT)
+    exact = wide(x) / wide(scale) + (7 if kind == "int8 azp" and not fault.startswith("zero") else 0)
+    if kind == "fp8":
+        codes = torch.from_numpy(exact.clip(-448, 448)).float().to(E4M3)
+        high = codes.double().abs() > torch.from_numpy(exact).abs()
+        codes = (codes.view(BYTE) - high.byte()).view(E4M3) if fault else codes
+    else:
+        codes = torch.from_numpy((np.trunc if fault == "truncated" else np.round)(exact).clip(-128, 127)).to(INT8)
+    more = {"int8": (None,), "int8 azp": (zero,), "fp8": ()}[kind]
+    name = f"static_scaled_{kind.split()[0]}_quant"
+    return made(f"torch.ops._C.{name}", torch.zeros_like(codes), x, scale, *more,
+                outputs={"inplace.input.0": codes})  # fmt: skip
+
+
 # --- four bits ------------------------------------------------------------------------------------------------------
 
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
