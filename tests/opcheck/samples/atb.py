@@ -29,8 +29,8 @@ from opcheck.samples.sample import (
 from vllm_accprobe.opcheck.reference import Call
 
 Variant = tuple[Any, ...]
-"""(parameters, inputs, outputs, inplace by number = {}, bump = 1). An array is stored in the dtype of the first input
-that has floats, else in float16; integers in int32."""
+"""(parameters, inputs, outputs, inplace by number = {}, bump = 1); an operator's name before them where a maker has
+several. An array is stored in the dtype of the first input that has floats, else in float16; integers in int32."""
 
 
 def atb_call(
@@ -61,11 +61,12 @@ def _made(kind: str, variant: Variant, **extra: Any) -> Made:
     return Made(atb_call(kind, param, inputs, out, held, **extra), exact, bump)
 
 
-def atb(kind: str, *faults: str) -> Callable[[Callable[..., Iterator[Variant]]], Callable[..., list[Made]]]:
+def atb(kind: str = "", *faults: str) -> Callable[[Callable[..., Iterator[Variant]]], Callable[..., list[Made]]]:
     def add(variants: Callable[..., Iterator[Variant]]) -> Callable[..., list[Made]]:
         @functools.wraps(variants)
         def make(d: Draw, fault: str = "") -> list[Made]:
-            return [_made(kind, v) for v in (variants(d, fault) if faults else variants(d))]
+            found = variants(d, fault) if faults else variants(d)
+            return [_made(kind, v) if kind else _made(f"{v[0]}Operation", v[1:]) for v in found]
 
         return sample(ONE_OFF, *faults, dtypes=(HALF,))(make)
 
@@ -136,23 +137,14 @@ def elementwise(d: Draw) -> Iterator[Variant]:
         yield {"elewiseType": 19, "quantParam": quant}, [x], coded(y), {}, 5
 
 
-@atb("WhereOperation")
-def where(d: Draw) -> Iterator[Variant]:
-    mask, a, b = d.ints(0, 2, 5, 9, dtype=INT8), d(5, 9), d(5, 9)
-    yield None, [mask, a, b], [np.where(mask.numpy() == 1, wide(a), wide(b))]
-
-
-@atb("FillOperation")
-def fill(d: Draw) -> Iterator[Variant]:
-    x, mask = d(5, 9), d.ints(0, 2, 5, 9, dtype=INT8)
-    yield {"withMask": True, "value": [-2.5], "outDim": []}, [x, mask], [np.where(mask.numpy() == 1, -2.5, wide(x))]
-    yield {"withMask": False, "value": [1.5], "outDim": [3, 4]}, [], [np.full((3, 4), 1.5)]
-
-
-@atb("OnehotOperation")
-def one_hot(d: Draw) -> Iterator[Variant]:
-    x = d.ints(0, 6, 7)
-    yield {"axis": -1, "depth": 6}, [x, integers(1), integers(0)], [np.eye(6, dtype=int)[x.numpy()]]
+@atb()
+def chosen_numbers(d: Draw) -> Iterator[Variant]:
+    mask, a, b, x = d.ints(0, 2, 5, 9, dtype=INT8), d(5, 9), d(5, 9), d.ints(0, 6, 7)
+    on = mask.numpy() == 1
+    yield "Where", None, [mask, a, b], [np.where(on, wide(a), wide(b))]
+    yield "Fill", {"withMask": True, "value": [-2.5], "outDim": []}, [a, mask], [np.where(on, -2.5, wide(a))]
+    yield "Fill", {"withMask": False, "value": [1.5], "outDim": [3, 4]}, [], [np.full((3, 4), 1.5)]
+    yield "Onehot", {"axis": -1, "depth": 6}, [x, integers(1), integers(0)], [np.eye(6, dtype=int)[x.numpy()]]
 
 
 @declined
@@ -254,43 +246,22 @@ def linear(d: Draw) -> Iterator[Variant]:
     )
 
 
-@atb("LinearQuantOperation")
-def linear_quant(d: Draw) -> Iterator[Variant]:
+@atb()
+def other_products(d: Draw) -> Iterator[Variant]:
     parts, scale, y = _coded(d)
-    yield {"transposeA": False, "transposeB": True, "hasBias": True}, [*parts, scale], [torch.from_numpy(y).to(HALF)]
-
-
-@atb("LinearSparseOperation")
-def linear_sparse(d: Draw) -> Iterator[Variant]:
-    parts, scale, y = _coded(d)
-    yield {"tilingK": 8, "tilingN": 8}, [*parts, scale], [torch.from_numpy(y).to(HALF)]
-
-
-@atb("LinearActivationOperation")
-def linear_activation(d: Draw) -> Iterator[Variant]:
-    x, w, b = d(5, 20), d(9, 20), d(9)
-    y = wide(x) @ wide(w).T + wide(b)
-    yield {"hasBias": True, "activationFuncType": 4}, [x, w, b], [y * sigmoid(y)]
-
-
-@atb("LinearActivationQuantOperation")
-def linear_activation_quant(d: Draw) -> Iterator[Variant]:
-    parts, scale, y = _coded(d)
-    yield {"hasBias": True, "activationFuncType": 1}, [*parts, scale], [torch.from_numpy(np.maximum(y, 0)).to(HALF)]
-
-
-@atb("MatmulOperation")
-def matmul(d: Draw) -> Iterator[Variant]:
-    x, w = d(5, 20), d(20, 9)
-    yield {"transposeA": False, "transposeB": False}, [x, w], [wide(x) @ wide(w)]
-
-
-@atb("W8A16Operation")
-def w8a16(d: Draw) -> Iterator[Variant]:
-    x, w = d(5, 20), d.ints(-127, 128, 20, 9, dtype=INT8)
-    scale, offset = d.between(0.01, 0.02, 1, 9, dtype=HALF), d.ints(-3, 4, 1, 9, dtype=HALF)
+    out, cut = (torch.from_numpy(t).to(HALF) for t in (y, np.maximum(y, 0)))
+    yield "LinearQuant", {"transposeA": False, "transposeB": True, "hasBias": True}, [*parts, scale], [out]
+    yield "LinearSparse", {"tilingK": 8, "tilingN": 8}, [*parts, scale], [out]
+    yield "LinearActivationQuant", {"hasBias": True, "activationFuncType": 1}, [*parts, scale], [cut]
+    x, w, b = d(5, 20), d(20, 9), d(9)
+    y = wide(x) @ wide(w)
+    yield "Matmul", {"transposeA": False, "transposeB": False}, [x, w], [y]
+    y = y + wide(b)
+    yield "LinearActivation", {"hasBias": True, "activationFuncType": 4}, [x, w.T.contiguous(), b], [y * sigmoid(y)]
+    w, scale = d.ints(-127, 128, 20, 9, dtype=INT8), d.between(0.01, 0.02, 1, 9, dtype=HALF)
+    offset = d.ints(-3, 4, 1, 9, dtype=HALF)
     y = wide(x) @ ((wide(w) + wide(offset)) * wide(scale))
-    yield {"transposeB": False, "hasBias": False}, [x, w, scale, offset], [y]
+    yield "W8A16", {"transposeB": False, "hasBias": False}, [x, w, scale, offset], [y]
 
 
 @atb("StridedBatchMatmulOperation")
@@ -423,75 +394,37 @@ def cohere_norm(d: Draw) -> Iterator[Variant]:
 # --- what moves numbers ---------------------------------------------------------------------------------------------
 
 
-@atb("GatherOperation")
-def gather(d: Draw) -> Iterator[Variant]:
-    x, y = d(5, 6, 7), d(3, 6, 4)
+@atb()
+def moved_numbers(d: Draw) -> Iterator[Variant]:
+    x, y, z, w = d(5, 6, 7), d(3, 6, 4), d(4, 12), d(3, 4)
     for axis, shape in ((0, (8,)), (0, (2, 3)), (1, (4,))):
         at = d.ints(0, x.shape[axis], *shape, dtype=LONG)
-        yield {"axis": axis, "batchDims": 0}, [x, at], [np.take(wide(x), at.numpy(), axis)]
+        yield "Gather", {"axis": axis, "batchDims": 0}, [x, at], [np.take(wide(x), at.numpy(), axis)]
     at = d.ints(0, 6, 3, 5)
-    yield {"axis": 1, "batchDims": 1}, [y, at], [np.stack([wide(y)[i][at.numpy()[i]] for i in range(3)])]
-
-
-@atb("ConcatOperation")
-def concat(d: Draw) -> Iterator[Variant]:
-    a, b = d(3, 4), d(3, 7)
-    yield {"concatDim": -1}, [a, b], [np.concatenate([wide(a), wide(b)], -1)]
-
-
-@atb("SplitOperation")
-def split(d: Draw) -> Iterator[Variant]:
-    x = d(4, 12)
+    yield "Gather", {"axis": 1, "batchDims": 1}, [y, at], [np.stack([wide(y)[i][at.numpy()[i]] for i in range(3)])]
+    yield "Concat", {"concatDim": -1}, [z, z[:, :7]], [np.concatenate([wide(z), wide(z)[:, :7]], -1)]
     for sizes, cuts in (([], 3), ([2, 3, 7], [2, 5])):
-        yield {"splitDim": 1, "splitNum": 3, "splitSizes": sizes}, [x], np.split(wide(x), cuts, 1)
-
-
-@atb("SliceOperation")
-def cut(d: Draw) -> Iterator[Variant]:
-    x = d(6, 8, 5)
-    yield {"offsets": [1, -4, 0], "size": [3, 2, -1]}, [x], [wide(x)[1:4, 4:6, :]]
-
-
-@atb("TransposeOperation")
-def transpose(d: Draw) -> Iterator[Variant]:
-    x = d(3, 4, 5)
-    yield {"perm": [2, 0, 1]}, [x], [wide(x).transpose(2, 0, 1)]
-
-
-@atb("AsStridedOperation")
-def as_strided(d: Draw) -> Iterator[Variant]:
-    x = d(30)
-    y = [[wide(x)[2 + 7 * i + 3 * j] for j in range(4)] for i in range(3)]
-    yield {"size": [3, 4], "stride": [7, 3], "offset": [2]}, [x], [np.array(y)]
-
-
-@atb("RepeatOperation")
-def repeat(d: Draw) -> Iterator[Variant]:
-    x = d(3, 4)
-    yield {"multiples": [2, 1, 3]}, [x], [np.tile(wide(x), (2, 1, 3))]
-
-
-@atb("SetValueOperation")
-def set_value(d: Draw) -> Iterator[Variant]:
-    dst, src = d(5, 6, 4), d(2, 3, 4)
-    after = wide(dst).copy()
-    after[1:3, 2:5] = wide(src)
-    yield {"starts": [1, 2, 0], "ends": [3, 5, 4], "strides": [1, 1, 1]}, [dst, src], [], {0: after}
-
-
-@atb("TransdataOperation")
-def transdata(d: Draw) -> Iterator[Variant]:
+        yield "Split", {"splitDim": 1, "splitNum": 3, "splitSizes": sizes}, [z], np.split(wide(z), cuts, 1)
+    yield "Slice", {"offsets": [1, -4, 0], "size": [3, 2, -1]}, [x], [wide(x)[1:4, 2:4, :]]
+    yield "Transpose", {"perm": [2, 0, 1]}, [x], [wide(x).transpose(2, 0, 1)]
+    flat = d(30)
+    strided = wide(flat)[2 + 7 * np.arange(3)[:, None] + 3 * np.arange(4)]
+    yield "AsStrided", {"size": [3, 4], "stride": [7, 3], "offset": [2]}, [flat], [strided]
+    yield "Repeat", {"multiples": [2, 1, 3]}, [w], [np.tile(wide(w), (2, 1, 3))]
+    after, part = wide(x).copy(), d(2, 3, 7)
+    after[1:3, 2:5] = wide(part)
+    yield "SetValue", {"starts": [1, 2, 0], "ends": [3, 5, 7], "strides": [1, 1, 1]}, [x, part], [], {0: after}
     for dtype, by in ((HALF, 16), (INT8, 32)):
-        x = d.ints(-50, 50, 2, 18, 40, dtype=dtype)
-        up = np.pad(wide(x), ((0, 0), (0, 14), (0, -40 % by))).reshape(2, 32, -1, by).transpose(0, 2, 1, 3)
-        yield {"transdataType": 2, "outCrops": [0, 0]}, [x], [torch.from_numpy(up.copy()).to(dtype)]
-    x = d(1, 3, 32, 16)
-    y = np.concatenate([wide(x)[:, i] for i in range(3)], -1)[:, :20, :40]
-    yield {"transdataType": 1, "outCrops": [20, 40]}, [x], [y]
+        t = d.ints(-50, 50, 2, 18, 40, dtype=dtype)
+        up = np.pad(wide(t), ((0, 0), (0, 14), (0, -40 % by))).reshape(2, 32, -1, by).transpose(0, 2, 1, 3)
+        yield "Transdata", {"transdataType": 2, "outCrops": [0, 0]}, [t], [torch.from_numpy(up.copy()).to(dtype)]
+    t = d(1, 3, 32, 16)
+    back = np.concatenate([wide(t)[:, i] for i in range(3)], -1)[:, :20, :40]
+    yield "Transdata", {"transdataType": 1, "outCrops": [20, 40]}, [t], [back]
 
 
-@atb("UnpadOperation")
-def unpad(d: Draw) -> Iterator[Variant]:
+@atb()
+def rows_with_and_without_padding(d: Draw) -> Iterator[Variant]:
     batch, most = 3, 7
     lengths = d.rng.integers(1, most + 1, batch)
     ids = d.rng.integers(1, 100, (batch, most)) * (np.arange(most) < lengths[:, None])
@@ -502,64 +435,37 @@ def unpad(d: Draw) -> Iterator[Variant]:
     offsets[: lengths.sum()] = before.repeat(lengths)
     numbers = [torch.from_numpy(t) for t in (ids, gaps[:, None], np.array([[lengths.sum()]]), lengths[:, None])]
     inputs = [numbers[0], numbers[1].int(), numbers[2], numbers[3].int()]
-    yield None, inputs, [torch.from_numpy(tokens[None]), before[:, None], offsets[None]]
-
-
-@atb("PadOperation")
-def pad(d: Draw) -> Iterator[Variant]:
-    lengths = d.rng.integers(1, 6, 4)
+    yield "Unpad", None, inputs, [torch.from_numpy(tokens[None]), before[:, None], offsets[None]]
     rows = d(int(lengths.sum()), 9)
-    inputs = [rows, torch.zeros(1, len(rows), dtype=INT), integers(*lengths)[:, None], torch.zeros(4, 6, dtype=LONG)]
-    yield None, inputs, [wide(rows)[np.cumsum(lengths) - 1]]
+    inputs = [rows, torch.zeros(1, len(rows), dtype=INT), integers(*lengths)[:, None], torch.zeros(3, 6, dtype=LONG)]
+    yield "Pad", None, inputs, [wide(rows)[np.cumsum(lengths) - 1]]
+    own, x = {"qSeqLen": [2, 6, 3], "maxSeqLen": 6}, d(3, 6, 4)
+    parts = [x[i, :n] for i, n in enumerate((2, 6, 3))]
+    yield "UnpadWithHiddenState", own, [x], [wide(torch.cat(parts))]
+    padded = np.stack([np.pad(wide(p), ((0, 6 - len(p)), (0, 0))) for p in parts])
+    yield "PadWithHiddenState", own, [torch.cat(parts)], [padded]
+    m = d(2, 1, 6, 6)
+    cut = [wide(m)[i, :, :n, :n].reshape(-1) for i, n in enumerate((3, 5)) for _ in range(2)]
+    yield "GenAttentionMask", {"seqLen": [3, 5], "headNum": 2}, [m], [np.concatenate(cut)]
 
 
-LENGTHS = {"qSeqLen": [2, 6, 3], "maxSeqLen": 6}
-
-
-@atb("UnpadWithHiddenStateOperation")
-def unpad_rows(d: Draw) -> Iterator[Variant]:
-    x = d(3, 6, 4)
-    yield LENGTHS, [x], [np.concatenate([wide(x)[i, :n] for i, n in enumerate(LENGTHS["qSeqLen"])])]
-
-
-@atb("PadWithHiddenStateOperation")
-def pad_rows(d: Draw) -> Iterator[Variant]:
-    parts = [d(n, 4) for n in (2, 6, 3)]
-    yield LENGTHS, [torch.cat(parts)], [np.stack([np.pad(wide(p), ((0, 6 - len(p)), (0, 0))) for p in parts])]
-
-
-@atb("GenAttentionMaskOperation")
-def attention_masks(d: Draw) -> Iterator[Variant]:
-    x, lengths = d(2, 1, 6, 6), [3, 5]
-    y = [wide(x)[i, :, :n, :n].reshape(-1) for i, n in enumerate(lengths) for _ in range(2)]
-    yield {"seqLen": lengths, "headNum": 2}, [x], [np.concatenate(y)]
-
-
-@atb("ScatterElementsV2Operation")
-def scatter(d: Draw) -> Iterator[Variant]:
+@atb()
+def scattered_numbers(d: Draw) -> Iterator[Variant]:
     x, more = d(4, 6), d(4, 3)
     at = np.stack([d.rng.permutation(6)[:3] for _ in range(4)])
     for add in (0, 1):
         after = wide(x).copy()
         np.put_along_axis(after, at, wide(more) + add * np.take_along_axis(after, at, 1), 1)
-        yield {"axis": -1, "reduction": add}, [x, torch.from_numpy(at).int(), more], [after]
-
-
-@atb("IndexAddOperation")
-def index_add(d: Draw) -> Iterator[Variant]:
+        yield "ScatterElementsV2", {"axis": -1, "reduction": add}, [x, torch.from_numpy(at).int(), more], [after]
     x, more, at = d(6, 5), d(4, 5), d.rng.permutation(6)[:4]
     for kind, last, n, by in ((1, torch.tensor([0.5], dtype=HALF), 4, 0.5), (2, integers(2), 2, 1.0)):
         after = wide(x).copy()
         after[at[:n]] += by * wide(more)[:n]
-        yield {"indexType": kind, "axis": 0}, [x, integers(*at), more, last], [after], {0: after}
-
-
-@atb("NonzeroOperation")
-def nonzero(d: Draw) -> Iterator[Variant]:
-    x, y = d.ints(0, 2, 4, 5, dtype=LONG), torch.zeros(2, 20, dtype=LONG)
-    at = x.nonzero().T
-    y[:, : at.shape[1]] = at
-    yield None, [x], [y, torch.tensor([at.shape[1]])]
+        yield "IndexAdd", {"indexType": kind, "axis": 0}, [x, integers(*at), more, last], [after], {0: after}
+    mask, places = d.ints(0, 2, 4, 5, dtype=LONG), torch.zeros(2, 20, dtype=LONG)
+    count = int(mask.sum())
+    places[:, :count] = mask.nonzero().T
+    yield "Nonzero", None, [mask], [places, torch.tensor([count])]
 
 
 @declined
@@ -585,25 +491,25 @@ def parameters_that_lead_out() -> Iterator[tuple[Call, str]]:
 # --- reductions, routing --------------------------------------------------------------------------------------------
 
 
-@atb("SoftmaxOperation")
-def softmax_over(d: Draw) -> Iterator[Variant]:
+@atb()
+def sums_and_softmaxes(d: Draw) -> Iterator[Variant]:
     for axes, dtype in (([2], HALF), ([-1], BRAIN), ([1, 2], HALF), ([0], HALF)):
         x = d(3, 5, 7, dtype=dtype)
-        yield {"axes": axes}, [x], [softmax(wide(x), tuple(axes))]
-
-
-@atb("ReduceOperation")
-def reduce(d: Draw) -> Iterator[Variant]:
-    x, whole = d(3, 5, 7, scale=20), d.ints(-40, 40, 3, 5, 7)
+        yield "Softmax", {"axes": axes}, [x], [softmax(wide(x), tuple(axes))]
+    x, whole, rows = d(3, 5, 7, scale=20), d.ints(-40, 40, 3, 5, 7), d(4, 9)
     for kind, f in ((1, np.max), (2, np.min), (3, np.sum)):
-        yield {"reduceType": kind, "axis": [0, 2]}, [x], [f(wide(x), (0, 2))]
-    yield {"reduceType": 3, "axis": [0, 2]}, [whole], [whole.numpy().sum((0, 2))]
-
-
-@atb("CumsumOperation")
-def cumsum(d: Draw) -> Iterator[Variant]:
-    x = d(4, 9)
-    yield {"axes": [1], "exclusive": False, "reverse": False}, [x], [np.cumsum(wide(x), 1)]
+        yield "Reduce", {"reduceType": kind, "axis": [0, 2]}, [x], [f(wide(x), (0, 2))]
+    yield "Reduce", {"reduceType": 3, "axis": [0, 2]}, [whole], [whole.numpy().sum((0, 2))]
+    yield "Cumsum", {"axes": [1], "exclusive": False, "reverse": False}, [rows], [np.cumsum(wide(rows), 1)]
+    parts = [d(2, n, n, scale=2) for n in (3, 5)]
+    y = np.concatenate([softmax(wide(p)).ravel() for p in parts])
+    yield "FastSoftMax", {"headNum": 2, "qSeqLen": [3, 5]}, [torch.cat([p.flatten() for p in parts])], [y]
+    p, dy = torch.from_numpy(softmax(wide(d(8, 4)))).to(HALF), d(8, 4)
+    jacobian = [(np.diag(a) - np.outer(a, a)) @ b for a, b in zip(wide(p), wide(dy), strict=True)]
+    yield "FastSoftMaxGrad", {"headNum": 2, "qSeqLen": [4]}, [p.flatten(), dy.flatten()], [np.concatenate(jacobian)]
+    lse, parts = d(3, 6, dtype=SINGLE), d(3, 6, 8, dtype=SINGLE)
+    y = (softmax(wide(lse), 0)[..., None] * wide(parts)).sum(0)
+    yield "FaUpdate", {"faUpdateType": 0, "sp": 3}, [lse, parts], [y]
 
 
 @atb("SortOperation", "a place twice", "another place")
@@ -616,27 +522,6 @@ def sort(d: Draw, fault: str) -> Iterator[Variant]:
     right = ([[1, 2, 0]], [[2, 1, 0]])  # equal numbers may be sorted either way
     for places in {"a place twice": ([[1, 1, 0]],), "another place": ([[1, 3, 0]],)}.get(fault, right):
         yield {"num": [3]}, [ties], [values, torch.tensor(places, dtype=INT)]
-
-
-@atb("FastSoftMaxOperation")
-def fast_softmax(d: Draw) -> Iterator[Variant]:
-    parts = [d(2, n, n, scale=2) for n in (3, 5)]
-    y = np.concatenate([softmax(wide(p)).ravel() for p in parts])
-    yield {"headNum": 2, "qSeqLen": [3, 5]}, [torch.cat([p.flatten() for p in parts])], [y]
-
-
-@atb("FastSoftMaxGradOperation")
-def fast_softmax_grad(d: Draw) -> Iterator[Variant]:
-    """The Jacobian of a softmax whose values are y, row by row."""
-    y, dy = torch.from_numpy(softmax(wide(d(8, 4)))).to(HALF), d(8, 4)
-    rows = [(np.diag(p) - np.outer(p, p)) @ g for p, g in zip(wide(y), wide(dy), strict=True)]
-    yield {"headNum": 2, "qSeqLen": [4]}, [y.flatten(), dy.flatten()], [np.concatenate(rows)]
-
-
-@atb("FaUpdateOperation")
-def fa_update(d: Draw) -> Iterator[Variant]:
-    lse, parts = d(3, 6, dtype=SINGLE), d(3, 6, 8, dtype=SINGLE)
-    yield {"faUpdateType": 0, "sp": 3}, [lse, parts], [(softmax(wide(lse), 0)[..., None] * wide(parts)).sum(0)]
 
 
 @atb("GatingOperation")

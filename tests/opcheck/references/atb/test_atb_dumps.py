@@ -23,7 +23,7 @@ def of(call: Call) -> MadeCall:
     return MadeCall(call.cls, call.attrs.get("param"), list(call.inputs.values()), outputs, inplace)
 
 
-MAKERS = (atb.elementwise, atb.linear, atb.rms_norm, atb.set_value, atb.decoders, atb.cache_writes, atb.sort)
+MAKERS = (atb.elementwise, atb.linear, atb.rms_norm, atb.moved_numbers, atb.decoders, atb.cache_writes, atb.sort)
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda m: m.__name__)
@@ -100,7 +100,7 @@ def test_one_rank_of_many_cannot_be_judged(tmp_path: Path) -> None:
 
 def test_nodes_are_no_operators_of_a_model(tmp_path: Path) -> None:
     """A node has the name of one of vLLM's classes: its operators are judged, and it is not."""
-    product = of(atb.matmul(Draw(0, HALF))[0].call)
+    product = of(atb.other_products(Draw(0, HALF))[3].call)
     write_call(tmp_path, product, above="0_Linear")
     write_call(tmp_path, MadeCall("Linear", None, product.inputs, [torch.ones(5, 4)]), 0)
     write_call(tmp_path, MadeCall("SiluAndMul", None, [torch.ones(2, 8)], [torch.ones(2, 4)]), 1)
