@@ -61,8 +61,8 @@ def test_what_no_reference_may_judge_is_declined_with_the_reason(name: str) -> N
 
 ALONE = {
     "api": "test_api.py", "mindspore_api": "test_api.py", "gradients": "fused/test_npu_operators.py",
-    "composite": "test_blocks.py", "hf": "test_blocks.py", "torch_attention": "test_torch_attention.py",
-    "npu_attention": "fused/test_npu_attention.py", "opaque_write": "test_blocks.py", "mixer": "test_blocks.py",
+    "composite": "test_composite.py", "hf": "test_composite.py", "torch_attention": "test_torch_attention.py",
+    "npu_attention": "fused/test_npu_attention.py", "opaque_write": "test_composite.py", "mixer": "test_composite.py",
     "onednn": "scaled/test_eight_bits.py", "plans": "", "reads_cache": "",
 }  # fmt: skip
 """Modules of references, or single ones, without a sample, and the tests that they have instead; "": they compute
