@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from opcheck.samples.sample import attend, faulty, wide
+from opcheck.samples.definitions import attend
+from opcheck.samples.sample import faulty, wide
 
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls

@@ -1,12 +1,14 @@
-"""Experts and their routing, by hand, by transformers and token by token."""
+"""Experts and their routing, by hand, and by transformers; token by token in opcheck/samples/modules.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from opcheck.samples.modules import experts_call
+from opcheck.samples.sample import Draw
 from reference_calls import drawer, evaluated
 
 from vllm_accprobe.opcheck.reference import Call
@@ -62,37 +64,18 @@ def test_ties_decide_nothing() -> None:
     assert route(logits, 2)[1].tolist() == [True, False]
 
 
-def experts_call(config: dict[str, Any], **params: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    x, ids = draw(5, 8), torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [1, 0]])
-    weights = draw(5, 2).abs()
-    w13, w2 = draw(3, 12, 8), draw(3, 8, 6)
-    expected = torch.zeros(5, 8, dtype=torch.float64)
-    for t in range(5):  # token by token, as the paper writes it
-        for w, e in zip(weights[t], ids[t], strict=True):
-            gate, up = w13[e, :6] @ x[t], w13[e, 6:] @ x[t]
-            expected[t] += w * (w2[e] @ (F.silu(gate) * up))
-    inputs = {"x": x, "topk_weights": weights, "topk_ids": ids}
-    call = Call("m.experts.routed_experts.quant_method", "UnquantizedFusedMoEMethod", inputs,
-                params={"w13_weight": w13, "w2_weight": w2, **params}, config=config,
-                outputs={"output.0": expected})  # fmt: skip
-    return call, expected
+LOGITS = draw(12, 3)
 
 
 def test_router_weights_are_checked_where_the_model_says_how() -> None:
-    logits = draw(5, 3)
-    call, _ = experts_call({"hidden_act": "silu", "model_type": "mixtral"})
-    found = evaluated(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
-    p = torch.softmax(logits, -1)
-    best = p.topk(2, -1)
-    for t in range(5):
-        chosen = set(best.indices[t].tolist())
-        for k in range(2):
-            e = int(call.inputs["topk_ids"][t, k])
-            want = float(p[t, e] / best.values[t].sum()) if e in chosen else 0.0
-            assert found["input.topk_weights"].value[t, k].item() == pytest.approx(want)
-    call, _ = experts_call({"hidden_act": "silu", "model_type": "unheard_of"})
-    for extra, why in (({"router_logits": logits}, "chosen and weighed"), ({}, "logits were not captured")):
-        found = evaluated(Call(**{**call.__dict__, "extra": extra}))["input.topk_weights"]
+    call = experts_call(Draw(3), config={"hidden_act": "silu", "model_type": "mixtral"}).call
+    found = evaluated(replace(call, extra={"router_logits": LOGITS}))["input.topk_weights"]
+    best = torch.softmax(LOGITS, -1).topk(2, -1)
+    want = torch.zeros(12, 3).double().scatter(1, best.indices, best.values / best.values.sum(-1, keepdim=True))
+    torch.testing.assert_close(found.value, want.gather(1, call.inputs["topk_ids"]))
+    call = replace(call, config={"hidden_act": "silu", "model_type": "unheard_of"})
+    for extra, why in (({"router_logits": LOGITS}, "chosen and weighed"), ({}, "logits were not captured")):
+        found = evaluated(replace(call, extra=extra))["input.topk_weights"]
         assert not found.rows.any()
         assert why in found.reason
 
@@ -100,15 +83,11 @@ def test_router_weights_are_checked_where_the_model_says_how() -> None:
 def glm_call(bias: torch.Tensor | None, **router: Any) -> Call:
     """GLM-4 MoE as vLLM has it: config.json has no scoring_func and no topk_method, the objects say both."""
     config = {"hidden_act": "silu", "model_type": "unheard_of", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-    call, _ = experts_call(config)
     parent = {"top_k": 2, "renormalize": True, "scoring_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
               "use_grouped_topk": True, "routed_scaling_factor": 1.0, "has_correction_bias": True}  # fmt: skip
     gate = {} if bias is None else {"e_score_correction_bias": bias}
     extra = {"router_logits": LOGITS, "gate": gate, "router": router}
-    return Call(**{**call.__dict__, "parent": parent, "extra": extra})
-
-
-LOGITS = draw(5, 3)
+    return experts_call(Draw(3), config=config, parent=parent, extra=extra).call
 
 
 def test_what_config_does_not_say_is_taken_from_the_captured_objects() -> None:

@@ -4,27 +4,14 @@ number and what it writes into its inputs; a fault is one wrong number in any ou
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from opcheck.samples.definitions import attend, gelu, gelu_tanh, lower, past, rms, sigmoid, silu, softmax
 from opcheck.samples.dtypes import BRAIN, HALF, INT, INT8, LONG, SINGLE
-from opcheck.samples.sample import (
-    ONE_OFF,
-    Array,
-    Draw,
-    Made,
-    attend,
-    declined,
-    lower,
-    past,
-    sample,
-    sigmoid,
-    softmax,
-    wide,
-)
+from opcheck.samples.sample import ONE_OFF, Array, Draw, Made, declined, sample, wide
 
 from vllm_accprobe.opcheck.reference import Call
 
@@ -161,14 +148,6 @@ def elementwise_of_unknown_kinds() -> Iterator[tuple[Call, str]]:
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
-def gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
-def gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 def fast_gelu(x: Array) -> Array:
     return x * np.exp(0.851 * (x - np.abs(x))) / (1 + np.exp(-1.702 * np.abs(x)))
 
@@ -185,11 +164,11 @@ def activation(d: Draw, fault: str) -> Iterator[Variant]:
                             (3, fast_gelu, {}), (4, lambda v: v * sigmoid(0.5 * v), {"scale": 0.5}), (8, sigmoid, {}),
                             (9, fast_gelu, {})):  # fmt: skip
         yield {"activationType": number, **more}, [x], [f(y)]
-    yield {"activationType": 4, "scale": 1.0}, [low], [wide(low) * sigmoid(wide(low))]
+    yield {"activationType": 4, "scale": 1.0}, [low], [silu(wide(low))]
     yield {"activationType": 5}, [x.abs() + 0.1], [np.log(wide(x.abs() + 0.1))]
     for t, dim in ((whole, -1), (whole, 1), (low, -1)):
         a, b = np.split(wide(t), 2, dim)
-        yield {"activationType": 6, "dim": dim}, [t], [a * sigmoid(a) * b]
+        yield {"activationType": 6, "dim": dim}, [t], [silu(a) * b]
     up, (a, b), h = d(5, 12), np.split(y, 2, -1), 1e-5
     slope = ((a + h) * sigmoid(a + h) - (a - h) * sigmoid(a - h)) / (2 * h)
     yield (
@@ -203,7 +182,7 @@ def activation(d: Draw, fault: str) -> Iterator[Variant]:
 def swiglu_quant(d: Draw) -> Iterator[Variant]:
     x = d(5, 24)
     a, b = np.split(wide(x), 2, -1)
-    yield {"quantType": 0}, [x], symmetric(a * sigmoid(a) * b), {}, 5
+    yield {"quantType": 0}, [x], symmetric(silu(a) * b), {}, 5
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -257,7 +236,7 @@ def other_products(d: Draw) -> Iterator[Variant]:
     y = wide(x) @ wide(w)
     yield "Matmul", {"transposeA": False, "transposeB": False}, [x, w], [y]
     y = y + wide(b)
-    yield "LinearActivation", {"hasBias": True, "activationFuncType": 4}, [x, w.T.contiguous(), b], [y * sigmoid(y)]
+    yield "LinearActivation", {"hasBias": True, "activationFuncType": 4}, [x, w.T.contiguous(), b], [silu(y)]
     w, scale = d.ints(-127, 128, 20, 9, dtype=INT8), d.between(0.01, 0.02, 1, 9, dtype=HALF)
     offset = d.ints(-3, 4, 1, 9, dtype=HALF)
     y = wide(x) @ ((wide(w) + wide(offset)) * wide(scale))
@@ -302,10 +281,6 @@ def parameters_that_are_not_set(d: Draw, fault: str) -> list[Made]:
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------
-
-
-def rms(x: Array, weight: Array, eps: float = 1e-5) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
 def layer(x: Array, weight: Array = 1.0, bias: Array = 0.0, eps: float = 1e-5) -> Array:

@@ -3,25 +3,21 @@ embeddings, tables, attention, experts, pictures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from opcheck.samples.definitions import attend, gelu, gelu_tanh, lower, rms, sigmoid, silu, softmax
 from opcheck.samples.dtypes import BRAIN, DOUBLE, SINGLE
-from opcheck.samples.sample import Array, Draw, Made, attend, declined, lower, made, sample, sigmoid, softmax, wide
+from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wide
 
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.lora import ANEW, NOT_HERE, UNTOLD, RowAdapters
 
 # --- norms ----------------------------------------------------------------------------------------------------------
-
-
-def _rms(x: Array, w: Array, eps: float, less: int = 0) -> Array:
-    return x / np.sqrt((x * x).sum(-1, keepdims=True) / (x.shape[-1] - less) + eps) * w
 
 
 NORMS = [{"name": n, "residual": r} for n in ("RMSNorm", "GemmaRMSNorm", "op") for r in (False, True)]
@@ -31,7 +27,7 @@ NORMS = [{"name": n, "residual": r} for n in ("RMSNorm", "GemmaRMSNorm", "op") f
 def rms_norm(d: Draw, fault: str, name: str, residual: bool) -> Made:
     x, r, w = d(12, 64), d(12, 64), d(64)
     total = wide(x) + wide(r) if residual else wide(x)
-    y = _rms(total, wide(w) + (name == "GemmaRMSNorm"), 1e-3, 2 * bool(fault))
+    y = rms(total, wide(w) + (name == "GemmaRMSNorm"), 1e-3, 2 * bool(fault))
     if name == "op":
         args = (x, r, w, 1e-3) if residual else (torch.zeros_like(x), x, w, 1e-3)
         outputs = {"inplace.input.0": y} | ({"inplace.input.1": total} if residual else {})
@@ -57,40 +53,28 @@ def layer_or_group_norm(d: Draw, fault: str, groups: int) -> Made:
 # --- activations ----------------------------------------------------------------------------------------------------
 
 
-def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def _silu(x: Array) -> Array:
-    return x * sigmoid(x)
-
-
 def _quick(x: Array) -> Array:
     return x * sigmoid(1.702 * x)
 
 
 ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
-    "SiLU": (_silu, {}), "GELU": (_gelu, {}), "NewGELU": (_gelu_tanh, {}), "FastGELU": (_gelu_tanh, {}),
-    "GELUTanh": (_gelu_tanh, {}), "QuickGELU": (_quick, {}), "ReLU": (lambda x: np.maximum(x, 0), {}),
+    "SiLU": (silu, {}), "GELU": (gelu, {}), "NewGELU": (gelu_tanh, {}), "FastGELU": (gelu_tanh, {}),
+    "GELUTanh": (gelu_tanh, {}), "QuickGELU": (_quick, {}), "ReLU": (lambda x: np.maximum(x, 0), {}),
     "ReLUSquaredActivation": (lambda x: np.maximum(x, 0) ** 2, {}),
-    "gelu_new": (_gelu_tanh, {}), "gelu_fast": (_gelu_tanh, {}), "gelu_quick": (_quick, {}),
-    "SiluAndMul": (_silu, {}), "MulAndSilu": (_silu, {}), "silu_and_mul": (_silu, {}), "mul_and_silu": (_silu, {}),
-    "gelu_and_mul": (_gelu, {}), "gelu_tanh_and_mul": (_gelu_tanh, {}),
-    "GeluAndMul": (_gelu, {"attrs": {"approximate": "none"}}),
-    "GeluAndMul tanh": (_gelu_tanh, {"attrs": {"approximate": "tanh"}}),
-    "GeluAndMul config": (_gelu, {"config": {"hidden_act": "gelu"}}),
-    "GeluAndMul config tanh": (_gelu_tanh, {"config": {"hidden_act": "gelu_pytorch_tanh"}}),
+    "gelu_new": (gelu_tanh, {}), "gelu_fast": (gelu_tanh, {}), "gelu_quick": (_quick, {}),
+    "SiluAndMul": (silu, {}), "MulAndSilu": (silu, {}), "silu_and_mul": (silu, {}), "mul_and_silu": (silu, {}),
+    "gelu_and_mul": (gelu, {}), "gelu_tanh_and_mul": (gelu_tanh, {}),
+    "GeluAndMul": (gelu, {"attrs": {"approximate": "none"}}),
+    "GeluAndMul tanh": (gelu_tanh, {"attrs": {"approximate": "tanh"}}),
+    "GeluAndMul config": (gelu, {"config": {"hidden_act": "gelu"}}),
+    "GeluAndMul config tanh": (gelu_tanh, {"config": {"hidden_act": "gelu_pytorch_tanh"}}),
 }  # fmt: skip
 
 
 @sample("another function", variants=[{"name": n} for n in ACTIVATIONS])
 def activations(d: Draw, fault: str, name: str) -> Made:
     f, more = ACTIVATIONS[name]
-    f = (_silu if f in (_gelu, _quick) else _quick) if fault else f
+    f = (silu if f in (gelu, _quick) else _quick) if fault else f
     x, cls, gated = d(12, 64, scale=2), name.split()[0], "mul" in name.lower()
     a, b = np.split(wide(x), 2, -1)
     y = (a * f(b) if name.lower().startswith("mul") else f(a) * b) if gated else f(wide(x))
@@ -373,7 +357,7 @@ def _experts(x: Array, w13: Array, w2: Array, ids: Array, weights: Array) -> Arr
     out, half = np.zeros(x.shape), w13.shape[1] // 2
     for t in range(len(x)):
         for w, e in zip(weights[t], ids[t], strict=True):
-            out[t] += w * (w2[e] @ (_silu(w13[e, :half] @ x[t]) * (w13[e, half:] @ x[t])))
+            out[t] += w * (w2[e] @ (silu(w13[e, :half] @ x[t]) * (w13[e, half:] @ x[t])))
     return out
 
 
@@ -527,10 +511,10 @@ GATED = [{"first": f, "groups": g} for f, g in ((True, 0), (False, 0), (True, 2)
 def gated_norm(d: Draw, fault: str, first: bool, groups: int) -> Made:
     """first: the gate, then the norm; groups: of Mamba 2's own, over the channels of each."""
     x, z, w = d(12, 64), d(12, 64), d(64)
-    gate = 1.0 if fault == "the gate is left out" else _silu(wide(z))
+    gate = 1.0 if fault == "the gate is left out" else silu(wide(z))
     ahead = first != (fault == "the gate at the other side")
     shape = (12, groups or 1, -1)
-    y = _rms((wide(x) * (gate if ahead else 1.0)).reshape(shape), 1.0, 1e-5).reshape(12, 64) * wide(w)
+    y = rms((wide(x) * (gate if ahead else 1.0)).reshape(shape), 1.0, 1e-5).reshape(12, 64) * wide(w)
     y = y if ahead else y * gate
     attrs = {"variance_epsilon": 1e-5, **({} if groups else {"norm_before_gate": not first, "eps": 1e-5})}
     return made("Mixer2RMSNormGated" if groups else "RMSNormGated", inputs={"x": x, "gate" if groups else "z": z},

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from opcheck.samples.definitions import attend, lower, past, softmax
 from opcheck.samples.dtypes import BRAIN, BYTE, E4M3, HALF, SINGLE
-from opcheck.samples.sample import Array, Draw, Made, attend, declined, lower, made, past, sample, softmax, wide
+from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wide
 
 from vllm_accprobe.opcheck.reference import Call
 

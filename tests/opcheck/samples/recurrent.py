@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from opcheck.samples.definitions import sigmoid
 from opcheck.samples.dtypes import BRAIN, DOUBLE, INT, SINGLE
-from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, sigmoid, wide
+from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wide
 
 from vllm_accprobe.opcheck.reference import Call
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from opcheck.samples.definitions import softmax
 from opcheck.samples.dtypes import BRAIN, DOUBLE, LONG, SINGLE
-from opcheck.samples.sample import Array, Draw, Made, made, sample, softmax, wide
+from opcheck.samples.sample import Array, Draw, Made, made, sample, wide
 
 ROWS = 4
 PENALTIES = ("prompt tokens do not count", "divides below 0", "frequency counts once")

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opcheck.samples.sample import Draw, lower
-from opcheck.samples.sample import attend as defined
+from opcheck.samples.definitions import attend as defined
+from opcheck.samples.definitions import lower
+from opcheck.samples.sample import Draw
 
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.references.attention import attend, probabilities
