@@ -28,7 +28,6 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHOICES = [
-    (["!RMSNorm"], {"QKVParallelLinear", "Attention", "RowParallelLinear", "NobodyKnows"}),
     (["!RMSNorm", "!*Linear"], {"Attention", "NobodyKnows"}),
     (["*", "!*attn*"], {"RMSNorm", "NobodyKnows"}),
     (["!*", "Attention"], {"Attention"}),
