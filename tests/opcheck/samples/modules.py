@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from opcheck.samples.definitions import attend, gelu, gelu_tanh, lower, rms, sigmoid, silu, softmax
-from opcheck.samples.dtypes import BRAIN, DOUBLE, SINGLE
+from opcheck.samples.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wide
 
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
@@ -415,7 +415,11 @@ def experts_that_a_kernel_chooses(d: Draw, fault: str, renormalize: bool) -> Mad
 @declined
 def choices_that_were_not_recorded() -> Iterator[tuple[Call, str]]:
     call = experts_that_a_kernel_chooses(Draw(0), "", True).call
-    yield replace(call, parent={"routed_scaling_factor": 2.5}), "was not recorded"
+    config = {**call.config, "num_experts_per_tok": 2}
+    yield (
+        replace(call, parent={"routed_scaling_factor": 2.5}, config=config),
+        "where the routed scaling factor is applied",
+    )
     yield replace(call, config={"hidden_act": "silu", "model_type": "unheard_of"}, parent={}), "was not recorded"
     yield replace(call, inputs={**call.inputs, "router_logits": torch.ones(12, 5)}), "was not recorded"
 
@@ -507,7 +511,7 @@ def probabilities(d: Draw, fault: str, name: str) -> Made:
 GATED = [{"first": f, "groups": g} for f, g in ((True, 0), (False, 0), (True, 2))]
 
 
-@sample("the gate at the other side", "the gate is left out", variants=GATED)
+@sample("the gate at the other side", "the gate is left out", variants=GATED, dtypes=(BRAIN, HALF))
 def gated_norm(d: Draw, fault: str, first: bool, groups: int) -> Made:
     """first: the gate, then the norm; groups: of Mamba 2's own, over the channels of each."""
     x, z, w = d(12, 64), d(12, 64), d(64)
@@ -519,7 +523,7 @@ def gated_norm(d: Draw, fault: str, first: bool, groups: int) -> Made:
     attrs = {"variance_epsilon": 1e-5, **({} if groups else {"norm_before_gate": not first, "eps": 1e-5})}
     return made("Mixer2RMSNormGated" if groups else "RMSNormGated", inputs={"x": x, "gate" if groups else "z": z},
                 params={"weight": w}, attrs=attrs, config={"n_groups": groups} if groups else {},
-                outputs={"output.0": y})  # fmt: skip
+                outputs={"output.0": y}, dtype=d.dtype)  # fmt: skip
 
 
 @sample("runs see each other")
