@@ -126,6 +126,7 @@ def test_scores_that_are_off_move_an_output_by_no_more_than_is_said() -> None:
 def test_a_capped_score_may_have_an_approximate_tanh() -> None:
     x = torch.full((1, 1, 4), 30.0).bfloat16()
     attrs = {"num_heads": 1, "num_kv_heads": 1, "head_size": 4, "scale": 1.0}
+
     def bound(cap: float) -> float:
         t = {"k": x, "v": x}
         e = run("Attention", {"query": x, "key": x, "value": x}, torch.zeros(1, 4, dtype=torch.bfloat16),

@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opcheck.opdiff_files import (
-    CHINESE,
-    ENGLISH,
-    FIVE,
-    bfloat16,
-    cells_of,
-    details,
-    row,
-    unmeasured,
-    write,
-)
+from opcheck.opdiff_files import CHINESE, ENGLISH, FIVE, bfloat16, cells_of, details, row, unmeasured, write
 
 from vllm_accprobe import cli
 from vllm_accprobe.opcheck.diff.aggregate import gathered

@@ -1,6 +1,6 @@
 """Every reference: a right kernel passes, and each wrong one fails; what has no sample is named here.
 
-The samples, by family of operators, are in opcheck/samples/. What references decline is beside each family's tests.
+The samples, by family of operators, are in opcheck/samples/. What references decline stands there, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_a_right_kernel_passes_and_each_wrong_one_fails(name: str) -> None:
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_no_reference_may_judge_is_declined_with_the_reason(name: str) -> None:
     for call, why in DECLINED[name]():
-        with pytest.raises(Declined, match=why) as error:
+        with pytest.raises(Declined, match=why or None) as error:
             evaluated(call)
         assert not error.value.failed, error.value.reason
 

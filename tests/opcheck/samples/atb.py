@@ -202,9 +202,9 @@ def linear(d: Draw) -> Iterator[Variant]:
     x, w, bias, before = d(m, k), d(n, k), d(n), d(m, n, dtype=SINGLE)
     low, low_w = d(m, k, dtype=BRAIN), d(n, k, dtype=BRAIN)
     y = wide(x) @ wide(w).T
-    told = {"transposeA": False, "transposeB": True, "outDataType": -1, "enAccum": False}
-    yield told | {"hasBias": True}, [x, w, bias], [y + wide(bias)]
-    yield told | {"hasBias": False}, [low, low_w], [wide(low) @ wide(low_w).T]
+    param = {"transposeA": False, "transposeB": True, "outDataType": -1, "enAccum": False}
+    yield param | {"hasBias": True}, [x, w, bias], [y + wide(bias)]
+    yield param | {"hasBias": False}, [low, low_w], [wide(low) @ wide(low_w).T]
     yield {"transposeA": True, "transposeB": False, "hasBias": False}, [x.T.contiguous(), w.T.contiguous()], [y]
     yield {"hasBias": False, "enAccum": True}, [x, w, before], [single(y + wide(before))]
     a, b, c = d(3, m, k), d(3, k, n), d(3, n)
@@ -245,7 +245,7 @@ def other_products(d: Draw) -> Iterator[Variant]:
 
 @atb("StridedBatchMatmulOperation")
 def strided_matmul(d: Draw) -> Iterator[Variant]:
-    """Two requests of two heads: heads beside one another in A and B, one after the other in C."""
+    """Two requests of two heads: heads interleaved in A and B, one after the other in C."""
     heads, k, lengths = 2, 8, [3, 5]
     sides = [d(n, heads, k) for n in lengths], [d(n, heads, k) for n in lengths]
     out = np.concatenate([(wide(a)[:, h] @ wide(b)[:, h].T).reshape(-1)
@@ -257,7 +257,7 @@ def strided_matmul(d: Draw) -> Iterator[Variant]:
 
 
 @declined
-def products_that_are_not_told() -> Iterator[tuple[Call, str]]:
+def products_with_missing_or_unknown_parameters() -> Iterator[tuple[Call, str]]:
     x, w, y = torch.ones(5, 8, dtype=HALF), torch.ones(4, 8, dtype=HALF), torch.full((5, 4), 8, dtype=HALF)
     for param, why in (
         (None, "its parameters are not in the dump"), ({}, "input 2 was not captured"),  # hasBias is true by default
@@ -634,7 +634,7 @@ def rope_beside_another_part(d: Draw) -> Iterator[Variant]:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 HEADS, KV, WIDTH = 4, 2, 16
-TOLD = {"headNum": HEADS, "kvHeadNum": KV, "qkScale": 0.25}
+HEAD_PARAM = {"headNum": HEADS, "kvHeadNum": KV, "qkScale": 0.25}
 SLOPES = 2.0 ** (-8.0 / HEADS * np.arange(1, HEADS + 1))
 
 
@@ -659,7 +659,7 @@ def _encoder(
     out = [attend(wide(q)[r], wide(k)[r], wide(v)[r], 0.25, added(n), clamp)
            for r, n in ((slice(0, 5), 5), (slice(5, 14), 9))]  # fmt: skip
     inputs = [q, k, v, *([] if mask is None else [mask]), integers(5, 9)]
-    return {**TOLD, "calcType": 3, **param}, inputs, [np.concatenate(out)]
+    return {**HEAD_PARAM, "calcType": 3, **param}, inputs, [np.concatenate(out)]
 
 
 @atb("SelfAttentionOperation", *ANOTHER)
@@ -680,12 +680,12 @@ def encoders(d: Draw, fault: str) -> Iterator[Variant]:
         yield _encoder(d, _mask(), causal, maskType=1, **more)
     for mask in (_alibi(16), np.stack([_alibi(16)] * 2)):  # of heads, of requests and heads
         yield _encoder(d, torch.from_numpy(mask).to(HALF), _alibi, maskType=2)
-    q, k, v = (d(7, h * WIDTH) for h in (HEADS, KV, KV))  # flat, without calcType and maskType: the inputs tell
+    q, k, v = (d(7, h * WIDTH) for h in (HEADS, KV, KV))  # flat, without calcType and maskType: as the inputs show
     y = attend(*(wide(t).reshape(7, -1, WIDTH) for t in (q, k, v)), 0.25, causal(7))
-    yield TOLD, [q, k, v, _mask(), integers(7)], [y.reshape(7, -1)]
+    yield HEAD_PARAM, [q, k, v, _mask(), integers(7)], [y.reshape(7, -1)]
     q, k = d(6, HEADS, WIDTH), d(6, 1, WIDTH)  # latent: values are the first channels of keys
     y = attend(wide(q), wide(k), wide(k)[..., :8], 0.25)
-    yield TOLD | {"kvHeadNum": 1, "calcType": 3, "mlaVHeadSize": 8}, [q, k, integers(6)], [y]
+    yield HEAD_PARAM | {"kvHeadNum": 1, "calcType": 3, "mlaVHeadSize": 8}, [q, k, integers(6)], [y]
 
 
 @atb("SelfAttentionOperation")
@@ -713,7 +713,7 @@ def decoders(d: Draw) -> Iterator[Variant]:
             out[rows] = y.reshape(n, -1)
         inputs = [q, *([] if bypass else [k, v]), *caches, *([mask] if masked else []), integers(*total),
                   integers(*own), integers(1), *([integers(*status)] if status else [])]  # fmt: skip
-        param = {**TOLD, "qScale": 0.5, "qkScale": 0.5, "calcType": 0, "maskType": int(masked),
+        param = {**HEAD_PARAM, "qScale": 0.5, "qkScale": 0.5, "calcType": 0, "maskType": int(masked),
                  "kvcacheCfg": int(bypass), "batchRunStatusEnable": bool(status)}  # fmt: skip
         yield param, inputs, [out], {} if bypass else {3: after[0], 4: after[1]}
 
@@ -726,7 +726,7 @@ def prefixes(d: Draw) -> Iterator[Variant]:
     out = [attend(wide(q)[rows], *(past(wide(t), table[r].tolist(), m) for t in (keys, values)), 0.25, lower(n, m))
            for r, (n, m, rows) in enumerate(zip(own, total, (slice(0, 3), slice(3, 5)), strict=True))]  # fmt: skip
     yield (
-        TOLD | {"calcType": 4, "maskType": 9},
+        HEAD_PARAM | {"calcType": 4, "maskType": 9},
         [q, keys, values, table, integers(*own), integers(*total)],
         [np.concatenate(out)],
     )
@@ -775,7 +775,7 @@ def paged_attention(d: Draw) -> Iterator[Variant]:
         more = [] if mask is None else [torch.from_numpy(mask).to(dtype)]
         more += [integers(*status)] if status else []
         yield (
-            TOLD | {"maskType": kind, "batchRunStatusEnable": bool(status)},
+            HEAD_PARAM | {"maskType": kind, "batchRunStatusEnable": bool(status)},
             [q, *caches, table, lengths, *more],
             [out],
         )
@@ -795,7 +795,7 @@ def paged_attention(d: Draw) -> Iterator[Variant]:
         for s, o in zip(scales, offsets, strict=True):
             more += [torch.from_numpy(s.numpy().view(np.uint32).astype(np.int64)), *([o] if offset else [])]
         yield (
-            TOLD | {"quantType": 1, "hasQuantOffset": offset},
+            HEAD_PARAM | {"quantType": 1, "hasQuantOffset": offset},
             [q, *caches, table, lengths, *more],
             [np.concatenate(out)],
         )
@@ -811,12 +811,12 @@ def paged_attention(d: Draw) -> Iterator[Variant]:
         sides = (past(wide(t), table[r].tolist(), m) for t in (keys, values))
         out.append(attend(wide(q)[ends[r] : ends[r + 1]], *sides, 0.25, lower(n, m)))
     inputs = [q, keys, values, table, lengths, torch.from_numpy(mask).to(HALF), integers(*own)]
-    yield TOLD | {"maskType": 3, "calcType": 1}, inputs, [np.concatenate(out)]
+    yield HEAD_PARAM | {"maskType": 3, "calcType": 1}, inputs, [np.concatenate(out)]
     q, cache, out = d(3, HEADS, WIDTH), d(12, SIZE, 1, WIDTH), []
     for r, n in enumerate(PAST):
         k = past(wide(cache), table[r].tolist(), n)
         out.append(attend(wide(q)[r : r + 1], k, k[..., :8], 0.25))
-    yield TOLD | {"kvHeadNum": 1, "mlaVHeadSize": 8}, [q, cache, table, lengths], [np.concatenate(out)]
+    yield HEAD_PARAM | {"kvHeadNum": 1, "mlaVHeadSize": 8}, [q, cache, table, lengths], [np.concatenate(out)]
 
 
 @atb("ReshapeAndCacheOperation")
@@ -878,11 +878,12 @@ def block_copy(d: Draw) -> Iterator[Variant]:
 def _over(kind: str, param: dict[str, Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Made]:
     """A call for each rank; each has the others' calls."""
     size = len(inputs)
-    told = [{"rank": r, "rankSize": size, "rankRoot": 0, **param} for r in range(size)]
+    params = [{"rank": r, "rankSize": size, "rankRoot": 0, **param} for r in range(size)]
     calls = [
-        atb_call(kind, told[r], inputs[r], [t for t in outputs[r] if isinstance(t, torch.Tensor)]) for r in range(size)
+        atb_call(kind, params[r], inputs[r], [t for t in outputs[r] if isinstance(t, torch.Tensor)])
+        for r in range(size)
     ]
-    return [_made(kind, (told[r], inputs[r], outputs[r]), ranks=calls) for r in range(size)]
+    return [_made(kind, (params[r], inputs[r], outputs[r]), ranks=calls) for r in range(size)]
 
 
 @sample(ONE_OFF, dtypes=(HALF,))

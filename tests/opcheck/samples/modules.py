@@ -92,7 +92,7 @@ def clamped_swiglu(d: Draw, fault: str) -> Made:
 
 
 @declined
-def gelu_that_nobody_tells() -> Iterator[tuple[Call, str]]:
+def gelu_without_its_approximation() -> Iterator[tuple[Call, str]]:
     yield Call("a", "GeluAndMul", {"x": torch.ones(2, 4)}, outputs={"output.0": torch.ones(2, 2)}), "approximate"
 
 

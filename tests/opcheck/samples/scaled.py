@@ -151,10 +151,10 @@ def quantised_to_nvfp4(d: Draw, fault: str, tiles: bool) -> Made:
     code = (v[..., None] >= VALUES).sum(-1) - 1 if fault == "rounds down" else code
     code = (code + 8 * (wide(y) < 0)).astype(np.uint8).reshape(rows, -1, 2)
     low, high = (1, 0) if fault == "halves of a byte exchanged" else (0, 1)
-    given = {"output": torch.from_numpy(code[..., low] | code[..., high] << 4),
+    codes = {"output": torch.from_numpy(code[..., low] | code[..., high] << 4),
              "output_scale": _tiled(scales) if tiles else scales}  # fmt: skip
-    return made("torch.ops._C.scaled_fp4_quant.out", x, torch.tensor([whole]), tiles, kwargs=given,
-                outputs={f"inplace.input.{k}": t for k, t in given.items()})  # fmt: skip
+    return made("torch.ops._C.scaled_fp4_quant.out", x, torch.tensor([whole]), tiles, kwargs=codes,
+                outputs={f"inplace.input.{k}": t for k, t in codes.items()})  # fmt: skip
 
 
 @sample("one output channel has its neighbour's scale")

@@ -1,4 +1,4 @@
-"""ATB's operators from dumps: what a dump keeps, and what it cannot tell. Their formulas: opcheck/samples/atb.py."""
+"""ATB's operators from dumps: what a dump keeps, and what it lacks. Their formulas: opcheck/samples/atb.py."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_tied_groups_have_no_reference(tmp_path: Path) -> None:
     assert (found.status, found.message) == (SKIP, "two of its groups or experts are tied")
 
 
-def test_a_token_that_no_rand_gives_is_told(tmp_path: Path) -> None:
+def test_a_token_that_no_rand_gives_is_a_fault(tmp_path: Path) -> None:
     found = judged(tmp_path, of(atb.a_draw_that_some_rand_gives(Draw(0, HALF), "beyond top-k").call))
     assert {r.status for r in found.values()} == {FAIL}
     assert "no rand between 0 and 1 gives it" in found["output.0"].message
