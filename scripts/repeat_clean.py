@@ -14,7 +14,6 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "opcheck"))
 
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat.by_rows import BatchOptions, batches
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
@@ -79,13 +77,14 @@ def named() -> Iterator[Captured]:
 
 
 def families() -> Iterator[Captured]:
-    """The honest calls of tests/opcheck/references/test_family_faults.py."""
-    from opcheck.references.test_family_faults import KERNELS
+    """The right calls of tests/opcheck/samples/modules.py."""
+    from opcheck.samples import modules  # noqa: F401  # its samples come into the table as it is imported
+    from opcheck.samples.sample import SAMPLES
 
-    for name, (role, make) in KERNELS.items():
-        call, honest, _ = make()
-        if isinstance(call, Call) and isinstance(honest, torch.Tensor):
-            yield Captured(name, 0, 0, 0, replace(call, outputs={role: honest}), {})
+    for name, sample in SAMPLES.items():
+        if name.startswith("modules: "):
+            for n, (_, made) in enumerate(sample.each()):
+                yield Captured(f"{name} {n}", 0, 0, 0, made.call, {})
 
 
 def told(rows: list[Checked], what: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -49,13 +48,3 @@ def test_both_kinds_of_arrays_agree(dtype: str, kind: str) -> None:
             if a is not None:
                 # kl is a small difference of sums that are of the order of 1
                 assert b == pytest.approx(a, rel=1e-12, abs=1e-12 if name == "kl" else 1e-300), name
-
-
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, mine = tensors("bfloat16", "nonfinite", 3)
-    whole = measures.measure(numbers(reference), numbers(mine), "bfloat16")
-    monkeypatch.setattr(measures, "BLOCK", 50)
-    parts = measures.measure(numbers(reference), numbers(mine), "bfloat16")
-    assert {k: v for k, v in asdict(parts).items() if v} == pytest.approx(
-        {k: v for k, v in asdict(whole).items() if v}, rel=1e-12
-    )

@@ -38,8 +38,8 @@ def within(e: Expected, mine: torch.Tensor) -> bool:
 def test_no_kernel_that_is_right_breaks_a_bound(case: Case) -> None:
     """Eight kinds of inputs in three dtypes, four kernels each; no alarm but for inputs of few values or bits."""
     found = search_bounds.Found()
-    search_bounds.search(case, 24, 1, found)
-    assert found.errors >= 24
+    search_bounds.search(case, 6, 1, found)
+    assert found.errors >= 6
     assert found.ratio <= 1.0, found.worst
     assert not found.alarms[False], found.samples
 
@@ -126,6 +126,7 @@ def test_scores_that_are_off_move_an_output_by_no_more_than_is_said() -> None:
 def test_a_capped_score_may_have_an_approximate_tanh() -> None:
     x = torch.full((1, 1, 4), 30.0).bfloat16()
     attrs = {"num_heads": 1, "num_kv_heads": 1, "head_size": 4, "scale": 1.0}
+
     def bound(cap: float) -> float:
         t = {"k": x, "v": x}
         e = run("Attention", {"query": x, "key": x, "value": x}, torch.zeros(1, 4, dtype=torch.bfloat16),

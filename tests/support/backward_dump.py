@@ -25,7 +25,11 @@ class BackwardDump:
             return {"type": "torch.Tensor", "dtype": str(value.dtype), "shape": list(value.shape), "data_name": name}
         if isinstance(value, (list, tuple)):
             return [self._info(key, f"{suffix}.{i}", v) for i, v in enumerate(value)]
-        return None if value is None else {"type": type(value).__name__, "value": value}
+        if isinstance(value, slice):
+            return {"type": "slice", "value": [value.start, value.stop, value.step]}
+        if isinstance(value, torch.dtype):
+            return {"type": "torch.dtype", "value": str(value)}
+        return None if value is None else {"type": type(value).__name__, "value": "..." if value is ... else value}
 
     def forward(
         self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...],
@@ -40,6 +44,10 @@ class BackwardDump:
             infos = {k: self._info(key, f"parameters.{k}", v) for k, v in parameters.items()}
             self.data[key]["parameters"] = infos
         self.parents[key] = parent
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> None:
+        """A forward call of an API, numbered."""
+        self.forward(f"{name}.{sum(k.startswith(name) for k in self.data)}.forward", args, kwargs, outputs)
 
     def backward(self, key: str, ups: tuple[Any, ...], grads: tuple[Any, ...], parent: str | None = None) -> None:
         """ups: gradients of what came out forward; grads: of what went in."""

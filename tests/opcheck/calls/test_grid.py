@@ -8,7 +8,6 @@ from pathlib import Path
 import h5py
 import pytest
 import torch
-from opcheck import torch_only
 from opcheck.opcheck_dumps import Maker
 from support.opchecked import check
 from support.peer_dumps import unpack
@@ -196,17 +195,6 @@ def test_another_tools_fault_free_dump_passes_and_says_which_grid(
     with (tmp_path / "o/opcheck.csv").open(newline="") as f:
         judged = [r for r in csv.DictReader(f) if r["status"] in ("pass", "fail")]
     assert {(r["dtype"], r["stored"]) for r in judged} == {("bfloat16", "float32")}
-
-
-def test_gentest_of_such_a_dump_passes_with_torch_alone(tmp_path: Path) -> None:
-    golden = unpack("d_xray_h5", tmp_path) / "golden"
-    assert main(["gentest", str(golden), "--ops", "*", "--out", str(tmp_path / "t")]) == 0
-    done = torch_only.run(torch_only.site(tmp_path / "site"), tmp_path / "t", "--detail-csv", "cpu.csv")
-    assert done.returncode == 0, done.stdout[-2000:]
-    with (tmp_path / "t/cpu.csv").open(newline="") as f:
-        passed = [r for r in csv.DictReader(f) if r["status"] == "pass"]
-    assert len(passed) >= 10
-    assert {r["dtype"] for r in passed} == {"bfloat16"}
 
 
 def test_the_replay_of_compare_works_on_that_grid_and_says_so(

@@ -18,6 +18,14 @@ from vllm_accprobe.opcheck.calls.prefix import ABSENT, TEXT, UNKNOWN, Prefix, pr
 START, OTHER = list(range(100, 108)), list(range(200, 208))
 
 
+def step_of(m: Maker, step: int, req: int, pos: int, ids: list[int]) -> None:
+    """Rows of one request, whose tokens are known."""
+    segment = {"req": req, "pos": pos, "n": len(ids), "row": 0, "phase": "prefill"}
+    m.writer.line({"event": "step", "step": step, "batch": {"requests": 1, "tokens": len(ids)}})
+    m.writer.line({"event": "rows", "step": step, "space": "tokens", "src_rows": len(ids), "ids": ids,
+                   "segments": [segment]})  # fmt: skip
+
+
 def written(root: Path, requests: Sequence[tuple[list[int], int]], images: Sequence[str] = ()) -> Dump:
     """Requests (prompt, how much of it was cached) one after the other, each with two decode steps (tokens 7, 8)."""
     m, step = Maker(root), 0
@@ -27,10 +35,7 @@ def written(root: Path, requests: Sequence[tuple[list[int], int]], images: Seque
         shown = [{"hash": images[req], "pos": 0, "n": 1}] if images else []
         m.writer.line({**event, "images": shown} if shown else event)
         for pos, ids in ((cached, prompt[cached:]), (len(prompt), [7]), (len(prompt) + 1, [8])):
-            m.writer.line({"event": "step", "step": step, "batch": {"requests": 1, "tokens": len(ids)}})
-            segment = {"req": req, "pos": pos, "n": len(ids), "row": 0, "phase": "prefill"}
-            m.writer.line({"event": "rows", "step": step, "space": "tokens", "src_rows": len(ids), "ids": ids,
-                           "segments": [segment]})  # fmt: skip
+            step_of(m, step, req, pos, ids)
             step += 1
     return open_dump(m.close())
 
@@ -89,10 +94,7 @@ def recorded(
     for event in requests:
         m.writer.line({"event": "request", "id": f"r{event['req']}", **event})
     for step, (req, pos, ids) in enumerate(rows):
-        m.writer.line({"event": "step", "step": step, "batch": {"requests": 1, "tokens": len(ids)}})
-        segment = {"req": req, "pos": pos, "n": len(ids), "row": 0, "phase": "prefill"}
-        m.writer.line({"event": "rows", "step": step, "space": "tokens", "src_rows": len(ids), "ids": ids,
-                       "segments": [segment]})  # fmt: skip
+        step_of(m, step, req, pos, ids)
     for line in lines:
         m.writer.line({"event": "cached", **line})
     return open_dump(m.close())

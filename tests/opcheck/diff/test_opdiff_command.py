@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opcheck.opdiff_files import (
-    CHINESE,
-    ENGLISH,
-    FIVE,
-    bfloat16,
-    cells_of,
-    details,
-    row,
-    unmeasured,
-    write,
-)
+from opcheck.opdiff_files import CHINESE, ENGLISH, FIVE, bfloat16, cells_of, details, row, unmeasured, write
 
 from vllm_accprobe import cli
 from vllm_accprobe.opcheck.diff.aggregate import gathered
@@ -90,19 +80,6 @@ def test_the_five_algorithms_pass_and_fail(opdiff, standard):
             golden, [b if b["op"] == op else g for g, b in zip(golden, bad, strict=True)], "--standard", standard
         )
         assert {r["op"] for r in one.details if r["status"] == "error"} == {op}
-
-
-def test_details_hold_every_number_that_was_judged(opdiff):
-    golden, mine = row("RMSNorm"), row("RMSNorm", factor=1.03)
-    out = opdiff([golden], [mine])
-    (line,) = out.details
-    for label, measure_ in (("rmse_ratio", "normal_rmse"), ("mean_rel_ratio", "normal_mean_rel_err")):
-        assert float(line[label]) == pytest.approx(mine[measure_] / max(golden[measure_], 2**-8))
-        assert line[f"{label}_status"] == "error"
-    assert (line["api"], line["level"], line["error_balance_ratio_status"]) == ("npu_rms_norm", "L2", "pass")
-    for name in ("max_abs_err", "cosine", "rel_l2", "above_1e_1", "above_1e_6"):
-        assert (float(line[f"golden_{name}"]), float(line[f"mine_{name}"])) == (golden[name], mine[name])
-    assert list(line)[:9] == ["op", "class", "tap", "rank", "step", "call", "role", "dtype", "shape"]
 
 
 def test_outputs_of_a_call_become_one_row_of_result(opdiff):
@@ -180,22 +157,6 @@ def test_integers_are_binary_whatever_the_operator(opdiff):
     ]  # fmt: skip
 
 
-def test_the_worst_comes_first(opdiff):
-    ops = [f"a.op{i}" for i in range(14)]
-    golden = [row(op) for op in ops]
-    mine = [row(op, factor=1 + 0.02 * (1 + i)) for i, op in enumerate(ops)]
-    out = opdiff(golden, mine)
-    shown = [line.split()[1] for line in out.stdout.splitlines() if line.startswith("  error ")]
-    assert shown == ops[:3:-1]
-    assert "... 4 more: details.csv has all, --verbose shows more" in out.stdout
-    assert "worst a.op13 model.layers.0.x output.0 (rank 0, step 0, call 0)" in out.stdout.splitlines()[0]
-    everything = opdiff(golden, mine, "--verbose").stdout
-    assert sum(line.startswith("  error ") for line in everything.splitlines()) == 14
-    page = (out.dir / "opdiff.md").read_text(encoding="utf-8")
-    assert page.index("a.op13") < page.index("a.op0")
-    assert "| a.op3 (op3) | 1 | 0 | 0 | 1 | 0 |" in page
-
-
 def test_an_algorithm_for_an_operator(opdiff):
     golden, mine = [row("vendor.norm.default")], [row("vendor.norm.default", factor=1.03)]
     assert opdiff(golden, mine).details[0]["algorithm"] == "benchmark ratio"
@@ -215,12 +176,6 @@ def test_both_verdicts_side_by_side(opdiff):
     assert out.details[1]["message"] == "fail it is"
     assert out.code == 1
     assert opdiff(side("fail"), side("fail"), "--standard", "operator").code == 0
-
-
-@pytest.mark.parametrize("standard", ["ait", "xray"])
-def test_other_tools_standards(opdiff, standard):
-    golden, mine = [row(dtype="float32")] * 2, [row(dtype="float32"), row(dtype="float32", factor=1.1)]
-    assert [r["status"] for r in opdiff(golden, mine, "--standard", standard).details] == ["pass", "error"]
 
 
 @pytest.mark.parametrize("header", [CHINESE, ENGLISH])

@@ -12,8 +12,14 @@ ORIGIN = {"module": "m", "role": "output.0", "created": 0.3, "floor": 0.01, "req
 
 def pairs():
     return [
-        pair(**AT, measured=0.5, worst_request="b", worst_position=1, worst_row_rel_l2=0.2,
-             message="row norm is 1.5 times the golden's (allowed 1 ± 0.1); first seen"),
+        pair(
+            **AT,
+            measured=0.5,
+            worst_request="b",
+            worst_position=1,
+            worst_row_rel_l2=0.2,
+            message="row norm is 1.5 times the golden's (allowed 1 ± 0.1); first seen",
+        ),
         pair(**AT, measured=0.3, worst_request="a", worst_position=7, worst_row_rel_l2=0.3),
         pair(tap="m", measured=0.01, allowed=0.1),
         pair(tap="n", status="fail", measured=0.5, allowed=0.1, worst_request="a", worst_position=7),

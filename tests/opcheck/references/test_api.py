@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.backward_dump import BackwardDump
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
@@ -26,42 +26,6 @@ here = pytest.mark.skipif(not mindspore_api.installed(), reason="MindSpore is no
 absent = pytest.mark.skipif(mindspore_api.installed(), reason="MindSpore is installed")
 
 
-class Recorder:
-    """Writes a dump as msprobe does: one step, one rank."""
-
-    def __init__(self, root: Path):
-        self.place = root / "step0" / "rank0"
-        (self.place / "dump_tensor_data").mkdir(parents=True)
-        self.root, self.data = root, {}
-
-    def _info(self, key: str, suffix: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            name = f"{key}.{suffix}.pt"
-            torch.save(value, self.place / "dump_tensor_data" / name)
-            return {"type": "torch.Tensor", "dtype": str(value.dtype), "shape": list(value.shape), "data_name": name}
-        if isinstance(value, (list, tuple)):
-            return [self._info(key, f"{suffix}.{i}", v) for i, v in enumerate(value)]
-        if isinstance(value, slice):
-            return {"type": "slice", "value": [value.start, value.stop, value.step]}
-        if isinstance(value, torch.dtype):
-            return {"type": "torch.dtype", "value": str(value)}
-        return None if value is None else {"type": type(value).__name__, "value": "..." if value is ... else value}
-
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[torch.Tensor, ...]) -> None:
-        key = f"{name}.{sum(k.startswith(name) for k in self.data)}.forward"
-        self.data[key] = {
-            "input_args": [self._info(key, f"input.{i}", v) for i, v in enumerate(args)],
-            "input_kwargs": {k: self._info(key, f"input.{k}", v) for k, v in kwargs.items()},
-            "output": [self._info(key, f"output.{i}", v) for i, v in enumerate(outputs)],
-        }
-
-    def close(self) -> Path:
-        head = {"task": "tensor", "level": "L1", "framework": "pytorch", "data": self.data}
-        (self.place / "dump.json").write_text(json.dumps(head))
-        (self.place / "construct.json").write_text(json.dumps(dict.fromkeys(self.data)))
-        return self.root
-
-
 def found(dump: Path, out: Path, *more: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and by operator the message or status of each role."""
     code = main(["opcheck", str(dump), "--out", str(out), "-j", "0", *more])
@@ -74,7 +38,7 @@ def found(dump: Path, out: Path, *more: str) -> tuple[int, dict[str, dict[str, s
 
 def test_pytorchs_functions_replay_and_a_wrong_one_is_found(tmp_path: Path) -> None:
     x, y, w = (torch.randn(*s, generator=G).bfloat16() for s in ((9, 24), (9, 24), (16, 24)))
-    r = Recorder(tmp_path / "d")
+    r = BackwardDump(tmp_path / "d")
     r.call("Functional.linear", (x, w, None), {}, (torch.nn.functional.linear(x, w),))
     r.call("Tensor.__mul__", (x, 2.0), {}, (x * 2.0,))
     r.call("Tensor.__getitem__", (x, [slice(1, 5, None), ...]), {}, (x[1:5],))
@@ -102,7 +66,7 @@ def test_vf_is_torch_s_own_function(tmp_path: Path) -> None:
     weights = [w.detach() for w in lstm.parameters()]
     x, h = torch.randn(3, 4, 6, generator=G), [torch.zeros(1, 3, 5), torch.zeros(1, 3, 5)]
     made = torch._VF.lstm(x, h, weights, True, 1, 0.0, False, False, True)
-    r = Recorder(tmp_path / "d")
+    r = BackwardDump(tmp_path / "d")
     for wrong in (False, True):
         outputs = tuple(t.detach() * (1.01 if wrong else 1.0) for t in made)
         r.call("VF.lstm", (x, h, weights, True, 1, 0.0, False, False, True), {}, outputs)
@@ -114,7 +78,7 @@ def test_vf_is_torch_s_own_function(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_missing_is_a_call_that_was_not_checked(tmp_path: Path) -> None:
     x = torch.randn(4, 8, generator=G)
-    r = Recorder(tmp_path / "d")
+    r = BackwardDump(tmp_path / "d")
     r.call("Torch.rsqrt", (x.abs(),), {}, (x.abs().rsqrt(),))
     r.call("Torch.neg", (x,), {}, (-x,))
     (r.place / "dump_tensor_data" / "Torch.rsqrt.0.forward.input.0.pt").unlink()

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_calls import drawer, evaluated
+from reference_calls import drawer
 
 from vllm_accprobe.dump.schema import RowSpace, Segment
 from vllm_accprobe.opcheck.calls.history import INCOMPLETE, Past
-from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.attention import alibi_slopes, attend
 
@@ -23,18 +22,6 @@ def sdpa(q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
     """torch's own, on [rows, heads, d]."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **more).transpose(0, 1)
-
-
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (4, 1)])
-def test_causal_heads_and_windows_by_torch(heads: int, kv: int, window: int | None) -> None:
-    q, k, v = draw(3, heads, 8), draw(10, kv, 8), draw(10, kv, 5)
-    positions = torch.tensor([2, 7, 9])
-    mask = torch.arange(10)[None] <= positions[:, None]
-    if window:
-        mask &= torch.arange(10)[None] > positions[:, None] - window
-    got, *_ = attend(q, k, v, 0.3, positions, window=window)
-    torch.testing.assert_close(got, sdpa(q, k, v, mask, scale=0.3), rtol=1e-12, atol=1e-12)
 
 
 def test_alibi_by_torch_and_slopes_by_hand() -> None:
@@ -89,49 +76,6 @@ def test_a_cache_is_put_together_and_gaps_are_said() -> None:
     past.write(space((0, 2, 2)), {"key": x[8:10]})  # computed again
     (_, _, held), *_ = past.view(space((0, 3, 1))).requests()
     assert held["key"].flatten().tolist() == [0.0, 1.0, 8.0, 9.0]
-
-
-def attention_call(**attrs: Any) -> tuple[Call, torch.Tensor]:
-    """Request 0: positions 4 and 5 of 6; request 1: all 3. Two heads of 4, one key head; and what torch makes of it."""
-    k, v, q = {0: draw(6, 1, 4), 1: draw(3, 1, 4)}, {0: draw(6, 1, 4), 1: draw(3, 1, 4)}, draw(5, 2, 4)
-    past = Past(("key", "value"))
-    past.write(space((0, 0, 4)), {"key": k[0][:4], "value": v[0][:4]})
-    here = space((0, 4, 2), (1, 0, 3))
-    inputs = {"key": torch.cat((k[0][4:], k[1])), "value": torch.cat((v[0][4:], v[1])), "query": q}
-    past.write(here, inputs)
-    window = attrs.get("sliding_window", 99)
-    out = []
-    for r, rows, positions in ((0, q[:2], [4, 5]), (1, q[2:], [0, 1, 2])):
-        at, keys = torch.tensor(positions)[:, None], torch.arange(len(k[r]))[None]
-        out.append(sdpa(rows, k[r], v[r], (keys <= at) & (keys > at - window), scale=0.7))
-    theirs = torch.cat(out).reshape(5, 8)
-    attrs = {"num_heads": 2, "num_kv_heads": 1, "head_size": 4, **attrs}
-    inputs = {n: t.reshape(5, -1) for n, t in inputs.items()}
-    call = Call("t.attn", "Attention", inputs, attrs=attrs, parent={"scaling": 0.7}, outputs={"output.0": theirs},
-                extra={"cache": past.view(here)})  # fmt: skip
-    return call, theirs
-
-
-@pytest.mark.parametrize("attrs", [{}, {"sliding_window": 3}, {"sliding_window": [2, -1]}])
-def test_requests_in_one_batch_do_not_see_each_other(attrs: dict[str, Any]) -> None:
-    call, _ = attention_call(**({} if not attrs else {"sliding_window": 3}))
-    call = Call(**{**call.__dict__, "attrs": {**call.attrs, **attrs}})
-    found = evaluated(call)["output.0"]
-    torch.testing.assert_close(found.value, call.outputs["output.0"], rtol=1e-12, atol=1e-12)
-    assert bool(found.rows.all())
-
-
-def test_encoders_keep_to_their_runs() -> None:
-    q, k, v = draw(1, 7, 2, 4), draw(1, 7, 2, 4), draw(1, 7, 2, 4)
-    theirs = torch.cat([sdpa(q[0, a:b], k[0, a:b], v[0, a:b], None) for a, b in ((0, 3), (3, 7))])[None]
-    inputs = {"query": q, "key": k, "value": v, "cu_seqlens": torch.tensor([0, 3, 7])}
-    attrs = {"num_heads": 2, "num_kv_heads": 2, "head_size": 4, "scale": 0.5}
-    call = Call("t", "MMEncoderAttention", inputs, attrs=attrs, outputs={"output.0": theirs})
-    torch.testing.assert_close(evaluated(call)["output.0"].value, theirs, rtol=1e-12, atol=1e-12)
-    short = Call("t", "MMEncoderAttention", {**inputs, "cu_seqlens": torch.tensor([0, 3])}, attrs=attrs,
-                 outputs={"output.0": theirs})  # fmt: skip
-    with pytest.raises(Declined, match="not all rows"):
-        evaluated(short)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,16 +1,17 @@
-"""Experts and their routing, by hand, by transformers and token by token."""
+"""Experts and their routing, by hand, and by transformers; token by token in opcheck/samples/modules.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import family_verdict
 import pytest
 import torch
-import torch.nn.functional as F
+from opcheck.samples.modules import experts_call
+from opcheck.samples.sample import Draw
 from reference_calls import drawer, evaluated
 
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.moe import dense, route
 
 draw = drawer(3)
@@ -63,53 +64,18 @@ def test_ties_decide_nothing() -> None:
     assert route(logits, 2)[1].tolist() == [True, False]
 
 
-def experts_call(config: dict[str, Any], **params: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    x, ids = draw(5, 8), torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [1, 0]])
-    weights = draw(5, 2).abs()
-    w13, w2 = draw(3, 12, 8), draw(3, 8, 6)
-    expected = torch.zeros(5, 8, dtype=torch.float64)
-    for t in range(5):  # token by token, as the paper writes it
-        for w, e in zip(weights[t], ids[t], strict=True):
-            gate, up = w13[e, :6] @ x[t], w13[e, 6:] @ x[t]
-            expected[t] += w * (w2[e] @ (F.silu(gate) * up))
-    inputs = {"x": x, "topk_weights": weights, "topk_ids": ids}
-    call = Call("m.experts.routed_experts.quant_method", "UnquantizedFusedMoEMethod", inputs,
-                params={"w13_weight": w13, "w2_weight": w2, **params}, config=config,
-                outputs={"output.0": expected})  # fmt: skip
-    return call, expected
-
-
-def test_experts_token_by_token() -> None:
-    call, expected = experts_call({"hidden_act": "silu"})
-    torch.testing.assert_close(evaluated(call)["output.0"].value, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_experts_that_are_not_understood_are_declined() -> None:
-    for call, why in (
-        (experts_call({})[0], "neither recorded"),
-        (experts_call({"hidden_act": "relu"})[0], "neither recorded"),
-        (experts_call({"hidden_act": "silu"}, w13_bias=draw(3, 12))[0], "biases"),
-        (experts_call({"hidden_act": "silu"}, w2_weight=draw(3, 6, 8))[0], "unknown form"),
-    ):
-        with pytest.raises(Declined, match=why):
-            evaluated(call)
+LOGITS = draw(12, 3)
 
 
 def test_router_weights_are_checked_where_the_model_says_how() -> None:
-    logits = draw(5, 3)
-    call, _ = experts_call({"hidden_act": "silu", "model_type": "mixtral"})
-    found = evaluated(Call(**{**call.__dict__, "extra": {"router_logits": logits}}))
-    p = torch.softmax(logits, -1)
-    best = p.topk(2, -1)
-    for t in range(5):
-        chosen = set(best.indices[t].tolist())
-        for k in range(2):
-            e = int(call.inputs["topk_ids"][t, k])
-            want = float(p[t, e] / best.values[t].sum()) if e in chosen else 0.0
-            assert found["input.topk_weights"].value[t, k].item() == pytest.approx(want)
-    call, _ = experts_call({"hidden_act": "silu", "model_type": "unheard_of"})
-    for extra, why in (({"router_logits": logits}, "chosen and weighed"), ({}, "logits were not captured")):
-        found = evaluated(Call(**{**call.__dict__, "extra": extra}))["input.topk_weights"]
+    call = experts_call(Draw(3), config={"hidden_act": "silu", "model_type": "mixtral"}).call
+    found = evaluated(replace(call, extra={"router_logits": LOGITS}))["input.topk_weights"]
+    best = torch.softmax(LOGITS, -1).topk(2, -1)
+    want = torch.zeros(12, 3).double().scatter(1, best.indices, best.values / best.values.sum(-1, keepdim=True))
+    torch.testing.assert_close(found.value, want.gather(1, call.inputs["topk_ids"]))
+    call = replace(call, config={"hidden_act": "silu", "model_type": "unheard_of"})
+    for extra, why in (({"router_logits": LOGITS}, "chosen and weighed"), ({}, "logits were not captured")):
+        found = evaluated(replace(call, extra=extra))["input.topk_weights"]
         assert not found.rows.any()
         assert why in found.reason
 
@@ -117,15 +83,11 @@ def test_router_weights_are_checked_where_the_model_says_how() -> None:
 def glm_call(bias: torch.Tensor | None, **router: Any) -> Call:
     """GLM-4 MoE as vLLM has it: config.json has no scoring_func and no topk_method, the objects say both."""
     config = {"hidden_act": "silu", "model_type": "unheard_of", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-    call, _ = experts_call(config)
     parent = {"top_k": 2, "renormalize": True, "scoring_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
               "use_grouped_topk": True, "routed_scaling_factor": 1.0, "has_correction_bias": True}  # fmt: skip
     gate = {} if bias is None else {"e_score_correction_bias": bias}
     extra = {"router_logits": LOGITS, "gate": gate, "router": router}
-    return Call(**{**call.__dict__, "parent": parent, "extra": extra})
-
-
-LOGITS = draw(5, 3)
+    return experts_call(Draw(3), config=config, parent=parent, extra=extra).call
 
 
 def test_what_config_does_not_say_is_taken_from_the_captured_objects() -> None:
@@ -153,75 +115,3 @@ def test_what_nobody_says_is_not_checked_and_counted(bias: Any, router: dict[str
     found = evaluated(glm_call(bias, **router))["input.topk_weights"]
     assert not found.rows.any()
     assert why in found.reason
-
-
-def inside(logits: torch.Tensor, **parent: Any) -> Call:
-    """A kernel of old, which chooses the experts itself."""
-    call, _ = experts_call({"hidden_act": "silu", "model_type": "qwen2_moe", "num_experts_per_tok": 2})
-    inputs = {"x": call.inputs["x"], "router_logits": logits}
-    out = torch.zeros(5, 8, dtype=torch.float64)
-    return Call(**{**call.__dict__, "inputs": inputs, "outputs": {"output.0": out}, "parent": parent})
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_experts_that_a_kernel_chooses_itself_token_by_token(renormalize: bool) -> None:
-    logits = draw(5, 3)
-    logits[3] = torch.tensor([2.0, 1.0, 1.0])  # its second expert is a tie
-    call = inside(logits, renormalize=renormalize, top_k=2, scoring_func="softmax", routed_scaling_factor=1.0)
-    found = evaluated(call)["output.0"]
-    assert found.rows is not None
-    assert found.rows.tolist() == [True, True, True, False, True]
-    x, w13, w2 = call.inputs["x"], call.params["w13_weight"], call.params["w2_weight"]
-    for t in (0, 1, 2, 4):
-        p = torch.softmax(logits[t], 0)
-        best = p.topk(2)
-        expected = torch.zeros(8, dtype=torch.float64)
-        for w, e in zip(best.values, best.indices, strict=True):
-            gate, up = w13[e, :6] @ x[t], w13[e, 6:] @ x[t]
-            expected += (w / best.values.sum() if renormalize else w) * (w2[e] @ (F.silu(gate) * up))
-        torch.testing.assert_close(found.value[t], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_how_a_kernel_chooses_must_be_known() -> None:
-    logits = draw(5, 3)
-    plain = inside(logits, top_k=2)
-    other = evaluated(inside(logits, renormalize=True))["output.0"].value
-    assert not torch.equal(evaluated(plain)["output.0"].value, other)
-    for call in (inside(logits, routed_scaling_factor=2.5),
-                 Call(**{**plain.__dict__, "config": {"hidden_act": "silu", "model_type": "unheard_of"}}),
-                 Call(**{**plain.__dict__, "inputs": {**plain.inputs, "router_logits": draw(5, 4)}})):  # fmt: skip
-        with pytest.raises(Declined, match="was not recorded"):
-            evaluated(call)
-
-
-def test_a_kernel_that_takes_the_next_expert_is_caught() -> None:
-    """Honest numbers in bfloat16 pass; one token's second expert exchanged for the third fails."""
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(32, 64, generator=generator).bfloat16()
-    w13 = (torch.randn(4, 96, 64, generator=generator) * 0.1).bfloat16()
-    w2 = (torch.randn(4, 64, 48, generator=generator) * 0.1).bfloat16()
-    logits = torch.randn(32, 4, generator=generator).bfloat16()
-    call = Call(
-        "m.experts.quant_method", "UnquantizedFusedMoEMethod", {"x": x, "router_logits": logits},
-        params={"w13_weight": w13, "w2_weight": w2}, parent={"top_k": 2, "renormalize": True},
-        config={"hidden_act": "silu", "model_type": "mixtral"}, outputs={"output.0": torch.zeros(32, 64).bfloat16()},
-    )  # fmt: skip
-
-    def kernel(wrong: int | None) -> torch.Tensor:
-        weights = torch.softmax(logits.float(), -1)
-        out = torch.zeros(32, 64)
-        for t in range(32):
-            ids = weights[t].topk(3).indices.tolist()
-            chosen = [ids[0], ids[2] if t == wrong else ids[1]]
-            total = weights[t, ids[:2]].sum()
-            for e, by in zip(chosen, ids[:2], strict=True):
-                gate, up = (w13[e].float() @ x[t].float()).chunk(2)
-                hidden = (F.silu(gate) * up).bfloat16().float()
-                out[t] += weights[t, by] / total * (w2[e].float() @ hidden)
-        return out.bfloat16()
-
-    assert family_verdict.verdict(call, "output.0", kernel(None)).passed
-    rows = evaluated(call)["output.0"].rows
-    assert rows is not None
-    at = int(rows.nonzero()[0])
-    assert not family_verdict.verdict(call, "output.0", kernel(at)).passed

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from reference_calls import drawer, evaluated
 
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references import rotary
 
 draw = drawer(9)
@@ -50,37 +48,7 @@ def test_dynamic_scaling_by_hand() -> None:
     assert got.tolist() == pytest.approx([1.0, (100.0 * 3.0**2) ** -0.5])  # factor² - (factor - 1) = 3, exponent 4 / 2
 
 
-def test_pairs_of_neighbours_and_what_lies_past_rotary_dim() -> None:
-    """GPT-J: (x0, x1) by p, (x2, x3) by p / 10; channels 4 and 5 stay."""
-    x, p = torch.tensor([[1.0, 0.0, 0.0, 1.0, 7.0, 8.0]]), 2
-    attrs = {"head_size": 6, "rotary_dim": 4, "base": 100.0, "is_neox_style": False, "max_position_embeddings": 9}
-    found = evaluated(Call("r", "RotaryEmbedding", {"positions": torch.tensor([p]), "query": x}, attrs=attrs))
-    expected = [math.cos(2), math.sin(2), -math.sin(0.2), math.cos(0.2), 7.0, 8.0]
-    assert found["output.0"].value[0].tolist() == pytest.approx(expected, rel=1e-12)
-    assert found["output.0"].noise[0, 4:].tolist() == [0.0, 0.0]
-
-
 def test_positions_of_pictures_are_dealt_out_by_sections() -> None:
     angle = torch.arange(3.0).reshape(3, 1, 1).expand(3, 2, 6) * 100 + torch.arange(6.0)
     assert rotary.sections(angle, [1, 2, 3], False)[0].tolist() == [0.0, 101.0, 102.0, 203.0, 204.0, 205.0]
     assert rotary.sections(angle, [2, 2, 2], True)[0].tolist() == [0.0, 101.0, 202.0, 3.0, 104.0, 205.0]
-
-
-def test_unknown_scaling_is_declined() -> None:
-    attrs = {"head_size": 4, "rotary_dim": 4, "base": 10.0}
-    inputs = {"positions": torch.tensor([1]), "query": draw(1, 4)}
-    for cls, why in (("Llama3RotaryEmbedding", "neither recorded"), ("DualChunkRotaryEmbedding", "not known")):
-        with pytest.raises(Declined, match=why):
-            evaluated(Call("r", cls, inputs, attrs=attrs))
-
-
-def test_given_cosines_by_transformers() -> None:
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
-
-    x, angle = draw(5, 2, 8), draw(5, 4)
-    cos, sin = angle.cos(), angle.sin()
-    theirs, _ = apply_rotary_pos_emb_vision(x[None], x[None], torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
-    found = evaluated(
-        Call("r", "ApplyRotaryEmb", {"x": x[None], "cos": cos, "sin": sin}, attrs={"is_neox_style": True})
-    )
-    torch.testing.assert_close(found["output.0"].value, theirs.double(), rtol=0, atol=1e-6)

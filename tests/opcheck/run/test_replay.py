@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 from opcheck.layer_dumps import HEAD, HEADS, KV, SPANS, build, checked, honest
 from support.opchecked import check
 
-from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
@@ -81,29 +79,3 @@ def test_the_checkpoint_stands_in_for_packed_parameters(tmp_path: Path) -> None:
     calls = Calls(open_dump(build(tmp_path / "d", weights=False)), tmp_path / "model")
     rows = list(check(calls, default_references(), ops=["QKV*"]))
     assert [r.status for r in rows] == ["pass"] * 3
-
-
-@pytest.mark.parametrize(("fault", "code"), [("", 0), ("layers.0.self_attn.o_proj", 1)])
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, code: int) -> None:
-    build(tmp_path / "d", fault)
-    assert main(["opcheck", str(tmp_path / "d"), "--out", str(tmp_path / "out")]) == code
-    said = capsys.readouterr().out
-    assert said.startswith("FAIL: 12 of 15 calls checked" if code else "PASS: 12 of 15 calls checked")
-    assert "no reference for NobodyKnows" in said
-    with (tmp_path / "out/opcheck.csv").open(newline="") as f:
-        table = list(csv.DictReader(f))
-    assert len(table) == 15
-    assert [r["status"] for r in table].count("fail") == (3 if code else 0)
-    if code:
-        assert "first layers.0.self_attn.o_proj (RowParallelLinear)" in said
-
-
-def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build(tmp_path / "d")
-    assert main(["opcheck", str(tmp_path / "d"), "--ops", "Nothing*", "--out", str(tmp_path / "o")]) == 3
-    assert main(["opcheck", str(tmp_path / "gone")]) == 2
-    assert main(["opcheck", str(tmp_path / "d"), "--weights", str(tmp_path / "no")]) == 2
-    said = capsys.readouterr()
-    assert len(said.err.splitlines()) == 3
-    assert "no call matches" in said.err
-    assert not (tmp_path / "o").exists()

@@ -217,13 +217,6 @@ def test_what_has_no_gradient_says_so() -> None:
     assert row.status == "skip"
 
 
-def test_the_command_checks_gradients(tmp_path: Path) -> None:
-    code, _ = run(build(tmp_path / "d"), tmp_path / "o", "--backward", "--ops", "RMSNorm")
-    assert code == 0
-    roles = [r["role"] for r in table(tmp_path / "o")]
-    assert roles == ["output.0", "grad.input.x", "grad.param.weight"] * 3
-
-
 def test_statistics_of_a_plain_model_are_nearly_all_checked(tmp_path: Path) -> None:
     """Modules and operators whose parameters left fingerprints only: all but what has no reference."""
     block = [torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)]

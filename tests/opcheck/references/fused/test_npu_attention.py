@@ -16,7 +16,7 @@ from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import gradients
 from vllm_accprobe.opcheck.references.fused import npu_attention
 
-B, N, NK, SQ, SK, D = 2, 4, 2, 7, 9, 8
+B, N, NK, SQ, SK, D, SCALE = 2, 4, 2, 7, 9, 8, 0.4
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 
@@ -26,29 +26,19 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 
 def defined(
-    q: Any, k: Any, v: Any, scale: float, masked: Any, pse: Any = None, pse_first: bool = True, sink: Any = None
+    q: Any, k: Any, v: Any, hidden: Any = False, pse: Any = None, pse_first: bool = True, sink: Any = None
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """q [N, Sq, D], k, v [Nk, Skv, D] → output, largest scores, sums; masked(h, i, j), query by query."""
-    heads, sq, skv = q.shape[0], q.shape[1], k.shape[1]
-    out, top, total = np.zeros((heads, sq, v.shape[-1])), np.zeros((heads, sq)), np.zeros((heads, sq))
-    for h in range(heads):
-        key, value = k[h * k.shape[0] // heads], v[h * k.shape[0] // heads]
-        for i in range(sq):
-            seen = [j for j in range(skv) if not masked(h, i, j)]
-            if not seen:
-                continue
-            scores = np.array([q[h, i] @ key[j] for j in seen])
-            if pse is not None:
-                bias = np.array([pse[h, min(i, pse.shape[1] - 1), j] for j in seen])
-                scores = (scores + bias) * scale if pse_first else scores * scale + bias
-            else:
-                scores = scores * scale
-            extra = [] if sink is None else [sink[h]]
-            top[h, i] = max([*scores, *extra])
-            e = np.exp(scores - top[h, i])
-            total[h, i] = e.sum() + sum(math.exp(x - top[h, i]) for x in extra)
-            out[h, i] = (e / total[h, i]) @ value[seen]
-    return out, top, total
+    """q [N, Sq, D], k, v [Nk, Skv, D] → output, largest scores, sums; hidden [Sq, Skv]. A query without a key: 0."""
+    own = np.arange(len(q)) * len(k) // len(q)
+    s = q @ k[own].swapaxes(1, 2)
+    s = s * SCALE if pse is None else (s + pse) * SCALE if pse_first else s * SCALE + pse
+    s = np.where(hidden, -np.inf, s)
+    extra = np.full((len(q), 1), -np.inf) if sink is None else sink[:, None]
+    top = np.maximum(s.max(-1), extra)
+    top = np.where(np.isinf(top), 0.0, top)
+    e = np.exp(s - top[..., None])
+    total = e.sum(-1) + np.exp(extra - top)
+    return e @ v[own] / np.where(total, total, 1.0)[..., None], top, total
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -69,53 +59,51 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Te
 
 def call_of(q: Any, k: Any, v: Any, layout: str = "BNSD", name: str = "npu_fusion_attention", **kwargs: Any) -> Call:
     args = (*(laid_out(t, layout) for t in (q, k, v)), N, layout)
-    return Call("tap", f"NPU.{name}", args=args, kwargs={"scale": 0.4, **kwargs})
+    return Call("tap", f"NPU.{name}", args=args, kwargs={"scale": SCALE, **kwargs})
 
 
 SHIFT = SK - SQ
 FULL = torch.rand(B, 1, SQ, SK, generator=torch.Generator().manual_seed(9)) < 0.3
 FULL[..., 0] = False
+QUERY, KEY = np.indices((SQ, SK))
+COMPRESSED = torch.cat((TRIANGLE, torch.zeros(1024, 2048, dtype=torch.bool)))
 MODES: dict[str, tuple[dict[str, Any], Any]] = {
-    "no mask, whatever the mode": ({"sparse_mode": 3}, lambda b, h, i, j: False),
-    "0, a mask": ({"atten_mask": FULL}, lambda b, h, i, j: bool(FULL[b, 0, i, j])),
-    "0, of 0 and 1, one for all": ({"atten_mask": FULL[0, 0].to(torch.uint8)},
-                                   lambda b, h, i, j: bool(FULL[0, 0, i, j])),
-    "1, all": ({"atten_mask": FULL, "sparse_mode": 1, "pre_tockens": 0}, lambda b, h, i, j: bool(FULL[b, 0, i, j])),
-    "2, causal from the upper left": ({"atten_mask": TRIANGLE, "sparse_mode": 2}, lambda b, h, i, j: j > i),
-    "3, causal from the lower right": ({"atten_mask": TRIANGLE, "sparse_mode": 3}, lambda b, h, i, j: j > i + SHIFT),
+    "no mask, whatever the mode": ({"sparse_mode": 3}, [QUERY < 0] * 2),
+    "0, a mask": ({"atten_mask": FULL}, FULL[:, 0].numpy()),
+    "0, of 0 and 1, one for all": ({"atten_mask": FULL[0, 0].to(torch.uint8)}, [FULL[0, 0].numpy()] * 2),
+    "1, all": ({"atten_mask": FULL, "sparse_mode": 1, "pre_tockens": 0}, FULL[:, 0].numpy()),
+    "2, causal from the upper left": ({"atten_mask": TRIANGLE, "sparse_mode": 2}, [KEY > QUERY] * 2),
+    "3, causal from the lower right": ({"atten_mask": TRIANGLE, "sparse_mode": 3}, [KEY > QUERY + SHIFT] * 2),
     "4, a band": ({"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tockens": 3, "next_tockens": 1},
-                  lambda b, h, i, j: j > i + SHIFT + 1 or j < i + SHIFT - 3),
-    "5, a prefix in the mask": ({"atten_mask": FULL, "sparse_mode": 5, "prefix": [4, 5]},
-                                lambda b, h, i, j: bool(FULL[b, 0, i, j])),
-    "6, a compressed prefix": ({"atten_mask": torch.cat((TRIANGLE, torch.zeros(1024, 2048, dtype=torch.bool))),
-                                "sparse_mode": 6, "prefix": [4, 6]},
-                               lambda b, h, i, j: j > i + SHIFT and j >= (4, 6)[b]),
+                  [(KEY > QUERY + SHIFT + 1) | (KEY < QUERY + SHIFT - 3)] * 2),
+    "5, a prefix in the mask": ({"atten_mask": FULL, "sparse_mode": 5, "prefix": [4, 5]}, FULL[:, 0].numpy()),
+    "6, a compressed prefix": ({"atten_mask": COMPRESSED, "sparse_mode": 6, "prefix": [4, 6]},
+                               [(KEY > QUERY + SHIFT) & (KEY >= 4), (KEY > QUERY + SHIFT) & (KEY >= 6)]),
 }  # fmt: skip
+"""Arguments, and the keys that each sample's queries do not see."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_layouts_and_modes(mode: str, layout: str) -> None:
-    kwargs, masked = MODES[mode]
+def test_layouts_and_modes(mode: str) -> None:
+    kwargs, hidden = MODES[mode]
     q, k, v = tensors()
+    y, top, total = (np.stack(x) for x in zip(*(defined(*(t[b].numpy() for t in (q, k, v)), hidden[b])
+                                               for b in range(B)), strict=True))  # fmt: skip
     shapes = {"output.1": torch.zeros(B, N, SQ, 8), "output.2": torch.zeros(B, N, SQ, 8)}
-    found = evaluated(replace(call_of(q, k, v, layout, **kwargs), outputs=shapes))
-    for b in range(B):
-        expected = defined(*(t[b].numpy() for t in (q, k, v)), 0.4, lambda h, i, j, b=b: masked(b, h, i, j))
-        alone = torch.from_numpy(expected[0])[None]
-        whole = found["output.0"].value
-        got = whole[:, b : b + 1] if layout == "SBH" else whole[b : b + 1]
-        np.testing.assert_allclose(got.numpy(), laid_out(alone, layout).numpy(), rtol=1e-10, atol=1e-12)
-        for role, y in zip(("output.1", "output.2"), expected[1:], strict=True):
-            np.testing.assert_allclose(found[role].value[b].numpy(), np.repeat(y[..., None], 8, -1), rtol=1e-10)
+    for layout in LAYOUTS:
+        found = evaluated(replace(call_of(q, k, v, layout, **kwargs), outputs=shapes))
+        expected = laid_out(torch.from_numpy(y), layout)
+        torch.testing.assert_close(found["output.0"].value, expected, rtol=1e-10, atol=1e-12)
+        for role, x in (("output.1", top), ("output.2", total)):
+            np.testing.assert_allclose(found[role].value.numpy(), np.repeat(x[..., None], 8, -1), rtol=1e-10)
 
 
 @pytest.mark.parametrize(("mode", "rule"), [
-    (0, lambda s, i, j, sq, sk: False),
-    (2, lambda s, i, j, sq, sk: j > i),
-    (3, lambda s, i, j, sq, sk: j > i + sk - sq),
-    (7, lambda s, i, j, sq, sk: (j > i + sk - sq or j < i + sk - sq - 2) if s == 2 else j > i + sk - sq),
-    (8, lambda s, i, j, sq, sk: (j > i + sk - sq or j < i + sk - sq - 2) if s == 0 else j > i),
+    (0, lambda s, i, j, shift: i < 0),
+    (2, lambda s, i, j, shift: j > i),
+    (3, lambda s, i, j, shift: j > i + shift),
+    (7, lambda s, i, j, shift: (j > i + shift) | ((j < i + shift - 2) & (s == 2))),
+    (8, lambda s, i, j, shift: (j > i + shift) | (j < i + shift - 2) if s == 0 else j > i),
 ])  # fmt: skip
 def test_samples_one_after_another(mode: int, rule: Any) -> None:
     """TND: three samples, one that takes no part, and lengths that are added up."""
@@ -123,14 +111,14 @@ def test_samples_one_after_another(mode: int, rule: Any) -> None:
     q, k, v = draw(1, 12, N, D), draw(2, 16, NK, D), draw(3, 16, NK, D)
     kwargs = {"actual_seq_qlen": [*queries[1:], 0], "actual_seq_kvlen": [*keys[1:], 0], "sparse_mode": mode,
               "atten_mask": None if mode == 0 else TRIANGLE, "pre_tockens": 2, "next_tockens": 0,
-              "softmax_layout": "TND", "scale": 0.4}  # fmt: skip
+              "softmax_layout": "TND", "scale": SCALE}  # fmt: skip
     shapes = {"output.1": torch.zeros(12, N, 8)}
     found = evaluated(Call("tap", "npu.npu_fusion_attention", args=(q, k, v, N, "TND"), kwargs=kwargs, outputs=shapes))
     for s in range(3):
         rows, cols = slice(*queries[s : s + 2]), slice(*keys[s : s + 2])
-        sq, sk = rows.stop - rows.start, cols.stop - cols.start
-        one = (t.transpose(0, 1).numpy() for t in (q[rows], k[cols], v[cols]))
-        y, top, _ = defined(*one, 0.4, lambda h, i, j, s=s, sq=sq, sk=sk: rule(s, i, j, sq, sk))
+        one = [t.transpose(0, 1).numpy() for t in (q[rows], k[cols], v[cols])]
+        i, j = np.indices((one[0].shape[1], one[1].shape[1]))
+        y, top, _ = defined(*one, rule(s, i, j, one[1].shape[1] - one[0].shape[1]))
         np.testing.assert_allclose(found["output.0"].value[rows].numpy(), y.transpose(1, 0, 2), rtol=1e-10)
         np.testing.assert_allclose(found["output.1"].value[rows, :, 3].numpy(), top.T, rtol=1e-10)
 
@@ -142,8 +130,8 @@ def test_positions_sinks_and_further_channels() -> None:
         for bias in (pse, pse[:, :, :1], pse[:1]):
             got = evaluated(call_of(q, k, v, "BNSD", name, pse=bias, sink=sink, **more))["output.0"].value
             for b in range(B):
-                y = defined(*(t[b].numpy() for t in (q, k, v)), 0.4, lambda h, i, j: False,
-                            bias[b % len(bias)].numpy(), first, sink.numpy())[0]  # fmt: skip
+                one = (t[b].numpy() for t in (q, k, v))
+                y = defined(*one, False, bias[b % len(bias)].numpy(), first, sink.numpy())[0]
                 np.testing.assert_allclose(got[b].numpy(), y, rtol=1e-10, atol=1e-12)
     rope = {"query_rope": draw(7, B, N, SQ, 4), "key_rope": draw(8, B, NK, SK, 4)}
     whole = torch.cat((q, rope["query_rope"]), -1), torch.cat((k, rope["key_rope"]), -1)
@@ -173,7 +161,7 @@ def test_parts_that_fit_into_memory_are_the_whole(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mode", ["no mask, whatever the mode", "0, a mask", "3, causal from the lower right"])
 def test_gradients_by_differences_and_as_an_operator(mode: str) -> None:
-    kwargs, masked = MODES[mode]
+    kwargs, hidden = MODES[mode]
     pse = draw(5, B, N, SQ, SK)
     given = {**kwargs, "pse": pse}
     q, k, v = tensors()
@@ -187,8 +175,8 @@ def test_gradients_by_differences_and_as_an_operator(mode: str) -> None:
 
     def total(parts: dict[str, Any]) -> float:
         return sum(
-            float((defined(*(parts[n][b].numpy() for n in "qkv"), 0.4, lambda h, i, j, b=b: masked(b, h, i, j),
-                           parts["p"][b].numpy())[0] * up[b].numpy()).sum()) for b in range(B)
+            float((defined(*(parts[n][b].numpy() for n in "qkv"), hidden[b], parts["p"][b].numpy())[0]
+                   * up[b].numpy()).sum()) for b in range(B)
         )  # fmt: skip
 
     held = dict(zip("qkvp", (q, k, v, pse), strict=True))

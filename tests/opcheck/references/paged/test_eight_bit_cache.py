@@ -1,4 +1,4 @@
-"""What an 8-bit cache does to attention, against the definition written out in numpy, at random shapes."""
+"""What an 8-bit cache does to attention, against the definition written out in numpy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opcheck.samples.definitions import attend as defined
+from opcheck.samples.definitions import lower
+from opcheck.samples.sample import Draw
 
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.references.attention import attend, probabilities
@@ -16,7 +19,8 @@ KINDS = ["fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_h
 SETTINGS: dict[str, Any] = {"scale": 0.2, "window": None, "cap": None, "slopes": None, "sinks": None, "step": 0.0}
 
 
-def replayed(found: CacheFormat, q: Any, k: Any, v: Any, positions: Any) -> tuple[Any, ...]:
+def replayed(found: CacheFormat | None, q: Any, k: Any, v: Any, positions: Any) -> tuple[Any, ...]:
+    assert found is not None
     plain = attend(q, k, v, query_positions=positions, **SETTINGS)[0]
     p = probabilities(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1), SETTINGS["scale"], positions)
 
@@ -26,53 +30,31 @@ def replayed(found: CacheFormat, q: Any, k: Any, v: Any, positions: Any) -> tupl
     return through_cache(found, q, (k, v), p, plain, SETTINGS["scale"], again)
 
 
-def codes(kind: str) -> np.ndarray:
-    """All numbers of a format, by its definition: sign, exponent, mantissa; no infinities, no NaN."""
-    if kind.startswith("int8"):
-        return np.arange(-127.0, 128.0)
-    bits, bias, largest = (2, 15, 57344.0) if "e5m2" in kind else (3, 7, 448.0)
-    top = range(1, 32 if bits == 2 else 16)
-    some = [m * 2.0 ** (1 - bias - bits) for m in range(2**bits)]
-    some += [(1 + m / 2**bits) * 2.0 ** (e - bias) for e in top for m in range(2**bits)]
-    some = [x for x in some if x <= largest]
-    return np.array(sorted({*some, *(-x for x in some)}))
-
-
 def read_back(x: np.ndarray, kind: str, scale: float) -> np.ndarray:
-    """The nearest code times the scale; x [m, heads, width]."""
-    table = codes(kind)
+    """The nearest of a format's numbers times the scale; x [m, heads, width]. Sign, exponent, mantissa, no infinity."""
+    table = np.arange(-127.0, 128.0)
+    if not kind.startswith("int8"):
+        bits, bias, largest, last = (2, 15, 57344.0, 32) if "e5m2" in kind else (3, 7, 448.0, 16)
+        some = [m * 2.0 ** (1 - bias - bits) for m in range(2**bits)]
+        some += [(1 + m / 2**bits) * 2.0 ** (e - bias) for e in range(1, last) for m in range(2**bits)]
+        table = np.array(sorted({s * x for x in some if x <= largest for s in (-1, 1)}))
     by = np.abs(x).max(-1, keepdims=True) / table[-1] if "per_token" in kind else scale
     return np.asarray(table[np.abs((x / by)[..., None] - table).argmin(-1)] * by)
-
-
-def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """Causal; the last rows of k are q's own."""
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat(share, 1), v.repeat(share, 1)
-    out = np.zeros((*q.shape[:2], v.shape[2]))
-    for i in range(len(q)):
-        n = len(k) - len(q) + i + 1
-        for h in range(q.shape[1]):
-            s = k[:n, h] @ q[i, h] * scale
-            p = np.exp(s - s.max())
-            out[i, h] = (p / p.sum()) @ v[:n, h]
-    return out
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 0.037])
 def test_what_is_read_back_and_how_far_that_moves_the_output(kind: str, scale: float) -> None:
-    draw = np.random.default_rng(KINDS.index(kind))
-    n, m, heads, kv, width = 7, int(draw.integers(20, 60)), 4, 2, 16
-    q, k, v = (draw.normal(size=s) for s in ((n, heads, width), (m, kv, width), (m, kv, width)))
+    d = Draw(KINDS.index(kind), torch.float64)
+    n, m = 7, d.below(20, 60)
     small = scale if "int8" not in kind else 0.05 * scale  # so that most codes of int8 are used, none clipped at 1.0
-    k, v = (np.clip(x, -126 * small, 126 * small) if kind == "int8" else x for x in (k, v))
+    q, *sides = (d(*s).numpy() for s in ((n, 4, 16), (m, 2, 16), (m, 2, 16)))
+    k, v = (np.clip(x, -126 * small, 126 * small) if kind == "int8" else x for x in sides)
     found = cache_format({"kv_cache_dtype": kind, "_k_scale_float": small, "_v_scale_float": small})
-    assert found is not None
     tensors = [torch.from_numpy(x) for x in (q, k, v)]
     out, _, _, same, usual, most = replayed(found, *tensors, torch.arange(m - n, m))
-    wanted = softmax_attention(q, read_back(k, kind, small), read_back(v, kind, small), 0.2)
-    exact = softmax_attention(q, k, v, 0.2)
+    wanted = defined(q, read_back(k, kind, small), read_back(v, kind, small), 0.2, lower(n, m))
+    exact = defined(q, k, v, 0.2, lower(n, m))
     assert np.allclose(out, wanted, rtol=1e-9, atol=1e-12)
     assert np.allclose(same, exact, rtol=1e-9, atol=1e-12)
     moved = np.abs(wanted - exact)
@@ -84,21 +66,18 @@ def test_what_is_read_back_and_how_far_that_moves_the_output(kind: str, scale: f
 
 def test_a_wrong_block_is_beyond_the_rounding() -> None:
     """Two blocks of keys exchanged: further from the reference with the cache than its own noise by far."""
-    draw = np.random.default_rng(1)
-    q, k, v = (torch.from_numpy(draw.normal(size=(s, 2, 16))) for s in (1, 64, 64))
+    d = Draw(1, torch.float64)
+    q, k, v = (d(s, 2, 16) for s in (1, 64, 64))
     found = cache_format({"kv_cache_dtype": "fp8_e4m3", "_k_scale_float": 1.0, "_v_scale_float": 1.0})
-    assert found is not None
-    positions = torch.arange(63, 64)
-    right, _, bound, *_ = replayed(found, q, k, v, positions)
-    swapped = torch.cat((v[:16], v[32:48], v[16:32], v[48:]))
-    wrong = replayed(found, q, k, swapped, positions)[0]
+    right, _, bound, *_ = replayed(found, q, k, v, torch.arange(63, 64))
+    wrong = replayed(found, q, k, torch.cat((v[:16], v[32:48], v[16:32], v[48:])), torch.arange(63, 64))[0]
     assert float((wrong - right).abs().max()) > 20 * float(bound.max())
 
 
 def test_which_caches_have_a_reference() -> None:
     assert cache_format({}) is None
     assert cache_format({"kv_cache_dtype": "auto", "_k_scale_float": 1.0}) is None
-    with pytest.raises(Declined, match="scales of its fp8 cache were not captured"):
-        cache_format({"kv_cache_dtype": "fp8"})
-    with pytest.raises(Declined, match="kind fp8_ds_mla"):
-        cache_format({"impl.kv_cache_dtype": "fp8_ds_mla"})
+    for attrs, why in (({"kv_cache_dtype": "fp8"}, "scales of its fp8 cache were not captured"),
+                       ({"impl.kv_cache_dtype": "fp8_ds_mla"}, "kind fp8_ds_mla")):  # fmt: skip
+        with pytest.raises(Declined, match=why):
+            cache_format(attrs)

@@ -1,0 +1,73 @@
+"""References by hand: collectives, samplers, adapters, aten's operators, gradients of what autograd saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from family_verdict import judged
+from opcheck.samples.modules import adapters
+from opcheck.samples.sample import Draw
+from reference_calls import drawer, evaluated, same
+
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references import collectives
+from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
+from vllm_accprobe.opcheck.references.lora import UNTOLD, RowAdapters
+
+draw = drawer(5)
+
+
+def test_collectives_by_hand() -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
+    assert collectives.all_reduce(parts).value.tolist() == [11.0, 22.0]
+    assert collectives.all_gather(parts).value.tolist() == [1.0, 2.0, 10.0, 20.0]
+    assert collectives.reduce_scatter(parts, 1).value.tolist() == [22.0]
+
+
+def test_the_best_logits_and_ties() -> None:
+    logits = torch.tensor([[1.0, 5.0, 3.0, 2.0], [2.0, 2.0, 1.0, 0.0]])
+    call = Call("s", "Sampler", outputs={"output.top_logits": logits.topk(2).values}, extra={"logits": logits})
+    found = evaluated(call)
+    assert found["output.top_logits"].value.tolist() == [[5.0, 3.0], [2.0, 2.0]]
+    assert found["output.top_ids"].value[0].tolist() == [1, 2]
+    assert found["output.top_ids"].rows.tolist() == [True, False]
+    assert "output.token" not in found
+
+
+def test_rows_whose_adapter_is_not_known_are_left_out_and_the_others_judged() -> None:
+    call = adapters(Draw(3), "", "down_proj").call
+    names = ("a", None, "never seen", "", *("b",) * 20)
+    found = evaluated(replace(call, extra={"adapters": RowAdapters(names, call.extra["adapters"].weights)}))["output.0"]
+    assert (found.rows.tolist(), found.reason) == ([True, False, False, True] + [True] * 20, UNTOLD)
+
+
+def test_aten_calls_itself_in_float64() -> None:
+    def aten(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return [e.value for e in evaluated(Call(name, name, args=args, kwargs=kwargs)).values()]
+
+    a, b = draw(3, 4).bfloat16(), draw(4, 2).bfloat16()
+    same(aten("aten.mm", a, b)[0], a.double() @ b.double())
+    assert aten("torch.ops.aten.max.dim", a, 1)[1].tolist() == a.double().max(1).indices.tolist()
+    assert aten("aten._to_copy.default", a, dtype=torch.float16)[0].dtype == torch.float64
+    assert aten("aten.mul.Tensor", torch.tensor([1j]), torch.tensor([1j]))[0].tolist() == [-1 + 0j]
+    for name, why in (("aten.rand_like", "random"), ("aten.empty_like", "no defined"), ("aten.nothing", "no operator"),
+                      ("aten.mm.nope", "no operator"), ("aten.mm", "refuses")):  # fmt: skip
+        with pytest.raises(Declined, match=why):
+            aten(name, a)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_torchs_own_softmax_backward_is_right(captured: bool) -> None:
+    """Of sharp rows it is off by what rounding their probabilities costs; a gradient with a scale is still wrong."""
+    leaf, up = (8 * draw(64, 512)).bfloat16().requires_grad_(), draw(64, 512).bfloat16()
+    y = torch.softmax(leaf, -1)
+    (mine,) = torch.autograd.grad(y, leaf, up)
+    call = Call("m", "aten._softmax", args=(leaf.detach(), -1, False))
+    exact = exact_gradients(call, by_torch, {"output.0": up}, {"output.0": y.detach()} if captured else None)["input.0"]
+    exact = replace(exact, common=unit("bfloat16"))
+    assert judged(exact, mine).passed
+    assert not judged(exact, 1.1 * mine).passed
