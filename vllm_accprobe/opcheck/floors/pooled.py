@@ -339,7 +339,7 @@ class Pool:
 
     def _new_errors(self, planes: torch.Tensor) -> torch.Tensor:
         """``planes`` without errors that were met before (verdict.repeated), in these rows or in earlier ones."""
-        keys = keys_of(planes)
+        keys = keys_of(planes, self.unit)
         new = first_of(keys)
         if self._errors is not None:
             new &= ~torch.isin(keys, self._errors)

@@ -15,14 +15,13 @@ error of what was rounded before. Four measures: the sum of squares of a row, an
 against the chi-square's quantile; a row's gain sum y d / sum y y and an element against the normal's. Each gets a
 quarter of the output's chance, divided by how many rows, columns, elements there are. Errors that do not average out
 are not averaged: ``common``, which a row shares, widens a row's limits by what it is; noise in ``groups`` of equal sign
-counts as that many independent errors of a row; ``shared`` noise is the same in all rows; the same error of the same
-number (`repeated`) counts once in a row, and once in a column; nearly equal numbers have equal errors (`_alike`).
+counts as that many independent errors of a row; ``shared`` noise is the same in all rows; the same error of nearly
+the same number counts once in a row, and once in a column (`keys_of`).
 
 A kernel need not be what a reference supposes: variances may be MODEL times as large, gains by BIAS as well
-(verdict.py).
-In torch alone, because this file is copied beside the tests that gentest writes. Not here: where y comes from
-(reference.py), the four measures (verdict.py), many calls together (pooled.py), what else can be measured
-(measures.py).
+(`worst_row` and so on: the largest of many numbers is large, so that a limit depends on how many there are).
+In torch alone, because this file is copied with the tests that gentest writes. Not here: where y comes from
+(reference.py), quantiles (judge/statistic.py), many calls together (pooled.py), what else can be measured (measures.py).
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ _GRID = 2.0**-12
 """Units from this on are those of a grid of 16 bits or fewer, whose last rounding is half a step; below, the order of
 summation decides, and the unit is a standard error (judge/floor.py: 64 roundings)."""
 _LINES = 4096
-"""Chosen: rows or columns beyond their limits whose equal numbers are counted."""
+"""Chosen: rows or columns beyond their limits whose equal numbers are found."""
 _EXPONENT = 0x7FF0_0000_0000_0000
 Tensor = Any  # a torch.Tensor
 
@@ -286,9 +285,8 @@ def judge(
     torch.mul(v, v, out=spread)
     by_row, by_column = planes.sum(2), planes.sum(1)
     power, square = by_row[POWER], by_row[SQUARE]
-    plain = by_row
     if few := repeated(y, d):
-        keys = keys_of(planes)
+        keys = keys_of(planes, u)
         by_row = (planes * first_of(keys, torch.arange(n).unsqueeze(1))).sum(2)
         by_column = (planes * first_of(keys, torch.arange(width))).sum(1)
     q = chance / 4.0
@@ -296,18 +294,14 @@ def judge(
         worst_row(by_row, groups, common, q, width), worst_gain(by_row, groups, common, u, q),
         worst_column(by_column, shared, common, q, n), worst_element(y, d, half, noise, bound, common, planes, q),
     ]  # fmt: skip
-    if any(f.value > f.limit for f in found[:2]):  # nearly equal numbers have equal errors as well
-        nearly = _once_each(
-            y, planes, plain.clone(), u,
-            lambda s: [worst_row(s, groups, common, q, width), worst_gain(s, groups, common, u, q)],
-        )  # fmt: skip
-        found[:2] = [min(two, key=lambda f: f.value / f.limit) for two in zip(found[:2], nearly, strict=True)]
-    if not few and found[2].value > found[2].limit:  # equal rows have equal errors, which are not independent
-        kept = _distinct(power)
-        columns = planes[:, kept].transpose(1, 2)
-        found[2:3] = _once_each(
-            y[kept].T, columns, columns.sum(2), u, lambda s: [worst_column(s, shared, common, q, len(kept))]
-        )
+    for k, lines, sums, measures in (
+        (slice(0, 2), planes, by_row, lambda s: [worst_row(s, groups, common, q, width),
+                                                 worst_gain(s, groups, common, u, q)]),
+        (slice(2, 3), planes.transpose(1, 2), by_column, lambda s: [worst_column(s, shared, common, q, n)]),
+    ):  # fmt: skip
+        if not few and any(f.value > f.limit for f in found[k]):
+            once = _once_each(lines, sums.clone(), u, measures)
+            found[k] = [min(two, key=lambda f: f.value / f.limit) for two in zip(found[k], once, strict=True)]
     f = max(found, key=lambda f: f.value / f.limit)
     passed = f.value <= f.limit
     beyond = not passed and bound is not None and bool((d.abs() > proved(y, half, bound, power)).any())
@@ -345,10 +339,14 @@ def repeated(y: Tensor, d: Tensor) -> bool:
     return len(torch.unique(pairs)) < _NEW * len(pairs)
 
 
-def keys_of(planes: Tensor) -> Tensor:
-    """int64 [rows, width]: equal for elements of one value and one error, and but for chance only for these."""
-    power, product, error = (planes[k].contiguous().view(torch.int64) for k in (POWER, PRODUCT, ERROR))
-    return (power * _ODD + product) * _ODD + error
+def keys_of(planes: Tensor, u: float) -> Tensor:
+    """int64, the shape of one of the eight ``planes``: equal for elements whose numbers are within 2**-16 steps of each
+    other, but for a sign, and whose errors are alike to 2**-10 units, and but for chance only for these. By their first
+    bits: a pair on two sides of such a cell's edge is two."""
+    power, product = planes[POWER], planes[PRODUCT]
+    number = power.contiguous().view(torch.int64) >> max(37 - round(-math.log2(u)), 0)
+    error = torch.where(power > 0, product / power.clamp(min=_NOTHING) * (1024.0 / u), planes[ERROR])
+    return number * _ODD + (error.round() + 0.0).contiguous().view(torch.int64)
 
 
 def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
@@ -380,38 +378,16 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _once_each(
-    y: Tensor, planes: Tensor, sums: Tensor, u: float, ask: Callable[[Tensor], list[WorstFound]]
+    planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[WorstFound]]
 ) -> list[WorstFound]:
-    """What ``ask`` finds in ``sums`` [8, lines], where equal numbers of a line count as one: line by line, as long as a
-    new one is beyond its limit; the sums are changed. y: [lines, ...], planes: [8, lines, ...]."""
+    """What ``test`` finds in ``sums`` [8, lines], where the same error of nearly the same number counts once in a line:
+    line by line, as long as a new one is beyond its limit; the sums are changed. planes: [8, lines, ...]."""
     known: set[int] = set()
     while True:
-        found = ask(sums)
+        found = test(sums)
         new = {max(f.row, f.column) for f in found if f.value > f.limit} - known
         if not new or len(known) > _LINES:
             return found
         known |= new
         for k in new:
-            many = _alike(y[k : k + 1], u)[0]
-            for plane in (WEIGHTED, SPREAD):
-                sums[plane, k] = (planes[plane, k] * many).sum()
-
-
-def _alike(y: Tensor, u: float) -> Tensor:
-    """How many numbers of its row, itself counted, are within 2**-16 steps of each of ``y`` [rows, width], but
-    for a sign: these have one rounding error, so that its variance counts as often squared [Var m d = m**2 Var d]. By
-    their first bits: a pair on two sides of such a cell's edge counts as two."""
-    keys = y.abs().contiguous().view(torch.int64) >> max(36 - round(-math.log2(u)), 0)
-    keys, order = keys.sort(1)
-    group = torch.zeros_like(keys)
-    group[:, 1:] = (keys[:, 1:] != keys[:, :-1]).long().cumsum(1)
-    counts = torch.zeros_like(y).scatter_add_(1, group, torch.ones_like(y))
-    return torch.zeros_like(y).scatter_(1, order, counts.gather(1, group))
-
-
-def _distinct(power: Tensor) -> list[int]:
-    """The first of each of the rows whose sums of squares are the same to the last bit: those are equal rows."""
-    first: dict[float, int] = {}
-    for k, x in enumerate(power.tolist()):
-        first.setdefault(x, k)
-    return list(first.values())
+            sums[:, k] = (planes[:, k] * first_of(keys_of(planes[:, k], u))).sum(1)
