@@ -19,9 +19,9 @@ counts as that many independent errors of a row; ``shared`` noise is the same in
 the same number counts once in a row, and once in a column (`keys_of`).
 
 A kernel need not be what a reference supposes: variances may be MODEL times as large, gains by BIAS as well
-(`worst_row` and so on: the largest of many numbers is large, so that a limit depends on how many there are).
+(`worst_row` and so on: the largest of many numbers is large, so that its limit depends on how many there are).
 In torch alone, because this file is copied with the tests that gentest writes. Not here: where y comes from
-(reference.py), quantiles (judge/statistic.py), many calls together (pooled.py), what else can be measured (measures.py).
+(reference.py), quantiles (judge/statistic.py), many calls together (pooled.py), other measures (measures.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer
-from vllm_accprobe.opcheck.floors.truncating import sentence
+from vllm_accprobe.opcheck.habits.decided import sentence
 from vllm_accprobe.opcheck.proof.decide import Blame, Proof
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.propagated import Split
