@@ -62,8 +62,8 @@ from vllm_accprobe.opcheck.floors.verdict import (
     ErrorSums,
     Verdict,
     first_of,
+    in_deviations,
     keys_of,
-    told,
 )
 from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
 
@@ -189,7 +189,7 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class OutlierLayer:
-    """One that is unlike its kin. times: its errors over theirs (root of the ratios' quotient); chance: that of the
+    """An outlier among sibling layers. times: its errors over theirs (root of the ratios' quotient); chance: that of the
     layers of an honest model any is so far out; peers: how many it was compared with."""
 
     pooled: Pooled
@@ -199,7 +199,7 @@ class OutlierLayer:
 
 
 def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> list[OutlierLayer]:
-    """Those of mine that stand out above their kin at ``rate`` for all of them together, by Bonferroni."""
+    """Those of mine that are outliers among sibling layers at ``rate`` for all of them together, by Bonferroni."""
     mine = [p for p in mine if p.ratio > 0]
     groups: dict[tuple[str, str, str], list[Pooled]] = {}
     for p in mine:
@@ -227,7 +227,7 @@ def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> lis
 
 
 def _stands_out(x: float, others: list[float], freedom: float) -> tuple[float, float]:
-    """(root of the ratio over the kin's mean, probability of as much above it)."""
+    """(root of the ratio over the siblings' mean, probability of as much above it)."""
     n = len(others)
     mean = sum(others) / n
     squares = sum((o - mean) ** 2 for o in others)
@@ -418,7 +418,7 @@ class Pool:
     def _scale(self, scale: float, error: float, q: float) -> Breach:
         assert self._first is not None
         bias = self._bias() * self._first.unit
-        value, limit = told(abs(scale), normal(q) * error + bias, error)
+        value, limit = in_deviations(abs(scale), normal(q) * error + bias, error)
         far = (abs(scale) - bias) / error if error else math.inf
         words = f"{self._all()}: a scale of {1.0 + scale:.5g}, {value:.3g} standard errors, allowed {limit:.3g}"
         return Breach(SCALE, value, limit, -1, min(1.0, len(MEASURES) * tail(far)), words)
@@ -447,7 +447,7 @@ class Pool:
             at = int(torch.where(limit > 0, value / limit, 0.0).argmax())
             floor, size, most = float(one[at]), float(value[at]), float(limit[at])
             far = (size - float(extra[at])) / floor if floor else 0.0
-            shown = told(size, most, floor)
+            shown = in_deviations(size, most, floor)
             what = "a mean error"
             if measure == COLUMN_SCALE:
                 what = f"a scale of {1.0 + float(s[PRODUCT, at]) / max(float(s[POWER, at]), 1e-300):.5g}"
@@ -457,7 +457,7 @@ class Pool:
         error = s[SQUARE].sqrt()
         at = int(torch.where(limit > 0, error / limit, 0.0).argmax())
         floor = math.sqrt(float(variance[at]))
-        shown = told(float(error[at]), float(limit[at]), floor)
+        shown = in_deviations(float(error[at]), float(limit[at]), floor)
         far = deviations_of(shown[0] ** 2 / MODEL, float(freedom[at])) if floor else 0.0
         words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times honest rounding, allowed {shown[1]:.3g}"
         found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, looks, 1)), words))
@@ -485,7 +485,7 @@ class Pools:
                 yield _together(first, found, pool, budget)
 
     def pooled(self, budget: Budget) -> Iterator[Pooled]:
-        """What is compared with its kin."""
+        """What is compared with sibling layers."""
         for role, (pool, first) in self._of.items():
             found = pool.pooled() if role not in self._wrong else None
             if found is not None:

@@ -108,10 +108,10 @@ def _squares(
 ) -> WorstFound:  # fmt: skip
     floor = math.sqrt(variance)
     beyond = deviations_of(far * far / (MODEL * variance), freedom) if far > 0 and variance else 0.0
-    return WorstFound(measure, *told(value, limit, floor), row, column, beyond, looks)
+    return WorstFound(measure, *in_deviations(value, limit, floor), row, column, beyond, looks)
 
 
-def told(value: float, limit: float, floor: float) -> tuple[float, float]:
+def in_deviations(value: float, limit: float, floor: float) -> tuple[float, float]:
     """Both in units of ``floor``; 0 of 1 where there is neither error nor floor."""
     if not limit:
         return (math.inf if value else 0.0), 1.0
@@ -128,7 +128,7 @@ def worst_gain(s: Tensor, groups: float | None, common: float, u: float, chance:
         at, _ = _most(s[PRODUCT].abs(), z * (MODEL * variance).sqrt() + part * s[POWER])
     value, floor, bias = abs(float(s[PRODUCT, at])), (MODEL * float(variance[at])) ** 0.5, part * float(s[POWER, at])
     beyond = (value - bias) / floor if floor else 0.0
-    return WorstFound(GAIN, *told(value, z * floor + bias, floor), at, -1, beyond, looks)
+    return WorstFound(GAIN, *in_deviations(value, z * floor + bias, floor), at, -1, beyond, looks)
 
 
 def worst_column(s: Tensor, shared: bool, common: float, chance: float, rows: int) -> WorstFound:
@@ -171,7 +171,7 @@ def worst_element(
         value, limit = float(size[row, column]), float(allowed[row, column])
     one = MODEL**0.5 * float(planes[NOISE, row, column]) ** 0.5
     beyond = (value - limit) / one + normal(chance, looks) if one else math.inf
-    said = told(value, limit, float(planes[VARIANCE, row, column]) ** 0.5)
+    said = in_deviations(value, limit, float(planes[VARIANCE, row, column]) ** 0.5)
     return WorstFound(ELEMENT, *said, row, column, beyond, looks)
 
 
