@@ -189,8 +189,8 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class OutlierLayer:
-    """An outlier among sibling layers. times: its errors over theirs (root of the ratios' quotient); chance: that of the
-    layers of an honest model any is so far out; peers: how many it was compared with."""
+    """An outlier among sibling layers. times: its errors over theirs (root of the ratios' quotient); chance: that among
+    the layers of a correct model any is so far out; peers: how many it was compared with."""
 
     pooled: Pooled
     times: float
