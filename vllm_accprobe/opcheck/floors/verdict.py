@@ -190,7 +190,6 @@ summation decides, and the unit is a standard error (judge/floor.py: 64 rounding
 _LINES = 4096
 """Chosen: rows or columns beyond their limits whose equal numbers are found."""
 _EXPONENT = 0x7FF0_0000_0000_0000
-Tensor = Any  # a torch.Tensor
 
 
 @dataclass(frozen=True)
