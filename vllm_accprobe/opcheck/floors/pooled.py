@@ -159,6 +159,7 @@ def _allowed(s: ErrorSums, q: float) -> Tensor:
     half = ((s.planes[VARIANCE] - noise).clamp(min=0.0) * (3.0 if s.unit >= _GRID else 1.0)).sqrt_()
     return half.mul_(2.0 * (1.0 + _SECOND)).add_(noise.sqrt(), alpha=normal(q, noise.numel()) * math.sqrt(MODEL))
 
+
 LEAST = 3
 """Chosen: of two peers, either may be the odd one."""
 PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
@@ -248,6 +249,7 @@ def moderated_t(
     variance = (known_freedom * known + squares) / freedom
     scale = math.sqrt((variance + own) * (1.0 + 1.0 / siblings))
     return (off / scale if scale else 0.0), freedom
+
 
 TOGETHER, SCALE, COLUMN, COLUMN_SCALE, COLUMN_MEAN = (
     "all rows", "scale of all rows", "column of all rows", "scale of a column", "mean of a column",
@@ -462,6 +464,7 @@ class Pool:
         words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times honest rounding, allowed {shown[1]:.3g}"
         found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, looks, 1)), words))
         return found
+
 
 class Pools:
     """What the calls of one tap add up to, by output."""

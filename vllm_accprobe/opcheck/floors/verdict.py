@@ -183,6 +183,7 @@ def proved(y: Tensor, half: Tensor, bound: Tensor, power: Tensor) -> Tensor:
 def _work(y: Tensor, power: Tensor) -> Tensor:
     return _WORK * (y.abs() + (power / y.shape[1]).sqrt().unsqueeze(1))
 
+
 EXACT, NONFINITE = "exact", "nonfinite"
 _GRID = 2.0**-12
 """Units from this on are those of a grid of 16 bits or fewer, whose last rounding is half a step; below, the order of
@@ -376,9 +377,7 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == 0, 0.0, a / b)
 
 
-def _once_each(
-    planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[WorstFound]]
-) -> list[WorstFound]:
+def _once_each(planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[WorstFound]]) -> list[WorstFound]:
     """What ``test`` finds in ``sums`` [8, lines], where the same error of nearly the same number counts once in a line:
     line by line, as long as a new one is beyond its limit; the sums are changed. planes: [8, lines, ...]."""
     known: set[int] = set()

@@ -177,6 +177,7 @@ def _matrix(masks: Iterable[int], n: int) -> Any:
     """Bits as float64 [masks, n]."""
     return np.array([[mask >> k & 1 for k in range(n)] for mask in masks], float)
 
+
 STOCHASTIC, ONCE = "stochastic", "once"
 ROUNDED = {NEAREST: "to nearest", ZERO: "toward zero", AWAY: "away from zero", STOCHASTIC: "at random (stochastic)"}
 PRICES = {NEAREST: 0.0, ZERO: 1.0, AWAY: 1.0, STOCHASTIC: 1.0}
@@ -234,6 +235,7 @@ def flushed(dtype: str) -> str:
 def kept(dtype: str) -> str:
     return f"keeps results below 2^{FORMATS[dtype][1]}"
 
+
 _SHARE = 0.3
 """Chosen: of an operator's outputs, those that show it. Narrow ones cannot (of truncating ones, 16 to 192 wide, 47 to
 100 % did); and where an error is shared by a whole row, some of an operator that rounds to nearest do (up to 11 %)."""
@@ -274,6 +276,7 @@ def sentence(rows: Iterable[Checked], where: str = "") -> str:
     """All of them in one; "" where there is none. where: whose rows, `` in mine``."""
     found = truncating(rows)
     return f"rounds toward zero{where}: {', '.join(map(str, found))}: {HONEST}" if found else ""
+
 
 _FITS, _PARTLY = 0.9, 0.3
 """Chosen: share of the numbers that a way predicts which is an operator's way; which at least tells how the last
@@ -456,6 +459,7 @@ def _balanced(found: list[list[float]], name: str, dtype: str) -> bool:
         return True  # only sizes are seen there
     off, above = sum(f[1] for f in found), sum(f[3] for f in found)
     return _BALANCE * off < above < (1.0 - _BALANCE) * off
+
 
 TOWARD_ZERO = "toward zero"
 _ALIKE = 0.95

@@ -229,6 +229,7 @@ def _in_order(parts: list[Tensor], low: Any, bias: Tensor | None, start: bool) -
     exact = total.double() + parts[-1].double()
     return exact.to(low).double() + bias if bias is not None and not start else exact
 
+
 RSQRT, ACTIVATION, SUMS = "rsqrt", "activation", "sums"
 MOST = 2.0**-10
 """Chosen: an approximation that hardware has is better (rsqrt of 11.9 bits: 2**-11.4 [Intel's manual on RSQRTPS: a
@@ -342,6 +343,7 @@ def _smooth(call: Call, y: Tensor, mine: Tensor, rows: Tensor) -> bool:
     fit = powers @ torch.linalg.lstsq(powers, e[:, None]).solution
     left = float((e - fit[:, 0]).square().sum())
     return left < (1.0 - _SMOOTH) * float(e.square().sum())
+
 
 Judge = Callable[[Tensor, "Tensor | None"], Verdict]
 """(reference, further standard error or None) → verdict of the whole output."""
