@@ -268,8 +268,8 @@ class _Judge:
             shared[rows.place] = by_part
         few = any(p.few for p in unit.parts)
         known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared)
-        place = tap, role, call, kind_of(role), unit.order, limit
-        self.traces.append(TensorErrors(*place, *keyed, *signs, *known, few=few))
+        self.traces.append(TensorErrors(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known,
+                                        few=few))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:
