@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -26,22 +27,20 @@ from lab.judging import Pair  # noqa: E402
 from lab.ways import CLEAN, MORE_CLEAN  # noqa: E402
 from vllm_accprobe.comparison import engine  # noqa: E402
 from vllm_accprobe.judge import constants as c  # noqa: E402
-from vllm_accprobe.judge.chance import deviation, tail  # noqa: E402
-from vllm_accprobe.judge.origins import origin  # noqa: E402
-from vllm_accprobe.judge.origins.outliers import Peers  # noqa: E402
-from vllm_accprobe.judge.origins.peer_evidence import Known, Look  # noqa: E402
+from vllm_accprobe.judge import origins  # noqa: E402
+from vllm_accprobe.judge.siblings import Siblings, TensorStats, deviation  # noqa: E402
 
 
-def looks_of(roots: list[Path]) -> Iterator[Look]:
+def stats_of(roots: list[Path]) -> Iterator[TensorStats]:
     """All places of the clean pairs kept under ``roots`` that are tuned on."""
-    found: list[Look] = []
+    found: list[TensorStats] = []
 
-    class Kept(Peers):
-        def __init__(self, looks: list[Look], rate: float):
-            super().__init__(looks, rate)
-            found.extend(looks)
+    class Kept(Siblings):
+        def __init__(self, stats: list[TensorStats], rate: float, keeper: Any):
+            super().__init__(stats, rate, keeper)
+            found.extend(stats)
 
-    origin.Peers = Kept  # type: ignore[misc]
+    origins.Siblings = Kept  # type: ignore[misc]
     for root in roots:
         for model, golden, mine in [*CLEAN, *MORE_CLEAN]:
             runs = (root / "_runs" / f"{model}-{golden}", root / "_runs" / f"{model}-{mine}")
@@ -52,26 +51,25 @@ def looks_of(roots: list[Path]) -> Iterator[Look]:
                 found.clear()
 
 
-def tails(looks: Iterator[Look]) -> None:
-    """Of rows' growth and gain, places of 64 rows and more."""
+def tails(stats: Iterator[TensorStats]) -> None:
+    """Of rows' gain, places of 64 rows and more."""
     ratios = []
-    for look in looks:
-        rows = len(look.keys)
-        if rows < 64 or look.width < c.NARROW or not np.isfinite(look.err).all() or not look.err.any():
+    for here in stats:
+        rows = len(here.keys)
+        if rows < 64 or here.width < c.NARROW or not np.isfinite(here.err).all() or not here.err.any():
             continue
         expected = float(-special.ndtri(0.5 / rows))
-        for values in (look.growth, look.gain):
-            middle, bulk = deviation(values)
-            spread = max(bulk, tail(values, middle), c.LEAST_ROW_SPREAD if values is look.growth else 0.0)
-            if spread > 0:
-                ratios.append(float(np.abs(values - middle).max()) / spread / expected)
+        middle, bulk = deviation(here.gain)
+        outer = float(np.quantile(np.abs(here.gain - middle), 0.9)) / float(special.ndtri(0.95))
+        if max(bulk, outer) > 0:
+            ratios.append(float(np.abs(here.gain - middle).max()) / max(bulk, outer) / expected)
     told = {q: round(float(np.quantile(ratios, q)), 2) for q in (0.5, 0.9, 0.99, 1.0)}
     print(f"tails of {len(ratios)} numbers of places, outermost row over a normal distribution's: {told}")
 
 
-def created(looks: Iterator[Look]) -> None:
+def created(stats: Iterator[TensorStats]) -> None:
     """In roundings, what the typical row of an honest place adds."""
-    made = [Known(x).made / x.unit for x in looks if len(x.keys) >= c.FEW and np.isfinite(x.err).all()]
+    made = [x.made / x.unit for x in stats if len(x.keys) >= c.FEW and np.isfinite(x.err).all()]
     told = {q: round(float(np.quantile(made, q)), 2) for q in (0.5, 0.9, 0.99, 1.0)}
     print(f"created at {len(made)} places, u: {told}")
 
@@ -81,7 +79,7 @@ def main() -> None:
     parser.add_argument("what", choices=("tails", "created"))
     parser.add_argument("roots", nargs="+", type=Path, metavar="ROOT")
     args = parser.parse_args()
-    {"tails": tails, "created": created}[args.what](looks_of(args.roots))
+    {"tails": tails, "created": created}[args.what](stats_of(args.roots))
 
 
 if __name__ == "__main__":

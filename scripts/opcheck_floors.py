@@ -3,7 +3,7 @@
 The problem: a limit that follows from a model of rounding is as good as the model, and no honest call may be above it.
 The idea: every clean dump that was kept (``scripts/faults.sh --keep`` leaves them under ``_runs``) is checked, and for
 each class and measure the worst share of what is allowed is printed, then the variance and the scale of all calls of a
-tap together, in units of the model; MODEL and BIAS (opcheck/floors/error_limits.py, pooled.py) are to lie above these.
+tap together, in units of the model; MODEL and BIAS (opcheck/floors/verdict.py, pooled.py) are to lie above these.
 Exit codes: 0 where at most 1 output in 10,000 is above its limit, 1 where more are, 2 for bad usage.
 
     python scripts/opcheck_floors.py LAB/_runs/* [--list]

@@ -27,8 +27,8 @@ from rounding_kernels import KINDS, MIXED, NEAREST, ORDERS, ZERO, Case, Inputs, 
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.kernels.float_formats import smallest
-from vllm_accprobe.opcheck.floors.error_limits import proved
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
+from vllm_accprobe.opcheck.floors.verdict import proved
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.registry import default_references
 

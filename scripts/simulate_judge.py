@@ -1,4 +1,4 @@
-"""How often an honest machine is blamed whose layers honestly differ: a simulation of what judge/origins/outliers.py
+"""How often an honest machine is blamed whose layers honestly differ: a simulation of what judge/siblings.py
 sees.
 
 The problem: one layer's rounding may be twice another's on a machine that is not at hand, and a judge that was tuned on
@@ -18,17 +18,16 @@ from functools import partial
 
 import numpy as np
 
-from vllm_accprobe.judge.origins.columns import Columns
-from vllm_accprobe.judge.origins.outliers import Peers
-from vllm_accprobe.judge.origins.peer_evidence import Look
+from vllm_accprobe.judge.siblings import Siblings, TensorStats
+from vllm_accprobe.judge.tensor_errors import Columns
 from vllm_accprobe.kernels.structure import structure
 
 UNIT = 2.0**-8
 ROWS, WIDTH = 120, 64
-Looks = list[Look]
+Places = list[TensorStats]
 
 
-def look(tap: str, noise: float, before: np.ndarray, random: np.random.Generator, mixing: bool = False) -> Look:
+def stats(tap: str, noise: float, before: np.ndarray, random: np.random.Generator, mixing: bool = False) -> TensorStats:
     """A tensor whose elements are off by ``noise`` times a normal number; before: float64 [ROWS], its inputs' error."""
     golden = random.standard_normal((ROWS, WIDTH))
     off = noise * random.standard_normal(golden.shape)
@@ -36,15 +35,16 @@ def look(tap: str, noise: float, before: np.ndarray, random: np.random.Generator
     err, gain = np.sqrt((off * off).sum(1) / power), (off * golden).sum(1) / power
     sums = Columns(structure(golden, golden + off))
     nothing = np.zeros(ROWS)
-    return Look(tap, "output.0", "Linear", UNIT, np.arange(ROWS), err, gain, before, nothing, WIDTH, sums, (), mixing)
+    rows = np.arange(ROWS), err, gain, before, nothing
+    return TensorStats(tap, "output.0", UNIT, *rows, WIDTH, sums, (), mixing)
 
 
-def single(random: np.random.Generator, sigma: float, layers: int, noise: float, before: float) -> Looks:
+def single(random: np.random.Generator, sigma: float, layers: int, noise: float, before: float) -> Places:
     """One operator in ``layers`` layers."""
 
-    def one(layer: int) -> Look:
+    def one(layer: int) -> TensorStats:
         came = before * (1.0 + 0.1 * random.standard_normal(ROWS))
-        return look(f"model.layers.{layer}.proj", noise * np.exp(sigma * random.standard_normal()), came, random)
+        return stats(f"model.layers.{layer}.proj", noise * np.exp(sigma * random.standard_normal()), came, random)
 
     return [one(i) for i in range(layers)]
 
@@ -52,29 +52,29 @@ def single(random: np.random.Generator, sigma: float, layers: int, noise: float,
 KINDS = ("input_layernorm", "qkv_proj", "attn", "o_proj", "post_attention_layernorm", "gate_up_proj", "act_fn", "down")
 
 
-def model(random: np.random.Generator, sigma: float, layers: int, noise: float, before: float) -> Looks:
+def model(random: np.random.Generator, sigma: float, layers: int, noise: float, before: float) -> Places:
     """All operators of a model, whose noise adds up."""
 
-    def every() -> Iterator[Look]:
+    def every() -> Iterator[TensorStats]:
         came = before * (1.0 + 0.1 * random.standard_normal(ROWS))
         for layer in range(layers):
             for kind in KINDS:
                 made = noise * np.exp(sigma * random.standard_normal())
                 size = float(np.hypot(np.median(came), made))
-                here = look(f"model.layers.{layer}.{kind}", size, came, random, kind == "attn")
+                here = stats(f"model.layers.{layer}.{kind}", size, came, random, kind == "attn")
                 yield here
                 came = here.err
 
     return list(every())
 
 
-def alarms(make: Callable[[np.random.Generator], Looks], comparisons: int, seed: int = 0) -> tuple[int, Counter[str]]:
+def alarms(make: Callable[[np.random.Generator], Places], comparisons: int, seed: int = 0) -> tuple[int, Counter[str]]:
     """(comparisons with an alarm, alarms by kind of sign)."""
     count, how = 0, Counter[str]()
     for i in range(comparisons):
-        looks = make(np.random.default_rng((seed, i)))
-        peers = Peers(looks)
-        found = [f for f in map(peers.judge, looks) if f is not None]
+        places = make(np.random.default_rng((seed, i)))
+        siblings = Siblings(places)
+        found = [f for f in map(siblings.judge, places) if f is not None]
         count += bool(found)
         how.update(f.how for f in found)
     return count, how

@@ -9,7 +9,6 @@ import pytest
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import make_key
 from vllm_accprobe.comparison.verdict.remarks import remarks
-from vllm_accprobe.judge.origins.row_errors import Trace
 from vllm_accprobe.judge.routing import (
     Choices,
     Chooser,
@@ -21,13 +20,14 @@ from vllm_accprobe.judge.routing import (
     is_weight,
     margins,
 )
+from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
 
 
 def test_a_choice_is_a_near_tie_only_if_what_the_router_read_differs_within_its_limit():
     rows = np.array([make_key(0, p) for p in range(4)])
     err = np.array([0.01, 0.5, 0.0, 0.02])  # within the limit, beyond it, equal to the bit, within
-    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, err, allowed=0.03)
+    router = TensorErrors("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, err, allowed=0.03)
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
     rerouted = Rerouted()
     ties = rerouted.near_ties(rows, unit, [router])
@@ -67,7 +67,7 @@ def test_only_a_near_tie_that_margins_show_is_excused():
     rows = np.array([make_key(i, 3) for i in range(6)])
     near = np.full(6, 0.01)
     near[4] = 0.5  # these logits are beyond their limit: an operator before is wrong
-    router = Trace("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, near, allowed=0.03)
+    router = TensorErrors("m.l.0.mlp.gate", "output.0", 0, "output", 1, 0.0156, RowSet(rows), rows, near, allowed=0.03)
     unit = SimpleNamespace(key=("m.l.0.mlp.experts.quant_method", "input.topk_ids", 0), order=5)
     rerouted = Rerouted()
     excused, wrong = rerouted.judge(rows, margins(*TOOK, LOGITS, MOVED), 2.0**-8, unit, [router])

@@ -5,7 +5,7 @@ import re
 from report_examples import EVIL, ORIGIN, comparison, hostile, realistic
 
 import vllm_accprobe.report.html as html
-from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
 from vllm_accprobe.report import github, markdown, notebook, terminal
 
 RUN = {

@@ -5,7 +5,7 @@ import math
 import pytest
 from report_examples import ORIGIN, comparison
 
-from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
 from vllm_accprobe.report import facts, tiers
 
 PROVEN = {"tier": PROVED, "times": 3.1, "chance": 0.0}

@@ -17,7 +17,7 @@ from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pai
 from vllm_accprobe.comparison.states import cache_origin, is_cache
 from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, not_checked, would_decide
 from vllm_accprobe.comparison.verdict.neighbours import Around, neighbours, with_neighbours
-from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
@@ -64,7 +64,7 @@ class Comparison:
     [habit]}, how each side computes (report/machines.py says what a habit is). replayed: "", "partly" or "whole": how
     much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands that
     compare them again (deciding.py). out: the directory that it is written to, as it was typed, "" where it is not.
-    created: what each tap's outputs created at most, over what one operator may (judge/origins/created_over.py).
+    created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
     states: what the runs' own ledgers of states have found (states.py); any
     finding of mine's fails the comparison."""
 

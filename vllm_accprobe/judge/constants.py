@@ -7,7 +7,7 @@ for a number that has no source or stands elsewhere. ``scripts/judge_constants.p
 clean pairs.
 
 u is one rounding of the tensor's dtype (floor.py). What is allowed depends on how many questions are asked, so that
-most thresholds are no numbers at all but quantiles at one rate of false alarms (chance.py). Not here: units of
+most limits are no numbers at all but quantiles at one rate of false alarms (statistic.py). Not here: units of
 rounding by dtype (floor.py), the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
 """
 
@@ -20,42 +20,28 @@ from vllm_accprobe.standards.constants import TRUNCATIONS as TRUNCATIONS
 
 # --- one rate of false alarms ----------------------------------------------------------------------------------------
 
-FALSE_ALARM_RATE = 1e-3
-"""chosen: one comparison of honest machines in a thousand has an origin; ``--false-alarm-rate`` sets it."""
-QUESTIONS = 7
-"""derived: the questions that outliers.py asks of one place (equal inputs, growth, gain, gain against kin, columns,
-rows, gain of rows), over which the rate is divided as Bonferroni's inequality asks."""
 INDEPENDENT = 0.5
 """chosen: the part of the rows that count as independent. Tokens repeat, and equal rows make equal errors: standard
 errors are sqrt(1 / 0.5) = 1.4 times those of independent rows."""
 TAILS = 1.3
-"""chosen: how much further than a normal distribution's quantile a row or a column must lie. Measured,
-scripts/judge_constants.py tails, the outermost row of 6,796 numbers of places of clean pairs lies at
-1.09 times it in the middle place, 1.7 at the 90th percentile and 4.8 at the 99th: rows of sinks and short prompts are
-noisier. What lies between is left to ROW_APART and ROWS_LEAST, which ask what the same row does elsewhere and how much
-it is, and to the replay; so the rate is not kept by this question alone."""
+"""chosen: how much further than a normal distribution's quantile a column must lie. Measured,
+scripts/judge_constants.py tails, the outermost row of 6,796 numbers of places of clean pairs lies at 1.09 times it in
+the middle place, 1.7 at the 90th percentile and 4.8 at the 99th; for columns, what lies between is left to what columns
+of the inputs and of sibling layers show."""
 
 # --- robust statistics ------------------------------------------------------------------------------------------------
 
 MAD = 1.482602218505602
 """derived: 1 / Phi^-1(3/4), a normal distribution's standard deviation over its median absolute deviation."""
-OUTER = 0.9
-"""chosen: the quantile by which tails are told; a tenth of the rows is the least that is known of a hundred."""
-OUTER_DEVIATIONS = 1.6448536269514722
-"""derived: Phi^-1((1 + OUTER) / 2), how many standard deviations |x| of a normal distribution has there."""
 FEW = 8
 """chosen: rows below which nothing is learned: a median absolute deviation of fewer is off by a third and more."""
 NARROW = 16
 """chosen: elements of a row up to which it is one factor or a few (a gate, the weights of chosen experts): its error
 has nothing to average over."""
-FEWEST_KIN = 2
-"""derived: a spread needs two values."""
-FEWEST_KINDS = 3
-"""derived: how spreads differ from kind to kind is a variance of two or more kinds besides the one that is judged."""
-KINDS_DOUBT = 0.25
-"""chosen: the probability with which kinds of operators differ in their spreads by more than they are taken to."""
+FEWEST_STEPS = 2
+"""derived: steps of either kind, before "in both alike" is said."""
 LEAST_SPREAD = 0.05
-"""chosen: powers of two; layers whose growth agrees to 3 % agree by chance. Below that a spread is not believed."""
+"""chosen: powers of two; errors of places that agree to 3 % agree by chance. Below that a spread is not believed."""
 
 # --- what an operator creates, in u -----------------------------------------------------------------------------------
 
@@ -69,23 +55,9 @@ STEP_SQUARE = 4.0
 CREATED_LEAST = 1.25
 """derived: u rms; what two operators make of equal numbers that round twice, independently: sqrt(2) TWO_ROUNDINGS =
 1.15, and a little for what lies beside the grid. So much must have been created before an operator is blamed."""
-ROWS_LEAST = 2.5
-"""derived: the same for single rows: twice CREATED_LEAST, because a row is chosen among hundreds."""
-MIXING = 1.2
-"""chosen: growth of attention counts for so much less, because it depends on how sharp each layer's softmax is."""
-LEAST_ROW_SPREAD = 0.12
-"""chosen: powers of two; the same for single rows, whose growth is never known better than to 9 %."""
-ROW_KIN = 1.5
-"""chosen: times the gain that the same row has in other layers."""
-ROW_APART = 0.7
-"""chosen: powers of two by which a row must grow more than the same row does in other layers; twice that where there
-are none."""
 GAIN_LEAST = 0.5
 """derived: the gain that rounding one shared factor to nearest leaves: half a step of 2 u at most, 0 on average, and
 0.5 u rms over significands of equal logarithm."""
-GAIN_ROW = 1.5
-"""derived: a row's own factor, rounded to nearest (1 u), and a result that was truncated in one run only, less what
-that leaves on average in all rows: 0.5 u."""
 THROUGH = 3.0
 """chosen: how much of its inputs' gain an operator may pass on: a product of two inputs passes on both, an activation
 between them some more."""
@@ -96,7 +68,7 @@ COLUMN = 5.0
 """chosen: times the typical column's error. In honest tensors columns differ by how large their values are."""
 COLUMN_LEAST = 1.5
 """derived: u; a column whose one weight was rounded otherwise is off by 1 u, and its own rounding adds 0.58."""
-COLUMN_KIN = 1.6
+COLUMN_SIBLINGS = 1.6
 """chosen: times the most uneven column of the same operator in other layers."""
 COLUMN_INPUT = 2.5
 """chosen: times the most uneven column of the input: few bad columns of an input spread unevenly over the output."""
@@ -109,12 +81,12 @@ BY_ELEMENT = 5.0
 OFFSET_LEAST = 2.5
 """derived: u; a column that hardly changes is rounded to the same side in each row, by 1 u at most, and so is its
 input, which an operator passes on; 0.5 u for what rounds twice."""
-OFFSET_KIN = 2.0
+OFFSET_SIBLINGS = 2.0
 """chosen: times the offset that other layers and inputs show, of which no more than OFFSET_MOST u count."""
 OFFSET_MOST = 4.0
 """chosen: u; more is no habit but a fault that lies before."""
 UNEVEN_MOST, SURE_MOST = 8.0, 12.0
-"""chosen: what an input's or kin's most uneven column may excuse: more is a fault that lies before."""
+"""chosen: what an input's or siblings' most uneven column may excuse: more is a fault that lies before."""
 COLUMN_TYPICAL = 0.1
 """chosen: u; the typical column's error counts as no less."""
 COLUMN_SMALL = 0.25
@@ -167,11 +139,11 @@ HEAD_BAD, HEAD_GOOD = 0.7, 0.2
 HALF_OF_STEPS = 0.5
 """chosen: a captured size is taken for wrong where at least half of its steps are; steps are wrong as a whole."""
 GRAPH_KINDS = 5
-"""derived: the kinds of steps that graph_steps.py tries, over which the chance is divided as Bonferroni's inequality
+"""derived: the kinds of steps that shape.py tries, over which the chance is divided as Bonferroni's inequality
 asks: replayed, not replayed, sizes, padding, a size with padding."""
 GRAPH_CHANCE = 0.01
 """chosen: a kind of step is said where wrong steps dealt out at random would all be of it less than once in a hundred.
-It words an origin that was found beyond chance already, so that it is no matter of FALSE_ALARM_RATE."""
+It words an origin that was found beyond chance already, so that it is no matter of RATE."""
 RANGE_FULL = 0.8
 """chosen: a range of columns is said where so many of it are bad."""
 FEW_LISTED, BOUNDS_TRIED, TAIL_PART, HEAD_LEAST = 4, 512, 64, 4

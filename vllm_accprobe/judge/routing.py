@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import position, subject
-from vllm_accprobe.judge.origins.influence import spread
-from vllm_accprobe.judge.origins.row_errors import Trace
+from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
 
 _CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
 _WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")
@@ -209,7 +208,7 @@ class Rerouted:
         return len(self._seen)
 
     def judge(
-        self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[Trace]
+        self, keys: np.ndarray, found: np.ndarray | None, rounding: float, unit: Any, traces: Sequence[TensorErrors]
     ) -> tuple[np.ndarray, np.ndarray]:
         """(excused, wrong) of rows ``keys`` that were sent to other experts; bool each. found: their `margins`."""
         said = Choices.of(found, len(keys), rounding)
@@ -226,7 +225,7 @@ class Rerouted:
         said = Choices.of(found, len(keys), rounding)
         return ~said.unknown & (near | said.tie)
 
-    def near_ties(self, keys: np.ndarray, unit: Any, traces: Sequence[Trace]) -> np.ndarray:
+    def near_ties(self, keys: np.ndarray, unit: Any, traces: Sequence[TensorErrors]) -> np.ndarray:
         """bool [len(keys)]: rows where what the router read differs, but by no more than its limit allows."""
         before = [t for t in traces if t.order < unit.order and not t.role.startswith("param") and not t.vision]
         near = [t for t in before if unit.key[0].startswith(t.tap.rpartition(".")[0] + ".")][-12:]

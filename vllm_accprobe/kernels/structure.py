@@ -4,7 +4,7 @@ The problem: an error of 5 % in one output column of 4096 is 0.08 % of a row. Th
 weighted by 1 / |g_r|^2 so that no large row speaks for all, the sums of d*d, g*g and g*d for each column, of
 (g*d)^2, from which the slope's standard error follows, and of d itself, which rounding leaves near 0. A sample of rows
 is enough: `chosen` takes them evenly.
-Not here: what is out of the ordinary (judge/origins/outliers.py); sums over rows (definition.py, rows.py).
+Not here: what is out of the ordinary (judge/siblings.py); sums over rows (definition.py, rows.py).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ArrivingJob(OpenJob):
     None."""
 
     def __init__(self, job: Job, spool: IO[bytes], totals: tuple[int, int] | None):
-        from vllm_accprobe.opcheck.floors.chance import BUDGET, RATE, Budget
+        from vllm_accprobe.judge.statistic import BUDGET, RATE, Budget
 
         super().__init__(job)
         self._spool = spool
@@ -75,7 +75,7 @@ class ArrivingJob(OpenJob):
         yield {"looked": self.count, "opened": opened}
 
     def _tap(self, calls: Any, rank: int, tap: str) -> Iterator[dict[str, Any]]:
-        from vllm_accprobe.opcheck.floors.pools import Pools
+        from vllm_accprobe.opcheck.floors.pooled import Pools
         from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP
         from vllm_accprobe.opcheck.run.table import cells
 

@@ -1,7 +1,7 @@
 """Which floor an origin breaks, by how much, and how likely that is by chance, in plain words.
 
 The problem: "13 times the limit" convicts or merely puzzles, depending on where the limit comes from. The idea: each of
-the tiers (judge/tiers.py) has one sentence, made here from an origin's fields and from nothing else, for all
+the tiers (judge/statistic.py) has one sentence, made here from an origin's fields and from nothing else, for all
 reports alike; what an origin does not say is left out. Not here: the floors (judge/, opcheck/), the layout.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
 from vllm_accprobe.report.text import factor, ratio, safe, times
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ a `Standard` holds a few plain numbers; `Limits` follow from it, the unit (floor
 row are held against one limit each, so that none hides the others' finds: the relative L2 error, the norm ratio (noise
 hardly moves it, a wrong scale does) and the largest element (one wrong element in a wide row hardly moves the norm).
 Not here: the numbers and where they come from (constants.py), which standards have such limits (ours.py), the verdict
-on a pair (judge/verdict.py) and on an origin (judge/origins/origin.py).
+on a pair (judge/verdict.py) and on an origin (judge/origins.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from vllm_accprobe.cli import build
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.comparison.result import PARTLY, WHOLE, Foreign
 from vllm_accprobe.judge.flips import UNKNOWN
-from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, UNLIKE_KIN
 
 TAP = ORIGIN["module"]
 ODD = ORIGIN | {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}

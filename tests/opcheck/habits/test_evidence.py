@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.opcheck.habits.evidence import AWAY, NEAREST, ZERO, Evidence, EvidencePool, candidates_of, hits
+from vllm_accprobe.opcheck.habits.decided import AWAY, NEAREST, ZERO, Evidence, EvidencePool, candidates_of, hits
 
 SOME = Evidence(
     ("once", "low 1"), {0b001001: 50, 0b001000: 30, 0b000010: 3}, ((4, 1),) * 8, 2, (3, 4),

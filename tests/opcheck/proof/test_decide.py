@@ -9,8 +9,8 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import Comparison, Pair
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
-from vllm_accprobe.judge.tiers import PROVED, UNLIKE_KIN
-from vllm_accprobe.opcheck.floors.peers import Odd, Pooled
+from vllm_accprobe.judge.statistic import PROVED, UNLIKE_KIN
+from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.proof.decide import Proof, decide
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.prove import prove
@@ -68,7 +68,7 @@ def test_what_is_wrong_in_every_layer_says_so_and_the_first_place_is_named_first
 
 def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_his_own() -> None:
     p = Pooled("third", "C", "output.0", 0, "bfloat16", 2.0, 1e4, 0.0, 1e-5, 400, 5, 0.01)
-    odd = [Odd(p, 1.4, 1e-5, 3)]
+    odd = [OutlierLayer(p, 1.4, 1e-5, 3)]
     rows = [checked("first", "pass"), checked("third", "pass")]
     (origin,) = decide(comparison(), Proof.from_json(prove([], rows, odd=odd).to_json())).origins
     assert (origin["module"], origin["tier"], origin["times"]) == ("third", "unlike its kin", 1.4)

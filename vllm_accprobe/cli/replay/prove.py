@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -93,7 +93,7 @@ def _proof(given: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.lent_reads import lend
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.floors import peers
+    from vllm_accprobe.opcheck.floors import pooled
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.proof import other_constants, prove
     from vllm_accprobe.opcheck.proof.coverage import covers
@@ -133,7 +133,7 @@ def _proof(given: argparse.Namespace, say: Any) -> str:
     alike = prove.shared(prove.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, rules)
-    odd = peers.unlike(rates, own, sides[1].budget(rate).kin)
+    odd = pooled.unlike(rates, own, sides[1].budget(rate).siblings)
     say(explain=True)
     wanted = _wanted()
     explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)

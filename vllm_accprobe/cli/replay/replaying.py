@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.cli.common.options import CommandError, progress
-from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
+from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.children import Child

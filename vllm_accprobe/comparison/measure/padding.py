@@ -4,7 +4,7 @@ The problem: rows that are nobody's have no partner, so that no pair can tell of
 come from what stands in them. The idea: they are looked at in mine alone: NaN and infinity and sizes that no real row
 has by the statistics that the capture wrote, and at the first padded steps, by their bytes, whether they are what an
 earlier step has left of somebody's. Any other number may honestly stand there. Not here: whether an error goes with
-padding (judge/origins/graph_steps.py).
+padding (judge/shape.py).
 """
 
 from __future__ import annotations

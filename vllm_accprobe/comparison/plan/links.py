@@ -6,7 +6,7 @@ integers) is equal once. Of several that remain the last one gave it out, and in
 side may hand on unchanged what the other changes on the way, and one may have no hashes: each is asked, mine's answer
 holds, and a link is one side's alone only where the other has both tensors and they differ.
 Not here: what these tensors differ by (verdict/neighbours.py), who stands in front where no bytes tell
-(judge/origins/in_front.py).
+(judge/upstream.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.flow import Key
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, kind_of
+from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, kind_of
 
 STEPS = 4
 """Steps in which bytes must be equal; chosen: the prompt's and three of decoding, where chance would have to repeat."""

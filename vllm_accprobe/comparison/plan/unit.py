@@ -24,7 +24,7 @@ class Unit:
     """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
 
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
-    (judge/origins/unseen.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
+    (judge/untapped_depth.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
     chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
     (judge/routing.py). takes: of a router's logits, how many of the highest are taken, where the choice
     itself is not in both dumps; else 0."""

@@ -30,7 +30,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import OWN, Module, Record
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.judge.flow import Key, Tree, add_parameters, flow_order
-from vllm_accprobe.judge.origins.unseen import Layers, gaps, unseen_taps
+from vllm_accprobe.judge.untapped_depth import Layers, gaps, unseen_taps
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The problem: in a compiled engine, under VLLM_ACCPROBE_MODULES or in another tool's dump most operators stand between
 two taps, and an error that comes up there shows first at the next tap, which is innocent. The idea: one side usually
 saw more than the other (an eager golden sees every module). Its records say which tensor each one was made of: by equal
-bytes (links.py), else by place (judge/origins/in_front.py). That flow is kept for the tensors that are compared and for
+bytes (links.py), else by place (judge/upstream.py). That flow is kept for the tensors that are compared and for
 those that are not, in mine's names; of modules that nobody saw, the names that the dumps list as skipped are kept.
 Not here: which of them an origin is blamed for (verdict/gaps.py).
 """
@@ -23,9 +23,9 @@ from vllm_accprobe.align.row_set import NO_ROWS
 from vllm_accprobe.comparison.plan.links import STEPS, Makers
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.flow import Key, Tree
-from vllm_accprobe.judge.origins.in_front import Fronts
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace, kind_of
-from vllm_accprobe.judge.origins.unseen import unseen_taps
+from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
+from vllm_accprobe.judge.untapped_depth import unseen_taps
+from vllm_accprobe.judge.upstream import Upstream
 
 Records = Mapping[Key, Sequence[Record]]
 """One rank's records of each place, in order of steps."""
@@ -106,20 +106,20 @@ class _FlowOfDump:
         self._first = {k: records[k][0] for k in order}
         self._makers = Makers(self._order, {k: records[k][:STEPS] for k in order})
         none = np.zeros(0)
-        made = [Trace(*key, kind_of(key[1]), i, 0.0, NO_ROWS, none, none) for key, i in self._order.items()]
+        made = [TensorErrors(*key, kind_of(key[1]), i, 0.0, NO_ROWS, none, none) for key, i in self._order.items()]
         spans: dict[str, list[int]] = {}
         for t in made:
             if t.call == 0:
                 spans.setdefault(t.tap, []).append(t.order)
         stretches = {tap: (min(at), max(at)) for tap, at in spans.items() if len(at) > 1}
         tree = Tree.of(list(dict.fromkeys(t.tap for t in made)), classes, stretches)
-        self._tree, self._fronts = tree, Fronts(made, tree)
+        self._tree, self._fronts = tree, Upstream(made, tree)
         self._traces = {(t.tap, t.role, t.call): t for t in made}
 
     def _is_float(self, key: Key) -> bool:
         return "float" in self._first[key].dtype
 
-    def _whole_of(self, trace: Trace) -> Key | None:
+    def _whole_of(self, trace: TensorErrors) -> Key | None:
         """The nearest output before an input whose rows are wider: q, k and v are slices of one product."""
         if trace.kind != INPUT:
             return None

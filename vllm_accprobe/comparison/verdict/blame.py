@@ -3,7 +3,7 @@
 The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
 idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
 pairs agree with it, so that no table calls a culprit clean.
-Not here: the finding itself (judge/origins/origin.py, judge/flips.py), what was recorded of a flipped token
+Not here: the finding itself (judge/origins.py, judge/flips.py), what was recorded of a flipped token
 (flipped.py).
 """
 
@@ -24,11 +24,11 @@ from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.judge import flips as rules
-from vllm_accprobe.judge.origins import graph_steps, shape
-from vllm_accprobe.judge.origins.origin import Created
-from vllm_accprobe.judge.origins.peer_evidence import Look
-from vllm_accprobe.judge.origins.row_errors import OUTPUT, PARAM, Trace
+from vllm_accprobe.judge import shape
+from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
+from vllm_accprobe.judge.siblings import TensorStats
+from vllm_accprobe.judge.tensor_errors import OUTPUT, PARAM, TensorErrors
 
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""
@@ -61,7 +61,7 @@ class Places:
 
 
 def origin_entry(
-    c: Created, setting: Setting, places: Places, pairs: Compared, chosen: Chosen | None = None
+    c: Origin, setting: Setting, places: Places, pairs: Compared, chosen: Chosen | None = None
 ) -> dict[str, Any]:
     """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
     trace = c.trace
@@ -103,7 +103,7 @@ def origin_entry(
     } | ({"graph": graph} if (graph := _graph_of(c, setting, places)) else {})
 
 
-def steps_of(created: Sequence[Created]) -> dict[str, int]:
+def steps_of(created: Sequence[Origin]) -> dict[str, int]:
     """Of each tap how many rows it makes NaN or infinite, of inputs that are neither."""
     rows: dict[str, list[np.ndarray]] = {}
     for c in created:
@@ -112,7 +112,7 @@ def steps_of(created: Sequence[Created]) -> dict[str, int]:
     return {tap: len(np.unique(np.concatenate(found))) for tap, found in rows.items()}
 
 
-def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
+def size_of(c: Origin, at: int = 0) -> tuple[float, float, float]:
     """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
 
     A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
@@ -124,7 +124,7 @@ def size_of(c: Created, at: int = 0) -> tuple[float, float, float]:
     return float(err[at]), c.trace.limit, float(err.max())
 
 
-def _sizes(c: Created) -> np.ndarray:
+def _sizes(c: Origin) -> np.ndarray:
     """The error of each of its rows, as `size_of` gives the first and the worst."""
     trace = c.trace
     if not (len(trace.rel) == len(trace.keys) and len(trace.keys) and len(c.keys)):
@@ -133,19 +133,19 @@ def _sizes(c: Created) -> np.ndarray:
     return np.where(rel > trace.limit, rel, c.err)
 
 
-def shape_of(c: Created, setting: Setting, places: Places, chosen: Chosen) -> str:
-    """The error's shape in words (judge/origins/shape.py)."""
+def shape_of(c: Origin, setting: Setting, places: Places, chosen: Chosen) -> str:
+    """The error's shape in words (judge/shape.py)."""
     if c.trace.kind == PARAM:
         return ""
     attrs = setting.attrs.get(c.trace.tap) or setting.attrs.get(c.tap) or {}
     logits = "logits" in c.trace.tap or "lm_head" in c.trace.tap
     rows = None
-    if c.look is not None and len(c.look.keys):
-        rows = _shape_rows(c, c.look, setting, places, chosen)
+    if c.stats is not None and len(c.stats.keys):
+        rows = _shape_rows(c, c.stats, setting, places, chosen)
     return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
-def _made(c: Created, look: Look) -> np.ndarray:
+def _made(c: Origin, look: TensorStats) -> np.ndarray:
     """What was created in each row of ``look``, infinite where NaN or infinity was."""
     made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
     made[~np.isfinite(look.err)] = np.inf
@@ -155,7 +155,7 @@ def _made(c: Created, look: Look) -> np.ndarray:
     return made
 
 
-def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen: Chosen) -> shape.RowFacts:
+def _shape_rows(c: Origin, look: TensorStats, setting: Setting, places: Places, chosen: Chosen) -> shape.RowFacts:
     at, there = places.find(look.keys)
     step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
@@ -176,28 +176,28 @@ def _shape_rows(c: Created, look: Look, setting: Setting, places: Places, chosen
     )
 
 
-def _graph_of(c: Created, setting: Setting, places: Places) -> dict[str, Any] | None:
-    """Which piece, captured size and padding of mine's graphs (judge/origins/graph_steps.py), as far as it is known."""
+def _graph_of(c: Origin, setting: Setting, places: Places) -> dict[str, Any] | None:
+    """Which piece, captured size and padding of mine's graphs (judge/shape.py), as far as it is known."""
     engine = setting.mine_run.get("engine")
     graphs = engine.get("graphs") if isinstance(engine, dict) else None
     if not isinstance(graphs, dict) or c.trace.kind == PARAM:
         return None
-    place = graph_steps.piece_of(c.trace.tap, graphs) or graph_steps.piece_of(c.tap, graphs)
+    place = shape.piece_of(c.trace.tap, graphs) or shape.piece_of(c.tap, graphs)
     found, stood = None, ""
-    if setting.graphs and c.look is not None and len(c.look.keys):
-        rows = _graph_rows(c, c.look, setting, places)
-        found = graph_steps.of_steps(rows, c.look.mixing)
+    if setting.graphs and c.stats is not None and len(c.stats.keys):
+        rows = _graph_rows(c, c.stats, setting, places)
+        found = shape.of_steps(rows, c.stats.mixing)
         stood = stood_in_padding(setting.padding, c.trace.tap)
-    return graph_steps.entry(found, place, stood)
+    return shape.entry(found, place, stood)
 
 
-def _graph_rows(c: Created, look: Look, setting: Setting, places: Places) -> graph_steps.GraphRows:
+def _graph_rows(c: Origin, look: TensorStats, setting: Setting, places: Places) -> shape.GraphRows:
     at, there = places.find(look.keys)
     steps = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     known = [setting.graphs.get(int(s), (-1, 0)) for s in steps.tolist()]
     bad = shape.bad_rows(_made(c, look)) | np.isin(look.keys, c.keys)
     sizes, padding = (np.array([k[i] for k in known], np.int64) for i in (0, 1))
-    return graph_steps.GraphRows(steps, sizes, padding, subject(look.keys), position(look.keys), bad)
+    return shape.GraphRows(steps, sizes, padding, subject(look.keys), position(look.keys), bad)
 
 
 def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
@@ -223,16 +223,16 @@ def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
     return out
 
 
-def unproved(c: Created) -> Created:
+def unproved(c: Origin) -> Origin:
     """An origin to which a router that nobody saw may have sent other rows: how likely that is, nobody knows."""
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
-def condemn(created: Sequence[Created], pairs: Compared, after: Sequence[str] = ()) -> Compared:
+def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = ()) -> Compared:
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
     then: one fault is so many times one limit, its origin's, wherever it is told. after: of each of ``created`` the
     beginning of the gap in which it was created, "" where there is none."""
-    guilty: dict[tuple[str, str, int], list[tuple[Created, str]]] = {}
+    guilty: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
         guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
     out = []
@@ -259,7 +259,7 @@ def condemn(created: Sequence[Created], pairs: Compared, after: Sequence[str] = 
 
 
 def judge_flips(
-    setting: Setting, traces: Sequence[Trace], places: Places, pairs: Compared
+    setting: Setting, traces: Sequence[TensorErrors], places: Places, pairs: Compared
 ) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
     """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
@@ -348,7 +348,7 @@ def _as_best(lists: Any) -> rules.Best | None:
     return None if lists is None else rules.Best(*map(np.array, lists))
 
 
-def _logits_agree(traces: Sequence[Trace], key: int) -> bool | None:
+def _logits_agree(traces: Sequence[TensorErrors], key: int) -> bool | None:
     """Whether a row of the logits is within limits, by all that shows it; None where nothing does."""
     known: bool | None = None
     for t in traces:

@@ -20,7 +20,7 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.comparison.verdict.gaps import suspects_of
 from vllm_accprobe.judge.flips import UNKNOWN
-from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, UNLIKE_KIN
 
 FEW_ROWS = 32
 """chosen: a share of a few per cent of the rows, which is what a wrong tile or head touches, is one row of so many."""

@@ -7,7 +7,7 @@ have made the error. Those are left out that an earlier compared tensor was also
 A norm divides the size of its only input out: it does not vouch for what is in front of it, up to the next sum. Where
 no dump saw the modules between, the model's tree says which may stand there, without order. An operator whose own input
 was not compared is in the gap itself; a replay may take it out, or convict it (opcheck/proof/gaps.py).
-Not here: which tensor shows an error that nothing in front explains (judge/origins/origin.py).
+Not here: which tensor shows an error that nothing in front explains (judge/origins.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.untapped import Untapped, bodies, enclosed_by
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flow import Key, Tree
-from vllm_accprobe.judge.origins.in_front import Fronts, is_fed
-from vllm_accprobe.judge.origins.origin import Created
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace, kind_of
-from vllm_accprobe.judge.origins.unseen import block_of
+from vllm_accprobe.judge.origins import Origin
+from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
+from vllm_accprobe.judge.untapped_depth import block_of
+from vllm_accprobe.judge.upstream import Upstream, is_fed
 
 _NORM = re.compile("norm", re.I)
 _Place = tuple[str, str, int]
@@ -68,7 +68,7 @@ class _Front:
 class GapFinder:
     """The gaps of one comparison. traces: of all compared tensors."""
 
-    def __init__(self, untapped: Untapped, traces: Sequence[Trace], tree: Tree):
+    def __init__(self, untapped: Untapped, traces: Sequence[TensorErrors], tree: Tree):
         self.untapped, self._tree = untapped, tree
         self._traces = sorted(traces, key=lambda t: t.order)
         self._by_key = {(t.tap, t.role, t.call): t for t in traces}
@@ -76,7 +76,7 @@ class GapFinder:
         self._inputs = {t.tap for t in traces if t.kind == INPUT}
         self._fronts: dict[tuple[Key, bool], _Front] = {}
 
-    def of(self, c: Created) -> Gap | None:
+    def of(self, c: Origin) -> Gap | None:
         """The gap in which ``c`` was made; None where its own operator, or the module that is named, made it."""
         sink = c.trace
         if sink.kind == PARAM:
@@ -100,21 +100,21 @@ class GapFinder:
     def _parents(self) -> frozenset[str]:
         return frozenset(up for child in self._outputs | self._inputs for up in enclosing(child))
 
-    def _fed(self, sink: Trace) -> bool:
+    def _fed(self, sink: TensorErrors) -> bool:
         """Whether what went into the operator was compared."""
         own = [t for t in self._of_tap.get(sink.tap, ()) if t.kind == INPUT]
         return is_fed([t for t in own if t.call == sink.call] or own)
 
     @cached_property
-    def _of_tap(self) -> Mapping[str, list[Trace]]:
-        found: dict[str, list[Trace]] = {}
+    def _of_tap(self) -> Mapping[str, list[TensorErrors]]:
+        found: dict[str, list[TensorErrors]] = {}
         for t in self._traces:
             found.setdefault(t.tap, []).append(t)
         return found
 
     # --- by the flow -------------------------------------------------------------------------------------------
 
-    def _by_flow(self, c: Created, key: Key) -> tuple[str, tuple[str, ...]]:
+    def _by_flow(self, c: Origin, key: Key) -> tuple[str, tuple[str, ...]]:
         front = self._front(key)
         passed = set(front.passed)
         for t in self._traces:
@@ -134,7 +134,7 @@ class GapFinder:
         around = sorted({m for m, how, _ in passed if how == LEFT or (how == ENTERED and m in ups)} - operators.keys())
         return self._after(front.ends, c.trace), (*operators, *around)
 
-    def _after(self, ends: Iterable[Key], sink: Trace) -> str:
+    def _after(self, ends: Iterable[Key], sink: TensorErrors) -> str:
         known = sorted((self._by_key[k] for k in ends if k in self._by_key), key=lambda t: t.order)
         before = [t for t in known if t.order < sink.order]
         if not before:
@@ -181,7 +181,7 @@ class GapFinder:
 
     # --- by the tree -------------------------------------------------------------------------------------------
 
-    def _by_tree(self, sink: Trace) -> tuple[str, tuple[str, ...]]:
+    def _by_tree(self, sink: TensorErrors) -> tuple[str, tuple[str, ...]]:
         given = [t for t in self._tree_fronts.before(sink) if t.kind == OUTPUT and t.order < sink.order]
         last = max(given, key=lambda t: t.order, default=None)
         if last is None:
@@ -189,8 +189,8 @@ class GapFinder:
         return last.tap, tuple(self._between(last.tap, sink.tap))
 
     @cached_property
-    def _tree_fronts(self) -> Fronts:
-        return Fronts(self._traces, self._tree)
+    def _tree_fronts(self) -> Upstream:
+        return Upstream(self._traces, self._tree)
 
     def _between(self, after: str, before: str) -> list[str]:
         """Modules that nobody saw and that may stand between two taps: numbered blocks between theirs, and what the
@@ -220,7 +220,7 @@ _MOST_BLOCKS = 10_000
 """Chosen: numbers come from names in a dump; no model has so many layers."""
 
 
-def _right(t: Trace, keys: np.ndarray) -> bool:
+def _right(t: TensorErrors, keys: np.ndarray) -> bool:
     """Whether a tensor shows these rows, and none of them is beyond its limit."""
     if t.everywhere > t.limit or (len(keys) and not np.isin(keys, t.seen.keys).all()):
         return False

@@ -34,16 +34,15 @@ from vllm_accprobe.comparison.verdict.row_limits import Holder
 from vllm_accprobe.comparison.verdict.without_tensors import without_tensors
 from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, by_key, spoken_for, wrong_rows
 from vllm_accprobe.judge.calibration import MARGIN, Calibration
-from vllm_accprobe.judge.constants import FALSE_ALARM_RATE
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.near_ties import behind, unknown_routers
-from vllm_accprobe.judge.origins.everywhere import in_all_layers
-from vllm_accprobe.judge.origins.origin import Created, find_origins
-from vllm_accprobe.judge.origins.row_errors import Trace, kind_of
+from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_logits
-from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
+from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
+from vllm_accprobe.judge.tensor_errors import TensorErrors, kind_of
 from vllm_accprobe.judge.verdict import RowErrors, rows_of
 from vllm_accprobe.judge.weights.faults import wrong_weights
 from vllm_accprobe.kernels import definition
@@ -78,7 +77,7 @@ class _Judge:
     floor: Calibration | None = None
     rate: float = FALSE_ALARM_RATE
     pairs: blame.Compared = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
+    traces: list[TensorErrors] = field(default_factory=list)
     replicas: int = 0
     rerouted: Rerouted = field(default_factory=Rerouted)
     chosen: blame.Chosen = field(default_factory=dict)
@@ -157,7 +156,7 @@ class _Judge:
             return "nothing could be compared but parameters: no captured row of one dump has a partner in the other"
         return why
 
-    def _not_excused(self, created: list[Created]) -> tuple[list[Created], str]:
+    def _not_excused(self, created: list[Origin]) -> tuple[list[Origin], str]:
         """Without what golden's own runs create as strongly; and a sentence about these."""
         if self.floor is None:
             return created, ""
@@ -182,14 +181,14 @@ class _Judge:
         if not known & set(self.floor.floors):
             raise CompareError("the floor fits none of the tensors compared: it was made with another model")
 
-    def _gaps(self, created: list[Created]) -> list[Gap | None]:
+    def _gaps(self, created: list[Origin]) -> list[Gap | None]:
         """Of each origin the gap that it lies in."""
         if not created:
             return []
         gaps = GapFinder(self.measured.setting.untapped, self.traces, self.tree)
         return [gaps.of(c) for c in created]
 
-    def _entry(self, c: Created, places: blame.Places) -> dict[str, Any]:
+    def _entry(self, c: Origin, places: blame.Places) -> dict[str, Any]:
         return blame.origin_entry(c, self.measured.setting, places, self.pairs, self.chosen)
 
     def _floor_facts(self) -> dict[str, Any]:
@@ -269,7 +268,8 @@ class _Judge:
             shared[rows.place] = by_part
         few = any(p.few for p in unit.parts)
         known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared)
-        self.traces.append(Trace(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known, few=few))
+        self.traces.append(TensorErrors(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known,
+                                        few=few))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:
@@ -317,6 +317,6 @@ class _Judge:
         self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
 
 
-def _name(c: Created, gap: Gap | None) -> tuple[str, str]:
+def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:
     """What an origin is called once: its tap, or the two ends of its gap."""
     return (c.tap, "") if gap is None else (gap.after, gap.before)

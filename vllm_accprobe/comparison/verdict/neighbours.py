@@ -1,7 +1,7 @@
 """What fed an origin and what it feeds, each with its error.
 
 The problem: "it creates the error" is believed when its inputs are seen to be right and the next tap's to be wrong. The
-idea: in front of an origin is what stands there for the judge (judge/origins/in_front.py); an input is named by whose
+idea: in front of an origin is what stands there for the judge (judge/upstream.py); an input is named by whose
 output it is, where equal bytes tell (plan/links.py). An edge's error is that of the pair in the step of the origin's
 first row, or the worst step's where that is not known, and its factor is the pair's own (over.py). Nearest first and at
 most `NEAREST`; the others are counted.
@@ -24,8 +24,8 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP
 from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
 from vllm_accprobe.judge.flow import Key, Tree
-from vllm_accprobe.judge.origins.in_front import Fronts
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace, kind_of
+from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
+from vllm_accprobe.judge.upstream import Upstream
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
@@ -110,14 +110,14 @@ class _Flow:
         self.links, self.pairs, self.rows = setting.links, pairs, rows
         tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         none = np.zeros(0)
-        self.traces: dict[Key, Trace] = {}
+        self.traces: dict[Key, TensorErrors] = {}
         for u in measured.units:
             part = next((p for p in u.parts if not p.skip), None)
             if part is not None:
                 place = (*u.key, kind_of(u.key[1]), u.order, 0.0, NO_ROWS, none, none)
-                self.traces[u.key] = Trace(*place, width=part.width)
+                self.traces[u.key] = TensorErrors(*place, width=part.width)
         self.in_order = sorted(self.traces.values(), key=lambda t: t.order)
-        self.fronts = Fronts(self.in_order, tree)
+        self.fronts = Upstream(self.in_order, tree)
         self.by_key: dict[Key, list[int]] = defaultdict(list)
         for i, p in enumerate(pairs):
             self.by_key[p.tap, p.role, p.call].append(i)
@@ -142,7 +142,7 @@ class _Flow:
         more = max(len(fed) - NEAREST, 0), max(len(feeds) - NEAREST, 0)
         return Around(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
 
-    def _sink(self, module: str, role: str) -> Trace | None:
+    def _sink(self, module: str, role: str) -> TensorErrors | None:
         """The origin's tensor: its own, or, between its children, one of theirs (blame.origin_entry). What a weight
         spoils is the module's output."""
         child, _, inner = role.rpartition("/")
@@ -156,7 +156,7 @@ class _Flow:
             named = own[OUTPUT]
         return next(iter([*failed, *named]), None)
 
-    def _steps(self, sink: Trace, origin: Mapping[str, Any]) -> frozenset[int | None]:
+    def _steps(self, sink: TensorErrors, origin: Mapping[str, Any]) -> frozenset[int | None]:
         """The first step that computed the origin's row; empty where it is not known."""
         rows, who, where = self.rows, origin.get("request"), origin.get("position")
         if rows is None or who is None or where is None:
@@ -168,7 +168,7 @@ class _Flow:
                 return frozenset({self.pairs[i].step})
         return frozenset()
 
-    def _in_front(self, sink: Trace) -> list[_Place]:
+    def _in_front(self, sink: TensorErrors) -> list[_Place]:
         """What fed ``sink``: its module's inputs and parameters, then the nearest that came before."""
         link = self.links.get(_key(sink))
         if link is not None and sink.kind == INPUT:
@@ -177,7 +177,7 @@ class _Flow:
         ordered = sorted(sources.values(), key=lambda t: (_RANK[t.kind], t.order if t.kind != OUTPUT else -t.order))
         return [self._source(t) for t in ordered]
 
-    def _source(self, t: Trace) -> _Place:
+    def _source(self, t: TensorErrors) -> _Place:
         """Whose output ``t``, in front of an origin, is: its own where it is one; of an input as bytes tell, or else
         the last one in front of it, of which it is made with whatever nobody saw."""
         if t.kind == OUTPUT:
@@ -189,7 +189,7 @@ class _Flow:
         last = max(given, key=lambda s: s.order, default=None)
         return (t.tap, t.role, _key(t), t.role, OWN) if last is None else (last.tap, last.role, _key(t), t.role, ORDER)
 
-    def _behind(self, sink: Trace) -> list[_Place]:
+    def _behind(self, sink: TensorErrors) -> list[_Place]:
         if sink.kind == INPUT:
             return [(sink.tap, sink.role, _key(sink), "", ORDER)]
         takers = self.takers.get(_key(sink), [])
@@ -223,7 +223,7 @@ class _Flow:
         return Edge(tap, role, role_in, math.inf if nan else error, over, status, by, worst)
 
 
-def _key(trace: Trace) -> Key:
+def _key(trace: TensorErrors) -> Key:
     return trace.tap, trace.role, trace.call
 
 

@@ -2,7 +2,7 @@
 
 The problem: a step from numbers to NaN, or a choice that nobody could check, is lost among thousands of pairs. The
 idea: each is counted where it is judged, and said once, in a note, which every report puts first.
-Not here: the other notes (messages.py), the counting (judge/origins/origin.py, judge/routing.py).
+Not here: the other notes (messages.py), the counting (judge/origins.py, judge/routing.py).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import numpy as np
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.part import Part
-from vllm_accprobe.judge.origins.row_errors import Trace
 from vllm_accprobe.judge.routing import Rerouted, is_choice
+from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.judge.verdict import RowErrors
 
 
@@ -33,7 +33,7 @@ class Settled:
 
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
-    traces: Sequence[Trace],
+    traces: Sequence[TensorErrors],
 ) -> Settled:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``rerouted``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:

@@ -24,6 +24,7 @@ from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Module, OpCall, Record, RowSpace
 from vllm_accprobe.dump.select import matches
 from vllm_accprobe.formats.atb import AtbDump
+from vllm_accprobe.judge.statistic import RATE, Budget
 from vllm_accprobe.opcheck.atb.chosen import globs_of
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.attributes.untold import UntoldAttributes
@@ -32,7 +33,6 @@ from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex, to_torch
 from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
-from vllm_accprobe.opcheck.floors.chance import RATE, Budget
 from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
 
 

@@ -1,33 +1,53 @@
-"""All calls of a tap together: what is too small to be seen in any row is seen in all of them.
+"""All calls of a tap together, the same tap in sibling layers, and the smallest error that the limits would have named.
 
 The problem: a scale that is a third of a rounding off, a column that is a little too large, or errors that are a little
-too many hide in each row, and are a fault none the less. The idea: the errors of some hundred rows average out as
-independent roundings do, and a fault does not. While outputs are checked, what `verdict.ErrorSums` holds of their rows
-is added up for each output of a tap, column by column; at the tap's end five statistics are held against what chance
-allows, each with a fifth of the chance, divided by the columns where it looks at columns:
+too many hide in each row, and are a fault none the less; and a reference's model of rounding may be twice too large for
+a kernel, so that a fault of that size hides in what the model leaves.
 
-- together: sum of squares over its expectation, against the chi-square's quantile;
-- together, a scale: sum y d / sum y y against the standard error sqrt(sum y y v) / sum y y;
-- a column: its sum of squares, its scale, and its mean error, likewise.
+All calls (`Pool`, `Pools`). The errors of some hundred rows average out as independent roundings do, and a fault does
+not. While outputs are checked, what `verdict.ErrorSums` holds of their rows is added up for each output of a tap,
+column by column; at the tap's end five statistics are compared with what chance allows, each with a fifth of the
+chance, divided by the columns where it tests columns: of all together the sum of squares over its expectation, against
+the chi-square's quantile, and the scale, sum y d / sum y y, against the standard error sqrt(sum y y v) / sum y y; of a
+column its sum of squares, its scale, and its mean error, likewise. The references are those that rounding.py settled
+on, so that truncation is no scale. Rows that were met before (the same token twice) have the same errors, so they count
+once; so do errors of outputs with few different numbers. Errors that rows or channels share are not averaged away: a
+``common`` error of a row is independent between rows only; noise in ``groups`` has as many independent errors in a row;
+``shared`` noise is one for all rows; and a column of nearly equal values has one rounding error, not many. Where
+kernels differ from their reference's model: MODEL and BIAS of verdict.py, which are measured on the same sums
+(scripts/opcheck_floors.py). An output one of whose calls failed is wrong anyway: nothing more is said of it.
 
-The references are those that rounding.py settled on, so that truncation is no scale. Rows that were met before (the
-same token twice) have the same errors, so they count once; so do errors of outputs with few different numbers. Errors
-that rows or channels share are not averaged away: a ``common`` error of a row is independent between rows only; noise
-in ``groups`` has as many independent errors in a row; ``shared`` noise is one for all rows; and a column of nearly
-equal values has one rounding error, not many. Where kernels differ from their reference's model: MODEL and BIAS of
-verdict.py, which are measured on the same sums (scripts/opcheck_floors.py).
-Not here: the rows' own limits (verdict.py), how one layer compares with the next (peers.py).
+Sibling layers (`unlike`). Layers of one class run the same kernel, so that whatever the model is wrong by, it is wrong
+by in all of them. The logarithm of the variance of all of an output's errors over the model's is compared with the same
+class, role and dtype in the other layers, of golden and of mine, by a t that is moderated toward what is known of such
+spreads. With few siblings the tail is wide, and with fewer than three nothing is said.
+
+The smallest error (`of_call`, `of_pool`). "Checked and right" is worth what the check can see. Each limit is turned
+round: errors add to rounding in quadrature, so that a row of variance v whose squares may come to L is named from L - v
+on, or, where that is less, from where all of its elements reach their own limits. That is of the error that hides best:
+without any order, and as large in each element as rounding is there. A scale, or a lone element, is named sooner. Sizes
+are relative L2: of a row to the row, of a column to the column or, where that is larger, to an average one of this
+output (a column of nothing but noise has no size).
+Not here: the rows' own limits (verdict.py), what is made of
+coverage (opcheck/proof/coverage.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import scipy
 import torch
 
-from vllm_accprobe.opcheck.floors.chance import chi_square, deviations_of, normal, tail
-from vllm_accprobe.opcheck.floors.error_limits import (
+from vllm_accprobe.judge.statistic import Budget, chi_square, deviations_of, normal, tail
+from vllm_accprobe.opcheck.floors.verdict import (
+    _GRID,
+    _MIN_ROWS,
+    _SECOND,
+    BEYOND_CHANCE,
     BIAS,
     CONSTANT,
     ERROR,
@@ -39,10 +59,197 @@ from vllm_accprobe.opcheck.floors.error_limits import (
     SQUARE,
     VARIANCE,
     WEIGHTED,
-    told,
+    ErrorSums,
+    Verdict,
+    first_of,
+    in_deviations,
+    keys_of,
 )
-from vllm_accprobe.opcheck.floors.smallest import Smallest, of_pool
-from vllm_accprobe.opcheck.floors.verdict import ErrorSums, first_of, keys_of
+from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
+
+Tensor = Any  # a torch.Tensor
+
+
+class Smallest(NamedTuple):
+    """Relative errors. row: of each row; column: of one column, in all rows; one_row: of one row alone."""
+
+    row: float
+    column: float
+    one_row: float
+
+
+EQUAL = Smallest(0.0, 0.0, 0.0)
+"""Of what must be equal to the bit."""
+
+
+def of_call(s: ErrorSums, chance: float) -> Smallest | None:
+    """Of one call. chance: that an honest output fails, as verdict.judge's. None where no row has a size."""
+    v, power = s.by_row[VARIANCE], s.by_row[POWER]
+    if not bool((power > 0).any()):
+        return None
+    q, (rows, width) = chance / 4.0, s.planes.shape[1:]
+    spread = s.by_row[SPREAD] + (s.by_row[NOISE].square() / s.groups if s.groups else 0.0)
+    squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, rows, 1))
+    allowed: Tensor = None
+    if bool((squares > (1.0 + _elements_at(s)) * v).any()):
+        allowed = _allowed(s, q).square()
+    found = left(squares, v, power, s.common)
+    if allowed is not None:
+        found = torch.minimum(found, (allowed.sum(1) / power.clamp(min=1e-300)).sqrt())
+    found = found[power > 0]
+    return Smallest(float(found.min()), float(_columns(s, q, rows, width, allowed).max()), float(found.max()))
+
+
+def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chance: float) -> Smallest | None:
+    """Of all calls of a tap together, which look at no single row. columns: float64 [8, width], pooled.Pool's sums;
+    variance, freedom: of all errors together; s: what unit, common and shared are; chance: that honest rows give a
+    breach, of one of the pool's statistics. None where nothing has a size."""
+    power = columns[POWER]
+    total = float(power.sum())
+    if not total > 0:
+        return None
+    squares = MODEL * variance * float(chi_square(freedom, normal(chance, 1, 1)))
+    row, column = math.sqrt(max(squares - variance, 0.0) / total), math.inf
+    if len(power) > 1:
+        v = columns[VARIANCE] * (1.0 + 4.0 * (s.common / s.unit) ** 2)
+        spread = columns[SPREAD] + (columns[NOISE].square() if s.shared else 0.0)
+        most = MODEL * v * chi_square(_freedom(v, spread), normal(chance, len(power), 1)).clamp(min=CONSTANT)
+        column = float(left(most, v, power, 0.0, of_columns(power)).max())
+    return Smallest(row, column, math.inf)
+
+
+def left(squares: Tensor, variance: Tensor, power: Tensor, common: float, sizes: Tensor | None = None) -> Tensor:
+    """What an error must be, relative to ``sizes`` (squares; ``power`` where there are none), for its squares and
+    ``variance`` to reach the limit: ``squares``, and ``common`` of the size beside it."""
+    limit = (squares.sqrt() + common * power.sqrt()).square()
+    return ((limit - variance).clamp(min=0.0) / (power if sizes is None else sizes).clamp(min=1e-300)).sqrt()
+
+
+def of_columns(power: Tensor) -> Tensor:
+    """The squares that a column's error is measured by."""
+    return power.clamp(min=float(power.mean()))
+
+
+def _freedom(v: Tensor, spread: Tensor) -> Tensor:
+    return torch.where(spread > 0, v * v / spread.clamp(min=1e-300), 1.0).clamp_(min=1.0)
+
+
+def _columns(s: ErrorSums, q: float, rows: int, width: int, allowed: Tensor | None) -> Tensor:
+    v, power = s.by_column[VARIANCE], s.by_column[POWER]
+    sizes, found = of_columns(power), None
+    if rows >= _MIN_ROWS:
+        spread = s.by_column[SPREAD] + (s.by_column[NOISE].square() if s.shared else 0.0)
+        squares = MODEL * v * chi_square(_freedom(v, spread), normal(q, width, 1)).clamp(min=CONSTANT)
+        found = left(squares, v, power, s.common, sizes)
+        if allowed is None and not bool((squares > (1.0 + _elements_at(s)) * v).any()):
+            return found
+    allowed = _allowed(s, q).square() if allowed is None else allowed
+    by_element = (allowed.sum(0) / sizes.clamp(min=1e-300)).sqrt()
+    return by_element if found is None else torch.minimum(found, by_element)
+
+
+def _elements_at(s: ErrorSums) -> float:
+    """Squares of elements' limits over their variances are this or more: 2 half steps, of a variance of a third."""
+    return 12.0 if s.unit >= _GRID else 4.0
+
+
+def _allowed(s: ErrorSums, q: float) -> Tensor:
+    """[rows, width]: each element's limit, by chance (error_limits.worst_element)."""
+    noise = s.planes[NOISE]
+    half = ((s.planes[VARIANCE] - noise).clamp(min=0.0) * (3.0 if s.unit >= _GRID else 1.0)).sqrt_()
+    return half.mul_(2.0 * (1.0 + _SECOND)).add_(noise.sqrt(), alpha=normal(q, noise.numel()) * math.sqrt(MODEL))
+
+
+LEAST = 3
+"""Chosen: of two peers, either may be the odd one."""
+PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
+"""Chosen: standard deviation of the logarithm of such a ratio over honest layers, and how many layers that is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """All rows of one output of a tap. ratio: variance of the errors over the model's; freedom: of that ratio; scale,
+    error: sum y d / sum y y and its standard error; rows: different ones; seq: of its first call, its place in the
+    order of execution; created: relative L2 error; smallest: what would have been found at least (`of_pool`), row
+    and column."""
+
+    tap: str
+    cls: str
+    role: str
+    rank: int
+    dtype: str
+    ratio: float
+    freedom: float
+    scale: float
+    error: float
+    rows: int
+    seq: int
+    created: float
+    smallest: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutlierLayer:
+    """An outlier among sibling layers. times: its errors over theirs (root of the ratios' quotient); chance: that among
+    the layers of a correct model any is so far out; peers: how many it was compared with."""
+
+    pooled: Pooled
+    times: float
+    chance: float
+    peers: int
+
+
+def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> list[OutlierLayer]:
+    """Those of mine that are outliers among sibling layers at ``rate`` for all of them together, by Bonferroni."""
+    mine = [p for p in mine if p.ratio > 0]
+    groups: dict[tuple[str, str, str], list[Pooled]] = {}
+    for p in mine:
+        groups.setdefault((p.cls, p.role, p.dtype), []).append(p)
+    theirs: dict[tuple[str, str, str], list[Pooled]] = {}
+    for p in golden:
+        if p.ratio > 0:
+            theirs.setdefault((p.cls, p.role, p.dtype), []).append(p)
+    looks = sum(len(g) for g in groups.values() if len(g) > LEAST)
+    found = []
+    for key, group in groups.items():
+        if len(group) <= LEAST:
+            continue
+        own = {p.tap: p.ratio for p in theirs.get(key, ())}
+        for p in group:
+            # where golden has the same tap, what honest layers differ by is taken off: its own ratio there
+            paired = all(q.tap in own for q in group)
+            x = {id(q): math.log(q.ratio) - (math.log(own[q.tap]) if paired else 0.0) for q in group}
+            others = [x[id(q)] for q in group if q is not p]
+            times, chance = _stands_out(x[id(p)], others, p.freedom)
+            chance = min(1.0, chance * max(looks, 1))
+            if chance < rate and times > 1:
+                found.append(OutlierLayer(p, times, chance, len(others)))
+    return found
+
+
+def _stands_out(x: float, others: list[float], freedom: float) -> tuple[float, float]:
+    """(root of the ratio over the siblings' mean, probability of as much above it)."""
+    n = len(others)
+    mean = sum(others) / n
+    squares = sum((o - mean) ** 2 for o in others)
+    own = 2.0 / max(freedom, 1.0)  # variance of the logarithm of a chi-square over its degrees, to first order
+    t, degrees = moderated_t(x - mean, n, squares, PRIOR_SPREAD**2, PRIOR_FREEDOM, own)
+    return math.exp((x - mean) / 2.0), float(scipy.special.stdtr(degrees, -t))
+
+
+def moderated_t(
+    off: float, siblings: int, squares: float, known: float, known_freedom: float, own: float = 0.0
+) -> tuple[float, float]:  # fmt: skip
+    """(Student's t, its degrees of freedom) of a number that is ``off`` from the mean of so many siblings, 2 or more,
+    whose squares about that mean have this sum, where a variance is ``known`` as if from ``known_freedom`` degrees:
+    s^2 = (d0 s0^2 + d s^2) / (d0 + d) with d = siblings - 1 [G. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3, eq.
+    3.2], and the difference has the variance s^2 (1 + 1 / siblings). own: a further variance of each, from the counting
+    noise of what was measured."""
+    freedom = known_freedom + (siblings - 1)
+    variance = (known_freedom * known + squares) / freedom
+    scale = math.sqrt((variance + own) * (1.0 + 1.0 / siblings))
+    return (off / scale if scale else 0.0), freedom
+
 
 TOGETHER, SCALE, COLUMN, COLUMN_SCALE, COLUMN_MEAN = (
     "all rows", "scale of all rows", "column of all rows", "scale of a column", "mean of a column",
@@ -134,7 +341,7 @@ class Pool:
 
     def _new_errors(self, planes: torch.Tensor) -> torch.Tensor:
         """``planes`` without errors that were met before (verdict.repeated), in these rows or in earlier ones."""
-        keys = keys_of(planes)
+        keys = keys_of(planes, self.unit)
         new = first_of(keys)
         if self._errors is not None:
             new &= ~torch.isin(keys, self._errors)
@@ -213,7 +420,7 @@ class Pool:
     def _scale(self, scale: float, error: float, q: float) -> Breach:
         assert self._first is not None
         bias = self._bias() * self._first.unit
-        value, limit = told(abs(scale), normal(q) * error + bias, error)
+        value, limit = in_deviations(abs(scale), normal(q) * error + bias, error)
         far = (abs(scale) - bias) / error if error else math.inf
         words = f"{self._all()}: a scale of {1.0 + scale:.5g}, {value:.3g} standard errors, allowed {limit:.3g}"
         return Breach(SCALE, value, limit, -1, min(1.0, len(MEASURES) * tail(far)), words)
@@ -242,7 +449,7 @@ class Pool:
             at = int(torch.where(limit > 0, value / limit, 0.0).argmax())
             floor, size, most = float(one[at]), float(value[at]), float(limit[at])
             far = (size - float(extra[at])) / floor if floor else 0.0
-            shown = told(size, most, floor)
+            shown = in_deviations(size, most, floor)
             what = "a mean error"
             if measure == COLUMN_SCALE:
                 what = f"a scale of {1.0 + float(s[PRODUCT, at]) / max(float(s[POWER, at]), 1e-300):.5g}"
@@ -252,8 +459,48 @@ class Pool:
         error = s[SQUARE].sqrt()
         at = int(torch.where(limit > 0, error / limit, 0.0).argmax())
         floor = math.sqrt(float(variance[at]))
-        shown = told(float(error[at]), float(limit[at]), floor)
+        shown = in_deviations(float(error[at]), float(limit[at]), floor)
         far = deviations_of(shown[0] ** 2 / MODEL, float(freedom[at])) if floor else 0.0
         words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times honest rounding, allowed {shown[1]:.3g}"
         found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, looks, 1)), words))
         return found
+
+
+class Pools:
+    """What the calls of one tap add up to, by output."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[Pool, Checked]] = {}
+        self._wrong: set[str] = set()
+
+    def add(self, row: Checked, v: Verdict) -> None:
+        """One output with its verdict."""
+        if row.status == FAIL:
+            self._wrong.add(row.role)
+        elif v.sums is not None:
+            self._of.setdefault(row.role, (Pool(), row))[0].add(v.sums, bool(v.rounding))
+
+    def rows(self, budget: Budget) -> Iterator[Checked]:
+        """Outputs no call of which failed, and all of which together do."""
+        for role, (pool, first) in self._of.items():
+            found = pool.breach(budget.tap) if role not in self._wrong else None
+            if found is not None:
+                yield _together(first, found, pool, budget)
+
+    def pooled(self, budget: Budget) -> Iterator[Pooled]:
+        """What is compared with sibling layers."""
+        for role, (pool, first) in self._of.items():
+            found = pool.pooled() if role not in self._wrong else None
+            if found is not None:
+                least = pool.smallest(budget.tap)
+                yield Pooled(first.tap, first.cls, role, first.rank, first.dtype, *found, pool.rows, first.seq,
+                             pool.created(), None if least is None else (least.row, least.column))  # fmt: skip
+
+
+def _together(first: Checked, b: Breach, pool: Pool, budget: Budget) -> Checked:
+    return replace(
+        first, rows=pool.seen, checked=pool.seen, unchecked_because="", created=pool.created(), measure=b.measure,
+        measured=b.value, allowed=b.limit, request=None, position=None, column=b.column if b.column >= 0 else None,
+        status=FAIL, message=f"{b.severity:.3g}x its limit: {b.words}", measures=None, tier=BEYOND_CHANCE,
+        chance=min(1.0, b.chance * budget.taps),
+    )  # fmt: skip

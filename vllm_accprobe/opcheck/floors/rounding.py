@@ -129,10 +129,10 @@ def judge(
     strict: truncation fails, with the measure ROUNDING where it is proved, and by the limits of rounding to nearest
     where these are passed."""
 
-    def held(y: Tensor, noise: Tensor | None) -> Verdict:
+    def judged(y: Tensor, noise: Tensor | None) -> Verdict:
         return judge_nearest(y, mine, dtype, noise=noise, last=last, common=common, **more)
 
-    nearest = held(reference, noise)
+    nearest = judged(reference, noise)
     if last == 0.0 or dtype not in LOW or nearest.nonfinite_mismatch or not reference.is_floating_point():
         return nearest
     source = reference if exact is None else exact
@@ -147,7 +147,7 @@ def judge(
         return replace(nearest, rounding=how) if how else nearest
     # what was truncated on the way is off by up to 2 units instead of 1, about a mean that is known to first order only
     wider = None if noise is None else 2.0 * noise
-    best = held(_nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine), wider)
+    best = judged(_nearest_of([reference, *_expected(reference, noise, dtype, found.toward_zero)], mine), wider)
     if nearest.passed and nearest.severity <= best.severity:
         return replace(nearest, rounding=how) if how else nearest
     if not found.toward_zero and not best.passed:

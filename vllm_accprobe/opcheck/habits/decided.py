@@ -1,30 +1,465 @@
 """How a machine computes, decided over all rows of a replay: what every layer does alike is a habit, what one does a
 fault.
 
-The problem: a kernel that truncates, or adds up in bfloat16, is honest if that is how its machine computes, and wrong
-if it is one layer's alone; one output cannot tell the two apart. The idea: what the outputs' numbers show (evidence,
-look.py) is pooled by operator, dtype and output, over calls and layers. A habit is what all layers and calls
-that can show it show alike, at two layers at least where it costs anything. Then rows are settled: one that failed and
-is right with its machine's habit allowed for passes, and says so; one that passed by a habit that its machine does not
-have fails. Only the closed list of judge/profile.py is ever allowed for: a wrong scale, mask, table or constant in
-every layer explains no habit's numbers, and stays a fault. Two layers that disagree, and no third: the costlier is
-blamed. `strict` allows for nothing. Not here: words and prices (habit_words.py). Needs no torch.
+The problem: a kernel that truncates, or adds up in bfloat16, is right if that is how its machine computes and wrong if
+it is one layer's alone; one output cannot tell the two apart, outputs are checked in several processes, and what was
+seen must survive in a csv. The idea: every way of computing an output is a hypothesis that predicts its numbers.
+Of a sample of them it is counted which hypotheses were right together (`Evidence`); these counts are added over calls
+and layers (`EvidencePool`, `TapPlace`), and any two hypotheses are compared by the numbers that one of them alone has
+rightly: McNemar's test [Q. McNemar, Psychometrika 12 (1947) 153], as in rounding.py. A hypothesis that no other beats
+is what the numbers allow. A habit is what all layers and calls that can show it show alike, at two layers at least
+where it costs anything. Then rows are settled: one that failed and is right with its machine's habit allowed for
+passes, and says so; one that passed by a habit that its machine does not have fails. Only the closed list of
+judge/profile.py is ever allowed for: a wrong scale, mask, table or constant in every layer explains no habit's numbers,
+and stays a fault. Two layers that disagree, and no third: the costlier is blamed. `strict` allows for nothing.
+
+Prices are what a habit can do to one result, in roundings of its dtype (a whole step, 2**-8 for bfloat16): truncating,
+rounding away or by chance: one; rounding once more on the way: half of one; a sum of n terms that is rounded after
+every b: at most n / b halves of the terms' sizes [N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
+section 4.2]; parts that are rounded: half of one each; a function: what was measured.
+Not here: the hypotheses and the counting (look.py), truncation in one output (floors/rounding.py). Needs no torch.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
 
-from vllm_accprobe.judge.profile import ACCUMULATOR, FUNCTION, ROUNDING, SUBNORMALS, Habit
-from vllm_accprobe.kernels.float_formats import half_step
-from vllm_accprobe.opcheck.floors.truncating import truncating
-from vllm_accprobe.opcheck.habits import habit_words as words
-from vllm_accprobe.opcheck.habits.evidence import AWAY, ZERO, Evidence
-from vllm_accprobe.opcheck.habits.layers import Seen, TapPlace, flush_of, functions_of, place_of
+import numpy as np
+
+from vllm_accprobe.judge.profile import ACCUMULATOR, FUNCTION, ROUNDING, SPLIT, SUBNORMALS, TWICE, Habit
+from vllm_accprobe.kernels.float_formats import FORMATS, half_step
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
+
+NEAREST, ZERO, AWAY = DIRECTIONS = ("nearest", "zero", "away")
+BINS = 8
+"""Of the fraction between two neighbours of the grid, for stochastic rounding. Chosen: its ends tell most."""
+SIGMAS = 4.0
+"""Chosen: of McNemar's statistic. Between two hypotheses 1 in 30,000, for a few hundred operators of a model."""
+_MOST = 1 << 14
+Candidate = tuple[str, str]
+"""(way, direction of the last rounding)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """ways: names of the ways that were tried; masks: which candidates were right together, bit 3 * way + direction,
+    and how many numbers that was; ups: for each bin of the fraction (numbers, those rounded away from zero), where
+    what comes before the last rounding is known to be small; out: numbers that are neither neighbour; subnormals:
+    (kept, flushed); functions: name → (rows or numbers, those that are off, sum of squares of what they are off, how
+    many of them are above, resolution); would: kind → measured / allowed if that habit is allowed for; terms: of a
+    product's sums, 0 for what is none."""
+
+    ways: tuple[str, ...] = ()
+    masks: Mapping[int, int] = field(default_factory=dict)
+    ups: tuple[tuple[int, int], ...] = ()
+    out: int = 0
+    subnormals: tuple[int, int] = (0, 0)
+    functions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    would: Mapping[str, float] = field(default_factory=dict)
+    terms: int = 0
+
+    def to_text(self) -> str:
+        """One line; "" for what says nothing."""
+        plain = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) and v != (0, 0)}
+        if "would" in plain:
+            plain["would"] = {k: float(f"{v:.4g}") for k, v in self.would.items()}
+        return json.dumps(plain, separators=(",", ":")) if plain else ""
+
+    @staticmethod
+    def of_text(text: str) -> Evidence:
+        """Nothing at all where it is not what `to_text` made: a csv may be anybody's, and evidence only adds."""
+        if not text or len(text) > _MOST:
+            return Evidence()
+        try:
+            given = json.loads(text)
+            if not isinstance(given, dict) or set(given) - {f.name for f in fields(Evidence)}:
+                return Evidence()
+            return Evidence(
+                tuple(str(w) for w in given.get("ways", ())),
+                {int(k): int(v) for k, v in given.get("masks", {}).items()},
+                tuple((int(n), int(up)) for n, up in given.get("ups", ())),
+                int(given.get("out", 0)),
+                _two(given.get("subnormals", (0, 0))),
+                {str(k): tuple(float(x) for x in v) for k, v in given.get("functions", {}).items() if len(v) == 5},
+                {str(k): float(v) for k, v in given.get("would", {}).items()},
+                int(given.get("terms", 0)),
+            )
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return Evidence()
+
+
+def _two(value: Any) -> tuple[int, int]:
+    kept, flushed = value
+    return int(kept), int(flushed)
+
+
+class EvidencePool:
+    """Evidence of several outputs, added up."""
+
+    def __init__(self, evidence: Iterable[Evidence]):
+        self.all = list(evidence)
+        self.masks: dict[tuple[str, ...], Counter[int]] = {}
+        self.ups = [[0, 0] for _ in range(BINS)]
+        self.out = self.kept = self.flushed = 0
+        self.functions: dict[str, list[float]] = {}
+        for e in self.all:
+            self.masks.setdefault(e.ways, Counter()).update(e.masks)
+            for mine, (n, up) in zip(self.ups, e.ups, strict=False):
+                mine[0] += n
+                mine[1] += up
+            self.out += e.out
+            self.kept += e.subnormals[0]
+            self.flushed += e.subnormals[1]
+            for name, values in e.functions.items():
+                before = self.functions.setdefault(name, [0.0] * 5)
+                for k, x in enumerate(values[:4]):
+                    before[k] += x
+                before[4] = max(before[4], values[4])
+        self.candidates: list[Candidate] = []
+        self._alone, self._hits, self._seen = self._count()
+
+    def _count(self) -> tuple[Any, Any, Any]:
+        """Numbers that one candidate alone has rightly, [those, others]; that it has rightly; that it was tried on."""
+        self.candidates = list(dict.fromkeys(c for ways in self.masks for c in candidates_of(ways)))
+        place = {c: k for k, c in enumerate(self.candidates)}
+        n = len(place)
+        alone, right, seen = np.zeros((n, n)), np.zeros(n), np.zeros(n)
+        for ways, masks in self.masks.items():
+            if not masks:
+                continue
+            at = [place[c] for c in candidates_of(ways)]
+            bits, counts = _matrix(masks, len(at)), np.array(list(masks.values()), float)
+            alone[np.ix_(at, at)] += (bits * counts[:, None]).T @ (1.0 - bits)
+            right[at] += counts @ bits
+            seen[at] += counts.sum()
+        return alone, right, seen
+
+    def alone(self, a: Candidate, b: Candidate) -> float:
+        """Numbers that ``a`` has rightly and ``b`` has not."""
+        return float(self._alone[self.candidates.index(a), self.candidates.index(b)])
+
+    def share(self, c: Candidate) -> float:
+        """Of the numbers for which it was tried, those that it predicts."""
+        k = self.candidates.index(c)
+        return float(self._hits[k] / self._seen[k]) if self._seen[k] else 0.0
+
+    @cached_property
+    def alive(self) -> list[Candidate]:
+        """The candidates that none beats, the best first: nothing else is right alone significantly more often."""
+        a = self._alone
+        beaten = (a - a.T > SIGMAS * np.sqrt(a + a.T)).any(0)
+        left = [c for c, lost, n in zip(self.candidates, beaten, self._seen, strict=True) if n and not lost]
+        return sorted(left, key=lambda c: -self.share(c))
+
+
+def candidates_of(ways: Iterable[str]) -> list[Candidate]:
+    """In the order of the bits of `Evidence.masks`."""
+    return [(way, d) for way in ways for d in DIRECTIONS]
+
+
+def hits(e: Evidence) -> dict[Candidate, int]:
+    """How many numbers of one output each candidate predicts."""
+    candidates = candidates_of(e.ways)
+    if not e.masks:
+        return dict.fromkeys(candidates, 0)
+    found = np.array(list(e.masks.values())) @ _matrix(e.masks, len(candidates))
+    return dict(zip(candidates, map(int, found), strict=True))
+
+
+def _matrix(masks: Iterable[int], n: int) -> Any:
+    """Bits as float64 [masks, n]."""
+    return np.array([[mask >> k & 1 for k in range(n)] for mask in masks], float)
+
+
+STOCHASTIC, ONCE = "stochastic", "once"
+ROUNDED = {NEAREST: "to nearest", ZERO: "toward zero", AWAY: "away from zero", STOCHASTIC: "at random (stochastic)"}
+PRICES = {NEAREST: 0.0, ZERO: 1.0, AWAY: 1.0, STOCHASTIC: 1.0}
+_LOW = re.compile(r"low (\d+)( bias first)?")
+_SPLIT = re.compile(r"split (\d+)")
+
+
+def kind_of(way: str) -> str:
+    """A habit's kind; ACCUMULATOR also for a product that is rounded once alone."""
+    if _LOW.fullmatch(way):
+        return ACCUMULATOR
+    return SPLIT if _SPLIT.fullmatch(way) else ROUNDING if way == ONCE else TWICE
+
+
+def words_of(way: str, dtype: str) -> str:
+    """ "" for ONCE."""
+    if m := _LOW.fullmatch(way):
+        after = "every term" if m[1] == "1" else f"every {m[1]} terms"
+        return f"adds up in {dtype}, rounded after {after}" + (", beginning with the bias" if m[2] else "")
+    if m := _SPLIT.fullmatch(way):
+        return f"splits its sums into {m[1]} parts, each rounded to {dtype}"
+    if way == ONCE:
+        return ""
+    return f"rounds the {way.replace(' and ', ' and the ')} to {dtype} before the result"
+
+
+def price_of(way: str, terms: int) -> float:
+    if m := _LOW.fullmatch(way):
+        return 0.5 * max(terms / int(m[1]), 1.0)
+    if m := _SPLIT.fullmatch(way):
+        return 0.5 * int(m[1])
+    return 0.0 if way == ONCE else 0.5 * (1 + way.count(" and "))
+
+
+def allowed_as(way: str) -> str:
+    """Under which name `Evidence.would` has it."""
+    m = _LOW.fullmatch(way)
+    return f"low {m[1]}" if m else way
+
+
+def rounds(direction: str) -> str:
+    return f"rounds {ROUNDED[direction]}"
+
+
+def plural(said: str) -> str:
+    """What one module does, as what several do."""
+    verb, _, rest = said.partition(" ")
+    return f"{verb.removesuffix('s')} {rest}"
+
+
+def flushed(dtype: str) -> str:
+    return f"gives 0 for results below 2^{FORMATS[dtype][1]}, the smallest normal number"
+
+
+def kept(dtype: str) -> str:
+    return f"keeps results below 2^{FORMATS[dtype][1]}"
+
+
+_SHARE = 0.3
+"""Chosen: of an operator's outputs, those that show it. Narrow ones cannot (of truncating ones, 16 to 192 wide, 47 to
+100 % did); and where an error is shared by a whole row, some of an operator that rounds to nearest do (up to 11 %)."""
+_NO_GRID = ("float32", "float64", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64")
+"""Outputs that cannot show it."""
+HONEST = "honest rounding of a machine, allowed for in their limits; opcheck's standard strict fails it"
+
+
+@dataclass(frozen=True, slots=True)
+class Truncating:
+    """An operator or a module's class that rounds toward zero. modules: how many of it; outputs: that show it, of how
+    many that were judged."""
+
+    cls: str
+    modules: int
+    outputs: int
+    of: int
+
+    def __str__(self) -> str:
+        where = f" of {self.modules} {'module' if self.modules == 1 else 'modules'}"
+        return f"{self.cls} ({self.outputs:,} of {self.of:,} outputs{where})"
+
+
+def truncating(rows: Iterable[Checked]) -> list[Truncating]:
+    """In the order in which they are met."""
+    found: dict[str, tuple[set[tuple[int, str]], list[int]]] = {}
+    for r in rows:
+        if r.status in (PASS, FAIL) and not r.dtype.endswith(_NO_GRID):
+            taps, counts = found.setdefault(r.cls, (set(), [0, 0]))
+            counts[1] += 1
+            if r.rounding:
+                counts[0] += 1
+                taps.add((r.rank, r.tap))
+    return [Truncating(cls, len(t), n, of) for cls, (t, (n, of)) in found.items() if n > _SHARE * of]
+
+
+def sentence(rows: Iterable[Checked], where: str = "") -> str:
+    """All of them in one; "" where there is none. where: whose rows, `` in mine``."""
+    found = truncating(rows)
+    return f"rounds toward zero{where}: {', '.join(map(str, found))}: {HONEST}" if found else ""
+
+
+_FITS, _PARTLY = 0.9, 0.3
+"""Chosen: share of the numbers that a way predicts which is an operator's way; which at least tells how the last
+rounding is done, where what comes before is not known in full (experts of vLLM's CPU build: 0.38)."""
+_TWICE = 2.0
+"""Chosen: there, truncated numbers that tell over those that were rounded to nearest, or the other way round."""
+_CHI = 26.0
+"""Of the six inner bins of the fraction: chance exceeds it once in 4,600 (derived: chi-squared of 6 degrees)."""
+_FRACTIONS, _STRAY = 200, 0.01
+_LEAST_OFF, _SHARE_OFF, _BALANCE = 8, 0.2, 0.2
+"""Chosen: rows in which a function is off, at least; of all rows; of them those above and below, each."""
+_LEAST_SIZE, _MOST_SIZE = 2.0**-16, 2.0**-10
+"""Chosen: below the first, an activation's error is that of float32; above the second no hardware's is."""
+_LEAST_SUBNORMALS = 8
+_ROUNDING_SHOWS = "toward zero"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An output that was looked at."""
+
+    row: Checked
+    evidence: Evidence
+
+    @cached_property
+    def hits(self) -> dict[Candidate, int]:
+        return hits(self.evidence)
+
+    @property
+    def told(self) -> bool:
+        """Whether its numbers can tell one direction, or way, from another."""
+        return len(set(self.hits.values())) > 1
+
+    def best(self, way: str) -> set[str]:
+        """The directions by which a way (the plain one where it was not tried) predicts most."""
+        way = way if way in self.evidence.ways else ONCE
+        most = max(self.hits[way, d] for d in DIRECTIONS)
+        return {d for d in DIRECTIONS if self.hits[way, d] == most}
+
+
+@dataclass(frozen=True)
+class TapPlace:
+    """tap: (rank, path); direction: how its results are rounded, "" where that cannot be told; ways: those that its
+    numbers allow, none where no way predicts them."""
+
+    tap: tuple[int, str]
+    seen: list[Seen]
+    pool: EvidencePool
+    direction: str
+    ways: frozenset[str]
+
+    @property
+    def told(self) -> int:
+        """Outputs whose numbers can tell."""
+        return sum(s.told for s in self.seen)
+
+    @property
+    def share(self) -> float:
+        """Of its numbers, those that the best way predicts."""
+        return self.pool.share(self.pool.alive[0]) if self.pool.alive else 0.0
+
+    def outputs_of(self, direction: str) -> int:
+        """Outputs that show this rounding."""
+        if direction == STOCHASTIC or not self.pool.alive:
+            return self.told
+        way = self.pool.alive[0][0]
+        return sum(s.told and direction in s.best(way) for s in self.seen)
+
+    def outputs_way(self, ways: frozenset[str]) -> int:
+        """Outputs that one of these ways explains as well as any other, but for chance."""
+        found = 0
+        for s in self.seen:
+            most = max(s.hits.values(), default=0)
+            mine = max((n for (way, _), n in s.hits.items() if way in ways), default=-1)
+            found += s.told and most - mine <= SIGMAS * math.sqrt(max(most, 1) * 0.1) + 1
+        return found
+
+    @property
+    def subnormal(self) -> int:
+        """Outputs with results that are too small for a normal number."""
+        return sum(sum(s.evidence.subnormals) > 0 for s in self.seen)
+
+
+def place_of(tap: tuple[int, str], seen: list[Seen]) -> TapPlace:
+    pool = EvidencePool(s.evidence for s in seen)
+    alive = pool.alive
+    if not alive:
+        return TapPlace(tap, seen, pool, "", frozenset())
+    share = pool.share(alive[0])
+    if share < _FITS and _stochastic(pool):
+        return TapPlace(tap, seen, pool, STOCHASTIC, frozenset())
+    directions = {d for _, d in alive}
+    ways = {w for w, _ in alive}
+    direction = directions.pop() if len(directions) == 1 else ""
+    if share < _FITS:
+        return TapPlace(tap, seen, pool, direction if _clear(pool, alive[0], seen) else "", frozenset())
+    return TapPlace(tap, seen, pool, direction, frozenset(ways) if direction else frozenset())
+
+
+def _clear(pool: EvidencePool, best: Candidate, seen: list[Seen]) -> bool:
+    """Whether the direction of the last rounding shows through what is not known before it. A scale that is a little
+    too small looks much like truncation: most outputs must have been found to be truncated whatever their scale."""
+    way, direction = best
+    if direction == AWAY or pool.share(best) < _PARTLY:
+        return False
+    other = (way, NEAREST if direction == ZERO else ZERO)
+    if pool.alone(best, other) < _TWICE * pool.alone(other, best):
+        return False
+    truncated = sum(s.row.rounding == _ROUNDING_SHOWS for s in seen)
+    return truncated * 2 > len(seen) if direction == ZERO else truncated * 2 < len(seen)
+
+
+def _stochastic(pool: EvidencePool) -> bool:
+    """Whether the probability of rounding away from zero is the fraction that is lost, and nothing else."""
+    total = sum(n for n, _ in pool.ups)
+    if total < _FRACTIONS or pool.out > _STRAY * total:
+        return False
+    chi = 0.0
+    for k in range(1, BINS - 1):
+        n, up = pool.ups[k]
+        f = (k + 0.5) / BINS
+        chi += (up - n * f) ** 2 / (n * f * (1.0 - f)) if n else 0.0
+    return chi < _CHI
+
+
+def flush_of(places: Iterable[TapPlace]) -> bool | None:
+    """Whether subnormal results become 0; None where there are too few, or some do and some do not."""
+    kept, flushed = (sum(getattr(p.pool, n) for p in places) for n in ("kept", "flushed"))
+    if kept + flushed < _LEAST_SUBNORMALS or (kept and flushed):
+        return None
+    return bool(flushed)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionHabit:
+    """size: relative error that was measured, or, where nothing is off, the least that could have been seen; off: it is
+    more than float32's."""
+
+    name: str
+    size: float
+    off: bool
+    words: str
+
+
+_CALLED = {"rsqrt": "reciprocal square root", "activation": "activation's function"}
+
+
+def functions_of(places: list[TapPlace], dtype: str) -> Iterator[FunctionHabit]:
+    """Functions that are off in all layers alike, or in none."""
+    for name in sorted({n for p in places for n in p.pool.functions}):
+        found = [p.pool.functions[name] for p in places if name in p.pool.functions]
+        if name == "sums":
+            n, off = sum(f[0] for f in found), sum(f[1] for f in found)
+            if n and not off:
+                yield FunctionHabit(name, math.sqrt(sum(f[2] for f in found) / n) * 2.0**-24, False,
+                               "adds up in float32 or wider")  # fmt: skip
+            continue
+        wrong = [f for f in found if _off(f, name, dtype)]
+        n = sum(f[0] for f in found)
+        size = math.sqrt(sum(f[2] for f in found) / n) if n else 0.0
+        called = _CALLED[name]
+        if wrong and len(wrong) == len(found) and size <= _MOST_SIZE and _balanced(found, name, dtype):
+            yield FunctionHabit(name, size, True, f"approximates its {called}: off by 2^{math.log2(size):.1f}")
+        elif not wrong and n:
+            least = max(size, min(f[4] for f in found))
+            if least:
+                yield FunctionHabit(name, least, False, f"{called} right to 2^{math.log2(least):.0f} or better")
+
+
+def _off(f: Iterable[float], name: str, dtype: str) -> bool:
+    n, off, squares, *_ = f
+    if name == "activation" and dtype != "float32":
+        return off >= _LEAST_OFF and math.sqrt(squares / n) > _LEAST_SIZE
+    return off >= _LEAST_OFF and off > _SHARE_OFF * n
+
+
+def _balanced(found: list[list[float]], name: str, dtype: str) -> bool:
+    """An approximation errs to both sides; a wrong constant (an epsilon, a mean over too many) to one."""
+    if name == "activation" and dtype != "float32":
+        return True  # only sizes are seen there
+    off, above = sum(f[1] for f in found), sum(f[3] for f in found)
+    return _BALANCE * off < above < (1.0 - _BALANCE) * off
+
 
 TOWARD_ZERO = "toward zero"
 _ALIKE = 0.95
@@ -99,38 +534,38 @@ def _group(
     if direction:
         show = [p for p in places if p.direction == direction]
         alike = _alike(show, places, direction)
-        said = words.rounds(direction) if alike else f"{words.rounds(direction)} in part"
-        habits.add(ROUNDING, key, said, words.PRICES[direction], show, lambda p: p.outputs_of(direction))
+        said = rounds(direction) if alike else f"{rounds(direction)} in part"
+        habits.add(ROUNDING, key, said, PRICES[direction], show, lambda p: p.outputs_of(direction))
         if direction == AWAY and alike and habits.enough("away", dtype, show):
             allowed["away"] = said
         for p in places:
             if _departs(p.direction, direction, places):
-                why = f"{words.rounds(p.direction)}, {_others(places, p, words.rounds(direction))}"
+                why = f"{rounds(p.direction)}, {_others(places, p, rounds(direction))}"
                 changes |= _blamed(p, rows, at, why, TOWARD_ZERO if p.direction == ZERO else "")
     if ways:
-        way = min(ways, key=lambda w: words.price_of(w, 0))
+        way = min(ways, key=lambda w: price_of(w, 0))
         show = [p for p in places if p.ways & ways]
         terms = max((s.evidence.terms for p in show for s in p.seen), default=0)
-        price, kind = words.price_of(way, terms), words.kind_of(way)
+        price, kind = price_of(way, terms), kind_of(way)
         if price:
-            habits.add(kind, key, words.words_of(way, dtype), price, show, lambda p: p.outputs_way(ways))
-            if _whole(show, places, ways) and habits.enough(words.allowed_as(way), dtype, show):
-                allowed[words.allowed_as(way)] = words.words_of(way, dtype)
+            habits.add(kind, key, words_of(way, dtype), price, show, lambda p: p.outputs_way(ways))
+            if _whole(show, places, ways) and habits.enough(allowed_as(way), dtype, show):
+                allowed[allowed_as(way)] = words_of(way, dtype)
         elif terms:
             habits.add(ACCUMULATOR, key, "adds up in float32 or wider", 0.0, show, lambda p: p.outputs_way(ways))
         for p in places:
             if p.ways and not p.ways & ways and _costlier(p.ways, ways, terms):
-                theirs = min(p.ways, key=lambda w: words.price_of(w, terms))
-                usual = words.words_of(way, dtype) or ("adds up in float32 or wider" if terms else "rounds once")
-                why = f"{words.words_of(theirs, dtype)}, {_others(places, p, usual)}"
+                theirs = min(p.ways, key=lambda w: price_of(w, terms))
+                usual = words_of(way, dtype) or ("adds up in float32 or wider" if terms else "rounds once")
+                why = f"{words_of(theirs, dtype)}, {_others(places, p, usual)}"
                 changes |= _blamed(p, rows, at, why, None)
     if not direction and not ways and dtype != "float32":
         habits.unknown.append(_unknown(key, places))
     flush = flush_of(places)
     if flush is not None:
-        habits.add(SUBNORMALS, key, (words.flushed if flush else words.kept)(dtype), 0.0, places, lambda p: p.subnormal)
+        habits.add(SUBNORMALS, key, (flushed if flush else kept)(dtype), 0.0, places, lambda p: p.subnormal)
         if flush and habits.enough("flush", dtype, [p for p in places if p.pool.flushed]):
-            allowed["flush"] = words.flushed(dtype)
+            allowed["flush"] = flushed(dtype)
     for f in functions_of(places, dtype):
         habits.units[f"{cls} {dtype} {f.name}"] = f.size
         if f.off:
@@ -150,7 +585,7 @@ def _common(found: Counter[str]) -> str:
     if not found:
         return ""
     most = max(found.values())
-    return min((d for d, n in found.items() if n == most), key=lambda d: words.PRICES[d])
+    return min((d for d, n in found.items() if n == most), key=lambda d: PRICES[d])
 
 
 def _common_ways(places: list[TapPlace]) -> frozenset[str]:
@@ -160,23 +595,23 @@ def _common_ways(places: list[TapPlace]) -> frozenset[str]:
         return frozenset()
     counts = Counter(w for ways in told for w in ways)
     most = max(counts.values())
-    best = min((w for w, n in counts.items() if n == most), key=lambda w: words.price_of(w, 0))
+    best = min((w for w, n in counts.items() if n == most), key=lambda w: price_of(w, 0))
     if sum(best in ways for ways in told) * 2 < len(told):
         return frozenset()
     left = frozenset.intersection(*(ways for ways in told if best in ways))
-    return left if len({words.kind_of(w) for w in left}) == 1 else frozenset()
+    return left if len({kind_of(w) for w in left}) == 1 else frozenset()
 
 
 def _departs(mine: str, usual: str, places: list[TapPlace]) -> bool:
     others = sum(p.direction == usual for p in places)
-    return bool(mine) and mine != usual and words.PRICES[mine] > words.PRICES[usual] and others > 0
+    return bool(mine) and mine != usual and PRICES[mine] > PRICES[usual] and others > 0
 
 
 def _costlier(mine: frozenset[str], usual: frozenset[str], terms: int) -> bool:
     """Sums in fewer bits, or in parts, where the others are not: the rounding of an intermediate result on the way is
     within every reference's noise, and whether it can be seen depends on the weights."""
-    kinds = {words.kind_of(w) for w in mine}
-    cost = min(words.price_of(w, terms) for w in mine), min(words.price_of(w, terms) for w in usual)
+    kinds = {kind_of(w) for w in mine}
+    cost = min(price_of(w, terms) for w in mine), min(price_of(w, terms) for w in usual)
     return cost[0] > cost[1] and not kinds & {ROUNDING, "twice"}
 
 
@@ -197,7 +632,7 @@ def _others(places: list[TapPlace], mine: TapPlace, usual: str) -> str:
     layers = {m[0] for t in taps if (m := re.search(r"\d+", t))}
     called = "layer" if len(layers) == len(taps) else "module"
     number = f"{len(taps)} {called}s" if len(taps) > 1 else called
-    return f"where the other {number} {words.plural(usual) if len(taps) > 1 else usual}"
+    return f"where the other {number} {plural(usual) if len(taps) > 1 else usual}"
 
 
 def _blamed(p: TapPlace, rows: list[Checked], at: list[int], why: str, rounding: str | None) -> dict[int, Checked]:

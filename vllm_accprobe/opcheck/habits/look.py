@@ -1,17 +1,30 @@
-"""One output looked at: which of the ways that a machine may compute in its numbers allow.
+"""One output: which of the ways that a machine may compute in its numbers allow, and by how much its functions are off.
 
-The problem: a replay has the exact result y and what the machine made of it, and asks only whether the two are near
-enough. The idea: of a sample of numbers, every way of computing (ways.py) and every direction of the last
-rounding is a prediction, and it is counted which are right; between them lie the fractions that tell stochastic
-rounding, results that are too small for a normal number, and what an approximated function is off by. Where an output
-failed, it is judged again with each habit of the closed list allowed for, so that whoever sees all layers can say
-whether that habit is the machine's (decided.py). Outputs of some steps are looked at, and those that fail.
-Not here: what counts say (evidence.py), functions (functions.py).
+The problem: a replay has the exact result y and what the machine made of it, and tests only whether the two are near
+enough; but the same formula gives other numbers where an intermediate result is rounded, where a sum is kept in fewer
+bits, or where its parts are rounded before they are added. The idea: each way of a closed list (`ways`) is written down
+as a plain function of the call, in float64 with those roundings put in, and gives the number that its last rounding
+meets; ONCE is the exact result. Of a sample of numbers, every way and every direction of the last rounding is a
+prediction, and it is counted which are right; between them lie the fractions that show stochastic rounding, and results
+that are too small for a normal number. Sums in fewer bits take as many steps as they have terms, so that they are tried
+on a few numbers, and only where nothing else fits. Where an output failed, it is judged again with each habit of the
+closed list allowed for, so that whoever sees all layers can say whether that habit is the machine's (decided.py).
+Outputs of some steps are looked at, and those that fail.
+
+Functions. Hardware gives a reciprocal square root of 12 bits and libraries an exponential of 17, and nothing that holds
+for +, x, / and sqrt holds for these: their unit is measured. In a norm all of a row is multiplied with one number, so
+that each rounded result bounds that number from both sides: y (1 + g) was rounded to m for all of the row, and what all
+these intervals have in common is narrow (2**-8 over the width) and holds 0 unless g is off. In float32 it is the
+projection of the error onto y. An activation's function is off by its element's relative error. An approximation errs
+to both sides and without a plan; a wrong epsilon or a wrong constant errs to one side or smoothly, and is none of this.
+Not here: what counts say (decided.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -20,13 +33,318 @@ import torch
 from vllm_accprobe.kernels.float_formats import FORMATS, LOW, half_step
 from vllm_accprobe.opcheck.floors.rounding import steps
 from vllm_accprobe.opcheck.floors.verdict import Verdict
-from vllm_accprobe.opcheck.habits import functions, ways
-from vllm_accprobe.opcheck.habits.evidence import BINS, Evidence
-from vllm_accprobe.opcheck.habits.ways import SampledRows
+from vllm_accprobe.opcheck.habits.decided import BINS, Evidence
 from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references import activations, rotary
+from vllm_accprobe.opcheck.references.norms import epsilon
 from vllm_accprobe.opcheck.references.quantised import weight_of, widened
 
+ONCE = "once"
 Tensor = Any
+_NORM = "normalised value"
+_SUM, _AGAIN = "sum with the residual", "sum with the residual, after its norm"
+_GATE, _PRODUCT, _COSINES = "activation", "product before the bias", "cosines"
+_INPUT = ("input_", "x", "input", "hidden_states", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Some rows of one output. y: exact, float64 [rows, width]; rows: which of the tensor's; role: the output's."""
+
+    y: Tensor
+    rows: Tensor
+    dtype: str
+    role: str = "output.0"
+
+    def round(self, x: Tensor) -> Tensor:
+        return x.to(getattr(torch, self.dtype)).double()
+
+
+Ways = Mapping[str, Tensor]
+Family = Callable[[Call, SampledRows], Ways]
+
+
+def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
+    """name → what is rounded in the end, float64 [rows, width]; ONCE first. Without those that a call does not have."""
+    found: dict[str, Tensor] = {ONCE: sample.y}
+    family = family_of(call.cls)
+    if family is not None and (sample.role == "output.0" or family is _rotary):
+        try:
+            more = family(call, sample)
+        except (Declined, RuntimeError, ValueError, KeyError, IndexError, TypeError):
+            return found  # what its reference could do this cannot: it is told nothing more of
+        found |= {n: v for n, v in more.items() if v.shape == sample.y.shape}
+    return found
+
+
+def family_of(cls: str) -> Family | None:
+    """Which intermediate results an operator has, None where that is not known."""
+    return next((f for glob, f in _FAMILIES.items() if fnmatchcase(cls, glob)), None)
+
+
+def is_product(cls: str) -> bool:
+    return family_of(cls) is _linear
+
+
+def is_norm(cls: str) -> bool:
+    return family_of(cls) is _norm
+
+
+def is_gated(cls: str) -> bool:
+    return family_of(cls) is _gated
+
+
+def _norm(call: Call, s: SampledRows) -> Ways:
+    x = call.tensor("x", "hidden_states", "input", "0")[s.rows].double()
+    residual = call.maybe("residual", "1")
+    eps, _ = epsilon(call)
+    weight: Any = call.param("weight") if "weight" in call.params else 1.0
+    if _one_more(call.cls):
+        weight = weight + 1.0
+
+    def scaled(values: Tensor, of: Tensor) -> Tensor:
+        return values * torch.rsqrt((of * of).mean(-1, keepdim=True) + eps)
+
+    sums = {"": x}
+    if residual is not None:
+        exact = x + residual[s.rows].double()
+        rounded = s.round(exact)
+        sums = {"": exact, _SUM: rounded, _AGAIN: exact}
+    found: dict[str, Tensor] = {}
+    for name, of in sums.items():
+        y = scaled(s.round(of) if name == _AGAIN else of, of)
+        if name:
+            found[name] = y * weight
+        if isinstance(weight, torch.Tensor):
+            found[f"{name} and {_NORM}" if name else _NORM] = s.round(y) * weight
+    return found
+
+
+def _one_more(cls: str) -> bool:
+    gemma = cls.startswith("Gemma") or cls == "Qwen3NextRMSNorm"
+    return gemma and not cls.startswith(("Gemma3n", "Gemma4"))
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"SiluAndMul": activations.silu, "MulAndSilu": activations.silu}
+
+
+def gate_of(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """(gate, up, activation) of a gated activation. Raises Declined."""
+    x = call.tensor("x", "input", "hidden_states", "0")
+    a, b = x.chunk(2, -1)
+    if call.cls == "MulAndSilu":
+        a, b = b, a
+    f = _ACTIVATIONS.get(call.cls)
+    if f is None:
+        kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+        f = activations.gelu if kind in ("none", "gelu", "geglu") else activations.gelu_tanh
+    return a, b, f
+
+
+def _gated(call: Call, s: SampledRows) -> Ways:
+    gate, up, f = gate_of(call)
+    return {_GATE: s.round(f(gate[s.rows].double())) * up[s.rows].double()}
+
+
+def _linear(call: Call, s: SampledRows) -> Ways:
+    if "bias" not in call.params or call.attrs.get("skip_bias_add") or int(call.attrs.get("tp_size", 1)) > 1:
+        return {}
+    bias = call.param("bias")
+    return {_PRODUCT: s.round(s.y - bias) + bias}
+
+
+def _rotary(call: Call, s: SampledRows) -> Ways:
+    name, place = ("key", "2") if s.role in ("output.1", "inplace.key", "inplace.2") else ("query", "1")
+    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
+    dim = int(call.attr("rotary_dim", default=head))
+    angle, size = rotary.token_angles(call, dim)
+    angle = angle[s.rows].unsqueeze(1)
+    x = call.tensor(name, place)[s.rows].double()
+    heads = x.reshape(len(x), -1, head)
+    turn, rest = heads[..., :dim], heads[..., dim:]
+    cos, sin = s.round(size * angle.cos()), s.round(size * angle.sin())
+    none = torch.zeros_like(cos)
+    a, b = (rotary.rotate(turn, c, d, neox) for c, d in ((cos, none), (none, sin)))
+    return {n: torch.cat((y, rest), -1).reshape(s.y.shape)
+            for n, y in ((_COSINES, a + b), (f"{_COSINES} and products", s.round(a) + s.round(b)))}  # fmt: skip
+
+
+_FAMILIES: dict[str, Family] = {
+    "*RotaryEmbedding": _rotary,
+    "*GroupNorm": lambda call, s: {}, "*LayerNorm": lambda call, s: {}, "*RMSNormGated": lambda call, s: {},
+    "*RMSNorm": _norm, "*RMSNormFused": _norm,
+    "SiluAndMul": _gated, "MulAndSilu": _gated, "GeluAndMul": _gated,
+    "*ParallelLinear": _linear, "*Linear": _linear, "ParallelLMHead": _linear,
+}  # fmt: skip
+"""Operators whose intermediate results are all known; the first that fits."""
+
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+SPLITS = (2, 4, 8)
+_STEPS = 1 << 11
+"""Chosen: additions one after the other of one way that are tried, 20 ms."""
+
+
+def low_name(block: int, start: bool) -> str:
+    """The name of a sum that is rounded after every ``block`` terms. start: the bias is what it begins with."""
+    return f"low {block}{' bias first' if start else ''}"
+
+
+def split_name(parts: int) -> str:
+    return f"split {parts}"
+
+
+def low_sums(call: Call, s: SampledRows, at: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Ways of a product with fewer bits, of the numbers ``at`` (int [n, 2]: row of the sample, column): [n] each.
+
+    low b: the sum is rounded to the result's dtype after every b terms, in order. split k: k parts of the sum are
+    rounded to it and then added in float32."""
+    if int(call.attrs.get("tp_size", 1)) > 1 and call.attrs.get("reduce_results", True) and "Row" in call.cls:
+        return  # a sum over ranks
+    x = call.tensor(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))
+    weight = weight_of(call)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        return
+    terms = (x[s.rows][at[:, 0]].double() * weight[at[:, 1]].double()).float()
+    n, bias = terms.shape[1], None
+    if "bias" in call.params and not call.attrs.get("skip_bias_add"):
+        bias = call.param("bias")[at[:, 1]]
+    low = getattr(torch, s.dtype)
+    for block in BLOCKS:
+        if block < n and -(-n // block) <= _STEPS:
+            parts = [p.sum(1) for p in terms.split(block, 1)]
+            yield low_name(block, False), _in_order(parts, low, bias, False)
+            if bias is not None:
+                yield low_name(block, True), _in_order(parts, low, bias, True)
+    for k in SPLITS:
+        if n % k == 0 and n > k:
+            halves = terms.double().reshape(len(terms), k, n // k).sum(2).to(low).double().sum(1)
+            yield split_name(k), halves if bias is None else halves + bias
+
+
+def _in_order(parts: list[Tensor], low: Any, bias: Tensor | None, start: bool) -> Tensor:
+    """The sum before its last rounding (before its bias, where that comes last, it has been rounded)."""
+    total = torch.zeros_like(parts[0]) if bias is None or not start else bias.to(low).float()
+    for part in parts[:-1]:
+        total = (total + part).to(low).float()
+    exact = total.double() + parts[-1].double()
+    return exact.to(low).double() + bias if bias is not None and not start else exact
+
+
+RSQRT, ACTIVATION, SUMS = "rsqrt", "activation", "sums"
+MOST = 2.0**-10
+"""Chosen: an approximation that hardware has is better (rsqrt of 11.9 bits: 2**-11.4 [Intel's manual on RSQRTPS: a
+relative error of 1.5 * 2**-12]); what is further off is a wrong function."""
+FLOAT32 = 2.0**-20
+"""Chosen: what is off by less is float32's own rounding, some units of 2**-24 in a mean, a root and two products."""
+_SMOOTH, _DEGREE = 0.5, 5
+"""Chosen: of the error's variance, what a polynomial of the argument explains if it is a wrong constant's; its degree:
+an approximation by octaves turns more often than that."""
+_LOST = 2
+"""Chosen: of 64 numbers, one that an intermediate rounding has moved across; no more than these of a row."""
+Measured = tuple[float, ...]
+
+
+def of_grid(
+    call: Call, role: str, way: str, v: Tensor, given: Tensor, s: SampledRows, share: float
+) -> dict[str, Measured]:  # fmt: skip
+    """From results that were rounded to a coarse grid; way: the one that fits best; v: what was rounded by it, float64
+    [rows, width]; share: of the numbers that it predicts. Nothing where it does not fit."""
+    if role != "output.0":
+        return {}
+    if is_norm(call.cls) and share > _FITS / 2:
+        low, high = _common(v, given, s, 1 if way == ONCE else 1 + min(_LOST, v.shape[1] // 64))
+        wide = high - low
+        good = torch.isfinite(wide) & (wide > 0)
+        if not bool(good.any()):
+            return {}
+        low, high = low[good], high[good]
+        g = torch.where((low > 0) | (high < 0), (low + high) / 2.0, 0.0)
+        return {RSQRT: _measured(g, float((high - low).median()))}
+    if is_gated(call.cls) and share > _FITS:
+        told = torch.isfinite(v) & (v != 0)
+        coarse = float((steps(s.y, s.dtype)[told] / v[told].abs()).mean()) if bool(told.any()) else 0.0
+        # a number rounds otherwise with the probability of its error in steps, whatever that error's distribution
+        n, size = float(told.sum()), (1.0 - share) * coarse
+        return {ACTIVATION: (n, (1.0 - share) * n, n * size * size, 0.5 * (1.0 - share) * n, coarse / max(n, 1.0))}
+    return {}
+
+
+def _common(v: Tensor, given: Tensor, s: SampledRows, lost: int) -> tuple[Tensor, Tensor]:
+    """For each row the interval of g in which v (1 + g) rounds to what is given: [rows] each. lost: which number's
+    bound counts: numbers that an intermediate rounding has moved across are left out at either end."""
+    half = 0.5 * steps(given, s.dtype)
+    clear = torch.isfinite(v) & (v.abs() > 0)
+    a, b = (given - half) / v - 1.0, (given + half) / v - 1.0
+    low = torch.where(clear, torch.minimum(a, b), -1.0)
+    high = torch.where(clear, torch.maximum(a, b), 1.0)
+    return low.topk(lost, 1).values[:, -1], -((-high).topk(lost, 1).values[:, -1])
+
+
+def _measured(g: Tensor, resolution: float) -> Measured:
+    off = g.abs() > FLOAT32
+    return float(len(g)), float(off.sum()), float((g * g).sum()), float((off & (g > 0)).sum()), resolution
+
+
+def of_float32(call: Call, role: str, s: SampledRows, given: Tensor, noise: Tensor | None) -> dict[str, Measured]:
+    if role != "output.0":
+        return {}
+    if is_norm(call.cls):
+        return {RSQRT: _measured(_projected(s.y, given), 2.0**-23)}
+    if is_gated(call.cls):
+        e = _relative(s.y, given)
+        return {ACTIVATION: _measured(e, 2.0**-23)} if len(e) else {}
+    if is_product(call.cls) and noise is not None:
+        floor = noise.expand(s.y.shape)
+        e = torch.where(floor > 0, (given - s.y) / floor, 0.0).flatten()
+        return {SUMS: (float(len(e)), float((e.abs() > 8).sum()), float((e * e).sum()), float((e > 8).sum()), 0.0)}
+    return {}
+
+
+def _projected(y: Tensor, mine: Tensor) -> Tensor:
+    power = (y * y).sum(1)
+    return torch.where(power > 0, (y * (mine - y)).sum(1) / power, 0.0)
+
+
+def _relative(y: Tensor, mine: Tensor) -> Tensor:
+    clear = (y.abs() > 2.0**-100) & torch.isfinite(mine)
+    return ((mine - y) / y)[clear]
+
+
+def would_float32(
+    call: Call, role: str, y: Tensor, mine: Tensor, rows: Tensor, judge: Callable[..., Any]
+) -> dict[str, float]:  # fmt: skip
+    """measured / allowed where a function of this size is the machine's; nothing where that is too far off, or has a
+    plan."""
+    if role != "output.0":
+        return {}
+    if is_norm(call.cls):
+        g = _projected(y, mine)
+        if bool((g.abs() <= MOST).all()):
+            return {RSQRT: judge(y * (1.0 + g[:, None]), None).severity}
+    if is_gated(call.cls):
+        e = _relative(y, mine)
+        if len(e) and bool((e.abs() <= MOST).all()) and not _smooth(call, y, mine, rows):
+            return {ACTIVATION: judge(y, e.square().mean().sqrt() * y.abs()).severity}
+    return {}
+
+
+def _smooth(call: Call, y: Tensor, mine: Tensor, rows: Tensor) -> bool:
+    """Whether a polynomial of the activation's argument explains the error."""
+    try:
+        x = gate_of(call)[0][rows].double()
+    except (Declined, RuntimeError, ValueError, IndexError):
+        return True
+    clear = (y.abs() > 2.0**-100) & torch.isfinite(mine)
+    x, e = x[clear], ((mine - y) / y)[clear]
+    if len(e) < 8 * _DEGREE:
+        return True
+    x = x / x.abs().amax().clamp(min=1e-30)
+    powers = torch.stack([x**k for k in range(_DEGREE + 1)], 1)
+    fit = powers @ torch.linalg.lstsq(powers, e[:, None]).solution
+    left = float((e - fit[:, 0]).square().sum())
+    return left < (1.0 - _SMOOTH) * float(e.square().sum())
+
+
 Judge = Callable[[Tensor, "Tensor | None"], Verdict]
 """(reference, further standard error or None) → verdict of the whole output."""
 _NUMBERS, _LOW_NUMBERS, _LEAST = 2048, 256, 16
@@ -74,29 +392,29 @@ def look(
     at = _spread(len(y), max(_NUMBERS // max(y.shape[1], 1), 1))
     s, given = SampledRows(y[at], rows[at], dtype, role), mine[at]
     if dtype not in LOW:
-        found = functions.of_float32(call, role, s, given, noise[at] if noise is not None else None)
+        found = of_float32(call, role, s, given, noise[at] if noise is not None else None)
         if not passed:
-            would |= functions.would_float32(call, role, y, mine, rows, judge)
+            would |= would_float32(call, role, y, mine, rows, judge)
         return Evidence(subnormals=(kept, flushed), functions=found, would=would)
-    tried = ways.ways(call, s)
+    tried = ways(call, s)
     names, values = list(tried), torch.stack(list(tried.values()))
     right, q, told = _predicted(values, given, s)
     best = _best(right)
     share = float(right[best].double().mean()) if right.shape[1] else 1.0
-    if share < _FITS and ways.is_product(call.cls):
+    if share < _FITS and is_product(call.cls):
         more = _low(call, s, given)
         names, right = [*names, *more[0]], more[1] if more[0] else right
         best = _best(right)
     ups: tuple[tuple[int, int], ...] = ()
     out = 0
-    if share < _STRAYS and best // 3 < len(values) and ways.family_of(call.cls) is not None:
+    if share < _STRAYS and best // 3 < len(values) and family_of(call.cls) is not None:
         clear = torch.ones_like(told) if noise is None or len(values) > 1 else noise[at] < _SMALL * steps(s.y, dtype)
         ups, out = _fractions(q[best // 3], clear, given, s)
     way = min(best // 3, len(values) - 1)
-    found = functions.of_grid(call, role, names[way], values[way], given, s, share)
+    found = of_grid(call, role, names[way], values[way], given, s, share)
     if not passed:
         would |= _would(call, role, y, rows, dtype, judge)
-    terms = _terms(call) if ways.is_product(call.cls) else 0
+    terms = _terms(call) if is_product(call.cls) else 0
     return Evidence(tuple(names), _histogram(right), ups, out, (kept, flushed), found, would, terms)
 
 
@@ -171,12 +489,12 @@ def _low(call: Call, s: SampledRows, given: Tensor) -> tuple[list[str], Tensor]:
     told = (torch.isfinite(given) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])).nonzero()
     at = told[_spread(len(told), _LOW_NUMBERS)]
     try:
-        found = dict(ways.low_sums(call, s, at))
+        found = dict(low_sums(call, s, at))
     except (Declined, RuntimeError, ValueError, IndexError):
         return [], given
     if not found:
         return [], given
-    old = torch.stack([v[at[:, 0], at[:, 1]] for v in ways.ways(call, s).values()])
+    old = torch.stack([v[at[:, 0], at[:, 1]] for v in ways(call, s).values()])
     values = torch.cat((old, torch.stack(list(found.values()))))
     step = steps(s.y[at[:, 0], at[:, 1]], s.dtype)
     return list(found), _directions(values / step, given[at[:, 0], at[:, 1]] / step)
@@ -186,7 +504,7 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
     """Habit → measured / allowed where that is what the machine does."""
     half = 0.5 * steps(torch.where(torch.isfinite(y), y, 0.0), dtype) * torch.sign(y)
     found = {"away": judge(y + half, None).severity}
-    if role != "output.0" or not ways.is_product(call.cls):
+    if role != "output.0" or not is_product(call.cls):
         return found
     try:
         x = call.wide("input_", "x", "input", "hidden_states", "0", "1")
@@ -198,11 +516,11 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
     if squares.shape != y.shape:
         return found
     n, once = weight.shape[1], _ROUNDED * half_step(dtype)
-    blocks = [b for b in ways.BLOCKS if b < n]
+    blocks = [b for b in BLOCKS if b < n]
     for block, sizes in zip(blocks, _partial_sums(x, weight, y, squares, blocks), strict=True):
-        found[ways.low_name(block, False)] = judge(y, once * (sizes + y * y).sqrt()).severity
-    for k in (k for k in ways.SPLITS if n % k == 0 and n > k):
-        found[ways.split_name(k)] = judge(y, once * (squares + y * y / k).sqrt()).severity
+        found[low_name(block, False)] = judge(y, once * (sizes + y * y).sqrt()).severity
+    for k in (k for k in SPLITS if n % k == 0 and n > k):
+        found[split_name(k)] = judge(y, once * (squares + y * y / k).sqrt()).severity
     return found
 
 

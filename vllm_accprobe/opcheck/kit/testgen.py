@@ -27,12 +27,13 @@ from vllm_accprobe.opcheck.run import table
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
-    "reference", "reference_table", "calls/case", "kit/tensorfile", "floors/chance", "floors/error_limits",
+    "reference", "reference_table", "calls/case", "kit/tensorfile",
     "floors/verdict", "floors/rounding", "floors/output_rows", "kit/bench", "measures", "arrays",
     "calls/random_inputs",
 )  # fmt: skip
 _FURTHER = {
-    "judge/floor.py": "floor", "kernels/formulas.py": "formulas", "kernels/float_formats.py": "float_formats",
+    "judge/floor.py": "floor", "judge/statistic.py": "statistic",
+    "kernels/formulas.py": "formulas", "kernels/float_formats.py": "float_formats",
     "standards/measures.py": "measure_names", "standards/dtype_limits.py": "dtype_limits",
 }  # fmt: skip
 """Files of other rooms, and what they are called in the kit."""

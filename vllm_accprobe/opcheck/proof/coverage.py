@@ -2,7 +2,7 @@
 
 The problem: "1,240 outputs checked" does not say of which operators, how many of their rows, or how good the check was.
 The idea: of each module of mine the calls, the rows, the rows that had a reference, and the smallest error of all rows,
-of one column and of one row (floors/smallest.py): an error of that size in any of its outputs, in any call, would have
+of one column and of one row (floors/pooled.py): an error of that size in any of its outputs, in any call, would have
 been named. Plain numbers, kept with the proof, from which the comparison makes its table by operator class.
 Not here: the table (comparison/verdict/covered.py).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_accprobe.comparison.verdict.covered import ModuleCover
-from vllm_accprobe.opcheck.floors.peers import Pooled
+from vllm_accprobe.opcheck.floors.pooled import Pooled
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
 
 _Output = tuple[int, str]

@@ -29,7 +29,7 @@ from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
-from vllm_accprobe.judge.tiers import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
 from vllm_accprobe.opcheck.proof.replayed_pairs import with_replayed
 from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache, other_caches, rounded_caches
@@ -50,7 +50,7 @@ class Blame:
     seq: its place in the order of execution; created: relative error of the worst row, severity: measured / allowed;
     propagated: what came in with its inputs (propagated.py), None where that is not known; where it is, created,
     request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
-    tier, times, chance: which floor it breaks, by how much, and how likely honest machines break it (judge/tiers.py),
+    tier, times, chance: which floor it breaks, by how much, and how likely rounding alone breaks it (statistic.py),
     chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None."""
 
     tap: str

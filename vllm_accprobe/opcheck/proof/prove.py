@@ -2,7 +2,7 @@
 
 The problem: an output that fails its reference may be a fault, or a reference that does not fit this model. The idea: a
 module that golden runs as well is its own control: what is as far off there is not blamed. Where nobody breaks a floor
-of his own, a module whose errors are unlike those of the same class in other layers is blamed for that (peers.py); not
+of his own, a module whose errors are unlike those of the same class in other layers is blamed for that (pooled.py); not
 where somebody does, because what lies behind a fault has other inputs than its kin. What every layer of a class does is
 said to be in all of them.
 Not here: what the proof does to a comparison (decide.py), the process that makes it (cli/replay/prove.py).
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from vllm_accprobe.judge.origins.everywhere import in_all_layers
+from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
-from vllm_accprobe.judge.tiers import BEYOND_CHANCE, UNLIKE_KIN
-from vllm_accprobe.opcheck.floors.peers import Odd
-from vllm_accprobe.opcheck.floors.truncating import sentence
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
+from vllm_accprobe.opcheck.floors.pooled import OutlierLayer
+from vllm_accprobe.opcheck.habits.decided import sentence
 from vllm_accprobe.opcheck.proof.decide import Blame, Proof
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.propagated import Split
@@ -44,7 +44,7 @@ def shared(golden: Mapping[str, Checked], mine: Mapping[str, Checked]) -> frozen
 
 def prove(
     golden: Sequence[Checked], mine: Sequence[Checked], splits: Mapping[str, Split] | None = None,
-    partly: bool = False, *, odd: Iterable[Odd] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
+    partly: bool = False, *, odd: Iterable[OutlierLayer] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
     explained: Explained | None = None,
 ) -> Proof:  # fmt: skip
     """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
@@ -137,7 +137,7 @@ def _blame(c: Checked, split: Split | None) -> Blame:
                  c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase)  # fmt: skip
 
 
-def _unlike(o: Odd) -> Blame:
+def _unlike(o: OutlierLayer) -> Blame:
     p = o.pooled
     said = f"all {p.rows} rows together: errors {o.times:.3g} times those of {o.peers} other layers' {p.cls}"
     return Blame(p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, UNLIKE_KIN, o.times,

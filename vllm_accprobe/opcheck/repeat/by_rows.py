@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.floors.chance import CHANCE
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
 from vllm_accprobe.opcheck.repeat.differences import changed, gap_words, largest_gap

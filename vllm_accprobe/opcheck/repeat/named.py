@@ -22,8 +22,8 @@ import torch
 
 from vllm_accprobe.dump.layouts import Layout
 from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.judge.statistic import RATE, Budget
 from vllm_accprobe.opcheck.calls.records import Captured, wanted
-from vllm_accprobe.opcheck.floors.chance import RATE, Budget
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.here import FRESH, FUNCTION, MachineKernels, NotLoaded, function, load_vllm

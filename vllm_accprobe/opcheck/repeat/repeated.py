@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.floors.chance import CHANCE
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.repeat import conditions

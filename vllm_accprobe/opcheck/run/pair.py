@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_accprobe.children import end_with
+from vllm_accprobe.judge.statistic import RATE
 from vllm_accprobe.opcheck.calls.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
-from vllm_accprobe.opcheck.floors.chance import RATE
-from vllm_accprobe.opcheck.floors.peers import Pooled
-from vllm_accprobe.opcheck.floors.pools import Pools
+from vllm_accprobe.opcheck.floors.pooled import Pooled, Pools
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.judged_row import merged
 from vllm_accprobe.opcheck.run.replay import Options, check_call

@@ -16,15 +16,14 @@ from typing import Any
 
 from vllm_accprobe.dump.reader import Dump, DumpError
 from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.judge.statistic import BUDGET, Budget
 from vllm_accprobe.opcheck.atb import op_csv
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.attention_causes import cause
-from vllm_accprobe.opcheck.floors.chance import BUDGET, Budget
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
-from vllm_accprobe.opcheck.floors.pools import Pools
+from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_call
 from vllm_accprobe.opcheck.floors.rounding import judge
-from vllm_accprobe.opcheck.floors.smallest import EQUAL, Smallest, of_call
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
 from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
@@ -41,7 +40,7 @@ class Options:
     """standard: whose limits decide, OURS, STRICT or one of standards/; kl: measure the KL divergence too; ids: only
     these calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
     other standards need; habits: look at how outputs were computed, which takes references that round nothing; budget:
-    how likely an honest output may fail (chance.py); within: count what is within ait's absolute tolerance, too."""
+    how likely an honest output may fail (statistic.py); within: count what is within ait's absolute tolerance, too."""
 
     standard: str = OURS
     kl: bool = False

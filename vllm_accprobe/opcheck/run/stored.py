@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from vllm_accprobe.dump.journal.state_lines import sentence
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.judge.tiers import PROVED
+from vllm_accprobe.judge.statistic import PROVED
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
 from vllm_accprobe.opcheck.floors.output_rows import numbers

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.judge import profile
-from vllm_accprobe.opcheck.floors.truncating import sentence
-from vllm_accprobe.opcheck.habits.decided import MachineHabits
+from vllm_accprobe.opcheck.habits.decided import MachineHabits, sentence
 from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe, write_rows
 from vllm_accprobe.opcheck.run.result_row import CACHE, ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
 from vllm_accprobe.opcheck.run.totals import Totals

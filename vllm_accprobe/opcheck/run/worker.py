@@ -173,7 +173,7 @@ class OpenJob:
     def rows(self, tap: Tap, crashed: Crashes, begins: Begins, alone: bool = False) -> Rows:
         """The rows of one tap. alone: no two of its calls are evaluated as one."""
         from vllm_accprobe.opcheck.calls.batches import to_the_bit
-        from vllm_accprobe.opcheck.floors.pools import Pools
+        from vllm_accprobe.opcheck.floors.pooled import Pools
         from vllm_accprobe.opcheck.kit.testgen import saved
         from vllm_accprobe.opcheck.run.result_row import FAIL, OURS
         from vllm_accprobe.opcheck.run.stored import cache_rows, check_stored

@@ -1,20 +1,24 @@
-"""Which taps made an error, rather than passing one on.
+"""Which taps introduce an error, rather than passing one on.
 
 The problem: behind the first wrong number everything is wrong, and a wrong token makes all later tokens wrong
-through attention. The idea: what stands in a tap's way is compared with what comes out, row by row. A tensor's error at
-a row is CREATED there if it exceeds the limit by more than the errors in front of it explain: those of the tap's
-inputs and parameters at the rows that can influence this one. In front of a leaf's output are its inputs. Between the
-children of a parent (a residual addition, a reshape, a call that no hook sees) lie the children's inputs: in front of
-them are the parent's inputs and the outputs that came before; what is created there is the parent's own doing. So the
-deepest visible module is blamed, and a parent only for what none of its children shows.
-Not here: how large an error is (verdict.py), what is in front of what (in_front.py), flipped tokens (flips.py).
+through attention. The idea: what is upstream of a tap is compared with what comes out, row by row. A tensor's error at
+a row is CREATED there if it exceeds the limit by more than the errors upstream explain: those of the tap's inputs and
+parameters at the rows that can influence this one. Upstream of a leaf's output are its inputs. Between the children of
+a parent (a residual addition, a reshape, a call that no hook sees) lie the children's inputs: upstream of them are the
+parent's inputs and the outputs that came before; what is created there is the parent's own doing. So the deepest
+visible module is an origin, and a parent only for what none of its children shows. What is
+within the limits is compared with the sibling layers (siblings.py).
+Besides: what each tap created at most (`created_over`), because behind a fault every tap is beyond its limit, and a
+chart of errors shows a step and then a plateau in which a second fault drowns; and whether a fault is in every layer
+(`in_all_layers`), the commonest one of a new port.
+Not here: how large an error is (verdict.py), what is upstream of what (upstream.py), flipped tokens (flips.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,46 +27,51 @@ import numpy as np
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.row_set import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.chance import chance_of_size
-from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, FALSE_ALARM_RATE
+from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origins.created_over import most_created
-from vllm_accprobe.judge.origins.in_front import BACKWARD, Fronts
-from vllm_accprobe.judge.origins.influence import Influence, spread
-from vllm_accprobe.judge.origins.outliers import Peers
-from vllm_accprobe.judge.origins.peer_evidence import COLUMNS, Hidden, Look, kind_of_place
-from vllm_accprobe.judge.origins.prefixes import PassedOn, Passing, Prefixes
-from vllm_accprobe.judge.origins.row_errors import IN_MEMORY, INPUT, OUTPUT, PARAM, Keeper, Trace
-from vllm_accprobe.judge.tiers import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED
+from vllm_accprobe.judge.siblings import COLUMNS, Hidden, Siblings, TensorStats, chance_of_size
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, RATE
+from vllm_accprobe.judge.tensor_errors import (
+    IN_MEMORY,
+    INPUT,
+    OUTPUT,
+    PARAM,
+    Keeper,
+    TensorErrors,
+    kind_of_place,
+    operator_of,
+    spread,
+)
+from vllm_accprobe.judge.upstream import BACKWARD, Influence, PassedOn, Prefixes, Upstream
 from vllm_accprobe.standards.limits import Standard
 
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Created:
+class Origin:
     """An origin: rows ``keys`` of ``trace`` (none for a parameter), with what came in front of them.
 
-    hidden: the sign by which an error was found that lies within fixed limits (outliers.py). look: all rows of the
-    trace with what stood in front of them. steps: keys of the rows where NaN or infinity comes out and none went in.
+    hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
+    trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
     chance: the probability that honest machines show this anywhere in the comparison; None where nobody knows.
     unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py)."""
 
     tap: str
-    trace: Trace
+    trace: TensorErrors
     keys: np.ndarray
     err: np.ndarray
     explained: np.ndarray
     evidence: str
     hidden: Hidden | None = None
-    look: Look | None = None
+    stats: TensorStats | None = None
     steps: np.ndarray = field(default_factory=lambda: _NONE)
     chance: float | None = 0.0
     unproved: bool = False
 
     @property
     def tier(self) -> str:
-        """What kind of floor is broken (tiers.py): values that must be equal are proved to be wrong."""
+        """What kind of limit is broken (statistic.py): values that must be equal are proved to be wrong."""
         if self.hidden is not None:
             return self.hidden.tier
         if self.evidence == "values":
@@ -71,99 +80,97 @@ class Created:
 
 
 def find_origins(
-    traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
-    rate: float = FALSE_ALARM_RATE, told: dict[str, float] | None = None, keeper: Keeper = IN_MEMORY,
-) -> list[Created]:  # fmt: skip
-    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (chance.py).
-    told: is filled with what each tap's outputs create at most, over what one operator may (created_over.py).
+    traces: Sequence[TensorErrors], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
+    rate: float = RATE, created: dict[str, float] | None = None, keeper: Keeper = IN_MEMORY,
+) -> list[Origin]:  # fmt: skip
+    """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (statistic.py).
+    created: is filled with what each tap's outputs create at most, over what one operator may (`created_over`).
     keeper: of what is known of each row."""
     search = _Search(traces, tree, standard, images, rate, keeper)
     found = search.run()
-    if told is not None:
-        told.update(most_created(search.resting(), standard))
+    if created is not None:
+        created.update(most_created(search.resting(), standard))
     return found
 
 
 class _Search:
     def __init__(
-        self, traces: Sequence[Trace], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float,
+        self, traces: Sequence[TensorErrors], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float,
         keeper: Keeper,
     ):  # fmt: skip
         self.rate, self.keeper = rate, keeper
         self.tree, self.standard, self.influence = tree, standard, Influence(images)
-        self.fronts = Fronts(traces, tree)
-        self.by_tap = self.fronts.by_tap
-        self.found: dict[str, list[Created]] = defaultdict(list)
-        self.looks: dict[tuple[str, Trace], Look] = {}
+        self.upstream = Upstream(traces, tree)
+        self.by_tap = self.upstream.by_tap
+        self.found: dict[str, list[Origin]] = defaultdict(list)
+        self.stats: dict[tuple[str, TensorErrors], TensorStats] = {}
         self.passing: Prefixes[PassedOn] = Prefixes()
-        self.passed = Passing(self.influence)
         self.explaining: Prefixes[np.ndarray] = Prefixes()
         self.unions = Unions()
 
-    def run(self) -> list[Created]:
-        self._look()
+    def run(self) -> list[Origin]:
+        self._take_stats()
         taps = sorted(self.by_tap, key=lambda t: -len(self.tree.above(t)))
         for tap in taps:  # the deepest first, so that a parent knows what its descendants are blamed for
             for t in self.by_tap[tap][PARAM]:
                 if t.everywhere > 0:
                     one = np.array([t.everywhere])
-                    self.found[tap].append(Created(tap, t, _NONE, one, np.zeros(1), "values"))
+                    self.found[tap].append(Origin(tap, t, _NONE, one, np.zeros(1), "values"))
             below = self._blamed_below(tap)
-            for sink, sources in self.fronts.places(tap):
+            for sink, sources in self.upstream.places(tap):
                 self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
                 self.keeper.rest()
         self._top()
         found = _sure(sorted((c for cs in self.found.values() for c in cs), key=lambda c: c.trace.order))
-        found = [replace(c, look=self.looks.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
+        found = [replace(c, stats=self.stats.get((c.tap, c.trace)), chance=self._chance(c)) for c in found]
         return [replace(c, tap=owner(c.tap, c.trace)) for c in found]
 
-    def _chance(self, c: Created) -> float | None:
-        """Of a fixed limit, which is no quantile: how likely an honest place is to make so much, by what all make."""
+    def _chance(self, c: Origin) -> float | None:
+        """Of a fixed limit, which is no quantile: how likely a correct place is to make so much, by what all make."""
         if c.hidden is not None:
             return c.hidden.chance
         if c.tier == PROVED:
             return 0.0
         worst = int(np.argmax(c.err - c.explained))
         made = math.sqrt(max(float(c.err[worst]) ** 2 - float(c.explained[worst]) ** 2, 0.0))
-        return chance_of_size(made, self.peers.made, self.peers.chance.places)
+        return chance_of_size(made, self.siblings.made, self.siblings.chance.places)
 
-    def _look(self) -> None:
-        """Looks at every place and what is in front of it, before anybody is blamed: all are each other's measure.
-        Where an operator's results are equal in all layers, there is nothing to measure."""
+    def _take_stats(self) -> None:
+        """Of every place with what is upstream of it, before any is an origin: all are each other's measure. Where an
+        operator's results are equal in all layers, there is nothing to measure."""
         if any(len(t.keys) for kinds in self.by_tap.values() for t in kinds[OUTPUT] + kinds[INPUT]):
-            # Asking for a tap that has no trace adds it.
-            places = [(tap, *place) for tap in list(self.by_tap) for place in self.fronts.places(tap)]
+            # Asking for a tap that has no errors adds it.
+            places = [(tap, *place) for tap in list(self.by_tap) for place in self.upstream.places(tap)]
             # A tensor without rows is one number: taken for all rows of its step it would be as many witnesses.
             unfit = (p[1].weak or p[1].of_tensors or p[1].few for p in places)
             places = [p for p, no in zip(places, unfit, strict=True) if not no and p[1].rounding and len(p[1].seen)]
             kinds = [kind_of_place(tap, _role(tap, sink)) for tap, sink, _ in places]
-            odd = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
+            differ = {kind for kind, (_, sink, _) in zip(kinds, places, strict=True) if len(sink.keys)}
             for kind, (tap, sink, sources) in zip(kinds, places, strict=True):
-                if kind in odd:
-                    self.looks[(tap, sink)] = self._look_at(tap, sink, sources)
+                if kind in differ:
+                    self.stats[(tap, sink)] = self._stats_of(tap, sink, sources)
                     self.keeper.rest()
-        self.peers = Peers(list(self.looks.values()), self.rate, self.keeper)
+        self.siblings = Siblings(list(self.stats.values()), self.rate, self.keeper)
 
-    def resting(self) -> Iterator[tuple[tuple[str, Trace], Look]]:
-        """``looks`` one after the other: their rows need not fit into memory."""
-        for entry in self.looks.items():
+    def resting(self) -> Iterator[tuple[tuple[str, TensorErrors], TensorStats]]:
+        """``stats`` one after the other: their rows need not fit into memory."""
+        for entry in self.stats.items():
             yield entry
             self.keeper.rest()
 
-    def _look_at(self, tap: str, sink: Trace, sources: list[Trace]) -> Look:
+    def _stats_of(self, tap: str, sink: TensorErrors, sources: list[TensorErrors]) -> TensorStats:
         mixing = self.tree.mixing.get(tap, True)
         name = sink.vision, sink.seen, mixing
         done, known = self.passing.begun(name, sources, sink)
-        passed = self.passed.on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
+        passed = self.influence.passed_on(sink, [s for s in sources[done:] if s is not sink], mixing, known)
         self.passing.keep(name, sources, sink, passed)
         err, slope = (self._kept(spread(sink.seen.keys, sink.keys, v), v) for v in (sink.rel, sink.gain))
-        before, gain = self.keeper.keep(passed.err), self.keeper.keep(passed.gain)
-        rows = sink.seen.keys, err, slope, before, gain
-        role, inputs = _role(tap, sink), self.fronts.inputs_known(tap, sink, sources)
-        cls = self.tree.classes.get(tap, "")
-        return Look(tap, role, cls, sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
-                    passed.means, inputs, self.fronts.untapped(tap, sink),
-                    unfed=self.fronts.unfed(tap, sink))  # fmt: skip
+        rows = sink.seen.keys, err, slope, self.keeper.keep(passed.err), self.keeper.keep(passed.gain)
+        return TensorStats(
+            tap, _role(tap, sink), sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
+            self.upstream.untapped(tap, sink), self.upstream.inputs_known(tap, sink, sources),
+            self.upstream.unfed(tap, sink),
+        )  # fmt: skip
 
     def _kept(self, values: np.ndarray, known: np.ndarray) -> np.ndarray:
         return values if values is known else self.keeper.keep(values)
@@ -172,9 +179,9 @@ class _Search:
         """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""
         for tap in self.tree.children.get(None, []):
             for sink in self.by_tap[tap][INPUT]:
-                self._check(tap, sink, self.fronts.earlier(sink), True, [])
+                self._check(tap, sink, self.upstream.earlier(sink), True, [])
 
-    def _blamed_below(self, tap: str) -> list[Trace]:
+    def _blamed_below(self, tap: str) -> list[TensorErrors]:
         """What descendants created, as sources of unlimited error."""
         out = []
         todo = list(self.tree.children.get(tap, []))
@@ -187,7 +194,9 @@ class _Search:
                 out.append(replace(c.trace, keys=c.keys, err=err, everywhere=everywhere, broken=broken))
         return out
 
-    def _check(self, tap: str, sink: Trace, sources: list[Trace], mixing: bool, below: list[Trace]) -> None:
+    def _check(
+        self, tap: str, sink: TensorErrors, sources: list[TensorErrors], mixing: bool, below: list[TensorErrors]
+    ) -> None:
         bad = sink.err > sink.limit
         if not bad.any():
             self._check_hidden(tap, sink, below)
@@ -214,12 +223,12 @@ class _Search:
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             wrong = keys[created], err[created], explained[created]
             seen = any(source is not sink for source in (*sources, *below))  # else nobody knows what went in
-            self.found[tap].append(Created(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE))
+            self.found[tap].append(Origin(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE))
         else:
             self._check_hidden(tap, sink, below)
 
     def _explain(
-        self, out: np.ndarray, tap: str, sink: Trace, sources: Sequence[Trace], rows: RowSet, mixing: bool
+        self, out: np.ndarray, tap: str, sink: TensorErrors, sources: Sequence[TensorErrors], rows: RowSet, mixing: bool
     ) -> None:
         """Raises ``out`` to the errors that may reach the ``rows`` of ``sink`` from ``sources``."""
         for source in sources:
@@ -230,7 +239,7 @@ class _Search:
                     found = np.where(found > source.limit, np.inf, found * self.standard.amplification)
                 np.maximum(out, found, out=out)
 
-    def _steps(self, sink: Trace, rows: RowSet, sources: Sequence[Trace], mixing: bool) -> np.ndarray:
+    def _steps(self, sink: TensorErrors, rows: RowSet, sources: Sequence[TensorErrors], mixing: bool) -> np.ndarray:
         """bool [len(rows)]: those of ``sink`` that hold NaN or infinity, while nothing that can influence them does."""
         broken = np.isin(rows.keys, sink.broken_keys)
         for source in sources:
@@ -245,21 +254,19 @@ class _Search:
                 broken &= self.influence.of(flags, source.broken.astype(np.float64), sink.vision, rows, mixing) == 0
         return ~sink.largest(rows.keys, ~broken)
 
-    def _check_hidden(self, tap: str, sink: Trace, below: list[Trace]) -> None:
-        look = self.looks.get((tap, sink))
-        if look is not None and self.fronts.is_part(tap, sink):
+    def _check_hidden(self, tap: str, sink: TensorErrors, below: list[TensorErrors]) -> None:
+        here = self.stats.get((tap, sink))
+        # What a child made that is an origin already shows again between the children, in other parts and proportions.
+        if here is None or self.upstream.is_part(tap, sink) or any(s.order < sink.order for s in below):
             return
-        # What a child made that is blamed already shows again between the children, in other parts and proportions.
-        if look is None or any(s.order < sink.order for s in below):
-            return
-        hidden = self.peers.judge(look)
+        hidden = self.siblings.judge(here)
         if hidden is not None:
             rows = hidden.rows
-            found = look.keys[rows], np.maximum(look.err, np.abs(look.gain))[rows], look.before[rows]
-            self.found[tap].append(Created(tap, sink, *found, "jump", hidden))
+            found = here.keys[rows], np.maximum(here.err, np.abs(here.gain))[rows], here.before[rows]
+            self.found[tap].append(Origin(tap, sink, *found, "jump", hidden))
 
 
-def owner(tap: str, sink: Trace) -> str:
+def owner(tap: str, sink: TensorErrors) -> str:
     """The module in whose body ``sink`` lies, a place between the children of ``tap``: the nearest one that encloses
     it, be it that nobody saw its tensors (inside a compiled graph only some modules are tapped), else ``tap``."""
     if sink.kind != INPUT or sink.tap == tap:
@@ -271,9 +278,9 @@ def owner(tap: str, sink: Trace) -> str:
     return nearest if nearest and inside else tap
 
 
-def _sure(created: list[Created]) -> list[Created]:
+def _sure(created: list[Origin]) -> list[Origin]:
     """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
-    out: list[Created] = []
+    out: list[Origin] = []
     for one in created:
         least = COLUMNS_AFTER_ANOTHER if one.hidden is not None and one.hidden.how == COLUMNS else AFTER_ANOTHER
         if one.hidden is None or not out or one.hidden.strength > least:
@@ -281,5 +288,43 @@ def _sure(created: list[Created]) -> list[Created]:
     return out
 
 
-def _role(tap: str, sink: Trace) -> str:
+def _role(tap: str, sink: TensorErrors) -> str:
     return sink.role if sink.tap == tap else f"{sink.tap}/{sink.role}"
+
+
+# --- of all taps ----------------------------------------------------------------------------------------------------
+
+
+def most_created(stats: Iterable[tuple[tuple[str, TensorErrors], TensorStats]], rules: Standard) -> dict[str, float]:
+    """What each tap's outputs create at most, by the stats of (tap, errors)."""
+    found: dict[str, float] = {}
+    for (tap, sink), here in stats:
+        if sink.kind == OUTPUT and sink.tap == tap:
+            found[tap] = max(found.get(tap, 0.0), created_over(here, sink.limit, rules))
+    return found
+
+
+def created_over(here: TensorStats, limit: float, rules: Standard) -> float:
+    """The most that a row of ``here`` got there, in units of ``limit``; 0 where nothing did. Rows of which either error
+    is NaN or infinite say nothing."""
+    known = np.isfinite(here.err) & np.isfinite(here.before)
+    if limit <= 0 or not known.any():
+        return 0.0
+    err, before = here.err[known], here.before[known]
+    made = np.sqrt(np.maximum(err**2 - before**2, 0.0))
+    share = np.where(before > limit, rules.wild, rules.amplification)
+    made = np.where(made > limit, np.maximum(err - share * before, 0.0), made)
+    return float(made.max()) / limit
+
+
+def in_all_layers(named: Sequence[str], taps: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Module → {"in": layers that are named, "of": layers that ran}, for those of ``named`` that are named in every
+    layer, of two or more. taps: of all modules that were compared, or replayed."""
+    ran: dict[str, set[str]] = {}
+    for tap in {*taps, *named}:
+        ran.setdefault(operator_of(tap), set()).add(tap)
+    found: dict[str, set[str]] = {}
+    for tap in named:
+        found.setdefault(operator_of(tap), set()).add(tap)
+    every = {name: len(taps) for name, taps in found.items() if len(taps) == len(ran[name]) > 1}
+    return {tap: {"in": n, "of": n} for tap in named if (n := every.get(operator_of(tap))) is not None}

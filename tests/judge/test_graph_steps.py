@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.origins.graph_steps import Condition, GraphRows, entry, of_steps, piece_of
+from vllm_accprobe.judge.shape import Condition, GraphRows, entry, of_steps, piece_of
 
 SIZES = (1, 2, 4, 8)
 REAL = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12] * 3

@@ -5,12 +5,12 @@ import pytest
 
 from vllm_accprobe.align.row_set import RowSet
 from vllm_accprobe.align.tokens import make_key
-from vllm_accprobe.judge.origins.influence import Influence, spread
-from vllm_accprobe.judge.origins.row_errors import Trace
+from vllm_accprobe.judge.tensor_errors import TensorErrors
+from vllm_accprobe.judge.upstream import Influence
 
 
 def trace(seen, rows, err, vision=False, everywhere=0.0):
-    return Trace("t", "output.0", 0, "output", 0, 0.0, RowSet(seen), rows, err, everywhere, vision)
+    return TensorErrors("t", "output.0", 0, "output", 0, 0.0, RowSet(seen), rows, err, everywhere, vision)
 
 
 def earlier_rows(source, keys):
@@ -68,10 +68,3 @@ def test_what_is_remembered_stays_within_its_bound():
             assert influence.again(source, "rel", source.err, False, rows, True).max() == i
     assert influence._bytes <= 20_000
     assert len(influence._found) == 2
-
-
-def test_spread():
-    keys, values = np.array([2, 5]), np.array([0.5, 0.25])
-    assert spread(np.array([1, 2, 5, 6]), keys, values).tolist() == [0.0, 0.5, 0.25, 0.0]
-    assert spread(keys, keys, values).tolist() == [0.5, 0.25]
-    assert spread(keys, np.zeros(0, np.int64), np.zeros(0)).tolist() == [0.0, 0.0]

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.judge import upstream
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origins import prefixes
-from vllm_accprobe.judge.origins.influence import Influence
-from vllm_accprobe.judge.origins.origin import find_origins
-from vllm_accprobe.judge.origins.prefixes import LONG, Prefixes
-from vllm_accprobe.judge.origins.row_errors import OUTPUT, Trace
+from vllm_accprobe.judge.origins import find_origins
+from vllm_accprobe.judge.tensor_errors import OUTPUT, TensorErrors
+from vllm_accprobe.judge.upstream import LONG, Influence, Prefixes
 from vllm_accprobe.standards.limits import Standard
 
 ROWS = RowSet(np.arange(4))
 
 
-def flat(n: int, *, bad: bool, jump: int) -> tuple[list[Trace], Tree]:
+def flat(n: int, *, bad: bool, jump: int) -> tuple[list[TensorErrors], Tree]:
     """Outputs of ``n`` taps that nobody encloses, as other tools' dumps have them; from ``jump`` on errors are larger.
     bad: all exceed their limits."""
     rng = np.random.default_rng(0)
@@ -28,14 +27,14 @@ def flat(n: int, *, bad: bool, jump: int) -> tuple[list[Trace], Tree]:
     traces = []
     for i, tap in enumerate(taps):
         rel = 1e-3 * (1 + rng.random(4)) * (50 if i >= jump else 1)
-        traces.append(Trace(tap, "output.0", 0, OUTPUT, i, 1e-4 if bad else 1e-2, ROWS, ROWS.keys, rel, rel=rel,
+        traces.append(TensorErrors(tap, "output.0", 0, OUTPUT, i, 1e-4 if bad else 1e-2, ROWS, ROWS.keys, rel, rel=rel,
                             gain=rel * rng.choice([-1, 1], 4), rounding=2**-9, width=64))  # fmt: skip
     return traces, Tree.of(taps, {})
 
 
-def found(traces: list[Trace], tree: Tree) -> list[Any]:
+def found(traces: list[TensorErrors], tree: Tree) -> list[Any]:
     return [(c.tap, c.keys.tolist(), c.err.tolist(), c.explained.tolist(), c.chance, c.steps.tolist(),
-             None if c.look is None else (c.look.before.tolist(), c.look.gain_before.tolist(), dict(c.look.passed)))
+             None if c.stats is None else (c.stats.before.tolist(), c.stats.gain_before.tolist()))
             for c in find_origins(traces, tree, Standard(), {})]  # fmt: skip
 
 
@@ -46,7 +45,7 @@ def test_the_blame_is_that_of_asking_for_each_pair(bad: bool, calls: int, monkey
     # taps that run again, later than others
     traces += [replace(t, call=c, order=t.order + 30 * c) for c in range(1, calls) for t in traces[::3]]
     quick = found(traces, tree)
-    monkeypatch.setattr(prefixes, "LONG", 1 << 30)
+    monkeypatch.setattr(upstream, "LONG", 1 << 30)
     assert quick == found(traces, tree)
     assert "op40" in [one[0] for one in quick]
 

@@ -1,14 +1,14 @@
-"""Places between children: what is there may be a slice of what one of them gave out, and is then not judged as odd."""
+"""Places between children: what is there may be a slice of what one gave out, and has then no siblings."""
 
 import numpy as np
 import pytest
 
 from vllm_accprobe.align.row_set import NO_ROWS, RowSet
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.origins.in_front import Fronts
-from vllm_accprobe.judge.origins.origin import find_origins
-from vllm_accprobe.judge.origins.peer_evidence import GAIN
-from vllm_accprobe.judge.origins.row_errors import INPUT, OUTPUT, PARAM, Trace
+from vllm_accprobe.judge.origins import find_origins
+from vllm_accprobe.judge.siblings import GAIN
+from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors
+from vllm_accprobe.judge.upstream import Upstream
 from vllm_accprobe.standards.limits import Standard
 
 UNIT, ROWS = 2.0**-8, 60
@@ -25,15 +25,15 @@ def trace(tap, role, kind, order, width, odd=0.0):
     random = np.random.default_rng(order)
     rel = 0.005 + 0.0002 * random.standard_normal(ROWS)
     gain = 0.0001 * random.standard_normal(ROWS)
-    rel[30], gain[30] = rel[30] + abs(odd), gain[30] + odd
+    rel, gain = rel + abs(odd), gain + odd
     more = {"rel": rel, "gain": gain, "rounding": UNIT, "width": width, "allowed": 0.05}
     flags = np.zeros(ROWS, bool)
-    return Trace(tap, role, 0, kind, order, 4 * UNIT, RowSet(KEYS), KEYS, rel, broken=flags, own=flags, **more)
+    return TensorErrors(tap, role, 0, kind, order, 4 * UNIT, RowSet(KEYS), KEYS, rel, broken=flags, own=flags, **more)
 
 
 @pytest.mark.parametrize(("whole", "found"), [(512, []), (256, ["m"])])
 def test_a_slice_is_not_held_against_the_whole(whole, found):
-    """One row's value is 2 % smaller: of q, k and v together that is less, and nothing happens in between."""
+    """All values are 2 % smaller: of q, k and v together that is less, and nothing happens in between."""
     traces = [
         trace("m", "input.hidden", INPUT, 0, 256),
         trace("m.qkv", "output.0", OUTPUT, 1, whole),
@@ -51,9 +51,9 @@ def test_what_stands_in_front_of_what():
         ("m", "input.0", INPUT), ("m.a", "input.0", INPUT), ("m.a", "param.w", PARAM), ("m.a", "output.0", OUTPUT),
         ("m.b", "input.0", INPUT), ("m.b", "output.0", OUTPUT), ("m.c", "param.w", PARAM), ("m", "output.0", OUTPUT),
     ]):  # fmt: skip
-        where[(tap, role)] = Trace(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
+        where[(tap, role)] = TensorErrors(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
     taps = list(dict.fromkeys(tap for tap, _ in where))
-    fronts = Fronts(list(where.values()), Tree.of(taps, {}))
+    fronts = Upstream(list(where.values()), Tree.of(taps, {}))
 
     def said(tap):
         return {f"{s.tap}/{s.role}": sorted(f"{t.tap}/{t.role}" for t in found) for s, found in fronts.places(tap)}
@@ -72,13 +72,13 @@ def test_what_stands_in_front_of_what():
 def test_what_a_module_gave_whose_own_output_nobody_saw():
     """A compiled module is known by a parameter alone; what its last child gave explains the root's output."""
     where = [
-        Trace(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
+        TensorErrors(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
         for order, (tap, role, kind) in enumerate([
             ("<root>", "input.ids", INPUT), ("model", "param.scale", PARAM), ("model.down", "output.0", OUTPUT),
             ("<root>", "output.0", OUTPUT), ("model.late", "output.0", OUTPUT),
         ])
     ]  # fmt: skip
-    fronts = Fronts(where, Tree.of(list(dict.fromkeys(t.tap for t in where)), {}))
+    fronts = Upstream(where, Tree.of(list(dict.fromkeys(t.tap for t in where)), {}))
     found = {s.role: {f"{t.tap}/{t.role}" for t in sources} for s, sources in fronts.places("<root>")}
     assert found["output.0"] == {"<root>/input.ids", "model/param.scale", "model.down/output.0"}
 
@@ -86,13 +86,13 @@ def test_what_a_module_gave_whose_own_output_nobody_saw():
 def test_what_a_router_said_is_not_all_that_went_into_experts():
     """The hidden states stay inside a compiled graph: what the norm gave explains what the experts gave."""
     where = {
-        (tap, role): Trace(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
+        (tap, role): TensorErrors(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
         for order, (tap, role, kind) in enumerate([
             ("m.norm", "output.0", OUTPUT), ("m.experts", "input.router_logits", INPUT),
             ("m.experts.method", "input.topk_weights", INPUT), ("m.experts.method", "input.topk_ids", INPUT),
             ("m.experts.method", "output.0", OUTPUT), ("m.experts", "output.0", OUTPUT),
         ])
     }  # fmt: skip
-    fronts = Fronts(list(where.values()), Tree.of(list(dict.fromkeys(tap for tap, _ in where)), {}))
+    fronts = Upstream(list(where.values()), Tree.of(list(dict.fromkeys(tap for tap, _ in where)), {}))
     for tap in ("m.experts", "m.experts.method"):
         assert where["m.norm", "output.0"] in dict(fronts.places(tap))[where[tap, "output.0"]]

@@ -1,0 +1,82 @@
+"""What sums per column say, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.judge.tensor_errors import (
+    INPUT,
+    OUTPUT,
+    PARAM,
+    Columns,
+    TensorErrors,
+    column_offsets,
+    column_signs,
+    kind_of,
+    kind_of_place,
+    operator_of,
+    spread,
+)
+
+# kernels.structure's sums of two columns over four rows: the second is all zero in the golden
+SUMS = np.array([[0.04, 1.0], [4.0, 0.0], [0.4, 0.0], [0.01, 0.0], [4.0, 4.0], [0.2, 2.0]])
+
+
+def test_errors_and_slopes():
+    err, slope, sure = column_signs(SUMS)
+    # half the typical column's power, a quarter of the median 2, stands for the column that is 0
+    assert err.tolist() == pytest.approx([0.1, 1.0 / 0.5**0.5])
+    assert slope.tolist() == pytest.approx([0.1, 0.0])
+    assert sure.tolist() == pytest.approx([4.0, 0.0])
+
+
+def test_offsets():
+    offset, sure = column_offsets(SUMS)
+    assert offset.tolist() == pytest.approx([0.05, 0.5 / 0.125**0.5])
+    assert sure.tolist() == pytest.approx([1.0, 2.0])
+
+
+def test_what_is_worked_out_once():
+    columns = Columns(SUMS)
+    assert (columns.width, columns.rows) == (2, 4.0)
+    assert columns.worst_err == pytest.approx(2.0**0.5)
+    assert columns.most_sure == pytest.approx(4.0)
+    assert columns.uneven(2.0**-8) == pytest.approx((columns.worst_err / columns.usual_err, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("role", "kind"),
+    [("input.x", INPUT), ("output.0", OUTPUT), ("inplace.x", OUTPUT), ("value", OUTPUT), ("param.weight", PARAM)],
+)
+def test_kinds_of_roles(role, kind):
+    assert kind_of(role) == kind
+
+
+def test_rows_that_broke():
+    keys = np.array([3, 5, 9])
+    trace = TensorErrors("m", "output.0", 0, OUTPUT, 0, 1.0, RowSet(keys), keys, np.ones(3))
+    assert trace.broken_keys.tolist() == []  # nobody looked
+    assert replace(trace, broken=np.array([True, False, True])).broken_keys.tolist() == [3, 9]
+
+
+def test_spread():
+    keys, values = np.array([2, 5]), np.array([0.5, 0.25])
+    assert spread(np.array([1, 2, 5, 6]), keys, values).tolist() == [0.0, 0.5, 0.25, 0.0]
+    assert spread(keys, keys, values).tolist() == [0.5, 0.25]
+    assert spread(keys, np.zeros(0, np.int64), np.zeros(0)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tap", "operator"),
+    [
+        ("model.layers.3.mlp.down_proj", "model.layers.*.mlp.down_proj"),
+        ("h.10", "h.*"),
+        ("fc1.x2", "fc1.x2"),
+        ("experts.0.1", "experts.*.*"),
+    ],
+)
+def test_operators_are_named_without_numbers(tap, operator):
+    assert operator_of(tap) == operator
+    assert kind_of_place(tap, "output.0") == f"{operator}|output.0"

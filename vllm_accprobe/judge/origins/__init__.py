@@ -1,1 +1,0 @@
-"""Which taps made an error rather than passing one on, and what the error looks like."""

@@ -1,0 +1,215 @@
+"""The errors of one tensor: row by row, and summed by column.
+
+The problem: what went into a tap and what came out must be compared, whatever steps and batches they were in.
+The idea: a `TensorErrors` is all of one (tap, role, call) as arrays sorted by row key; `Columns` holds the sums by
+column and works out what follows from them when it is first needed.
+Not here: how large an error is (verdict.py), which rows influence which (upstream.py), origins (origins.py); the sums
+(kernels/structure.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Protocol
+
+import numpy as np
+
+from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.judge import constants as c
+
+TINY = 1e-300
+"""Instead of 0 in a denominator."""
+
+
+class Columns:
+    """sums: kernels.structure's, float64 [6, width]."""
+
+    def __init__(self, sums: np.ndarray):
+        self.sums = sums
+
+    @property
+    def width(self) -> int:
+        return self.sums.shape[1]
+
+    @property
+    def rows(self) -> float:
+        """How many rows were summed up."""
+        return float(self.sums[4].max())
+
+    @cached_property
+    def signs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `column_signs`."""
+        return column_signs(self.sums)
+
+    @cached_property
+    def offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `column_offsets`."""
+        return column_offsets(self.sums)
+
+    @cached_property
+    def usual_err(self) -> float:
+        return float(np.median(self.signs[0]))
+
+    @cached_property
+    def worst_err(self) -> float:
+        return float(self.signs[0].max())
+
+    @cached_property
+    def most_sure(self) -> float:
+        """Of the slopes, in standard errors."""
+        return float(np.abs(self.signs[2]).max())
+
+    @cached_property
+    def most_offset(self) -> float:
+        return float(np.abs(self.offsets[0]).max())
+
+    def uneven(self, unit: float) -> tuple[float, float]:
+        """(worst column's error over the typical one's, largest slope in standard errors); not more than a fault would
+        give that lies before. unit: one rounding."""
+        worst = self.worst_err / max(self.usual_err, c.COLUMN_TYPICAL * unit)
+        return min(worst, c.UNEVEN_MOST), min(self.most_sure, c.SURE_MOST)
+
+
+def column_offsets(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """From kernels.structure's sums: (mean error of each column relative to its size, as in `column_signs`; the same in
+    standard errors of a mean of random signs)."""
+    dd, gg, n, off = sums[0], sums[1], np.maximum(sums[4], 1.0), sums[5]
+    size = np.sqrt(np.maximum(gg, max(c.COLUMN_SMALL * float(np.median(gg)), TINY)) / n)
+    return off / n / size, np.where(dd > 0, off / np.sqrt(np.maximum(dd, TINY)), 0.0)
+
+
+def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """From kernels.structure's sums: (error of each column relative to its size, or to half the typical column's where
+    it is smaller; slope - 1; slope in standard errors)."""
+    dd, gg, gd, square = sums[:4]
+    floor = c.COLUMN_SMALL * float(np.median(gg))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        err = np.sqrt(dd / np.maximum(gg, max(floor, TINY)))
+        slope = gd / np.maximum(gg, max(floor, TINY))
+        sure = gd / np.sqrt(np.maximum(square, TINY))
+    return err, slope, np.where(gd == 0, 0.0, sure)
+
+
+INPUT, OUTPUT, PARAM = "input", "output", "param"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NO_NUMBERS = np.zeros(0)
+_NONE = np.zeros(0, np.int64)
+_NO_FLAGS = np.zeros(0, bool)
+
+
+class Keeper(Protocol):
+    """Keeps arrays of a number per row while blame is found: of many rows they need not fit into memory."""
+
+    def keep(self, array: np.ndarray) -> np.ndarray:
+        """The same numbers, wherever they lie."""
+
+    def rest(self) -> None:
+        """Called between places: what lies elsewhere need not be in memory any more."""
+
+
+class InMemory:
+    """A `Keeper` that leaves everything where it is."""
+
+    def keep(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def rest(self) -> None:
+        pass
+
+
+IN_MEMORY = InMemory()
+
+
+@dataclass(frozen=True, eq=False)
+class TensorErrors:
+    """One (tap, role, call) of mine with its errors.
+
+    kind: input, output (also what was changed in place) or param. seen: the rows that were compared, sorted by key.
+    keys, err: the rows with an error, sorted by key, and how large it is (verdict.RowErrors.err). everywhere: an error
+    that belongs to no row (a parameter). limit: what the tap may create. vision: the keys are rows of images.
+    allowed: what may have piled up there. weak: err is a lower bound, from statistics. rel, gain: of the same rows,
+    relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
+    values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
+    the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
+    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
+    shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
+    for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
+    statistics of independent ones describe.
+    """
+
+    tap: str
+    role: str
+    call: int
+    kind: str
+    order: int
+    limit: float
+    seen: RowSet
+    keys: np.ndarray
+    err: np.ndarray
+    everywhere: float = 0.0
+    vision: bool = False
+    allowed: float = 0.0
+    weak: bool = False
+    rel: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
+    gain: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)
+    rounding: float = 0.0
+    columns: np.ndarray | None = None
+    width: int = 1
+    broken: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    own: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+    spoilt: bool = False
+    gap: int = 0
+    shared: np.ndarray = field(default_factory=lambda: _NONE)
+    few: bool = False
+
+    @property
+    def of_tensors(self) -> bool:
+        """Whether no row has an error of its own."""
+        return len(self.shared) > 0 and bool((self.shared >= 0).all())
+
+    def largest(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """``values`` [len(keys)] of some of the rows seen; where one tensor speaks for several, the largest of theirs:
+        it may have been made of any of them."""
+        if not len(self.shared) or not len(keys):
+            return values
+        which = self.shared[np.searchsorted(self.seen.keys, keys)]
+        most = np.zeros(int(which.max()) + 2, values.dtype)
+        np.maximum.at(most, which, values)  # -1 is the last place
+        return np.where(which >= 0, most[which], values)
+
+    @cached_property
+    def by_column(self) -> Columns | None:
+        """What ``columns`` say, worked out once for all that ask."""
+        return None if self.columns is None else Columns(self.columns)
+
+    @property
+    def broken_keys(self) -> np.ndarray:
+        """The rows where mine holds NaN or infinity and golden does not; none where nobody looked."""
+        return self.keys[self.broken] if len(self.broken) == len(self.keys) else self.keys[:0]
+
+
+def kind_of(role: str) -> str:
+    return INPUT if role.startswith("input") else PARAM if role.startswith("param") else OUTPUT
+
+
+@cache
+def operator_of(tap: str) -> str:
+    """What modules have in common whose paths differ by a number alone: ``model.layers.*.mlp.down_proj``."""
+    return _NUMBER.sub("*", tap)
+
+
+def kind_of_place(tap: str, role: str) -> str:
+    """What a tap and role has in common with the same operator in other layers."""
+    return f"{operator_of(tap)}|{role}"
+
+
+def spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """``values`` of the sorted ``keys`` at all ``wanted`` keys, 0 where there is none: float64, to be read only."""
+    if not len(keys) or len(values) != len(keys):
+        return np.zeros(len(wanted))
+    if keys is wanted or np.array_equal(keys, wanted):  # the usual case, at a tenth of the cost
+        return np.asarray(values, np.float64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0.0)
