@@ -361,16 +361,16 @@ def test_run_does_not_blame_the_plugin_for_a_command_that_died(line: str, code: 
 
 def test_run_says_that_the_machine_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose engine the kernel killed ends with 1 itself: the kernel's own count tells."""
-    from vllm_accprobe.cli.common import running
+    from vllm_accprobe.cli import run
 
-    assert running._killed_for_memory() >= 0
-    assert running._ending(1, 0) == "exit code 1"
-    assert running._ending(1, 1) == "exit code 1; this machine ran out of memory meanwhile and killed 1 process"
-    assert running._ending(143, 2).endswith("SIGTERM; this machine ran out of memory meanwhile and killed 2 processes")
+    assert run._killed_for_memory() >= 0
+    assert run._ending(1, 0) == "exit code 1"
+    assert run._ending(1, 1) == "exit code 1; this machine ran out of memory meanwhile and killed 1 process"
+    assert run._ending(143, 2).endswith("SIGTERM; this machine ran out of memory meanwhile and killed 2 processes")
 
 
 def test_nothing_stays_of_trying_a_place(tmp_path: Path) -> None:
-    from vllm_accprobe.cli.common.options import writable
+    from vllm_accprobe.cli.places import writable
 
     writable(tmp_path / "a" / "b")
     assert not os.listdir(tmp_path)

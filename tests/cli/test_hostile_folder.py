@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.replay.test_replaying import GAIN, dump
+from cli.test_replay import GAIN, dump
 
 MODULES = (
     "numpy", "torch", "json", "typing", "dataclasses", "pathlib", "typer", "click", "rich", "yaml", "numba", "llvmlite",

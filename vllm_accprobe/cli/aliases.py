@@ -2,10 +2,10 @@
 
 The problem: scripts type what they typed a year ago, or what msprobe, ait, msit and torch_xray have; "No such option"
 helps nobody, and a list of every spelling in --help helps nobody either. The idea: names are data. An older name works
-and says in one line on stderr what it is today. `of_today` rewrites a command's options, puts together what other tools take as several words (``--type layer tensor``, ``-d 0 1``), gives each list
-once, and says of an option that has no counterpart what does the same here. Not here: options of other tools that mean
-something of their own (hidden fields of the commands' groups; opcheck/compat).
-"""
+and says in one line on stderr what it is today. `of_today` rewrites a command's options, puts together what other tools
+take as several words (``--type layer tensor``, ``-d 0 1``), gives each list once, and says of an option that has no
+counterpart what does the same here. Not here: options of other tools that mean something of their own (hidden fields of
+the commands' groups; opcheck/compat)."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from vllm_accprobe.cli.output import answer
 
 
 @dataclass(frozen=True)
-class Armed:
+class ArmOptions:
     """Which server, and whether it captures at all."""
 
     dump: Annotated[Path, Argument(metavar="DUMP", help="The directory into which the server captures.")]
     off: Annotated[bool, Option("--off", help="Capture nothing from now on.")] = False
 
 
-def arm(server: Armed, wanted: options.Captured) -> None:
+def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
     """Switch a running server's capture on for these requests, or off.
 
     Writes DUMP/arm.json, which the server reads before each step; an option that is left out is as the server was

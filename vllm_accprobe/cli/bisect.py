@@ -27,7 +27,7 @@ _SETTINGS = "SETTINGS"
 
 
 @dataclass(frozen=True)
-class Bisected:
+class BisectOptions:
     """The server, golden, and which settings are varied."""
 
     command: Annotated[list[str], Argument(metavar="-- CMD...", help="The server that is wrong: vllm serve MODEL ...")]
@@ -66,14 +66,13 @@ class Bisected:
     as_json: options.Json = False
 
 
-def bisect(what: Bisected, serving: options.Serving) -> None:
+def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     """Find the smallest set of settings that makes a server's numbers wrong.
 
     Each run is CMD with some settings made plain (no prefix caching, no chunks, native operators ...), served, sent the
-    same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR, and
-    an interrupted bisection goes on with the same command.
-    Exit code 0: nothing differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
-    """
+    same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
+    and an interrupted bisection goes on with the same command. Exit code 0: nothing differs, 1: it differs, 2: bad
+    usage, or a server was lost, 3: nothing could be tried."""
     from vllm_accprobe.gate.bisect import axes as settings
     from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
     from vllm_accprobe.gate.bisect.search import expected
@@ -99,7 +98,7 @@ def bisect(what: Bisected, serving: options.Serving) -> None:
             target, there, vendor.read(what.switches, target) if what.switches else (), _pairs(what.plain)
         )
         axes = _chosen(found, what.only, what.hold)
-        asked, folder = _prompts(what.golden, what.prompts, serving)
+        asked, folder = _prompts(what.golden, what.prompts or "", serving)
         trials = _trials(out, asked, there.version, [name for a in found for name, _ in a.edit.environ])
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
         usual, most = expected(axes, bool(what.golden))
@@ -190,7 +189,7 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     return made
 
 
-def _prompts(golden: str, prompts: str, serving: options.Serving) -> tuple[TrialPrompts, Sent | None]:
+def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tuple[TrialPrompts, Sent | None]:
     """What each run is sent, and golden where it is a folder."""
     from vllm_accprobe.gate.bisect.trials import TrialPrompts
     from vllm_accprobe.gate.bisect.trying import golden_folder, sent_as

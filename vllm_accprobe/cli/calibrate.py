@@ -18,7 +18,7 @@ from vllm_accprobe.cli.output import answer, progress, say_written
 
 
 def calibrate(golden: Path | None, others: list[Path], how: Any, weights: Path | None, out: Path) -> None:
-    """how: compare.Calibrating; out: a folder, for calibration.json or profile.json. Raises CommandError."""
+    """how: compare.CalibrateOptions; out: a folder, for calibration.json or profile.json. Raises CommandError."""
     if golden is None:
         raise CommandError("name runs of golden's side: accprobe compare GOLDEN RUN... --calibrate OUT")
     if how.profile:

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from vllm_accprobe.cli import dump_pair, options
 from vllm_accprobe.cli.aliases import is_quiet
-from vllm_accprobe.cli.dump_pair import Judging, Work
+from vllm_accprobe.cli.dump_pair import JudgeOptions, WorkOptions
 from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import Hidden
 from vllm_accprobe.cli.output import Format, answered, say_written
@@ -30,7 +30,7 @@ DEFAULT = "accprobe-report"
 
 
 @dataclass(frozen=True)
-class Compared:
+class CompareOptions:
     """What is compared, and where the results go."""
 
     golden: Annotated[Path | None, Argument(metavar="GOLDEN", help="The dump, or table, to trust.")] = None
@@ -48,7 +48,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Instead:
+class InsteadOptions:
     """What is done in place of a comparison."""
 
     plan: Annotated[
@@ -62,7 +62,7 @@ class Instead:
 
 
 @dataclass(frozen=True)
-class Calibrating:
+class CalibrateOptions:
     """Of several runs of golden's side, or of one dump with --profile."""
 
     calibrate: Annotated[
@@ -83,7 +83,7 @@ class Calibrating:
 
 
 @dataclass(frozen=True)
-class OfTables:
+class TableOptions:
     """Of two tables of operators."""
 
     algorithm: Annotated[
@@ -101,7 +101,7 @@ class OfTables:
 
 
 @dataclass(frozen=True)
-class OfLabels:
+class LabelOptions:
     """Of one dump with labels."""
 
     acl: Annotated[
@@ -111,8 +111,8 @@ class OfLabels:
     ] = field(default_factory=list)  # fmt: skip
     tolerance: Annotated[
         float | None,
-        Option("--tolerance", metavar="REL", help="Of one labelled dump: allowed relative L2 error of a row; by default "
-               "by the coarser dtype."),
+        Option("--tolerance", metavar="REL", help="Of one labelled dump: allowed relative L2 error of a row; "
+               "by default by the coarser dtype."),
     ] = None  # fmt: skip
     exec: Annotated[
         str | None, Hidden("--exec", metavar="LINE", help="A command as one line, run first, with labels on.")
@@ -124,7 +124,7 @@ class OfLabels:
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintOptions:
     """How the result is printed."""
 
     form: Annotated[
@@ -148,9 +148,16 @@ class Printed:
 
 
 def compare(
-    what: Compared, judging: Judging, work: Work, instead: Instead, calibrating: Calibrating, of_tables: OfTables,
-    of_labels: OfLabels, printed: Printed, name: str = "compare",
-) -> None:  # fmt: skip
+    what: CompareOptions,
+    judging: JudgeOptions,
+    work: WorkOptions,
+    instead: InsteadOptions,
+    calibrating: CalibrateOptions,
+    of_tables: TableOptions,
+    of_labels: LabelOptions,
+    printed: PrintOptions,
+    name: str = "compare",
+) -> None:
     """Compare two dumps row by row and name the operator that introduced the error.
 
     Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
@@ -206,9 +213,15 @@ def compare(
 
 
 def _kind(
-    name: str, golden: Path | None, mine: Path | None, what: Compared, instead: Instead, calibrating: Calibrating,
-    of_tables: OfTables, of_labels: OfLabels,
-) -> tuple[str, Any]:  # fmt: skip
+    name: str,
+    golden: Path | None,
+    mine: Path | None,
+    what: CompareOptions,
+    instead: InsteadOptions,
+    calibrating: CalibrateOptions,
+    of_tables: TableOptions,
+    of_labels: LabelOptions,
+) -> tuple[str, Any]:
     """(calibrate, labels, opdiff or pair; the dump where it was opened for that). name: of the command that was typed,
     of which some say it."""
     if name != "compare":
@@ -252,9 +265,16 @@ def _refuse(kind: str, *groups: Any, allowed: Any = None, but: tuple[str, ...] =
 
 
 def _pairs(
-    golden: Path | None, mine: Path | None, more: list[Path], out: Path | None, judging: Judging, work: Work,
-    instead: Instead, form: Format, verbosity: int,
-) -> None:  # fmt: skip
+    golden: Path | None,
+    mine: Path | None,
+    more: list[Path],
+    out: Path | None,
+    judging: JudgeOptions,
+    work: WorkOptions,
+    instead: InsteadOptions,
+    form: Format,
+    verbosity: int,
+) -> None:
     """Two dumps, a series of them, or a saved comparison. Raises typer.Exit."""
     import gc
 
@@ -340,7 +360,7 @@ def _named(place: Path | None, option: Path | None, word: str, flag: str) -> Pat
     return place or option
 
 
-def _again(judging: Judging, standard: str, rate: float) -> tuple[str, ...]:
+def _again(judging: JudgeOptions, standard: str, rate: float) -> tuple[str, ...]:
     """The words that another comparison of the same two dumps needs, too (Comparison.options)."""
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE
 

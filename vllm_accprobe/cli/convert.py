@@ -30,7 +30,7 @@ SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ConvertOptions:
     """From where, to where."""
 
     dump: Annotated[Path, Argument(metavar="DUMP", help="A dump of any format (accprobe inspect --formats).")]
@@ -44,7 +44,7 @@ class Exported:
     level: options.Level = None
 
 
-def convert(what: Exported, wanted: options.Chosen) -> None:
+def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     """Export a dump to HDF5 (torch_xray's layout), npz, safetensors, msprobe's or ait's layout; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.

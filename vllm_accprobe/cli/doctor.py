@@ -24,7 +24,7 @@ _RUN_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Examined:
+class DoctorOptions:
     """This environment, or a wheel."""
 
     as_json: options.Json = False
@@ -42,7 +42,7 @@ class Examined:
 
 
 @dataclass(frozen=True)
-class OfGraphs:
+class GraphProofOptions:
     """Do taps in captured graphs change what is computed?"""
 
     command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="With --graphs: vllm serve ..., a script.")] = (
@@ -65,7 +65,7 @@ class OfGraphs:
     ] = None
 
 
-def doctor(here: Examined, of_graphs: OfGraphs) -> None:
+def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
     """Check whether a capture would work in this environment, and say what would go wrong.
 
     Examines vLLM and its platform, both entry points, VLLM_PLUGINS, the hook points of this release, the
@@ -146,7 +146,7 @@ def _wheels(paths: list[Path], json: bool) -> int:
     return 1 if telling.lacks(found) else 0
 
 
-def _graphs(how: OfGraphs, json: bool, timeout: float) -> int:
+def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     """Carries out the proof, prints it, and gives the exit code."""
     import os
     import time

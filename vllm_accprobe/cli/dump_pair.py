@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Judging:
+class JudgeOptions:
     """By which limits, and of which tensors."""
 
     op_mapping_file: Annotated[
@@ -50,7 +50,7 @@ class Judging:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkOptions:
     """How it is computed."""
 
     ray: Annotated[
@@ -77,8 +77,8 @@ class DumpPair:
     as text."""
 
     golden: Path
-    judging: Judging
-    work: Work
+    judging: JudgeOptions
+    work: WorkOptions
     standard: str
     rate: float
     rules: Any

@@ -22,7 +22,7 @@ _GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Watched:
+class ErrcheckOptions:
     """What is run, and what is an error."""
 
     command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line.")] = (
@@ -44,7 +44,7 @@ class Watched:
     )
 
 
-def errcheck(what: Watched) -> None:
+def errcheck(what: ErrcheckOptions) -> None:
     """Find the first NaN, Inf or overflow of a running engine or script: accprobe errcheck -- vllm serve MODEL.
 
     Says module, step, request and position, whether its inputs were good, and which rank was first; keeps that call's

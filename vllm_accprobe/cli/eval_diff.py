@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationOptions:
     """Which questions, and what is written of them."""
 
     tasks: Annotated[list[str], Option("--tasks", metavar="GLOBS", help="Only these tasks.")] = field(
@@ -47,7 +47,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class TwoRuns:
+class EvalDiffOptions:
     """What is compared."""
 
     golden: Annotated[
@@ -64,7 +64,7 @@ class TwoRuns:
     verbose: options.Verbose = False
 
 
-def eval_diff(runs: TwoRuns, evaluation: Evaluation, scoring: options.Scoring) -> None:
+def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: options.ScoringOptions) -> None:
     """Compare two runs of an evaluation, or a trainer's log-probabilities with a server's.
 
     Of samples of lm-evaluation-harness and results of OpenCompass: for each metric whether the difference is more than
@@ -90,7 +90,7 @@ def eval_diff(runs: TwoRuns, evaluation: Evaluation, scoring: options.Scoring) -
 
 
 def compare_samples(
-    golden: Path, mine: Path, how: Evaluation, rate: float | None, as_json: bool, verbose: bool
+    golden: Path, mine: Path, how: EvaluationOptions, rate: float | None, as_json: bool, verbose: bool
 ) -> NoReturn:  # fmt: skip
     """Raises typer.Exit."""
     from vllm_accprobe.gate.samples import contrast, sides

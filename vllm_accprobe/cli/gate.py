@@ -14,12 +14,12 @@ from typer import Argument, Option
 
 from vllm_accprobe.cli import aliases, options
 from vllm_accprobe.cli.endings import CommandError
-from vllm_accprobe.cli.eval_diff import Evaluation
+from vllm_accprobe.cli.eval_diff import EvaluationOptions
 from vllm_accprobe.cli.options import Hidden
 
 
 @dataclass(frozen=True)
-class Sides:
+class GateOptions:
     """What is compared, and where the results go."""
 
     golden: Annotated[
@@ -44,7 +44,7 @@ class Sides:
 
 
 @dataclass(frozen=True)
-class Localizing:
+class LocalizeOptions:
     """What follows a gate that fails."""
 
     localize: Annotated[
@@ -59,7 +59,10 @@ class Localizing:
 
 
 def gate(
-    sides: Sides, localizing: Localizing, scoring: options.Scoring, evaluation: Annotated[Evaluation, options.HIDDEN]
+    sides: GateOptions,
+    localizing: LocalizeOptions,
+    scoring: options.ScoringOptions,
+    evaluation: Annotated[EvaluationOptions, options.HIDDEN],
 ) -> None:
     """Compare two servers by what they answer.
 
@@ -83,7 +86,7 @@ def gate(
         compare_samples(Path(golden), Path(mine), evaluation, rate, sides.as_json, sides.verbose)
     if wrong := list(options.used(evaluation)):
         raise CommandError(f"{wrong[0]} is an option of `accprobe eval-diff A B`")
-    asking = scoring.asking(sides.prompts)
+    asking = scoring.asking(sides.prompts or "default")
     if sides.itself:
         from vllm_accprobe.cli.self_check import check_server
 

@@ -1,8 +1,8 @@
-"""A gate between two servers: each side becomes a folder of answers, then they are compared; and what follows a failure.
+"""A gate between two servers: each side becomes a folder of answers, then they are compared; and what follows a
+failure.
 
-With ``--localize``, a gate that fails captures the worst tokens of both sides, compares the dumps and names the culprit.
-Not here: the options (gate.py), sending and measuring (gate/).
-"""
+With ``--localize``, a gate that fails captures the worst tokens of both sides, compares the dumps and names the
+culprit. Not here: the options (gate.py), sending and measuring (gate/)."""
 
 from __future__ import annotations
 

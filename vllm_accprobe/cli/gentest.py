@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GentestOptions:
     """Which calls, and where the tests go."""
 
     dump: options.Dump
@@ -53,7 +53,7 @@ class Generated:
     ] = False
 
 
-def gentest(what: Generated) -> None:
+def gentest(what: GentestOptions) -> None:
     """Write captured calls as tests: tensors, float64 references and one parametrised test per operator.
 
     The folder runs with torch and pytest alone, on the machine whose kernel is in question: `pytest --device npu --load

@@ -1,9 +1,8 @@
 """``accprobe inspect PATH``: what there is at a path, as tables for the eye, csv or JSON.
 
 A dump's tensors and operators (inspect_list.py); one of its taps in detail, or a request's prompt (inspect_tensor.py);
-of another tool's dump, which format it is, too. With --size how large a capture of a model will be; with --repair a dump
-that a killed run left behind is finished first. Not here: two dumps (compare.py).
-"""
+of another tool's dump, which format it is, too. With --size how large a capture of a model will be; with --repair a
+dump that a killed run left behind is finished first. Not here: two dumps (compare.py)."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError, NothingThere
-from vllm_accprobe.cli.options import Chosen
+from vllm_accprobe.cli.options import SelectionOptions
 from vllm_accprobe.cli.output import answer, answered, say_notes
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectOptions:
     """What is inspected."""
 
     path: Annotated[
@@ -41,7 +40,7 @@ class Inspected:
 
 
 @dataclass(frozen=True)
-class OfList:
+class ListOptions:
     """Of the list of tensors."""
 
     csv: Annotated[
@@ -59,7 +58,7 @@ class OfList:
 
 
 @dataclass(frozen=True)
-class OfTensor:
+class TensorOptions:
     """Of one tap, or of a prompt."""
 
     calls: Annotated[
@@ -79,7 +78,7 @@ class OfTensor:
 
 
 @dataclass(frozen=True)
-class OfSize:
+class SizeOptions:
     """How large a capture will be."""
 
     size: Annotated[
@@ -103,7 +102,12 @@ class OfSize:
 
 
 def inspect(
-    what: Inspected, chosen: Chosen, of_list: OfList, of_tensor: OfTensor, of_size: OfSize, name: str = "inspect"
+    what: InspectOptions,
+    chosen: SelectionOptions,
+    of_list: ListOptions,
+    of_tensor: TensorOptions,
+    of_size: SizeOptions,
+    name: str = "inspect",
 ) -> None:
     """List a dump's tensors, or show one; say what a path is; say how large a capture will be.
 
@@ -146,7 +150,9 @@ def inspect(
     answered(name, what.as_json, run)
 
 
-def _kind(name: str, what: Inspected, of_list: OfList, of_tensor: OfTensor, of_size: OfSize) -> tuple[str, Any]:
+def _kind(
+    name: str, what: InspectOptions, of_list: ListOptions, of_tensor: TensorOptions, of_size: SizeOptions
+) -> tuple[str, Any]:
     """(formats, repair, size, show or summary; the dump where it was opened for that). name: of the command that was
     typed, of which the older ones say it."""
     if name != "inspect":
@@ -224,7 +230,7 @@ def _repair(dump: Path) -> None:
         raise NothingThere(f"{place}: no rank has written anything")
 
 
-def _size(model: Path, of_size: OfSize, as_json: bool) -> None:
+def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
     """How large a capture will be (run/dump_size.py)."""
     import json
 

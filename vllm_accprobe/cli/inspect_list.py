@@ -22,7 +22,7 @@ from vllm_accprobe.cli.inspect_tensor import shape_text
 from vllm_accprobe.cli.output import answer, print_table, progress, say_written, size, wanted
 
 if TYPE_CHECKING:
-    from vllm_accprobe.cli.options import Chosen
+    from vllm_accprobe.cli.options import SelectionOptions
     from vllm_accprobe.dump.reader import Dump
     from vllm_accprobe.dump.schema import OpCall, Record
     from vllm_accprobe.dump.select import Selection
@@ -37,9 +37,10 @@ _ROWS = 200
 
 
 def summary(
-    dump: Path, opened: Dump | None, names: list[str], chosen_by: Chosen, how: Any, named: bool
+    dump: Path, opened: Dump | None, names: list[str], chosen_by: SelectionOptions, how: Any, named: bool
 ) -> None:  # fmt: skip
-    """opened: the dump where it is open already; how: inspect.OfList; named: another tool's format is printed first. Raises CommandError, NothingThere."""
+    """opened: the dump where it is open already; how: inspect.ListOptions; named: another tool's format is printed
+    first. Raises CommandError, NothingThere."""
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.common import held
 

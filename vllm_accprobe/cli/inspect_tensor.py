@@ -1,13 +1,12 @@
 """``accprobe inspect DUMP TAP``: one tensor in detail; with --prompt, a request's prompt.
 
 The problem: after a report has named a tap, a person wants to see the numbers, of which a tensor has millions, some of
-them NaN; it also names a request and a position, and the prompt is a user's text, which no report repeats. The idea: all
-records of the tap as a small table, then the first of them (or the only one that the options leave) as lines: a header,
-a histogram over the finite values, rows cut in the middle with what is left out counted. A prompt is printed from the
-ids beside the stored rows, with the positions that no stored row computed and what to set so that they are; the hash
-that the dump has of the prompt says whether the ids are it. Ids become text by a tokenizer.json that the user names;
-nothing is downloaded or stored. numpy is imported by each function: this module belongs to the command line.
-"""
+them NaN; it also names a request and a position, and the prompt is a user's text, which no report repeats. The idea:
+all records of the tap as a small table, then the first of them (or the only one that the options leave) as lines: a
+header, a histogram over the finite values, rows cut in the middle with what is left out counted. A prompt is printed
+from the ids beside the stored rows, with the positions that no stored row computed and what to set so that they are;
+the hash that the dump has of the prompt says whether the ids are it. Ids become text by a tokenizer.json that the user
+names; nothing is downloaded or stored. numpy is imported by each function: this module belongs to the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from vllm_accprobe.cli.output import answer, say_written
 if TYPE_CHECKING:
     import numpy as np
 
-    from vllm_accprobe.cli.options import Chosen
+    from vllm_accprobe.cli.options import SelectionOptions
     from vllm_accprobe.dump.reader import Dump
     from vllm_accprobe.dump.schema import Record, Request
     from vllm_accprobe.dump.select import Ranges
@@ -37,14 +36,15 @@ STATES, WEIGHTS = "states", "weights"
 
 
 def is_tap(dump: Dump, name: str) -> bool:
-    """Whether ``name`` is shown in detail: what is neither a glob, nor a file to write to, nor the class of a module."""
+    """Whether ``name`` is shown in detail: what is neither a glob, nor a file to write to, nor the class of a
+    module."""
     if any(c in name for c in "*?[!,") or name.endswith((".txt", ".csv")):
         return False
     return not any(name == r.cls for r in dump.records) and not any(name == c.op for c in getattr(dump, "ops", ()))
 
 
-def show(dump: Path, opened: Dump | None, tap: str, chosen: Chosen, how: Any) -> None:
-    """opened: the dump where it is open already; how: inspect.OfTensor. Raises CommandError, NothingThere."""
+def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, how: Any) -> None:
+    """opened: the dump where it is open already; how: inspect.TensorOptions. Raises CommandError, NothingThere."""
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 

@@ -22,7 +22,7 @@ ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
 
 
 def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbose: bool) -> None:
-    """opened: the dump where it is open already; how: compare.OfLabels; out: for labels.csv and labels.json. Raises
+    """opened: the dump where it is open already; how: compare.LabelOptions; out: for labels.csv and labels.json. Raises
     typer.Exit; with --exec the code is the command's own where the pairs pass and it failed."""
     from vllm_accprobe.comparison.labelled_pairs import compare_labels, count_pairs
     from vllm_accprobe.dump.label_files import LABEL_TAP

@@ -25,7 +25,7 @@ _LEAST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Line:
+class LineOptions:
     """How the two machines reach each other, and of which ranks."""
 
     host: Annotated[str, Option("--host", help="The receiver's name or address, which its certificate must have.")] = (
@@ -56,7 +56,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceiveOptions:
     """What is checked, and where it goes."""
 
     ops: options.Ops = field(default_factory=list)
@@ -74,7 +74,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Sent:
+class OnlineSendOptions:
     """What is sent."""
 
     dump: Annotated[Path, Argument(metavar="DUMP", help="Directory of a dump, also while it is written.")]
@@ -85,7 +85,7 @@ class Sent:
     ] = 120.0
 
 
-def serve(line: Line, what: Received) -> None:
+def serve(line: LineOptions, what: ReceiveOptions) -> None:
     """Receive calls and check them as they come, on the golden's machine; then report as opcheck does.
 
     Ends when all ranks have ended, or at Ctrl-C with what is there. Killed and started again with the same --out, it
@@ -122,7 +122,7 @@ def serve(line: Line, what: Received) -> None:
     conclude(found, Path(job.dump), job, out, what.standard, bool(globs), what.verbose)
 
 
-def send(what: Sent, line: Line) -> None:
+def send(what: OnlineSendOptions, line: LineOptions) -> None:
     """Send a dump's calls to the machine where `accprobe online serve` checks them.
 
     It reads what is on the disk, in a process of its own: nothing is opened inside the server that is captured. A line
@@ -157,7 +157,7 @@ def _ranks(text: str) -> tuple[int, ...] | None:
     return tuple(sorted({r for low, high in found for r in range(low, high + 1)})) or None
 
 
-def _job(out: Path, weights: Path | None, ops: tuple[str, ...], what: Received) -> Any:
+def _job(out: Path, weights: Path | None, ops: tuple[str, ...], what: ReceiveOptions) -> Any:
     from vllm_accprobe.online.serving import RECEIVED
     from vllm_accprobe.opcheck.run.worker import Job
 

@@ -1,9 +1,8 @@
 """``accprobe opcheck DUMP``: every captured call run again against a reference, on the CPU in float64.
 
-With --repeat and --rows this machine's own kernels are run instead, also of an operator that is named by hand. msprobe's
-and ait's options are hidden fields of the groups; what they mean is in opcheck/compat. `conclude` prints and writes what
-`online serve` needs, too. Not here: the check (opcheck/run), the lines (opcheck/run/table.py).
-"""
+With --repeat and --rows this machine's own kernels are run instead, also of an operator that is named by hand.
+msprobe's and ait's options are hidden fields of the groups; what they mean is in opcheck/compat. `conclude` prints and
+writes what `online serve` needs, too. Not here: the check (opcheck/run), the lines (opcheck/run/table.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ Against = Annotated[
 
 
 @dataclass(frozen=True)
-class Checking:
+class OpcheckOptions:
     """What is checked, by which limits, and where the results go."""
 
     dump: Annotated[
@@ -73,7 +72,7 @@ class Checking:
 
 
 @dataclass(frozen=True)
-class OnThisMachine:
+class KernelOptions:
     """This machine's own kernels, in place of a reference."""
 
     repeat: Annotated[
@@ -103,7 +102,7 @@ class OnThisMachine:
 
 
 @dataclass(frozen=True)
-class OfMsprobe:
+class MsprobeOptions:
     """msprobe's acc_check, multi_acc_check and run_ut (opcheck/compat/precheck_options.py)."""
 
     api_info: Annotated[
@@ -124,7 +123,7 @@ class OfMsprobe:
 
 
 @dataclass(frozen=True)
-class OfAit:
+class AitOptions:
     """ait llm opcheck (opcheck/compat/ait_words.py)."""
 
     same: Annotated[Path | None, Hidden("--input", metavar="DIR", help="As DUMP: ATB's tensors of one execution.")] = (
@@ -137,7 +136,7 @@ class OfAit:
     card: Annotated[int | None, Hidden("--device-id", metavar="N", help="As ait has it; no card is used.")] = None
 
 
-def opcheck(checking: Checking, machine: OnThisMachine, msprobe: OfMsprobe, ait_options: OfAit) -> None:
+def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOptions, from_ait: AitOptions) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?
 
     Prints the wrong modules first, in the order of execution, then every class and all that was not checked, and writes
@@ -148,8 +147,8 @@ def opcheck(checking: Checking, machine: OnThisMachine, msprobe: OfMsprobe, ait_
     """
     from vllm_accprobe.opcheck.compat import ait_words, precheck_options
 
-    ait = ait_words.read(checking.dump, ait_options.same, ait_options.table, checking.ops, checking.ids, ait_options.metric,
-                         ait_options.card, checking.rerun)  # fmt: skip
+    ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
+                         from_ait.card, checking.rerun)  # fmt: skip
     say_notes(ait.notes)
     check = precheck_options.read(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
                                   msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
@@ -190,7 +189,7 @@ def _default_standard(check: Precheck) -> str:
     return "mindspore" if framework_of(check.dump) == "mindspore" else "msprobe"
 
 
-def _as_msprobe(check: Precheck, checking: Checking, here: Mapping[str, Any]) -> dict[str, Any]:
+def _as_msprobe(check: Precheck, checking: OpcheckOptions, here: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of Job that msprobe's words fill. Raises CommandError."""
     runs_here = bool(here["repeat"] or here["batch"] or here["named"] is not None)
     if check.devices and (checking.against != _EXACT or checking.rerun or runs_here):
@@ -203,9 +202,15 @@ def _as_msprobe(check: Precheck, checking: Checking, here: Mapping[str, Any]) ->
 
 
 def _job(
-    checking: Checking, dump: Path | None, standard: str, save: Path | None, fields: dict[str, Any], ops: list[str],
-    ids: str, kl: bool,
-) -> Job:  # fmt: skip
+    checking: OpcheckOptions,
+    dump: Path | None,
+    standard: str,
+    save: Path | None,
+    fields: dict[str, Any],
+    ops: list[str],
+    ids: str,
+    kl: bool,
+) -> Job:
     """Raises CommandError."""
     from vllm_accprobe.opcheck.run.worker import AGAIN, Job
 
@@ -306,8 +311,9 @@ def ids_of(text: str) -> frozenset[str]:
 
 
 def require_torch(command: str, threads: bool = False) -> None:
-    """Raises CommandError where torch is missing. Unless the environment says otherwise, or with ``threads``, it will use one thread:
-    small products are no slower for it, and threads that wait for one another in a loop take the other cores."""
+    """Raises CommandError where torch is missing. Unless the environment says otherwise, or with ``threads``, it will
+    use one thread: small products are no slower for it, and threads that wait for one another in a loop take the other
+    cores."""
     import importlib.util
     import os
 
@@ -416,7 +422,7 @@ def run_json(dump: Path) -> object:
 # --- this machine's own kernels ---
 
 
-def _here(machine: OnThisMachine) -> dict[str, Any]:
+def _here(machine: KernelOptions) -> dict[str, Any]:
     """The fields of Job that these options fill. Raises CommandError."""
     repeat, rows = machine.repeat, machine.rows
     sizes = tuple(s.strip() for s in rows.split(",") if s.strip())
@@ -434,7 +440,7 @@ def _here(machine: OnThisMachine) -> dict[str, Any]:
     return {"repeat": repeat, "batch": sizes, "named": _named_operator(machine), "load": tuple(machine.load)}
 
 
-def _named_operator(machine: OnThisMachine) -> dict[str, Any] | None:
+def _named_operator(machine: KernelOptions) -> dict[str, Any] | None:
     """The operator named by hand as a job has it; None where there is none. Raises CommandError."""
     if not machine.op:
         if machine.shapes or machine.arguments:
@@ -485,7 +491,7 @@ def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> Non
 
 
 def _check_here(
-    checking: Checking, named: bool, dump: Path | None, standard: str, kl: bool, save: Path | None
+    checking: OpcheckOptions, named: bool, dump: Path | None, standard: str, kl: bool, save: Path | None
 ) -> None:  # fmt: skip
     """Raises CommandError for options that mean nothing for this machine's kernels alone."""
     chosen = {"--against": checking.against != _EXACT, "--rerun": checking.rerun, "--backward": checking.backward,

@@ -173,7 +173,7 @@ Rate = Annotated[
 ]  # fmt: skip
 Floors = Annotated[
     list[str],
-    Option("--floor", metavar="RUN", help="Another run of golden's side. Can be repeated."),
+    Option("--floor", metavar="RUN", help="Another run of golden's side, or what --calibrate wrote. Can be repeated."),
 ]
 Seed = Annotated[int, Option("--seed", help="Of inputs that are drawn, and of gradients.")]
 Exec = Annotated[str | None, Option("--exec", metavar="LINE", help="A command as one line, in place of -- CMD...")]
@@ -193,7 +193,7 @@ def out(what: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectionOptions:
     """Tensors of a dump."""
 
     steps: Annotated[str, Option("--steps", metavar="RANGES", help=f"{_STEPS}.")] = ""
@@ -219,7 +219,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CaptureOptions:
     """What a capture takes; None: as the environment says."""
 
     tokens: Annotated[
@@ -233,7 +233,7 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingOptions:
     """How prompts are sent to a server, or to a command that serves."""
 
     max_tokens: Annotated[
@@ -252,7 +252,7 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Scoring(Serving):
+class ScoringOptions(ServingOptions):
     """The same, and what a server's answers are scored by."""
 
     model: Annotated[

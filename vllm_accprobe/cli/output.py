@@ -3,8 +3,8 @@
 **JSON.** Two dozen commands print lines, some from several processes, and a script must be able to parse what stdout
 holds. `answered` runs a command; with --json, what it prints on stdout goes nowhere (its children's to stderr), while
 `answer` and `say_written`, which add nothing to the lines for people, fill the object that is printed at the end:
-``schema``, ``command``, ``exit_code``, ``written``, ``notes``, and the command's own fields. A refusal prints nothing on
-stdout. Numbers that JSON cannot hold are the strings "nan", "inf" and "-inf", as in compare.json. compare, gate,
+``schema``, ``command``, ``exit_code``, ``written``, ``notes``, and the command's own fields. A refusal prints nothing
+on stdout. Numbers that JSON cannot hold are the strings "nan", "inf" and "-inf", as in compare.json. compare, gate,
 self-check, eval-diff, bisect, doctor and inspect --size print objects of their own.
 
 **Folding.** At 80 columns a terminal breaks lines anywhere. While a command runs, `folded` breaks each line between
@@ -69,7 +69,8 @@ def say_written(*paths: Path, about: str = "", err: bool = False) -> None:
 
 
 def answered(name: str, as_json: bool, command: Callable[[], Any]) -> Any:
-    """Runs ``command``; with ``as_json`` prints the object and raises typer.Exit. name: of the command, in the object."""
+    """Runs ``command``; with ``as_json`` prints the object and raises typer.Exit. name: of the command, in the
+    object."""
     if not as_json:
         return command()
     fields: dict[str, Any] = {"schema": SCHEMA, "command": name, "exit_code": 0, "written": [], "notes": []}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Patches:
+class PatchesOptions:
     """Which patches, and what is done."""
 
     action: Annotated[str, Argument(metavar="list|check", help="list: name them; check: compare with the source.")]
@@ -35,7 +35,7 @@ class Patches:
     verbose: options.Verbose = False
 
 
-def patches(wanted: Patches) -> None:
+def patches(wanted: PatchesOptions) -> None:
     """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
 
     VLLM_ACCPROBE_PATCHES=NAME,... applies them while the probe is on.

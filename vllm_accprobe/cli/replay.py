@@ -107,8 +107,8 @@ class Replay:
             self._process.stdin.flush()
 
     def result(self, wishes: Mapping[str, Any]) -> tuple[str, str]:
-        """Waits, with a bar on a terminal: (the proof's text, "") or ("", the last line of the process). wishes: what the
-        comparison has found, as `_wishes` gives it."""
+        """Waits, with a bar on a terminal: (the proof's text, "") or ("", the last line of the process). wishes: what
+        the comparison has found, as `_wishes` gives it."""
         first = self._message() or {}
         if first.get("waits"):
             self._say(json.dumps(wishes))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOptions:
     """What is run, and the capture's settings."""
 
     command: Annotated[list[str], Argument(metavar="-- CMD...", help="vllm serve ..., a script, a shell line.")] = (
@@ -56,7 +56,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Atb:
+class RunAtbOptions:
     """What Ascend's ATB writes meanwhile."""
 
     atb: Annotated[bool, Option("--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb.")] = False
@@ -90,7 +90,7 @@ class Atb:
     atb_device: Annotated[int | None, Option("--atb-device", metavar="N", help="Only this device.")] = None
 
 
-def run(what: Run, wanted: options.Captured, atb: Atb) -> None:
+def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) -> None:
     """Run any command with the probe on: accprobe run --tokens 0-4 -- vllm serve MODEL.
 
     Settings left out here are those of the environment (VLLM_ACCPROBE_*). Signals reach the command, and its exit code
@@ -281,7 +281,7 @@ def conclude(ran: EndedRun, quiet: bool) -> int:
     open_ranks = found.ranks - found.ended
     if open_ranks and dumps:
         say(
-            f"{count(open_ranks, 'rank')} not closed: what was written is readable; `accprobe inspect {dumps[0]} --repair`"
+            f"{count(open_ranks, 'rank')} not closed: what is there is readable; `accprobe inspect {dumps[0]} --repair`"
         )
     if not found.tensors and not files:
         if code and not found.steps:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OneServer:
+class SelfCheckOptions:
     """The server, and where the answers go."""
 
     command: Annotated[list[str], Argument(metavar="-- CMD...|URL", help="vllm serve MODEL ..., or a running server.")]
@@ -31,7 +31,7 @@ class OneServer:
     as_json: options.Json = False
 
 
-def self_check(server: OneServer, scoring: options.Scoring) -> None:
+def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:
     """Send one server the same prompts in several ways, and say which way answers unlike the others.
 
     Alone, in a batch, with a prefix hit, in chunks, and what else its options allow: a correct server's answers differ
@@ -42,7 +42,7 @@ def self_check(server: OneServer, scoring: options.Scoring) -> None:
     options.check_rate(server.rate)
     words = server.command
     side = words[0] if len(words) == 1 else shlex.join(words)
-    check_server(side, scoring.asking(server.prompts), server.out, server.rate, server.as_json)
+    check_server(side, scoring.asking(server.prompts or "default"), server.out, server.rate, server.as_json)
 
 
 def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
@@ -68,9 +68,7 @@ def check_server(side: str, asking: Asking, out: Path | None, rate: float | None
         lines = prompts_file.read(asking.prompts)
         found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
-        raise CommandError(
-            str(e).replace("--self:", "CMD:").replace("--engine:", "CMD:").replace("--url:", "URL:")
-        ) from None
+        raise CommandError(str(e).replace("--engine:", "CMD:").replace("--url:", "URL:")) from None
     result = odd_one.judge(
         found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
     )

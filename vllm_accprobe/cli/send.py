@@ -18,7 +18,7 @@ from vllm_accprobe.cli.output import answer, progress, say_written
 
 
 @dataclass(frozen=True)
-class Sending:
+class SendOptions:
     """What is sent, to whom, and where the answers go."""
 
     out: Annotated[Path, options.out("a folder; one begun is continued")]
@@ -49,7 +49,7 @@ class Sending:
     ] = 1024
 
 
-def send(what: Sending, server_options: options.Scoring) -> None:
+def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
 
     Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own

@@ -22,7 +22,7 @@ def compare_tables(
     golden: Path | None, mine: Path | None, joined: Path | None, how: Any, standard: str | None, out: Path,
     verbose: bool,
 ) -> None:  # fmt: skip
-    """joined: torch_xray's table of both, to be written; how: compare.OfTables. Raises typer.Exit."""
+    """joined: torch_xray's table of both, to be written; how: compare.TableOptions. Raises typer.Exit."""
     from vllm_accprobe.opcheck.diff import lines
     from vllm_accprobe.opcheck.diff.csv_rows import SheetError
     from vllm_accprobe.opcheck.diff.verdicts import DiffTotals, open_diff

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 from cli_dumps import TAPS, make
 
-from vllm_accprobe.cli import main
-from vllm_accprobe.cli.asked import prompts
-from vllm_accprobe.cli.asked.text_of_ids import load
+from vllm_accprobe.cli import inspect_tensor, main
+from vllm_accprobe.cli.inspect_tensor import load_tokenizer
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Request, RowSpace, Segment, hash_tokens
 from vllm_accprobe.formats import open_dump
@@ -29,19 +28,19 @@ GENERATED = (Segment(4, 5, 1, 0, "decode"),), [99]
 
 
 def test_ids_of_the_prompt_alone_in_order_of_positions():
-    assert prompts.told(of(WHOLE, GENERATED), [], None) == [
+    assert inspect_tensor.prompt_lines(of(WHOLE, GENERATED), [], None) == [
         "request a\\x1b[2J: a prompt of 5 tokens",
         "       0  7 1 2 300 5",
         "as text: --tokenizer DIR, the model's directory with its tokenizer.json",
     ]
     long = list(range(40))
-    lines = prompts.told(of(((Segment(4, 0, 40, 0),), long), ids=long), ["a*"], None)
+    lines = inspect_tensor.prompt_lines(of(((Segment(4, 0, 40, 0),), long), ids=long), ["a*"], None)
     assert [line.split()[0] for line in lines[1:4]] == ["0", "16", "32"]
 
 
 def test_what_is_missing_and_what_to_set_so_that_it_is_not():
     cached = ((Segment(4, 3, 2, 0),), PROMPT[3:])
-    lines = prompts.told(of(cached, GENERATED), [], None)
+    lines = inspect_tensor.prompt_lines(of(cached, GENERATED), [], None)
     assert lines[0] == "request a\\x1b[2J: a prompt of 5 tokens, of which 2 are recorded"
     assert lines[1] == "       3  300 5"
     assert lines[2].startswith("missing: positions 0-2: ")
@@ -54,28 +53,28 @@ def test_what_is_missing_and_what_to_set_so_that_it_is_not():
     )
     for probe, said in kept:
         run = {"tool": "accprobe", "probe": {"task": "tensor"} | probe}
-        assert said in prompts.told(of(cached, run=run), [], None)[2]
-        with pytest.raises(prompts.NothingThere, match="no id of it is recorded"):
-            prompts.told(of(GENERATED, run=run), [], None)
-    with pytest.raises(prompts.NothingThere, match="only in a capture of accprobe"):
-        prompts.told(of(run={"tool": "msprobe"}), [], None)
+        assert said in inspect_tensor.prompt_lines(of(cached, run=run), [], None)[2]
+        with pytest.raises(inspect_tensor.NothingThere, match="no id of it is recorded"):
+            inspect_tensor.prompt_lines(of(GENERATED, run=run), [], None)
+    with pytest.raises(inspect_tensor.NothingThere, match="only in a capture of accprobe"):
+        inspect_tensor.prompt_lines(of(run={"tool": "msprobe"}), [], None)
 
 
 def test_ids_that_are_not_the_prompt_by_its_hash():
     other = ((Segment(4, 0, 5, 0),), [0, 0, 0, 0, 1 << 40])
-    assert "the dump's hash of the prompt is another" in prompts.told(of(other), [], None)[0]
+    assert "the dump's hash of the prompt is another" in inspect_tensor.prompt_lines(of(other), [], None)[0]
 
 
 def test_a_request_has_to_be_one():
     dump = of(WHOLE)
     dump.requests[0, 9] = replace(dump.requests[0, 4], req=9, id="b", internal_id="b-0", prompt="0" * 32, prompt_len=2)
-    with pytest.raises(prompts.CommandError, match=r"2 match \(a\\x1b\[2J, b\)"):
-        prompts.told(dump, [], None)
-    with pytest.raises(prompts.NothingThere, match="no request of DUMP matches c: it has "):
-        prompts.told(dump, ["c"], None)
-    assert prompts.told(dump, ["b"], None)[1] == "       0  11 12"
+    with pytest.raises(inspect_tensor.CommandError, match=r"2 match \(a\\x1b\[2J, b\)"):
+        inspect_tensor.prompt_lines(dump, [], None)
+    with pytest.raises(inspect_tensor.NothingThere, match="no request of DUMP matches c: it has "):
+        inspect_tensor.prompt_lines(dump, ["c"], None)
+    assert inspect_tensor.prompt_lines(dump, ["b"], None)[1] == "       0  11 12"
     dump.requests[1, 3] = replace(dump.requests[0, 4], req=3)  # the same request on another rank
-    assert prompts.told(dump, ["a*"], None)[1] == "       0  7 1 2 300 5"
+    assert inspect_tensor.prompt_lines(dump, ["a*"], None)[1] == "       0  7 1 2 300 5"
 
 
 def test_a_row_map_without_ids_or_of_an_image_says_nothing():
@@ -83,8 +82,8 @@ def test_a_row_map_without_ids_or_of_an_image_says_nothing():
     image = RowSpace(0, "vision/1", 5, (Segment(4, 0, 5, 0, image=0),), (1, 2, 3, 4, 5))
     dump = of()
     dump.rows = {(0, 0, "tokens"): empty, (0, 0, "vision/1"): image}
-    with pytest.raises(prompts.NothingThere):
-        prompts.told(dump, [], None)
+    with pytest.raises(inspect_tensor.NothingThere):
+        inspect_tensor.prompt_lines(dump, [], None)
 
 
 @pytest.fixture
@@ -104,18 +103,18 @@ def tokenizer(tmp_path):
 def test_text_where_a_tokenizer_is_given_also_of_characters_in_parts(tokenizer, tmp_path):
     said = "hello 世界 the 🙂\n\x1b[31m"
     ids = tokenizer.encode(said).ids
-    texts = load(tmp_path)(ids)
+    texts = load_tokenizer(tmp_path)(ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == said
-    assert load(tmp_path / "tokenizer.json")([0, 1 << 20, ids[0], -1]) == [
+    assert load_tokenizer(tmp_path / "tokenizer.json")([0, 1 << 20, ids[0], -1]) == [
         "<s>",
         "<1048576>",
         "hello"[: len(texts[0])],
         "<-1>",
     ]
-    cut = load(tmp_path)([*tokenizer.encode("世").ids[:1], 1 << 20])
+    cut = load_tokenizer(tmp_path)([*tokenizer.encode("世").ids[:1], 1 << 20])
     assert cut[1] == "<1048576>"
-    lines = prompts.told(of(((Segment(4, 0, len(ids), 0),), ids), ids=ids), [], tmp_path)
+    lines = inspect_tensor.prompt_lines(of(((Segment(4, 0, len(ids), 0),), ids), ids=ids), [], tmp_path)
     assert lines[-1] == f"text, positions 0-{len(ids) - 1}: hello 世界 the 🙂\\n\\x1b[31m"
 
 
@@ -125,7 +124,7 @@ def test_tokenizers_whose_first_token_loses_its_blank(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="s"))
     made.decoder = tokenizers.decoders.Metaspace()
     made.save(str(tmp_path / "tokenizer.json"))
-    assert load(tmp_path)([0, 1, 2, 0, 1]) == ["the", " end", "s", " the", " end"]
+    assert load_tokenizer(tmp_path)([0, 1, 2, 0, 1]) == ["the", " end", "s", " the", " end"]
 
 
 def test_the_command_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):

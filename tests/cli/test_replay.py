@@ -11,8 +11,7 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.cli import main
-from vllm_accprobe.cli.replay import replaying
+from vllm_accprobe.cli import main, replay
 from vllm_accprobe.opcheck.proof.decide import NAME, Blame, Proof
 
 ROWS, WIDTH, GAIN = 24, 256, 1.006
@@ -80,18 +79,18 @@ def test_a_blame_that_is_likelier_by_chance_than_allowed_is_none() -> None:
 
     blames = [blame("proved", 0.0), blame("unknown", None), blame("often", 1e-4), blame("more", 1e-2)]
     proof = Proof(tuple(blames), (), (), frozenset(), 4)
-    kept, notes = replaying.allowed(proof, 1e-4)
+    kept, notes = replay.allowed(proof, 1e-4)
     assert [b.tap for b in kept.blamed] == ["proved", "unknown", "often"]
     assert notes == [
         "replay: what is seen at more is likelier by chance than --false-alarm-rate 0.0001 allows: not blamed"
     ]
-    kept, notes = replaying.allowed(proof, 1e-6)
+    kept, notes = replay.allowed(proof, 1e-6)
     assert [b.tap for b in kept.blamed] == ["proved", "unknown"]
     assert notes == [
         "replay: what is seen at often and 1 more is likelier by chance than --false-alarm-rate 1e-06 allows: "
         "not blamed"
     ]
-    assert replaying.allowed(proof, 0.5) == (proof, [])
+    assert replay.allowed(proof, 0.5) == (proof, [])
 
 
 def test_a_comparison_knows_how_much_of_it_was_replayed(pair: tuple, tmp_path: Path) -> None:
@@ -99,12 +98,12 @@ def test_a_comparison_knows_how_much_of_it_was_replayed(pair: tuple, tmp_path: P
     from vllm_accprobe.comparison.engine import compare
 
     result = compare(*pair)
-    asked = replaying.Asked(Path(pair[0]), Path(pair[1]), True, None, None)
+    asked = replay.ReplayRequest(Path(pair[0]), Path(pair[1]), True, None, None)
     assert result.replayed == ""
     for ops, said in (("", "whole"), ("second", "partly")):
         some = replace(asked, taps=ops or None)
-        assert replaying.replayed(result, some, None, tmp_path / said).replayed == said
-        assert replaying.remembered(result, tmp_path / said).replayed == said
+        assert replay.replayed(result, some, None, tmp_path / said).replayed == said
+        assert replay.remembered(result, tmp_path / said).replayed == said
 
 
 def test_no_time_is_no_replay(pair: tuple, tmp_path: Path) -> None:
@@ -144,22 +143,22 @@ def test_the_first_interrupt_ends_the_replay_and_the_second_all() -> None:
 
         def flush(self) -> None: ...
 
-    replay = replaying.Replay.__new__(replaying.Replay)
-    replay._process, replay._stopped = Ended(), False  # type: ignore[assignment]
-    assert replay._message() == {"done": 1}
-    assert replay._process.heard == ["stop\n"]  # type: ignore[attr-defined]
+    running = replay.Replay.__new__(replay.Replay)
+    running._process, running._stopped = Ended(), False  # type: ignore[assignment]
+    assert running._message() == {"done": 1}
+    assert running._process.heard == ["stop\n"]  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
-        replay._message()
+        running._message()
 
 
 def test_a_replay_that_is_stopped_uses_what_it_has(pair: tuple, tmp_path: Path) -> None:
     """Here before it has done anything, and however long it may take."""
-    replay = replaying.Replay(replaying.Asked(Path(pair[0]), Path(pair[1]), True, None, None))
+    running = replay.Replay(replay.ReplayRequest(Path(pair[0]), Path(pair[1]), True, None, None))
     try:
-        replay._say("stop")
-        proof = Proof.from_json(replay.result({})[0])
+        running._say("stop")
+        proof = Proof.from_json(running.result({})[0])
     finally:
-        replay.close()
+        running.close()
     assert (proof.partly, proof.checked, proof.right) == (True, 0, frozenset())
     assert proof.notes[0].startswith("0 of 4 calls were replayed in 0 s (interrupted)")
 
@@ -169,7 +168,7 @@ def test_what_the_comparison_found_is_handed_on_the_worst_first(pair: tuple, tmp
 
     result = compare(pair[0], dump(tmp_path / "worse", 1.2))
     places = {"places": ["second/output.0#0"], "taps": ["second"]}
-    assert replaying._wishes(result) == {"suspects": ["second"], "failed": [("second", 0, 0)], **places}
+    assert replay._wishes(result) == {"suspects": ["second"], "failed": [("second", 0, 0)], **places}
 
 
 def test_dumps_that_are_no_capture_of_a_model_are_not_replayed(tmp_path: Path) -> None:
@@ -193,7 +192,7 @@ def test_a_replay_that_dies_leaves_the_comparison_and_says_so(
 def test_without_torch_asking_is_an_error_and_not_asking_is_none(
     pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(replaying, "_torch", lambda: False)
+    monkeypatch.setattr(replay, "_torch", lambda: False)
     assert compared(pair, tmp_path / "out")[0] == 0
     assert main(["compare", *pair, "--out", str(tmp_path / "asked"), "--replay"]) == 2
     assert "--replay needs torch" in capsys.readouterr().err
@@ -229,9 +228,9 @@ def test_a_small_pairs_replay_begins_beside_the_comparison_and_ends_with_it(
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import NothingCompared
 
-    begun: list[replaying.Replay] = []
-    plain = replaying.Replay.__init__
-    monkeypatch.setattr(replaying.Replay, "__init__", lambda self, *a: (begun.append(self), plain(self, *a))[1])
+    begun: list[replay.Replay] = []
+    plain = replay.Replay.__init__
+    monkeypatch.setattr(replay.Replay, "__init__", lambda self, *a: (begun.append(self), plain(self, *a))[1])
 
     def nothing(*given: object, **more: object) -> None:
         assert [r._process.poll() for r in begun] == [None]
@@ -247,15 +246,15 @@ def test_a_small_pairs_replay_begins_beside_the_comparison_and_ends_with_it(
 def test_a_replay_computes_with_one_thread(pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are processors wait for one another in a loop: ten times the processor time."""
     seen = []
-    plain = replaying.Replay.result
+    plain = replay.Replay.result
 
-    def result(self: replaying.Replay, wishes: dict) -> tuple[str, str]:
+    def result(self: replay.Replay, wishes: dict) -> tuple[str, str]:
         environ = Path(f"/proc/{self._process.pid}/environ").read_bytes().decode().split("\0")
         seen.append({x for x in environ if x.endswith("_THREADS=1")})
         return plain(self, wishes)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    monkeypatch.setattr(replaying.Replay, "result", result)
+    monkeypatch.setattr(replay.Replay, "result", result)
     compared(pair, tmp_path / "out")
     assert len(seen) == 1
     names = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMBA_NUM")

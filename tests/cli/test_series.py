@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from synthetic_model import capture, scaled, write
 
-from vllm_accprobe.cli import main
-from vllm_accprobe.cli.comparing import many_dumps
+from vllm_accprobe.cli import main, series
 
 CULPRIT = "model.layers.1.mlp.down_proj"
 
@@ -81,7 +80,7 @@ def test_one_after_the_other_and_none_stays(dumps, tmp_path, monkeypatch):
     from vllm_accprobe.comparison.result import Comparison
 
     seen = []
-    real = many_dumps._write
+    real = series._write
 
     def counted(golden, entries, out):
         seen.append(sum(isinstance(x, Comparison) for x in gc.get_objects()))
@@ -89,7 +88,7 @@ def test_one_after_the_other_and_none_stays(dumps, tmp_path, monkeypatch):
         assert len(json.loads((out / "series.json").read_text())["dumps"]) == len(entries)
 
     before = sum(isinstance(x, Comparison) for x in gc.get_objects())
-    monkeypatch.setattr(many_dumps, "_write", counted)
+    monkeypatch.setattr(series, "_write", counted)
     assert run(dumps / "golden", dumps / "day1", dumps / "day2", dumps / "day1", "-o", tmp_path) == 1
     assert seen == [before] * 3
 
@@ -130,7 +129,7 @@ def test_a_series_is_written_over_its_own(dumps, tmp_path):
 
 def test_names_of_folders():
     given = ["a/day", "b/day", "c/Day", "series.html", "d/day-2", "x/.."]
-    found = many_dumps.names([Path(p) for p in given])
+    found = series.names([Path(p) for p in given])
     assert found[:5] == ["day", "day-2", "Day-3", "series.html-2", "day-2-2"]
     assert found[5] == Path.cwd().name
 
@@ -138,6 +137,6 @@ def test_names_of_folders():
 def test_only_a_last_csv_is_a_table(tmp_path):
     (tmp_path / "day.csv").mkdir()
     folder = tmp_path / "day.csv"
-    assert many_dumps.told_apart([Path("a"), Path("r.csv")]) == (Path("r.csv"), [Path("a")])
-    assert many_dumps.told_apart([folder]) == (None, [folder])
-    assert many_dumps.told_apart([Path("r.csv"), Path("a")]) == (None, [Path("r.csv"), Path("a")])
+    assert series.told_apart([Path("a"), Path("r.csv")]) == (Path("r.csv"), [Path("a")])
+    assert series.told_apart([folder]) == (None, [folder])
+    assert series.told_apart([Path("r.csv"), Path("a")]) == (None, [Path("r.csv"), Path("a")])

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.replay.test_replaying import GAIN, dump
 from cli.test_killed_commands import marked, names, until
+from cli.test_replay import GAIN, dump
 from cli_dumps import make
 from opcheck.layer_dumps import build
 from support.interrupts import in_the_foreground
 
-from vllm_accprobe.cli import main
-from vllm_accprobe.cli.interrupts import kept
+from vllm_accprobe.cli import endings, main
+from vllm_accprobe.cli.endings import insisting
 
 RUN = "import sys, time\nfrom vllm_accprobe.cli import main\n{}\nsys.exit(main())\n"
 SLOW = {
@@ -163,9 +163,46 @@ def test_gentest_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_the_line(what: tuple[object, ...] | None, words: list[str], line: str) -> None:
-    kept.begin()
+    endings.begin()
     if what is not None:
         said, place, *more = what
-        kept.going_on(said, None if place is None else Path(str(place)), *more)  # type: ignore[arg-type]
-    assert kept.interrupted(words) == line
-    kept.begin()
+        endings.going_on(said, None if place is None else Path(str(place)), *more)  # type: ignore[arg-type]
+    assert endings.interrupted(words) == line
+    endings.begin()
+
+
+# --- a Ctrl-C that rises in a finalizer ends the command all the same ---
+
+
+class Finalized:
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __del__(self) -> None:
+        raise self.error
+
+
+def finalize(error: type[BaseException], until: float = 0.0) -> None:
+    Finalized(error)
+    while time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def test_an_interrupt_that_was_dropped_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    with insisting(), pytest.raises(KeyboardInterrupt):
+        finalize(KeyboardInterrupt, begun + 20)
+    assert time.monotonic() < begun + 10
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_anything_else_is_said_as_ever() -> None:
+    seen = []
+    before, sys.unraisablehook = sys.unraisablehook, seen.append
+    try:
+        with insisting():
+            finalize(ValueError)
+        assert sys.unraisablehook == seen.append
+    finally:
+        sys.unraisablehook = before
+    assert [lost.exc_type for lost in seen] == [ValueError]
