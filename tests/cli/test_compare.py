@@ -177,12 +177,14 @@ def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, mo
 
 def test_a_command_that_compares_again_repeats_what_was_given(tmp_path):
     from vllm_accprobe.cli.compare import _again
+    from vllm_accprobe.cli.dump_pair import JudgeOptions
 
-    given = _again(tmp_path / "m.yaml", "a,b", "strict", [tmp_path / "f", tmp_path / "g"], 0.25)
+    floors = [str(tmp_path / "f"), str(tmp_path / "g")]
+    given = _again(JudgeOptions(op_mapping_file=tmp_path / "m.yaml", taps="a,b", floor=floors), "strict", 0.25)
     assert given == ("--op-mapping-file", str(tmp_path / "m.yaml"), "--taps", "a,b", "--standard", "strict",
                      "--floor", str(tmp_path / "f"), "--floor", str(tmp_path / "g"),
                      "--false-alarm-rate", "0.25")  # fmt: skip
-    assert _again(None, None, "accprobe", [], 1e-3) == ()
+    assert _again(JudgeOptions(), "accprobe", 1e-3) == ()
 
 
 def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):

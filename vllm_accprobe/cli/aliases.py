@@ -115,7 +115,7 @@ _LEVELS = (
 )
 _DTYPE = "dtypes are read from the files, and the limits follow the coarser one; --standard NAME has other limits"
 _SOC = "no chip is named: what rounding alone may differ by is measured, see --floor and --calibrate"
-_ALGORITHMS = "no code is run from a file: a standard of your own is a package, see docs/extending.md, A standard"
+_ALGORITHMS = "no code is run from a file: a standard of your own is a package, see docs/development.md, A standard"
 _PARAMETERS = "weights are compared with the rest, by fingerprints where no values were stored"
 _STATISTICS = "statistics are compared by themselves where a side has nothing else"
 _NO_SEED = "the probe changes no seed; with vLLM set one by --seed of `vllm serve`"

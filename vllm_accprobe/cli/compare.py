@@ -1,9 +1,8 @@
 """``accprobe compare GOLDEN MINE``: which operator made the difference, and how large it is.
 
-What is compared is recognised: two dumps, several dumps against one (series.py), one dump whose tensors a program
-labelled (labelled.py), two tables of operators (tables.py); with --calibrate runs of golden's side (calibrate.py). Not
-here: the comparison of a pair and its files (dump_pair.py).
-"""
+What is compared is recognised: two dumps, one dump whose tensors a program labelled (labelled.py), two tables of
+operators (tables.py); with --calibrate runs of golden's side (calibrate.py). Not here: the comparison of a pair and its
+files (dump_pair.py)."""
 
 from __future__ import annotations
 
@@ -35,11 +34,13 @@ class CompareOptions:
 
     golden: Annotated[Path | None, Argument(metavar="GOLDEN", help="The dump, or table, to trust.")] = None
     mine: Annotated[Path | None, Argument(metavar="MINE", help="The dump, or table, to judge.")] = None
-    more: Annotated[
-        list[Path],
-        Argument(metavar="[DUMP ...|RESULT.csv]", help="More dumps to judge: a series, which is one page over time, "
-                 "too. Or a .csv: torch_xray's table of both, by its standard; see docs/migration.md."),
-    ] = field(default_factory=list)  # fmt: skip
+    sheet: Annotated[
+        Path | None,
+        Argument(metavar="[RESULT.csv]", help="torch_xray's table of both, by its standard; see docs/migration.md."),
+    ] = None
+    further: Annotated[list[Path], Argument(metavar="[RUN]...", help="Further runs, with --calibrate.")] = field(
+        default_factory=list
+    )
     out: Annotated[Path | None, options.out("compare.csv, .json, .html; accprobe-report, or where --rejudge reads")] = (
         None
     )
@@ -163,7 +164,6 @@ def compare(
     Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
     and measured.npz, from which --rejudge judges again by another standard.
     Interrupted, it goes on where it stopped when the same command is typed again.
-    Of several dumps each is compared with GOLDEN, into a folder of its name; series.html and series.json have all.
 
     One dump whose tensors a program labelled with set_label: its pairs are compared; writes labels.csv and labels.json.
     Two csv tables (opcheck.csv, a generated test's, msprobe's accuracy_checking_details): both machines are judged
@@ -171,8 +171,7 @@ def compare(
     With --calibrate: what runs of golden's side, with another batching, chunking, dtype or number of ranks, differ by,
     a few numbers per tap that --floor reads on any machine.
 
-    Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared;
-    of several dumps the worst: 2, 3, 1, 0.
+    Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """
     from vllm_accprobe.comparison.result import CompareError
 
@@ -182,7 +181,9 @@ def compare(
     kind, opened = _kind(name, golden, mine, what, instead, calibrating, of_tables, of_labels)
     if kind == "pair":
         _refuse(kind, calibrating, of_tables, of_labels)
-        _pairs(golden, mine, what.more, what.out, judging, work, instead, form, verbosity)
+        if what.further:
+            raise CommandError(f"{what.further[0]}: two dumps are compared; several runs go with --calibrate OUT")
+        _pairs(golden, mine, what.sheet, what.out, judging, work, instead, form, verbosity)
     as_json, answering = form is Format.json, name if name != "compare" else kind
     if kind == "calibrate":
         from vllm_accprobe.cli.calibrate import calibrate
@@ -191,7 +192,7 @@ def compare(
         out = calibrating.calibrate or what.out or Path("accprobe-floor")
         if calibrating.calibrate is None and name == "compare":
             raise CommandError("--profile and --accept-failing go with --calibrate OUT")
-        others = [d for d in (mine, *what.more) if d is not None]
+        others = [d for d in (mine, what.sheet, *what.further) if d is not None]
         answered(answering, as_json, lambda: calibrate(golden, others, calibrating, judging.weights, out))
         return
     if kind == "labels":
@@ -205,8 +206,8 @@ def compare(
     from vllm_accprobe.cli.tables import compare_tables
 
     _refuse(kind, instead, calibrating, of_labels, work, allowed=judging, but=("--standard",))
-    out, joined = what.out or Path("accprobe-opdiff"), what.more[0] if what.more else None
-    if len(what.more) > 1:
+    out, joined = what.out or Path("accprobe-opdiff"), what.sheet
+    if what.further:
         raise CompareError("two tables are compared: leave out what follows RESULT.csv")
     answered(answering, as_json,
              lambda: compare_tables(golden, mine, joined, of_tables, judging.standard, out, verbosity > 1))  # fmt: skip
@@ -265,9 +266,9 @@ def _refuse(kind: str, *groups: Any, allowed: Any = None, but: tuple[str, ...] =
 
 
 def _pairs(
-    golden: Path | None,
-    mine: Path | None,
-    more: list[Path],
+    golden: Any,
+    mine: Any,
+    sheet: Path | None,
     out: Path | None,
     judging: JudgeOptions,
     work: WorkOptions,
@@ -275,13 +276,12 @@ def _pairs(
     form: Format,
     verbosity: int,
 ) -> None:
-    """Two dumps, a series of them, or a saved comparison. Raises typer.Exit."""
+    """Two dumps (paths or None), or a saved comparison. Raises typer.Exit."""
     import gc
 
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
-    from vllm_accprobe.cli import series
     from vllm_accprobe.cli.places import require_directory
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS
@@ -293,23 +293,18 @@ def _pairs(
     engine.check_rate(rate)
     other = bool(instead.plan or judging.taps or judging.op_mapping_file or work.ray or work.jobs or work.replay)
     _check_arguments(golden, mine, rejudge, other)
-    sheet, others = series.split_more(more)
-    if others:
-        series.refuse(instead.plan, sheet)
     dump_pair.check_dumps(golden, mine, floors)
     standard = xray_table.standard_for(sheet, judging.standard, rejudge is not None or instead.plan)
     dumps = [d for d in (golden, mine) if d is not None]
     _check_sheet(sheet, dumps)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
     out = out or home or Path(DEFAULT)
-    if not instead.plan and not others:
+    if not instead.plan:
         dump_pair.check_out(out, [*dumps, *floors], rejudge is None)
     rules = engine.find_mapping(judging.op_mapping_file)
     vocabulary = _vocabulary(instead.tokenizer)
     again = _again(judging, standard, rate)
-    pair = dump_pair.DumpPair(golden, judging, work, standard, rate, rules, again, vocabulary)  # type: ignore[arg-type]
-    if others:
-        raise typer.Exit(series.series(pair, [mine, *others], out, form, verbosity == 0))
+    pair = dump_pair.DumpPair(golden, judging, work, standard, rate, rules, again, vocabulary)
     if instead.plan:
         from vllm_accprobe.comparison.plan.units import make_plan
 
@@ -326,7 +321,7 @@ def _pairs(
         assert home is not None
         result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floors, rate=rate)
         result = replay.remembered(result, home) if work.replay is not False else result
-        say_notes([replay.told(result, home, work.replay)])
+        say_notes([replay.what_was_kept(result, home, work.replay)])
         result = replace(result, options=again, out=str(home))
     else:
         before = _print_before if form is Format.terminal else dump_pair.nothing

@@ -1,4 +1,4 @@
-"""``accprobe convert DUMP OUT --to h5|npz|safetensors|msprobe|ait|onnx``.
+"""``accprobe convert DUMP OUT --to h5|npz|safetensors|onnx``.
 
 Not here: the containers (formats/write/), the model as a graph (topology/)."""
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.schema import Record
     from vllm_accprobe.topology.model_graph import ModelGraph
 
-FOLDERS = ("msprobe", "ait")
-KINDS = ("h5", "npz", "safetensors", "msprobe", "ait", "onnx")
+KINDS = ("h5", "npz", "safetensors", "onnx")
 SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
@@ -36,7 +35,7 @@ class ConvertOptions:
     dump: Annotated[Path, Argument(metavar="DUMP", help="A dump of any format (accprobe inspect --formats).")]
     out: Annotated[
         Path | None,
-        Argument(metavar="[OUT]", help="File for one rank, directory for several, msprobe, ait; none: h5, beside the "
+        Argument(metavar="[OUT]", help="File for one rank, directory for several; none: h5, beside the "
                  "dump."),
     ] = None  # fmt: skip
     names: options.Globs = field(default_factory=list)
@@ -45,28 +44,29 @@ class ConvertOptions:
 
 
 def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
-    """Export a dump to HDF5 (torch_xray's layout), npz, safetensors, msprobe's or ait's layout; or the model as ONNX.
+    """Export a dump to HDF5 (torch_xray's layout), npz or safetensors; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
-    dump, out, names, to, level = what.dump, what.out, what.names, what.to, what.level
+    dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.write import containers
 
-    kind = to or (out.suffix.lstrip(".") if out is not None else "h5")
+    kind = to or (what.out.suffix.lstrip(".") if what.out is not None else "h5")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
-    beside = out is None
+    beside = what.out is None
+    # torch_xray has them beside what the dump consists of, and never over it.
+    out = dump if what.out is None else what.out
     if beside:
         if kind != "h5" or not dump.is_dir():
             raise CommandError("OUT is missing: name a file or a directory")
-        out = dump  # where torch_xray has them: beside, and never over, what the dump consists of
         os.umask(0o077)  # a dump holds users' prompts, and so do they
     else:
         places.check_place(out, [dump], "OUT")
-    places.writable(out.parent if out.suffix == f".{kind}" or kind in FOLDERS else out, "OUT")
+    places.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":
         if names or wanted.roles or wanted.requests:
             raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
@@ -82,12 +82,9 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
         raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
     chosen = [r for _, r in wanted.selection(names, parameters=True).apply(opened)]
     stored = [r for r in chosen if r.payload is not None]
-    if chosen if kind == "msprobe" else stored and kind in FOLDERS:
-        _to_folder(opened, chosen, out, kind)
-        return
     if not stored:
-        what = "only statistics, no values" if chosen else "no tensor that matches"
-        raise NothingThere(f"{dump} holds {what}: nothing to convert")
+        found = "only statistics, no values" if chosen else "no tensor that matches"
+        raise NothingThere(f"{dump} holds {found}: nothing to convert")
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
     write = {"h5": containers.write_h5, "npz": containers.write_npz, "safetensors": containers.write_safetensors}[kind]
     left = 0
@@ -126,24 +123,6 @@ def _summary(dump: Dump, records: list[Record], path: Path) -> None:
             yield (index, group, r.rank, name, *((s.min, s.max, s.mean, s.std) if s else (None,) * 4))
 
     write_csv_lines(path, SUMMARY, lines())
-
-
-def _to_folder(dump: Dump, records: list[Record], out: Path, kind: str) -> None:
-    from vllm_accprobe.formats.write.ait_dump import write_ait
-    from vllm_accprobe.formats.write.msprobe_dump import write_msprobe
-
-    with progress("converting", len(records)) as tick, _new(out) as path:
-        if kind == "msprobe":
-            skipped = write_msprobe(dump, records, path, tick, later=out)
-        else:
-            skipped = write_ait(dump, records, path, tick)
-    written = len(records) - sum(skipped.values())
-    ranks, steps = {r.rank for r in records}, {r.step for r in records if r.step is not None}
-    say_written(out, about=f"{written:,} tensors of {len(ranks)} ranks and {len(steps)} steps")
-    answer(dump=dump.path, to=kind, tensors=written, skipped=skipped)
-    for reason, n in skipped.items():
-        typer.echo(f"skipped: {n:,} {reason}")
-    say_notes(dump.problems, err=False)
 
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:

@@ -1,8 +1,7 @@
 """One pair of dumps compared as ``accprobe compare`` does it: replayed where that decides, written to its folder.
 
-A single comparison and each one of a series are the same work with the same checks: what the command line says is one
-value, `DumpPair`, and these functions take it: check, compare, write. Not here: what the words on the command line mean
-and what is printed (compare.py), a series (series.py).
+What the command line says is one value, `DumpPair`, and these functions take it: check, compare, write. Not here: what
+the words on the command line mean and what is printed (compare.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class JudgeOptions:
     op_mapping_file: Annotated[
         Path | None,
         Option("--op-mapping-file", metavar="FILE", help="YAML or JSON: which place of mine is which of golden, see "
-               "docs/mapping.md."),
+               "docs/formats.md."),
     ] = None  # fmt: skip
     taps: Annotated[
         str | None, Option("--taps", metavar="GLOBS", help="Only taps that match these globs; '!...' excludes.")
@@ -86,11 +85,9 @@ class DumpPair:
     vocabulary: Vocabulary | None = None
 
 
-def compared(
-    pair: DumpPair, mine: Path, out: Path, before: Callable[[Comparison], object], label: str = ""
-) -> Comparison:
+def compared(pair: DumpPair, mine: Path, out: Path, before: Callable[[Comparison], object]) -> Comparison:
     """The finished comparison; ``out`` keeps its parts while it goes on. before: gets a verdict that a replay may
-    change; label: of the progress bar. Raises what the engine and the replay raise."""
+    change. Raises what the engine and the replay raise."""
     from dataclasses import replace
 
     from vllm_accprobe.cli import replay
@@ -105,7 +102,7 @@ def compared(
     )  # fmt: skip
     going_on("what was measured is", out / resume.NAME)
     with replay.begun(request) as begun:
-        with _progress(label or "comparing") as advance, _tidy(out):
+        with _progress("comparing") as advance, _tidy(out):
             result = engine.compare(
                 pair.golden, mine, progress=advance, standard=pair.standard, taps=judging.taps, mapping=pair.rules,
                 resume=out, ray=work.ray, jobs=work.jobs, floors=judging.floors, rate=pair.rate,

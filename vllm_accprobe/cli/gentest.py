@@ -47,10 +47,6 @@ class GentestOptions:
     seed: options.Seed = 0
     limit: Annotated[int, Option("--limit", "-n", min=0, metavar="N", help="At most so many, calls; 0 for all.")] = 50
     weights: options.Weights = None
-    flashinfer: Annotated[
-        bool,
-        Option("--flashinfer", help="Write FlashInfer's flight-recorder folders instead, for `flashinfer replay`."),
-    ] = False
 
 
 def gentest(what: GentestOptions) -> None:
@@ -81,9 +77,6 @@ def gentest(what: GentestOptions) -> None:
     if ops and not calls.taps(ops):
         raise NothingThere(f"{dump}: --ops matches no call{near_names(dump, ops)}")
     chosen = _failed(calls, references, ops, choice) if failed else _matching(calls, ops, choice, most, drawing)
-    if what.flashinfer:
-        _as_flashinfer(calls, chosen, out, most, failed)
-        return
     try:
         _as_tests(calls, references, chosen, drawing, out, most, failed)
     except KeyboardInterrupt:  # a folder that is not whole would stand in the way of the same command
@@ -129,29 +122,6 @@ def _as_tests(
     what = f"{count(len(written), 'call')} of {count(operators, 'operator')}"
     say_written(out, about=f"{what}; run `pytest {out}` with torch alone")
     answer(calls=written, operators=operators)
-
-
-def _as_flashinfer(calls: Calls, chosen: Iterator[Captured], out: Path, most: int, failed: bool) -> None:
-    from vllm_accprobe.opcheck.kit.flashinfer.recorder import FORMAT
-    from vllm_accprobe.opcheck.kit.flashinfer.written import FlashFolders
-
-    folders = FlashFolders(out)
-    left: list[str] = []
-    for captured in chosen:
-        if folders.calls.total() == most:
-            left.append("more calls than --limit")
-            break
-        folders.add(captured)
-    say_notes([*calls.dump.problems, *calls.problems, *folders.lines(), *left])
-    if not folders.folders:
-        why = "no call that was chosen is one of FlashInfer's" if folders.refused else _why_none(calls, failed)
-        raise NothingThere(f"{calls.dump.path}: {why}: nothing was written")
-    n, operators = folders.calls.total(), len(folders.calls)
-    answer(calls=folders.calls, operators=operators, folders=folders.folders)
-    say_written(
-        out, about=f"{folders.folders} folders of {n} calls of {operators} operators as FlashInfer {FORMAT} has them; "
-        f"replay: `flashinfer replay --dir {out}`, judge: `accprobe opcheck {out}`"
-    )  # fmt: skip
 
 
 def _why_none(calls: Calls, failed: bool) -> str:

@@ -118,14 +118,19 @@ class Command(typer.core.TyperCommand):
             raise CommandInterrupted from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, names
-
-        for option in (p for p in self.params if "{standards}" in (getattr(p, "help", None) or "")):
-            what = OUTPUT if self.name == "opcheck" else PAIRS
-            option.help = option.help.replace("{standards}", ", ".join(names(what))).replace(  # type: ignore[attr-defined]
-                "{tables}", ", ".join(names(MACHINES))
-            )
+        for option in (p for p in self.params if getattr(p, "help", None)):
+            option.help = filled(option.help, self.name or "")  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
+
+
+def filled(text: str, command: str) -> str:
+    """An option's help with the names of standards in place of ``{standards}`` and ``{tables}``."""
+    if "{standards}" not in text:
+        return text
+    from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, names
+
+    of = ", ".join(names(OUTPUT if command == "opcheck" else PAIRS))
+    return text.replace("{standards}", of).replace("{tables}", ", ".join(names(MACHINES)))
 
 
 Hidden = functools.partial(Option, hidden=True)

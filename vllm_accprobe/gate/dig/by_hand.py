@@ -22,7 +22,7 @@ def lines(plan: DigPlan, golden: Path, gigabytes: float) -> list[str]:
         found += [
             f"{side}, on its machine (COMMAND: what serves it there; end it with SIGTERM or Ctrl-C when all is sent):",
             f"  {settings(plan, side, gigabytes)} COMMAND",
-            f"  {shlex.join(['accprobe', 'send', '--teacher-force', str(golden), '--url', 'URL', '--out', f'{side}-dig'])}",
+            f"  {shlex.join(['accprobe', 'send', '--teacher-force', str(golden), '--url', 'URL'])} --out {side}-dig",
         ]
     return [*found, "anywhere:", "  accprobe compare golden-dump mine-dump --out compare"]
 
