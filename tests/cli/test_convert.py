@@ -36,12 +36,12 @@ def test_atb_s_json_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["convert", str(path), str(tmp_path / "m.onnx"), "--level", "1"]) == 0
     assert capsys.readouterr().out.startswith("Llama_model: 5 nodes\n")
     assert len(onnx.load(tmp_path / "m.onnx").graph.node) == 5
-    assert main(["summary", str(path), "--tree", "--level", "1"]) == 0
+    assert main(["inspect", str(path), "--tree", "--level", "1"]) == 0
     assert "3 x Llama_layer" in capsys.readouterr().out
 
 
 def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(dump), "--tree", "--level", "1"]) == 0
+    assert main(["inspect", str(dump), "--tree", "--level", "1"]) == 0
     assert "├─ layers.0 … layers.1  2 x Layer  [8, 32] → [8, 32] bfloat16" in capsys.readouterr().out
 
 
@@ -53,8 +53,8 @@ def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--steps: '0-1' is not one number"),
         (["convert", "DUMP", "x.onnx", "--step", "5"], "no tensor of a step was recorded"),
         (["convert", "JSON", "x.onnx", "--rank", "1"], "is a topology: it has no steps"),
-        (["summary", "DUMP", "--level", "2"], "--level: how deep --tree shows"),
-        (["summary", "DUMP", "--tree", "--csv", "x.csv"], "--tree shows one step"),
+        (["inspect", "DUMP", "--level", "2"], "--level: how deep --tree shows"),
+        (["inspect", "DUMP", "--tree", "--csv", "x.csv"], "--tree shows one step"),
     ],
 )
 def test_refused_in_a_line(

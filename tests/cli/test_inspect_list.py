@@ -1,4 +1,4 @@
-"""summary of operator calls: a row per operator, from the journal alone."""
+"""inspect of operator calls: a row per operator, from the journal alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_table_word_for_word(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(dump), "--ops"]) == 0
+    assert main(["inspect", str(dump), "--ops"]) == 0
     assert lines(capsys)[:4] == [
         "operator          calls  stored  modules  forms  commonest input             output min  max  NaN  Inf",
         "aten.mm.default       2       1        2      2  float32[2x2], float32[2x2]        -1.5    9    7    0",
@@ -62,22 +62,22 @@ def test_the_table_word_for_word(dump: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_globs_and_steps_choose_calls(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(dump), "b::*"]) == 0
+    assert main(["inspect", str(dump), "b::*"]) == 0
     out = lines(capsys)
     assert out[1].split()[:5] == ["aten.mm.default", "1", "0", "1", "1"]
-    assert main(["summary", str(dump), "aten.mm"]) == 0
+    assert main(["inspect", str(dump), "aten.mm"]) == 0
     assert lines(capsys)[2] == "2 calls of 1 operator, of 3 captured"
-    assert main(["summary", str(dump), "--step", "1"]) == 0
+    assert main(["inspect", str(dump), "--step", "1"]) == 0
     assert lines(capsys)[1].startswith("aten.add_.Tensor")
 
 
 def test_operators_tensors_are_listed_where_they_are_asked_for(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(dump)]) == 0
+    assert main(["inspect", str(dump)]) == 0
     assert not any("output.0" in line for line in lines(capsys))
-    assert main(["summary", str(dump), "a::*"]) == 0
+    assert main(["inspect", str(dump), "a::*"]) == 0
     assert sum("output.0" in line for line in lines(capsys)) == 1
 
 
 def test_a_dump_without_what_was_asked_for(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(dump), "no.such"]) == 3
+    assert main(["inspect", str(dump), "no.such"]) == 3
     assert "no tensor matches" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_tokenizers_whose_first_token_loses_its_blank(tmp_path):
 def test_the_command_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
     root = make(tmp_path / "dump")
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*")}
-    assert main(["show", str(root), "--request", "chat-1", "--prompt"]) == 0
+    assert main(["inspect", str(root), "--request", "chat-1", "--prompt"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("request chat-1: a prompt of 3 tokens; the dump's hash of the prompt is another")
     assert out[1] == "       0  100 101 102"
@@ -146,12 +146,12 @@ def test_the_command_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
         (["--prompt", "--request", "chat-1", "--tokenizer", __file__], 2, "cannot be read: "),
         ([], 2, "give a TAP"),
     ):
-        assert main(["show", str(root), *arguments]) == code
+        assert main(["inspect", str(root), *arguments]) == code
         err = capsys.readouterr().err
         assert said in err
         assert err.count("\n") == 1
 
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert main(["show", str(root), "--prompt", "--request", "chat-1", "--tokenizer", str(tmp_path)]) == 2
+    assert main(["inspect", str(root), "--prompt", "--request", "chat-1", "--tokenizer", str(tmp_path)]) == 2
     assert "pip install tokenizers" in capsys.readouterr().err

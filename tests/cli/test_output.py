@@ -36,28 +36,29 @@ WORDS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "opcheck": (1, "opcheck CALLS -j 0 --out O", ("verdict", "calls", "checked", "wrong", "statuses", "written")),
     "opcheck --repeat": (0, "opcheck CALLS -j 0 --out O --repeat 2", ("verdict", "mode", "written")),
     "gentest": (0, "gentest CALLS --ops * --out G", ("calls", "operators", "written")),
-    "opdiff": (0, "opdiff 1.csv 2.csv --out P", ("verdict", "judged", "operators", "written")),
-    "calibrate": (0, "calibrate D D2 --out F", ("tensors", "runs", "written")),
-    "calibrate --profile": (3, "calibrate D --profile --out F", ()),
-    "summary": (0, "summary D", ("tensors", "about", "skipped")),
-    "summary --tree": (0, "summary D --tree", ("tree",)),
-    "show": (0, f"show D {TAP} --roles output.0 --steps 0 --rows 0-1", ("matches", "tensor", "values")),
+    "compare --tables": (0, "compare 1.csv 2.csv --out P", ("verdict", "judged", "operators", "written")),
+    "compare --calibrate": (0, "compare D D2 --calibrate F", ("tensors", "runs", "written")),
+    "compare --profile": (3, "compare D --profile --calibrate F", ()),
+    "inspect": (0, "inspect D", ("tensors", "about", "skipped")),
+    "inspect --tree": (0, "inspect D --tree", ("tree",)),
+    "inspect --tap": (0, f"inspect D {TAP} --roles output.0 --steps 0 --rows 0-1", ("matches", "tensor", "values")),
     "convert": (0, "convert D x.h5", ("tensors", "written", "skipped")),
-    "convert --to msprobe": (0, "convert D folder --to msprobe", ("tensors", "written")),
-    "repair": (0, "repair D", ("ranks",)),
+    "inspect --repair": (0, "inspect --repair D", ("ranks",)),
     "doctor": (1, "doctor --quick", ("findings", "ok")),
-    "labels": (0, "labels LABELS --out L", ("verdict", "pairs", "written")),
+    "compare --labels": (0, "compare LABELS --out L", ("verdict", "pairs", "written")),
     "run": (3, "run --dir new -- sh -c 'echo mine'", ("captured", "dumps", "command_exit_code")),
     "errcheck": (3, "errcheck --dir new -- sh -c 'echo mine'", ("findings", "command_exit_code")),
-    "formats": (0, "formats", ("formats",)),
-    "formats PATH": (0, "formats D", ("format",)),
+    "inspect --formats": (0, "inspect --formats", ("formats",)),
+    "inspect --formats PATH": (0, "inspect --formats D", ("format",)),
     "patches": (0, "patches list", ("patches",)),
     "patches check": (0, "patches check", ("patches",)),
     "send": (0, "send p.txt --url URL --out S --no-score", ("prompts", "answered", "written")),
-    "gate": (0, "gate --samples g.jsonl g2.jsonl", ("verdict",)),
+    "gate": (2, "gate nothing nowhere", ()),
+    "self-check": (2, "self-check --out C http://127.0.0.1:9", ()),
+    "eval-diff": (0, "eval-diff g.jsonl g2.jsonl", ("verdict",)),
     "bisect": (2, "bisect -- sh serve nowhere", ()),
     "arm": (0, "arm new-place", ("armed", "file", "selection")),
-    "size": (0, "size config.json", ("bytes",)),
+    "inspect --size": (0, "inspect config.json --size", ("bytes",)),
     "online serve": (3, "online serve --port 0 --wait 0.2 --out N", ()),
     "online send": (2, "online send nowhere", ()),
 }  # fmt: skip
@@ -157,19 +158,19 @@ def test_one_object_and_the_same_exit_code(
 
 
 def test_lines_are_as_ever_without_it(places: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = asked(capfd, ["repair", str(places / "D")])
+    code, out, _ = asked(capfd, ["inspect", "--repair", str(places / "D")])
     assert (code, out) == (0, "rank 0: closed in order, nothing to do\n")
 
 
 def test_what_it_says_is_what_the_dump_holds(places: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = asked(capfd, ["summary", str(places / "D"), "--json"])
+    _, out, _ = asked(capfd, ["inspect", str(places / "D"), "--json"])
     rows = json.loads(out)["tensors"]
     assert len(rows) == 27
     assert rows[-1]["tap"] == TAPS[-1][0]
-    _, out, _ = asked(capfd, ["summary", str(places / "D"), "--json", "--limit", "2"])
+    _, out, _ = asked(capfd, ["inspect", str(places / "D"), "--json", "--limit", "2"])
     assert json.loads(out)["tensors"] == rows[:2]
     words = ["--roles", "output.0", "--steps", "0", "--rows", "1", "--json"]
-    _, out, _ = asked(capfd, ["show", str(places / "D"), TAP, *words])
+    _, out, _ = asked(capfd, ["inspect", str(places / "D"), TAP, *words])
     said = json.loads(out)
     assert said["tensor"]["tap"] == TAP
     assert list(said["values"]) == ["1"]
@@ -184,7 +185,7 @@ def test_a_wrong_operator_is_in_it(places: Path, tmp_path: Path, capfd: pytest.C
     assert said["wrong"][0]["severity"] > 1
 
 
-@pytest.mark.parametrize("words", [["summary", "nowhere"], ["show", "D", "no.such.tap"], ["opcheck", "nowhere"]])
+@pytest.mark.parametrize("words", [["inspect", "nowhere"], ["inspect", "D", "no.such.tap"], ["opcheck", "nowhere"]])
 def test_a_refusal_is_one_line_on_stderr(words: list[str], places: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [str(places / w) if w == "D" else w for w in words]
     code, out, err = asked(capfd, [*words, "--json"])
@@ -305,7 +306,7 @@ def test_a_pipe_gets_lines_whole_whatever_the_columns(name: str, place: Path) ->
 
 
 def test_json_is_not_folded(place: Path) -> None:
-    assert json.loads("\n".join(on_a_terminal("formats --json", 40, place)))["formats"]
+    assert json.loads("\n".join(on_a_terminal("inspect --formats --json", 40, place)))["inspect", "--formats"]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ OLDER: dict[str, tuple[str, ...]] = {
     "--localize-gb": ("--dig-gb",),
 }
 """Today's name → older ones, taken by commands that have no option of that name themselves."""
+NOTED = ("--along", "--dig", "--dig-gb")
+"""Those that say what they are today. The others are today's without the s, and never said anything."""
 _AIT_WORDS = {"--operation-name": "--ops", "-opname": "--ops", "--operation-ids": "--ids", "-ids": "--ids"}
 _AIT_METRIC = {"--precision-metric": "--metric", "-metric": "--metric"}
 SAME: dict[str, dict[str, str]] = {
@@ -174,7 +176,7 @@ def of_today(command: str, words: Sequence[str], params: Iterable[Any], interspe
                 raise CommandError(f"--format {kind}: lines for people, or json, which --json says, too")
             out += ["--json"] if kind == "json" else []
             continue
-        if name in older:
+        if name in older and name in NOTED:
             print(f"note: {name} is now {older[name]}", file=sys.stderr)
         theirs, name = name, names.get(name, name)
         option = options.get(name)

@@ -36,8 +36,10 @@ STATES, WEIGHTS = "states", "weights"
 
 
 def is_tap(dump: Dump, name: str) -> bool:
-    """Whether ``name`` is shown in detail: what is neither a glob, nor a file to write to, nor the class of a
-    module."""
+    """Whether ``name`` is shown in detail: a tap or a record; or else what is neither a glob, nor a file to write to,
+    nor a class or an operator, so that the nearest names are of use."""
+    if any(name in (r.tap, r.name, f"{r.tap}/{r.role}") for r in dump.records):
+        return True
     if any(c in name for c in "*?[!,") or name.endswith((".txt", ".csv")):
         return False
     return not any(name == r.cls for r in dump.records) and not any(name == c.op for c in getattr(dump, "ops", ()))
