@@ -58,7 +58,7 @@ def test_help_lists_every_command(capsys):
     ("arguments", "line"),
     [
         (["sumary", "x"], "No such command 'sumary'"),
-        (["summary"], "Missing argument 'DUMP'"),
+        (["inspect"], "DUMP is missing"),
         (["inspect", "here", "--stepp", "1"], "No such option"),
         (["inspect", "here", "--limit", "many"], "Invalid value for '--limit'"),
         (["inspect", "nowhere"], "nowhere does not exist: name a dump's directory or file"),
@@ -117,7 +117,7 @@ def test_a_reader_that_leaves_early(tmp_path):
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
-        [sys.executable, "-m", "vllm_accprobe.cli", "summary", str(tmp_path / "d")],
+        [sys.executable, "-m", "vllm_accprobe.cli", "inspect", str(tmp_path / "d")],
         stdout=write, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(write)

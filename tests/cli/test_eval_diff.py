@@ -40,21 +40,21 @@ def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
     trainer(Path("t.jsonl"), fake)
     trainer(Path("off.jsonl"), fake, OFF)
     with fake.serve() as (url, seen):
-        assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
+        assert main(["eval-diff", "t.jsonl", url, "--out", "out"]) == 0
         said = capsys.readouterr().out
         assert said.startswith("PASS: mean exp|dlogp| 1, within 1.05 (80 tokens of 4 sequences; server: scored as")
         asked = len(seen)
-        assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
+        assert main(["eval-diff", "t.jsonl", url, "--out", "out"]) == 0
         assert len(seen) - asked <= 3  # how it can be asked
     capsys.readouterr()
-    assert main(["gate", "off.jsonl", "out", "--json"]) == 1
+    assert main(["eval-diff", "off.jsonl", "out", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["spans"][0]["mean"] == pytest.approx(OFF / 2)
     by = {s["where"]: s for s in found["spans"]}
     assert by["answer's token 0"]["worst"] == pytest.approx(0, abs=1e-9)
     assert by["answer's tokens 16-31"]["k1"] == pytest.approx(OFF)
     assert found["worst"][0]["token"] >= 10
-    assert main(["gate", "off.jsonl", "out"]) == 1
+    assert main(["eval-diff", "off.jsonl", "out"]) == 1
     said = capsys.readouterr().out
     assert "above 1.05" in said
     assert "effective sample size" in said
@@ -63,14 +63,14 @@ def test_a_server_scores_the_trainers_tokens(here: Path, capsys: Any) -> None:
 def test_a_server_decodes_the_trainers_tokens(here: Path, capsys: Any) -> None:
     trainer(Path("t.jsonl"), FakePaths())
     with FakePaths().serve() as (url, _):
-        assert main(["gate", "t.jsonl", url, "--out", "out"]) == 0
+        assert main(["eval-diff", "t.jsonl", url, "--out", "out"]) == 0
     assert "server: decoded, forced along the trainer's tokens)" in capsys.readouterr().out
 
 
 def test_one_file_has_both_sides(here: Path, capsys: Any) -> None:
     line = {"input_ids": list(range(9)), "log_probs": [-1.0] * 4, "rollout_log_probs": [-1.01] * 4}
     Path("dump.jsonl").write_text(json.dumps(line) + "\n")
-    assert main(["gate", "dump.jsonl", "dump.jsonl"]) == 0
+    assert main(["eval-diff", "dump.jsonl", "dump.jsonl"]) == 0
     assert "as the trainer wrote them down" in capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_one_file_has_both_sides(here: Path, capsys: Any) -> None:
         (["t.jsonl", "http://127.0.0.1:9", "--out", "o"], 2, "does not answer"),
         (["t.jsonl", "nowhere"], 2, "nowhere does not exist"),
         (["t.jsonl", "echo hello", "--out", "o"], 2, "no `vllm serve`"),
-        (["none.jsonl", "sent"], 2, "--samples"),
+        (["none.jsonl", "sent"], 2, "neither samples of lm-evaluation-harness"),
         (["t.jsonl", "sent"], 3, "nothing could be compared"),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_one_line(words: list[str], code: int, says: str, here:
     trainer(Path("t.jsonl"), FakePaths())
     Path("none.jsonl").write_text("{}\n")
     folder(Path("sent"), 1)
-    assert main(["gate", *words]) == code
+    assert main(["eval-diff", *words]) == code
     said = capsys.readouterr()
     assert says in said.err
     assert (said.out, len(said.err.splitlines())) == ("", 1)

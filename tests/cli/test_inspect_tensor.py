@@ -144,7 +144,6 @@ def test_the_command_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
         (["--tokenizer", str(tmp_path)], 2, "--prompt takes --requests and --tokenizer alone"),
         (["--prompt", "--request", "chat-1", "--tokenizer", str(tmp_path)], 2, "there is no tokenizer.json in it"),
         (["--prompt", "--request", "chat-1", "--tokenizer", __file__], 2, "cannot be read: "),
-        ([], 2, "give a TAP"),
     ):
         assert main(["inspect", str(root), *arguments]) == code
         err = capsys.readouterr().err

@@ -106,6 +106,6 @@ def test_refused_in_a_line(
     for name in [n for n in os.environ if n.startswith(("VLLM_ACCPROBE", "ATB_", "ACL"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", *words]) == code
+    assert main(["labels", *words]) == code
     assert said in capfd.readouterr().err
     assert not list(tmp_path.glob("accprobe-labels"))

@@ -28,7 +28,7 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("fault", ["", "hit", "batch", "scoring", "decode"])
 def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
     with FakePaths(fault).serve() as (url, _):
-        code = main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"])
+        code = main(["self-check", "--prompts", str(prompts), "--out", "out", url])
     said = capsys.readouterr()
     odd = json.loads(Path("out/self.json").read_text())["odd"]
     assert said.err == ""
@@ -56,7 +56,7 @@ def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
 def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) -> None:
     """Free answers, up to the first other token, and scores."""
     with FakePaths(fault, forced=False).serve() as (url, _):
-        code = main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"])
+        code = main(["self-check", "--prompts", str(prompts), "--out", "out", url])
     said = capsys.readouterr().out
     assert code == bool(fault), said
     assert json.loads(Path("out/self.json").read_text())["odd"] == {"decode": ["scoring"], "": []}.get(fault, [fault])
@@ -65,12 +65,12 @@ def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) 
 
 def test_a_server_that_scores_nothing(prompts: Path, capsys: Any) -> None:
     with FakePaths(scores=False, forced=False).serve() as (url, _):
-        assert main(["gate", "--self", url, "--prompts", str(prompts), "--out", "out"]) == 0
+        assert main(["self-check", "--prompts", str(prompts), "--out", "out", url]) == 0
     assert "not compared: scoring: the server does not tell" in capsys.readouterr().out
 
 
 def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> None:
-    words = ["gate", "--prompts", str(prompts), "--out", "out", "--json", "--self"]
+    words = ["self-check", "--prompts", str(prompts), "--out", "out", "--json"]
     fake = FakePaths(details=False)
     with fake.serve() as (url, _):
         assert main([*words, url]) == 0
@@ -85,20 +85,22 @@ def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--self", "http://127.0.0.1:9"], "--out"),
-        (["--self", "http://127.0.0.1:9", "--out", "o"], "does not answer"),
-        (["--self", "true", "--out", "o"], "no `vllm serve`"),
-        (["--self", "'", "--out", "o"], "--self"),
-        (["a", "b", "--self", "http://127.0.0.1:9", "--out", "o"], "leave GOLDEN, MINE"),
-        (["--self", "http://127.0.0.1:9", "--out", "full"], "other files"),
-        (["a"], "--self"),
+        (["gate", "--self", "http://127.0.0.1:9"], "--out"),
+        (["gate", "--self", "http://127.0.0.1:9", "--out", "o"], "does not answer"),
+        (["self-check", "--out", "o", "http://127.0.0.1:9"], "does not answer"),
+        (["self-check", "--out", "o", "--", "true"], "no `vllm serve`"),
+        (["self-check", "--out", "o", "'"], "CMD"),
+        (["gate", "a", "b", "--self", "http://127.0.0.1:9", "--out", "o"], "leave GOLDEN, MINE"),
+        (["self-check", "--out", "full", "http://127.0.0.1:9"], "other files"),
+        (["gate", "a"], "self-check"),
+        (["self-check"], "Missing argument"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], says: str, prompts: Path, capsys: Any) -> None:
     Path("full").mkdir()
     Path("full/thesis.tex").write_text("x")
-    assert main(["gate", *words]) == 2
+    assert main(words) == 2
     err = capsys.readouterr().err
     assert says in err
-    assert len(err.splitlines()) == 1
+    assert len([line for line in err.splitlines() if not line.startswith("note: `accprobe gate --self`")]) == 1
     assert "internal error" not in err

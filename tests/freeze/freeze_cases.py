@@ -146,7 +146,7 @@ pair("flat-faulty", "flat-faulty-torch", "flat-faulty-atb", thin=True)
 pair("sglang", "sglang-one", "sglang-four")
 pair("ge", "ge", "ge-faulty")
 pair("npy", "npy", "npy-faulty")
-for ending in (".h5", ".npz", ".safetensors", "-msprobe"):
+for ending in (".h5", ".npz", ".safetensors"):
     pair(f"own-to{ending}", "plain", f"plain{ending}", thin=True)
     pair(f"from{ending}", f"plain{ending}", "plain", keep=FEW)
     pair(f"faulty{ending}", "clean", f"faulty{ending}", keep=FEW)

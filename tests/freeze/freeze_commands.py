@@ -68,15 +68,9 @@ case(
     "convert corpus/plain {out}/plain.npz",
 )
 case(
-    "convert-msprobe",
-    "convert corpus/plain-two-ranks {out}/m --to msprobe --step 0-1",
-    "convert corpus/ops {out}/o --to msprobe",
-    keep=("m/step0/rank1/*.json", "o/*.json"),
-)
-case(
     "convert-foreign",
     "convert corpus/sglang-four {out}/x.npz",
-    "convert corpus/plain.h5 {out}/back --to msprobe",
+    "convert corpus/plain.h5 {out}/back.safetensors",
     keep=(),
 )
 case(
@@ -183,7 +177,6 @@ case(
             "plain.h5",
             "plain.npz",
             "plain.safetensors",
-            "plain-msprobe",
             "a_msprobe_stat/golden",
             "b_sglang_tp/mine",
             "c_msit_torch/golden",

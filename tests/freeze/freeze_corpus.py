@@ -293,10 +293,9 @@ def of_others(root: Path) -> None:
             for name, value in arrays(step).items():
                 wrong = factor if name.startswith("layers.0") and "output" in name else 1.0
                 np.save(where / f"{name}.npy", value * np.float32(wrong))
-    for kind in ("h5", "npz", "safetensors", "msprobe"):
+    for kind in ("h5", "npz", "safetensors"):
         for name in ("plain", "faulty"):
-            out = root / (f"{name}-{kind}" if kind == "msprobe" else f"{name}.{kind}")
-            assert main(["convert", str(root / name), str(out), "--to", kind]) == 0
+            assert main(["convert", str(root / name), str(root / f"{name}.{kind}"), "--to", kind]) == 0
     shutil.copytree(root / "f_torchair/fx_golden", root / "fx-copy")
 
 

@@ -184,7 +184,7 @@ def compare(
         if what.further:
             raise CommandError(f"{what.further[0]}: two dumps are compared; several runs go with --calibrate OUT")
         _pairs(golden, mine, what.sheet, what.out, judging, work, instead, form, verbosity)
-    as_json, answering = form is Format.json, name if name != "compare" else kind
+    as_json = form is Format.json
     if kind == "calibrate":
         from vllm_accprobe.cli.calibrate import calibrate
 
@@ -193,7 +193,7 @@ def compare(
         if calibrating.calibrate is None and name == "compare":
             raise CommandError("--profile and --accept-failing go with --calibrate OUT")
         others = [d for d in (mine, what.sheet, *what.further) if d is not None]
-        answered(answering, as_json, lambda: calibrate(golden, others, calibrating, judging.weights, out))
+        answered(name, as_json, lambda: calibrate(golden, others, calibrating, judging.weights, out))
         return
     if kind == "labels":
         from vllm_accprobe.cli.labelled import compare_labelled
@@ -202,14 +202,14 @@ def compare(
         if mine is not None:
             raise CompareError("labels are of one dump, and MINE is named as well")
         out = what.out or Path("accprobe-labels")
-        answered(answering, as_json, lambda: compare_labelled(golden, opened, of_labels, out, verbosity > 1))
+        answered(name, as_json, lambda: compare_labelled(golden, opened, of_labels, out, verbosity > 1))
     from vllm_accprobe.cli.tables import compare_tables
 
     _refuse(kind, instead, calibrating, of_labels, work, allowed=judging, but=("--standard",))
     out, joined = what.out or Path("accprobe-opdiff"), what.sheet
     if what.further:
         raise CompareError("two tables are compared: leave out what follows RESULT.csv")
-    answered(answering, as_json,
+    answered(name, as_json,
              lambda: compare_tables(golden, mine, joined, of_tables, judging.standard, out, verbosity > 1))  # fmt: skip
 
 

@@ -42,7 +42,8 @@ def is_tap(dump: Dump, name: str) -> bool:
         return True
     if any(c in name for c in "*?[!,") or name.endswith((".txt", ".csv")):
         return False
-    return not any(name == r.cls for r in dump.records) and not any(name == c.op for c in getattr(dump, "ops", ()))
+    operators = (word for c in getattr(dump, "ops", ()) for word in (c.op, c.op.rpartition(".")[0]))
+    return not any(name == r.cls for r in dump.records) and name not in operators
 
 
 def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, how: Any) -> None:
