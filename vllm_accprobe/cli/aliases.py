@@ -84,7 +84,7 @@ OLDER: dict[str, tuple[str, ...]] = {
 }
 """Today's name → older ones, taken by commands that have no option of that name themselves."""
 NOTED = ("--along", "--dig", "--dig-gb")
-"""Those that say what they are today. The others are today's without the s, and never said anything."""
+"""Those that say what they are today. The others are today's without the s, and print nothing."""
 _AIT_WORDS = {"--operation-name": "--ops", "-opname": "--ops", "--operation-ids": "--ids", "-ids": "--ids"}
 _AIT_METRIC = {"--precision-metric": "--metric", "-metric": "--metric"}
 SAME: dict[str, dict[str, str]] = {

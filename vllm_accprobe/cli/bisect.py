@@ -98,8 +98,8 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
             target, there, vendor.read(what.switches, target) if what.switches else (), _pairs(what.plain)
         )
         axes = _chosen(found, what.only, what.hold)
-        asked, folder = _prompts(what.golden, what.prompts or "", serving)
-        trials = _trials(out, asked, there.version, [name for a in found for name, _ in a.edit.environ])
+        prompts, folder = _prompts(what.golden, what.prompts or "", serving)
+        trials = _trials(out, prompts, there.version, [name for a in found for name, _ in a.edit.environ])
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
         usual, most = expected(axes, bool(what.golden))
         for line in bisect_lines.plan_lines(axes, usual, most, kept):
@@ -110,8 +110,8 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the runs are", out)
-        against = folder or _golden(what.golden, asked, out, trials)
-        rate = judging.rate_each(usual, len(asked.lines))
+        against = folder or _golden(what.golden, prompts, out, trials)
+        rate = judging.rate_each(usual, len(prompts.lines))
         trier = _trier(target, axes, trials, against, rate, share)
         trier.expected, trier.floors = usual, [_floor(Path(path)) for path in what.floor]
         _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
@@ -214,15 +214,15 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
     return TrialPrompts(tuple(lines), arrive, timeout=serving.timeout, ready=serving.ready, source=source, **how), sent
 
 
-def _trials(out: Path, asked: TrialPrompts, version: str, variables: list[str]) -> Any:
+def _trials(out: Path, prompts: TrialPrompts, version: str, variables: list[str]) -> Any:
     from vllm_accprobe import __version__
     from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.bisect.trials import Trials
 
-    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, made_by(asked.source), variables)
+    return Trials(out, prompts, {"vllm": version, "accprobe": __version__}, made_by(prompts.source), variables)
 
 
-def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | None:
+def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:
     """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
     from vllm_accprobe.gate.bisect import edits
     from vllm_accprobe.gate.sending import passes, replies
@@ -231,12 +231,14 @@ def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | 
     if not golden:
         return None
     if golden.startswith(("http://", "https://")):
-        how: dict[str, Any] = {"timeout": asked.timeout, "top": asked.top, "max_tokens": asked.max_tokens}
+        how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
         sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
         from vllm_accprobe.cli.send import made_by
 
-        about = made_by(asked.source)
-        passes.send(sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, out / "golden", about)
+        about = made_by(prompts.source)
+        passes.send(
+            sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden", about
+        )
         return replies.read(out / "golden")
     tried = trials.run(edits.command([golden], os.environ))
     if tried.sent is None:

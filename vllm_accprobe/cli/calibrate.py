@@ -69,7 +69,7 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
         [side] = pair.check_both([calls], default_references(), [], lambda done, of: to(done))
     _, found = decided.settle(side.rows)
     if not found.habits:
-        raise NothingThere(f"{dump}: nothing of how its machine computes could be told")
+        raise NothingThere(f"{dump}: nothing of how its machine computes could be measured")
     for line in table.computes(found):
         typer.echo(line)
     out.mkdir(parents=True, exist_ok=True)

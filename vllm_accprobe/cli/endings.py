@@ -25,7 +25,7 @@ TRACEBACK = "ACCPROBE_TRACEBACK"
 
 
 class CommandError(Exception):
-    """One line: what was asked for and cannot be done. Exit code 2."""
+    """One line: what cannot be done. Exit code 2."""
 
 
 class CommandInterrupted(Exception):

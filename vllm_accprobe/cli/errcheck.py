@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.dump.findings import RankReport
 
 _GRACE_S = 10.0
-"""How long an engine that stops itself has for it before its command is asked to end."""
+"""How long an engine that stops itself has for it before its command is signalled."""
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,8 @@ def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
         return "it holds no tensors"
     if ops and not getattr(dump, "ops", None):
         return "it holds no operator calls: capture them with VLLM_ACCPROBE_OPS=1, or `accprobe run --ops`"
-    asked = f" {', '.join(names)}" if names else " what was asked for"
-    return f"no {'operator' if ops else 'tensor'} matches{asked}; without a GLOB all are listed"
+    wanted_names = f" {', '.join(names)}" if names else " what was chosen"
+    return f"no {'operator' if ops else 'tensor'} matches{wanted_names}; without a GLOB all are listed"
 
 
 def about(dump: Dump, chosen: list[Record]) -> list[str]:

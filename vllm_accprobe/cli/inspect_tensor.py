@@ -248,7 +248,7 @@ def histogram(array: np.ndarray, dtype: str, bins: int = BINS) -> list[str]:
 
 
 def choose(dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], positions: Ranges) -> np.ndarray | None:
-    """Indices along dimension ``row_dim`` of the rows asked for; None where none were. Raises CommandError."""
+    """Indices along dimension ``row_dim`` of the chosen rows; None where none were chosen. Raises CommandError."""
     import numpy as np
 
     from vllm_accprobe.dump.select import row_space, rows_of

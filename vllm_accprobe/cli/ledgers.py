@@ -30,7 +30,7 @@ def state_lines(dump: Dump, n: int = 20) -> list[str]:
         what = count(one.findings, "finding") if one.findings else "nothing wrong"
         out.append(
             f"states, rank {rank}: {what}; {safe(one.mode)}: {one.layers:,} layers, {one.steps:,} steps, "
-            f"{one.checked:,} blocks looked at, {one.hashed:,} hashed, {one.held:,} numbers of metadata"
+            f"{one.checked:,} blocks checked, {one.hashed:,} hashed, {one.held:,} numbers of metadata"
         )
         if one.events:
             out.append("  events: " + ", ".join(f"{v:,} x {safe(k)}" for k, v in sorted(one.events.items())))

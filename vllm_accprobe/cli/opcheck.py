@@ -351,7 +351,7 @@ def conclude(
     found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool,
     more: Callable[[Path], list[Path]] = lambda out: [],
 ) -> None:  # fmt: skip
-    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were asked for; more:
+    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were chosen; more:
     writes further files. Raises typer.Exit with the exit code."""
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.habits import decided

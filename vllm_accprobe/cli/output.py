@@ -55,7 +55,7 @@ def answer(**fields: Any) -> None:
 
 
 def add_notes(lines: Iterable[str]) -> None:
-    """What whoever looks at the result should know."""
+    """What a reader of the result should know."""
     if (fields := _FIELDS.get()) is not None:
         fields["notes"] += list(lines)
 
@@ -122,7 +122,7 @@ def plain(value: Any) -> Any:
 
 
 def say_notes(lines: Iterable[str], err: bool = True) -> None:
-    """A line each for what whoever looks at a result should know of its dump."""
+    """A line each for what a reader of a result should know of its dump."""
     lines = list(lines)
     add_notes(lines)
     for line in lines:
@@ -131,7 +131,7 @@ def say_notes(lines: Iterable[str], err: bool = True) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int, steps: bool = False) -> Iterator[Any]:
-    """A function that counts one more done, or with ``steps`` is told how many are: with a bar where stderr is a
+    """A function that counts one more done, or with ``steps`` gets how many are: with a bar where stderr is a
     terminal, silently in a pipe."""
     import sys
 

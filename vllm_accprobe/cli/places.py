@@ -20,7 +20,7 @@ from vllm_accprobe.cli.endings import CommandError
 
 
 def require_directory(path: Path | None, option: str) -> None:
-    """Raises CommandError where ``path`` is given and is no directory."""
+    """Raises CommandError where there is a ``path`` and it is no directory."""
     if path is not None and not path.is_dir():
         raise CommandError(f"{option}: {path} is no directory")
 
@@ -135,10 +135,10 @@ def _is_dump(directory: Path) -> bool:
         run = directory / "run.json"
         if not run.is_file() or run.stat().st_size > 1 << 24:
             return False
-        said = json.loads(run.read_bytes())
+        tree = json.loads(run.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(said, dict) and type(said.get("schema")) is int
+    return isinstance(tree, dict) and type(tree.get("schema")) is int
 
 
 def _same(a: Path, b: Path) -> bool:

@@ -40,9 +40,9 @@ def main() -> int:
     parser.add_argument("--ops", action="append", default=[])
     parser.add_argument("--op-mapping-file", type=Path)
     parser.add_argument("--rate", type=float, default=FALSE_ALARM_RATE)
-    parser.add_argument("--seconds", type=float, help="of wall time; all of it if not given")
+    parser.add_argument("--seconds", type=float, help="of wall time; all of it by default")
     parser.add_argument("--weights", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     gc.disable()  # what is imported and opened stays; looking through it again and again takes a fifth of that time
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the lines
@@ -52,7 +52,7 @@ def main() -> int:
         channel.flush()
 
     try:
-        say(proof=_proof(given, say))
+        say(proof=_proof(arguments, say))
     except Exception as error:
         from vllm_accprobe.cli.endings import explain
 
@@ -86,7 +86,7 @@ class _Ends:
         return self._asked or (self._until is not None and time.monotonic() >= self._until)
 
 
-def _proof(given: argparse.Namespace, say: Any) -> str:
+def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.cli.opcheck import model_of
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.comparison.verdict.constants_differ import other_values
@@ -103,19 +103,19 @@ def _proof(given: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.opcheck.run import pair
     from vllm_accprobe.opcheck.run.budget import Planner, Wishes
 
-    ops, rate, rules = given.ops, given.rate, find_mapping(given.op_mapping_file)
-    dumps = [open_dump(path) for path in (given.golden, given.mine)]
-    sides = [Calls(dump, given.weights or model_of(dump.run)) for dump in dumps]
+    ops, rate, rules = arguments.ops, arguments.rate, find_mapping(arguments.op_mapping_file)
+    dumps = [open_dump(path) for path in (arguments.golden, arguments.mine)]
+    sides = [Calls(dump, arguments.weights or model_of(dump.run)) for dump in dumps]
     lend(sides[0], sides[1])
     lend(sides[1], sides[0])
     references = default_references()
     planner = Planner(sides, ops, min(pair.PROCESSES, pair.processors()) if pair.may_fork() else 1)
-    waits = not planner.fits(given.seconds)
+    waits = not planner.fits(arguments.seconds)
     say(waits=waits)
     wishes = Wishes.from_json(json.loads(sys.stdin.readline() or "{}")) if waits else Wishes()
-    plan = planner.plan(given.seconds, wishes)
+    plan = planner.plan(arguments.seconds, wishes)
     say(plan={"calls": plan.calls, "of": plan.of, "seconds": plan.seconds})
-    begun, ends = time.monotonic(), _Ends(given.seconds)
+    begun, ends = time.monotonic(), _Ends(arguments.seconds)
     gc.freeze()  # nor would a second process share the memory that the collector writes to
     gc.set_threshold(100_000, 50, 50)
     gc.enable()
@@ -139,7 +139,7 @@ def _proof(given: argparse.Namespace, say: Any) -> str:
     explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained)
     if left > 0:
-        proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, given.seconds), *proof.notes))
+        proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, arguments.seconds), *proof.notes))
     others = other_constants.effects(sides[1], references, other_values(*dumps))
     return replace(proof, covers=covers(rows, own), constants=others).to_json()
 

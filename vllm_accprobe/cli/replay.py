@@ -128,8 +128,8 @@ class Replay:
         if code == 0 and proof:
             return proof, ""
         self._stderr.seek(0)
-        said = [x for x in self._stderr.read().decode("utf-8", "replace").splitlines() if x.strip()]
-        return "", said[-1].strip() if said else f"its process ended with {code}"
+        lines = [x for x in self._stderr.read().decode("utf-8", "replace").splitlines() if x.strip()]
+        return "", lines[-1].strip() if lines else f"its process ended with {code}"
 
     def close(self) -> None:
         """Ends it, whatever it is doing."""
@@ -174,7 +174,7 @@ def replayed(
     before(result)
     late = Replay(request) if replay is None else None
     try:
-        text, said = (replay or late).result(_wishes(result))  # type: ignore[union-attr]
+        text, last = (replay or late).result(_wishes(result))  # type: ignore[union-attr]
     finally:
         if late is not None:
             late.close()
@@ -184,7 +184,7 @@ def replayed(
     try:
         proof = Proof.from_json(text)
     except ValueError:
-        why = said or "it ended without a result"
+        why = last or "it ended without a result"
         if request.replay:
             raise CommandError(f"--replay: {why}") from None
         return replace(result, notes=[*result.notes, f"replay: failed and decides nothing: {why}"])
@@ -228,11 +228,11 @@ def _decided(result: Comparison, proof: Proof) -> Comparison:
     from vllm_accprobe.opcheck.proof.decide import decide
     from vllm_accprobe.opcheck.proof.gaps import narrowed
 
-    proof, said = allowed(proof, result.false_alarm_rate)
+    proof, notes = allowed(proof, result.false_alarm_rate)
     decided = decide(with_effects(result, proof.constants), proof)
     decided = narrowed(decided, {b.tap for b in proof.blamed}, proof.right)
     decided = with_covers(replace(decided, replayed=PARTLY if proof.partly else WHOLE), proof.covers)
-    return replace(decided, notes=[*said, *decided.notes])
+    return replace(decided, notes=[*notes, *decided.notes])
 
 
 def allowed(proof: Proof, rate: float) -> tuple[Proof, list[str]]:
@@ -242,8 +242,8 @@ def allowed(proof: Proof, rate: float) -> tuple[Proof, list[str]]:
     if not left:
         return proof, []
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    said = f"replay: what is seen at {left[0].tap}{more} is likelier by chance than --false-alarm-rate {rate:g} allows"
-    return replace(proof, blamed=tuple(b for b in proof.blamed if b not in left)), [f"{said}: not blamed"]
+    note = f"replay: what is seen at {left[0].tap}{more} is likelier by chance than --false-alarm-rate {rate:g} allows"
+    return replace(proof, blamed=tuple(b for b in proof.blamed if b not in left)), [f"{note}: not blamed"]
 
 
 def _torch() -> bool:
