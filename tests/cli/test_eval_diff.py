@@ -81,7 +81,7 @@ def test_one_file_has_both_sides(here: Path, capsys: Any) -> None:
         (["t.jsonl", "http://127.0.0.1:9", "--out", "o"], 2, "does not answer"),
         (["t.jsonl", "nowhere"], 2, "nowhere does not exist"),
         (["t.jsonl", "echo hello", "--out", "o"], 2, "no `vllm serve`"),
-        (["none.jsonl", "sent"], 2, "neither samples of lm-evaluation-harness"),
+        (["none.jsonl", "sent"], 2, "no sample of a question"),
         (["t.jsonl", "sent"], 3, "nothing could be compared"),
     ],
 )
