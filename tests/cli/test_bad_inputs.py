@@ -105,7 +105,7 @@ READ = {
 
 
 # Which format a dump is of is told by the names of its files; nobody has read them then.
-BAD = [(command, what) for what in NO_DUMP for command in READ if (command, what) != ("inspect", "--formats", "deep")]
+BAD = [(command, what) for what in NO_DUMP for command in READ if (command, what) != ("formats", "deep")]
 
 
 @pytest.mark.parametrize(("command", "what"), BAD)
@@ -154,7 +154,6 @@ def test_a_dump_of_the_wrong_kind_is_named(command: str, what: str, here: Path, 
         ["labels", "plain", "--out", "@"],
         ["opdiff", "x.npy", "x.npy", "--out", "@"],
         ["convert", "plain", "@", "--to", "npz"],
-        ["convert", "plain", "@", "--to", "msprobe"],
         ["inspect", "plain", "--csv", "@/x.csv"],
         ["inspect", "plain", "model.embed_tokens", "--save", "@/x.npy"],
     ],
@@ -165,7 +164,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
 ) -> None:
     code, line = refused(capsys, [w.replace("@", where) for w in words])
     assert code == 2
-    assert str(Path(where).parent if "msprobe" in words else where) in line
+    assert where in line
     assert "nothing can be written" in line or "is a file" in line
 
 
