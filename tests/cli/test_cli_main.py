@@ -85,7 +85,7 @@ def test_an_error_leaves_the_process_with_its_code(tmp_path):
 
 
 def test_a_defect_is_one_line_too(capsys, monkeypatch):
-    def broken():
+    def broken(typed=None):
         raise RuntimeError("two\nlines \x1b[31m")
 
     monkeypatch.setattr(cli, "build", broken)
@@ -104,7 +104,7 @@ def test_a_defect_is_one_line_too(capsys, monkeypatch):
     ],
 )
 def test_other_endings(capsys, monkeypatch, raised, code, said):
-    def broken():
+    def broken(typed=None):
         raise raised
 
     monkeypatch.setattr(cli, "build", broken)
