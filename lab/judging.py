@@ -189,11 +189,11 @@ def around(result: Any, module: str) -> str:
 
 def _compare(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
-    from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed
+    from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed
     from vllm_accprobe.comparison.engine import compare
 
     try:
-        asked = Asked(golden.resolve(), mine.resolve(), None if replay else False, None, None)
+        asked = ReplayRequest(golden.resolve(), mine.resolve(), None if replay else False, None, None)
         with begun(asked) as running, tempfile.TemporaryDirectory() as out:
             return replayed(compare(asked.golden, asked.mine), asked, running, Path(out))
     except Exception as e:

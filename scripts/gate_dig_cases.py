@@ -31,8 +31,8 @@ from support.engine_worker import DEFAULTS  # noqa: E402
 
 from lab.gate_lab import GateBench  # noqa: E402
 from lab.gate_pairs import BASE, FAULTS, WAYS, GateCase  # noqa: E402
-from vllm_accprobe.cli import gate_dig  # noqa: E402
-from vllm_accprobe.cli.common.options import CommandError, NothingThere  # noqa: E402
+from vllm_accprobe.cli import gate_run  # noqa: E402
+from vllm_accprobe.cli.endings import CommandError, NothingThere  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
 from vllm_accprobe.gate.sides import COMMAND, Asking, ServerSide  # noqa: E402
 
@@ -86,11 +86,11 @@ def _dig(bench: GateBench, case: GateCase, root: Path) -> tuple[str, str, str]:
     model = root / f"model-{case.model}"
     ours = ServerSide(COMMAND, _command(model, case.golden, None))
     theirs = ServerSide(COMMAND, _command(model, case.mine, case.fault))
-    failed = gate_dig.Failed(replies.read(golden), replies.read(mine), gate.worst, (ours, theirs))
+    failed = gate_run.FailedGate(replies.read(golden), replies.read(mine), gate.worst, (ours, theirs))
     out = root / "dug" / case.title.replace(" ", "-").replace(",", "")
     out.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
-    dug = gate_dig.dig(
+    dug = gate_run.localize(
         failed, out, Asking(), GIGABYTES, lambda what, total: nullcontext(lambda done: None), said.append
     )
     (out / "said.txt").write_text("\n".join(said) + "\n")

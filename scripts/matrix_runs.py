@@ -164,7 +164,7 @@ class _Runner:
 def compared(golden: Path, mine: Path) -> dict[str, Any]:
     """One comparison, in numbers. problems: of mine's dump, in its reader's words; replayed: whether the verdict is
     that of a replay, as the command makes one where comparing alone fails."""
-    from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed
+    from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed
     from vllm_accprobe.comparison.engine import compare
     from vllm_accprobe.comparison.result import CompareError
     from vllm_accprobe.dump.reader import open_dump
@@ -176,7 +176,7 @@ def compared(golden: Path, mine: Path) -> dict[str, Any]:
         return {"error": str(error)}
     again = result.verdict != "pass"
     if again:
-        asked = Asked(golden.resolve(), mine.resolve(), None, None, None)
+        asked = ReplayRequest(golden.resolve(), mine.resolve(), None, None, None)
         with begun(asked) as running, tempfile.TemporaryDirectory() as out:
             result = replayed(compare(asked.golden, asked.mine), asked, running, Path(out))
     c = result.coverage

@@ -31,7 +31,7 @@ from mode_servers import ServedRuns  # noqa: E402
 from mode_table import MODES, Mode, Way  # noqa: E402
 from support.engine import TP2_ENV, V2_ENV, EngineError, EngineHost, Run  # noqa: E402
 
-from vllm_accprobe.cli.replay.replaying import Asked, begun, replayed  # noqa: E402
+from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed  # noqa: E402
 from vllm_accprobe.comparison.engine import CompareError, compare  # noqa: E402
 from vllm_accprobe.dump.reader import open_dump  # noqa: E402
 
@@ -121,7 +121,7 @@ class Runs:
 def judged(golden: Path, mine: Path, replay: bool = False) -> Judged:
     """Compares two runs as the command does."""
     try:
-        asked = Asked(golden.resolve(), mine.resolve(), None if replay else False, None, None)
+        asked = ReplayRequest(golden.resolve(), mine.resolve(), None if replay else False, None, None)
         with begun(asked) as running, tempfile.TemporaryDirectory() as out:
             result = replayed(compare(asked.golden, asked.mine), asked, running, Path(out))
     except CompareError as e:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.cli.opcheck import _model_of
+from vllm_accprobe.cli.opcheck import model_of
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
@@ -67,7 +67,7 @@ class Found:
 
     def add(self, path: Path, listed: bool) -> None:
         dump = open_dump(path)
-        calls = Calls(dump, _model_of(dump.run))
+        calls = Calls(dump, model_of(dump.run))
         judge, breach = output_rows.judge, pooled.Pool.breach
 
         def watched(*args: Any, **more: Any) -> Any:

@@ -40,7 +40,7 @@ _SENDS = (
 _IN_BLOCK = {
     "scope": "choose modules with list, or VLLM_ACCPROBE_MODULES",
     "tensor_list": "in a capture of statistics no tensor is kept; capture again with task tensor and these in list",
-    "slice": "whole tensors are kept; `accprobe show --rows` prints a part of one",
+    "slice": "whole tensors are kept; `accprobe inspect DUMP TAP --rows` prints a part of one",
     "bench_path": "compare two dumps with `accprobe compare`",
     "file_format": "payloads are safetensors; `accprobe convert` writes other formats",
     "backward_input": "backward is not captured: serving has none",

@@ -52,6 +52,6 @@ def close() -> None:
         plain.close()
 
 
-if os.environ.get("ACCPROBE_LABELS") == "1":  # `accprobe labels --exec`: a script need not begin a task
+if os.environ.get("ACCPROBE_LABELS") == "1":  # `accprobe compare --exec`: a script need not begin a task
     set_task_id()
     _implied = True

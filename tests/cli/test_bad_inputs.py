@@ -81,20 +81,20 @@ def refused(capsys: Any, words: list[str]) -> tuple[int, str]:
 
 NO_DUMP = ("nowhere", "empty", "text.txt", "bad.json", "two", "deep")
 READ = {
-    "summary": ["summary", "@"],
-    "show": ["show", "@", "lm_head"],
+    "summary": ["inspect", "@"],
+    "show": ["inspect", "@", "lm_head"],
     "labels": ["labels", "@", "--out", "OUT"],
     "convert": ["convert", "@", "OUT.npz"],
-    "formats": ["formats", "@"],
-    "repair": ["repair", "@"],
+    "formats": ["inspect", "--formats", "@"],
+    "repair": ["inspect", "--repair", "@"],
     "gentest": ["gentest", "@", "--ops", "*", "--out", "OUT"],
     "opcheck": ["opcheck", "@", "--out", "OUT", "-j", "0"],
     "compare": ["compare", "@", "mine", "--out", "OUT"],
     "compare, mine": ["compare", "golden", "@", "--out", "OUT"],
     "compare, floor": ["compare", "golden", "mine", "--floor", "@", "--out", "OUT"],
     "plan": ["compare", "golden", "@", "--plan"],
-    "calibrate": ["calibrate", "golden", "@", "--out", "OUT"],
-    "calibrate, golden": ["calibrate", "@", "golden", "--out", "OUT"],
+    "calibrate": ["compare", "golden", "@", "--calibrate", "OUT"],
+    "calibrate, golden": ["compare", "@", "golden", "--calibrate", "OUT"],
     "rejudge": ["compare", "--rejudge", "@"],
     "errcheck": ["errcheck", "--read", "@"],
     "opdiff": ["opdiff", "@", "@", "--out", "OUT"],
@@ -148,14 +148,14 @@ def test_a_dump_of_the_wrong_kind_is_named(command: str, what: str, here: Path, 
     "words",
     [
         ["compare", "golden", "mine", "--no-replay", "--out", "@"],
-        ["calibrate", "golden", "mine", "--out", "@"],
+        ["compare", "golden", "mine", "--calibrate", "@"],
         ["opcheck", "golden", "-j", "0", "--out", "@"],
         ["gentest", "golden", "--ops", "*", "--out", "@"],
         ["labels", "plain", "--out", "@"],
         ["opdiff", "x.npy", "x.npy", "--out", "@"],
         ["convert", "plain", "@", "--to", "npz"],
-        ["summary", "plain", "--csv", "@/x.csv"],
-        ["show", "plain", "model.embed_tokens", "--save", "@/x.npy"],
+        ["inspect", "plain", "--csv", "@/x.csv"],
+        ["inspect", "plain", "model.embed_tokens", "--save", "@/x.npy"],
     ],
     ids=lambda words: words[0] + words[-2],
 )
@@ -176,8 +176,8 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
         (["opdiff", "x.npy", "x.npy", "--standard", "lax"], "lax"),
         (["opcheck", "golden", "--ids", "x"], "--ids"),
         (["opcheck", "golden", "--against", "nothing"], "--against"),
-        (["summary", "golden", "--step", "x"], "--step"),
-        (["show", "golden", DOWN, "--call", "3-1"], "--call"),
+        (["inspect", "golden", "--step", "x"], "--step"),
+        (["inspect", "golden", DOWN, "--call", "3-1"], "--call"),
         (["labels", "plain", "--limit", "7"], "--tolerance"),
         (["labels", "plain", "--acl", "nowhere"], "nowhere"),
         (["convert", "plain", "x.zip"], "--to"),
@@ -304,7 +304,7 @@ def test_kl_divergences_that_are_there_are_not_said_to_be_missing(tmp_path: Path
 
 
 def test_calibrate_names_the_run_and_no_option(here: Path, capsys: Any) -> None:
-    code, line = refused(capsys, ["calibrate", "golden", "a_msprobe_tensor/golden", "--out", str(here / "out")])
+    code, line = refused(capsys, ["compare", "golden", "a_msprobe_tensor/golden", "--calibrate", str(here / "out")])
     assert code == 3
     assert line.startswith("a_msprobe_tensor/golden is no other run of golden's side: nothing could be compared")
 
@@ -321,20 +321,20 @@ def test_gentest_draws_of_statistics_and_knows_nothing_that_failed(here: Path, c
 def test_a_file_among_the_globs_of_summary(here: Path, capsys: Any) -> None:
     code, line = refused(capsys, ["summary", "plain", "sum.json"])
     assert (code, "sum.json reads like a file" in line, "FILE.csv is written to" in line) == (2, True, True)
-    code, line = refused(capsys, ["summary", "plain", "a.txt", "b.txt"])
+    code, line = refused(capsys, ["inspect", "plain", "a.txt", "b.txt"])
     assert (code, "b.txt reads like a file" in line) == (2, True)
-    code, line = refused(capsys, ["summary", "plain", "a.csv", "--csv", "b.csv"])
+    code, line = refused(capsys, ["inspect", "plain", "a.csv", "--csv", "b.csv"])
     assert (code, "name one file" in line) == (2, True)
     (here / "mine.txt").write_text("my own notes")
-    code, line = refused(capsys, ["summary", "plain", str(here / "mine.txt")])
+    code, line = refused(capsys, ["inspect", "plain", str(here / "mine.txt")])
     assert (code, "nothing is overwritten" in line) == (2, True)
     assert (here / "mine.txt").read_text() == "my own notes"
-    code, line = refused(capsys, ["summary", "plain", "*.nothing"])
+    code, line = refused(capsys, ["inspect", "plain", "*.nothing"])
     assert (code, "*.nothing" in line) == (3, True)
 
 
 def test_summary_of_operators_that_were_not_captured(here: Path, capsys: Any) -> None:
-    code, line = refused(capsys, ["summary", "plain", "--ops"])
+    code, line = refused(capsys, ["inspect", "plain", "--ops"])
     assert (code, line) == (
         3, "plain: it holds no operator calls: capture them with VLLM_ACCPROBE_OPS=1, or `accprobe run --ops`",
     )  # fmt: skip
@@ -360,25 +360,25 @@ def test_run_does_not_blame_the_plugin_for_a_command_that_died(line: str, code: 
 
 def test_run_says_that_the_machine_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server whose engine the kernel killed ends with 1 itself: the kernel's own count tells."""
-    from vllm_accprobe.cli.common import running
+    from vllm_accprobe.cli import run
 
-    assert running._killed_for_memory() >= 0
-    assert running._ending(1, 0) == "exit code 1"
-    assert running._ending(1, 1) == "exit code 1; this machine ran out of memory meanwhile and killed 1 process"
-    assert running._ending(143, 2).endswith("SIGTERM; this machine ran out of memory meanwhile and killed 2 processes")
+    assert run._killed_for_memory() >= 0
+    assert run._ending(1, 0) == "exit code 1"
+    assert run._ending(1, 1) == "exit code 1; this machine ran out of memory meanwhile and killed 1 process"
+    assert run._ending(143, 2).endswith("SIGTERM; this machine ran out of memory meanwhile and killed 2 processes")
 
 
 def test_nothing_stays_of_trying_a_place(tmp_path: Path) -> None:
-    from vllm_accprobe.cli.common.options import writable
+    from vllm_accprobe.cli.places import writable
 
     writable(tmp_path / "a" / "b")
     assert not os.listdir(tmp_path)
 
 
 def test_formats_says_what_no_dump_is(here: Path, capsys: Any) -> None:
-    code, line = refused(capsys, ["formats", "empty"])
+    code, line = refused(capsys, ["inspect", "--formats", "empty"])
     assert (code, line.startswith("empty is an empty directory, not a dump")) == (2, True)
-    assert main(["formats", "one"]) == 0
+    assert main(["inspect", "--formats", "one"]) == 0
     said = capsys.readouterr()
     assert (said.out, "one/deep/run1" in said.err) == ("accprobe\n", True)
 

@@ -73,7 +73,7 @@ def test_one_setting(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     )
     assert "--no-enable-prefix-caching" not in lines[at + 1]
     assert "--no-enable-prefix-caching" in lines[at + 3]
-    assert lines[-4].strip().startswith("accprobe gate 'vllm serve M") or any("--dig" in line for line in lines)
+    assert lines[-4].strip().startswith("accprobe gate 'vllm serve M") or any("--localize" in line for line in lines)
     runs = starts(place)
     assert f"{runs} runs, of 16 combinations" in said.out
     assert runs <= 9

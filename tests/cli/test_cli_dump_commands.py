@@ -23,30 +23,8 @@ def lines(capsys):
     return out.out.splitlines()
 
 
-def test_summary_table_word_for_word(dump, capsys):
-    # 3 x 32 bytes of parameters, 8 x 80 and 16 x 32 of tensors. Step 2: 32.5 ... 47.5 without 32.5 and 43.5, whose sum
-    # is 564 of 14 values and whose squares about 40 add up to 271.5.
-    assert main(["summary", str(dump), "*down*", "--step", "1-2", "--role", "output.*"]) == 0
-    assert [line.rstrip() for line in lines(capsys)] == [
-        "index  step  rank  tap                           role      shape  dtype      min   max     mean      std  NaN  Inf",  # noqa: E501
-        "   18     1     0  model.layers.0.mlp.down_proj  output.0  2x8    bfloat16  31.5  46.5       39  4.60977    0    0",  # noqa: E501
-        "   26     2     0  model.layers.0.mlp.down_proj  output.0  2x8    bfloat16  33.5  47.5  40.2857  4.39445    1    1",  # noqa: E501
-        "2 of 24 captured tensors and 0 of 3 parameters; 1 rank, 3 steps, 2 requests, 1.25 kB stored",
-        "skipped: 3 x not a plain tensor, e.g. at model.rotary",
-    ]
-
-
-def test_summary_limits_and_says_so(dump, capsys):
-    assert main(["summary", str(dump), "--limit", "2"]) == 0
-    out = lines(capsys)
-    assert len([line for line in out if "param.weight" in line]) == 2
-    assert out[3] == "... 25 more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down"
-    assert main(["summary", str(dump), "--limit", "0"]) == 0
-    assert sum("bfloat16" in line for line in lines(capsys)) == 24
-
-
 def test_summary_csv_has_every_digit(dump, tmp_path, capsys):
-    assert main(["summary", str(dump), "--csv", str(tmp_path / "x.csv"), "--limit", "1"]) == 0
+    assert main(["inspect", str(dump), "--csv", str(tmp_path / "x.csv"), "--limit", "1"]) == 0
     assert lines(capsys)[-1] == f"wrote {tmp_path / 'x.csv'}"
     rows = list(csv.DictReader((tmp_path / "x.csv").read_text().splitlines()))
     assert len(rows) == 27
@@ -59,20 +37,6 @@ def test_summary_csv_has_every_digit(dump, tmp_path, capsys):
     assert (row["class"], row["requests"], row["stored"]) == ("RMSNorm", "chat-1 chat-2", "1")
 
 
-def test_summary_of_one_request(tmp_path, capsys):
-    dump = make(tmp_path / "d", ranks=2)
-    assert main(["summary", str(dump), "--request", "chat-2", "--rank", "1", "--step", "0"]) == 0
-    assert sum("bfloat16" in line for line in lines(capsys)) == 8
-    assert main(["summary", str(dump), "--request", "chat-9"]) == 3
-
-
-def test_summary_with_nothing_to_show(dump, capsys):
-    assert main(["summary", str(dump), "no.such.*"]) == 3
-    out = capsys.readouterr()
-    assert out.err == f"accprobe: {dump}: no tensor matches no.such.*; without a GLOB all are listed\n"
-    assert "0 of 24 captured tensors and 0 of 3 parameters" in out.out
-
-
 def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
     dump = make(tmp_path / "d", close=False)
     journal = dump / "rank0000/journal.jsonl"
@@ -81,7 +45,7 @@ def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
         + b'{"event":"stop","reason":"disk full"}\n'
         + b'{"event":"error","where":"model.x","message":"boom\\u001b[2J"}\nnonsense\n{"event":"tens'
     )
-    assert main(["summary", str(dump), "--limit", "1"]) == 0
+    assert main(["inspect", str(dump), "--limit", "1"]) == 0
     out = "\n".join(lines(capsys))
     assert "note: rank 0: capture stopped early: disk full" in out
     assert "note: rank 0: the journal's last line is torn (14 bytes ignored)" in out
@@ -90,41 +54,19 @@ def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
     assert "note: 1 error inside the probe; the first at model.x: boom\\x1b[2J" in out
 
 
-def test_show_one_tensor_word_for_word(dump, capsys):
-    arguments = ["show", str(dump), "model.layers.0.mlp.down_proj/output.0", "--step", "2", "--request", "chat-2"]
-    assert main(arguments) == 0
-    out = lines(capsys)
-    assert out[0] == "model.layers.0.mlp.down_proj/output.0  RowParallelLinear  step 2, rank 0"
-    assert out[1].startswith("  bfloat16 2x8, min 33.5, max 47.5, mean 40.2857, std 4.39445, NaN 1, Inf 1, l2 ")
-    assert out[3] == "        33.5 ..       34.375  1  " + "#" * 40
-    assert len([line for line in out if ".." in line]) == 16
-    assert sum(int(line.split()[3]) for line in out[3:19]) == 14
-    assert out[19] == "row 1  (request chat-2, position 3, token 101, decode)"
-    assert out[20] == "  40.5 41.5 42.5 nan 44.5 45.5 46.5 47.5"
-
-
-def test_show_lists_when_several_match(dump, capsys):
-    assert main(["show", str(dump), TAPS[1][0]]) == 0
-    out = lines(capsys)
-    assert out[0] == "param.weight (parameter, rank 0)  min 0, max 1, mean 0.5, std 0.327327"
-    assert out[1].startswith("input.x (step 0, rank 0)  min 10, max 49, ")
-    assert out[7:9] == ["", "the first of them:"]
-    assert out[-1].strip().startswith("0 0.142857 0.285714")
-
-
 def test_show_rows_by_number_and_position(dump, capsys):
     tap = f"{TAPS[0][0]}/input.x"
-    assert main(["show", str(dump), tap, "--step", "0", "--rows", "4,0-1"]) == 0
+    assert main(["inspect", str(dump), tap, "--step", "0", "--rows", "4,0-1"]) == 0
     out = [line for line in lines(capsys) if line.startswith("row")]
     assert out == [
         "row 4  (request chat-2, position 1, token 104, prefill)",
         "row 0  (request chat-1, position 0, token 100, prefill)",
         "row 1  (request chat-1, position 1, token 101, prefill)",
     ]
-    assert main(["show", str(dump), tap, "--step", "0", "--position", "1-9"]) == 0
+    assert main(["inspect", str(dump), tap, "--step", "0", "--position", "1-9"]) == 0
     assert [line[:5] for line in lines(capsys) if line.startswith("row")] == ["row 1", "row 2", "row 4"]
     # position 4 of chat-1 was computed in step 2
-    assert main(["show", str(dump), tap, "--request", "chat-1", "--position", "4"]) == 0
+    assert main(["inspect", str(dump), tap, "--request", "chat-1", "--position", "4"]) == 0
     out = lines(capsys)
     assert out[0].endswith("step 2, rank 0")
     assert "row 0  (request chat-1, position 4, token 100, decode)" in out
@@ -148,7 +90,7 @@ def test_show_rows_by_number_and_position(dump, capsys):
     ],
 )
 def test_show_says_what_is_wrong(dump, capsys, arguments, code, said):
-    assert main(["show", str(dump), *arguments]) == code
+    assert main(["inspect", str(dump), *arguments]) == code
     out = capsys.readouterr()
     assert said in out.err
     assert out.err.count("\n") == 1
@@ -159,7 +101,7 @@ def test_show_saves(dump, tmp_path, capsys):
 
     tap = f"{TAPS[2][0]}/output.0"
     for name, more in (("a.npy", []), ("b.npy", ["--rows", "1,4"]), ("c.safetensors", [])):
-        assert main(["show", str(dump), tap, "--step", "0", *more, "--save", str(tmp_path / name)]) == 0
+        assert main(["inspect", str(dump), tap, "--step", "0", *more, "--save", str(tmp_path / name)]) == 0
     whole = value(0, 2, 1, 5)
     a = np.load(tmp_path / "a.npy")
     assert a.dtype == np.float32
@@ -169,18 +111,8 @@ def test_show_saves(dump, tmp_path, capsys):
         assert list(f.keys()) == [tap]
         assert (f.get_slice(tap).get_dtype(), f.get_slice(tap).get_shape()) == ("BF16", [5, 8])
     capsys.readouterr()
-    assert main(["show", str(dump), tap, "--step", "0", "--save", str(tmp_path / "a.npy")]) == 2
+    assert main(["inspect", str(dump), tap, "--step", "0", "--save", str(tmp_path / "a.npy")]) == 2
     assert "exists: nothing is overwritten" in capsys.readouterr().err
-
-
-def test_show_without_values(tmp_path, capsys):
-    dump = make(tmp_path / "d", stats=True)
-    assert main(["show", str(dump), TAPS[0][0], "--role", "input.x", "--step", "0"]) == 0
-    out = lines(capsys)
-    assert "min 0, max 39, mean 19.5" in out[1]
-    assert out[-1] == "only its statistics were stored, no values"
-    assert main(["convert", str(dump), str(tmp_path / "x.h5")]) == 3
-    assert "only statistics, no values" in capsys.readouterr().err
 
 
 def created(group):
@@ -272,18 +204,3 @@ def test_convert_to_npz_of_two_ranks(tmp_path, capsys):
         assert len(z.files) == 6
         assert z[f"1/{TAPS[1][0]}/output.0"].tolist() == value(1, 1, 1, 2).tolist()
         assert z[f"param/{TAPS[1][0]}/param.weight"].dtype == np.float32
-
-
-def test_repair_says_what_it_did(tmp_path, capsys):
-    dump = make(tmp_path / "d")
-    assert main(["repair", str(dump)]) == 0
-    assert lines(capsys) == ["rank 0: closed in order, nothing to do"]
-    journal = dump / "rank0000/journal.jsonl"
-    text = journal.read_bytes()
-    journal.write_bytes(text[: text.rindex(b'{"event":"end"')] + b'{"ev')
-    segment = dump / "rank0000/seg-00000.safetensors"
-    segment.rename(segment.with_name(segment.name + ".part"))
-    assert main(["repair", str(dump)]) == 0
-    assert lines(capsys) == ["rank 0: 27 tensors readable; 1 segment file finished, 4 bytes of a torn line cut off"]
-    assert main(["repair", str(dump)]) == 0
-    assert lines(capsys) == ["rank 0: closed in order, nothing to do"]

@@ -31,14 +31,14 @@ def loaded_after(*arguments: str) -> set[str]:
     return set(json.loads(out.stderr.splitlines()[-1])) & set(HEAVY)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["summary", "--help"], ["compare", "--help"], ["--version"], ["-h"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["compare", "--help"], ["--version"], ["-h"]])
 def test_help_loads_nothing_heavy(arguments):
     assert loaded_after(*arguments) == set()
 
 
 def test_summary_loads_neither_torch_nor_vllm(tmp_path):
     make(tmp_path / "d")
-    assert loaded_after("summary", str(tmp_path / "d")) <= {"numpy"}
+    assert loaded_after("inspect", str(tmp_path / "d")) <= {"numpy"}
 
 
 def test_help_lists_every_command(capsys):
@@ -58,12 +58,12 @@ def test_help_lists_every_command(capsys):
     ("arguments", "line"),
     [
         (["sumary", "x"], "No such command 'sumary'"),
-        (["summary"], "Missing argument 'DUMP'"),
-        (["summary", "here", "--stepp", "1"], "No such option"),
-        (["summary", "here", "--limit", "many"], "Invalid value for '--limit'"),
-        (["summary", "nowhere"], "nowhere does not exist: name a dump's directory or file"),
-        (["repair", "nowhere"], "nowhere does not exist"),
-        (["show", "nowhere", "tap"], "nowhere does not exist"),
+        (["inspect"], "DUMP is missing"),
+        (["inspect", "here", "--stepp", "1"], "No such option"),
+        (["inspect", "here", "--limit", "many"], "Invalid value for '--limit'"),
+        (["inspect", "nowhere"], "nowhere does not exist: name a dump's directory or file"),
+        (["inspect", "--repair", "nowhere"], "nowhere does not exist"),
+        (["inspect", "nowhere", "tap"], "nowhere does not exist"),
         (["convert", "nowhere", "out.h5"], "nowhere does not exist"),
         (["convert", "nowhere", "out.pt"], "--to: pt is not one of h5, npz"),
     ],
@@ -79,13 +79,13 @@ def test_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments
 
 
 def test_an_error_leaves_the_process_with_its_code(tmp_path):
-    out = run("summary", "nowhere", cwd=tmp_path)
+    out = run("inspect", "nowhere", cwd=tmp_path)
     assert (out.returncode, out.stdout) == (2, "")
     assert out.stderr == "accprobe: nowhere does not exist: name a dump's directory or file\n"
 
 
 def test_a_defect_is_one_line_too(capsys, monkeypatch):
-    def broken():
+    def broken(typed=None):
         raise RuntimeError("two\nlines \x1b[31m")
 
     monkeypatch.setattr(cli, "build", broken)
@@ -104,7 +104,7 @@ def test_a_defect_is_one_line_too(capsys, monkeypatch):
     ],
 )
 def test_other_endings(capsys, monkeypatch, raised, code, said):
-    def broken():
+    def broken(typed=None):
         raise raised
 
     monkeypatch.setattr(cli, "build", broken)
@@ -117,7 +117,7 @@ def test_a_reader_that_leaves_early(tmp_path):
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
-        [sys.executable, "-m", "vllm_accprobe.cli", "summary", str(tmp_path / "d")],
+        [sys.executable, "-m", "vllm_accprobe.cli", "inspect", str(tmp_path / "d")],
         stdout=write, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(write)

@@ -177,12 +177,14 @@ def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, mo
 
 def test_a_command_that_compares_again_repeats_what_was_given(tmp_path):
     from vllm_accprobe.cli.compare import _again
+    from vllm_accprobe.cli.dump_pair import JudgeOptions
 
-    given = _again(tmp_path / "m.yaml", "a,b", "strict", [tmp_path / "f", tmp_path / "g"], 0.25)
+    floors = [str(tmp_path / "f"), str(tmp_path / "g")]
+    given = _again(JudgeOptions(op_mapping_file=tmp_path / "m.yaml", taps="a,b", floor=floors), "strict", 0.25)
     assert given == ("--op-mapping-file", str(tmp_path / "m.yaml"), "--taps", "a,b", "--standard", "strict",
                      "--floor", str(tmp_path / "f"), "--floor", str(tmp_path / "g"),
                      "--false-alarm-rate", "0.25")  # fmt: skip
-    assert _again(None, None, "accprobe", [], 1e-3) == ()
+    assert _again(JudgeOptions(), "accprobe", 1e-3) == ()
 
 
 def test_what_cannot_be_judged_again_is_one_line(dumps, tmp_path, capsys):
@@ -216,3 +218,26 @@ def test_an_out_that_is_a_file_is_one_line(dumps, tmp_path, capsys):
     assert run(dumps / "golden", dumps / "same", "-o", tmp_path / "file") == 2
     assert "is a file: name a directory" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
+
+
+# --- ``accprobe compare --format``: stdout holds that format alone, at three verbosities ---
+
+
+def said(dumps, out, capsys, *options):
+    assert main(["compare", str(dumps / "golden"), str(dumps / "wrong"), "-o", str(out), *options]) == 1
+    return capsys.readouterr()
+
+
+def test_github_annotates_and_adds_to_the_summary(dumps, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    lines = said(dumps, tmp_path, capsys, "--format", "github").out.splitlines()
+    assert lines[0].startswith("::error title=accprobe%3A culprit::model.layers.1.mlp.down_proj")
+    assert all(line.startswith("::") for line in lines)
+    assert (tmp_path / "summary.md").read_text().startswith("## accprobe: FAIL\n")
+
+
+def test_unknown_format_is_one_line(dumps, tmp_path, capsys):
+    assert main(["compare", "a", "b", "--format", "xml"]) == 2
+    error = capsys.readouterr().err
+    assert "xml" in error
+    assert error.count("\n") == 1

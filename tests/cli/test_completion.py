@@ -41,7 +41,7 @@ def completed(words: str) -> list[str]:
 def test_bash_completes_commands_and_options():
     assert "-F _accprobe_completion accprobe" in asked("complete -p accprobe")
     assert completed("accprobe opc") == ["opcheck"]
-    assert set(completed("accprobe op")) == {"opcheck", "opdiff"}
+    assert set(completed("accprobe op")) == {"opcheck"}
     assert "--format" in completed("accprobe compare --fo")
 
 

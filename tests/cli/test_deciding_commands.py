@@ -13,7 +13,7 @@ RUN = {"tool": "accprobe", "model": {"path": "MODEL", "dtype": "bfloat16"}, "eng
 
 def test_each_line_finds_what_the_line_before_it_left(tmp_path, monkeypatch, capsys):
     """Whatever serves the model is played by a capture of the same synthetic model into the same folder; a replay of
-    that needs more than it has, and is left to tests/cli/replay/test_replaying.py."""
+    that needs more than it has, and is left to tests/cli.test_replay.py."""
     monkeypatch.chdir(tmp_path)
     one = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
     sides = {
@@ -37,4 +37,4 @@ def test_each_line_finds_what_the_line_before_it_left(tmp_path, monkeypatch, cap
                 settings = dict(word.split("=", 1) for word in words[: words.index("vllm")])
                 where = settings["VLLM_ACCPROBE_DIR"]
                 write(sides["golden" if "golden" in where else "mine"], tmp_path / where)
-    assert ran == ["compare", "calibrate", "compare", "compare", "compare", "compare"]
+    assert ran == ["compare", "compare", "compare", "compare", "compare", "compare"]

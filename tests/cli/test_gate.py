@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gate(capsys: Any, *words: str) -> tuple[int, str, str]:
-    code = main(["gate", "--samples", *words])
+    code = main(["eval-diff", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -95,12 +95,17 @@ def test_what_cannot_be_compared_is_one_line(words: list[str], code: int, says: 
     assert Path("mine.jsonl").read_bytes() == before
 
 
-def test_without_samples_it_says_what_is_missing(here: Path, capsys: Any) -> None:
+def test_answers_of_an_evaluation_are_no_servers(here: Path, capsys: Any) -> None:
+    """`eval-diff` is named; the older spellings do what it does."""
     for words in (["golden.jsonl", "mine.jsonl"], ["oc", "mine.jsonl"], ["a", "b", "--csv", "x"]):
         assert main(["gate", *words]) == 2
         err = capsys.readouterr().err
-        assert "--samples" in err
-        assert len(err.splitlines()) == 1
+        assert "accprobe eval-diff" in err
+    code = main(["eval-diff", "golden.jsonl", "mine.jsonl"])
+    new = capsys.readouterr().out
+    assert main(["gate", "--samples", "golden.jsonl", "mine.jsonl"]) == code
+    old = capsys.readouterr()
+    assert (old.out, old.err) == (new, "note: `accprobe gate --samples` is now `accprobe eval-diff A B`\n")
 
 
 def test_two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.replay.test_replaying import GAIN, dump
+from cli.test_replay import GAIN, dump
 
 MODULES = (
     "numpy", "torch", "json", "typing", "dataclasses", "pathlib", "typer", "click", "rich", "yaml", "numba", "llvmlite",
@@ -22,16 +22,16 @@ COMMANDS = {
     "compare-replay": "compare . ../mine --out ../report --replay",
     "opcheck": "opcheck . --out ../checked",
     "opcheck-inside": "opcheck . --out ../checked -j 0",
-    "summary": "summary .",
-    "show": "show . second",
+    "summary": "inspect .",
+    "show": "inspect . second",
     "gentest": "gentest . --tap second --out ../tests",
     "convert": "convert . ../npz --to npz",
-    "repair": "repair .",
-    "calibrate": "calibrate . ../mine --out ../floor",
+    "repair": "inspect --repair .",
+    "calibrate": "compare . ../mine --calibrate ../floor",
     "doctor": "doctor --quick",
     "errcheck": "errcheck -- true",
     "run": "run -- true",
-    "formats": "formats .",
+    "formats": "inspect --formats .",
     "patches": "patches",
     "labels": "labels .",
 }  # fmt: skip

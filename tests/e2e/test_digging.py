@@ -21,7 +21,7 @@ from vllm_server import ENV, SMALL
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmSelection
-from vllm_accprobe.cli import gate_dig
+from vllm_accprobe.cli import gate_run
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.measure.gating import WorstToken
 from vllm_accprobe.gate.sending import replies
@@ -128,8 +128,8 @@ def test_two_commands_to_the_module(
 
     def dig() -> Any:
         quiet = lambda what, total: nullcontext(lambda done: None)  # noqa: E731
-        failed = gate_dig.Failed(golden, golden, worst, (ServerSide(COMMAND, command), ServerSide(COMMAND, mine)))
-        return gate_dig.dig(failed, tmp_path / "out", Asking(), 1.0, quiet, said.append)
+        failed = gate_run.FailedGate(golden, golden, worst, (ServerSide(COMMAND, command), ServerSide(COMMAND, mine)))
+        return gate_run.localize(failed, tmp_path / "out", Asking(), 1.0, quiet, said.append)
 
     found = dig()
     assert found.origin is not None, said

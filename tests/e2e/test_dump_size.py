@@ -87,9 +87,9 @@ def test_a_large_model_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
     copies = 16 * 128 - kv  # 8 heads of key and value on 16 ranks: each is there twice
     assert per_token(large, 16)[0] == 80 * 2 * (16 * whole + cut + 5 * copies) + 16 * (2 * 2 * 8192 + 12)
     (tmp_path / "config.json").write_text(json.dumps(large))
-    assert main(["size", str(tmp_path), "--tp", "8", "--preset", "first-look"]) == 0
+    assert main(["inspect", "--size", str(tmp_path), "--tp", "8", "--preset", "first-look"]) == 0
     assert "2.63 GB a rank; its budget is 5" in capsys.readouterr().out
-    assert main(["size", str(tmp_path)]) == 0
+    assert main(["inspect", "--size", str(tmp_path)]) == 0
     assert "capture ends before all of it is there" in capsys.readouterr().out
 
 
@@ -105,7 +105,7 @@ def test_a_large_model_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
 )
 def test_what_is_no_config(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert main(["size", str(tmp_path)]) == 2
+    assert main(["inspect", "--size", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert why in said.err
     assert said.err.count("\n") == 1
@@ -115,22 +115,22 @@ def test_what_is_no_config(text: str, why: str, tmp_path: Path, capsys: pytest.C
 def test_another_decoder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _base("AnyForCausalLM", "another")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["size", str(tmp_path)]) == 0
+    assert main(["inspect", "--size", str(tmp_path)]) == 0
     assert "note: another was not held against a capture" in capsys.readouterr().out
-    assert main(["size", str(tmp_path), "--json"]) == 0
+    assert main(["inspect", "--size", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["exact"] is False
 
 
 @pytest.mark.engine
 def test_the_command(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(engines.model("qwen2"))
-    assert main(["size", model, "--tokens", "500", "--tp", "2", "--json"]) == 0
+    assert main(["inspect", "--size", model, "--tokens", "500", "--tp", "2", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
-    assert main(["size", model, "--tokens", "500", "--tp", "2", "--preset", "first-look", "--json"]) == 0
+    assert main(["inspect", "--size", model, "--tokens", "500", "--tp", "2", "--preset", "first-look", "--json"]) == 0
     look = json.loads(capsys.readouterr().out)
     assert whole["bytes_per_token"] > 5 * look["bytes_per_token"] > 0
     assert whole["bytes"] == 500 * whole["bytes_per_token"] + 16 * whole["bytes_per_logits"]
-    assert main(["size", model, "--modules", "nothing.like.that"]) == 2
+    assert main(["inspect", "--size", model, "--modules", "nothing.like.that"]) == 2
     assert "no module of a decoder is chosen" in capsys.readouterr().err
-    assert main(["size", model + "/none"]) == 2
+    assert main(["inspect", "--size", model + "/none"]) == 2
     assert "the config.json of a model is needed" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def check_dump(run: Run, row: int) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     for path in run.dump.rglob("*.*"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert main(["show", str(run.dump), f"{tap}/output.0"]) == 0
+    assert main(["inspect", str(run.dump), f"{tap}/output.0"]) == 0
     out = run.dump.parent / "errcheck-opcheck"
     assert main(["opcheck", str(run.dump), "--out", str(out)]) == 1  # a replay has numbers where the engine has NaN
     with (out / "opcheck.csv").open() as file:

@@ -140,7 +140,7 @@ def test_beside_a_capture_compare_says_the_cache(
     try:
         code = main(["compare", str(golden.dump), str(mine.dump), "--out", str(tmp_path / "out")])
         said = capsys.readouterr().out
-        assert main(["show", str(mine.dump), "states"]) == 0
+        assert main(["inspect", str(mine.dump), "states"]) == 0
     finally:
         journal.write_bytes(kept)
     assert code == 1

@@ -88,7 +88,7 @@ def test_compare_and_show_tell_of_it(lives: Path, tmp_path: Path, capsys: pytest
     said = " ".join(capsys.readouterr().out.split())
     assert "the weights, not the kernel: " in said
     assert FAULTS["shard-q"] in said
-    assert main(["show", str(lives / "shard-q"), "weights"]) == 0
+    assert main(["inspect", str(lives / "shard-q"), "weights"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"the weights, not the kernel: {FAULTS['shard-q']}" in said
     assert "reload 1, before step " in said

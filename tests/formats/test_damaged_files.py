@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_left_out_and_the_rest_is_compared(
     named = [p for p in spoilt if p.name in notes]
     assert len(named) >= 3, notes  # the first ones by name, the others by their number
     assert f"{len(spoilt) - 3} more" in notes
-    assert main(["summary", str(mine)]) == 0
+    assert main(["inspect", str(mine)]) == 0
     said = capsys.readouterr().out
     assert f"skipped: {len(spoilt)} x {UNREADABLE}" in said
     assert any(p.name in said for p in spoilt)
@@ -328,7 +328,7 @@ def test_a_segment_of_our_own_that_is_damaged(
     if n:
         assert found.json["coverage"]["skipped"]["mine: payload that is not in its file"] == n
         assert any(f"rank 1: {n} tensors lost the payload: seg-00000" in note for note in found.json["notes"])
-        assert main(["summary", str(mine)]) == 0
+        assert main(["inspect", str(mine)]) == 0
         assert f"skipped: {n} x payload that is not in its file" in capsys.readouterr().out
     damage(mine / "rank0000/seg-00000.safetensors")
     if all(r.payload is None for r in open_dump(mine).records):

@@ -99,14 +99,14 @@ def test_the_page_s_format_is_a_dump_like_any_other(
 ) -> None:
     a, b = logged(tmp_path / "a"), logged(tmp_path / "above/b")
     assert [r.name for r in open_dump(a).records] == ["param.weight.npy", "input.x.npy", "output.0.npy"]
-    assert main(["summary", str(a)]) == 0
+    assert main(["inspect", str(a)]) == 0
     assert "layers.0.norm" in capsys.readouterr().out
     above = tmp_path / "above"  # found below it, because the format is strict
     assert main(["compare", str(a), str(above), "--out", str(tmp_path / "out")]) == 0
     assert f"holds one: {b} was opened" in "".join(capsys.readouterr())
-    assert main(["formats", str(a)]) == 0
+    assert main(["inspect", "--formats", str(a)]) == 0
     assert capsys.readouterr().out == "logger\n"
-    assert main(["formats"]) == 0
+    assert main(["inspect", "--formats"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in listed] == [
         "accprobe", "torch_xray", "msprobe", "sglang", "msit", "atb", "torchair", "logger",
@@ -174,7 +174,7 @@ def test_a_broken_format_is_a_line_and_is_left_out(
     code, why = BROKEN[kind]
     install(site, "broken", {"vllm_accprobe.formats": {"bad": "bad_format"}}, {"bad_format": code})
     sentence = f"formats of bad cannot be used: {why}"
-    assert main(["formats"]) == 0
+    assert main(["inspect", "--formats"]) == 0
     said = capsys.readouterr()
     assert said.err == f"note: {sentence}\n"
     assert len(said.out.splitlines()) == 1 + len(sniff.ours())
@@ -212,6 +212,6 @@ def test_our_own_dumps_need_nobody_s_code(tmp_path: Path, site: Path, capsys: py
     a, b = own(tmp_path / "a"), own(tmp_path / "b")
     for _ in range(2):  # the second time into what is there
         assert main(["compare", str(a), str(b), "--out", str(tmp_path / "out")]) == 0
-    assert main(["summary", str(a)]) == 0
+    assert main(["inspect", str(a)]) == 0
     assert "bad_format" not in sys.modules
     assert "cannot be used" not in "".join(capsys.readouterr())

@@ -33,8 +33,8 @@ import picture_runs  # noqa: E402
 import synthetic_model  # noqa: E402
 import torch  # noqa: E402
 from cli import cli_dumps  # noqa: E402
-from cli.replay.test_replaying import GAIN  # noqa: E402
-from cli.replay.test_replaying import dump as two_norms  # noqa: E402
+from cli.test_replay import GAIN  # noqa: E402
+from cli.test_replay import dump as two_norms  # noqa: E402
 from comparison.plan.test_operators import Model  # noqa: E402
 from dump.errcheck_reports import FOUND, report  # noqa: E402
 from formats import test_atb, test_msit, test_msprobe, test_sglang, test_torchair  # noqa: E402

@@ -45,7 +45,7 @@ def test_a_case_runs_with_this_checkout_and_its_commands_run_afterwards(
     expected = [
         ["compare", "golden", "mine", "--out", "default-1"],
         ["compare", "golden", "mine", "--out", "plain-1", "--no-replay"],
-        ["formats", "a b"],
+        ["inspect", "--formats", "a b"],
     ]
     assert run == expected
     assert field_cases.main(["07", "--cases", str(cases), "--judge-only", str(keep)]) == 0

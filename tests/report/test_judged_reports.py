@@ -148,7 +148,7 @@ def test_annotations():
         "for its own inputs: accprobe compare golden mine --replay",
         "::notice title=accprobe%3A this would decide::a second run of golden's side, batched in another way, shows "
         "what honest runs differ by: VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL; then accprobe "
-        "calibrate golden golden-again --out golden-floor; then accprobe compare golden mine --floor golden-floor",
+        "compare golden golden-again --calibrate golden-floor; then accprobe compare golden mine --floor golden-floor",
         "::notice title=accprobe%3A this would decide::8 rows compared, too few to tell a habit from an accident: "
         "send both sides more and longer requests: VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve MODEL; "
         "then VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve MODEL; then accprobe compare golden-more "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import CONCURRENCY, JSON, MAX_TOKENS, READY, TIMEOUT
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, going_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,52 +23,56 @@ if TYPE_CHECKING:
     from vllm_accprobe.gate.bisect.trying import Trier
     from vllm_accprobe.gate.sending.replies import Sent
 
+_SETTINGS = "SETTINGS"
 
-def bisect(
-    command: list[str] = typer.Argument(
-        ..., metavar="-- CMD...", help="The server that is wrong: vllm serve MODEL ..."
-    ),
-    golden: str = typer.Option(
-        "", "--golden", metavar="SIDE", help="A folder of send, a URL or a command; the plain command if not given."
-    ),
-    out: Path = typer.Option("accprobe-bisect", "--out", "-o", metavar="DIR", help="Where the results go: the runs."),
-    prompts: str = typer.Option(
-        "", "--prompts", metavar="FILE", help="What a server is asked; as of accprobe send, golden's by default."
-    ),
-    only: list[str] = typer.Option([], "--only", metavar="SETTINGS", help="Vary only these."),
-    hold: list[str] = typer.Option([], "--hold", metavar="SETTINGS", help="Leave as in CMD."),
-    plain: list[str] = typer.Option(
-        [], "--plain", metavar="SETTING=VALUE", help="Another plain value, of attention. Can be repeated."
-    ),
-    switches: Path = typer.Option(None, "--switches", metavar="FILE", help="A vendor's own switches, toml or json."),
-    floor: list[Path] = typer.Option(
-        [], "--floor", metavar="RUN", help="Another run of golden's side, a folder of send. Can be repeated."
-    ),
-    narrow: bool = typer.Option(False, "--narrow", help="Of numbers that are found: from where on they fail."),
-    repeat: int = typer.Option(
-        1, "--repeat", metavar="N", min=1, max=20, help="Run each so many times: all must pass to count as pass."
-    ),
-    share: float = typer.Option(
-        None, "--share", metavar="S", help="A run fails that is so much of CMD's distance away; 0.5 if not given."
-    ),
-    plan: bool = typer.Option(
-        False, "--plan", help="Only say what would be done, and write nothing: settings, number of runs."
-    ),
-    max_tokens: int = MAX_TOKENS,
-    concurrency: int = CONCURRENCY,
-    timeout: float = TIMEOUT,
-    ready: float = READY,
-    as_json: bool = JSON,
-) -> None:
+
+@dataclass(frozen=True)
+class BisectOptions:
+    """The server, golden, and which settings are varied."""
+
+    command: Annotated[list[str], Argument(metavar="-- CMD...", help="The server that is wrong: vllm serve MODEL ...")]
+    golden: Annotated[
+        str,
+        Option("--golden", metavar="SIDE", help="A folder of send, a URL or a command; the plain command by default."),
+    ] = ""
+    out: Annotated[Path, options.out("the runs")] = Path("accprobe-bisect")
+    prompts: options.Prompts = ""
+    only: Annotated[list[str], Option("--only", metavar=_SETTINGS, help="Vary only these.")] = field(
+        default_factory=list
+    )
+    hold: Annotated[list[str], Option("--hold", metavar=_SETTINGS, help="Leave as in CMD.")] = field(
+        default_factory=list
+    )
+    plain: Annotated[
+        list[str],
+        Option("--plain", metavar="SETTING=VALUE", help="Another plain value, of attention. Can be repeated."),
+    ] = field(default_factory=list)
+    switches: Annotated[
+        Path | None, Option("--switches", metavar="FILE", help="A vendor's own switches, toml or json.")
+    ] = None
+    floor: options.Floors = field(default_factory=list)
+    narrow: Annotated[bool, Option("--narrow", help="Of numbers that are found: from where on they fail.")] = False
+    repeat: Annotated[
+        int,
+        Option("--repeat", metavar="N", min=1, max=20, help="Run each so many times: all must pass to count as pass."),
+    ] = 1
+    share: Annotated[
+        float | None,
+        Option("--share", metavar="S", help="A run fails that is so much of CMD's distance away. Default: 0.5."),
+    ] = None
+    plan: Annotated[
+        bool, Option("--plan", help="Only say what would be done, and write nothing: settings, number of runs.")
+    ] = False
+    as_json: options.Json = False
+
+
+def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     """Find the smallest set of settings that makes a server's numbers wrong.
 
     Each run is CMD with some settings made plain (no prefix caching, no chunks, native operators ...), served, sent the
-    same prompts and held against golden; delta debugging finds sets of several settings, too. Runs are kept in DIR, and
-    an interrupted bisection goes on with the same command.
-    Exit code 0: nothing differs, 1: it differs, 2: bad usage, or a server was lost, 3: nothing could be tried.
-    """
-    from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.cli.interrupts.kept import going_on
+    same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
+    and an interrupted bisection goes on with the same command. Exit code 0: nothing differs, 1: it differs, 2: bad
+    usage, or a server was lost, 3: nothing could be tried."""
     from vllm_accprobe.gate.bisect import axes as settings
     from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
     from vllm_accprobe.gate.bisect.search import expected
@@ -77,35 +83,38 @@ def bisect(
     from vllm_accprobe.run.launcher import LaunchError, command_line
     from vllm_accprobe.run.server_command import ServerCommandError, understood
 
-    share = judging.SHARE if share is None else share
+    out, as_json = what.out, what.as_json
+    share = judging.SHARE if what.share is None else what.share
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
-    outputs.check(out, {})
+    places.check(out, {})
     try:
-        target = edits.command(command, os.environ)
+        target = edits.command(what.command, os.environ)
         command_line(target.words, target.full())
         if not understood(target.words, target.full()).url:
             raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
         there = offered.look(target)
-        found = settings.axes(target, there, vendor.read(switches, target) if switches else (), _pairs(plain))
-        axes = _chosen(found, only, hold)
-        asked, folder = _asked(golden, prompts, max_tokens, concurrency, timeout, ready)
-        trials = _trials(out, asked, there.version, [name for a in found for name, _ in a.edit.environ])
+        found = settings.axes(
+            target, there, vendor.read(what.switches, target) if what.switches else (), _pairs(what.plain)
+        )
+        axes = _chosen(found, what.only, what.hold)
+        prompts, folder = _prompts(what.golden, what.prompts or "", serving)
+        trials = _trials(out, prompts, there.version, [name for a in found for name, _ in a.edit.environ])
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
-        usual, most = expected(axes, bool(golden))
+        usual, most = expected(axes, bool(what.golden))
         for line in bisect_lines.plan_lines(axes, usual, most, kept):
             typer.echo(line, err=as_json)
-        if plan or not axes:
+        if what.plan or not axes:
             if as_json:
                 typer.echo(json.dumps(bisect_lines.plan_json(axes, usual, most, kept), indent=1))
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the runs are", out)
-        against = folder or _golden(golden, asked, out, trials)
-        rate = judging.rate_each(usual, len(asked.lines))
+        against = folder or _golden(what.golden, prompts, out, trials)
+        rate = judging.rate_each(usual, len(prompts.lines))
         trier = _trier(target, axes, trials, against, rate, share)
-        trier.expected, trier.floors = usual, [_floor(path) for path in floor]
-        _go(trier, bool(golden), repeat - 1, narrow, as_json)
+        trier.expected, trier.floors = usual, [_floor(Path(path)) for path in what.floor]
+        _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
     except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
         raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
 
@@ -170,9 +179,9 @@ def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> lis
     return [a for a in found if (not only or a.name in only) and a.name not in hold]
 
 
-def _pairs(given: list[str]) -> dict[str, str]:
+def _pairs(texts: list[str]) -> dict[str, str]:
     made = {}
-    for text in given:
+    for text in texts:
         name, has, value = text.partition("=")
         if not has or not value:
             raise CommandError(f"--plain {text}: write SETTING=VALUE, for example attention=TRITON_ATTN")
@@ -180,9 +189,7 @@ def _pairs(given: list[str]) -> dict[str, str]:
     return made
 
 
-def _asked(
-    golden: str, prompts: str, max_tokens: int, concurrency: int, timeout: float, ready: float
-) -> tuple[TrialPrompts, Sent | None]:
+def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tuple[TrialPrompts, Sent | None]:
     """What each run is sent, and golden where it is a folder."""
     from vllm_accprobe.gate.bisect.trials import TrialPrompts
     from vllm_accprobe.gate.bisect.trying import golden_folder, sent_as
@@ -190,7 +197,8 @@ def _asked(
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.arrival import parse
 
-    how: dict[str, Any] = {"arrive": ["one", "all"], "concurrency": concurrency, "top": 20, "max_tokens": max_tokens}
+    how: dict[str, Any] = {"arrive": ["one", "all"], "concurrency": serving.concurrency or 64, "top": 20,
+                           "max_tokens": serving.max_tokens}  # fmt: skip
     folder = golden_folder(golden) if golden else None
     sent = None
     if folder is not None:
@@ -203,18 +211,18 @@ def _asked(
     lines = prompts_file.read(prompts or "default")
     arrive = tuple(parse(word) for word in how.pop("arrive"))
     source = Path(prompts or "default").name
-    return TrialPrompts(tuple(lines), arrive, timeout=timeout, ready=ready, source=source, **how), sent
+    return TrialPrompts(tuple(lines), arrive, timeout=serving.timeout, ready=serving.ready, source=source, **how), sent
 
 
-def _trials(out: Path, asked: TrialPrompts, version: str, variables: list[str]) -> Any:
+def _trials(out: Path, prompts: TrialPrompts, version: str, variables: list[str]) -> Any:
     from vllm_accprobe import __version__
     from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.bisect.trials import Trials
 
-    return Trials(out, asked, {"vllm": version, "accprobe": __version__}, made_by(asked.source), variables)
+    return Trials(out, prompts, {"vllm": version, "accprobe": __version__}, made_by(prompts.source), variables)
 
 
-def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | None:
+def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:
     """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
     from vllm_accprobe.gate.bisect import edits
     from vllm_accprobe.gate.sending import passes, replies
@@ -223,12 +231,14 @@ def _golden(golden: str, asked: TrialPrompts, out: Path, trials: Any) -> Sent | 
     if not golden:
         return None
     if golden.startswith(("http://", "https://")):
-        how: dict[str, Any] = {"timeout": asked.timeout, "top": asked.top, "max_tokens": asked.max_tokens}
-        sender, told = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
+        how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
+        sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
         from vllm_accprobe.cli.send import made_by
 
-        about = made_by(asked.source)
-        passes.send(sender, told, list(asked.lines), list(asked.arrive), asked.concurrency, out / "golden", about)
+        about = made_by(prompts.source)
+        passes.send(
+            sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden", about
+        )
         return replies.read(out / "golden")
     tried = trials.run(edits.command([golden], os.environ))
     if tried.sent is None:

@@ -8,66 +8,70 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import LEVEL, NAMES, RANK, REQUEST, ROLE, STEP
-from vllm_accprobe.cli.common.json_answer import answer, say_written
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, selection, size, writable
-from vllm_accprobe.cli.interrupts import kept
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
     from vllm_accprobe.dump.schema import Record
+    from vllm_accprobe.topology.model_graph import ModelGraph
 
 KINDS = ("h5", "npz", "safetensors", "onnx")
 SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 
 
-def convert(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="A dump of any format (accprobe formats)."),
-    out: Path = typer.Argument(
-        None, metavar="[OUT]", help="File for one rank, directory for several; none: h5, beside the dump."
-    ),
-    names: list[str] = NAMES,
-    to: str = typer.Option(None, "--to", metavar="|".join(KINDS), help="Container; else by OUT's ending."),
-    step: str = STEP,
-    rank: str = RANK,
-    role: list[str] = ROLE,
-    request: list[str] = REQUEST,
-    level: int = LEVEL,
-) -> None:
+@dataclass(frozen=True)
+class ConvertOptions:
+    """From where, to where."""
+
+    dump: Annotated[Path, Argument(metavar="DUMP", help="A dump of any format (accprobe inspect --formats).")]
+    out: Annotated[
+        Path | None,
+        Argument(metavar="[OUT]", help="File for one rank, directory for several; none: h5, beside the "
+                 "dump."),
+    ] = None  # fmt: skip
+    names: options.Globs = field(default_factory=list)
+    to: Annotated[str | None, Option("--to", metavar="|".join(KINDS), help="Container; else by OUT's ending.")] = None
+    level: options.Level = None
+
+
+def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     """Export a dump to HDF5 (torch_xray's layout), npz or safetensors; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
-    from vllm_accprobe.cli.common import outputs
+    dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.write import containers
 
-    kind = to or (out.suffix.lstrip(".") if out is not None else "h5")
+    kind = to or (what.out.suffix.lstrip(".") if what.out is not None else "h5")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
-    beside = out is None
+    beside = what.out is None
+    # torch_xray has them beside what the dump consists of, and never over it.
+    out = dump if what.out is None else what.out
     if beside:
         if kind != "h5" or not dump.is_dir():
             raise CommandError("OUT is missing: name a file or a directory")
-        out = dump  # where torch_xray has them: beside, and never over, what the dump consists of
         os.umask(0o077)  # a dump holds users' prompts, and so do they
     else:
-        outputs.check_place(out, [dump], "OUT")
-    writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
+        places.check_place(out, [dump], "OUT")
+    places.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":
-        from vllm_accprobe.cli.common import drawing
-
-        if names or role or request:
+        if names or wanted.roles or wanted.requests:
             raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
         with _new(out) as path:
-            lines = drawing.onnx(dump, path, level, step, rank)
+            lines = onnx(dump, path, level, wanted.steps, wanted.ranks or "")
         for line in lines:
             typer.echo(line)
         say_written(out, about=size(out.stat().st_size))
@@ -76,11 +80,11 @@ def convert(
     opened = open_dump(dump)
     if beside and hasattr(opened, "kind"):
         raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
-    chosen = [r for _, r in selection(names or (), step, rank, request, role, parameters=True).apply(opened)]
+    chosen = [r for _, r in wanted.selection(names, parameters=True).apply(opened)]
     stored = [r for r in chosen if r.payload is not None]
     if not stored:
-        what = "only statistics, no values" if chosen else "no tensor that matches"
-        raise NothingThere(f"{dump} holds {what}: nothing to convert")
+        found = "only statistics, no values" if chosen else "no tensor that matches"
+        raise NothingThere(f"{dump} holds {found}: nothing to convert")
     targets = _targets(opened, sorted({r.rank for r in stored}), out, kind)
     write = {"h5": containers.write_h5, "npz": containers.write_npz, "safetensors": containers.write_safetensors}[kind]
     left = 0
@@ -90,7 +94,7 @@ def convert(
             with _whole(target) as path:
                 left += write(opened, [r for r in stored if r.rank == number], path, tick)
             rest = ",".join(str(n) for n in targets if n > number)
-            kept.going_on(f"the ranks up to {number} are", target, ["--ranks", rest], ["--ranks", "--rank"])
+            going_on(f"the ranks up to {number} are", target, ["--ranks", rest], ["--ranks", "--rank"])
     if beside:
         for number, target in targets.items():
             path = target.with_name(f"{target.stem}_summary.csv")
@@ -153,7 +157,7 @@ def _new(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Another name until the file is complete: an interrupted conversion leaves nothing that looks whole."""
+    """Another name until the file is complete: an interrupted conversion leaves no file of that name."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         yield part
@@ -162,3 +166,62 @@ def _whole(target: Path) -> Iterator[Path]:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         part.unlink(missing_ok=True)
+
+
+# --- the model as a graph: of a dump or of ATB's json, one step of one rank; `inspect --tree`, too ---
+
+
+def onnx(path: Path, out: Path, level: int | None, step: str, rank: str) -> list[str]:
+    """Writes the file and returns lines for people. Raises CommandError, DumpError."""
+    from vllm_accprobe.report.text import count, safe
+    from vllm_accprobe.topology.data_flow import graph_of
+    from vllm_accprobe.topology.onnx_file import write_onnx
+
+    if _topology(path, step, rank):
+        from vllm_accprobe.topology.atb_json import atb_graph
+
+        graph = atb_graph(path, level)
+    else:
+        from vllm_accprobe.formats import open_dump
+
+        dump = open_dump(path)
+        with progress("reading", len(dump.records)) as tick:
+            graph = graph_of(dump, level, _one(rank, "--ranks"), _one(step, "--steps"), tick)
+    write_onnx(graph, out)
+    return [f"{safe(graph.name)}: {count(len(graph.nodes), 'node')}{_where(graph)}", *map(safe, graph.notes)]
+
+
+def tree(path: Path, level: int | None, step: str, rank: str) -> list[str]:
+    """The lines of the tree. Raises CommandError, DumpError."""
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.report.text import safe
+    from vllm_accprobe.topology import module_tree
+
+    if _topology(path, step, rank):
+        root = module_tree.of_atb(path)
+    else:
+        root = module_tree.of_dump(open_dump(path), _one(rank, "--ranks"), _one(step, "--steps"))
+    return [safe(line, 400) for line in module_tree.lines(root, level)]
+
+
+def _where(graph: ModelGraph) -> str:
+    facts = graph.facts
+    return f", step {facts['step']} of rank {facts['rank']}" if "step" in facts else ""
+
+
+def _topology(path: Path, step: str, rank: str) -> bool:
+    """Whether ``path`` is a file of ATB's topology, which is of no step."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    if step or rank:
+        raise CommandError(f"{path} is a topology: it has no steps and no ranks; leave out --steps and --ranks")
+    return True
+
+
+def _one(text: str, option: str) -> int | None:
+    """One number. Raises CommandError for a range."""
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise CommandError(f"{option}: {text!r} is not one number; one step of one rank is drawn")
+    return int(text)

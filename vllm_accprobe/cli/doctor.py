@@ -3,66 +3,72 @@
 from __future__ import annotations
 
 import json as json_
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import JSON
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli import options
+from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.places import check_place
 
 if TYPE_CHECKING:
     from vllm_accprobe.doctor import Finding
     from vllm_accprobe.doctor.graphs.proof import TapProof
 
 _COLOUR = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
-
-
 _RUN_S = 3600.0
 """chosen: seconds that one run with --graphs may take: a large model is loaded, compiled and captured in it."""
 
 
-def doctor(
-    command: list[str] = typer.Argument(None, metavar="[-- CMD...]", help="With --graphs: vllm serve ..., a script."),
-    json: bool = JSON,
-    quick: bool = typer.Option(False, "--quick", help="Leave out what needs vLLM imported (about ten seconds)."),
-    timeout: float = typer.Option(
-        None,
-        "--timeout",
-        metavar="S",
-        min=1.0,
-        help="How long to wait; for vLLM's import (180), for each run of --graphs (3600).",
-    ),
-    graphs: bool = typer.Option(
-        False, "--graphs", help="Run CMD with taps in its graphs off, on and selected: are tokens and bits the same?"
-    ),
-    out: Path = typer.Option(
-        "accprobe-doctor-graphs",
-        "--out",
-        "-o",
-        metavar="DIR",
-        help="Where the results go, with --graphs: a new directory.",
-    ),
-    full: bool = typer.Option(False, "--full", help="With --graphs: also with taps at all modules."),
-    bisect: bool = typer.Option(
-        None, "--bisect/--no-bisect", help="Find the module whose tap changes bits; not for --full by default."
-    ),
-    prompts: Path = typer.Option(
-        None, "--prompts", metavar="FILE", help="What a server is asked; one a line or JSONL."
-    ),
-    max_tokens: int = typer.Option(16, "--max-tokens", metavar="N", min=1, help="Tokens to generate for a prompt."),
-    port: int = typer.Option(None, "--port", min=1, max=65535, metavar="N", help="A server's port: CMD listens there."),
-    wheel: list[Path] = typer.Option(
-        None,
-        "--wheel",
-        metavar="FILE",
-        help="Read a wheel or sdist, not installed: is all there that capture relies on? A vendor's, and its vLLM's. "
-        "Can be repeated.",
-    ),
-) -> None:
+@dataclass(frozen=True)
+class DoctorOptions:
+    """This environment, or a wheel."""
+
+    as_json: options.Json = False
+    quick: Annotated[bool, Option("--quick", help="Leave out what needs vLLM imported (about ten seconds).")] = False
+    timeout: Annotated[
+        float | None,
+        Option("--timeout", metavar="S", min=1.0, help="How long to wait; for vLLM's import (180), for each run of "
+               "--graphs (3600)."),
+    ] = None  # fmt: skip
+    wheel: Annotated[
+        list[Path],
+        Option("--wheel", metavar="FILE", help="Read a wheel or sdist, not installed: is all there that capture relies "
+               "on? A vendor's, and its vLLM's. Can be repeated."),
+    ] = field(default_factory=list)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GraphProofOptions:
+    """Do taps in captured graphs change what is computed?"""
+
+    command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="With --graphs: vllm serve ..., a script.")] = (
+        field(default_factory=list)
+    )
+    graphs: Annotated[
+        bool,
+        Option("--graphs", help="Run CMD with taps in its graphs off, on and selected: are tokens and bits the same?"),
+    ] = False
+    out: Annotated[Path, options.out("with --graphs, in a new directory")] = Path("accprobe-doctor-graphs")
+    full: Annotated[bool, Option("--full", help="With --graphs: also with taps at all modules.")] = False
+    bisect: Annotated[
+        bool | None,
+        Option("--bisect/--no-bisect", help="Find the module whose tap changes bits; not for --full by default."),
+    ] = None
+    prompts: options.Prompts = None
+    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", min=1, help="Tokens to generate for a prompt.")] = 16
+    port: Annotated[
+        int | None, Option("--port", min=1, max=65535, metavar="N", help="A server's port: CMD listens there.")
+    ] = None
+
+
+def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
     """Check whether a capture would work in this environment, and say what would go wrong.
 
-    Looks at vLLM and its platform, both entry points, VLLM_PLUGINS, the hook points of this release, the
+    Examines vLLM and its platform, both entry points, VLLM_PLUGINS, the hook points of this release, the
     VLLM_ACCPROBE_* settings and the disk. Exit code 0: capture would work, 1: something would go wrong.
 
     accprobe doctor --graphs -- vllm serve MODEL runs the command four times or more and compares tokens, top logits and
@@ -71,17 +77,17 @@ def doctor(
     accprobe doctor --wheel FILE [--wheel VLLM] reads the source in a wheel, and imports nothing. Exit code 0: all is
     there, 1: something is missing, 2: a file cannot be read.
     """
-    if wheel:
-        if command or graphs or quick:
+    json, quick, timeout = here.as_json, here.quick, here.timeout
+    if here.wheel:
+        if of_graphs.command or of_graphs.graphs or quick:
             raise CommandError("--wheel goes with --json only")
-        raise typer.Exit(_wheels(wheel, json))
-    if graphs:
-        raise typer.Exit(_graphs(command, out, json, full, bisect, prompts, max_tokens, port, timeout or _RUN_S))
-    if command:
+        raise typer.Exit(_wheels(here.wheel, json))
+    if of_graphs.graphs:
+        raise typer.Exit(_graphs(of_graphs, json, timeout or _RUN_S))
+    if of_graphs.command:
         raise CommandError("a command is run with --graphs only: accprobe doctor --graphs -- CMD ...")
-    for given, option in ((full, "--full"), (bisect, "--bisect"), (prompts, "--prompts"), (port, "--port")):
-        if given:
-            raise CommandError(f"{option} goes with --graphs")
+    if wrong := [name for name in options.used(of_graphs) if name not in ("--out", "--max-tokens")]:
+        raise CommandError(f"{wrong[0]} goes with --graphs")
     from vllm_accprobe.doctor import ERROR, examine
 
     findings = examine(quick=quick, timeout=timeout or 180.0)
@@ -110,8 +116,8 @@ def summary(findings: list[Finding]) -> str:
     """The last line: whether a capture would work."""
     errors = sum(f.level == "error" for f in findings)
     warnings = sum(f.level == "warning" for f in findings)
-    said = "a capture would work" if not errors else f"a capture would NOT work: {errors} error{'s' * (errors > 1)}"
-    return said + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
+    verdict = "a capture would work" if not errors else f"a capture would NOT work: {errors} error{'s' * (errors > 1)}"
+    return verdict + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
 
 
 def _one_line(text: str) -> str:
@@ -126,29 +132,25 @@ def _wheels(paths: list[Path], json: bool) -> int:
 
     try:
         wheels = holding.together([read(path) for path in paths])
-        looked = holding.held(wheels)
+        found = holding.held(wheels)
         modes = modes_found(wheels)
     except WheelError as error:
         raise CommandError(str(error)) from None
     if json:
-        typer.echo(json_.dumps(telling.to_json(wheels, looked, modes), indent=2))
+        typer.echo(json_.dumps(telling.to_json(wheels, found, modes), indent=2))
     else:
-        for finding in telling.findings(wheels, looked, modes):
+        for finding in telling.findings(wheels, found, modes):
             for line in lines(finding):
                 typer.echo(line)
-        typer.echo(telling.summary(looked))
-    return 1 if telling.lacks(looked) else 0
+        typer.echo(telling.summary(found))
+    return 1 if telling.lacks(found) else 0
 
 
-def _graphs(
-    command: list[str] | None, out: Path, json: bool, full: bool, bisect: bool | None, file: Path | None,
-    max_tokens: int, port: int | None, timeout: float,
-) -> int:  # fmt: skip
+def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     """Carries out the proof, prints it, and gives the exit code."""
     import os
     import time
 
-    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.doctor.graphs import asking, carrying, telling
     from vllm_accprobe.doctor.graphs.proof import CHANGED, SAME, Prover
     from vllm_accprobe.doctor.graphs.runs import Runs
@@ -156,15 +158,15 @@ def _graphs(
     from vllm_accprobe.run.launcher import LaunchError, command_line
     from vllm_accprobe.run.server_command import ServerCommandError, understood
 
-    out = Path(os.path.abspath(out))
+    out = Path(os.path.abspath(how.out))
     try:
-        what = understood(command or (), os.environ, port)
+        what = understood(how.command, os.environ, how.port)
         command_line(what.words, os.environ)
-        asked = asking.PROMPTS if file is None else asking.read_prompts(file)
+        prompts = asking.PROMPTS if how.prompts is None else asking.read_prompts(Path(how.prompts))
     except (ServerCommandError, LaunchError, asking.AskingError) as error:
         raise CommandError(str(error)) from None
     runs = Runs(os.environ, out)
-    outputs.check_place(out)
+    check_place(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CommandError(f"--out {out} is not empty: name a new directory")
 
@@ -172,11 +174,11 @@ def _graphs(
         typer.echo(f"accprobe: {safe(line)}", err=True)
 
     kind = f"a server at {what.url}" if what.url else "a program that ends by itself"
-    say(f"{kind}; its runs: off, off again, on, selected{', full' * full}; dumps and logs: {out}")
+    say(f"{kind}; its runs: off, off again, on, selected{', full' * how.full}; dumps and logs: {out}")
     try:
         proof: TapProof = Prover(
-            runs, lambda run: carrying.carry_out(run, what, asked, max_tokens, timeout), say, time.monotonic
-        ).prove(full=full, bisect=bisect)
+            runs, lambda run: carrying.carry_out(run, what, prompts, how.max_tokens, timeout), say, time.monotonic
+        ).prove(full=how.full, bisect=how.bisect)
     except carrying.RunFailed as error:
         for line in error.tail:
             typer.echo(f"    {safe(line, 1000)}", err=True)

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import DIR_OUTPUT, RANKS
-from vllm_accprobe.cli.common.json_answer import answer
-from vllm_accprobe.cli.common.options import CommandError, require_directory
+from vllm_accprobe.cli import options
+from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.output import answer
+from vllm_accprobe.cli.places import check_place, require_directory
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.findings import RankReport
 
 _GRACE_S = 10.0
-"""How long an engine that stops itself has for it before its command is told to end."""
+"""How long an engine that stops itself has for it before its command is signalled."""
 
 
-def errcheck(
-    command: list[str] = typer.Argument(None, metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line."),
-    exec: str = typer.Option(None, "--exec", metavar="LINE", help="A command as one line, in place of -- CMD..."),
-    dir: str = DIR_OUTPUT,
-    kinds: str = typer.Option(
-        "overflow,nan", "--kinds", "--type", metavar="KINDS", help="What is an error: overflow, nan, or both."
-    ),
-    ranks: str = RANKS,
-    exit: bool = typer.Option(False, "--exit", help="Stop the command at the first finding; exit code 1."),
-    graphs: bool = typer.Option(
-        False, "--graphs", help="Leave compiled and captured graphs as configured; modules inside are not seen."
-    ),
-    read: Path = typer.Option(None, "--read", metavar="DIR", help="Say what a run that has ended found there."),
-) -> None:
+@dataclass(frozen=True)
+class ErrcheckOptions:
+    """What is run, and what is an error."""
+
+    command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line.")] = (
+        field(default_factory=list)
+    )
+    exec: options.Exec = None
+    dir: options.Dir = None
+    kinds: Annotated[str, Option("--kinds", metavar="KINDS", help="What is an error: overflow, nan, or both.")] = (
+        "overflow,nan"
+    )
+    ranks: options.Ranks = None
+    exit: Annotated[bool, Option("--exit", help="Stop the command at the first finding; exit code 1.")] = False
+    graphs: Annotated[
+        bool,
+        Option("--graphs", help="Leave compiled and captured graphs as configured; modules inside are not seen."),
+    ] = False
+    read: Annotated[Path | None, Option("--read", metavar="DIR", help="Say what a run that has ended found there.")] = (
+        None
+    )
+
+
+def errcheck(what: ErrcheckOptions) -> None:
     """Find the first NaN, Inf or overflow of a running engine or script: accprobe errcheck -- vllm serve MODEL.
 
     Says module, step, request and position, whether its inputs were good, and which rank was first; keeps that call's
@@ -48,10 +61,10 @@ def errcheck(
         except ErrcheckError as error:
             raise CommandError(str(error)) from None
 
-    command = _command(command, exec)
+    command, read = _command(what.command, what.exec), what.read
     if read is not None:
         if command:
-            raise CommandError("--read looks at a run that has ended; leave the command away")
+            raise CommandError("--read is of a run that has ended; leave the command away")
         require_directory(read, "--read")
         found = reports(read)
         if not found:
@@ -60,29 +73,28 @@ def errcheck(
         answer(findings=found, dir=read)
         raise typer.Exit(_code(found, 0))
     if not command:
-        raise CommandError("no command is given; write `accprobe errcheck [options] -- CMD ...`, or --read DIR")
+        raise CommandError("no command is named; write `accprobe errcheck [options] -- CMD ...`, or --read DIR")
 
     import os
     import signal
     import time
 
     from vllm_accprobe.children import HOME
-    from vllm_accprobe.cli.common import outputs
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
     from vllm_accprobe.run.launcher import LaunchError
     from vllm_accprobe.run.launcher import run as launch
     from vllm_accprobe.run.settings import allow_plugin
 
     environ = dict(os.environ)
-    environ[PREFIX + "ERRCHECK"] = ",".join([kinds, *(["exit"] if exit else [])])
-    for name, value in (("DIR", dir), ("RANKS", ranks), ("GRAPHS", "1" if graphs else None)):
+    environ[PREFIX + "ERRCHECK"] = ",".join([what.kinds, *(["exit"] if what.exit else [])])
+    for name, value in (("DIR", what.dir), ("RANKS", what.ranks), ("GRAPHS", "1" if what.graphs else None)):
         if value is not None:
             environ[PREFIX + name] = value
     config = ProbeConfig.from_env(environ)
     root = Path(config.dir or default_dir()).absolute()
     if (root / "run.json").exists() or list(root.glob("errcheck-rank*.json")):
         raise CommandError(f"--dir={root} already holds a dump or findings; name another directory")
-    outputs.check_place(root, option="--dir")
+    check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
     allow_plugin(environ)
     startup = str(HOME / "capture/nan_watch/startup")  # watches plain scripts
@@ -90,7 +102,7 @@ def errcheck(
     seen: list[float] = []
 
     def tick() -> None:
-        if exit and any(r.first is not None for r in reports(root)):
+        if what.exit and any(r.first is not None for r in reports(root)):
             seen.append(time.monotonic())
             if seen[-1] - seen[0] > _GRACE_S:
                 os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on
@@ -123,7 +135,7 @@ def _command(command: list[str] | None, line: str | None) -> list[str]:
     except ValueError as error:
         raise CommandError(f"--exec: {error}: {line!r}") from None
     if not words:
-        raise CommandError("--exec: no command is given")
+        raise CommandError("--exec: no command is named")
     return words
 
 

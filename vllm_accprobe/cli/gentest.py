@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from vllm_accprobe.cli.common.checked_report import near_names
-from vllm_accprobe.cli.common.declared import DUMP, IDS, OPS, WEIGHTS
-from vllm_accprobe.cli.common.json_answer import answer, say_written
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress, say_notes, writable
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.opcheck import ids_of, near_names, opened_calls, require_torch
+from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls, Captured
@@ -21,61 +23,69 @@ if TYPE_CHECKING:
     from vllm_accprobe.opcheck.reference_table import References
 
 
-def gentest(
-    dump: Path = DUMP,
-    failed: bool = typer.Option(False, "--failed", help="Calls that opcheck finds wrong, the worst of each module."),
-    ops: list[str] = OPS,
-    ids: str = IDS,
-    out: Path = typer.Option(
-        None, "--out", "-o", metavar="DIR", help="Where the results go: a new folder, accprobe-gentest."
-    ),
-    factory: str = typer.Option(
-        "", "--factory", metavar="load|draw", help="jprof's: all operators, tensors as captured (else drawn), or drawn."
-    ),
-    cpu_init: bool = typer.Option(False, "--cpu_init", help="jprof's: inputs lie on the CPU first, as here always."),
-    blacklist: bool = typer.Option(False, "--blacklist", help="jprof's: without operators that have no reference."),
-    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn; because only statistics were captured."),
-    most: int = typer.Option(50, "--limit", "-n", min=0, metavar="N", help="At most so many, calls; 0 for all."),
-    model: Path = WEIGHTS,
-) -> None:
+@dataclass(frozen=True)
+class GentestOptions:
+    """Which calls, and where the tests go."""
+
+    dump: options.Dump
+    failed: Annotated[bool, Option("--failed", help="Calls that opcheck finds wrong, the worst of each module.")] = (
+        False
+    )
+    ops: options.Ops = field(default_factory=list)
+    ids: options.Ids = ""
+    out: Annotated[Path | None, options.out("a new folder, accprobe-gentest")] = None
+    factory: Annotated[
+        str,
+        Hidden(
+            "--factory", metavar="load|draw", help="jprof's: all operators, tensors as captured (else drawn), or drawn."
+        ),
+    ] = ""
+    cpu_init: Annotated[bool, Hidden("--cpu_init", help="jprof's: inputs lie on the CPU first, as here always.")] = (
+        False
+    )
+    blacklist: Annotated[bool, Hidden("--blacklist", help="jprof's: without operators that have no reference.")] = False
+    seed: options.Seed = 0
+    limit: Annotated[int, Option("--limit", "-n", min=0, metavar="N", help="At most so many, calls; 0 for all.")] = 50
+    weights: options.Weights = None
+
+
+def gentest(what: GentestOptions) -> None:
     """Write captured calls as tests: tensors, float64 references and one parametrised test per operator.
 
     The folder runs with torch and pytest alone, on the machine whose kernel is in question: `pytest --device npu --load
     torch_npu --detail-csv npu.csv`. Exit code 0: written, 2: bad usage or unreadable input, 3: no such call.
     """
-    from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.cli.opcheck import ids_of, opened_calls, require_torch
-
+    factory, failed, ops, ids, dump = what.factory, what.failed, what.ops, what.ids, what.dump
     if factory not in ("", "load", "draw"):
         raise CommandError(f"--factory {factory[:20]}: load takes captured tensors, draw draws them")
     if not failed and not ops and not ids and not factory:
         raise CommandError("say which calls: --failed, --ops GLOB or --ids IDS")
-    most = most or sys.maxsize
-    out = out or Path("pytests" if factory else "accprobe-gentest")
+    most = what.limit or sys.maxsize
+    out = what.out or Path("pytests" if factory else "accprobe-gentest")
     if factory and not ops and not ids and not failed:
         ops = ["*:*"]  # operators: their places have a colon
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CommandError(f"--out: {out} exists and is not empty")
-    outputs.check_place(out, [dump])
-    writable(out)
+    places.check_place(out, [dump])
+    places.writable(out)
     require_torch("gentest")
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.replay import Options
 
-    calls, references, options = opened_calls(dump, model), default_references(), Options(ids=ids_of(ids))
-    given = DrawnCalls(seed, factory == "draw", references if blacklist else None)
+    calls, references, choice = opened_calls(dump, what.weights), default_references(), Options(ids=ids_of(ids))
+    drawing = DrawnCalls(what.seed, factory == "draw", references if what.blacklist else None)
     if ops and not calls.taps(ops):
         raise NothingThere(f"{dump}: --ops matches no call{near_names(dump, ops)}")
-    chosen = _failed(calls, references, ops, options) if failed else _matching(calls, ops, options, most, given)
+    chosen = _failed(calls, references, ops, choice) if failed else _matching(calls, ops, choice, most, drawing)
     try:
-        _as_tests(calls, references, chosen, given, out, most, failed)
+        _as_tests(calls, references, chosen, drawing, out, most, failed)
     except KeyboardInterrupt:  # a folder that is not whole would stand in the way of the same command
         shutil.rmtree(out, ignore_errors=True)
         raise
 
 
 def _as_tests(
-    calls: Calls, references: References, chosen: Iterator[Captured], given: DrawnCalls, out: Path, most: int,
+    calls: Calls, references: References, chosen: Iterator[Captured], drawing: DrawnCalls, out: Path, most: int,
     failed: bool,
 ) -> None:  # fmt: skip
     from vllm_accprobe.opcheck.calls import grid
@@ -99,7 +109,7 @@ def _as_tests(
             )  # fmt: skip
         except ValueError as why:
             left.append(f"{captured.tap}: {why}")
-    left += given.said()
+    left += drawing.notes()
     if wider:
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
@@ -151,7 +161,7 @@ class DrawnCalls:
         self.drawn += 1
         return found
 
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         lines = [f"{n} calls: {why}" for why, n in self.why.items()]
         if self.drawn:
             lines.append(f"the inputs of {self.drawn} calls were drawn from their statistics: weaker evidence")
@@ -160,7 +170,7 @@ class DrawnCalls:
         return lines
 
 
-def _matching(calls: Calls, ops: list[str], options: object, most: int, given: DrawnCalls) -> Iterator[Captured]:
+def _matching(calls: Calls, ops: list[str], options: object, most: int, drawing: DrawnCalls) -> Iterator[Captured]:
     """Calls with all their tensors, or drawn ones: as many of each tap as fit, the first ones."""
     from vllm_accprobe.opcheck.run.replay import Options
 
@@ -171,7 +181,7 @@ def _matching(calls: Calls, ops: list[str], options: object, most: int, given: D
         for rank, tap, _ in taps:
             taken = 0
             for captured in calls.of(rank, tap):
-                if taken < share and options.wants(captured) and (ready := given.of(calls, captured)) is not None:
+                if taken < share and options.wants(captured) and (ready := drawing.of(calls, captured)) is not None:
                     taken += 1
                     yield ready
             done()

@@ -2,83 +2,104 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import OPS, RANK
-from vllm_accprobe.cli.common.json_answer import answer, answering
-from vllm_accprobe.cli.common.options import Command, CommandError, NothingThere, ranges, require_directory, say_notes
-from vllm_accprobe.cli.interrupts import kept
+from vllm_accprobe.cli import options
+from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.opcheck import Against, against, check_out, check_standard, conclude, require_torch
+from vllm_accprobe.cli.options import Command, ranges
+from vllm_accprobe.cli.output import answer, say_notes
+from vllm_accprobe.cli.places import require_directory
 
 if TYPE_CHECKING:
-    from vllm_accprobe.online.keys import Keys
+    from vllm_accprobe.online.keys import Endpoint, Keys
 
 online = typer.Typer(help="Check calls on one machine while another one computes them.", rich_markup_mode=None)
 _PORT = 59208
-HOST = typer.Option("127.0.0.1", "--host", help="The receiver's name or address; its certificate is held against it.")
-PORT = typer.Option(
-    _PORT,
-    "--port",
-    min=0,
-    max=65535,
-    metavar="N",
-    help="A server's port: the receiver's; serve takes 0 for any that is free.",
-)
-TLS = typer.Option(
-    None, "--tls", metavar="DIR", help="Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: loopback."
-)
-SHARED = typer.Option(None, "--shared", metavar="DIR", help="A folder that both machines see, in place of a line.")
-CONFIG = typer.Option(None, "--config", metavar="FILE", help="msprobe's config.json, in place of these options.")
 _LEAST = 1 << 16
 
 
-@online.command(cls=Command, short_help="Receive calls on the golden's machine, and check them as they come")
-@answering
-def serve(
-    host: str = HOST,
-    port: int = PORT,
-    tls: Path = TLS,
-    shared: Path = SHARED,
-    config: Path = CONFIG,
-    ranks: str = RANK,
-    ops: list[str] = OPS,
-    weights: Path = typer.Option(None, "--weights", metavar="DIR", help="The model's directory; on this machine."),
-    standard: str = typer.Option("operator", "--standard", metavar="NAME", help="The limits, as for opcheck."),
-    against: str = typer.Option(
-        "float64", "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
-    ),
-    processes: int = typer.Option(
-        1, "-j", "--jobs", min=0, metavar="N", help="Processes that work, where all is gone over."
-    ),
-    max_gb: float = typer.Option(20.0, "--max-gb", min=0.001, metavar="GB", help="Disk budget per rank."),
-    ahead: float = typer.Option(
-        4.0, "--ahead-gb", min=0.001, metavar="GB", help="What may lie unchecked; then senders wait."
-    ),
-    wait: float = typer.Option(0.0, "--wait", metavar="S", help="End where nothing came for so long; 0: never."),
-    out: Path = typer.Option(
-        Path("accprobe-online"), "--out", "-o", metavar="DIR", help="Where the results go, and the calls."
-    ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all modules that fail."),
-) -> None:
+@dataclass(frozen=True)
+class LineOptions:
+    """How the two machines reach each other, and of which ranks."""
+
+    host: Annotated[str, Option("--host", help="The receiver's name or address, which its certificate must have.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int,
+        Option("--port", min=0, max=65535, metavar="N", help="A server's port: the receiver's; serve takes 0 for any "
+               "that is free."),
+    ] = _PORT  # fmt: skip
+    tls: Annotated[
+        Path | None,
+        Option("--tls", metavar="DIR", help="Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: "
+               "loopback."),
+    ] = None  # fmt: skip
+    shared: Annotated[
+        Path | None, Option("--shared", metavar="DIR", help="A folder that both machines see, in place of a line.")
+    ] = None
+    config: Annotated[
+        Path | None, Option("--config", metavar="FILE", help="msprobe's config.json, in place of these options.")
+    ] = None
+    ranks: options.Ranks = None
+
+    def endpoint(self, keys: Keys | None) -> Endpoint:
+        from vllm_accprobe.online.keys import Endpoint
+
+        return keys.endpoint if keys else Endpoint(self.host, self.port, self.shared, self.tls)
+
+
+@dataclass(frozen=True)
+class ReceiveOptions:
+    """What is checked, and where it goes."""
+
+    ops: options.Ops = field(default_factory=list)
+    weights: options.Weights = None
+    standard: Annotated[str, Option("--standard", metavar="NAME", help="The limits, as for opcheck.")] = "operator"
+    against: Against = "float64"
+    jobs: options.Jobs = 1
+    max_gb: Annotated[float, Option("--max-gb", min=0.001, metavar="GB", help="Disk budget per rank.")] = 20.0
+    ahead: Annotated[
+        float, Option("--ahead-gb", min=0.001, metavar="GB", help="What may lie unchecked; then senders wait.")
+    ] = 4.0
+    wait: Annotated[float, Option("--wait", metavar="S", help="End where nothing came for so long; 0: never.")] = 0.0
+    out: Annotated[Path, options.out("and the calls")] = Path("accprobe-online")
+    verbose: options.Verbose = False
+
+
+@dataclass(frozen=True)
+class OnlineSendOptions:
+    """What is sent."""
+
+    dump: Annotated[Path, Argument(metavar="DUMP", help="Directory of a dump, also while it is written.")]
+    follow: Annotated[bool, Option("--follow", help="Go on until the capture ends; DUMP may not be there yet.")] = False
+    patience: Annotated[
+        float,
+        Option("--patience", min=0.0, metavar="S", help="How long to try where the receiver does not answer."),
+    ] = 120.0
+
+
+def serve(line: LineOptions, what: ReceiveOptions) -> None:
     """Receive calls and check them as they come, on the golden's machine; then report as opcheck does.
 
     Ends when all ranks have ended, or at Ctrl-C with what is there. Killed and started again with the same --out, it
     goes on. Exit code 0: pass, 1: an operator is wrong, 2: it cannot be done, 3: nothing came, or could be checked.
     """
-    from vllm_accprobe.cli.common.checked_report import conclude
-    from vllm_accprobe.cli.opcheck import check_out, require_torch
-    from vllm_accprobe.online.keys import RECEIVES, Endpoint, read_keys
+    from vllm_accprobe.online.keys import RECEIVES, read_keys
 
     require_torch("online serve")
-    keys: Keys | None = read_keys(config, RECEIVES) if config is not None else None
-    endpoint = keys.endpoint if keys else Endpoint(host, port, shared, tls)
+    keys = read_keys(line.config, RECEIVES) if line.config is not None else None
+    endpoint, out, weights = line.endpoint(keys), what.out, what.weights
     say_notes(keys.notes if keys else ())
-    kept.going_on("what came is", out)
-    wanted = _ranks(ranks) or (keys.ranks if keys else None)
-    globs = tuple(ops) or (keys.ops if keys else ())
+    going_on("what came is", out)
+    wanted = _ranks(line.ranks or "") or (keys.ranks if keys else None)
+    globs = tuple(what.ops) or (keys.ops if keys else ())
     require_directory(weights, "--weights")
     require_directory(endpoint.tls, "--tls")
     check_out(out, None, [])
@@ -86,35 +107,22 @@ def serve(
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import RunError
 
-    job = _job(out, weights, globs, standard, against)
-    serving = Serving(job, endpoint, out, wanted, budget=int(max_gb * 1e9), ahead=int(ahead * 1e9), say=typer.echo)
+    job = _job(out, weights, globs, what)
+    serving = Serving(job, endpoint, out, wanted, budget=int(what.max_gb * 1e9),
+                      ahead=int(what.ahead * 1e9), say=typer.echo)  # fmt: skip
     try:
-        serving.wait(wait)
-        found = serving.finish(processes)
+        serving.wait(what.wait)
+        found = serving.finish(what.jobs)
     except (RunError, Unavailable) as why:
         raise CommandError(str(why)) from None
     finally:
         serving.close()
     if found is None:
         raise NothingThere(f"{out}: no rank sent anything that was taken")
-    conclude(found, Path(job.dump), job, out, standard, bool(globs), verbose)
+    conclude(found, Path(job.dump), job, out, what.standard, bool(globs), what.verbose)
 
 
-@online.command(cls=Command, short_help="Send a dump's calls to the machine that checks them")
-@answering
-def send(
-    dump: Path = typer.Argument(..., metavar="DUMP", help="Directory of a dump, also while it is written."),
-    host: str = HOST,
-    port: int = PORT,
-    tls: Path = TLS,
-    shared: Path = SHARED,
-    config: Path = CONFIG,
-    ranks: str = RANK,
-    follow: bool = typer.Option(False, "--follow", help="Go on until the capture ends; DUMP may not be there yet."),
-    patience: float = typer.Option(
-        120.0, "--patience", min=0.0, metavar="S", help="How long to try where the receiver does not answer."
-    ),
-) -> None:
+def send(what: OnlineSendOptions, line: LineOptions) -> None:
     """Send a dump's calls to the machine where `accprobe online serve` checks them.
 
     It reads what is on the disk, in a process of its own: nothing is opened inside the server that is captured. A line
@@ -124,22 +132,22 @@ def send(
     from vllm_accprobe.online.keys import SENDS, Endpoint, read_keys
     from vllm_accprobe.online.sending import send_dump
 
-    keys: Keys | None = read_keys(config, SENDS) if config is not None else None
-    endpoint = keys.endpoint if keys else Endpoint(host, port, shared, tls)
-    if keys is not None and tls is not None:  # msprobe's sending side has no such key
-        endpoint = Endpoint(endpoint.host, endpoint.port, endpoint.shared, tls)
+    keys = read_keys(line.config, SENDS) if line.config is not None else None
+    endpoint, dump, follow = line.endpoint(keys), what.dump, what.follow
+    if keys is not None and line.tls is not None:  # msprobe's sending side has no such key
+        endpoint = Endpoint(endpoint.host, endpoint.port, endpoint.shared, line.tls)
     say_notes(keys.notes if keys else ())
     if endpoint.port == 0 and endpoint.shared is None:
         raise CommandError("--port: name the receiver's port")
     require_directory(endpoint.tls, "--tls")
     if not follow and not dump.is_dir():
         raise CommandError(f"{dump} does not exist: name a dump's directory, or --follow one that is to come")
-    wanted = _ranks(ranks) or (keys.ranks if keys else None)
-    say_err = functools.partial(typer.echo, err=True)
-    kept.going_on("what arrived is", None)
-    said = send_dump(dump, endpoint, wanted, follow=follow, patience=patience, say=say_err)
-    typer.echo(said)
-    answer(dump=dump, receiver=endpoint.shared or f"{endpoint.host}:{endpoint.port}", said=said)
+    wanted = _ranks(line.ranks or "") or (keys.ranks if keys else None)
+    going_on("what arrived is", None)
+    done = send_dump(dump, endpoint, wanted, follow=follow, patience=what.patience,
+                     say=lambda text: typer.echo(text, err=True))  # fmt: skip
+    typer.echo(done)
+    answer(dump=dump, receiver=endpoint.shared or f"{endpoint.host}:{endpoint.port}", said=done)
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
@@ -149,20 +157,16 @@ def _ranks(text: str) -> tuple[int, ...] | None:
     return tuple(sorted({r for low, high in found for r in range(low, high + 1)})) or None
 
 
-def _job(out: Path, weights: Path | None, ops: tuple[str, ...], standard: str, against: str) -> Any:
+def _job(out: Path, weights: Path | None, ops: tuple[str, ...], what: ReceiveOptions) -> Any:
     from vllm_accprobe.online.serving import RECEIVED
-    from vllm_accprobe.opcheck.run.worker import DEVICE, EXACT, GOLDEN, Job
-    from vllm_accprobe.standards import OUTPUT, UnknownStandard, find
+    from vllm_accprobe.opcheck.run.worker import Job
 
-    try:
-        find(standard, OUTPUT)
-    except UnknownStandard as why:
-        raise CommandError(f"--standard: {why}") from None
-    golden = ""
-    if against not in (EXACT, DEVICE):
-        if not Path(against).is_dir():
-            raise CommandError(f"--against: {against!r} is neither float64 nor device nor a dump's directory")
-        golden = str(Path(against).resolve())
-    way = GOLDEN if golden else DEVICE if against == DEVICE else EXACT
+    check_standard(what.standard)
+    way, golden = against(what.against, None)
     model = str(weights.resolve()) if weights else ""
-    return Job(str((out / RECEIVED).resolve()), model, ops, (), way, golden, standard)
+    return Job(str((out / RECEIVED).resolve()), model, ops, (), way, golden, what.standard)
+
+
+for _function, _short in ((serve, "Receive calls on the golden's machine, and check them as they come"),
+                          (send, "Send a dump's calls to the machine that checks them")):  # fmt: skip
+    online.command(cls=Command, short_help=_short)(options.expanded(_function, f"online {_function.__name__}"))

@@ -1,122 +1,186 @@
-"""``accprobe opcheck DUMP``: every captured call run again against a reference, on the CPU in float64."""
+"""``accprobe opcheck DUMP``: every captured call run again against a reference, on the CPU in float64.
+
+With --repeat and --rows this machine's own kernels are run instead, also of an operator that is named by hand.
+msprobe's and ait's options are hidden fields of the groups; what they mean is in opcheck/compat. `conclude` prints and
+writes what `online serve` needs, too. Not here: the check (opcheck/run), the lines (opcheck/run/table.py)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common import here
-from vllm_accprobe.cli.common.checked_report import conclude, run_json
-from vllm_accprobe.cli.common.declared import ATTRIBUTES, WEIGHTS
-from vllm_accprobe.cli.common.options import CommandError, require_directory, say_notes
-from vllm_accprobe.cli.interrupts import kept
-from vllm_accprobe.cli.replay import ait_words
-from vllm_accprobe.cli.spelling import precheck_options as msprobe
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.compat.precheck_options import Precheck
+    from vllm_accprobe.opcheck.run.result_row import Checked
+    from vllm_accprobe.opcheck.run.whole import CheckedRun
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
+_MOST_RUNS = 100_000
+_WORST = ("tap", "cls", "role", "rank", "step", "call", "request", "position", "column", "measure", "measured",
+          "allowed", "created", "severity", "tier", "chance", "message")  # fmt: skip
+
+Against = Annotated[
+    str,
+    Option("--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."),
+]
 
 
-def opcheck(
-    dump: Path = typer.Argument(None, metavar="[DUMP]", help="A dump, its directory or dump.json; none with --op."),
-    same: Path = ait_words.INPUT,
-    table_of: Path = ait_words.TABLE,
-    ops: list[str] = ait_words.OPS,
-    ids: str = ait_words.IDS,
-    metric: list[str] = ait_words.METRIC,
-    card: int = ait_words.DEVICE,
-    model: Path = WEIGHTS,
-    standard: str = typer.Option(
-        None, "--standard", metavar="NAME", help="The limits: {standards}; operator where msprobe's are not asked for."
-    ),
-    against: str = typer.Option(
-        _EXACT, "--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."
-    ),
-    rerun: bool = typer.Option(
-        False, "--rerun", "--atb-rerun", "-rerun", help="Against vLLM's native code, or torch's, run here and now."
-    ),
-    backward: bool = typer.Option(False, "--backward", help="Gradients of the operators, too, against autograd's."),
-    attributes: list[str] = ATTRIBUTES,
-    kl: bool = typer.Option(False, "--kl", help="Measure the KL divergence of each output, too."),
-    seed: int = typer.Option(0, "--seed", help="Of inputs that are drawn; and of gradients."),
-    processes: int = typer.Option(
-        1, "-j", "--jobs", min=0, metavar="N", help="Processes that work; 0: none besides this one."
-    ),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the run that was interrupted in --out."),
-    save: Path = typer.Option(None, "--save-failed", metavar="DIR", help="Failed calls go here, with tensors."),
-    repeat: int = here.REPEAT,
-    rows: str = here.ROWS,
-    op: str = here.OP,
-    shapes: list[str] = here.SHAPE,
-    dtype: str = here.DTYPE,
-    more: list[str] = here.WITH,
-    load: list[str] = here.LOAD,
-    api_info: Path = msprobe.API_INFO,
-    config: Path = msprobe.CONFIG,
-    once: bool = msprobe.FILTER,
-    device: str = msprobe.DEVICE,
-    splits: int = msprobe.SPLITS,
-    csv_path: Path = msprobe.CSV_PATH,
-    save_error: bool = msprobe.SAVE,
-    jit: bool = msprobe.JIT,
-    out: Path = typer.Option(
-        Path("accprobe-opcheck"),
-        "--out",
-        "--output",
-        "-o",
-        "--out_path",
-        metavar="DIR",
-        help="Where the results go: opcheck.csv.",
-    ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: all modules that fail."),
-) -> None:
+@dataclass(frozen=True)
+class OpcheckOptions:
+    """What is checked, by which limits, and where the results go."""
+
+    dump: Annotated[
+        Path | None, Argument(metavar="[DUMP]", help="A dump, its directory or dump.json; none with --op.")
+    ] = None
+    ops: options.Ops = field(default_factory=list)
+    ids: options.Ids = ""
+    weights: options.Weights = None
+    standard: Annotated[
+        str | None, Option("--standard", metavar="NAME", help="The limits: {standards}; operator by default.")
+    ] = None
+    against: Against = _EXACT
+    rerun: Annotated[bool, Option("--rerun", help="Against vLLM's native code, or torch's, run here and now.")] = False
+    backward: Annotated[bool, Option("--backward", help="Gradients of the operators, too, against autograd's.")] = False
+    attributes: Annotated[
+        list[str],
+        Option("--attribute", metavar="A=V", help="Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Can be "
+               "repeated."),
+    ] = field(default_factory=list)  # fmt: skip
+    kl: Annotated[bool, Option("--kl", help="Measure the KL divergence of each output, too.")] = False
+    seed: options.Seed = 0
+    jobs: options.Jobs = 1
+    resume: Annotated[bool, Option("--resume", help="Continue the run that was interrupted in --out.")] = False
+    save: Annotated[Path | None, Option("--save-failed", metavar="DIR", help="Failed calls go here, with tensors.")] = (
+        None
+    )
+    out: Annotated[Path, options.out("opcheck.csv")] = Path("accprobe-opcheck")
+    verbose: options.Verbose = False
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """This machine's own kernels, in place of a reference."""
+
+    repeat: Annotated[
+        int, Option("--repeat", min=0, metavar="N", help="Run each so many times: calls, here, for races and unwritten "
+                    "memory."),
+    ] = 0  # fmt: skip
+    rows: Annotated[
+        str, Option("--rows", metavar="SIZES", help="Rows in batches of these sizes, e.g. 1,N or all, here.")
+    ] = ""
+    op: Annotated[
+        str, Option("--op", metavar="NAME", help="No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.")
+    ] = ""
+    shapes: Annotated[
+        list[str],
+        Option("--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Can be repeated: further calls."),
+    ] = field(default_factory=list)
+    dtype: Annotated[
+        str, Option("--dtype", metavar="DTYPES", help="Theirs: one, or one for each; int64:32 is below 32.")
+    ] = "float32"
+    arguments: Annotated[
+        list[str], Option("--with", metavar="NAME=JSON", help="An argument of it by name. Can be repeated.")
+    ] = field(default_factory=list)
+    load: Annotated[
+        list[str],
+        Option("--load", metavar="MODULE", help="Import this first: it registers operators. Can be repeated."),
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MsprobeOptions:
+    """msprobe's acc_check, multi_acc_check and run_ut (opcheck/compat/precheck_options.py)."""
+
+    api_info: Annotated[
+        Path | None, Hidden("-api_info", metavar="FILE", help="DUMP as msprobe says it: its limits.")
+    ] = None
+    config: Annotated[Path | None, Hidden("--config", metavar="FILE", help="msprobe's config.json or config.yaml.")] = (
+        None
+    )
+    once: Annotated[bool, Hidden("-f", help="Calls that differ in values alone are checked once.")] = False
+    device: Annotated[
+        str, Hidden("-d", "--device", metavar="DEVICES", help="Run the calls here and judge that: cpu, cuda:1, 0,1.")
+    ] = ""
+    csv_path: Annotated[
+        Path | None, Hidden("-csv_path", metavar="FILE", help="As --resume of msprobe's result csv.")
+    ] = None
+    save_error: Annotated[bool, Hidden("-save_error_data", help="As --save-failed ut_error_data<time>.")] = False
+    jit: Annotated[bool, Hidden("--jit_compile", help="An NPU compiles its operators (-j alone is the same).")] = False
+
+
+@dataclass(frozen=True)
+class AitOptions:
+    """ait llm opcheck (opcheck/compat/ait_words.py)."""
+
+    same: Annotated[Path | None, Hidden("--input", metavar="DIR", help="As DUMP: ATB's tensors of one execution.")] = (
+        None
+    )
+    table: Annotated[Path | None, Hidden("--csv-path", metavar="FILE", help="ATB's operation_tensors_N.csv.")] = None
+    metric: Annotated[
+        list[str], Hidden("--metric", metavar="WORDS", help="More columns of opcheck_result.csv: abs cos_sim kl.")
+    ] = field(default_factory=list)
+    card: Annotated[int | None, Hidden("--device-id", metavar="N", help="As ait has it; no card is used.")] = None
+
+
+def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOptions, from_ait: AitOptions) -> None:
     """Run captured calls again against references: which operator is wrong for its own inputs?
 
     Prints the wrong modules first, in the order of execution, then every class and all that was not checked, and writes
-    opcheck.csv (a row per output) and result.csv (a row per module or operator); of ATB, whose tools' options are taken
-    too, opcheck_result.csv. Needs torch. With --repeat and --rows this machine's own kernels are run instead: are they
-    steady, and does a row's result depend on its batch?
+    opcheck.csv (a row per output) and result.csv (a row per module or operator); of ATB, opcheck_result.csv. Needs
+    torch. With --repeat and --rows this machine's own kernels are run instead: are they steady, and does a row's result
+    depend on its batch? msprobe's and ait's own options are taken, too (docs/migration.md).
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
-    ait = ait_words.read(dump, same, table_of, ops, ids, metric, card, rerun)
-    check = msprobe.asked(ait.dump, api_info, config, once, device, csv_path, save_error, jit)
-    dump, out, save = cast(Path, check.dump), check.out or out, cast(Path, save or check.save)
-    standard = standard or _default_standard(check)
-    asked = here.runs_of(repeat, rows, op), here.named_of(op, shapes, dtype, more)
-    require_torch("opcheck", threads=bool(asked[0][0] or asked[0][1] or asked[1]))
+    from vllm_accprobe.opcheck.compat import ait_words, precheck_options
+
+    ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
+                         from_ait.card, checking.rerun)  # fmt: skip
+    say_notes(ait.notes)
+    check = precheck_options.read(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
+                                  msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
+    out, standard = check.out or checking.out, checking.standard or _default_standard(check)
+    here = _here(machine)
+    require_torch("opcheck", threads=bool(here["repeat"] or here["batch"] or here["named"]))
     from vllm_accprobe.opcheck.precheck import precheck_files
     from vllm_accprobe.opcheck.run.unavailable import Unavailable
     from vllm_accprobe.opcheck.run.whole import PART, RunError, run
 
-    kl = kl or ait.kl
-    job = _job(dump, model, list(ait.ops), ait.calls, standard, against, rerun, backward, kl, seed, save, asked, load)
-    job = replace(job, attributes=_attributes(attributes), **ait.job())
-    job = _as_msprobe_asks(job, check)
+    save = checking.save or check.save
+    fields = here | ait.job() | _as_msprobe(check, checking, here)
+    job = _job(checking, check.dump, standard, save, fields, list(ait.ops), ait.calls, ait.kl)
     check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     files = precheck_files.of(check, standard, job.dump)
-    dump = dump or Path(op)
-    kept.going_on("the calls that were checked are", out / PART, ["--resume"])
-    bar = here.LaterBar()
+    dump = check.dump or Path(machine.op)
+    going_on("the calls that were checked are", out / PART, ["--resume"])
+    bar = LaterBar()
     try:
-        resume, processes = resume or check.resumed, splits or processes
         with files.begun(out, out / PART):
-            found = run(job, out, processes=processes, resume=resume, plan=bar.start, done=bar.one)
+            found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=bar.start,
+                        done=bar.one)  # fmt: skip
     except (RunError, Unavailable) as why:
         raise CommandError(str(why)) from None
     finally:
         bar.end()
     say_notes(check.notes)
-    conclude(found, dump, job, out, standard, bool(ops or ids), verbose,
+    conclude(found, dump, job, out, standard, bool(checking.ops or checking.ids), checking.verbose,
              lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
 
 
-def _default_standard(check: msprobe.Precheck) -> str:
+def _default_standard(check: Precheck) -> str:
     """msprobe's limits where its own words were used; MindSpore's for a dump of MindSpore."""
     if not check.msprobe:
         return "operator"
@@ -125,83 +189,81 @@ def _default_standard(check: msprobe.Precheck) -> str:
     return "mindspore" if framework_of(check.dump) == "mindspore" else "msprobe"
 
 
-def _as_msprobe_asks(job: Job, check: msprobe.Precheck) -> Job:
-    """Raises CommandError."""
-    from vllm_accprobe.opcheck.run.worker import EXACT
-
-    lists = check.config
-    if check.devices and (job.against != EXACT or job.runs_here):
+def _as_msprobe(check: Precheck, checking: OpcheckOptions, here: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Job that msprobe's words fill. Raises CommandError."""
+    runs_here = bool(here["repeat"] or here["batch"] or here["named"] is not None)
+    if check.devices and (checking.against != _EXACT or checking.rerun or runs_here):
         raise CommandError("--device runs the calls here: not with --against, --rerun, --repeat, --rows or --op")
-    if check.once and job.named is not None:
+    if check.once and here["named"] is not None:
         raise CommandError("--filter_api leaves calls of a dump out; --op has none")
-    return replace(
-        job, devices=check.devices, once=check.once, white=lists.white_list if lists else (),
-        black=lists.black_list if lists else (), jit=check.jit,
-    )  # fmt: skip
-
-
-def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
-    from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.atb import op_csv
-    from vllm_accprobe.opcheck.repeat import told
-    from vllm_accprobe.opcheck.run import table
-    from vllm_accprobe.opcheck.run import whole as run
-
-    rows = outputs.csv_with(*table.COLUMNS[:9])
-    ours = {
-        run.DONE: rows, run.PART: rows, "result.csv": outputs.csv_with(*table.RESULT),
-        op_csv.FILE: outputs.csv_with(*op_csv.FIRST),
-        **dict.fromkeys((told.REPEAT_FILES[0], told.ROWS_FILES[0]), outputs.SCHEMA_AND_VERDICT),
-        **dict.fromkeys((told.REPEAT_FILES[1], told.ROWS_FILES[1]), outputs.matching("<title>opcheck: ")),
-        run.SETTINGS: outputs.matching(r"\A\{\"job\":"), profile.NAME: outputs.matching(profile.OURS),
-    }  # fmt: skip
-    outputs.check(out, ours, dumps=dumps)
-    if save is not None:
-        outputs.check_place(save, dumps, "--save-failed")
+    lists = check.config
+    return {"devices": check.devices, "once": check.once, "white": lists.white_list if lists else (),
+            "black": lists.black_list if lists else (), "jit": check.jit}  # fmt: skip
 
 
 def _job(
-    dump: Path | None, model: Path | None, ops: list[str], ids: str, standard: str, against: str, rerun: bool,
-    backward: bool, kl: bool, seed: int, save: Path | None,
-    asked: tuple[tuple[int, tuple[str, ...]], dict[str, Any] | None], load: list[str],
-) -> Job:  # fmt: skip
-    from vllm_accprobe.cli.common.same import refuse_same
-    from vllm_accprobe.opcheck.run.worker import AGAIN, DEVICE, EXACT, GOLDEN, Job
+    checking: OpcheckOptions,
+    dump: Path | None,
+    standard: str,
+    save: Path | None,
+    fields: dict[str, Any],
+    ops: list[str],
+    ids: str,
+    kl: bool,
+) -> Job:
+    """Raises CommandError."""
+    from vllm_accprobe.opcheck.run.worker import AGAIN, Job
+
+    check_standard(standard)
+    if checking.rerun and checking.against != _EXACT:
+        raise CommandError("--rerun and --against: choose one")
+    if fields["repeat"] or fields["batch"] or fields["named"] is not None:
+        _check_here(checking, fields["named"] is not None, dump, standard, kl, save)
+    elif fields["load"]:
+        raise CommandError("--load goes with --repeat, --rows and --op")
+    places.require_directory(checking.weights, "--weights")
+    fields |= {
+        "ops": tuple(ops),
+        "standard": standard,
+        "seed": checking.seed,
+        "attributes": _attributes(checking.attributes),
+    }
+    if dump is None:
+        if fields["named"] is None:
+            raise CommandError("DUMP is missing: name a dump's directory, or an operator with --op")
+        return Job("", **fields)
+    if not dump.exists():
+        raise CommandError(f"{dump} does not exist: name a dump's directory or file")
+    way, golden = against(checking.against, dump)
+    weights = checking.weights if checking.weights is not None else model_of(run_json(dump))
+    return Job(
+        str(dump.resolve()), model=str(weights.resolve()) if weights else "", ids=tuple(sorted(ids_of(ids))),
+        against=AGAIN if checking.rerun else way, golden=golden, kl=kl or checking.kl, backward=checking.backward,
+        save=str(save.resolve()) if save else "", **fields,
+    )  # fmt: skip
+
+
+def check_standard(name: str) -> None:
+    """Raises CommandError for one that judges no output."""
     from vllm_accprobe.standards import OUTPUT, UnknownStandard, find
 
     try:
-        find(standard, OUTPUT)
+        find(name, OUTPUT)
     except UnknownStandard as why:
         raise CommandError(f"--standard: {why}") from None
-    if rerun and against != _EXACT:
-        raise CommandError("--rerun and --against: choose one")
-    (repeat, sizes), named = asked
-    if repeat or sizes or named is not None:
-        here.check_here(dump, named is not None, standard, against, rerun, backward, kl, save)
-    elif load:
-        raise CommandError("--load belongs to --repeat, --rows and --op")
-    require_directory(model, "--weights")
-    if dump is None:
-        if named is None:
-            raise CommandError("DUMP is missing: name a dump's directory, or an operator with --op")
-        return Job("", ops=tuple(ops), standard=standard, seed=seed, repeat=repeat, batch=sizes, named=named,
-                   load=tuple(load))  # fmt: skip
-    if not dump.exists():
-        raise CommandError(f"{dump} does not exist: name a dump's directory or file")
-    golden = ""
-    if against not in (_EXACT, _DEVICE):
-        if not Path(against).is_dir():
-            raise CommandError(f"--against: {against!r} is neither float64 nor device nor a dump's directory")
-        refuse_same(("DUMP", dump), ("--against", Path(against)))
-        golden = str(Path(against).resolve())
-    way = AGAIN if rerun else GOLDEN if golden else DEVICE if against == _DEVICE else EXACT
-    weights = model if model is not None else _model_of(run_json(dump))
-    return Job(
-        str(dump.resolve()), str(weights.resolve()) if weights else "", tuple(ops), tuple(sorted(ids_of(ids))), way,
-        golden, standard, kl, backward, seed, str(save.resolve()) if save else "",
-        repeat, sizes, None, tuple(load),
-    )  # fmt: skip
+
+
+def against(word: str, dump: Path | None) -> tuple[str, str]:
+    """(Job.against, Job.golden) of the option ``--against``. Raises CommandError."""
+    from vllm_accprobe.opcheck.run.worker import DEVICE, EXACT, GOLDEN
+
+    if word in (_EXACT, _DEVICE):
+        return (DEVICE if word == _DEVICE else EXACT), ""
+    if not Path(word).is_dir():
+        raise CommandError(f"--against: {word!r} is neither float64 nor device nor a dump's directory")
+    if dump is not None:
+        places.refuse_same(("DUMP", dump), ("--against", Path(word)))
+    return GOLDEN, str(Path(word).resolve())
 
 
 def _attributes(texts: list[str]) -> tuple[str, ...]:
@@ -217,6 +279,26 @@ def _attributes(texts: list[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
+    from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.atb import op_csv
+    from vllm_accprobe.opcheck.repeat import told
+    from vllm_accprobe.opcheck.run import table
+    from vllm_accprobe.opcheck.run import whole as run
+
+    rows = places.csv_with(*table.COLUMNS[:9])
+    ours = {
+        run.DONE: rows, run.PART: rows, "result.csv": places.csv_with(*table.RESULT),
+        op_csv.FILE: places.csv_with(*op_csv.FIRST),
+        **dict.fromkeys((told.REPEAT_FILES[0], told.ROWS_FILES[0]), places.SCHEMA_AND_VERDICT),
+        **dict.fromkeys((told.REPEAT_FILES[1], told.ROWS_FILES[1]), places.matching("<title>opcheck: ")),
+        run.SETTINGS: places.matching(r"\A\{\"job\":"), profile.NAME: places.matching(profile.OURS),
+    }  # fmt: skip
+    places.check(out, ours, dumps=dumps)
+    if save is not None:
+        places.check_place(save, dumps, "--save-failed")
+
+
 def ids_of(text: str) -> frozenset[str]:
     """``0.0.57,0.1.3`` as a set. Raises CommandError."""
     import re
@@ -229,8 +311,9 @@ def ids_of(text: str) -> frozenset[str]:
 
 
 def require_torch(command: str, threads: bool = False) -> None:
-    """Raises CommandError where torch is missing. Unless told otherwise, or with ``threads``, it will use one thread:
-    small products are no slower for it, and threads that wait for one another in a loop take the other cores."""
+    """Raises CommandError where torch is missing. Unless the environment says otherwise, or with ``threads``, it will
+    use one thread: small products are no slower for it, and threads that wait for one another in a loop take the other
+    cores."""
     import importlib.util
     import os
 
@@ -247,15 +330,191 @@ def opened_calls(dump: Path, model: Path | None) -> Calls:
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
 
-    require_directory(model, "--weights")
+    places.require_directory(model, "--weights")
     opened = open_dump(dump)
-    return Calls(opened, model or _model_of(opened.run))
+    return Calls(opened, model or model_of(opened.run))
 
 
-def _model_of(run: object) -> Path | None:
+def model_of(run: object) -> Path | None:
     """The model's directory by run.json, where it is on this machine."""
     described = run.get("model") if isinstance(run, dict) else None
     path = described.get("path") if isinstance(described, dict) else None
     if not isinstance(path, str) or not path or "\0" in path:
         return None
     return Path(path) if Path(path).is_dir() else None
+
+
+# --- the report ---
+
+
+def conclude(
+    found: CheckedRun, dump: Path, job: Job, out: Path, standard: str, chosen: bool, verbose: bool,
+    more: Callable[[Path], list[Path]] = lambda out: [],
+) -> None:  # fmt: skip
+    """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were chosen; more:
+    writes further files. Raises typer.Exit with the exit code."""
+    from vllm_accprobe.judge import profile
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.run import result_row, table
+    from vllm_accprobe.opcheck.run.totals import totals as count
+
+    say_notes(found.problems)
+    if job.repeat or job.batch:
+        _say_here(job, found.rows, out, None if verbose else 10)
+    checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
+    if checked != found.rows:
+        table.resettle(out / "opcheck.csv", checked)
+    totals = count(checked)
+    if not totals.checked and not totals.statuses.get(result_row.FAIL):
+        reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
+        near = "" if found.rows or not chosen else near_names(dump, job.ops)
+        raise NothingThere(f"{dump}: nothing could be checked: {reason}{near}")
+    table.write_result(checked, out / "result.csv")
+    for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
+        typer.echo(line)
+    written = [out / "opcheck.csv", out / "result.csv"]
+    if machine.habits:
+        written.append(out / profile.NAME)
+        computes = profile.Profile(machine.habits, profile.host_of(run_json(dump)), machine.units)
+        written[-1].write_text(computes.to_json(), encoding="utf-8")
+    written += more(out)
+    say_written(*written)
+    wrong = bool(totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR))
+    answer(
+        verdict="fail" if wrong else "pass", calls=totals.calls, checked=totals.checked, statuses=totals.statuses,
+        skipped=totals.skipped, wrong=[_module(group) for group in table.failures(checked)], machine=machine.habits,
+    )  # fmt: skip
+    raise typer.Exit(1 if wrong else 0)
+
+
+def near_names(dump: Path, globs: Sequence[str]) -> str:
+    """What follows globs over operators, classes and paths that match none: the nearest names; "" without."""
+    from vllm_accprobe.dump.files import DumpError
+    from vllm_accprobe.dump.select import nearest
+    from vllm_accprobe.formats import open_dump
+
+    try:
+        opened = open_dump(dump)
+    except DumpError:
+        return ""
+    names = {name for r in opened.records if r.step is not None for name in (r.tap, r.cls) if name}
+    found = nearest(globs, names | {op.op for op in opened.ops})
+    return f"; the nearest names: {', '.join(found)}" if found else ""
+
+
+def _module(group: list[Checked]) -> dict[str, object]:
+    """The worst output of a module, with how many of its outputs failed."""
+    worst = max(group, key=lambda r: r.severity)
+    return {name: getattr(worst, name) for name in _WORST} | {"outputs": len(group)}
+
+
+def run_json(dump: Path) -> object:
+    """run.json of a directory; None where it has none that can be read (opening the dump tells why)."""
+    import json
+
+    try:
+        path = dump / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+# --- this machine's own kernels ---
+
+
+def _here(machine: KernelOptions) -> dict[str, Any]:
+    """The fields of Job that these options fill. Raises CommandError."""
+    repeat, rows = machine.repeat, machine.rows
+    sizes = tuple(s.strip() for s in rows.split(",") if s.strip())
+    if rows and not sizes:
+        raise CommandError("--rows: name batch sizes, e.g. 1,N, or all")
+    for size in sizes:
+        if size not in ("N", "all") and not re.fullmatch(r"[1-9]\d{0,8}", size):
+            raise CommandError(f"--rows: {size!r} is no batch size; 1,8,N or all, N being the whole batch")
+    if sizes and set(sizes) == {"N"}:
+        raise CommandError("--rows: N is the whole batch; name a smaller size beside it, e.g. 1,N")
+    if repeat and sizes:
+        raise CommandError("--repeat and --rows: choose one")
+    if repeat == 1 or repeat > _MOST_RUNS:
+        raise CommandError(f"--repeat {repeat}: from 2 to {_MOST_RUNS:,} runs")
+    return {"repeat": repeat, "batch": sizes, "named": _named_operator(machine), "load": tuple(machine.load)}
+
+
+def _named_operator(machine: KernelOptions) -> dict[str, Any] | None:
+    """The operator named by hand as a job has it; None where there is none. Raises CommandError."""
+    if not machine.op:
+        if machine.shapes or machine.arguments:
+            raise CommandError("--shape and --with go with --op")
+        return None
+    if not machine.shapes:
+        raise CommandError("--op needs --shape: its tensors, e.g. 7x64,64x32")
+    dtypes = [d.strip() for d in machine.dtype.split(",")]
+    return {"op": machine.op, "shapes": list(machine.shapes), "dtypes": dtypes, "more": _values(machine.arguments)}
+
+
+def _values(more: Sequence[str]) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for text in more:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"--with {text!r}: NAME=VALUE, e.g. eps=1e-6")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None:
+    """The report of `--repeat` and `--rows`. Raises typer.Exit."""
+    from vllm_accprobe.opcheck.repeat import told
+    from vllm_accprobe.opcheck.run import table
+    from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL
+    from vllm_accprobe.opcheck.run.totals import totals
+    from vllm_accprobe.whole_file import write_text
+
+    counted = totals(rows)
+    if not counted.checked and not counted.statuses.get(ERROR):
+        reason = next(iter(counted.skipped), "no call matches" if job.ops or job.ids else "the dump holds no call")
+        raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
+    mode = told.mode_of(job.repeat, job.batch)
+    lines = told.lines(rows, counted, mode, most)
+    for line in lines:
+        typer.echo(line)
+    files = [out / name for name in (told.REPEAT_FILES if job.repeat else told.ROWS_FILES)]
+    table.write_result(rows, out / "result.csv")
+    write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
+    write_text(files[1], told.page(rows, lines, f"opcheck: {mode}"))
+    say_written(out / "opcheck.csv", out / "result.csv", *files)
+    answer(**told.to_json(rows, counted, mode))
+    raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
+
+
+def _check_here(
+    checking: OpcheckOptions, named: bool, dump: Path | None, standard: str, kl: bool, save: Path | None
+) -> None:  # fmt: skip
+    """Raises CommandError for options that mean nothing for this machine's kernels alone."""
+    chosen = {"--against": checking.against != _EXACT, "--rerun": checking.rerun, "--backward": checking.backward,
+              "--kl": kl or checking.kl, "--save-failed": save is not None}  # fmt: skip
+    if used := [name for name, is_chosen in chosen.items() if is_chosen]:
+        raise CommandError(f"{used[0]} does not go with --repeat, --rows or --op: those run this machine's kernels")
+    if standard not in ("operator", "strict"):
+        raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
+    if named and dump is not None:
+        raise CommandError("--op takes no DUMP: its inputs are drawn")
+
+
+class LaterBar:
+    """A progress bar that learns its length later."""
+
+    def __init__(self) -> None:
+        from contextlib import ExitStack
+
+        self._stack = ExitStack()
+        self.one = lambda: None
+
+    def start(self, taps: int) -> None:
+        self.one = self._stack.enter_context(progress("opcheck", taps))
+
+    def end(self) -> None:
+        self._stack.close()

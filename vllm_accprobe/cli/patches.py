@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.json_answer import answer
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, require_directory
+from vllm_accprobe.cli import options
+from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.output import answer
+from vllm_accprobe.cli.places import require_directory
 
 if TYPE_CHECKING:
     from vllm_accprobe.patching.schema import Target
 
 
-def patches(
-    action: str = typer.Argument(..., metavar="list|check", help="list: name them; check: compare with the source."),
-    which: list[str] = typer.Argument(None, metavar="[NAME|FILE.toml]...", help="Default: all that are shipped."),
-    source: Path = typer.Option(
-        None, "--source", metavar="DIR", help="A package's directory to check against, e.g. an unpacked wheel's vllm/."
-    ),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: every tap of every place."),
-) -> None:
+@dataclass(frozen=True)
+class PatchesOptions:
+    """Which patches, and what is done."""
+
+    action: Annotated[str, Argument(metavar="list|check", help="list: name them; check: compare with the source.")]
+    which: Annotated[list[str], Argument(metavar="[NAME|FILE.toml]...", help="Default: all that are shipped.")] = field(
+        default_factory=list
+    )
+    source: Annotated[
+        Path | None,
+        Option(
+            "--source", metavar="DIR", help="A package's directory to check against, e.g. an unpacked wheel's vllm/."
+        ),
+    ] = None
+    verbose: options.Verbose = False
+
+
+def patches(wanted: PatchesOptions) -> None:
     """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
 
     VLLM_ACCPROBE_PATCHES=NAME,... applies them while the probe is on.
     Exit code 0: all fit, 1: a place is refused, 2: bad usage or no patch, 3: there is nothing to check against.
     """
+    action, source, verbose = wanted.action, wanted.source, wanted.verbose
     from vllm_accprobe.patching.check import ABSENT, FITS, REFUSED, check, package_root, package_version
     from vllm_accprobe.patching.schema import PatchError
     from vllm_accprobe.patching.shipped import choose
@@ -35,7 +50,7 @@ def patches(
     if action not in ("list", "check"):
         raise CommandError(f"patches {action}: write list or check")
     try:
-        chosen = choose(which or ["all"])
+        chosen = choose(wanted.which or ["all"])
     except PatchError as error:
         raise CommandError(str(error)) from None
     if action == "list":

@@ -1,127 +1,133 @@
 """``accprobe run [options] -- CMD ...``: any command with the probe on.
 
-Not here: what becomes of it (cli/common/running.py); ``ait llm dump``'s words behind one option (cli/spelling/told.py).
+Not here: the command's signals and terminal (run/launcher.py), ATB's variables (run/atb.py), ``ait llm dump``'s names
+(aliases.py).
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import DIR_OUTPUT, MODULES, RANKS, REQUESTS, STEPS, TOKENS
-from vllm_accprobe.cli.common.options import CommandError
+from vllm_accprobe.cli import options
+from vllm_accprobe.cli.aliases import is_quiet
+from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.options import Hidden, flag
+from vllm_accprobe.cli.output import answer, size
+from vllm_accprobe.report.text import count
+
+if TYPE_CHECKING:
+    from vllm_accprobe.config import ProbeConfig
+    from vllm_accprobe.run.atb import AtbOptions
+    from vllm_accprobe.run.watcher import Progress, Watcher
 
 
-def run(
-    command: list[str] = typer.Argument(None, metavar="-- CMD...", help="vllm serve ..., a script, a shell line."),
-    exec: str = typer.Option(
-        None, "--exec", metavar="LINE", help="A command as one line, as ait has it; with --atb, into DIR/ait_dump."
-    ),
-    dir: str = DIR_OUTPUT,
-    task: str = typer.Option(None, "--task", help="tensor, or stats (statistics and hashes only)."),
-    tokens: str = TOKENS,
-    steps: str = STEPS,
-    ranks: str = RANKS,
-    modules: str = MODULES,
-    parts: str = typer.Option(None, "--parts", metavar="PARTS", help="Of input, output, params."),
-    requests: str = REQUESTS,
-    max_gb: float = typer.Option(None, "--max-gb", metavar="GB", help="Disk budget per rank."),
-    ops: bool = typer.Option(None, "--ops/--no-ops", help="Capture operator calls too."),
-    graphs: bool = typer.Option(None, "--graphs/--eager", help="Leave compiled and captured graphs as configured."),
-    more: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup. Can be repeated."
-    ),
-    config: str = typer.Option(None, "--config", metavar="FILE", help="A TOML file with such settings."),
-    atb: bool = typer.Option(False, "--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb."),
-    atb_ids: str = typer.Option(
-        None, "--atb-ids", "--save-operation-ids", "-ids", metavar="IDS", help="Operations, e.g. 2,3_1; all by default."
-    ),
-    atb_range: str = typer.Option(
-        None,
-        "--atb-range",
-        "--execute-range",
-        "-er",
-        help="First and last executions, e.g. 3,5,7,7; 0,0 by default.",
-    ),
-    atb_op: str = typer.Option(
-        None,
-        "--atb-op",
-        "--operation-name",
-        "-opname",
-        metavar="GLOBS",
-        help="Beginnings of operation names, e.g. self,linear.",
-    ),
-    atb_time: int = typer.Option(
-        None,
-        "--atb-time",
-        "--save-time",
-        "-time",
-        help="0 before, 1 after (the default), 2 both, 3 inputs before, outputs after.",
-    ),
-    atb_part: int = typer.Option(
-        None, "--atb-part", "--save-tensor-part", "-stp", help="0 inputs, 1 outputs, 2 both (the default)."
-    ),
-    atb_child: bool = typer.Option(
-        None, "--atb-child/--no-atb-child", help="With --atb-ids: their operations too (the default)."
-    ),
-    save_operation_child: str = typer.Option(
-        None, "--save-operation-child", "-child", metavar="True|False", help="The same, as ait has it."
-    ),
-    atb_tiling: bool = typer.Option(False, "--atb-tiling", "--save-tiling", "-tiling", help="Tiling data too."),
-    atb_describe: bool = typer.Option(
-        False, "--atb-describe", "--only-save-desc", "-sd", help="Descriptions without values."
-    ),
-    atb_type: str = typer.Option(
-        None,
-        "--atb-type",
-        "--type",
-        metavar="TYPES",
-        help="Of model, layer, op, kernel, tensor (the default), cpu_profiling, stats; onnx draws model and layer.",
-    ),
-    atb_device: int = typer.Option(
-        None, "--atb-device", "--device-id", "-device", metavar="N", help="Only this device."
-    ),
-    log_level: str = typer.Option(None, "--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Say less: what is wrong."),
-) -> None:
+@dataclass(frozen=True)
+class RunOptions:
+    """What is run, and the capture's settings."""
+
+    command: Annotated[list[str], Argument(metavar="-- CMD...", help="vllm serve ..., a script, a shell line.")] = (
+        field(default_factory=list)
+    )
+    exec: options.Exec = None
+    dir: options.Dir = None
+    task: Annotated[str | None, Option("--task", help="tensor, or stats (statistics and hashes only).")] = None
+    ranks: options.Ranks = None
+    parts: Annotated[str | None, Option("--parts", metavar="PARTS", help="Of input, output, params.")] = None
+    max_gb: Annotated[float | None, Option("--max-gb", metavar="GB", help="Disk budget per rank.")] = None
+    ops: Annotated[bool | None, Option("--ops/--no-ops", help="Capture operator calls too.")] = None
+    graphs: Annotated[
+        bool | None, Option("--graphs/--eager", help="Leave compiled and captured graphs as configured.")
+    ] = None
+    settings: Annotated[
+        list[str],
+        Option("--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup. Can be repeated."),
+    ] = field(default_factory=list)
+    config: Annotated[str | None, Option("--config", metavar="FILE", help="A TOML file with such settings.")] = None
+    log_level: options.LogLevel = None
+    quiet: options.Quiet = False
+
+
+@dataclass(frozen=True)
+class RunAtbOptions:
+    """What Ascend's ATB writes meanwhile."""
+
+    atb: Annotated[bool, Option("--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb.")] = False
+    atb_ids: Annotated[
+        str | None, Option("--atb-ids", metavar="IDS", help="Operations, e.g. 2,3_1; all by default.")
+    ] = None
+    atb_range: Annotated[
+        str | None, Option("--atb-range", help="First and last executions, e.g. 3,5,7,7; 0,0 by default.")
+    ] = None
+    atb_op: Annotated[
+        str | None, Option("--atb-op", metavar="GLOBS", help="Beginnings of operation names, e.g. self,linear.")
+    ] = None
+    atb_time: Annotated[
+        int | None,
+        Option("--atb-time", help="0 before, 1 after (the default), 2 both, 3 inputs before, outputs after."),
+    ] = None
+    atb_part: Annotated[int | None, Option("--atb-part", help="0 inputs, 1 outputs, 2 both (the default).")] = None
+    atb_child: Annotated[
+        bool | None, Option("--atb-child/--no-atb-child", help="With --atb-ids: their operations too (the default).")
+    ] = None
+    save_operation_child: Annotated[
+        str | None, Hidden("--save-operation-child", metavar="True|False", help="The same, as ait has it.")
+    ] = None
+    atb_tiling: Annotated[bool, Option("--atb-tiling", help="Tiling data too.")] = False
+    atb_describe: Annotated[bool, Option("--atb-describe", help="Descriptions without values.")] = False
+    atb_type: Annotated[
+        str | None,
+        Option("--atb-type", metavar="TYPES", help="Of model, layer, op, kernel, tensor (the default), cpu_profiling, "
+               "stats; onnx draws model and layer."),
+    ] = None  # fmt: skip
+    atb_device: Annotated[int | None, Option("--atb-device", metavar="N", help="Only this device.")] = None
+
+
+def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) -> None:
     """Run any command with the probe on: accprobe run --tokens 0-4 -- vllm serve MODEL.
 
-    Settings not given here are those of the environment (VLLM_ACCPROBE_*). Signals reach the command, and its exit code
+    Settings left out here are those of the environment (VLLM_ACCPROBE_*). Signals reach the command, and its exit code
     is the exit code here; 2: it could not be started, 3: it ended with 0 and nothing was captured.
     """
-    import os
-
-    from vllm_accprobe.cli.common.running import conclude, launched, say
-    from vllm_accprobe.cli.spelling.told import quiet as quietly
     from vllm_accprobe.run.atb import AIT, DIRECTORY, options_of
 
-    quiet = quietly(log_level) or quiet
-    words = _command(command, exec)
-    given = {
-        "dir": dir, "task": task, "tokens": tokens, "steps": steps, "ranks": ranks, "modules": modules, "parts": parts,
-        "requests": requests, "max_gb": None if max_gb is None else f"{max_gb:.12g}", "config": config,
-        "ops": _flag(ops), "graphs": _flag(graphs),
-    } | _settings(more)  # fmt: skip
-    asked = {
-        "ids": atb_ids, "ranges": atb_range, "names": atb_op, "time": atb_time, "part": atb_part, "types": atb_type,
-        "child": _truth(save_operation_child) if atb_child is None else atb_child,
-        "tiling": atb_tiling or None, "describe": atb_describe or None, "device": atb_device,
+    quiet = is_quiet(what.log_level) or what.quiet
+    words = _command(what.command, what.exec)
+    settings = {
+        "dir": what.dir, "task": what.task, "tokens": wanted.tokens, "steps": wanted.steps, "ranks": what.ranks,
+        "modules": wanted.modules, "parts": what.parts, "requests": wanted.requests,
+        "max_gb": None if what.max_gb is None else f"{what.max_gb:.12g}", "config": what.config,
+        "ops": flag(what.ops), "graphs": flag(what.graphs),
+    } | _settings(what.settings)  # fmt: skip
+    child = _truth(atb.save_operation_child) if atb.atb_child is None else atb.atb_child
+    of_atb = {
+        "ids": atb.atb_ids, "ranges": atb.atb_range, "names": atb.atb_op, "time": atb.atb_time, "part": atb.atb_part,
+        "types": atb.atb_type, "child": child, "tiling": atb.atb_tiling or None, "describe": atb.atb_describe or None,
+        "device": atb.atb_device,
     }  # fmt: skip
-    options = None
-    if atb or exec is not None or any(value is not None for value in asked.values()):
-        options, notes = options_of(asked, os.environ)
+    chosen = None
+    if atb.atb or what.exec is not None or any(value is not None for value in of_atb.values()):
+        chosen, notes = options_of(of_atb, os.environ)
         for note in notes:
             say(note)
-    folder = DIRECTORY if exec is None else AIT
-    raise typer.Exit(conclude(launched(words, given, options, quiet, {}, folder), quiet))
+    folder = DIRECTORY if what.exec is None else AIT
+    raise typer.Exit(conclude(launched(words, settings, chosen, quiet, {}, folder), quiet))
 
 
 def _command(words: list[str] | None, line: str | None) -> list[str]:
     """What is started. Raises CommandError."""
     if line is not None and words:
-        raise CommandError("the command is given twice, behind --exec and at the end: give it once")
+        raise CommandError("the command is named twice, behind --exec and at the end: name it once")
     found = [line] if line else list(words or [])
     if not found:
-        raise CommandError("no command is given; write `accprobe run [options] -- CMD ...`")
+        raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
     return found
 
 
@@ -145,5 +151,187 @@ def _settings(words: list[str]) -> dict[str, str | None]:
     return found
 
 
-def _flag(value: bool | None) -> str | None:
-    return None if value is None else str(int(value))
+# --- a command with the probe on, watched to its end; `compare --exec`, too ---
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A command that has ended. code: its exit code; files: how many ATB wrote; killed: see `_ending`."""
+
+    watcher: Watcher
+    settings: ProbeConfig
+    root: Path
+    code: int
+    files: int
+    killed: int
+
+
+def launched(
+    command: Sequence[str],
+    settings_of: Mapping[str, str | None],
+    atb: AtbOptions | None,
+    quiet: bool,
+    more: Mapping[str, str],
+    folder: str = "",
+) -> EndedRun:
+    """Runs ``command`` with the probe on. settings_of: by name, None: the environment's; atb: None for no ATB; more:
+    further variables for the command; folder: where ATB writes, below the dump. Raises CommandError, ConfigError before
+    anything is started."""
+    import tempfile
+    import time
+
+    from vllm_accprobe.cli import places
+    from vllm_accprobe.formats.common.sniff import is_own
+    from vllm_accprobe.run import atb as atb_room
+    from vllm_accprobe.run.launcher import LaunchError, command_line
+    from vllm_accprobe.run.launcher import run as launch
+    from vllm_accprobe.run.settings import REGISTER, environment
+    from vllm_accprobe.run.watcher import Watcher
+
+    environ, settings, notes = environment(settings_of, os.environ)
+    environ |= more
+    root = Path(settings.dir)
+    if not is_own(root):  # its own earlier dump: who writes it says so
+        places.check_place(root, option="--dir")
+    output = root / (folder or atb_room.DIRECTORY)
+    if atb is not None:
+        environ |= atb.variables(output)
+        library, why = atb_room.preload(environ)
+        if library is not None:
+            environ["LD_PRELOAD"] = library
+        else:
+            notes.append(why)
+    for note in notes:
+        say(note)
+    try:
+        command_line(command, environ)
+        if atb is not None:
+            output.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
+            environ[REGISTER] = register.name
+            watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
+            before = _killed_for_memory()
+            code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
+            status.clear()
+            watcher.settle()
+    except LaunchError as error:
+        raise CommandError(str(error)) from None
+    files = 0
+    if atb is not None:
+        files, nbytes = atb_room.collect(root, environ, began, output.name)
+        if files and not quiet:
+            say(f"ATB wrote {files:,} files, {size(nbytes)}, in {output}")
+        if files and atb.draws:
+            _draw(output, quiet)
+    return EndedRun(watcher, settings, root, code, files, max(_killed_for_memory() - before, 0))
+
+
+def _draw(output: Path, quiet: bool) -> None:
+    """The topologies that ATB wrote as ONNX files beside them; what cannot be drawn is a line, and the rest goes on."""
+    from vllm_accprobe.dump.files import DumpError
+    from vllm_accprobe.topology.atb_json import atb_json_to_onnx
+
+    found = [f for kind in ("model", "layer") for f in sorted(output.rglob(f"{kind}/*/*.json"))]
+    made = 0
+    for file in found:
+        try:
+            atb_json_to_onnx(file)
+            made += 1
+        except (DumpError, OSError) as error:
+            say(f"{file.name} was not drawn: {error}")
+    if not found:
+        say("ATB wrote no topology: nothing to draw as ONNX")
+    elif made and not quiet:
+        say(f"{count(made, 'topology', 'topologies')} drawn as ONNX, beside the json")
+
+
+def _ending(code: int, killed: int) -> str:
+    """How a command ended. killed: processes that this machine ended meanwhile because memory ran out."""
+    import signal
+
+    ending = f"exit code {code}"
+    if code > 128:
+        try:
+            ending += f", {signal.Signals(code - 128).name}"
+        except ValueError:
+            pass
+    if killed:
+        return f"{ending}; this machine ran out of memory meanwhile and killed {killed} process{'es' * (killed > 1)}"
+    return f"{ending}: killed, most often for lack of memory" if code == 128 + signal.SIGKILL else ending
+
+
+def _killed_for_memory() -> int:
+    """How many processes this machine has killed for lack of memory since it was started; 0 where it does not say."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as f:
+            return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def conclude(ran: EndedRun, quiet: bool) -> int:
+    """Says what there is and gives the exit code."""
+    watcher, code, files, killed = ran.watcher, ran.code, ran.files, ran.killed
+    found, dumps = watcher.look(), watcher.dumps()
+    answer(dumps=dumps, captured=found, files_of_atb=files, command_exit_code=code)
+    for reason in found.stops:
+        say(f"capture stopped early: {reason}")
+    if found.errors:
+        say(f"{found.errors} errors inside the probe: `accprobe inspect {dumps[0]}` shows the first")
+    open_ranks = found.ranks - found.ended
+    if open_ranks and dumps:
+        say(
+            f"{count(open_ranks, 'rank')} not closed: what is there is readable; `accprobe inspect {dumps[0]} --repair`"
+        )
+    if not found.tensors and not files:
+        if code and not found.steps:
+            what = "a step was computed" if dumps else "a probe could begin"
+            why = f"the command failed before {what} ({_ending(code, killed)}): its own last lines say why"
+        elif not dumps:
+            why = "no process of it loaded vLLM's plugin, a Probe, or labels; `accprobe doctor` looks for the reason"
+        elif not found.steps:
+            why = "no step was computed, or none was selected: check --steps, --tokens, --requests, --ranks"
+        else:
+            why = f"{count(found.steps, 'step')}, but no tensor selected: check --modules, --parts"
+        say(f"NOTHING was captured: {why}")
+        return code or 3
+    if not quiet:
+        closed = "closed" if not open_ranks else "not closed"
+        say(f"{_summary(found)}; {closed}")
+        for dump in dumps:
+            say(f"dump: {dump}")
+    return code
+
+
+class _Status:
+    """One line that is written over, on a terminal; nothing in a pipe."""
+
+    def __init__(self, settings: ProbeConfig, quiet: bool):
+        self._on = sys.stderr.isatty() and not quiet
+        self._budget = settings.budget_bytes
+
+    def show(self, found: Progress) -> None:
+        if not self._on or not found.ranks:
+            return
+        import shutil
+
+        budget = size(self._budget * found.ranks)
+        text = f"accprobe: {_summary(found)} of {budget}" + (" (capture stopped)" if found.stops else "")
+        # The cursor goes back to the beginning, so that the command's next line is written over this one.
+        sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}\r")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._on:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _summary(found: Progress) -> str:
+    steps, tensors, ranks = count(found.steps, "step"), count(found.tensors, "tensor"), count(found.ranks, "rank")
+    return f"{steps}, {tensors}, {ranks}, {size(found.nbytes)}"
+
+
+def say(line: str) -> None:
+    """On stderr: stdout is the command's."""
+    typer.echo(f"accprobe: {line}", err=True)

@@ -5,55 +5,59 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from vllm_accprobe.cli.common.declared import MAX_TOKENS, MODEL, READY, SCORE, TIMEOUT
-from vllm_accprobe.cli.common.json_answer import answer, say_written
-from vllm_accprobe.cli.common.options import CommandError, NothingThere, progress
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.output import answer, progress, say_written
 
 
-def send(
-    prompts: str = typer.Argument(
-        "default", metavar="[PROMPTS]", help="A jsonl, a ShareGPT json, a text with a prompt on each line, or default."
-    ),
-    url: str = typer.Option("", "--url", metavar="URL", help="The server, for example http://localhost:8000."),
-    engine: str = typer.Option("", "--engine", metavar="CMD", help="Or a command that serves: started, and ended."),
-    out: Path = typer.Option(
-        ..., "--out", "-o", metavar="DIR", help="Where the results go: a folder; one begun is gone on with."
-    ),
-    along: Path | None = typer.Option(
-        None, "--along", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as answers."
-    ),
-    score: bool | None = SCORE,
-    arrive: list[str] | None = typer.Option(
-        None, "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
-    ),
-    concurrency: int | None = typer.Option(
-        None, "--concurrency", metavar="N", min=1, max=1024, help="Requests at a time. Default: 64; golden's."
-    ),
-    top: int | None = typer.Option(
-        None, "--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."
-    ),
-    max_tokens: int = MAX_TOKENS,
-    model: str = MODEL,
-    timeout: float = TIMEOUT,
-    score_tokens: int = typer.Option(
-        1024, "--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."
-    ),
-    ready: float = READY,
-) -> None:
+@dataclass(frozen=True)
+class SendOptions:
+    """What is sent, to whom, and where the answers go."""
+
+    out: Annotated[Path, options.out("a folder; one begun is continued")]
+    prompts: Annotated[
+        str,
+        Argument(metavar="[PROMPTS]", help="A jsonl, a ShareGPT json, a text with a prompt on each line, or default."),
+    ] = "default"
+    url: Annotated[str, Option("--url", metavar="URL", help="The server, for example http://localhost:8000.")] = ""
+    engine: Annotated[str, Option("--engine", metavar="CMD", help="Or a command that serves: started, and ended.")] = ""
+    along: Annotated[
+        Path | None,
+        Option("--teacher-force", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as "
+               "answers."),
+    ] = None  # fmt: skip
+    arrive: Annotated[
+        list[str],
+        Option(
+            "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
+        ),
+    ] = field(default_factory=list)
+    top: Annotated[
+        int | None,
+        Option("--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."),
+    ] = None
+    score_tokens: Annotated[
+        int,
+        Option("--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."),
+    ] = 1024
+
+
+def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
 
     Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own
     batching changes. Where the server can be forced, the second pass gets the tokens of the first one as answers; with
-    --along, all passes get golden's. An interrupted run goes on with the same command. A key is taken from
+    --teacher-force, all passes get golden's. An interrupted run goes on with the same command. A key is taken from
     VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
     server has another vocabulary than golden's.
     """
-    from vllm_accprobe.cli.common import outputs
-    from vllm_accprobe.cli.interrupts import kept
     from vllm_accprobe.gate.sending import along as forcing
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -61,32 +65,33 @@ def send(
     from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError
     from vllm_accprobe.report.text import count
 
+    url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
     if bool(url) == bool(engine):
         raise CommandError("name a server with --url, or a command that serves with --engine, one of the two")
-    if along is not None and prompts != prompts_file.DEFAULT:
-        raise CommandError("--along: golden's prompts are sent; leave PROMPTS away")
+    if along is not None and what.prompts != prompts_file.DEFAULT:
+        raise CommandError("--teacher-force: golden's prompts are sent; leave PROMPTS away")
     try:
         golden = None if along is None else forcing.golden_of(along)
         was = {"arrive": ["one", "all"], "concurrency": 64, "top": 20} | (
             golden.about.get("settings", {}) if golden else {}
         )
-        arrivals = [parse(word) for word in arrive or was["arrive"] if word != forcing.SCORE]
+        arrivals = [parse(word) for word in what.arrive or was["arrive"] if word != forcing.SCORE]
     except ValueError as e:
         raise CommandError(f"--arrive: {e}") from None
     except (forcing.AlongError, replies.FolderError) as e:
-        raise CommandError(f"--along: {e}") from None
-    outputs.check(out, {})
+        raise CommandError(f"--teacher-force: {e}") from None
+    places.check(out, {})
     if (
         out.is_dir()
         and not replies.exists(out)
         and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir())
     ):
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
-    kept.going_on("the answers are", out)
-    key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": timeout, "max_tokens": max_tokens}
-    how |= {"top": top or was["top"], "score_tokens": score_tokens}
+    going_on("the answers are", out)
+    key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
+    how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
     try:
-        lines = prompts_file.read(prompts) if golden is None else forcing.forced_lines(golden)
+        lines = prompts_file.read(what.prompts) if golden is None else forcing.forced_lines(golden)
         with ExitStack() as stack:
             if engine:
                 from vllm_accprobe.gate.sending.serving import served
@@ -94,18 +99,18 @@ def send(
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if sys.stderr.isatty():
                     typer.echo(f"starting the engine; its output goes to {out}/engine-N.log", err=True)
-                url, key = stack.enter_context(served(engine, os.environ, out, ready))
-            sender, server = Sender(url, key, model=model, **how).introduced()  # type: ignore[arg-type]
+                url, key = stack.enter_context(served(engine, os.environ, out, of.ready))
+            sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
             if golden is not None:
                 forcing.check_vocabulary(sender, golden)
             begun = replies.read_about(out) if replies.exists(out) else None
             digest = None if golden is None else forcing.digest(golden)
-            plan = forcing.planned(sender, digest, len(arrivals), score, begun)
+            plan = forcing.planned(sender, digest, len(arrivals), of.score, begun)
             total = len(lines) * (len(arrivals) + plan.score)
             tell = stack.enter_context(progress("send", total, steps=True))
-            made = made_by(prompts if along is None else along.name)
+            made = made_by(what.prompts if along is None else along.name)
             done = passes.send(
-                sender, server, lines, arrivals, concurrency or was["concurrency"], out, made, tell, plan
+                sender, server, lines, arrivals, of.concurrency or was["concurrency"], out, made, tell, plan
             )
     except OtherIds as e:
         raise NothingThere(str(e)) from None
@@ -129,7 +134,7 @@ def _reasons(reasons: dict[str, int]) -> str:
 
 
 def made_by(prompts: str) -> dict[str, str]:
-    """What send.json says of the version, the source and the time; all commands that send begin so."""
+    """What send.json has of the version, the source and the time; all commands that send begin so."""
     from datetime import datetime, timezone
 
     from vllm_accprobe import __version__

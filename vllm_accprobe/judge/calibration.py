@@ -119,7 +119,7 @@ def load(path: Path) -> Calibration:
         return Calibration(floors, origins, *texts, FLOAT32 if raw.get("source") == FLOAT32 else SECOND_RUN)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise CalibrationError(f"{path} cannot be read as a calibration ({str(e)[:100]}): make it anew with "
-                               "`accprobe calibrate`") from None  # fmt: skip
+                               "`accprobe compare --calibrate`") from None  # fmt: skip
 
 
 def _phases(values: Any) -> dict[str, float]:

@@ -108,7 +108,7 @@ def dig(golden: str, mine: str) -> str:
     """What is typed next."""
     import shlex
 
-    return f"accprobe gate {shlex.quote(golden)} {shlex.quote(mine)} --dig"
+    return f"accprobe gate {shlex.quote(golden)} {shlex.quote(mine)} --localize"
 
 
 def _time(seconds: float) -> str:

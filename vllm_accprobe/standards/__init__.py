@@ -1,4 +1,4 @@
-"""Every standard there is, one file each, known alike to compare, opcheck and opdiff.
+"""Every standard there is, one file each, known alike to compare (of dumps and of tables) and opcheck.
 
 The problem: a verdict can be asked for under a dozen rules, of pairs of tensors, of one machine's output, of two
 machines; a rule that has to be added in several places is forgotten in one. The idea: a file of this package has
@@ -33,7 +33,7 @@ __all__ = [
 
 GROUP = "vllm_accprobe.standards"
 """The group of entry points; each names a module that has STANDARDS."""
-COMMANDS = {PAIRS: "compare", OUTPUT: "opcheck", MACHINES: "opdiff"}
+COMMANDS = {PAIRS: "compare", OUTPUT: "opcheck", MACHINES: "compare of two tables"}
 """The command whose ``--standard`` takes what judges each."""
 
 

@@ -15,7 +15,7 @@ TRUNCATED = 0.5 / math.log(2.0)
 in [1, 2) with log-uniform m, of which 1 / m has the mean 1 / (2 ln 2)."""
 TRUNCATIONS = 2
 """measured: how often a result is truncated on its way through one operator: vLLM's AVX2 attention truncates its
-probabilities and what it gives out (`accprobe calibrate --profile`)."""
+probabilities and what it gives out (`accprobe compare DUMP --calibrate OUT --profile`)."""
 
 # --- limits of a row (limits.py) --------------------------------------------------------------------------------------
 

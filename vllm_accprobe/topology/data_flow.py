@@ -50,7 +50,7 @@ def graph_of(
     if not any(c.takes for c in drawn):
         raise DumpError(
             f"{dump.path}: no input of any module was recorded, so nothing tells what feeds what; "
-            "`accprobe summary DUMP --tree` shows the modules"
+            "`accprobe inspect DUMP --tree` shows the modules"
         )
     return _Drawing(dump, calls, drawn).graph(rank, step, level)
 

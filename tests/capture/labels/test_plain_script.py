@@ -85,7 +85,7 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 def test_both_levels_of_both_turns(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["labels", str(chat / "dump"), "--out", str(tmp_path)]) == 1
+    assert main(["compare", str(chat / "dump"), "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "FAIL: 4 labelled pairs: 3 pass, 1 fail"
     table = rows(tmp_path)
@@ -104,7 +104,7 @@ def test_the_numbers_are_the_formulas(chat: Path, tmp_path: Path) -> None:
     """By hand, in float64, for the second turn: msit's formulas, see docs/labels.md."""
     import torch
 
-    main(["labels", str(chat / "dump"), "--out", str(tmp_path)])
+    main(["compare", str(chat / "dump"), "--out", str(tmp_path)])
     kept = torch.load(chat / "kept.pt", weights_only=True)
     facts = json.loads((tmp_path / "labels.json").read_text())
     found = {p["acl"]["path"].endswith(".bin"): p for p in facts["pairs"] if p["step"] == 1}
@@ -140,7 +140,7 @@ def test_tasks_are_steps_and_files_lie_in_the_dump(chat: Path) -> None:
 
 
 def test_summary_and_compare_know_labels(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(chat / "dump")]) == 0
+    assert main(["inspect", str(chat / "dump")]) == 0
     assert "label:data_" in capsys.readouterr().out
     shutil.copytree(chat / "dump", tmp_path / "copy")
     assert main(["compare", str(chat / "dump"), str(tmp_path / "copy"), "--out", str(tmp_path / "out")]) == 0

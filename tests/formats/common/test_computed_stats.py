@@ -65,12 +65,12 @@ def test_summary_of_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "plain").mkdir()
     np.save(tmp_path / "plain" / "x.npy", np.array([[1.5, -2.0], [0.5, 4.0]], "f4"))
     monkeypatch.chdir(tmp_path)
-    assert main(["summary", "plain"]) == 0
+    assert main(["inspect", "plain"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "x.npy" in line or " x " in line)
     assert "-2" in row.split()
     assert "1" in row.split()  # the mean
     for _ in range(2):  # and over its own files
-        assert main(["summary", "plain", "sum.txt", "sum.csv"]) == 0
+        assert main(["inspect", "plain", "sum.txt", "sum.csv"]) == 0
     assert row.split() == (tmp_path / "sum.txt").read_text().splitlines()[1].split()
     assert ",-2.0,4.0,1.0," in (tmp_path / "sum.csv").read_text()
     assert [p.name for p in (tmp_path / "plain").iterdir()] == ["x.npy"]

@@ -68,5 +68,5 @@ def test_integers_and_constants_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_the_summary_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", str(file(tmp_path / "g.npz", torch.bfloat16))]) == 0
+    assert main(["inspect", str(file(tmp_path / "g.npz", torch.bfloat16))]) == 0
     assert "note: its float32 values are bfloat16 numbers: judged by what bfloat16 can hold" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def asked(folder: Path) -> str:
 
 
 def by_itself(url: str, folder: Path, capsys: Any) -> tuple[int, dict[str, Any]]:
-    code = main(["gate", "--self", url, "--prompts", asked(folder), "--out", str(folder / "out"), "--json"])
+    code = main(["self-check", "--prompts", asked(folder), "--out", str(folder / "out"), "--json", url])
     return code, json.loads(capsys.readouterr().out)
 
 

@@ -39,7 +39,7 @@ def golden(path: Path, *, texts: bool = False, refused: bool = False) -> Path:
 
 
 def send(golden: Path, url: str, out: Path, *more: str) -> int:
-    return main(["send", "--along", str(golden), "--url", url, "--out", str(out), *more])
+    return main(["send", "--teacher-force", str(golden), "--url", url, "--out", str(out), *more])
 
 
 @pytest.mark.parametrize("way", ways.WAYS)

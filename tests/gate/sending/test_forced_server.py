@@ -73,7 +73,7 @@ def all_are_goldens(folder: Path, out: Path, way: str, sizes: list[tuple[int, in
 
 def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
     folder, out = golden(tmp_path / "golden", LONG), tmp_path / "out"
-    assert main(["send", "--along", str(folder), "--url", server.url, "--out", str(out)]) == 0
+    assert main(["send", "--teacher-force", str(folder), "--url", server.url, "--out", str(out)]) == 0
     sent = all_are_goldens(folder, out, ways.PLUGIN, LONG)
     written = steps.read(server.model.parent)
     assert [(before, n) for _, before, n, _ in written.rows(0, "p2")][:5] == [
@@ -99,7 +99,7 @@ def test_v2_by_the_plugin_and_by_vllm_itself(
 ) -> None:
     folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
     monkeypatch.setattr(ways, "WAYS", (way, ways.SCORED))
-    assert main(["send", "--along", str(folder), "--url", v2_server.url, "--out", str(out)]) == 0
+    assert main(["send", "--teacher-force", str(folder), "--url", v2_server.url, "--out", str(out)]) == 0
     all_are_goldens(folder, out, way)
     assert "Using V2 Model Runner" in v2_server.log.read_text(errors="replace")
     rows = steps.read(v2_server.log.parent).rows(0, "p2")

@@ -101,7 +101,8 @@ def test_an_engine_that_is_killed(served_model: Path, server: Server, preloaded_
     """--engine starts a server, which is forced; it is killed in the middle; another one goes on."""
     folder, out = golden(tmp_path / "golden", [(3, 100)] * 40, words=["one"]), tmp_path / "out"
     engine = f"{preloaded_vllm / 'vllm'} serve {served_model} {' '.join(SMALL)} --enforce-eager"
-    words = [sys.executable, "-m", "vllm_accprobe.cli", "send", "--along", str(folder), "--out", str(out), "--no-score"]
+    words = [sys.executable, "-m", "vllm_accprobe.cli", "send", "--teacher-force", str(folder),
+             "--out", str(out), "--no-score"]  # fmt: skip
     with subprocess.Popen(
         [*words, "--engine", engine], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | ENV | {"OMP_NUM_THREADS": "1"},

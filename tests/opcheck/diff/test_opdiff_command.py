@@ -230,7 +230,7 @@ def test_a_csv_without_some_identifying_columns(opdiff, tmp_path):
         (b"op,dtype,cosine\nmm,float32,1\nmm,float32,high\n", "line 3: cosine is 'high', which is no number"),
         (b"op,dtype,cosine\nmm,\xff\xfe,1\n", "not UTF-8 text"),
         (b"op,dtype,cosine\n" + b"m" * (1 << 21) + b",float32,1\n", "line 2 is no csv: field larger than field limit"),
-        (b"PK\x03\x04\x00\x00\x00", "opdiff reads opcheck.csv"),
+        (b"PK\x03\x04\x00\x00\x00", "tables that are compared are opcheck.csv"),
         (b"API Name,Status\nx,pass\n", "it has no column 'DEVICE Dtype'"),
     ],
 )

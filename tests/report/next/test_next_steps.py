@@ -74,15 +74,15 @@ def peers(name: str, mine: str = "mine", golden: str = "golden") -> Callable[[Pa
 
 
 KINDS = {
-    "replayed": (replayed, ["gentest", "opcheck", "show", "show", "compare"]),
-    "not replayed": (not_replayed, ["compare", "show", "show", "compare"]),
-    "inferred": (inferred, ["show", "show", "compare"]),
-    "statistics": (statistics, ["show", "show", "compare"]),
-    "msprobe": (peers("a_msprobe_tensor"), ["show", "show", "compare"]),
-    "h5": (peers("d_xray_h5"), ["show", "show", "compare"]),
-    "msit": (peers("c_msit_torch"), ["show", "show", "compare"]),
-    "files": (peers("g_single"), ["show", "show", "compare"]),
-    "atb, torch": (peers("e_atb_vs_torch"), ["show"]),
+    "replayed": (replayed, ["gentest", "opcheck", "inspect", "inspect", "compare"]),
+    "not replayed": (not_replayed, ["compare", "inspect", "inspect", "compare"]),
+    "inferred": (inferred, ["inspect", "inspect", "compare"]),
+    "statistics": (statistics, ["inspect", "inspect", "compare"]),
+    "msprobe": (peers("a_msprobe_tensor"), ["inspect", "inspect", "compare"]),
+    "h5": (peers("d_xray_h5"), ["inspect", "inspect", "compare"]),
+    "msit": (peers("c_msit_torch"), ["inspect", "inspect", "compare"]),
+    "files": (peers("g_single"), ["inspect", "inspect", "compare"]),
+    "atb, torch": (peers("e_atb_vs_torch"), ["inspect"]),
 }
 
 
@@ -108,8 +108,8 @@ def test_each_command_runs_as_it_is_printed(
         caught = capsys.readouterr()
         words = shlex.split(line)
         # opcheck finds it wrong again, and so does compare: of its layer, or by its replay.
-        assert code == {"gentest": 0, "show": 0, "opcheck": 1, "compare": 1}[words[1]], (line, caught.err)
-        if words[1] == "show" and "--positions" in words:
+        assert code == {"gentest": 0, "inspect": 0, "opcheck": 1, "compare": 1}[words[1]], (line, caught.err)
+        if words[1] == "inspect" and "--positions" in words:
             assert f"position {words[words.index('--positions') + 1]}" in caught.out, caught.out
         if words[1] == "compare":
             again = json.loads((Path(words[words.index("--out") + 1]) / "compare.json").read_text())
@@ -198,5 +198,5 @@ def test_a_ledgers_finding_is_shown_before_any_kernel_is_tested() -> None:
     result = comparison(pairs=[pair(tap="a", status="fail")], states=found, origins=[ORIGIN | {"module": "a"}])
     assert result.verdict == "fail"
     words = [shlex.split(s["command"].splitlines()[0])[1:] for s in next_steps(result)]
-    assert words[0] == ["show", "mine", "states"]
+    assert words[0] == ["inspect", "mine", "states"]
     assert not {"gentest", "opcheck"} & {w[0] for w in words}

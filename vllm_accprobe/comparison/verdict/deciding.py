@@ -236,7 +236,7 @@ class _Case:
         yield (
             "a second run of golden's side, batched in another way, shows what honest runs differ by",
             f"{g.capture('again')}\n"
-            f"accprobe calibrate {_word(g.path)} {_word(g.again('again'))} --out {_word(floor)}\n"
+            f"accprobe compare {_word(g.path)} {_word(g.again('again'))} --calibrate {_word(floor)}\n"
             f"{self._compare('--floor', floor)}",
         )
 

@@ -53,7 +53,7 @@ def _one(golden: Any, floor: Path, compare: Compare, option: str, failing: bool)
         except CalibrationError as e:
             raise CompareError(str(e)) from None
     if golden is None:
-        why = "--rejudge has no dumps; make one with `accprobe calibrate`"
+        why = "--rejudge has no dumps; make one with `accprobe compare --calibrate`"
         raise CompareError(f"--floor {floor} is no calibration: {why}")
     try:
         result = compare(golden, floor)
@@ -70,8 +70,8 @@ def _fails(result: Comparison, golden: Any, floor: Path) -> str:
     """A faulty run as a floor would hide its fault in every later comparison."""
     first = next((str(o["module"]) for o in result.origins), None)
     first = first or next((p.tap for p in result.pairs if p.status == FAIL), "a sampled token")
-    made = f"accprobe calibrate {getattr(golden, 'path', golden)} {floor} --accept-failing"
-    return f"it fails against golden, first at {first}: no floor; if that is honest on this side, `{made}`"
+    made = f"accprobe compare {getattr(golden, 'path', golden)} {floor} --calibrate accprobe-floor --accept-failing"
+    return f"it fails against golden, first at {first}: no floor; if rounding alone does that on this side, `{made}`"
 
 
 def calibration_of(result: Comparison, run: str) -> Calibration:

@@ -140,7 +140,7 @@ def _unknown(path: Path) -> str:
     what = "no file of a kind that is known" if path.is_file() else "no dump of a format that is known"
     if path.is_dir() and not os.listdir(path):
         what = "an empty directory, not a dump"
-    return f"{path} is {what}: `accprobe formats` lists them and how each is recognised"
+    return f"{path} is {what}: `accprobe inspect --formats` lists them and how each is recognised"
 
 
 def open_dump(path: str | Path) -> Dump:

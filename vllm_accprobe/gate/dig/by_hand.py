@@ -2,7 +2,7 @@
 
 The problem: golden stands on a GPU in another room, and this machine has a URL of it, or only its folder. The idea: the
 same capture is a few settings in front of each side's own command, because a request's name tells its pass; the same
-prompts in the same passes are one `accprobe send --along`. Commands may hold keys, so COMMAND stands for them.
+prompts in the same passes are one `accprobe send --teacher-force`. Commands may hold keys, so COMMAND stands for them.
 Not here: what is captured (choose.py).
 """
 
@@ -22,7 +22,7 @@ def lines(plan: DigPlan, golden: Path, gigabytes: float) -> list[str]:
         found += [
             f"{side}, on its machine (COMMAND: what serves it there; end it with SIGTERM or Ctrl-C when all is sent):",
             f"  {settings(plan, side, gigabytes)} COMMAND",
-            f"  {shlex.join(['accprobe', 'send', '--along', str(golden), '--url', 'URL', '--out', f'{side}-dig'])}",
+            f"  {shlex.join(['accprobe', 'send', '--teacher-force', str(golden), '--url', 'URL'])} --out {side}-dig",
         ]
     return [*found, "anywhere:", "  accprobe compare golden-dump mine-dump --out compare"]
 

@@ -198,5 +198,5 @@ def narrowed(plan: DigPlan, sizes: RowSizes) -> DigPlan:
             own = replace(own, first=own.last - fits + 1)
             plan = replace(plan, windows=(own,))
     if sizes.of(plan) > sizes.left:
-        left.append(f"what the budget ends before: {sizes.of(plan) / 1e9:.3g} GB a rank are needed (--dig-gb)")
+        left.append(f"what the budget ends before: {sizes.of(plan) / 1e9:.3g} GB a rank are needed (--localize-gb)")
     return replace(plan, left=tuple(left))

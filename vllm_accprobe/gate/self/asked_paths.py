@@ -69,7 +69,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     try:
         words = shlex.split(side)
     except ValueError as e:
-        raise SendError(f"--self: {e}") from None
+        raise SendError(f"CMD: {e}") from None
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(own_paths.REQUESTS, how.out, found):
         with served(own_paths.command(words), environ, how.out, how.asking.ready_s) as (url, key):

@@ -132,8 +132,8 @@ class Sheet:
         if needed or not self._at:
             lacking = f"it has no column {min(needed)!r}" if needed else "it has no column of measures"
             raise SheetError(
-                f"{path}: {lacking}; opdiff reads opcheck.csv, a generated test's --detail-csv and msprobe's "
-                "accuracy_checking_details_*.csv"
+                f"{path}: {lacking}; tables that are compared are opcheck.csv, a generated test's --detail-csv and "
+                "msprobe's accuracy_checking_details_*.csv"
             )
 
         read = (*IDENTITY, *_READ, *self.keys)

@@ -3,7 +3,7 @@
 The problem: a failed operator is to be shown to whoever wrote it, on a machine where only torch is. The idea: a case
 is checked in up to three ways: ``captured``, what the engine gave against the reference; ``device``, what the operator
 gives on a device here and now from the same inputs; ``drawn``, the same from inputs drawn with a seed. Each output is
-a `CaseOutcome`, and a line of a csv with the columns of opcheck.csv, which `accprobe opdiff` reads. This file is
+a `CaseOutcome`, and a line of a csv with the columns of opcheck.csv, which `accprobe compare` reads. This file is
 copied beside the tests that gentest writes, and they are all that uses it. Not here: which calls become cases
 (testgen.py).
 """

@@ -155,7 +155,7 @@ From {source}. Needs torch and pytest, nothing else.
     pytest                                   # captured outputs, and the operators on the CPU
     pytest --device cuda --detail-csv gpu.csv
     pytest --device npu --load torch_npu --seed 1 --detail-csv npu.csv
-    accprobe opdiff gpu.csv npu.csv          # where accprobe is installed
+    accprobe compare gpu.csv npu.csv         # where accprobe is installed
 
 Each case is checked in these ways:
 

@@ -74,7 +74,7 @@
     }
     if (box.children.length) into.append(box);
     a.parts.spread(into, looks.spreads[i], looks, tap, role, a.pairs.at("identical", i) === true);
-    if (s) into.append(a.element("p", "hint", s.golden.length + " sampled values, " + s.worst + " of them from the worst row" + (s.request === null ? "" : " (" + s.request + ", position " + s.position + ")") + ". accprobe show prints any row whole."));
-    else if (rows) into.append(a.element("p", "hint", "Values were sampled for the worst pair of each failed tensor only; accprobe show prints any row."));
+    if (s) into.append(a.element("p", "hint", s.golden.length + " sampled values, " + s.worst + " of them from the worst row" + (s.request === null ? "" : " (" + s.request + ", position " + s.position + ")") + ". accprobe inspect DUMP TAP prints any row whole."));
+    else if (rows) into.append(a.element("p", "hint", "Values were sampled for the worst pair of each failed tensor only; accprobe inspect DUMP TAP prints any row."));
   };
 })();

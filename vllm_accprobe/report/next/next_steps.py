@@ -52,9 +52,9 @@ def next_steps(comparison: Comparison) -> list[dict[str, str]]:
 def _steps(comparison: Comparison) -> Iterator[Typed | None]:
     mine = path_word(comparison.mine_path)
     if wrong_states(comparison):
-        yield _typed("all findings of mine's ledger of states", ["accprobe", "show", mine, "states"])
+        yield _typed("all findings of mine's ledger of states", ["accprobe", "inspect", mine, "states"])
     if any(f["side"] == "mine" for f in wrong_weights(comparison.weights)) and comparison.weights.get("told"):
-        yield _typed("the life of mine's weights, with all findings", ["accprobe", "show", mine, "weights"])
+        yield _typed("the life of mine's weights, with all findings", ["accprobe", "inspect", mine, "weights"])
     place = _Place.of(comparison)
     if place is None:
         return
@@ -168,7 +168,7 @@ def _values(comparison: Comparison, place: _Place) -> Typed | None:
     who = ["--requests", glob_of(str(p.worst_request))] if _has_row(p) else []
     own = ["--steps", str(p.step)] if p.step is not None else []
     own += ["--ranks", str(p.rank)] if p.rank is not None else []
-    head = ["accprobe", "show"]
+    head = ["accprobe", "inspect"]
     lines = [line_of([*head, path_word(comparison.mine_path), f"{p.tap}/{p.role}", *own, *at, *who, *where])]
     golden = place.golden(comparison)
     if golden is not None:

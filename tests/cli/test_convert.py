@@ -1,0 +1,70 @@
+"""``convert --to onnx`` and ``summary --tree``: what they say, and what they refuse in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from topology.test_atb_json import write
+from topology.test_data_flow import capture
+
+from vllm_accprobe.cli import main
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return capture(tmp_path_factory.mktemp("drawing") / "d")
+
+
+def test_a_dump_as_onnx(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "model.onnx"
+    assert main(["convert", str(dump), "--to", "onnx", str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("Layered: ")
+    assert said[0].endswith("nodes, step 0 of rank 0")
+    assert said[-1].startswith(f"wrote {out} (")
+    model = onnx.load(out)
+    onnx.checker.check_model(model)
+    assert {"Linear", "Add", "Mul", "Slice"} <= {n.op_type for n in model.graph.node}
+    assert main(["convert", str(dump), str(out)]) == 2
+    assert "exists: nothing is overwritten" in capsys.readouterr().err
+
+
+def test_atb_s_json_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "ait_dump")
+    assert main(["convert", str(path), str(tmp_path / "m.onnx"), "--level", "1"]) == 0
+    assert capsys.readouterr().out.startswith("Llama_model: 5 nodes\n")
+    assert len(onnx.load(tmp_path / "m.onnx").graph.node) == 5
+    assert main(["inspect", str(path), "--tree", "--level", "1"]) == 0
+    assert "3 x Llama_layer" in capsys.readouterr().out
+
+
+def test_a_dump_as_a_tree(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(dump), "--tree", "--level", "1"]) == 0
+    assert "├─ layers.0 … layers.1  2 x Layer  [8, 32] → [8, 32] bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["convert", "DUMP", "x.npz", "--level", "2"], "--level: npz holds tensors"),
+        (["convert", "DUMP", "x.onnx", "*.mixer"], "--to onnx draws a whole step"),
+        (["convert", "DUMP", "x.onnx", "--step", "0-1"], "--steps: '0-1' is not one number"),
+        (["convert", "DUMP", "x.onnx", "--step", "5"], "no tensor of a step was recorded"),
+        (["convert", "JSON", "x.onnx", "--rank", "1"], "is a topology: it has no steps"),
+        (["inspect", "DUMP", "--level", "2"], "--level: how deep --tree shows"),
+        (["inspect", "DUMP", "--tree", "--csv", "x.csv"], "--tree shows one step"),
+    ],
+)
+def test_refused_in_a_line(
+    words: list[str], said: str, dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    places = {"DUMP": str(dump), "JSON": str(write(tmp_path / "ait_dump")) if "JSON" in words else ""}
+    assert main([places.get(w, w) for w in words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.glob("x.*"))

@@ -1,0 +1,184 @@
+"""``accprobe gate --dig`` as typed: by hand where a side is a folder, and what goes wrong; engines: e2e."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import pytest
+from made_folders import folder
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.gate.sending import replies
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder(Path("golden"), 1)
+    folder(Path("equal"), 2)
+    folder(Path("wrong"), 3, fault=lambda length, k, i: 1.0 if length == 60 and k > 3 else 0.3)
+    return tmp_path
+
+
+def gate(capsys: Any, *words: str) -> tuple[int, str, str]:
+    code = main(["gate", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_of_folders_the_commands_are_printed(here: Path, capsys: Any) -> None:
+    code, plain, _ = gate(capsys, "golden", "wrong")
+    assert code == 1
+    code, out, err = gate(capsys, "golden", "wrong", "--localize", "--localize-gb", "3")
+    assert (code, err) == (1, "")
+    assert out.startswith(plain)
+    lines = out[len(plain) :].splitlines()
+    assert lines[0].startswith("dig: token ")
+    assert " of p2 (" in lines[0]
+    settings = next(line for line in lines if "VLLM_ACCPROBE_DIR=mine-dump" in line)
+    assert "VLLM_ACCPROBE_MAX_GB=3" in settings
+    assert "p2" in settings.partition("VLLM_ACCPROBE_REQUESTS=")[2]
+    assert sum("accprobe send --teacher-force golden " in line for line in lines) == 2
+    assert lines[-1] == "  accprobe compare golden-dump mine-dump --out compare"
+    code, out, err = gate(capsys, "golden", "wrong", "--localize", "--json")
+    assert code == 1
+    assert json.loads(out)["verdict"] == "fail"
+    assert err.startswith("dig: token ")
+
+
+def test_a_pass_is_not_dug(here: Path, capsys: Any) -> None:
+    code, out, _ = gate(capsys, "golden", "equal", "--localize")
+    assert (code, out) == gate(capsys, "golden", "equal")[:2]
+    assert code == 0
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (("golden", "wrong", "--samples", "--localize"), "--localize are for servers"),
+    (("golden", "wrong", "--localize", "--localize-gb", "0"), "--localize-gb"),
+])  # fmt: skip
+def test_what_is_wrong_is_one_line(words: Any, says: str, here: Path, capsys: Any) -> None:
+    code, out, err = gate(capsys, *words)
+    lines = [line for line in err.splitlines() if not line.startswith("note: `accprobe gate --samples`")]
+    assert (code, out, len(lines)) == (2, "", 1)
+    assert says in lines[0]
+
+
+# --- of commands and URLs, with a server that starts at once ---
+
+
+SECRET = "1234567"
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", fake_vllm.installed(tmp_path / "bin") + os.pathsep + os.environ["PATH"])
+    lines = [{"id": f"p{i}", "token_ids": [int(SECRET)] * (10 + 7 * i), "max_tokens": 6} for i in range(10)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def gate_out(capsys: Any, *words: str) -> tuple[int, str, str]:
+    code = main(["gate", *words, "--prompts", "prompts.jsonl", "--out", "out"])
+    said = capsys.readouterr()
+    assert SECRET not in said.out + said.err
+    return code, said.out, said.err
+
+
+def starts(side: str) -> int:
+    return len(list(Path("out", side).glob("engine-*.log")))
+
+
+def test_from_two_commands_to_a_verdict(served: Path, capsys: Any) -> None:
+    """float32 against bfloat16 passes by golden's own float32, which is started for it; the same fails without it."""
+    words = ("vllm serve M --dtype=bfloat16", "vllm serve M --dtype=float32")
+    code, out, err = gate_out(capsys, *words)
+    assert (code, err) == (0, "")
+    assert out.startswith("PASS: no further away than servers known to be right are from one another, though further")
+    assert "floor 0 (golden's command with --dtype=float32)" in out
+    assert [starts(side) for side in ("golden", "mine", "floor-0")] == [1, 1, 1]
+    golden, mine, floor = (replies.read(Path("out", side)) for side in ("golden", "mine", "floor-0"))
+    for other in (mine, floor):
+        for p in (0, 1):
+            assert {n: r.token_ids for n, r in other.passes[p].items()} == {
+                n: r.token_ids for n, r in golden.passes[0].items()
+            }
+    said = json.loads(Path("out/gate.json").read_text())
+    assert (said["verdict"], said["floors"][0]["name"]) == ("pass", "golden's command with --dtype=float32")
+    assert Path("out/gate.json").stat().st_mode & 0o777 == 0o600
+    assert gate_out(capsys, *words)[:2] == (0, out)
+    assert [starts(side) for side in ("golden", "mine", "floor-0")] == [1, 1, 1]  # nothing is started again
+    code, out, _ = gate_out(capsys, *words, "--no-floor")
+    assert code == 1
+    assert "the limit is golden's own batching alone" in out
+
+
+def test_a_fault_fails_and_its_condition_is_said(served: Path, capsys: Any) -> None:
+    code, out, _ = gate_out(capsys, "vllm serve M", "vllm serve M --fault=0.1")
+    assert code == 1
+    assert out.startswith("FAIL: further away than servers known to be right are from one another, only decode (10 ")
+    said = json.loads(Path("out/gate.json").read_text())
+    assert said["condition"]["axis"] == "phase"
+    assert all(w["ordinal"] > 0 for w in said["worst"])
+
+
+def test_a_killed_server_is_one_line_and_the_same_command_goes_on(served: Path, capsys: Any) -> None:
+    # two at a time: at the fourteenth request at least two of pass 1 are answered and written
+    words = ("vllm serve M", "vllm serve M --dies-after=13", "--concurrency", "2")
+    code, out, err = gate_out(capsys, *words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith("accprobe: mine: pass 1, request ")
+    assert "are kept in out/mine, and the same command goes on from there" in err
+    kept = {p: replies.answered(Path("out/mine", replies.pass_name(p))) for p in (0, 1)}
+    assert len(kept[0]) == 10
+    assert gate_out(capsys, *words)[0] == 0
+    assert [starts(side) for side in ("golden", "mine")] == [1, 2]
+    notes = json.loads(Path("out/gate.json").read_text())["notes"]
+    assert any("mine's passes were gone on with 1 times" in note for note in notes)
+
+
+def test_a_floor_in_a_dtype_that_the_server_refuses(served: Path, capsys: Any) -> None:
+    """A floor may be any side; a dtype that is none is refused before anything starts."""
+    assert gate_out(capsys, "vllm serve M", "vllm serve M -x", "--floor-dtype", "float8")[0] == 2
+    assert not Path("out").exists()
+    words = ("vllm serve M", "vllm serve M -x", "--floor", "vllm serve M --dtype=float16")
+    assert gate_out(capsys, *words)[0] == 0
+    assert starts("floor-0") == 1
+    code, _, err = gate_out(capsys, "vllm serve M", "vllm serve M -x", "--floor", "vllm serve M --dtype=float8 -y")
+    assert code == 2
+    assert "floor 0: out/floor-0 is of another command" in err
+    assert main(["gate", "out/golden", "out/mine", "--floor", "out/floor-0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["vllm serve M", "vllm serve M --dtype=float8"], 2, "mine: the command ended with exit code 1 before it"),
+        (["vllm serve M", "nowhere"], 2, "nowhere is no folder of accprobe send"),
+        (["vllm serve M", "python -c pass"], 2, "mine: python is no `vllm serve`"),
+        (["vllm serve M", "http://127.0.0.1:9"], 2, "mine: http://127.0.0.1:9 does not answer"),
+        (["http://127.0.0.1:9", "http://127.0.0.1:9"], 2, "are the same server"),
+        (["http://127.0.0.1:9", "vllm serve M", "--floor-dtype", "float16"], 2, "--floor-dtype is for a GOLDEN that"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], code: int, says: str, served: Path, capsys: Any) -> None:
+    got, out, err = gate_out(capsys, *words)
+    assert (got, out, len(err.splitlines())) == (code, "", 1), err
+    assert says in err
+    assert "internal error" not in err
+
+
+def test_another_vocabulary_is_exit_code_3(served: Path, capsys: Any) -> None:
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": SECRET * (k + 1)}) + "\n" for k in range(6)))
+    code, out, err = gate_out(capsys, "vllm serve M", "vllm serve M --other-ids")
+    assert (code, out, len(err.splitlines())) == (3, "", 1)
+    assert "mine: the server makes other token ids of 6 of 6 prompts than golden's did" in err
+
+
+def test_a_server_needs_a_place(served: Path, capsys: Any) -> None:
+    assert main(["gate", "vllm serve M", "vllm serve M -x"]) == 2
+    assert "--out DIR" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""A walk over all commands: one name is one thing everywhere, lists are given in one way, older names still work."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import vllm_accprobe
+from vllm_accprobe.cli import build
+from vllm_accprobe.cli.aliases import LISTS, MOVED, of_today
+
+DIFFERENT: dict[str, str] = {
+    "--ops": "VLLM_ACCPROBE_OPS is a switch, which run and inspect have; opcheck's are operators",
+    "--tokens": "VLLM_ACCPROBE_TOKENS are ordinals; inspect --size counts tokens",
+    "--rows": "inspect names rows of a tensor, opcheck sizes of a batch",
+    "--graphs": "VLLM_ACCPROBE_GRAPHS is a switch, which run and errcheck have; doctor proves what the taps in them do",
+    "--config": "VLLM_ACCPROBE_CONFIG is a TOML file of settings; opcheck's and online's is msprobe's json",
+    "-d": "msprobe's devices, elsewhere --dir",
+}
+"""Names of more than one meaning, and why."""
+
+
+def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    command = typer.main.get_command(build()) if command is None else command
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield " ".join(path), command
+    else:
+        for name, one in inner.items():
+            yield from commands(one, (*path, name))
+
+
+ALL = {name: command for name, command in commands() if name not in MOVED}
+OPTIONS = [(name, p) for name, c in ALL.items() for p in c.params if p.param_type_name == "option"]
+
+
+def by_name() -> dict[str, list[tuple[str, Any]]]:
+    found: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+    for command, option in OPTIONS:
+        for name in option.opts:
+            found[name].append((command, option))
+    return found
+
+
+def meaning(option: Any) -> tuple[str, str | None, str]:
+    """(flag, number or word; metavar; the first clause of the help). A list is a list whether click gathers it (its
+    values are a tuple) or we do, and a path is a word."""
+    return _kind(option), option.metavar, re.split(r"[.;:,]", option.help or "")[0]
+
+
+def _kind(option: Any) -> str:
+    if option.is_flag:
+        return "flag"
+    if option.metavar in LISTS:
+        return "list"
+    said = repr(getattr(option, "type_descriptor", None) or option.type).lower()
+    return "number" if re.search(r"\b(int|float|integer)", said) else "word"
+
+
+def test_commands_are_found() -> None:
+    assert len(ALL) >= 17
+    assert "online serve" in ALL
+    assert len(OPTIONS) > 200
+
+
+def test_one_name_is_one_thing() -> None:
+    several = {name: {meaning(o) for _, o in found} for name, found in by_name().items()}
+    several = {name: said for name, said in several.items() if len(said) > 1}
+    assert {n: s for n, s in several.items() if n not in DIFFERENT} == {}
+    assert set(DIFFERENT) <= set(several), "no reason is needed for a name that means one thing"
+
+
+def test_an_option_that_is_given_repeatedly_says_how() -> None:
+    for command, option in OPTIONS:
+        if option.multiple and option.metavar not in LISTS:
+            assert "Can be repeated" in option.help, (command, option.opts)
+        if option.metavar in LISTS:
+            assert "repeated" not in option.help.lower(), (command, option.opts)
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, o) for c, o in OPTIONS if o.metavar in LISTS])
+def test_lists_take_commas_and_repeats_alike(command: str, option: Any) -> None:
+    params, name = ALL[command].params, option.opts[0]
+    said = [of_today(command, words, params) for words in ([name, "a,b"], [name, "a", name, "b"])]
+    assert said[0] == said[1]
+    assert said[0] == ([name, "a", name, "b"] if option.multiple else [name, "a,b"])
+    if name.startswith("--"):
+        assert of_today(command, [f"{name}=a", f"{name}=b"], params) == said[0]
+
+
+def test_words_of_results_have_one_form() -> None:
+    """``wrote PATH`` is printed by one function, and a verdict for people is PASS or FAIL."""
+    package = Path(vllm_accprobe.__file__).parent
+    said = {f: f.read_text(encoding="utf-8") for room in ("cli", "report", "opcheck", "gate") for f in
+            (package / room).rglob("*.py")}  # fmt: skip
+    assert [f for f, text in said.items() if re.search(r"f?[\"'](wrote|written):? \{", text)] == [
+        package / "cli/output.py"
+    ]
+    assert [f for f, text in said.items() if re.search(r"f?\"(pass|fail): ", text)] == []

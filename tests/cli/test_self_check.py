@@ -1,0 +1,106 @@
+"""``accprobe gate --self URL`` as typed, of a server that is made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_paths import FakePaths
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.gate.sending import replies
+
+SECRET = "a prompt that nobody may see, "
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        "".join(json.dumps({"id": f"p{i}", "prompt": f"{SECRET} {i}" * 6, "max_tokens": 12}) + "\n" for i in range(12))
+    )
+    return file
+
+
+@pytest.mark.parametrize("fault", ["", "hit", "batch", "scoring", "decode"])
+def test_the_path_is_named(fault: str, prompts: Path, capsys: Any) -> None:
+    with FakePaths(fault).serve() as (url, _):
+        code = main(["self-check", "--prompts", str(prompts), "--out", "out", url])
+    said = capsys.readouterr()
+    odd = json.loads(Path("out/self.json").read_text())["odd"]
+    assert said.err == ""
+    assert SECRET not in said.out
+    if fault:
+        # Pieces are found in the cache, too; a decode that is wrong shows in scoring alone.
+        want = {"hit": ["hit", "pieces"], "decode": ["scoring"]}.get(fault, [fault])
+        assert (code, odd) == (1, want), said.out
+        assert said.out.startswith("FAIL: ")
+    else:
+        assert (code, odd) == (0, []), said.out
+        assert said.out.startswith("PASS: what must be the same to the bit is")
+    assert {p.name for p in Path("out").iterdir()} == {
+        "alone",
+        "again",
+        "batch",
+        "hit",
+        "pieces",
+        "scoring",
+        "self.json",
+    }
+
+
+@pytest.mark.parametrize("fault", ["", "batch", "decode"])
+def test_a_server_that_cannot_be_forced(fault: str, prompts: Path, capsys: Any) -> None:
+    """Free answers, up to the first other token, and scores."""
+    with FakePaths(fault, forced=False).serve() as (url, _):
+        code = main(["self-check", "--prompts", str(prompts), "--out", "out", url])
+    said = capsys.readouterr().out
+    assert code == bool(fault), said
+    assert json.loads(Path("out/self.json").read_text())["odd"] == {"decode": ["scoring"], "": []}.get(fault, [fault])
+    assert "answers are compared up to the first other token" in said
+
+
+def test_a_server_that_scores_nothing(prompts: Path, capsys: Any) -> None:
+    with FakePaths(scores=False, forced=False).serve() as (url, _):
+        assert main(["self-check", "--prompts", str(prompts), "--out", "out", url]) == 0
+    assert "not compared: scoring: the server does not tell" in capsys.readouterr().out
+
+
+def test_it_goes_on_and_says_what_is_not_known(prompts: Path, capsys: Any) -> None:
+    words = ["self-check", "--prompts", str(prompts), "--out", "out", "--json"]
+    fake = FakePaths(details=False)
+    with fake.serve() as (url, _):
+        assert main([*words, url]) == 0
+        asked = fake.asked
+        assert main([*words, url]) == 0
+        assert fake.asked - asked <= 2  # whether it can be forced
+    said = json.loads(capsys.readouterr().out.split("}\n{")[0] + "}")
+    assert any("does not tell its prefix hits" in note for note in said["notes"])
+    assert replies.read_about(Path("out/hit"))["complete"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["gate", "--self", "http://127.0.0.1:9"], "--out"),
+        (["gate", "--self", "http://127.0.0.1:9", "--out", "o"], "does not answer"),
+        (["self-check", "--out", "o", "http://127.0.0.1:9"], "does not answer"),
+        (["self-check", "--out", "o", "--", "true"], "no `vllm serve`"),
+        (["self-check", "--out", "o", "'"], "CMD"),
+        (["gate", "a", "b", "--self", "http://127.0.0.1:9", "--out", "o"], "leave GOLDEN, MINE"),
+        (["self-check", "--out", "full", "http://127.0.0.1:9"], "other files"),
+        (["gate", "a"], "self-check"),
+        (["self-check"], "Missing argument"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], says: str, prompts: Path, capsys: Any) -> None:
+    Path("full").mkdir()
+    Path("full/thesis.tex").write_text("x")
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert len([line for line in err.splitlines() if not line.startswith("note: `accprobe gate --self`")]) == 1
+    assert "internal error" not in err

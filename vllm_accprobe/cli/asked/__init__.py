@@ -1,1 +1,0 @@
-"""What a request asked: its prompt, for whoever wants to read it."""

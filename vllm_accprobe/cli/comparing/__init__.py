@@ -1,1 +1,0 @@
-"""What `accprobe compare` does with a pair of dumps."""

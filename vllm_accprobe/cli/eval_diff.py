@@ -1,0 +1,192 @@
+"""``accprobe eval-diff A B``: two runs of an evaluation, or a trainer's log-probabilities and a server's.
+
+Of an evaluation (lm-evaluation-harness, OpenCompass): for each metric whether the difference is more than chance, and
+which questions flipped. Of a trainer's jsonl, with tokens and log-probabilities: what a server says of the same tokens.
+Which it is, the files say. Not here: the tests (gate/samples, gate/trainer).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from typer import Argument, Option
+
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.output import say_written
+
+if TYPE_CHECKING:
+    from vllm_accprobe.gate.sides import Asking
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Which questions, and what is written of them."""
+
+    tasks: Annotated[list[str], Option("--tasks", metavar="GLOBS", help="Only these tasks.")] = field(
+        default_factory=list
+    )
+    metrics: Annotated[list[str], Option("--metrics", metavar="GLOBS", help="Only these metrics.")] = field(
+        default_factory=list
+    )
+    filters: Annotated[list[str], Option("--filters", metavar="GLOBS", help="Only these filters.")] = field(
+        default_factory=list
+    )
+    prompts_out: Annotated[
+        Path | None,
+        Option("--prompts-out", metavar="FILE", help="Write the questions that flipped, as prompts for accprobe send."),
+    ] = None
+    csv: Annotated[Path | None, Option("--csv", metavar="FILE", help="Write a csv there: a row for each metric.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class EvalDiffOptions:
+    """What is compared."""
+
+    golden: Annotated[
+        Path,
+        Argument(metavar="A", help="Of the machine that is trusted: a file or folder of answers, a trainer's jsonl."),
+    ]
+    mine: Annotated[
+        str,
+        Argument(metavar="B", help="Of the other one; of a trainer also a folder of accprobe send, a URL, a command."),
+    ]
+    out: Annotated[Path | None, options.out("the answers, where B is a server")] = None
+    rate: options.Rate = None
+    as_json: options.Json = False
+    verbose: options.Verbose = False
+
+
+def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: options.ScoringOptions) -> None:
+    """Compare two runs of an evaluation, or a trainer's log-probabilities with a server's.
+
+    Of samples of lm-evaluation-harness and results of OpenCompass: for each metric whether the difference is more than
+    chance, and which questions flipped. A may be a trainer's jsonl with tokens and log-probabilities; B says its own of
+    the same tokens.
+    Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
+    """
+    from vllm_accprobe.gate.trainer import trainer_lines
+
+    options.check_rate(runs.rate)
+    if runs.golden.is_file():
+        try:
+            trainer_lines.read(runs.golden)
+        except trainer_lines.TrainerError:
+            pass
+        else:
+            if wrong := list(options.used(evaluation)):
+                raise CommandError(f"{wrong[0]} goes with two runs of an evaluation, and {runs.golden} is a trainer's")
+            compare_trainer(runs.golden, runs.mine, scoring.asking("default"), runs.out, runs.as_json)
+    if runs.out is not None:
+        raise CommandError("--out goes with a trainer's jsonl and a server")
+    compare_samples(runs.golden, Path(runs.mine), evaluation, runs.rate, runs.as_json, runs.verbose)
+
+
+def compare_samples(
+    golden: Path, mine: Path, how: EvaluationOptions, rate: float | None, as_json: bool, verbose: bool
+) -> NoReturn:  # fmt: skip
+    """Raises typer.Exit."""
+    from vllm_accprobe.gate.samples import contrast, sides
+    from vllm_accprobe.gate.samples.answers import SamplesError
+    from vllm_accprobe.gate.samples.match import match
+    from vllm_accprobe.report import evaluation
+
+    rate = contrast.RATE if rate is None else rate
+    for path, option in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
+        if path is not None:
+            _check_file(path, option, (golden, mine))
+    try:
+        left, right = sides.open_side(golden), sides.open_side(mine)
+        places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
+    except SamplesError as e:
+        raise CommandError(str(e)) from None
+    if left.tool != right.tool:
+        raise CommandError(f"{golden} is of {left.tool}, {mine} of {right.tool}: their questions have no common name")
+    for side in (left, right):
+        sides.select(side, how.tasks, how.filters, how.metrics)
+    matched = match(left, right)
+    result = contrast.evaluate(matched, rate)
+    if not result.contrasts:
+        raise NothingThere(evaluation.nothing(result, left, right))
+    if how.csv is not None:
+        places.check_place(how.csv, option="--csv")
+        evaluation.write_csv(result, how.csv)
+    if as_json:
+        typer.echo(json.dumps(contrast.to_json(result) | {"read": evaluation.read_json(left, right)}, indent=1))
+    else:
+        for line in evaluation.lines(result, len(result.contrasts) if verbose else evaluation.MAX_CONTRASTS):
+            typer.echo(line)
+        for line in evaluation.read_lines(left, right):
+            typer.echo(line)
+    if how.prompts_out is not None:
+        prompts, without = contrast.prompts(result.flips, left.prompts)
+        _write_prompts(how.prompts_out, prompts)
+        more = f"; {without:,} have none in the files" if without else ""
+        say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
+    raise typer.Exit(1 if result.verdict == "fail" else 0)
+
+
+def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
+
+    if path.is_dir():
+        raise CommandError(f"{option} {path} is a directory: name a file")
+    if any(places.is_same(path, other) for other in inputs):
+        raise CommandError(f"{option} {path} is what is read: name another file")
+    places.writable(path.parent, option)
+
+
+def _write_prompts(path: Path, prompts: list[dict[str, object]]) -> None:
+    """Whole and only for its owner: these are an evaluation's questions, which others may not publish."""
+    from vllm_accprobe.whole_file import write_private
+
+    write_private(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
+
+
+def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
+    """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
+    from vllm_accprobe.cli.send import made_by
+    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.trainer import ratios, rollout, trainer_lines
+    from vllm_accprobe.report.servers import ratio_lines
+
+    url = mine.startswith(("http://", "https://"))
+    asks = url or not Path(mine).exists()
+    if asks and not url and " " not in mine:
+        raise CommandError(f"{mine} does not exist: MINE is a folder of accprobe send, a jsonl, a URL or a command")
+    if asks and out is None:
+        raise CommandError("MINE is a server: name a folder for its answers with --out DIR")
+    try:
+        left = trainer_lines.read(golden)
+        if not asks:
+            right = rollout.of_folder(Path(mine)) if Path(mine).is_dir() else rollout.of_file(Path(mine))
+        else:
+            assert out is not None
+            places.check(out, {})
+            going_on("the answers are", out)
+            if url:
+                right = rollout.of_server(
+                    left, mine, os.environ.get("VLLM_API_KEY", ""), out, made_by(str(golden)), asking
+                )
+            else:
+                right = rollout.of_command(left, mine, os.environ, out, made_by(str(golden)), asking)
+        found = ratios.compare(left, right.answers, right.how, right.left_out)
+    except trainer_lines.TrainerError as e:
+        raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
+    except (SendError, replies.FolderError) as e:
+        raise CommandError(str(e).replace("--engine:", "MINE:").replace("--url:", "MINE:")) from None
+    except ratios.RatioError as e:
+        raise NothingThere(f"{e} ({golden}, {mine if not asks else 'the server'})") from None
+    if as_json:
+        typer.echo(json.dumps(ratio_lines.to_json(found), indent=1))
+    else:
+        for line in ratio_lines.lines(found):
+            typer.echo(line)
+    raise typer.Exit({"pass": 0, "fail": 1}[found.verdict])

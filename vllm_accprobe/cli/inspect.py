@@ -1,0 +1,274 @@
+"""``accprobe inspect PATH``: what there is at a path, as tables for the eye, csv or JSON.
+
+A dump's tensors and operators (inspect_list.py); one of its taps in detail, or a request's prompt (inspect_tensor.py);
+of another tool's dump, which format it is, too. With --size how large a capture of a model will be; with --repair a
+dump that a killed run left behind is finished first. Not here: two dumps (compare.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from vllm_accprobe.cli import options
+from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.options import SelectionOptions
+from vllm_accprobe.cli.output import answer, answered, say_notes
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What is inspected."""
+
+    path: Annotated[
+        Path | None,
+        Argument(metavar="[DUMP|FILE|MODEL_DIR]", help="A dump of any format, a file of one, a model's folder."),
+    ] = None
+    names: Annotated[
+        list[str],
+        Argument(metavar="[TAP|GLOB]...", help="One TAP, or tap/role#call as in compare.csv: in detail. Or globs over "
+                 "taps, e.g. '*.mlp.*'; '!...' excludes: a list. FILE.txt, FILE.csv: the list goes there."),
+    ] = field(default_factory=list)  # fmt: skip
+    formats: Annotated[bool, Option("--formats", help="List the formats that can be read, or only name PATH's.")] = (
+        False
+    )
+    repair: Annotated[bool, Option("--repair", help="Finish the files that a killed run left behind.")] = False
+    as_json: options.Json = False
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Of the list of tensors."""
+
+    csv: Annotated[
+        Path | None, Option("--csv", metavar="FILE", help="Write a csv there: all chosen tensors, in full precision.")
+    ] = None
+    limit: Annotated[
+        int | None,
+        Option("--limit", min=0, metavar="N", help="At most so many, rows of a table: 200, in json all; 0 for all."),
+    ] = None
+    ops: Annotated[bool, Option("--ops", help="Operators only: calls, shapes, ranges.")] = False
+    tree: Annotated[bool, Option("--tree", help="The model's modules as a tree, with shapes; also ATB's topology.")] = (
+        False
+    )
+    level: options.Level = None
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """Of one tap, or of a prompt."""
+
+    calls: Annotated[
+        str, Option("--calls", metavar="RANGES", help="Ordinals of the tap's calls within a step.")
+    ] = ""  # fmt: skip
+    rows: Annotated[str, Option("--rows", metavar="RANGES", help="Rows to print or save, e.g. 0,5-9.")] = ""
+    positions: Annotated[
+        str, Option("--positions", metavar="RANGES", help="Positions within the request, e.g. 0-3.")
+    ] = ""  # fmt: skip
+    save: Annotated[
+        Path | None, Option("--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors.")
+    ] = None
+    prompt: Annotated[
+        bool, Option("--prompt", help="No tensor, but the prompt of the request that --requests names: its token ids.")
+    ] = False
+    tokenizer: options.Tokenizer = None
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """How large a capture will be."""
+
+    size: Annotated[
+        bool, Option("--size", help="PATH is a model's folder or config.json: how large will a capture of it be?")
+    ] = False
+    tokens: Annotated[
+        int | None,
+        Option("--tokens", min=1, metavar="N", help="With --size: of prompts and answers together. Default: 1000."),
+    ] = None
+    answers: Annotated[
+        int | None,
+        Option("--answers", min=0, metavar="N", help="With --size: how many of these are sampled. Default: 16."),
+    ] = None
+    modules: options.Modules = None
+    preset: Annotated[
+        str | None, Option("--preset", metavar="NAME", help="With --size, as VLLM_ACCPROBE_PRESET: its modules.")
+    ] = None
+    tp: Annotated[
+        int | None, Option("--tp", min=1, metavar="N", help="With --size: ranks of tensor parallelism. Default: 1.")
+    ] = None
+
+
+def inspect(
+    what: InspectOptions,
+    chosen: SelectionOptions,
+    of_list: ListOptions,
+    of_tensor: TensorOptions,
+    of_size: SizeOptions,
+    name: str = "inspect",
+) -> None:
+    """List a dump's tensors, or show one; say what a path is; say how large a capture will be.
+
+    inspect DUMP lists the tensors with their statistics, and the operators that were called. Of our own dumps no
+    payload is read, so this is quick on any. Of another tool's, the format is printed first, and what is listed without
+    statistics is read to compute them. Operators' tensors are listed where a GLOB has '::'.
+    inspect DUMP TAP shows one tensor: statistics, histogram, chosen rows; --save keeps it.
+    inspect MODEL_DIR --size is exact for Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and
+    V3. Another decoder is counted by what its config.json has in common with these. Parameters come on top where they
+    fit a quarter of the budget.
+
+    Exit code 0: done, 2: no dump or unreadable, 3: nothing matches, or nobody wrote into it.
+    """
+    kind, opened = _kind(name, what, of_list, of_tensor, of_size)
+    path, names = what.path, what.names
+    if kind == "size":
+        _refuse(kind, chosen, of_list, of_tensor)
+        _size(_needed(path, "MODEL_DIR"), of_size, what.as_json)
+        return
+    _refuse(kind, of_size)
+    if kind in ("formats", "repair"):
+        _refuse(kind, chosen, of_list, of_tensor)
+        if names:
+            raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
+        run: Any = (lambda: _formats(path)) if kind == "formats" else (lambda: _repair(_needed(path, "DUMP")))
+    elif kind == "show":
+        from vllm_accprobe.cli.inspect_tensor import show
+
+        _refuse(kind, of_list)
+        if len(names) > 1:
+            raise CommandError(f"one TAP is shown in detail, and {len(names)} are named")
+        tap = names[0] if names else ""
+        run = lambda: show(_needed(path, "DUMP"), opened, tap, chosen, of_tensor)  # noqa: E731
+    else:
+        from vllm_accprobe.cli.inspect_list import summary
+
+        _refuse(kind, of_tensor)
+        dump = _needed(path, "DUMP")
+        run = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+    answered(name, what.as_json, run)
+
+
+def _kind(
+    name: str, what: InspectOptions, of_list: ListOptions, of_tensor: TensorOptions, of_size: SizeOptions
+) -> tuple[str, Any]:
+    """(formats, repair, size, show or summary; the dump where it was opened for that). name: of the command that was
+    typed, of which the older ones say it."""
+    if name != "inspect":
+        return name, None
+    for kind, wanted in (("formats", what.formats), ("repair", what.repair), ("size", of_size.size)):
+        if wanted:
+            return kind, None
+    if options.used(of_tensor):
+        return "show", None
+    if len(what.names) != 1 or options.used(of_list) or what.path is None:
+        return "summary", None
+    from vllm_accprobe.cli.inspect_tensor import is_tap
+    from vllm_accprobe.formats import open_dump
+
+    opened = open_dump(what.path)
+    return ("show" if is_tap(opened, what.names[0]) else "summary"), opened
+
+
+_OF = {
+    "size": "--size", "formats": "--formats", "repair": "--repair", "show": "one TAP", "summary": "a list of tensors"
+}  # fmt: skip
+
+
+def _refuse(kind: str, *groups: Any) -> None:
+    """Raises CommandError for an option that means nothing here."""
+    if wrong := list(options.used(*groups)):
+        raise CommandError(f"{wrong[0]} does not go with {_OF[kind]}: leave it out")
+
+
+def _needed(path: Path | None, word: str) -> Path:
+    if path is None:
+        raise CommandError(f"{word} is missing: name a path; accprobe inspect --help says more")
+    return path
+
+
+def _formats(path: Path | None) -> None:
+    """The formats of dumps that can be read, or which one ``path`` is of (formats/common/sniff.py)."""
+    from vllm_accprobe.formats.common import sniff
+
+    if path is not None:
+        _, found, notes = sniff.find(path)
+        typer.echo(sniff.OWN if found is None else found.name)
+        answer(path=path, format=sniff.OWN if found is None else found.name)
+        say_notes(notes)
+        return
+    problems: list[str] = []
+    known = sniff.formats(problems)
+    rows = [(sniff.OWN, sniff.OWN_HOW), *((f.name, f.how + (f" ({f.package})" if f.package else "")) for f in known)]
+    answer(formats=[{"name": name, "recognised_by": how} for name, how in rows])
+    width = max(len(name) for name, _ in rows)
+    for name, how in rows:
+        typer.echo(f"{name:<{width}}  {how}")
+    say_notes(problems)
+
+
+def _repair(dump: Path) -> None:
+    """Finishes what a killed run left (dump/repair.py)."""
+    from vllm_accprobe.dump.repair import repair
+    from vllm_accprobe.formats.common.nearby import own
+    from vllm_accprobe.report.text import count
+
+    place, note = own(dump)
+    say_notes([note] if note else [])
+    done = repair(place)
+    answer(dump=place, ranks=done)
+    for r in done:
+        if not r.needed:
+            typer.echo(f"rank {r.rank}: closed in order, nothing to do")
+            continue
+        extra = [f"{r.cut} bytes of a torn line cut off"] if r.cut else []
+        extra += [f"{count(r.dropped, 'segment file')} without a whole tensor removed"] if r.dropped else []
+        extra = [f"{count(r.segments, 'segment file')} finished", *extra]
+        typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
+    if not done:
+        raise NothingThere(f"{place}: no rank has written anything")
+
+
+def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
+    """How large a capture will be (run/dump_size.py)."""
+    import json
+
+    from vllm_accprobe.config import ConfigError, ProbeConfig
+    from vllm_accprobe.config_values import words_choose
+    from vllm_accprobe.run import dump_size
+
+    tokens, tp = of_size.tokens or 1000, of_size.tp or 1
+    answers = 16 if of_size.answers is None else of_size.answers
+    settings = {name: value for name, value in (("modules", of_size.modules), ("preset", of_size.preset)) if value}
+    try:
+        words = ProbeConfig.from_kwargs(**settings)
+    except ConfigError as why:
+        raise CommandError(f"--{why}") from None
+    try:
+        config, width = dump_size.read_config(model)
+        chooses = (lambda path, cls: words_choose(words.modules, path, path, cls)) if words.modules_left else None
+        token, logits = dump_size.per_token(config, tp, width, chooses, words.parts)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as why:
+        if isinstance(why, dump_size.SizeError):
+            raise CommandError(str(why)) from None
+        what = f"no {why} in it" if isinstance(why, KeyError) else "its numbers are no decoder's"
+        raise CommandError(f"{model}: {what}; capture one token, and accprobe inspect says its size") from None
+    total = token * tokens + logits * answers
+    if not total:
+        raise CommandError("--modules: no module of a decoder is chosen")
+    kind = str(config.get("model_type"))
+    known = kind in dump_size.MEASURED
+    if as_json:
+        fields = {"bytes_per_token": token, "bytes_per_logits": logits, "tokens": tokens, "bytes": total, "ranks": tp}
+        more = {"bytes_per_rank": total // tp, "model_type": kind, "exact": known}
+        typer.echo(json.dumps({"schema": 1} | fields | more))
+        return
+    on = f"{tp} rank{'s' * (tp > 1)}"
+    typer.echo(f"{token / 1e6:.3g} MB for a token on {on}, {logits / 1e6:.3g} MB of logits for each that is sampled")
+    typer.echo(f"{total / 1e9:.3g} GB for {tokens:,} tokens, {answers:,} of them sampled; parameters come on top")
+    each, budget = total / tp / 1e9, words.max_gb
+    ends = "" if each <= budget else ": capture ends before all of it is there"
+    typer.echo(f"{each:.3g} GB a rank; its budget is {budget:g} (VLLM_ACCPROBE_MAX_GB){ends}")
+    if not known:
+        typer.echo(f"note: {kind} was not compared with a capture; it is counted as a decoder of the kinds that were")

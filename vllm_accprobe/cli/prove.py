@@ -1,0 +1,182 @@
+"""Two dumps replayed for `compare`, in a process of its own.
+
+The problem: a comparison must run where there is no torch, start at once, and outlive whatever a replay runs into. The
+idea: this program (started as a child, children.py) opens both dumps and estimates what a replay of them takes. Where
+that fits into its time easily it begins beside the comparison, else it says ``{"waits": true}`` and reads what the
+comparison has found, a line of JSON (budget.Wishes), from its standard input. It replays what is planned, weighs mine
+against golden, splits the errors of those who are blamed, and writes lines of JSON to its standard output:
+``{"plan": ...}``, ``{"done": n, "of": m}`` on the way and ``{"proof": ...}`` at the end. Anything more on its standard
+input ends the replay early, as the end of its time does: what was replayed until then is used. No command of its own:
+`accprobe opcheck` is what people use.
+Not here: when it is wanted (replay.py), what is planned (opcheck/run/budget.py), what a proof is
+(opcheck/proof/decide.py), how the work is shared (opcheck/run/pair.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import select
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
+
+if TYPE_CHECKING:
+    from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.run.result_row import Checked
+
+
+def main() -> int:
+    """Exit code 0 when the proof is written, else 2 and one line on stderr."""
+    parser = argparse.ArgumentParser(prog="vllm_accprobe.cli.prove")
+    parser.add_argument("golden", type=Path)
+    parser.add_argument("mine", type=Path)
+    parser.add_argument("--ops", action="append", default=[])
+    parser.add_argument("--op-mapping-file", type=Path)
+    parser.add_argument("--rate", type=float, default=FALSE_ALARM_RATE)
+    parser.add_argument("--seconds", type=float, help="of wall time; all of it by default")
+    parser.add_argument("--weights", type=Path)
+    arguments = parser.parse_args()
+    gc.disable()  # what is imported and opened stays; looking through it again and again takes a fifth of that time
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a kernel prints must not meet the lines
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    try:
+        say(proof=_proof(arguments, say))
+    except Exception as error:
+        from vllm_accprobe.cli.endings import explain
+
+        print(explain(error)[0], file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Progress:
+    """Says how far it is, a hundred times at most: nobody may be reading yet."""
+
+    def __init__(self, say: Any):
+        self._say, self._last = say, -1
+
+    def __call__(self, done: int, of: int) -> None:
+        if done * 100 // max(of, 1) != self._last:
+            self._last = done * 100 // max(of, 1)
+            self._say(done=done, of=of)
+
+
+class _Ends:
+    """Whether the time is over: since it began to replay, or because somebody says so."""
+
+    def __init__(self, seconds: float | None):
+        self._until = None if seconds is None else time.monotonic() + seconds
+        self._asked = False
+
+    def __call__(self) -> bool:
+        # nobody reads it, so that all processes see it
+        self._asked = self._asked or bool(select.select([0], [], [], 0)[0])
+        return self._asked or (self._until is not None and time.monotonic() >= self._until)
+
+
+def _proof(arguments: argparse.Namespace, say: Any) -> str:
+    from vllm_accprobe.cli.opcheck import model_of
+    from vllm_accprobe.comparison.engine import find_mapping
+    from vllm_accprobe.comparison.verdict.constants_differ import other_values
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.opcheck.calls.lent_reads import lend
+    from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.floors import pooled
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.proof import other_constants, prove
+    from vllm_accprobe.opcheck.proof.coverage import covers
+    from vllm_accprobe.opcheck.proof.explained import explain
+    from vllm_accprobe.opcheck.proof.propagated import split_errors
+    from vllm_accprobe.opcheck.registry import default_references
+    from vllm_accprobe.opcheck.run import pair
+    from vllm_accprobe.opcheck.run.budget import Planner, Wishes
+
+    ops, rate, rules = arguments.ops, arguments.rate, find_mapping(arguments.op_mapping_file)
+    dumps = [open_dump(path) for path in (arguments.golden, arguments.mine)]
+    sides = [Calls(dump, arguments.weights or model_of(dump.run)) for dump in dumps]
+    lend(sides[0], sides[1])
+    lend(sides[1], sides[0])
+    references = default_references()
+    planner = Planner(sides, ops, min(pair.PROCESSES, pair.processors()) if pair.may_fork() else 1)
+    waits = not planner.fits(arguments.seconds)
+    say(waits=waits)
+    wishes = Wishes.from_json(json.loads(sys.stdin.readline() or "{}")) if waits else Wishes()
+    plan = planner.plan(arguments.seconds, wishes)
+    say(plan={"calls": plan.calls, "of": plan.of, "seconds": plan.seconds})
+    begun, ends = time.monotonic(), _Ends(arguments.seconds)
+    gc.freeze()  # nor would a second process share the memory that the collector writes to
+    gc.set_threshold(100_000, 50, 50)
+    gc.enable()
+    (theirs, rates), (rows, own) = pair.check_both(sides, references, ops, _Progress(say), rate, plan.tasks, ends)
+    took = time.monotonic() - begun
+    done = len({(n, c.rank, c.tap, c.step, c.call) for n, side in enumerate((theirs, rows)) for c in side
+                if not c.replayed and c.unchecked_because != pair.LEFT})  # fmt: skip
+    partial = sum(bool(c.replayed) for side in (theirs, rows) for c in side)
+    left = plan.of - done
+    theirs, rows = (_with_left(r, calls, ops, left > 0) for r, calls in zip((theirs, rows), sides, strict=True))
+    settled = [decided.settle(side) for side in (theirs, rows)]
+    theirs, rows = (side for side, _ in settled)
+    machines = {side: found.habits for side, (_, found) in zip(("golden", "mine"), settled, strict=True)}
+    found = prove.wrong(rows)
+    alike = prove.shared(prove.wrong(theirs), found)
+    blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
+    splits = split_errors(dumps[0], sides[1], references, blamed, rules)
+    unlike = pooled.unlike(rates, own, sides[1].budget(rate).siblings)
+    say(explain=True)
+    wanted = _wanted()
+    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
+    proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained)
+    if left > 0:
+        proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, arguments.seconds), *proof.notes))
+    others = other_constants.effects(sides[1], references, other_values(*dumps))
+    return replace(proof, covers=covers(rows, own), constants=others).to_json()
+
+
+def _wanted() -> dict[str, Any]:
+    """What the comparison wants explained, which is known once it has ended. A line that ended the replay early may
+    stand before it."""
+    for line in sys.stdin:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return {}
+
+
+def _with_left(rows: list[Checked], calls: Calls, ops: list[str], some: bool) -> list[Checked]:
+    """``rows``, and one for each tap some of whose calls were left out: a tap of which not all was seen is not
+    right."""
+    if not some:
+        return rows
+    from vllm_accprobe.opcheck.run.pair import LEFT
+    from vllm_accprobe.opcheck.run.result_row import unchecked
+
+    seen: dict[tuple[int, str], set[Any]] = {}
+    for c in rows:
+        if not c.replayed:
+            seen.setdefault((c.rank, c.tap), set()).add((c.step, c.call))
+    out = list(rows)
+    for rank, tap, cls in calls.taps(ops):
+        left = calls.places(rank, tap).keys() - seen.get((rank, tap), set())
+        if left:
+            step, call = min(left, key=lambda p: (p[0] is not None, p[0] or 0, p[1]))
+            out.append(unchecked(tap, cls, rank, step, call, 0, f"{len(left):,} calls {LEFT}"))
+    return out
+
+
+def _part_note(done: int, partial: int, of: int, took: float, seconds: float | None) -> str:
+    some = f", and some rows of {partial:,} further outputs," if partial else ""
+    why = "interrupted" if seconds is None or took < seconds else f"--replay-seconds {seconds:g}"
+    note = f"{done:,} of {of:,} calls{some} were replayed in {took:.0f} s ({why})"
+    return f"{note}; the others are compared, not checked: --replay checks all"

@@ -1,1 +1,0 @@
-"""``accprobe compare`` with a replay: when operators are run again, and the process that does it."""

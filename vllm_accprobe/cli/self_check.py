@@ -1,0 +1,83 @@
+"""``accprobe self-check -- CMD``: one server against itself; does one way of computing answer unlike the others?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from typer import Argument
+
+from vllm_accprobe.cli import options, places
+from vllm_accprobe.cli.endings import CommandError, going_on
+
+if TYPE_CHECKING:
+    from vllm_accprobe.gate.sides import Asking
+
+
+@dataclass(frozen=True)
+class SelfCheckOptions:
+    """The server, and where the answers go."""
+
+    command: Annotated[list[str], Argument(metavar="-- CMD...|URL", help="vllm serve MODEL ..., or a running server.")]
+    prompts: options.Prompts = "default"
+    out: Annotated[Path, options.out("a folder for the answers; one begun is continued")] = Path("accprobe-self")
+    rate: options.Rate = None
+    as_json: options.Json = False
+
+
+def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:
+    """Send one server the same prompts in several ways, and say which way answers unlike the others.
+
+    Alone, in a batch, with a prefix hit, in chunks, and what else its options allow: a correct server's answers differ
+    by rounding alone. No second machine is needed.
+    Exit code 0: no difference beyond chance, 1: one beyond, 2: bad usage, or the server does not answer, 3: nothing
+    could be compared.
+    """
+    options.check_rate(server.rate)
+    words = server.command
+    side = words[0] if len(words) == 1 else shlex.join(words)
+    check_server(side, scoring.asking(server.prompts or "default"), server.out, server.rate, server.as_json)
+
+
+def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
+    """side: a URL or a command. Raises typer.Exit."""
+    from vllm_accprobe.cli.send import made_by
+    from vllm_accprobe.gate.self import asked_paths, odd_one
+    from vllm_accprobe.gate.sending import prompts as prompts_file
+    from vllm_accprobe.gate.sending import replies
+    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.report.servers import self_lines
+    from vllm_accprobe.whole_file import whole
+
+    if out is None:
+        raise CommandError("self-check: name a folder for the answers with --out DIR")
+    places.check(out, {})
+    begun = not out.is_dir() or (out / "alone").is_dir()
+    if not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
+        raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
+    say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
+    going_on("the answers are", out)
+    how = asked_paths.PathAsking(out, made_by(asking.prompts), asking, say)
+    try:
+        lines = prompts_file.read(asking.prompts)
+        found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+    except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
+        raise CommandError(str(e).replace("--engine:", "CMD:").replace("--url:", "URL:")) from None
+    result = odd_one.judge(
+        found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
+    )
+    fields = self_lines.to_json(result)
+    with whole(out / "self.json") as part:
+        part.write_text(json.dumps(fields, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(fields, indent=1))
+    else:
+        for line in self_lines.lines(result):
+            typer.echo(line)
+    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])

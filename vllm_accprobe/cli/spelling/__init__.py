@@ -1,1 +1,0 @@
-"""How words that are typed are understood: other tools' options, and refusals."""
