@@ -2,7 +2,7 @@
 
 The problem: a claim that a tool finds the broken operator is worth what can be watched. The idea: everything is real
 (HTTP server, concurrent clients, chunked prefill, vLLM's own scheduler); only the weights are random and the fault is
-planted, by a vLLM plugin that the probe knows nothing of (tests/faults). Started by demo.sh.
+planted, by a vLLM plugin that the probe knows nothing of (lab/planted). Started by demo.sh.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Way:
 @dataclass(frozen=True)
 class Mode:
     """model: makes the weights under a folder. plain: the same without the mode, None where that has no meaning.
-    equal_to_plain: what compare must say of it. fault: see tests/faults; blamed: the module that must come first.
+    equal_to_plain: what compare must say of it. fault: see lab/planted; blamed: the module that must come first.
     refused: vLLM cannot do this on a CPU, and says so."""
 
     name: str

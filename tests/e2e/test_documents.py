@@ -134,7 +134,6 @@ NOT_RUN = {
     "accprobe gentest DUMP --cpu_init --blacklist --factory=load": "the same; this page's DUMP has labels alone",
     "accprobe compare gpu.csv xpu.csv result.csv": "test_seeds.py types the document's line",
     "accprobe compare GPU.csv NPU.csv": "the same",
-    "accprobe inspect FILE.json --tree": "ATB wrote it; test_drawing.py has one",
     "VLLM_ACCPROBE_PATCHES=all": "a setting, not a command; the line above it has another",
     "VLLM_ACCPROBE_PATCHES=./mine.toml": "a setting, not a command",
 }
