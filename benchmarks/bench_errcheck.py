@@ -28,7 +28,7 @@ HELD = {"deferred": 0, "held": 1 << 28}
 
 
 def measure(root: Path, options: Options) -> dict[str, Any]:
-    from vllm_accprobe.capture.nan_watch import observer
+    from vllm_accprobe.capture.errcheck import observer
     from vllm_accprobe.config import ProbeConfig
 
     engine = build(root)

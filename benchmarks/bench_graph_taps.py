@@ -16,9 +16,16 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_accprobe.capture.graphs.stats_op import choose_stats, stats_buffer, stats_selection, tap_stats
-from vllm_accprobe.capture.graphs.tap_op import choose, selection, tap
-from vllm_accprobe.dump.recorder.hashing import digest
+from vllm_accprobe.capture.graphs.graph_ops import (
+    choose,
+    choose_stats,
+    selection,
+    stats_buffer,
+    stats_selection,
+    tap,
+    tap_stats,
+)
+from vllm_accprobe.dump.recorder.journal_writer import digest
 from vllm_accprobe.dump.stats import moments_at
 
 SIZES = ((1, 512), (8, 4096), (64, 4096), (512, 4096))

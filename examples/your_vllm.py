@@ -10,7 +10,7 @@ import sys
 
 from vllm_accprobe import open_dump
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.dump.face import row_space
+from vllm_accprobe.dump.reader import row_space
 
 
 def generate(model: str) -> None:

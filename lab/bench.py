@@ -4,7 +4,7 @@ The problem: hundreds of faults in a dozen models against seven kinds of golden 
 makes its own. The idea: a `Bench` owns the engines of one or more models, one after another in shared child processes,
 and remembers each run under its way; a case needs one run of its own, the faulty one. What lies on the disk and is
 finished is not made again, so that an interrupted laboratory goes on where it was.
-Not here: comparing (judging.py), what is planted (cases.py), ways and clean pairs (ways.py).
+Not here: comparing (judging.py), what is planted (cases.py), ways and clean pairs (client.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The problem and the idea are in docs/laboratory.md. Exit codes: 0 when in all groups that were judged enough culprits
 came first and enough verdicts were fail (totals.NEEDED) and no clean pair raised an alarm; 1 when not; 2 for bad
 usage. Of the half that is held out only totals are printed, unless ``--show-held-out`` asks for more.
-Not here: the cases (cases.py, generated.py), running (bench.py), judging (judging.py), sums (totals.py).
+Not here: the cases (cases.py, generated.py), running (bench.py), judging (judging.py), sums (table.py).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class GateCase:
 
     @property
     def floor(self) -> str:
-        """golden's way in the dtype of `accprobe gate`'s rule (gate/floor_dtype.py)."""
+        """golden's way in the dtype of `accprobe gate`'s rule (gate/sides.py)."""
         ours, theirs = (str(WAYS[way].engine.get("dtype", "bfloat16")) for way in (self.golden, self.mine))
         if ours != theirs:
             return theirs

@@ -18,10 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import engine_ways, engine_worker
 
-from vllm_accprobe.gate.sending import along, replies, steps
+from vllm_accprobe.gate.sending import passes as along
 from vllm_accprobe.gate.sending import prompts as prompts_file
+from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending.client import Reply, _best, _margins
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sending.reply import Reply, _best, _margins
 
 TOP = 20
 ARRIVE = ("one", "all", along.SCORE)
@@ -35,7 +36,7 @@ def fill(job: dict[str, Any]) -> None:
     for name in [n for n in os.environ if n.startswith("VLLM_ACCPROBE_") or n == "ACCPROBE_FAULT"]:
         del os.environ[name]
     out = Path(job["out"])
-    os.environ |= {"VLLM_ACCPROBE_FORCE": str(out / steps.folder_name(0))} | job["env"]
+    os.environ |= {"VLLM_ACCPROBE_FORCE": str(out / replies.folder_name(0))} | job["env"]
     if job["fault"]:
         os.environ["ACCPROBE_FAULT"] = job["fault"]
     from vllm_accprobe.plugin import register
@@ -66,13 +67,13 @@ def fill(job: dict[str, Any]) -> None:
 
 def _pass(engine: Any, index: int, word: str, lines: list[PromptLine]) -> list[Reply]:
     waiting, found = list(lines), []
-    by_id = {steps.request_id(line.name, index): line for line in lines}
+    by_id = {replies.request_id(line.name, index): line for line in lines}
     while waiting or engine.has_unfinished_requests():
         join = len(waiting) if word == "all" else int(not engine.get_num_unfinished_requests())
         for line in waiting[:join]:
             ids = list(line.token_ids or ()) + (list(line.along or ()) if word == along.SCORE else [])
             prompt = {"prompt_token_ids": ids}
-            engine.add_request(steps.request_id(line.name, index), prompt, _sampling(line, word))
+            engine.add_request(replies.request_id(line.name, index), prompt, _sampling(line, word))
         del waiting[:join]
         for output in engine.step():
             if output.finished:

@@ -3,8 +3,8 @@
 The problem: what a judge is worth is known after hundreds of pairs, and it is worked on for days. The idea: making runs
 (bench.py) is apart from judging; a `Pair` is two finished runs and what is true of them, judged without an
 engine, by several processes, each pair as the command does it. One faulty run may be judged against several goldens.
-Not here: what is planted (cases.py, generated.py), ways and clean pairs (ways.py), sums and tables
-(totals.py), the command line (faults.py).
+Not here: what is planted (cases.py, generated.py), ways and clean pairs (client.py), sums and tables
+(table.py), the command line (weights.py).
 """
 
 from __future__ import annotations

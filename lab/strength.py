@@ -4,7 +4,7 @@ The problem: a fault is planted by a factor; what that makes of a row depends on
 rounded to bfloat16. A case whose error drowns in honest rounding would be no case. The idea: against a golden of the
 same kind the faulty module has bit for bit the inputs of the golden's on a CPU with one thread, so its output's
 difference is the planted error and nothing else.
-Not here: what should be found (totals.py).
+Not here: what should be found (table.py).
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.graphs.placement import Placed, plan
-from vllm_accprobe.capture.graphs.sightings import watching
-from vllm_accprobe.capture.graphs.tap_op import choose
+from vllm_accprobe.capture.graphs.graph_ops import choose
+from vllm_accprobe.capture.graphs.placement import Placed, plan, watching
 
 HIDDEN, HEADS, LAYERS, ROWS, MOST = 256, 4, 4, 13, 16
 FAULTY = "layers.2.down_proj"

@@ -7,7 +7,7 @@ run is kept under ``--keep`` and is not made again, so that an interrupted table
 held against each other: bits by the journal's hashes, numbers by ``accprobe compare`` and the root's and logits' rows.
 Compiled code is kept under ``--keep`` and nowhere else. ``--quick`` traces with dynamo and compiles
 nothing. Exit codes: 0, or 1 where a default tap changes a bit, a clean pair fails, or less than 95 % is seen.
-Not here: the models (tiny_model.py), engines (tests/support/engine.py), planted faults (faults.py).
+Not here: the models (tiny_model.py), engines (tests/support/engine.py), planted faults (weights.py).
 """
 
 from __future__ import annotations

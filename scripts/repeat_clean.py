@@ -29,7 +29,7 @@ from vllm_accprobe.opcheck.repeat.by_rows import BatchOptions, batches
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.named import NamedOperator, NotLoaded, call_of
 from vllm_accprobe.opcheck.repeat.repeated import RepeatOptions, repeat
-from vllm_accprobe.opcheck.run.result_row import PASS, SKIP, WARNING, Checked
+from vllm_accprobe.opcheck.run.result_row import PASS, SKIP, WARNING, CheckResult
 
 DTYPES = ("float32", "bfloat16", "float16")
 MATRICES = ("1x64,64x48", "7x64,64x32", "64x512,512x512", "160x896,896x512", "33x1000,1000x77", "512x128,128x1024")
@@ -87,7 +87,7 @@ def families() -> Iterator[Captured]:
                 yield Captured(f"{name} {n}", 0, 0, 0, made.call, {})
 
 
-def told(rows: list[Checked], what: str) -> bool:
+def told(rows: list[CheckResult], what: str) -> bool:
     counts = Counter(r.status for r in rows)
     calls = len({r.tap for r in rows if r.status != SKIP})
     ops = len({r.cls for r in rows if r.status != SKIP})

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from vllm_accprobe.kernels.float_formats import FORMATS
 from vllm_accprobe.opcheck.reference import APPROXIMATE, Call
-from vllm_accprobe.opcheck.references.lora import RowAdapters
+from vllm_accprobe.opcheck.references.linear import RowAdapters
 
 Tensor = Any  # a torch.Tensor
 NEAREST, ZERO = "nearest", "toward zero"

@@ -167,7 +167,7 @@ def run(case: Case, root: Path) -> tuple[bool, str, str]:
     from vllm.v1.worker import mamba_utils
 
     from lab import eight_bit_cache, state_faults
-    from vllm_accprobe.dump.journal.state_lines import sentence
+    from vllm_accprobe.dump.journal import sentence
     from vllm_accprobe.formats import open_dump
 
     if case.model in lab.HYBRIDS:

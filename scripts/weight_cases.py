@@ -178,9 +178,7 @@ def run(case: Case, models: Models, out: Path) -> None:
 def told(case: Case, root: Path) -> list[dict[str, Any]]:
     """The findings of the case's dump, against its golden or alone; as in compare.json."""
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.judge.weights.between import weights_between
-    from vllm_accprobe.judge.weights.histories import side_of
-    from vllm_accprobe.judge.weights.within import faults_within
+    from vllm_accprobe.judge.weights import faults_within, side_of, weights_between
 
     mine = open_dump(root / case.name).lives
     if not mine.prints:

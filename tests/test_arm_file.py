@@ -11,7 +11,7 @@ import pytest
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmFileError, ArmSelection
-from vllm_accprobe.config_values import matches
+from vllm_accprobe.config import matches
 
 
 @pytest.mark.parametrize("selection", [

@@ -12,7 +12,7 @@ from capture.toy import Toy
 
 from vllm_accprobe import PrecisionDebugger
 from vllm_accprobe.config import ConfigError
-from vllm_accprobe.debugger_settings import read_settings
+from vllm_accprobe.debugger import read_settings
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 IDS = torch.tensor([[3, 1, 4, 1]])

@@ -32,7 +32,7 @@ for _ in range(3):  # torch_xray's guide makes it anew in every step
 """
 KILLED = """
 import os, signal, sys, time, torch
-from vllm_accprobe.capture.torch_model.probe import Probe
+from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.config import ProbeConfig
 model = torch.nn.Sequential(torch.nn.Linear(8, 16)).bfloat16()
 probe = Probe(model, ProbeConfig.from_kwargs(dir=sys.argv[1], export="h5"))

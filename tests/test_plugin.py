@@ -71,7 +71,7 @@ def test_an_unusable_directory_stops_the_start_with_one_line(tmp_path: Path) -> 
 
 def test_what_it_says_of_an_eager_engine_is_what_a_dig_looks_for() -> None:
     from vllm_accprobe import plugin
-    from vllm_accprobe.gate.dig.culprit import EAGER
+    from vllm_accprobe.gate.localize import EAGER
 
     assert EAGER in Path(plugin.__file__).read_bytes()
 

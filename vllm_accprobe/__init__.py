@@ -19,8 +19,8 @@ from typing import Any  # noqa: E402
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Probe": "vllm_accprobe.capture.torch_model.probe",
-    "register_hook": "vllm_accprobe.capture.torch_model.probe",
+    "Probe": "vllm_accprobe.capture.torch_model",
+    "register_hook": "vllm_accprobe.capture.torch_model",
     "DumpConfig": "vllm_accprobe.dump_config",
     "ProbeConfig": "vllm_accprobe.config",
     "PrecisionDebugger": "vllm_accprobe.debugger",
@@ -28,7 +28,7 @@ _WHERE = {
     "set_label": "vllm_accprobe.labels",
     "set_task_id": "vllm_accprobe.labels",
     "open_dump": "vllm_accprobe.formats",
-    "atb_json_to_onnx": "vllm_accprobe.topology.atb_json",
+    "atb_json_to_onnx": "vllm_accprobe.topology.model_graph",
     "begin_dump": "vllm_accprobe.capture.ops.begin_end",
     "compare": "vllm_accprobe.comparison.engine",
     "end_dump": "vllm_accprobe.capture.ops.begin_end",

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.config_values import Ranges, globs, modules, nearest, parse_ranges
+from vllm_accprobe.config import Ranges, nearest, parse_ranges
+from vllm_accprobe.config import read_globs as globs
+from vllm_accprobe.config import read_modules as modules
 from vllm_accprobe.whole_file import whole
 
 NAME = "arm.json"

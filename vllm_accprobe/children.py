@@ -9,7 +9,7 @@ the kernel also kills the child there and then (``F_SETSIG``, see fcntl(2)), so 
 interpreter's lock back cannot prevent it; elsewhere a thread waits for the end of the pipe.
 What stands in PYTHONPATH stays: who puts "." there, or an empty part ("x:"), wants it.
 Not here: the commands of others that `accprobe run` starts (run/launcher.py), Ray's workers
-(comparison/spread_out/cluster.py).
+(comparison/distributed.py).
 """
 
 from __future__ import annotations

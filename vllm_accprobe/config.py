@@ -1,23 +1,236 @@
-"""What the probe shall capture: one frozen dataclass with three spellings.
+"""What a user may set: environment variables and the TOML file, checked before anything starts.
+
+What a setting may say: one function per kind of value, and the words that some of them choose from.
+
+The problem: the same value comes as text (environment), as TOML's own types, and as Python's. The idea: each function
+takes any of them and gives the one form that ProbeConfig keeps, or raises ValueError with what would be right; whoever
+calls it knows the setting's name and puts it in front.
+
+What the probe shall capture: one frozen dataclass with three spellings.
 
 The problem: the same settings come as environment variables (a served model), as a TOML file (a long list of modules)
 and as keyword arguments (a script). The idea: ProbeConfig is the only form that the rest of the house knows; each
 spelling is parsed field by field by the same functions, and every mistake is one line that names the setting and the
 nearest valid one. Precedence: environment over file over preset over default.
-Not here: what the settings do (capture/), how a value is spelt (config_values.py), ait's spelling (dump_config.py).
+
+Not here: what the settings do (capture/), ait's spelling (dump_config.py).
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe import config_values as words
-from vllm_accprobe.config_values import Ranges, in_ranges, matches, parse_ranges
+TASKS = ("tensor", "stats")
+WHEN_FULL = ("wait", "drop")
+PARTS = ("input", "output", "params")
+ERRCHECK = ("overflow", "nan", "exit")
+ON = "1"
+EXPORTS = ("h5",)
+PRESETS: dict[str, dict[str, str]] = {
+    # What finds the layer in a model of any size: each layer's outputs and the logits of the prompt and of the first
+    # two answers. 2 tensors a layer in place of 13; the layer that it names is then captured whole (chosen).
+    "first-look": {"modules": "layers,logits", "parts": "output", "tokens": "0-2", "max_gb": "5"},
+}
+"""Name → settings that hold where they are not set themselves."""
+STATES = ("off", "events", "sample", "full")
+WEIGHTS = ("full", "prints", "off")
+OPS_MODES = ("trace", "dedup", "sample", "full")
+
+Ranges = tuple[tuple[int, int], ...]
+"""Closed integer ranges in rising order; empty means all."""
+
+
+def parse_ranges(value: object) -> Ranges:
+    """``"0-4,7"``, ``[0, 1, "5-9"]`` or ``3`` → ((0, 4), (7, 7)). Empty or "all" → (). Raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError("expected numbers such as 0-4,7")
+    items = value if isinstance(value, (list, tuple, set, range)) else str(value).split(",")
+    spans: list[tuple[int, int]] = []
+    for item in items:
+        if isinstance(item, (list, tuple)) and len(item) == 2:
+            item = f"{item[0]}-{item[1]}"
+        text = str(item).strip()
+        if text in ("", "all", "*"):
+            continue
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text)
+        if not match:
+            raise ValueError(f"{text!r} is not a number or a range such as 0-4")
+        low = int(match[1])
+        high = int(match[2]) if match[2] else low
+        if high < low:
+            raise ValueError(f"range {text!r} ends before it begins")
+        spans.append((low, high))
+    return tuple(sorted(spans))
+
+
+def in_ranges(ranges: Ranges, value: int) -> bool:
+    """Whether ``value`` lies in one of ``ranges``; in no ranges at all everything does."""
+    return not ranges or any(low <= value <= high for low, high in ranges)
+
+
+def read_globs(value: object) -> tuple[str, ...]:
+    """``"a,b*"`` or a list; "all" and "*" alone → (), which is all."""
+    found = tuple(str(item).strip() for item in _items(value) if str(item).strip())
+    return () if found in (("all",), ("*",)) else found
+
+
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else str(value).split(",")
+
+
+def read_modules(value: object) -> tuple[str, ...]:
+    """As ``globs``, but "all" and "*" stay ("all",): in compiled graphs it is not the same as naming nothing."""
+    return read_globs(value) or (("all",) if any(str(item).strip() for item in _items(value)) else ())
+
+
+def read_choice(options: tuple[str, ...]) -> Callable[[object], str]:
+    """Parses one of ``options``, whatever its case."""
+
+    def parse(value: object) -> str:
+        text = str(value).strip().lower()
+        if text not in options:
+            raise ValueError(f"{text!r} is not one of {', '.join(options)}{nearest(text, options)}")
+        return text
+
+    return parse
+
+
+def read_parts(value: object) -> tuple[str, ...]:
+    """Of input, output, params; at least one."""
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    found = tuple(dict.fromkeys(read_choice(PARTS)(item) for item in items if str(item).strip()))
+    if not found:
+        raise ValueError(f"name at least one of {', '.join(PARTS)}")
+    return found
+
+
+def read_flag(value: object) -> bool:
+    """1, true, yes, on; 0, false, no, off, or nothing."""
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(f"{text!r} is neither 1 nor 0")
+
+
+def read_errcheck(value: object) -> tuple[str, ...]:
+    """Of overflow, nan and exit; 1 is overflow and nan, 0 and its like are none."""
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    words = [str(item).strip().lower() for item in items if str(item).strip()]
+    if all(word in ("0", "false", "no", "off") for word in words):
+        return ()
+    if words == ["1"]:
+        words = ["overflow", "nan"]
+    kinds = tuple(dict.fromkeys(read_choice(ERRCHECK)(word) for word in words))
+    if kinds == ("exit",):
+        raise ValueError("name overflow, nan or both besides exit")
+    return kinds
+
+
+def read_names(value: object) -> tuple[str, ...]:
+    """``"a,b"`` or a list, each once."""
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    return tuple(dict.fromkeys(str(item).strip() for item in items if str(item).strip()))
+
+
+def read_amount(unit: str, short: str, most: int) -> Callable[[object], float]:
+    """Parses a number of ``unit`` above 0 and below ``most``."""
+
+    def parse(value: object) -> float:
+        try:
+            number = float(str(value))
+        except ValueError:
+            raise ValueError(f"{value!r} is not a number of {unit}") from None
+        if not 0 < number < most:
+            raise ValueError(f"{value!r} is not a sensible number of {unit} (0 < {short} < {most})")
+        return number
+
+    return parse
+
+
+def read_natural(value: object) -> int:
+    """A whole number of at most 15 digits."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,15}", text):
+        raise ValueError(f"{text!r} is not a whole number such as 5")
+    return int(text)
+
+
+def read_path(value: object) -> str:
+    """A path with ``~`` filled in; it need not exist."""
+    text = os.path.expanduser(str(value).strip())
+    if not text or "\0" in text:
+        raise ValueError("the path is empty")
+    return text
+
+
+def on_or_path(value: object) -> str:
+    """``1`` and its like are ON, ``0`` and its like "", anything else is a path."""
+    try:
+        return ON if read_flag(value) else ""
+    except ValueError:
+        return read_path(value)
+
+
+def matches(globs: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Whether one of ``names`` is chosen: the last glob that matches decides; only exclusions choose the rest."""
+    if not globs:
+        return True
+    chosen = all(glob.startswith("!") for glob in globs)
+    for glob in globs:
+        wanted = not glob.startswith("!")
+        if any(fnmatchcase(name, glob.lstrip("!")) for name in names):
+            chosen = wanted
+    return chosen
+
+
+def nearest(name: str, valid: tuple[str, ...]) -> str:
+    """``; did you mean ...?`` with the valid name that is most like ``name``, or ""."""
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+_MODULE_PRESETS: dict[str, Callable[[str, str], bool]] = {
+    "all": lambda path, cls: True,
+    "vision": lambda path, cls: any(
+        word in path.split(".") for word in ("visual", "vision_tower", "vision_model", "vision")
+    ),
+    "layers": lambda path, cls: bool(path) and path.rpartition(".")[2].isdigit(),
+    "attention": lambda path, cls: any(
+        part in ("attn", "self_attn", "attention", "cross_attn", "mla_attn") for part in path.split(".")
+    ),
+    "mlp": lambda path, cls: any(
+        part in ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe") for part in path.split(".")
+    ),
+    "norm": lambda path, cls: "norm" in path.rpartition(".")[2].lower() or "norm" in cls.lower(),
+    "linear": lambda path, cls: "linear" in cls.lower() or cls.endswith("LMHead"),
+    "logits": lambda path, cls: path.rpartition(".")[2] in ("lm_head", "logits_processor", "sampler"),
+}
+
+
+def words_choose(words: Sequence[str], name: str, path: str, cls: str) -> bool:
+    """Whether globs, presets and class names choose a module. name: its tap; path: "" for the root; cls: its class."""
+    globs: list[str] = []
+    for glob in words:
+        mark = "!" if glob.startswith("!") else ""
+        word = glob.lstrip("!")
+        if word in _MODULE_PRESETS:
+            globs.append(mark + ("*" if _MODULE_PRESETS[word](path, cls) else "\0"))
+        elif word == cls:
+            globs.append(mark + "*")
+        else:
+            globs.append(glob)
+    return matches(tuple(globs), (name,))
+
 
 __all__ = [
     "ENV", "PREFIX", "REPLICAS", "RUN_ID", "TAP_SET", "ConfigError", "ProbeConfig", "Ranges",
@@ -105,7 +318,7 @@ class ProbeConfig:
     @property
     def force_dir(self) -> str:
         """Where engine steps are written, "" for nowhere."""
-        return "" if self.force == words.ON else self.force
+        return "" if self.force == ON else self.force
 
     @property
     def budget_bytes(self) -> int:
@@ -163,7 +376,7 @@ class ProbeConfig:
         known = environment_names()
         for name in environ:
             if name.startswith(PREFIX) and name not in known:
-                raise ConfigError(f"{name} is not a setting of accprobe{words.nearest(name, known)}")
+                raise ConfigError(f"{name} is not a setting of accprobe{nearest(name, known)}")
         base: dict[str, Any] = {}
         if environ.get(PREFIX + "CONFIG"):
             base = _from_toml(environ[PREFIX + "CONFIG"])
@@ -188,33 +401,33 @@ class ProbeConfig:
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
-    "enabled": words.flag,
-    "dir": words.path,
-    "task": words.choice(words.TASKS),
+    "enabled": read_flag,
+    "dir": read_path,
+    "task": read_choice(TASKS),
     "tokens": parse_ranges,
     "steps": parse_ranges,
     "ranks": parse_ranges,
-    "modules": words.modules,
-    "parts": words.parts,
-    "requests": words.globs,
-    "graphs": words.flag,
-    "graph_mb": words.natural,
-    "graph_full": words.choice(words.WHEN_FULL),
-    "graph_taps": words.modules,
-    "ops": words.flag,
-    "max_gb": words.amount("gigabytes", "GB", 10**6),
-    "ops_mode": words.choice(words.OPS_MODES),
-    "ops_list": words.globs,
-    "ops_calls": words.natural,
-    "ops_max_mb": words.amount("megabytes", "MB", 10**9),
-    "seed": words.natural,
-    "errcheck": words.errcheck,
-    "patches": words.names,
-    "armed": words.flag,
-    "force": words.on_or_path,
-    "states": words.choice(words.STATES),
-    "export": words.choice(words.EXPORTS),
-    "weights": words.choice(words.WEIGHTS),
+    "modules": read_modules,
+    "parts": read_parts,
+    "requests": read_globs,
+    "graphs": read_flag,
+    "graph_mb": read_natural,
+    "graph_full": read_choice(WHEN_FULL),
+    "graph_taps": read_modules,
+    "ops": read_flag,
+    "max_gb": read_amount("gigabytes", "GB", 10**6),
+    "ops_mode": read_choice(OPS_MODES),
+    "ops_list": read_globs,
+    "ops_calls": read_natural,
+    "ops_max_mb": read_amount("megabytes", "MB", 10**9),
+    "seed": read_natural,
+    "errcheck": read_errcheck,
+    "patches": read_names,
+    "armed": read_flag,
+    "force": on_or_path,
+    "states": read_choice(STATES),
+    "export": read_choice(EXPORTS),
+    "weights": read_choice(WEIGHTS),
 }
 
 
@@ -233,15 +446,15 @@ def default_dir(now: datetime | None = None) -> str:
 
 def _preset(key: str, value: object) -> dict[str, Any]:
     """A preset's settings, parsed. Raises ConfigError."""
-    name = _parsed(key, words.choice(tuple(words.PRESETS)), value)
-    return {field: _PARSERS[field](said) for field, said in words.PRESETS[name].items()}
+    name = _parsed(key, read_choice(tuple(PRESETS)), value)
+    return {field: _PARSERS[field](said) for field, said in PRESETS[name].items()}
 
 
 def _parser(name: str) -> Callable[[object], Any]:
     try:
         return _PARSERS[name]
     except KeyError:
-        raise ConfigError(f"{name!r} is not a setting of accprobe{words.nearest(name, tuple(_PARSERS))}") from None
+        raise ConfigError(f"{name!r} is not a setting of accprobe{nearest(name, tuple(_PARSERS))}") from None
 
 
 def _parsed(key: str, parse: Callable[[object], Any], value: object) -> Any:
@@ -274,6 +487,6 @@ def _from_toml(path: str) -> dict[str, Any]:
         values = _preset(f"{path}: preset", table.pop("preset"))
     for name, value in table.items():
         if name not in _PARSERS:
-            raise ConfigError(f"{key}={path}: {name!r} is not a setting{words.nearest(name, tuple(_PARSERS))}")
+            raise ConfigError(f"{key}={path}: {name!r} is not a setting{nearest(name, tuple(_PARSERS))}")
         values[name] = _parsed(f"{path}: {name}", _PARSERS[name], value)
     return values

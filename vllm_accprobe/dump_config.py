@@ -2,7 +2,7 @@
 
 The problem: their scripts say tensor_part=2 and token_range=[0] where ours say parts and tokens. The idea: a dataclass
 with their names and defaults, which becomes a ProbeConfig. Not here: the settings themselves (config.py), the hook that
-takes one (capture/torch_model/probe.py).
+takes one (capture/torch_model.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_accprobe import config_values as words
+from vllm_accprobe import config as words
 from vllm_accprobe.config import PREFIX, ConfigError, ProbeConfig
 
 

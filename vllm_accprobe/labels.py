@@ -3,8 +3,8 @@
 The problem: a model whose layers were replaced by an accelerator's own has two results for one thing, PyTorch's ("pta",
 the reference) and the accelerator's ("acl"), and only the program knows which belong together. The idea: the same id
 makes a pair; a task is a round of a conversation, and in a script without vLLM and `Probe` the first task opens a dump.
-Not here: the two calls themselves (capture/labels/binding.py), what happens to a labelled tensor
-(capture/labels/taker.py), the comparison (comparison/labelled_pairs.py).
+Not here: the two calls themselves (capture/labels.py), what happens to a labelled tensor
+(capture/labels.py), the comparison (comparison/labelled_pairs.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import os
 from typing import Any
 
-from vllm_accprobe.capture.labels.binding import TASK_ENV, gen_id, set_label, taken
+from vllm_accprobe.capture.labels import TASK_ENV, gen_id, set_label, taken
 
 __all__ = ["close", "gen_id", "set_label", "set_task_id"]
 
@@ -37,7 +37,7 @@ def set_task_id() -> None:
     os.environ[TASK_ENV] = f"{os.getpid()}_{next(_tasks)}"
     # The front end of a vLLM with the probe computes no model: its workers' labels are in the engine's dump.
     if not taken() and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
-        from vllm_accprobe.capture.labels.plain_script import PlainLabels
+        from vllm_accprobe.capture.plain_script import PlainLabels
 
         _plain = PlainLabels()
     if _plain is not None and not (implied and not _plain.opened):

@@ -69,7 +69,7 @@ def register() -> None:
 
 
 def _leave_scripts() -> None:
-    """Takes errcheck's watch of plain scripts (capture/nan_watch/startup/) off: here its observer watches, and nothing
+    """Takes errcheck's watch of plain scripts (capture/errcheck/startup/) off: here its observer watches, and nothing
     of ours may stand where vLLM calls and compiles modules."""
     torch_module = sys.modules.get("torch.nn.modules.module")
     modules: Any = getattr(torch_module, "Module", None)
@@ -79,7 +79,7 @@ def _leave_scripts() -> None:
 
 
 def _say_old_words() -> None:
-    from vllm_accprobe.capture.ops.xray_words import advice
+    from vllm_accprobe.capture.ops.begin_end import advice
 
     if (line := advice(os.environ)) and "words" not in _patched:
         _patched.add("words")
@@ -117,8 +117,7 @@ def _check_patches(config: Any) -> None:
     if not config.patches:
         return
     from vllm_accprobe.config import PREFIX, ConfigError
-    from vllm_accprobe.patching.schema import PatchError
-    from vllm_accprobe.patching.shipped import choose
+    from vllm_accprobe.patching.schema import PatchError, choose
 
     try:
         choose(config.patches)
@@ -176,7 +175,7 @@ def _patch_engine_args() -> None:
         return
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_accprobe.capture.vllm.eager import make_eager
+        from vllm_accprobe.capture.vllm.vllm_compat import make_eager
         from vllm_accprobe.config import ProbeConfig
 
         if ProbeConfig.from_env().graphs:  # a further engine of this process, which may keep its graphs
@@ -219,7 +218,7 @@ def _tell_replicas() -> None:
 
 def _patch_scheduler() -> None:
     """Lets the process that makes the steps look at the control file, for all ranks (capture/arming/)."""
-    from vllm_accprobe.capture.arming.with_the_step import patch_engines
+    from vllm_accprobe.capture.arming import patch_engines
 
     if "scheduler" not in _patched and patch_engines():
         _patched.add("scheduler")
@@ -241,7 +240,7 @@ def _patch_shutdown() -> None:
         return  # an engine in this process, or another vLLM: it waits as long as it does
 
     def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        from vllm_accprobe.dump.recorder.closing import end
+        from vllm_accprobe.dump.recorder.journal_writer import end
 
         end(procs, float(timeout or 0.0), os.environ.get("VLLM_ACCPROBE_DIR", ""))
         if timeout is not None:
@@ -280,7 +279,7 @@ def _patch_workers() -> None:
 
                 attach(self)
             if config.errcheck:
-                from vllm_accprobe.capture.nan_watch.observer import attach as watch
+                from vllm_accprobe.capture.errcheck.observer import attach as watch
 
                 watch(self)
             if config.ledger:
@@ -288,7 +287,7 @@ def _patch_workers() -> None:
 
                 keep_books(self)
             if config.force:
-                from vllm_accprobe.capture.forcing.forcing_observer import attach as force
+                from vllm_accprobe.capture.teacher_forcing import attach as force
 
                 force(self)
         except Exception as error:  # a broken installation of the probe must not take the server with it

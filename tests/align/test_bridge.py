@@ -3,8 +3,8 @@
 import numpy as np
 from hand_made import FUSE, Dump, attention, by_name, f32, rules
 
-from vllm_accprobe.align.bridge import apply, bridge
 from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.names import apply, bridge
 
 
 def test_parts_are_joined_inputs_are_one():

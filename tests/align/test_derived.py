@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hand_made import FUSE, Dump, attention, by_name, f32
 
-from vllm_accprobe.align.bridge import apply
 from vllm_accprobe.align.derived import derive, read, rope
+from vllm_accprobe.align.names import apply
 from vllm_accprobe.dump.schema import Layout
 
 

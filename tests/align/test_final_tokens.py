@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from vllm_accprobe.align.final_tokens import valid_rows
-from vllm_accprobe.align.tokens import make_key
+from vllm_accprobe.align.tokens import make_key, valid_rows
 
 
 def test_a_draft_behind_a_rejected_draft_is_not_real_even_if_its_token_came_true():

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from rank_pieces import split
 
-from vllm_accprobe.align.merged import plan_merged
-from vllm_accprobe.align.shards import MergePlan, RankPiece, Unmergeable, merge
+from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, merge, plan_merged
 from vllm_accprobe.dump.schema import Layout, Record
 
 UNKNOWN = Layout("unknown")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from comparison.synthetic_model import LAYERS, MemoryDump, capture
 
-from vllm_accprobe.align.shards import RankPiece, merge, plan_merge
+from vllm_accprobe.align.ranks import RankPiece, merge, plan_merge
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.schema import Layout, Module
 
@@ -84,7 +84,7 @@ def test_experts_are_joined_by_their_global_number(ranks):
 
 
 def test_a_square_is_not_turned_because_the_other_side_has_more_dimensions():
-    from vllm_accprobe.comparison.plan.joining import _row_dims
+    from vllm_accprobe.comparison.plan.unit import _row_dims
 
     one = capture(tp=1).records[-1]
     flat = replace(one, shape=(64, 64), rows="vision/4", row_dim=0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import NO_ROWS, RowSet, Unions
+from vllm_accprobe.align.tokens import NO_ROWS, RowSet, Unions
 
 
 def rows(*keys):

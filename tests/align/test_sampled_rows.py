@@ -6,7 +6,7 @@ from types import SimpleNamespace as Plain
 
 import numpy as np
 
-from vllm_accprobe.align.sampled_rows import SampledHistory
+from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.dump.schema import Request, RowSpace, SamplingParameters, Segment
 
 

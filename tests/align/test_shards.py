@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rank_pieces import split
 
-from vllm_accprobe.align.shards import RankPiece, Unmergeable, merge, plan_merge
+from vllm_accprobe.align.ranks import RankPiece, Unmergeable, merge, plan_merge
 from vllm_accprobe.dump.schema import REPLICATED, Layout
 
 

@@ -2,7 +2,7 @@
 
 from test_tokens import Maps, maps, request
 
-from vllm_accprobe.align.token_ids import token_ids
+from vllm_accprobe.align.tokens import token_ids
 from vllm_accprobe.dump.schema import RowSpace, Segment
 
 

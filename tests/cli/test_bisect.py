@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_STARTS", str(tmp_path / "starts"))
     monkeypatch.chdir(tmp_path)
     # An environment in which no vllm is found takes every option to be there; this one's is found or not.
-    monkeypatch.setattr("vllm_accprobe.gate.bisect.offered.interpreter", lambda words, environ: None)
+    monkeypatch.setattr("vllm_accprobe.gate.bisect.edits.interpreter", lambda words, environ: None)
     monkeypatch.setattr("vllm_accprobe.gate.bisect.trials.served", served)
     return tmp_path
 
@@ -177,10 +177,10 @@ def test_a_number_is_narrowed(place: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_custom_operator_is_one_of_its_axis(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The list is found from the installed vLLM."""
-    from vllm_accprobe.gate.bisect import offered
+    from vllm_accprobe.gate.bisect import edits
 
     ops = tuple(f"op{i:02}" for i in range(12))
-    monkeypatch.setattr(offered, "look", lambda command: offered.Offered(None, (), ops))
+    monkeypatch.setattr(edits, "look", lambda command: edits.Offered(None, (), ops))
     fault(monkeypatch, ["!-op07", '!"none"'])
     assert (
         main(["bisect", "--out", "out", "--prompts", "p.jsonl", "--hold", "compilation", "--json", "--", *SERVE]) == 1

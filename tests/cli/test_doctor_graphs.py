@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from doctor.graphs.small_engine import CHANGES, EAGER, TAPS
+from doctor.small_engine import CHANGES, EAGER, TAPS
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCPROBE = Path(sys.executable).parent / "accprobe"
-ENGINE = "from doctor.graphs.small_engine import main; main()"
+ENGINE = "from doctor.small_engine import main; main()"
 SERVER = """
 import json, os, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from doctor.graphs.small_engine import main
+from doctor.small_engine import main
 asked = open(os.environ["VLLM_ACCPROBE_DIR"] + ".asked", "w")
 class Handler(BaseHTTPRequestHandler):
     def answer(self, value):

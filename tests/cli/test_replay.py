@@ -12,7 +12,7 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main, replay
-from vllm_accprobe.opcheck.proof.decide import NAME, Blame, Proof
+from vllm_accprobe.opcheck.proof.decide import NAME, ReplayFinding, ReplayResult
 
 ROWS, WIDTH, GAIN = 24, 256, 1.006
 PROBE = {"tool": "accprobe", "model": {"path": "", "class": "Tiny"}, "probe": {"task": "tensor"}}
@@ -71,14 +71,14 @@ def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(
 
 def test_a_blame_that_is_likelier_by_chance_than_allowed_is_none() -> None:
     @dataclass(frozen=True)
-    class Judged(Blame):
+    class Judged(ReplayFinding):
         chance: float | None = None
 
     def blame(tap: str, chance: float | None) -> Judged:
         return Judged(tap, "RMSNorm", "output.0", 0, None, None, 0.1, None, 2.0, 4, "", chance=chance)
 
     blames = [blame("proved", 0.0), blame("unknown", None), blame("often", 1e-4), blame("more", 1e-2)]
-    proof = Proof(tuple(blames), (), (), frozenset(), 4)
+    proof = ReplayResult(tuple(blames), (), (), frozenset(), 4)
     kept, notes = replay.allowed(proof, 1e-4)
     assert [b.tap for b in kept.blamed] == ["proved", "unknown", "often"]
     assert notes == [
@@ -115,7 +115,7 @@ def test_where_the_time_is_over_what_was_left_out_is_counted(tmp_path: Path) -> 
     pair = str(dump(tmp_path / "golden", noise=0)), str(dump(tmp_path / "worse", 1.2))
     code, said = compared(pair, tmp_path / "two", "--replay-seconds", "1e-6")
     assert (code, said["origins"][0]["module"], said["origins"][0]["evidence"]) == (1, "second", "jump")
-    proof = Proof.from_json((tmp_path / "two" / NAME).read_text())
+    proof = ReplayResult.from_json((tmp_path / "two" / NAME).read_text())
     assert (proof.partly, proof.checked, proof.right) == (True, 0, frozenset())
     said = next(n for n in said["notes"] if "calls were replayed" in n)
     assert said == (
@@ -156,7 +156,7 @@ def test_a_replay_that_is_stopped_uses_what_it_has(pair: tuple, tmp_path: Path) 
     running = replay.Replay(replay.ReplayRequest(Path(pair[0]), Path(pair[1]), True, None, None))
     try:
         running._say("stop")
-        proof = Proof.from_json(running.result({})[0])
+        proof = ReplayResult.from_json(running.result({})[0])
     finally:
         running.close()
     assert (proof.partly, proof.checked, proof.right) == (True, 0, frozenset())

@@ -88,7 +88,7 @@ def test_a_script_with_a_probe(tmp_path: Path) -> None:
 
 def test_a_script_that_names_its_own_directory(tmp_path: Path) -> None:
     elsewhere = (
-        "import os\nfrom vllm_accprobe.capture.core.dump_dir import announce\n"
+        "import os\nfrom vllm_accprobe.capture.core.recording import announce\n"
         "os.environ['VLLM_ACCPROBE_DIR'] = os.path.abspath('own')\n"
         "announce(os.path.abspath('own'))\n"
     )

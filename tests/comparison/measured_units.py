@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.part import Part
+from vllm_accprobe.align.tokens import RowSet
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
 
 
 def unit(tap="a", **more):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.comparison.beforehand import taps_effect
+from vllm_accprobe.comparison.notes import taps_effect
 
 NOTHING = {
     "tokens": False, "top_logits": False, "logits": False, "root": False, "root_rel_l2": 0.0, "against": "off",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_accprobe.comparison.states import cache_notes, cache_origin, findings, notes, states_of, watched
-from vllm_accprobe.dump.face import Dump
-from vllm_accprobe.dump.journal.state_lines import StateFinding, StateTotals, sentence
+from vllm_accprobe.dump.journal import StateFinding, StateTotals, sentence
+from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Module
 
 FOUND = StateFinding(
@@ -58,7 +58,7 @@ def test_caches_of_other_formats_are_said_before_all_numbers() -> None:
 
 def test_a_finding_fails_what_the_tensors_pass() -> None:
     from vllm_accprobe.comparison.result import Comparison
-    from vllm_accprobe.report import facts, github, terminal
+    from vllm_accprobe.report import facts, markdown, terminal
     from vllm_accprobe.report.html import page
 
     passed = Comparison("g", "m", {}, {}, [], {}, None, [], {}, "pass", [], [], {})
@@ -70,7 +70,7 @@ def test_a_finding_fails_what_the_tensors_pass() -> None:
     assert facts.headline(wrong).startswith("FAIL: the cache, not the kernel: a block freed while it is still read")
     assert terminal.lines(wrong)[0] == facts.headline(wrong)
     assert any("block 10" in line for line in terminal.lines(wrong)[1:])
-    assert github.lines(wrong)[0].startswith("::error title=accprobe::FAIL: the cache, not the kernel")
+    assert markdown.github_lines(wrong)[0].startswith("::error title=accprobe::FAIL: the cache, not the kernel")
     html = page(wrong)
     assert "the cache, not the kernel" in html.lower().split("</h1>")[0]
     assert "Further findings of the ledger of states" in html

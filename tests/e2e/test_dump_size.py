@@ -14,7 +14,7 @@ from support.engine import Ask
 from support.prompts import prompt
 from tiny_model import _base
 
-from vllm_accprobe.capture.taps.selection import picks
+from vllm_accprobe.capture.taps.hooks import picks
 from vllm_accprobe.cli import main
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.dtypes import DTYPES

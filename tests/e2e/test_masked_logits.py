@@ -14,7 +14,7 @@ from support.prompts import prompt
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
 
 pytestmark = pytest.mark.engine
 PLAIN = [Ask(prompt(20, 1)), Ask(prompt(30, 2)), Ask(prompt(25, 3))]
@@ -22,7 +22,7 @@ GRAMMAR = {"regex": "[a-z ]{30,60}"}
 STRUCTURED = [PLAIN[0], replace(PLAIN[1], structured=GRAMMAR), PLAIN[2]]
 
 
-def sampled(run: Any) -> list[Checked]:
+def sampled(run: Any) -> list[CheckResult]:
     """What a replay of the sampler alone finds."""
     return list(check(Calls(open_dump(run.dump), None), default_references(), ops=["sampler"]))
 

@@ -17,13 +17,13 @@ import torch
 from support.captures import FIVE, VISION, Engines, explain
 from support.opchecked import check
 
-from vllm_accprobe.dump.opcalls import inputs
+from vllm_accprobe.dump.journal import inputs
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import OpCall, Record
-from vllm_accprobe.opcheck.calls.op_blocks import Renumbered, numbered
+from vllm_accprobe.opcheck.calls.operator_calls import Renumbered, numbered
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 pytestmark = pytest.mark.engine
 
@@ -148,7 +148,7 @@ def test_pytorchs_operators_give_the_same_bits_again(dumps: Any, model: str) -> 
     assert sum(seen.values()) - seen["made again"] == seen["the KV cache"], seen
 
 
-def checked(dump: Dump) -> list[Checked]:
+def checked(dump: Dump) -> list[CheckResult]:
     """What opcheck says of the operators that read or write the cache."""
     return list(check(Calls(dump, None), default_references(), ops=["_C.*cache*", "_C.*attention*"]))
 

@@ -15,7 +15,7 @@ from preloaded_vllm import FORKED
 from support.captures import Engines
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.journal.state_lines import StateFinding
+from vllm_accprobe.dump.journal import StateFinding
 from vllm_accprobe.dump.reader import open_dump
 
 pytestmark = pytest.mark.engine

@@ -18,9 +18,7 @@ from support.engine import Ask
 from support.prompts import prompt
 
 from vllm_accprobe.config import PREFIX
-from vllm_accprobe.doctor.graphs.proof import CHANGED, Prover
-from vllm_accprobe.doctor.graphs.runs import Runs, TapRun
-from vllm_accprobe.doctor.graphs.telling import lines
+from vllm_accprobe.doctor.graph_proof import CHANGED, Prover, Runs, TapRun, lines
 
 pytestmark = pytest.mark.engine
 ASKS = [Ask(prompt(21, 1), 4), Ask(prompt(9, 2), 4)]

@@ -15,7 +15,7 @@ from support.captures import Engines, explain
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.judge.weights.between import weights_between
+from vllm_accprobe.judge.weights import weights_between
 
 pytestmark = pytest.mark.engine
 DOWN = "model.layers.1.mlp.down_proj"

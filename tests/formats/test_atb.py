@@ -17,7 +17,6 @@ from vllm_accprobe.align.mapping import load_mapping
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.formats import atb, open_dump
-from vllm_accprobe.formats.common import atb_topology
 
 CODES = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "int64": 9, "bool": 12}
 
@@ -271,7 +270,7 @@ def test_the_users_types_pair_what_is_left(tmp_path: Path) -> None:
         *(f"{i}_Block.{k}" for i in (1, 2) for k in ("0_MagicOperation", "1_OddOperation", "2_OddOperation")),
     ]
     modules = [("magic", "Magic"), *((f"h.{i}.{n}", c) for i in (0, 1) for n, c in (("m", "Magic"), ("o", "Odd")))]
-    matches, lines = atb_torch.atb_to_torch(atb_topology.tree(taps, {}), modules, {}, types)
+    matches, lines = atb_torch.atb_to_torch(atb.tree(taps, {}), modules, {}, types)
     named = {m.atb: m.torch for m in matches if m.atb[1] == "output.1"}
     assert named == {
         ("0_MagicOperation", "output.1"): (("magic", "output.1"),),
@@ -286,7 +285,7 @@ def test_the_users_types_pair_what_is_left(tmp_path: Path) -> None:
 def test_types_overrule_a_guess() -> None:
     taps = [f"{i}_Layer.{k}" for i in (0, 1) for k in ("0_LinearOperation", "1_SelfAttention", "2_LinearOperation")]
     modules = [(f"h.{i}.attn.{n}", c) for i in (0, 1) for n, c in (("qkv", "Fast"), ("proj", "Slow"))]
-    forest = atb_topology.tree(taps, {})
+    forest = atb.tree(taps, {})
     plain, _ = atb_torch.atb_to_torch(forest, modules, {}, {})
     assert ("0_Layer.0_LinearOperation", "output.0") in {m.atb for m in plain}
     ruled, _ = atb_torch.atb_to_torch(forest, modules, {}, {"LinearOperation": ("Slow",)})
@@ -295,7 +294,7 @@ def test_types_overrule_a_guess() -> None:
 
 
 def test_models_with_other_numbers_of_layers() -> None:
-    forest = atb_topology.tree(["0_WordEmbedding", "1_Layer.0_Linear", "2_Layer.0_Linear", "3_RmsNormOperation"], {})
+    forest = atb.tree(["0_WordEmbedding", "1_Layer.0_Linear", "2_Layer.0_Linear", "3_RmsNormOperation"], {})
     modules = [("embed", "Embedding"), *((f"h.{i}.o", "Linear") for i in range(3)), ("norm", "Norm")]
     matches, lines = atb_torch.atb_to_torch(forest, modules, {}, {})
     outputs = {m.atb[0]: m.torch[0][0] for m in matches if m.atb[1] == "output.0"}

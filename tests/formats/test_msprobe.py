@@ -15,13 +15,13 @@ import pytest
 import torch
 from support.peer_dumps import FIELDS, expected, unpack
 
-from vllm_accprobe.align import steps
+from vllm_accprobe.align import without_row_maps
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.result import NothingCompared
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.common.foreign import UNREADABLE
-from vllm_accprobe.formats.common.msprobe_files import LOST, OUTSIDE
+from vllm_accprobe.formats.msprobe import LOST, OUTSIDE
 
 MAKER = Path(__file__).with_name("make_msprobe_dump.py")
 
@@ -145,7 +145,7 @@ def test_steps_that_one_side_lacks_are_counted_and_not_compared(tmp_path: Path) 
     found = compare(tmp_path / "golden", tmp_path / "mine")
     assert [(p.step, p.status) for p in found.pairs] == [(1, "pass")]
     assert "steps: 2 only in golden" in found.plan
-    assert found.coverage["skipped"] == {steps.NO_STEP: 1, steps.NO_STEP_MINE: 2}
+    assert found.coverage["skipped"] == {without_row_maps.NO_STEP: 1, without_row_maps.NO_STEP_MINE: 2}
     assert (found.coverage["rows_only_golden"], found.coverage["rows_only_mine"]) == (2, 1)
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from vllm_accprobe.align.files import take_names
+from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.report import facts, github, terminal
+from vllm_accprobe.report import facts, markdown, terminal
 
 NAMES = [
     f"layers.{i}.proj.Linear.0.forward_{part}" for i in (0, 1) for part in ("params.weight", "input.0", "output.0")
@@ -158,7 +158,7 @@ def test_files_differ_and_create_nothing(tmp_path: Path) -> None:
     found = compare(tmp_path / "a.npy", tmp_path / "b.npy")
     assert facts.headline(found).startswith("FAIL: b differs: row relative L2 0.5, limit ")
     assert "creates" not in "\n".join(terminal.lines(found))
-    assert "creates" not in "\n".join(github.lines(found))
+    assert "creates" not in "\n".join(markdown.github_lines(found))
     assert "evidence: the values alone; files do not say what went into them" in terminal.lines(found)
 
 

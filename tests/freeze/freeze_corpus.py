@@ -49,7 +49,7 @@ from support.peer_dumps import unpack  # noqa: E402
 from synthetic_model import capture, scaled, write  # noqa: E402
 
 from vllm_accprobe import labels, set_label, set_task_id  # noqa: E402
-from vllm_accprobe.capture.torch_model.probe import Probe  # noqa: E402
+from vllm_accprobe.capture.torch_model import Probe  # noqa: E402
 from vllm_accprobe.cli import main  # noqa: E402
 from vllm_accprobe.dump.findings import write as write_findings  # noqa: E402
 from vllm_accprobe.dump.schema import Mask  # noqa: E402

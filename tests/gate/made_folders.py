@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.gate.sending import replies
-from vllm_accprobe.gate.sending.replies import Reply
-from vllm_accprobe.gate.sending.steps import Row, request_id
+from vllm_accprobe.gate.sending.replies import Reply, Row, request_id
 
 Fault = Callable[[int, int, int], float]
 """(length of the prompt, ordinal of the token, index of the pass): the size of what is added."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.gate.floor_dtype import candidates, command, of_command
+from vllm_accprobe.gate.sides import candidates, command, of_command
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from vllm_server import ENV, SMALL, Server
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.gate.sending import replies, steps
+from vllm_accprobe.gate.sending import replies
 
 pytestmark = pytest.mark.engine
 FAULTS = Path(__file__).resolve().parents[2] / "lab" / "planted"
@@ -59,7 +59,7 @@ def test_a_fault_in_decode(
         assert {n: r.token_ids for n, r in mine.passes[p].items()} == {
             n: r.token_ids for n, r in golden.passes[0].items()
         }
-    rows = steps.read(out / "mine").rows(0, "decode7")
+    rows = replies.read_steps(out / "mine").rows(0, "decode7")
     assert [row[1] for row in rows[:2]] == [0, 64]
     table = {c["condition"]: c for c in json.loads((out / "gate.json").read_text())["cells"]}
     # A last chunk of one row is decode to the fault, and prefill to the table.

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.align.tokens import make_key
+from vllm_accprobe.align.tokens import RowSet, make_key
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.judge.upstream import Influence
 

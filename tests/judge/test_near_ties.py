@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.near_ties import behind, taken, undecided, unknown_routers
+from vllm_accprobe.judge.flips import behind, taken, undecided, unknown_routers
 from vllm_accprobe.judge.routing import Rerouted
 
 GOLDEN = np.array([

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins import created_over, find_origins, in_all_layers, owner

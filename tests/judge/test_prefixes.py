@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge import upstream
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins import find_origins

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.align.tokens import make_key
-from vllm_accprobe.comparison.verdict.remarks import remarks
+from vllm_accprobe.align.tokens import RowSet, make_key
+from vllm_accprobe.comparison.notes import remarks
 from vllm_accprobe.judge.routing import (
     Choices,
     Chooser,

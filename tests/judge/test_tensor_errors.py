@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge.tensor_errors import (
     INPUT,
     OUTPUT,

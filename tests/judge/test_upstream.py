@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.row_set import NO_ROWS, RowSet
+from vllm_accprobe.align.tokens import NO_ROWS, RowSet
 from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins import find_origins
 from vllm_accprobe.judge.siblings import GAIN

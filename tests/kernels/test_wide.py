@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.kernels import definition, rows, wide
+from vllm_accprobe.kernels import definition, rows
 
 ONE = np.zeros(1, np.int64)
 
@@ -14,7 +14,7 @@ ONE = np.zeros(1, np.int64)
 def both(golden, g_dtype, mine, m_dtype):
     """(in segments, at once, elements of either)"""
     elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    cut = wide.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[0])
+    cut = rows.wide_rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[0])
     once = rows.rows(golden, g_dtype, ONE, mine, m_dtype, ONE, widen, elements=elements[1])
     return cut, once, elements
 
@@ -22,8 +22,8 @@ def both(golden, g_dtype, mine, m_dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "float64"])
 @pytest.mark.parametrize("width", [1, 128, 129, 640, 1000])
 def test_a_row_in_segments_is_the_row(monkeypatch, dtype, width):
-    monkeypatch.setattr(wide, "SEGMENT", 64)
-    monkeypatch.setattr(wide, "LONGEST", 64)
+    monkeypatch.setattr(rows, "SEGMENT", 64)
+    monkeypatch.setattr(rows, "LONGEST", 64)
     r = np.random.default_rng(width)
     storage = DTYPES[dtype].storage
     for _ in range(20):
@@ -44,8 +44,8 @@ def test_a_row_in_segments_is_the_row(monkeypatch, dtype, width):
 
 def test_the_peak_of_another_segment_than_the_largest_error(monkeypatch):
     """An error of 2 at a value of 100 is less of a peak than one of 1 where there is nearly nothing."""
-    monkeypatch.setattr(wide, "SEGMENT", 4)
-    monkeypatch.setattr(wide, "LONGEST", 4)
+    monkeypatch.setattr(rows, "SEGMENT", 4)
+    monkeypatch.setattr(rows, "LONGEST", 4)
     g = np.full((1, 16), 0.01, np.float32)
     g[0, 0] = 100.0
     m = g.copy()
@@ -58,8 +58,8 @@ def test_the_peak_of_another_segment_than_the_largest_error(monkeypatch):
 
 
 def test_nothing_of_the_row_is_finite(monkeypatch):
-    monkeypatch.setattr(wide, "SEGMENT", 4)
-    monkeypatch.setattr(wide, "LONGEST", 4)
+    monkeypatch.setattr(rows, "SEGMENT", 4)
+    monkeypatch.setattr(rows, "LONGEST", 4)
     g = np.full((1, 10), np.nan, np.float32)
     m = np.full((1, 10), np.inf, np.float32)
     cut, once, _ = both(g, "float32", m, "float32")
@@ -68,14 +68,14 @@ def test_nothing_of_the_row_is_finite(monkeypatch):
 
 def test_several_wide_rows(monkeypatch):
     """Each is cut by itself, and the elements of all add up; rows that are not asked for are not read."""
-    monkeypatch.setattr(wide, "SEGMENT", 4)
-    monkeypatch.setattr(wide, "LONGEST", 4)
+    monkeypatch.setattr(rows, "SEGMENT", 4)
+    monkeypatch.setattr(rows, "LONGEST", 4)
     r = np.random.default_rng(0)
     g, m = (r.standard_normal((3, 11)).astype(np.float32) for _ in range(2))
     at, to = np.array([2, 0]), np.array([1, 0])
     elements = np.zeros((2, len(definition.ELEMENT_FIELDS)))
-    cut = wide.rows(g, "float32", at, m, "float32", to, widen, elements=elements[0])
+    cut = rows.wide_rows(g, "float32", at, m, "float32", to, widen, elements=elements[0])
     once = rows.rows(g, "float32", at, m, "float32", to, widen, elements=elements[1])
     np.testing.assert_allclose(cut, once, rtol=1e-12)
     np.testing.assert_allclose(elements[0], elements[1], rtol=1e-12)
-    assert wide.rows(g, "float32", at[:0], m, "float32", to[:0], widen).shape == (0, len(definition.ROW_FIELDS))
+    assert rows.wide_rows(g, "float32", at[:0], m, "float32", to[:0], widen).shape == (0, len(definition.ROW_FIELDS))

@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 
-from vllm_accprobe.online import frames
+from vllm_accprobe.online import arrivals
 
 
 def hostile(port: int, stop: threading.Event, context: ssl.SSLContext | None) -> None:
@@ -16,11 +16,12 @@ def hostile(port: int, stop: threading.Event, context: ssl.SSLContext | None) ->
     open."""
     kept = []
     words = [
-        b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 40, frames.HEAD.pack(frames.MAGIC, frames.HELLO, 1 << 60),
-        frames.HEAD.pack(frames.MAGIC, frames.HELLO, 9)[:7], frames.HEAD.pack(frames.MAGIC, frames.HELLO, 2) + b"[]",
-        frames.HEAD.pack(frames.MAGIC, frames.DATA, 1 << 20) + b"x" * 1000,
-        b"".join(frames.words(frames.HELLO, {"protocol": 1, "rank": 1 << 60})),
-        b"".join(frames.words(frames.HELLO, {"protocol": 1, "rank": -1})),
+        b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 40, arrivals.HEAD.pack(arrivals.MAGIC, arrivals.HELLO, 1 << 60),
+        arrivals.HEAD.pack(arrivals.MAGIC, arrivals.HELLO, 9)[:7],
+        arrivals.HEAD.pack(arrivals.MAGIC, arrivals.HELLO, 2) + b"[]",
+        arrivals.HEAD.pack(arrivals.MAGIC, arrivals.DATA, 1 << 20) + b"x" * 1000,
+        b"".join(arrivals.words(arrivals.HELLO, {"protocol": 1, "rank": 1 << 60})),
+        b"".join(arrivals.words(arrivals.HELLO, {"protocol": 1, "rank": -1})),
     ]  # fmt: skip
     n = 0
     while not stop.is_set():

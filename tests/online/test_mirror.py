@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from vllm_accprobe.online.frames import FrameError
-from vllm_accprobe.online.mirror import MirrorError, RankMirror, digest_of
+from vllm_accprobe.online.arrivals import FrameError, MirrorError, RankMirror, digest_of
 
 LINE = b'{"event":"start","schema":1}\n'
 

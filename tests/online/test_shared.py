@@ -9,7 +9,7 @@ import pytest
 from opcheck.layer_dumps import build
 
 from vllm_accprobe.online.arrivals import ArrivedRanks
-from vllm_accprobe.online.line.sender import NotSent
+from vllm_accprobe.online.line import NotSent
 from vllm_accprobe.online.shared import FolderReceiver, FolderSender
 
 

@@ -17,7 +17,7 @@ from support.opchecked import check
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 __all__ = ["MadeCall", "attend", "bits", "faulty", "judged", "normal", "rows_of", "wide", "write_bin", "write_call"]
 TABLE = default_references()
@@ -63,11 +63,11 @@ def write_call(
     return where
 
 
-def rows_of(path: Path) -> list[Checked]:
+def rows_of(path: Path) -> list[CheckResult]:
     return list(check(Calls(open_dump(path), None), TABLE))
 
 
-def judged(root: Path, made: MadeCall, **more: Any) -> dict[str, Checked]:
+def judged(root: Path, made: MadeCall, **more: Any) -> dict[str, CheckResult]:
     """The rows of one call by role."""
     write_call(root, made, **more)
     return {row.role: row for row in rows_of(root)}

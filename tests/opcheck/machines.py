@@ -16,7 +16,7 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.habits import decided
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 Tensor = Any
 LAYERS, ROWS, WIDTH = 4, 24, 128
@@ -174,7 +174,7 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def settled(path: Path, strict: bool = False) -> tuple[list[Checked], decided.MachineHabits]:
+def settled(path: Path, strict: bool = False) -> tuple[list[CheckResult], decided.MachineHabits]:
     rows = list(check(Calls(open_dump(path), None), default_references()))
     return decided.settle(rows, strict)
 

@@ -16,11 +16,9 @@ import pytest
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.patching.check import ABSENT, FITS, OTHER, REFUSED, check, insertions, package_root
-from vllm_accprobe.patching.install import HOOK, install, remove
-from vllm_accprobe.patching.schema import Patch, TapSpec, Target, load
-from vllm_accprobe.patching.shipped import choose
+from vllm_accprobe.patching.install import HOOK, Insertion, install, remove
+from vllm_accprobe.patching.schema import Patch, TapSpec, Target, choose, load
 from vllm_accprobe.patching.source import NotThere, find_function, find_statement, fingerprint, normal
-from vllm_accprobe.patching.transform import Insertion
 
 SOURCE = '''
 """A module."""
@@ -104,7 +102,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     package = tmp_path / "accprobe_patched_example"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '1.5.0'\n")
-    (package / "layers.py").write_text(SOURCE)
+    (package / "observer.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("accprobe_patched_example.layers")
     for name in [n for n in sys.modules if n.startswith("accprobe_patched_example")]:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_accprobe.patching.schema import PatchError, in_range, load, numbers, parse_path
-from vllm_accprobe.patching.shipped import ROOT, choose, names
+from vllm_accprobe.patching.schema import ROOT, PatchError, choose, in_range, load, names, numbers, parse_path
 
 GOOD = """
 about = "an example"

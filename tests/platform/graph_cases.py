@@ -2,7 +2,7 @@
 
 The problem: whether the taps in graphs find what only graphs get wrong is known from such faults only, and whether they
 still find everything else, from faults of modules in the same engines. The idea: a case is a declaration, as in
-faults/cases.py, whose type and halves these use; what a `Way` of ways.py is there, is an engine here:
+faults/cases.py, whose type and halves these use; what a `Way` of client.py is there, is an engine here:
 ``eager``, ``plain`` (pieces without graphs), ``captured`` (sizes 1, 2, 4, 8), ``other-sizes`` (2 and 8), ``inductor``.
 A fault of a recording is seen at the first tap behind it, since taps stand where kernels end. Not here: running
 (graph_lab.py), what the kinds do (captured_faults.py, captured_fusion.py, lab/planted/accprobe_fault_kinds.py).

@@ -17,8 +17,7 @@ from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.comparison import engine
-from vllm_accprobe.comparison.store import saved
+from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.dump.reader import open_dump
 
 PROMPTS = {"a": [3, 14, 15, 9, 2], "b": [6, 5, 3]}
@@ -63,8 +62,8 @@ def another_standard(root: Path) -> Any:
 
 def judged_again(root: Path) -> Any:
     result = faulty(root)
-    saved.save(result.measured, root)
-    return engine.rejudge(saved.load(root), standard="strict")
+    store.save(result.measured, root)
+    return engine.rejudge(store.load(root), standard="strict")
 
 
 def peers(name: str) -> Callable[[Path], Any]:
@@ -73,7 +72,7 @@ def peers(name: str) -> Callable[[Path], Any]:
 
 def operators(root: Path) -> Any:
     torch = pytest.importorskip("torch")
-    from vllm_accprobe.capture.torch_model.probe import Probe
+    from vllm_accprobe.capture.torch_model import Probe
 
     for name, rows in (("golden", 1), ("mine", 2)):
         torch.manual_seed(0)

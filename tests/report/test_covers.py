@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from report_examples import comparison, pair
 
-from vllm_accprobe.report import covers, markdown, terminal
+from vllm_accprobe.report import markdown, terminal, verdict_parts
 from vllm_accprobe.report.html import page
 
 CLASSES = [
@@ -25,17 +25,17 @@ def passed(**more):
 
 def test_a_pass_says_by_class_what_it_covers():
     total = "21 of 29 rows of operators checked, 7 compared only, 1 neither; 2 modules not seen"
-    assert covers.totals(passed()) == total
-    assert covers.table(passed()) == [
+    assert verdict_parts.totals(passed()) == total
+    assert verdict_parts.table(passed()) == [
         ("3", "23", "20", "2", "0", "0.3%", "0.75%", "1.1%", "Attention"),
         ("1", "5", "0", "5", "2", "–", "–", "–", "<b>"),
         ("1", "1", "1", "0", "0", "any", "any", "any", "Sampler"),
     ]
     said = terminal.lines(passed())
-    at = next(i for i, line in enumerate(said) if line.startswith(covers.TITLE))
-    assert said[at + 1].split() == " ".join(covers.HEAD).split()
+    at = next(i for i, line in enumerate(said) if line.startswith(verdict_parts.COVERS_TITLE))
+    assert said[at + 1].split() == " ".join(verdict_parts.HEAD).split()
     assert said[at + 2].split()[-1] == "Attention"
-    assert any("| `Attention` |" in line for line in markdown.lines(passed()))
+    assert any("| `Attention` |" in line for line in markdown.markdown_lines(passed()))
     shown = page(passed())
     assert '<td class=num>0.75%</td>' in shown
     assert "&lt;b&gt;" in shown
@@ -51,19 +51,20 @@ def test_compared_is_not_checked():
         "compared, not checked: no operator was computed again from what it read (needs torch); this would check:",
         f"  accprobe compare {made.golden_path} {made.mine_path} --replay",
     ]
-    assert f"    accprobe compare {made.golden_path} {made.mine_path} --replay" in markdown.lines(made)
+    assert f"    accprobe compare {made.golden_path} {made.mine_path} --replay" in markdown.markdown_lines(made)
     assert "Compared, not checked:" in page(made)
     assert made.to_json()["not_checked"]["command"].endswith("--replay")
-    assert covers.head(replace(made, replayed="partly"))[0].startswith("checked in part: 21 of 29 rows: ")
-    assert covers.head(replace(made, replayed="whole")) == []
+    assert verdict_parts.head(replace(made, replayed="partly"))[0].startswith("checked in part: 21 of 29 rows: ")
+    assert verdict_parts.head(replace(made, replayed="whole")) == []
     assert replace(made, replayed="whole").to_json()["not_checked"] is None
 
 
 def test_what_cannot_be_checked_says_so():
     foreign = replace(passed(), golden_run={"tool": "msprobe"})
-    assert covers.head(foreign) == ["compared, not checked: files of another tool do not say all that an operator read"]
+    said = "compared, not checked: files of another tool do not say all that an operator read"
+    assert verdict_parts.head(foreign) == [said]
     bare = replace(passed(), mine_run=OURS | {"probe": {"task": "stats"}})
-    assert covers.head(bare)[0].startswith("compared, not checked: mine holds no inputs with their values")
-    assert "PARTS=input,output,params" in covers.head(bare)[1]
+    assert verdict_parts.head(bare)[0].startswith("compared, not checked: mine holds no inputs with their values")
+    assert "PARTS=input,output,params" in verdict_parts.head(bare)[1]
     alone = replace(passed(), golden_run=OURS | {"probe": {"task": "tensor", "parts": ["output"]}})
-    assert covers.head(alone)[1] == f"  accprobe opcheck {alone.mine_path}"
+    assert verdict_parts.head(alone)[1] == f"  accprobe opcheck {alone.mine_path}"

@@ -8,8 +8,8 @@ from support.peer_dumps import unpack
 from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.report import facts, github, markdown, terminal, tiers
-from vllm_accprobe.report.depth import depth, layer_of, on_axis
+from vllm_accprobe.report import facts, markdown, terminal
+from vllm_accprobe.report.charts import depth, layer_of, on_axis
 
 
 def test_worst_of_each_phase_over_its_own_limit_and_in_order():
@@ -69,9 +69,9 @@ def test_who_failed_is_not_below_the_line_and_one_fault_has_one_factor(fault, st
     for p in failed:
         point = points[p.tap]
         assert point.nonfinite or max(x for x in (point.created, point.prefill, point.decode, point.other) if x) >= 1
-    said = "\n".join([*terminal.lines(result), *markdown.lines(result), *github.lines(result)])
+    said = "\n".join([*terminal.lines(result), *markdown.markdown_lines(result), *markdown.github_lines(result)])
     for number, origin in enumerate(result.origins, 1):
-        point, factor = points[origin["module"]], tiers.origin_factor(origin)
+        point, factor = points[origin["module"]], facts.origin_factor(origin)
         assert point.origin == number
         if factor is None or math.isinf(factor):
             assert point.nonfinite
@@ -81,8 +81,8 @@ def test_who_failed_is_not_below_the_line_and_one_fault_has_one_factor(fault, st
         own = [p for p in result.pairs if (p.tap, p.role) == (origin["module"], origin["role"]) and p.status == "fail"]
         finite = [x for p in own if math.isfinite(x := facts.severity(p))]
         assert max(finite) == pytest.approx(factor)
-        assert f"({tiers.origin_times(origin)}" in said
-        assert tiers.sentence(origin).count(tiers.origin_times(origin)[:-1] + " times") == 1
+        assert f"({facts.origin_times(origin)}" in said
+        assert facts.sentence(origin).count(facts.origin_times(origin)[:-1] + " times") == 1
     blamed = {o["module"] for o in result.origins}
     assert all(p.created is None or p.created <= 1 for p in points.values() if p.tap not in blamed)
 
@@ -98,7 +98,7 @@ def test_of_another_tools_dump_too_one_fault_has_one_factor(name, golden, mine, 
     result = compare(root / golden, root / mine)
     culprit = result.origins[0]
     own = [p for p in result.pairs if (p.tap, p.role) == (culprit["module"], culprit["role"]) and p.status == "fail"]
-    assert max(map(facts.severity, own)) == pytest.approx(tiers.origin_factor(culprit))
+    assert max(map(facts.severity, own)) == pytest.approx(facts.origin_factor(culprit))
 
 
 def test_layers_of_names():

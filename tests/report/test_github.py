@@ -3,11 +3,11 @@
 from report_examples import ORIGIN, comparison, pair
 from small_examples import failing
 
-from vllm_accprobe.report import github
+from vllm_accprobe.report import markdown
 
 
 def test_annotations_of_a_failure():
-    assert github.lines(failing()) == [
+    assert markdown.github_lines(failing()) == [
         "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: "
         "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
         "shape: one column, 7 of 64",
@@ -18,16 +18,16 @@ def test_annotations_of_a_failure():
 
 
 def test_a_pass_is_a_notice_and_a_failure_without_origin_an_error():
-    (line,) = github.lines(comparison(pairs=[pair()], coverage={"rows_compared": 4}))
+    (line,) = markdown.github_lines(comparison(pairs=[pair()], coverage={"rows_compared": 4}))
     assert line == "::notice title=accprobe::PASS: 1 pair and 4 rows agree within the standard 'accprobe'"
-    line, *decide = github.lines(comparison(verdict="fail", pairs=[pair(status="fail")]))
+    line, *decide = markdown.github_lines(comparison(verdict="fail", pairs=[pair(status="fail")]))
     assert all(x.startswith("::notice title=accprobe%3A this would decide::") for x in decide)
     assert len(decide) == 1
     assert line == "::error title=accprobe::FAIL: 1 pair of 1 differ beyond the standard"
 
 
 def test_ten_annotations_of_a_kind_and_the_rest_is_counted():
-    lines = github.lines(comparison(verdict="fail", origins=[ORIGIN] * 13, notes=["x"] * 11))
+    lines = markdown.github_lines(comparison(verdict="fail", origins=[ORIGIN] * 13, notes=["x"] * 11))
     assert sum(x.startswith("::error") for x in lines) == 10
     assert lines[-2:] == [
         "::notice title=accprobe::3 origins more: compare.json",
@@ -38,20 +38,20 @@ def test_ten_annotations_of_a_kind_and_the_rest_is_counted():
 def test_no_name_issues_a_command():
     bad = "x\n::error::y\r%0A::set-env name=A::b"
     result = comparison(verdict="fail", origins=[ORIGIN | {"module": bad, "class": bad}], notes=[bad])
-    lines = github.lines(result)
+    lines = markdown.github_lines(result)
     assert len(lines) == 2
     for line in lines:
         assert "\n" not in line
         assert "\r" not in line
         assert "%250A" in line
-    assert github.command("error", "a:b,c%", "d:e,f%") == "::error title=a%3Ab%2Cc%25::d:e,f%25"
+    assert markdown.command("error", "a:b,c%", "d:e,f%") == "::error title=a%3Ab%2Cc%25::d:e,f%25"
 
 
 def test_summary_is_appended_where_github_says(tmp_path, monkeypatch):
     path = tmp_path / "summary.md"
     path.write_text("before\n")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    assert github.write_summary(failing()) is None
+    assert markdown.write_summary(failing()) is None
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
-    assert github.write_summary(failing()) == str(path)
+    assert markdown.write_summary(failing()) == str(path)
     assert path.read_text().startswith("before\n## accprobe: FAIL\n")

@@ -6,9 +6,9 @@ import numpy as np
 from report_examples import comparison, pair, row_table
 from small_examples import two_requests
 
-from vllm_accprobe.report import heat as heat_module
-from vllm_accprobe.report.heat import INFINITE, MISSING, encode, factors, heat
-from vllm_accprobe.report.html.looks import heat_json
+from vllm_accprobe.report import charts as heat_module
+from vllm_accprobe.report.charts import INFINITE, MISSING, encode, factors, heat
+from vllm_accprobe.report.html.data import heat_json
 
 
 def decode(code):

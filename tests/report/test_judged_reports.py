@@ -6,7 +6,7 @@ from report_examples import EVIL, ORIGIN, comparison, hostile, realistic
 
 import vllm_accprobe.report.html as html
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
-from vllm_accprobe.report import github, markdown, notebook, terminal
+from vllm_accprobe.report import markdown, notebook, terminal
 
 RUN = {
     "tool": "accprobe",
@@ -95,7 +95,7 @@ def test_the_terminal_cuts_and_counts():
 
 
 def test_markdown():
-    lines = markdown.lines(judged())
+    lines = markdown.markdown_lines(judged())
     at = lines.index("### Origins")
     assert lines[at : lines.index("<details><summary>Coverage</summary>") - 1] == [
         "### Origins",
@@ -137,7 +137,7 @@ def test_markdown():
 
 
 def test_annotations():
-    assert github.lines(judged()) == [
+    assert markdown.github_lines(judged()) == [
         "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all "
         "4 layers, first here: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0525 (4x); "
         "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
@@ -200,7 +200,7 @@ def test_page():
 
 def test_nothing_of_it_is_shown_where_nothing_is_known():
     passing = realistic(layers=1, steps=1, fail=False)
-    for text in ("\n".join(terminal.lines(passing)), "\n".join(markdown.lines(passing)), html.page(passing)):
+    for text in ("\n".join(terminal.lines(passing)), "\n".join(markdown.markdown_lines(passing)), html.page(passing)):
         assert not re.search("this would decide|how these machines|by chance", text, re.I)
 
 
@@ -220,17 +220,17 @@ def test_names_of_strangers_stay_names():
     )
     assert result.would_decide
     page, cell = html.page(result), notebook.repr_html(result)
-    for text in (page, cell, "\n".join(terminal.lines(result)), "\n".join(markdown.lines(result))):
+    for text in (page, cell, "\n".join(terminal.lines(result)), "\n".join(markdown.markdown_lines(result))):
         assert "\x1b" not in text
         assert "\u202e" not in text
     for text in (page, cell):
         assert "<img" not in text
     assert page.lower().count("</script") == len(html.SCRIPTS) + 2  # two blocks of data
-    for line in github.lines(result):
+    for line in markdown.github_lines(result):
         assert line.startswith("::")
         assert line.isprintable()
     # Indented by four blanks a line of Markdown is code, whatever it holds, but for a line before it that is not.
-    lines = markdown.lines(result)
+    lines = markdown.markdown_lines(result)
     for i, line in enumerate(lines):
         if line.startswith("    "):
             assert lines[i - 1].startswith("    ") or not lines[i - 1]

@@ -9,7 +9,7 @@ from vllm_accprobe.report import markdown
 
 
 def test_markdown_of_a_failure():
-    assert markdown.lines(failing()) == [
+    assert markdown.markdown_lines(failing()) == [
         "## accprobe: FAIL",
         "",
         "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
@@ -67,7 +67,7 @@ def test_markdown_of_a_failure():
 
 
 def test_no_name_becomes_markup():
-    text = "\n".join(markdown.lines(hostile()))
+    text = "\n".join(markdown.markdown_lines(hostile()))
     assert "onerror" in text
     outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)
     assert "<img" not in outside

@@ -5,7 +5,6 @@ import io
 from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair, realistic
 
 from vllm_accprobe.report import facts, terminal
-from vllm_accprobe.report.worst import causes
 
 SENTENCE = (
     "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
@@ -116,7 +115,7 @@ def test_only_ten_worst_causes_and_how_to_see_the_rest():
     assert section[0] == f"{behind}, of {len(failed):,} failed pairs, the 10 worst:"
     assert len(section) == 13
     assert section[-1] == f"  … {found - 10:,} more: compare.html, or compare.csv where status is fail"
-    listed = causes.causes(result)
+    listed = facts.causes(result)
     assert [c.own for c in listed] == [True] + [False] * (found - 1)
     severities = [facts.severity(c.worst) for c in listed[1:]]
     assert severities == sorted(severities, reverse=True)

@@ -6,7 +6,7 @@ import pytest
 from report_examples import ORIGIN, comparison
 
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
-from vllm_accprobe.report import facts, tiers
+from vllm_accprobe.report import facts
 
 PROVEN = {"tier": PROVED, "times": 3.1, "chance": 0.0}
 LUCKLESS = {"tier": BEYOND_CHANCE, "times": 5.2, "chance": 1e-4}
@@ -55,8 +55,8 @@ ODD = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
     ],
 )
 def test_sentences(says, sentence, short):
-    assert tiers.sentence(ORIGIN | says) == sentence
-    assert tiers.short(ORIGIN | says) == short
+    assert facts.sentence(ORIGIN | says) == sentence
+    assert facts.short(ORIGIN | says) == short
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_sentences(says, sentence, short):
     ],
 )
 def test_a_probability_is_said_as_odds(chance, words):
-    assert tiers.odds(chance) == words
+    assert facts.odds(chance) == words
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_probability_is_said_as_odds(chance, words):
     ],
 )
 def test_layers(layers, words):
-    assert tiers.layers({"layers": layers}) == words
+    assert facts.layers({"layers": layers}) == words
 
 
 def test_a_fault_of_every_layer_is_named_so_in_the_verdict():
@@ -102,11 +102,11 @@ def test_a_fault_of_every_layer_is_named_so_in_the_verdict():
 
 
 def test_what_an_origin_is_worth_by_chance():
-    assert tiers.alarms(comparison()) is None
-    assert tiers.alarms(comparison(by_chance=9e-4)) == (
+    assert facts.alarms(comparison()) is None
+    assert facts.alarms(comparison(by_chance=9e-4)) == (
         "the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines"
     )
-    assert tiers.alarms(comparison(by_chance=0.0, false_alarm_rate=0.2)) == (
+    assert facts.alarms(comparison(by_chance=0.0, false_alarm_rate=0.2)) == (
         "the limits name an origin, of whatever size, in fewer than 1 of 1,000,000,000,000 comparisons of honest "
         "machines"
     )

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.run.background import Background
-from vllm_accprobe.run.launcher import LaunchError
+from vllm_accprobe.run.launcher import Background, LaunchError
 
 POLITE = """
 import signal, subprocess, sys, time
@@ -89,7 +88,7 @@ def test_no_program_and_no_place(tmp_path: Path) -> None:
 
 def test_it_ends_where_we_are_killed(tmp_path: Path) -> None:
     code = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom vllm_accprobe.run.background import Background\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom vllm_accprobe.run.launcher import Background\n"
         f"with Background([sys.executable, '-c', {POLITE!r}], os.environ, log=Path({str(tmp_path / 'log')!r})) as c:\n"
         "    while not c.tail(): time.sleep(0.02)\n"
         "    print(c.tail()[-1], flush=True)\n    time.sleep(600)\n"

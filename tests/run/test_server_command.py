@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from vllm_accprobe.run.server_command import ServerCommandError, understood
+from vllm_accprobe.run.launcher import ServerCommandError, understood
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_accprobe.standards import MACHINES, OUTPUT, find
-from vllm_accprobe.standards.msprobe_apis import api_of
+from vllm_accprobe.standards.msprobe import api_of
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import math
 import pytest
 from standards.named_rules import judge_two
 
-from vllm_accprobe.standards import msprobe_apis as apis
+from vllm_accprobe.standards import msprobe as apis
 from vllm_accprobe.standards.finding import Judged, RuleFinding
 from vllm_accprobe.standards.measures import DECADES
-from vllm_accprobe.standards.msprobe_ratios import CURRENT, V1, ratio
+from vllm_accprobe.standards.msprobe import CURRENT, V1, ratio
 from vllm_accprobe.standards.two_machines import both
 
 FINE = {

@@ -311,7 +311,7 @@ def test_api_precision_compare_gives_the_same_statuses_and_ratios(api, msprobe, 
     """Their csv files through their command and through ours: levels L0, L1 and L2."""
     from msprobe.pytorch.api_accuracy_checker.compare import compare
 
-    from vllm_accprobe.opcheck.diff.verdicts import open_diff
+    from vllm_accprobe.opcheck.diff import open_diff
 
     files = [tmp_path / "gpu.csv", tmp_path / "npu.csv"]
     writers = [compare.Comparator(str(tmp_path / f"r{i}.csv"), str(f), False) for i, f in enumerate(files)]
@@ -346,7 +346,7 @@ def test_the_other_algorithms_give_the_same_statuses(msprobe):
     from msprobe.pytorch.api_accuracy_checker.compare.compare_column import ApiPrecisionOutputColumn
     from msprobe.pytorch.api_accuracy_checker.compare.compare_input import PrecisionCompareInput
 
-    from vllm_accprobe.standards import msprobe_apis as apis
+    from vllm_accprobe.standards import msprobe as apis
 
     r = np.random.default_rng(3)
     rules = {
@@ -407,7 +407,7 @@ def test_where_the_documents_and_the_code_of_the_two_sided_standard_differ(mspro
     assert judge_two("msprobe", {}, {"dual_1000": 0.999}, "conv2d", "float32").status == "error"
     from msprobe.pytorch.api_accuracy_checker.precision_standard.standard_register import StandardRegistry
 
-    from vllm_accprobe.standards import msprobe_apis as apis
+    from vllm_accprobe.standards import msprobe as apis
 
     names = {
         "absolute_threshold": apis.ABSOLUTE, "binary_consistency": apis.BINARY, "ulp_compare": apis.ULP,
@@ -425,7 +425,7 @@ def test_the_lists_of_apis_are_those_of_the_release(msprobe):
     from msprobe.pytorch.api_accuracy_checker.compare import compare_utils
     from msprobe.pytorch.api_accuracy_checker.precision_standard.standard_config import StandardConfig
 
-    from vllm_accprobe.standards import msprobe_apis as apis
+    from vllm_accprobe.standards import msprobe as apis
 
     lists = {
         apis.ABSOLUTE: compare_utils.absolute_standard_api, apis.BINARY: compare_utils.binary_standard_api,

@@ -10,7 +10,7 @@ from standards.named_rules import judge
 
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, find
-from vllm_accprobe.standards import msprobe_apis as apis
+from vllm_accprobe.standards import msprobe as apis
 from vllm_accprobe.standards.finding import Judged, RuleFinding, of, worst
 
 BASE = measure(np.linspace(1, 2, 1000), np.linspace(1, 2, 1000), "float64")

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from vllm_accprobe.capture.states.pages import Pages, odd_weights
+from vllm_accprobe.capture.states.ledger import Pages, odd_weights
 
 
 def bytes_of(pages: Pages, block: int) -> bytes:

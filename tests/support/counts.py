@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.report import facts, github, html, markdown, notebook, table, terminal
+from vllm_accprobe.report import facts, html, markdown, notebook, table, terminal
 
 LABELS = ("pairs compared", "pairs identical", "pairs skipped")
 
@@ -52,7 +52,7 @@ def check(result: Any, out: Path) -> dict[str, int]:
     others = sum(n for k, n in facts.skip_rows(result) if k.startswith("left out, "))
     assert others + want["skip"] == sum(result.coverage["skipped"].values())
 
-    sentences = [facts.headline(result), notebook.repr_html(result), *github.lines(result)]
+    sentences = [facts.headline(result), notebook.repr_html(result), *markdown.github_lines(result)]
     for text in sentences:
         for number, word in re.findall(r"([\d,]+) (identical|more skipped|bit-identical)", text):
             assert _number(number) == want[{"identical": "identical", "bit-identical": "bits"}.get(word, "skip")], text
@@ -95,7 +95,7 @@ def _terminal(result: Any) -> dict[str, int]:
 
 
 def _markdown(result: Any) -> dict[str, int]:
-    found = [line.strip("| ").split(" | ") for line in markdown.lines(result) if line.startswith("| pairs ")]
+    found = [line.strip("| ").split(" | ") for line in markdown.markdown_lines(result) if line.startswith("| pairs ")]
     return _ordered(_table(dict(found)))
 
 

@@ -39,7 +39,7 @@ import vllm_accprobe
 HOME = Path(vllm_accprobe.__file__).parent
 FILES = (
     *sorted((HOME / "capture" / "vllm").glob("*.py")),
-    HOME / "capture" / "vllm" / "names" / "modes.py",
+    HOME / "capture" / "vllm" / "names" / "relied_on.py",
     *sorted((HOME / "capture" / "vllm" / "modes").glob("*.py")),
     *sorted((HOME / "capture" / "vllm" / "weights").glob("*.py")),
     *sorted((HOME / "capture" / "weights").glob("*.py")),
@@ -47,7 +47,8 @@ FILES = (
     *sorted((HOME / "capture" / "forcing").glob("*.py")),
     *sorted((HOME / "capture" / "arming").glob("*.py")),
     *(HOME / "capture" / one for one in (
-        "core/tp_slices.py", "core/layout.py", "ops/model_ops.py", "nan_watch/observer.py", "graphs/sightings.py",
+        "capture/core/layout.py", "core/layout.py", "capture/ops/dispatch.py", "capture/errcheck/observer.py",
+        "capture/graphs/placement.py",
         "taps/hooks.py", "taps/arguments.py",
     )),
     HOME / "plugin.py",

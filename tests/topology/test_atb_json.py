@@ -11,7 +11,7 @@ import pytest
 
 from vllm_accprobe import atb_json_to_onnx
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.topology.atb_json import atb_graph
+from vllm_accprobe.topology.model_graph import atb_graph
 
 
 def node(name: str, kind: str, takes: str, gives: str, *inner: dict[str, Any], **param: Any) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from vllm_accprobe import Probe
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.topology.data_flow import GAP, graph_of
-from vllm_accprobe.topology.model_graph import ModelGraph, sound
-from vllm_accprobe.topology.onnx_file import to_onnx
+from vllm_accprobe.topology.model_graph import ModelGraph, sound, to_onnx
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

@@ -13,8 +13,7 @@ from topology.test_data_flow import capture
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.topology.data_flow import graph_of
-from vllm_accprobe.topology.model_graph import GraphNode, GraphTensor, ModelGraph
-from vllm_accprobe.topology.onnx_file import to_onnx, write_onnx
+from vllm_accprobe.topology.model_graph import GraphNode, GraphTensor, ModelGraph, to_onnx, write_onnx
 
 
 def small(**tensors: GraphTensor) -> ModelGraph:

@@ -4,7 +4,7 @@ The problem: two engines build one model from other modules: one projection here
 here inside a norm and there between layers. The idea: a rule names a place of mine by a pattern and says, as templates,
 of which golden tensors the same values are made: one, several joined or added, transposed. Patterns and templates are
 strings that are only matched and filled in, never run.
-Not here: the built-in rules (vllm_hf.py), applying rules to dumps (bridge.py).
+Not here: the built-in rules (vllm_hf.py), applying rules to dumps (names.py).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Rename:
 @dataclass(frozen=True, slots=True)
 class Rules:
     """A whole mapping. origin: the file, or the name of the built-in table. exact: rules for taps of mine by their
-    names as they stand. types: ait's op mapping, ATB's operator types → torch's classes (used by graph_pairs.py)."""
+    names as they stand. types: ait's op mapping, ATB's operator types → torch's classes (used by
+    without_row_maps.py)."""
 
     origin: str
     renames: tuple[Rename, ...] = ()

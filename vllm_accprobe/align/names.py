@@ -1,17 +1,36 @@
-"""Which tap of the golden is which tap of mine, and which role is which.
+"""Which tap and role of the golden is which tap and role of mine.
+
+Which tap of the golden is which tap of mine, and which role is which.
 
 The problem: two engines may call one place by two names: a model inside a wrapper has a prefix, a vendor's layer class
 names its arguments differently. The idea: rules from strict to loose, each pair says which one made it: the same name,
 the same name under a common prefix, the same weights or the same place among neighbours that are paired already, and,
 only where the counts agree, the order of execution. Nothing is paired twice, and what is left over is listed.
-Not here: rows (tokens.py) and ranks (shards.py).
+
+Two dumps of one model in two engines, brought under one set of names.
+
+The problem: rules say how mine's places are made of golden's; records have to be found, joined and renamed, and nothing
+may be lost on the way. The idea: rules are matched against the taps that are really there, and for each place of mine
+that they can make, the golden gets a `Derived` record under mine's name (and mine one, where a sum of its own tensors
+is meant). The first rule that fits a place makes it. What a rule uses stays where mine has the same place too, and
+goes where it has none; everything else keeps its name and is paired, or listed as left over, by names.py.
+
+Not here: and ranks (ranks.py), what the rules are (mapping.py, vllm_hf.py), the values (derived.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_accprobe.align.derived import Derived, View, derive
+from vllm_accprobe.align.engines import vllm_hf
+from vllm_accprobe.align.engines.vllm_releases import experts_apart, routed_alone
+from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
+from vllm_accprobe.align.without_row_maps import meet
+from vllm_accprobe.dump.schema import Record
 
 EXACT, OTHER_CLASS, PREFIX, ORDER = "exact", "exact, other class", "prefix", "order"
 STRUCTURE = "structure"
@@ -216,3 +235,274 @@ def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = Tr
             pairs += [(g, m, ORDER) for g, m in zip(gs, ms, strict=True)]
     place = {r: i for i, r in enumerate(mine)}
     return tuple(sorted(pairs, key=lambda p: place[p[1]]))
+
+
+Place = tuple[str, str]
+"""(tap, role)."""
+_Moment = tuple[int, "int | None", int]
+"""(rank, step, call)."""
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The two dumps under one set of names. lines: what was made by which rule. foreign: two engines are compared,
+    whose left-over taps must not be paired by order."""
+
+    golden: Any
+    mine: Any
+    lines: list[str] = field(default_factory=list)
+    foreign: bool = False
+
+
+def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
+    """Applies the user's ``rules`` and, where one dump is of a transformers model and the other of vLLM, the built-in
+    ones; and those of two releases of vLLM. Without any the dumps are given back as they are."""
+    lines: list[str] = []
+    peers = meet(golden, mine, rules)
+    if peers is not None:
+        found, swapped, lines = peers
+        golden, mine, said = apply(found, golden, mine, swapped)
+        return Bridge(golden, mine, lines + said, foreign=True)
+    if rules is not None:
+        golden, mine, said = apply(rules, golden, mine)
+        lines += said or [f"mapping: no rule of {rules.origin} fits any tap"]
+    sides = [vllm_hf.engine(d.run, [r.tap for r in d.records]) for d in (golden, mine)]
+    foreign = set(sides) == {vllm_hf.TRANSFORMERS, vllm_hf.VLLM}
+    if foreign:
+        lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
+        # the rules say how vLLM's places are made, whichever side vLLM is
+        golden, mine, said = apply(vllm_hf.RULES, golden, mine, sides[0] == vllm_hf.VLLM)
+        lines += said
+    apart = None if foreign else experts_apart(golden.records, mine.records)
+    if apart is not None:
+        golden, mine, said = apply(apart[0], golden, mine, apart[1])
+        lines += said
+    alone = None if foreign else routed_alone(golden.records, mine.records)
+    if alone is not None:
+        rules, swapped, absent = alone
+        golden, mine, said = apply(rules, golden, mine, swapped)
+        golden, mine = (View(d, [r for r in d.records if (r.tap, r.role) not in gone]) for d, gone in (
+            (golden, set() if swapped else {(tap, "output.0") for tap in absent}),
+            (mine, {(tap, "output.0") for tap in absent} if swapped else set())))  # fmt: skip
+        lines += said
+        if absent:
+            lines.append(f"the routed experts alone on one side: {len(absent)} outputs not compared")
+    return Bridge(golden, mine, lines, foreign)
+
+
+def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[View, View, list[str]]:
+    """(golden, mine, lines) with the tensors that ``rules`` make, under mine's names; swapped: the rules say how
+    golden's places are made of mine's, and the tensors stand under golden's names."""
+    if swapped:
+        mine, golden, lines = apply(rules, mine, golden)
+        return golden, mine, lines
+    work = _Work(rules, golden.records, mine.records)
+    work.run()
+    return View(golden, work.golden_records()), View(mine, work.mine_records()), work.lines()
+
+
+class _Records:
+    """Records by place and moment; roles of each tap in order of first appearance."""
+
+    def __init__(self, records: Iterable[Record]):
+        self.records = list(records)
+        self.places: dict[Place, dict[_Moment, Record]] = defaultdict(dict)
+        self.roles: dict[str, list[str]] = {}
+        for r in self.records:
+            if (r.tap, r.role) not in self.places:
+                self.roles.setdefault(r.tap, []).append(r.role)
+            self.places[(r.tap, r.role)][_moment(r)] = r
+
+
+class _Work:
+    def __init__(self, rules: Rules, golden: Sequence[Record], mine: Sequence[Record]):
+        self.rules = rules
+        self.mine = _Records(mine)
+        self.mine_classes = {r.tap: r.cls for r in mine}
+        self.kinds = _known(mine)
+        self.renamed: Counter[str] = Counter()
+        self.golden = _Records(self._rename(golden))
+        self.made: dict[Place, list[Record]] = {}
+        self.sums: dict[Place, list[Record]] = {}
+        self.summed: set[Place] = set()
+        self.used: set[str] = set()
+        self.taken: set[Place] = set()
+        self.replaced: set[str] = set()
+        self.problems: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> None:
+        for tap in list(self.mine.roles):
+            for rule in (*self.rules.exact.get(tap, ()), *self.rules.rules):
+                groups = () if tap in self.rules.exact and rule.pattern == tap else match(rule.pattern, tap)
+                if groups is None or not self._needed(rule, groups):
+                    continue
+                before = len(self.made)
+                for part in rule.parts:
+                    for mine_roles, places in self._expand(part, tap, groups):
+                        self._make(rule, part, tap, mine_roles, places)
+                if rule.alone and len(self.made) > before:
+                    self.replaced.add(tap)
+
+    def golden_records(self) -> list[Record]:
+        return [r for r in self.golden.records if self._stays(r)] + [r for rs in self.made.values() for r in rs]
+
+    def _stays(self, r: Record) -> bool:
+        if (r.tap, r.role) in self.made or r.tap in self.replaced:
+            return False
+        if r.tap in self.used and r.tap not in self.mine.roles:
+            return False  # all of it went into something else
+        return (r.tap, r.role) not in self.taken or r.role in self.mine.roles.get(r.tap, ())
+
+    def mine_records(self) -> list[Record]:
+        parts = [r for r in self.mine.records if (r.tap, r.role) in self.summed]
+        covered = {(tap, *_moment(r)) for (tap, _), rs in self.sums.items() for r in rs}
+        left = [r for r in self.mine.records if (r.tap, r.role) not in self.summed]
+        left += [r for r in parts if (r.tap, *_moment(r)) not in covered]
+        return left + [r for rs in self.sums.values() for r in rs]
+
+    def lines(self) -> list[str]:
+        lines = [f"mapping: {n} taps of golden renamed by {what}" for what, n in self.renamed.items()]
+        lines += [f"mapping: {n} tensors of mine made by {label}" for label, n in self.counts.items()]
+        return lines + [f"mapping: {n} tensors not made: {why}" for why, n in self.problems.items()]
+
+    def _rename(self, records: Sequence[Record]) -> list[Record]:
+        if not self.rules.renames:
+            return list(records)
+        names: dict[tuple[str, bool], tuple[str, str]] = {}
+        out: list[Record] = []
+        for r in records:
+            key = (r.tap, r.step is None)
+            if key not in names:
+                names[key] = self._name(*key)
+                if names[key][1]:
+                    self.renamed[names[key][1]] += 1
+            tap, why = names[key]
+            if not why:
+                out.append(r)
+                continue
+            made = derive([r], tap, r.role, rule=f"mapping {why}")
+            assert isinstance(made, Derived)
+            out.append(made)
+        return out
+
+    def _name(self, tap: str, param: bool) -> tuple[str, str]:
+        """The tap's name in mine's words, and which renames led there."""
+        why = []
+        for rename in self.rules.renames:
+            groups = match(rename.pattern, tap)
+            target = None if groups is None else fill(rename.target, groups)
+            if target and target != tap and _fits(tap, target, self.kinds[param]):
+                tap = target
+                why.append(rename.label or f"{rename.pattern} → {rename.target}")
+        return tap, ", ".join(why)
+
+    def _needed(self, rule: TapRule, groups: Sequence[str]) -> bool:
+        return not rule.needs or fill(rule.needs, groups) in self.mine.roles
+
+    def _expand(self, part: RoleRule, tap: str, groups: Sequence[str]) -> list[tuple[tuple[str, ...], list[Place]]]:
+        """(roles of mine, golden places) that ``part`` means at ``tap``."""
+        taps = [fill(s.tap, groups) for s in part.sources]
+        named = [t for t in taps if t is not None]
+        if len(named) < len(taps) or not named:
+            return []
+        own = self.mine.roles[tap]
+        if part.mine is not None:
+            places = []
+            for t, s in zip(named, part.sources, strict=True):
+                role = self._same(s, t, part.mine)
+                if role is None:
+                    return []
+                places.append((t, role))
+            return [(tuple(part.mine.split("+")), places)]
+        first = self.golden.roles.get(named[0], [])
+        out: list[tuple[tuple[str, ...], list[Place]]] = []
+        for golden_role, mine_role, _ in pair_roles(first, own):
+            whole = len(named) == 1 or mine_role.startswith(("input.", "inplace."))
+            out.append(((mine_role,), [(t, golden_role) for t in (named[:1] if whole else named)]))
+        if out:
+            self.used.update(named)
+        return out
+
+    def _same(self, source: Source, tap: str, mine_role: str) -> str | None:
+        """The role of a source: as it says, or the golden's role of the same name or kind."""
+        if source.role is not None:
+            return source.role
+        roles = self.golden.roles.get(tap, [])
+        if mine_role in roles:
+            return mine_role
+        kind = mine_role.partition(".")[0]
+        alike = [r for r in roles if r.startswith(kind + ".")]
+        return alike[0] if len(alike) == 1 and kind != "param" else None
+
+    def _make(self, rule: TapRule, part: RoleRule, tap: str, mine_roles: tuple[str, ...], places: list[Place]) -> None:
+        role = joined_role(mine_roles)
+        if (tap, role) in self.made or any((tap, r) not in self.mine.places for r in mine_roles):
+            return
+        if any((tap, r) in self.summed for r in mine_roles) or any(p not in self.golden.places for p in places):
+            return
+        label = f"mapping {rule.label}"
+        made = self._derive(self.golden, places, tap, role, part, label)
+        if not made:
+            return
+        if len(mine_roles) > 1:
+            own = [(tap, r) for r in mine_roles]
+            sums = self._derive(self.mine, own, tap, role, RoleRule(None, (), SUM), label)
+            if not sums:
+                return
+            self.sums[(tap, role)] = sums
+            self.summed.update(own)
+        self.made[(tap, role)] = made
+        self.used.update(t for t, _ in places)
+        self.taken.update(p for p in places if p[0] == tap)
+        self.counts[rule.label] += 1
+
+    def _derive(
+        self, side: _Records, places: list[Place], tap: str, role: str, part: RoleRule, label: str
+    ) -> list[Record]:
+        out: list[Record] = []
+        for moment in side.places[places[0]]:
+            found = []
+            for place in places:
+                by = side.places[place]
+                found.append(by.get(moment) or (by.get((*moment[:2], 0)) if part.join == ROPE else None))
+            parts = [p for p in found if p is not None]
+            if len(parts) < len(found):
+                continue
+            # An input is one tensor also where several modules take it; a part of one is not joined with anything.
+            transpose = part.transpose if role.startswith("param.") or part.mine is not None else ()
+            cls = self.mine_classes.get(tap, "")
+            made = derive(parts, tap, role, cls=cls, join=part.join, dim=part.dim, transpose=transpose, rule=label)
+            if isinstance(made, str):
+                self.problems[made] += 1
+            else:
+                out.append(made)
+        return out
+
+
+def joined_role(roles: Sequence[str]) -> str:
+    """``input.x+residual`` for the sum of ``input.x`` and ``input.residual``."""
+    kind = roles[0].partition(".")[0]
+    rest = [r.partition(".")[2] if r.startswith(kind + ".") else r for r in roles[1:]]
+    return "+".join([roles[0], *rest])
+
+
+def _moment(r: Record) -> _Moment:
+    return (r.rank, r.step, r.call)
+
+
+def _known(records: Iterable[Record]) -> dict[bool, set[str]]:
+    """Taps and what encloses them, for tensors (False) and parameters (True)."""
+    known: dict[bool, set[str]] = {False: set(), True: set()}
+    for tap, param in {(r.tap, r.step is None) for r in records}:
+        known[param].update((tap, *enclosing(tap)))
+    return known
+
+
+def _fits(tap: str, target: str, known: set[str]) -> bool:
+    """Mine has the new name; or, for a part of what mine fuses, it has what would enclose the new name, and not the old
+    name, and only then: a neighbour of the same parent says nothing."""
+    if target in known:
+        return True
+    inside, outside = target.rpartition(".")[0], tap.rpartition(".")[0]
+    return tap not in known and inside != outside and inside in known

@@ -1,35 +1,368 @@
-"""Which row of one dump is which row of the other.
+"""Which row of one dump is which row of the other: requests, positions, and the tokens that were read.
+
+Rows of one tensor, and what follows from them, worked out once.
+
+The problem: hundreds of taps have the rows of the same steps, and each of them asks which phase these are and wants
+them sorted and without repetition. The idea: a `RowSet` is made once per step and handed to all taps of it; it is told
+by identity, so that it may stand in the name of what is remembered, and holds what was worked out of it. `Unions` joins
+the sets of a tap's tensors, and gives equal rows one sorted set.
+
+Which token each request took at each position, and which rows were computed on the way there.
+
+The problem: with speculation and preemption a step computes rows that never came to be. The idea: what the sampler gave
+is what was taken (the last word counts); a row is valid if it holds that token and so does every row before it in its
+run: a draft behind a rejected draft was computed in a context that never existed, even if its own token came true.
+
+Which token each request read at each position, as far as a dump says.
+
+The problem: a picture of rows by position says nothing to who knows a prompt as text. The idea: the row maps hold a
+token id per row; of each request they are put in the order of positions, and of an id that was replaced (a rejected
+draft) the last one holds.
+
+Which tokens a request had, and what it asked for, when a row of its logits was sampled.
+
+The problem: penalties, word lists and seeds depend on the request's whole past, which a dump has in pieces: the ids of
+each step's rows, what the sampler gave where only logits were captured, or, behind a prefix hit, nothing. The idea: a
+request's tokens by position from all row maps of a rank, believed where no two differ; a row then has a past, or it is
+known that it has none.
+
+Which row of one dump is which row of the other.
 
 The problem: a row is a token in some step of some batch; batches, chunks, steps, speculation, preemption and prefix
 caches differ between two runs of one prompt. The idea: a row's name is (request, position), or (image, row) in a
 vision tower, packed into one int64; everything else drops out. A row counts if its token is the one the request finally
 took at that position (a rejected draft is not) and no later step computed the same row again. From the first
 sampled token that differs between the runs, a request's rows have different inputs and are not comparable.
-Not here: how requests pair (requests.py), names (names.py), ranks (shards.py), reading tensors (comparison/).
+
+Not here: which rows of two tensors meet (comparison/plan/units.py), ids as text (report/html/data.py), what
+follows from a past (judge/sampling_rules.py), how requests pair (requests.py), names (names.py), ranks (ranks.py),
+reading tensors (comparison/).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.final_tokens import (
-    POSITION_BITS,
-    POSITION_MASK,
-    Accepted,
-    Numbered,
-    accepted_tokens,
-    last_rows,
-    position,
-    subject,
-    valid_rows,
-)
-from vllm_accprobe.align.requests import RequestPlan, identity
-from vllm_accprobe.dump.schema import DEALT, DECODE, Request, RowSpace
+from vllm_accprobe.align.requests import Identity, RequestPlan, identity
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Request, RowSpace, SamplingParameters
+
+MIXED = "mixed"
+_MOST = 64
+_NO_FLAGS = np.zeros(0, bool)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSet:
+    """keys: int64 [n], in the tensor's order. decode: bool [n], whether a row was decoded; [0] where nobody asks."""
+
+    keys: np.ndarray
+    decode: np.ndarray = field(default_factory=lambda: _NO_FLAGS)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @cached_property
+    def phase(self) -> str | None:
+        """prefill, decode or mixed; None where it is not known."""
+        if not len(self.decode):
+            return None
+        return DECODE if self.decode.all() else MIXED if self.decode.any() else PREFILL
+
+    def only(self, mask: np.ndarray) -> RowSet:
+        """Those of ``mask``, bool [n], whatever their phase."""
+        return RowSet(self.keys[mask])
+
+
+NO_ROWS = RowSet(np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Union:
+    """seen: the sorted rows of several sets, each once. place: int64 [n], where each row given lies in ``seen``.
+    distinct: whether all rows given are different."""
+
+    seen: RowSet
+    place: np.ndarray
+    distinct: bool
+
+
+class Unions:
+    """The last few unions that were asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[RowSet, ...], Union] = {}
+        self._same: dict[bytes, RowSet] = {}
+
+    def of(self, sets: Sequence[RowSet]) -> Union:
+        name = tuple(sets)
+        if name not in self._known:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[name] = self._make(name)
+        return self._known[name]
+
+    def _make(self, sets: tuple[RowSet, ...]) -> Union:
+        every = np.concatenate([s.keys for s in sets]) if sets else NO_ROWS.keys
+        if len(every) < 2 or (np.diff(every) > 0).all():
+            seen, place = every, np.arange(len(every))
+        else:
+            seen, place = np.unique(every, return_inverse=True)
+        if len(self._same) >= _MOST:
+            self._same.clear()
+        digest = hashlib.blake2b(seen.tobytes(), digest_size=16).digest()
+        return Union(self._same.setdefault(digest, RowSet(seen)), place, len(seen) == len(every))
+
+
+Numbered = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of one row space: keys, token ids (or none), decode flags, index of the first row of each row's run."""
+Accepted = Mapping[int, tuple[np.ndarray, np.ndarray]]
+"""Text subject → sorted positions and the tokens taken there."""
+POSITION_BITS = 32
+POSITION_MASK = (1 << POSITION_BITS) - 1
+
+
+def subject(keys: np.ndarray) -> np.ndarray:
+    """Subjects of row keys: int64 of any shape to the same."""
+    return keys >> POSITION_BITS
+
+
+def position(keys: np.ndarray) -> np.ndarray:
+    """Positions of row keys: int64 of any shape to the same."""
+    return keys & POSITION_MASK
+
+
+def accepted_tokens(
+    spaces: Mapping[tuple[int, int, str], Numbered],
+    sampled: Callable[[int, int], np.ndarray | None],
+    prompt_len: Mapping[int, int],
+) -> Accepted:
+    """What each request took: what was sampled where that is recorded, else the last id seen there.
+
+    spaces: by (cell, step, name), in order of steps; sampled: (cell, step) → token of each logits row, -1 for none;
+    prompt_len: text subject → length of its prompt, whose tokens no sampling changes.
+    """
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    for (_, _, name), (keys, ids, _, _) in spaces.items():
+        if len(ids) and not name.startswith("vision"):
+            seen.append((keys[keys >= 0], ids[keys >= 0]))
+    for (cell, step, name), (keys, _, _, _) in spaces.items():
+        tokens = sampled(cell, step) if name == "logits" else None
+        if tokens is not None and len(tokens) == len(keys):
+            lengths = np.array([prompt_len.get(int(k), 0) for k in subject(keys)], np.int64)
+            real = (tokens >= 0) & (keys >= 0) & (position(keys) + 1 >= lengths)
+            seen.append((keys[real] + 1, tokens[real].astype(np.int64)))
+    if not seen:
+        return {}
+    keys, tokens = last_of_each(np.concatenate([k for k, _ in seen]), np.concatenate([t for _, t in seen]))
+    if not len(keys):
+        return {}
+    accepted = {}
+    edges = np.flatnonzero(np.diff(subject(keys), prepend=-1))
+    for start, stop in zip(edges, [*edges[1:], len(keys)], strict=True):
+        accepted[int(subject(keys[start : start + 1])[0])] = (position(keys[start:stop]), tokens[start:stop])
+    return accepted
+
+
+def last_of_each(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted distinct keys, each with its last value."""
+    order = np.argsort(keys, kind="stable")
+    keys, values = keys[order], values[order]
+    last = np.append(keys[1:] != keys[:-1], True) if len(keys) else np.zeros(0, bool)
+    return keys[last], values[last]
+
+
+def valid_rows(keys: np.ndarray, ids: np.ndarray, starts: np.ndarray, accepted: Accepted) -> np.ndarray:
+    """bool [n]: the row holds the accepted token, and so does every row before it in its run."""
+    valid = keys >= 0
+    if not len(ids):
+        return valid
+    right = valid.copy()
+    for who in np.unique(subject(keys[valid])):
+        if int(who) in accepted:
+            mask = valid & (subject(keys) == who)
+            at, tokens = accepted[int(who)]
+            where = np.searchsorted(at, position(keys[mask]))
+            known = (where < len(at)) & (at[np.minimum(where, len(at) - 1)] == position(keys[mask]))
+            right[mask] = ~known | (tokens[np.minimum(where, len(at) - 1)] == ids[mask])
+    wrong_before = np.cumsum(~right)
+    base = wrong_before[starts] - ~right[starts]
+    return valid & (wrong_before - base == 0)
+
+
+def last_rows(keys: Sequence[np.ndarray], valid: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """For row spaces in order of time: of several valid rows with one key only the last is kept. bool, as ``keys``."""
+    if not keys:
+        return []
+    every = np.concatenate(keys)
+    index = np.flatnonzero(np.concatenate(valid))
+    _, last = last_of_each(every[index], index)
+    keep = np.zeros(len(every), bool)
+    keep[last] = True
+    return np.split(keep, np.cumsum([len(k) for k in keys])[:-1])
+
+
+TokenIds = Mapping[str, tuple[np.ndarray, np.ndarray]]
+"""External id of a request → sorted positions and the ids there, both int64 [n]."""
+
+
+def token_ids(dump: Any) -> TokenIds:
+    """Of every request of ``dump`` (its ``requests`` and ``rows``) whose ids were recorded. Requests that share their
+    external id and differ otherwise are left out: which of them is meant is not known."""
+    found: dict[str, dict[Identity, list[tuple[np.ndarray, np.ndarray]]]] = defaultdict(lambda: defaultdict(list))
+    for (rank, _, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
+        if name.startswith("vision") or len(space.ids) != sum(s.n for s in space.segments):
+            continue
+        ids, at = np.array(space.ids, np.int64), 0
+        for s in space.segments:
+            request = dump.requests.get((rank, s.req))
+            if request is not None and s.n and s.pos >= 0:
+                where = np.arange(s.pos, s.pos + s.n, dtype=np.int64)
+                found[request.id][identity(request)].append((where, ids[at : at + s.n]))
+            at += s.n
+    one = {label: next(iter(by.values())) for label, by in found.items() if len(by) == 1}
+    return {
+        label: last_of_each(np.concatenate([p for p, _ in runs]), np.concatenate([i for _, i in runs]))
+        for label, runs in one.items()
+    }
+
+
+_KINDS = 64
+"""Chosen: requests of one step that are tried for a row of which another's parameters may have been taken."""
+_SAMPLER, _TOKEN = "sampler", "output.token"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """request: None where the journal does not name it. position: of the token whose row this is; generated: how many
+    tokens of the answer are known by then, this one among them. prompt, output: as judge.sampling_rules.LogitsRow.
+    drafts: whether its request has guesses in this step."""
+
+    request: Request | None
+    position: int
+    generated: int
+    prompt: np.ndarray | None
+    output: np.ndarray | None
+    drafts: bool
+
+    @property
+    def asks(self) -> SamplingParameters | None:
+        return self.request.sampling if self.request is not None else None
+
+
+def _put(seen: dict[int, list[tuple[np.ndarray, np.ndarray]]], space: RowSpace, ids: np.ndarray, on: int) -> None:
+    """The tokens ``ids`` of the rows of a space; on: how far behind its row a token stands."""
+    at = 0
+    for s in space.segments:
+        seen.setdefault(s.req, []).append((np.arange(s.pos + on, s.pos + on + s.n), ids[at : at + s.n]))
+        at += s.n
+
+
+class SampledHistory:
+    """Of one rank of ``dump``."""
+
+    def __init__(self, dump: Any, rank: int):
+        self._dump, self._rank = dump, rank
+        self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._prompts: dict[int, np.ndarray | None] = {}
+        self._asked: dict[int, tuple[tuple[SamplingParameters, np.ndarray | None], ...]] = {}
+
+    def of(self, step: int, n: int) -> list[SampledRow]:
+        """The rows of the logits of a step, in their order; [] where these are not ``n``."""
+        space = self._dump.rows.get((self._rank, step, LOGITS))
+        if space is None or space.n != n:
+            return []
+        return [found for at in range(n) if (found := self.row(step, at)) is not None]
+
+    def asked(self, step: int) -> tuple[tuple[SamplingParameters, np.ndarray | None], ...]:
+        """What the requests of a step ask for, with the distinct tokens of each one's prompt."""
+        if step not in self._asked:
+            space = self._dump.rows.get((self._rank, step, LOGITS))
+            found: list[tuple[SamplingParameters, np.ndarray | None]] = []
+            for req in dict.fromkeys(s.req for s in space.segments) if space is not None else ():
+                request = self._dump.requests.get((self._rank, req))
+                if request is not None and request.sampling is not None and len(found) < _KINDS:
+                    found.append((request.sampling, self._prompt(req, request)))
+            self._asked = {step: tuple(found)}
+        return self._asked[step]
+
+    def row(self, step: int, at: int) -> SampledRow | None:
+        """The ``at``-th of them; None where there is none."""
+        space = self._dump.rows.get((self._rank, step, LOGITS))
+        for s in space.segments if space is not None else ():
+            if 0 <= at < s.n:
+                alone = s.n == 1 and sum(other.req == s.req for other in space.segments) == 1
+                return self._row(s.req, s.pos + at, bool(s.drafts) or not alone)
+            at -= s.n
+        return None
+
+    def _row(self, req: int, position: int, drafts: bool) -> SampledRow:
+        request = self._dump.requests.get((self._rank, req))
+        if request is None:
+            return SampledRow(None, position, 0, None, None, drafts)
+        generated = max(position + 1 - request.prompt_len, 0)
+        output = self._between(req, request.prompt_len, position + 1)
+        return SampledRow(request, position, generated, self._prompt(req, request), output, drafts)
+
+    def _prompt(self, req: int, request: Request) -> np.ndarray | None:
+        if req not in self._prompts:
+            asks = request.sampling
+            if asks is not None and asks.prompt is not None:
+                found: np.ndarray | None = np.array(asks.prompt, np.int64)
+            else:
+                held = self._between(req, 0, request.prompt_len)
+                found = None if held is None else np.unique(held)
+            self._prompts[req] = found
+        return self._prompts[req]
+
+    def _between(self, req: int, start: int, stop: int) -> np.ndarray | None:
+        """The tokens at positions start .. stop - 1; None where one is not known, or not for sure."""
+        if stop <= start:
+            return np.zeros(0, np.int64)
+        if self._tokens is None:
+            self._tokens = self._read()
+        if req not in self._tokens:
+            return None
+        positions, tokens, sure = self._tokens[req]
+        first = int(np.searchsorted(positions, start))
+        held = slice(first, first + stop - start)
+        if len(positions) < first + stop - start or positions[first] != start or positions[held][-1] != stop - 1:
+            return None
+        return tokens[held] if bool(sure[held].all()) else None
+
+    def _read(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """By request: sorted distinct positions, their tokens, and whether all rows say the same."""
+        seen: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for (rank, _, name), space in self._dump.rows.items():
+            if rank == self._rank and name == TOKENS and len(space.ids) == space.n:
+                _put(seen, space, np.array(space.ids, np.int64), 0)
+        for r in self._dump.records:
+            if (r.tap, r.role, r.rank) != (_SAMPLER, _TOKEN, self._rank) or r.step is None or r.payload is None:
+                continue
+            space = self._dump.rows.get((self._rank, r.step, LOGITS))
+            if space is not None and (self._rank, r.step, TOKENS) not in self._dump.rows and r.shape == (space.n,):
+                try:
+                    _put(seen, space, np.asarray(self._dump.read(r), np.int64), 1)
+                except (DumpError, OSError):
+                    continue  # its tokens are not known
+        found = {}
+        for req, parts in seen.items():
+            positions, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
+            order = np.lexsort((tokens, positions))
+            positions, tokens = positions[order], tokens[order]
+            first = np.append(True, positions[1:] != positions[:-1])
+            last = np.append(positions[1:] != positions[:-1], True)
+            sure = (tokens[first] == tokens[last]) & (tokens[first] >= 0)
+            found[req] = positions[first], tokens[first], sure
+        return found
+
 
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
 REJECTED = "rows of rejected drafts"

@@ -17,10 +17,9 @@ from vllm_accprobe.cli.endings import CommandError, going_on
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_accprobe.gate.bisect.axes import ServerSetting
+    from vllm_accprobe.gate.bisect.edits import ServerSetting
     from vllm_accprobe.gate.bisect.search import Cause
-    from vllm_accprobe.gate.bisect.trials import TrialPrompts
-    from vllm_accprobe.gate.bisect.trying import Trier
+    from vllm_accprobe.gate.bisect.trials import TrialPrompts, Trier
     from vllm_accprobe.gate.sending.replies import Sent
 
 _SETTINGS = "SETTINGS"
@@ -73,15 +72,15 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
     and an interrupted bisection goes on with the same command. Exit code 0: nothing differs, 1: it differs, 2: bad
     usage, or a server was lost, 3: nothing could be tried."""
-    from vllm_accprobe.gate.bisect import axes as settings
-    from vllm_accprobe.gate.bisect import edits, judging, offered, vendor
+    from vllm_accprobe.gate.bisect import edits
+    from vllm_accprobe.gate.bisect import edits as settings
+    from vllm_accprobe.gate.bisect import trials as judging
     from vllm_accprobe.gate.bisect.search import expected
     from vllm_accprobe.gate.sending.client import SendError
     from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.sending.replies import FolderError
-    from vllm_accprobe.report import bisect_lines
-    from vllm_accprobe.run.launcher import LaunchError, command_line
-    from vllm_accprobe.run.server_command import ServerCommandError, understood
+    from vllm_accprobe.report import servers
+    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
 
     out, as_json = what.out, what.as_json
     share = judging.SHARE if what.share is None else what.share
@@ -93,20 +92,20 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
         command_line(target.words, target.full())
         if not understood(target.words, target.full()).url:
             raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
-        there = offered.look(target)
+        there = edits.look(target)
         found = settings.axes(
-            target, there, vendor.read(what.switches, target) if what.switches else (), _pairs(what.plain)
+            target, there, edits.read_vendor(what.switches, target) if what.switches else (), _pairs(what.plain)
         )
         axes = _chosen(found, what.only, what.hold)
         prompts, folder = _prompts(what.golden, what.prompts or "", serving)
         trials = _trials(out, prompts, there.version, [name for a in found for name, _ in a.edit.environ])
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
         usual, most = expected(axes, bool(what.golden))
-        for line in bisect_lines.plan_lines(axes, usual, most, kept):
+        for line in servers.plan_lines(axes, usual, most, kept):
             typer.echo(line, err=as_json)
         if what.plan or not axes:
             if as_json:
-                typer.echo(json.dumps(bisect_lines.plan_json(axes, usual, most, kept), indent=1))
+                typer.echo(json.dumps(servers.plan_json(axes, usual, most, kept), indent=1))
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the runs are", out)
@@ -131,7 +130,7 @@ def _kept(out: Path, error: Exception) -> str:
 def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> None:
     """The search, and what is printed of it. Raises typer.Exit with the verdict's code."""
     from vllm_accprobe.gate.bisect.search import Search
-    from vllm_accprobe.report import bisect_lines
+    from vllm_accprobe.report import servers
 
     first = trier.first()
     if not first.kept:
@@ -148,9 +147,9 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
         return trier.line(found, cause, what)
 
     if as_json:
-        typer.echo(json.dumps(bisect_lines.to_json(found, trier.rows, trier.seconds, line), indent=1))
+        typer.echo(json.dumps(servers.bisect_json(found, trier.rows, trier.seconds, line), indent=1))
     else:
-        for text in bisect_lines.lines(found, trier.rows, trier.seconds, line):
+        for text in servers.bisect_lines(found, trier.rows, trier.seconds, line):
             typer.echo(text)
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
 
@@ -158,7 +157,7 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
 def _trier(
     target: Any, axes: Sequence[ServerSetting], trials: Any, golden: Sent | None, rate: float, share: float
 ) -> Trier:
-    from vllm_accprobe.gate.bisect.trying import Trier
+    from vllm_accprobe.gate.bisect.trials import Trier
 
     return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
 
@@ -191,11 +190,10 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 
 def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tuple[TrialPrompts, Sent | None]:
     """What each run is sent, and golden where it is a folder."""
-    from vllm_accprobe.gate.bisect.trials import TrialPrompts
-    from vllm_accprobe.gate.bisect.trying import golden_folder, sent_as
+    from vllm_accprobe.gate.bisect.trials import TrialPrompts, golden_folder, sent_as
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.gate.sending.arrival import parse
+    from vllm_accprobe.gate.sending.passes import parse
 
     how: dict[str, Any] = {"arrive": ["one", "all"], "concurrency": serving.concurrency or 64, "top": 20,
                            "max_tokens": serving.max_tokens}  # fmt: skip

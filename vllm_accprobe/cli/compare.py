@@ -1,8 +1,8 @@
 """``accprobe compare GOLDEN MINE``: which operator made the difference, and how large it is.
 
-What is compared is recognised: two dumps, one dump whose tensors a program labelled (labelled.py), two tables of
-operators (tables.py); with --calibrate runs of golden's side (calibrate.py). Not here: the comparison of a pair and its
-files (dump_pair.py)."""
+What is compared is recognised: two dumps, one dump whose tensors a program labelled (dump_pair.py), two tables of
+operators (dump_pair.py); with --calibrate runs of golden's side (calibrate.py). Not here: the comparison of a pair and
+its files (dump_pair.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_accprobe.cli.output import Format, answered, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
-    from vllm_accprobe.report.html.token_text import Vocabulary
+    from vllm_accprobe.report.html.data import Vocabulary
 
 DEFAULT = "accprobe-report"
 
@@ -196,14 +196,14 @@ def compare(
         answered(name, as_json, lambda: calibrate(golden, others, calibrating, judging.weights, out))
         return
     if kind == "labels":
-        from vllm_accprobe.cli.labelled import compare_labelled
+        from vllm_accprobe.cli.dump_pair import compare_labelled
 
         _refuse(kind, instead, calibrating, of_tables, work, judging)
         if mine is not None:
             raise CompareError("labels are of one dump, and MINE is named as well")
         out = what.out or Path("accprobe-labels")
         answered(name, as_json, lambda: compare_labelled(golden, opened, of_labels, out, verbosity > 1))
-    from vllm_accprobe.cli.tables import compare_tables
+    from vllm_accprobe.cli.dump_pair import compare_tables
 
     _refuse(kind, instead, calibrating, of_labels, work, allowed=judging, but=("--standard",))
     out, joined = what.out or Path("accprobe-opdiff"), what.sheet
@@ -285,7 +285,7 @@ def _pairs(
     from vllm_accprobe.cli.places import require_directory
     from vllm_accprobe.comparison import engine
     from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS
-    from vllm_accprobe.opcheck.compat import xray_table
+    from vllm_accprobe.opcheck.compat import xray
 
     rejudge, floors = instead.rejudge, judging.floors
     require_directory(judging.weights, "--weights")
@@ -294,7 +294,7 @@ def _pairs(
     other = bool(instead.plan or judging.taps or judging.op_mapping_file or work.ray or work.jobs or work.replay)
     _check_arguments(golden, mine, rejudge, other)
     dump_pair.check_dumps(golden, mine, floors)
-    standard = xray_table.standard_for(sheet, judging.standard, rejudge is not None or instead.plan)
+    standard = xray.standard_for(sheet, judging.standard, rejudge is not None or instead.plan)
     dumps = [d for d in (golden, mine) if d is not None]
     _check_sheet(sheet, dumps)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
@@ -316,10 +316,10 @@ def _pairs(
 
         from vllm_accprobe.cli import replay
         from vllm_accprobe.cli.output import say_notes
-        from vllm_accprobe.comparison.store import saved
+        from vllm_accprobe.comparison import store
 
         assert home is not None
-        result = engine.rejudge(saved.load(rejudge), standard=standard, floors=floors, rate=rate)
+        result = engine.rejudge(store.load(rejudge), standard=standard, floors=floors, rate=rate)
         result = replay.remembered(result, home) if work.replay is not False else result
         say_notes([replay.what_was_kept(result, home, work.replay)])
         result = replace(result, options=again, out=str(home))
@@ -330,9 +330,9 @@ def _pairs(
     if sheet is not None:
         from vllm_accprobe.report.table import write_csv_lines
 
-        write_csv_lines(sheet, xray_table.COLUMNS, xray_table.rows(result))
+        write_csv_lines(sheet, xray.TABLE_COLUMNS, xray.rows(result))
         written.append(sheet)
-        typer.echo(xray_table.order(golden, mine), err=True)
+        typer.echo(xray.order(golden, mine), err=True)
     _print(result, form, verbosity, written)
     raise typer.Exit(0 if result.verdict == PASS else 1)
 
@@ -341,7 +341,7 @@ def _vocabulary(tokenizer: Path | None) -> Vocabulary | None:
     """Read before anything is compared: a wrong path is refused at once."""
     if tokenizer is None:
         return None
-    from vllm_accprobe.report.html.token_text import Vocabulary
+    from vllm_accprobe.report.html.data import Vocabulary
 
     return Vocabulary(tokenizer)
 
@@ -381,7 +381,7 @@ def _check_arguments(golden: Path | None, mine: Path | None, rejudge: Path | Non
 def _check_sheet(sheet: Path | None, dumps: list[Path]) -> None:
     """Raises CommandError where torch_xray's table must not be written."""
     from vllm_accprobe.cli import places
-    from vllm_accprobe.opcheck.compat.xray_table import COLUMNS
+    from vllm_accprobe.opcheck.compat.xray import TABLE_COLUMNS as COLUMNS
 
     if sheet is None:
         return
@@ -406,13 +406,13 @@ def _print(comparison: Comparison, form: Format, verbosity: int, written: Iterab
 
         typer.echo(json.dumps(comparison.to_json(), indent=1))
     else:
-        from vllm_accprobe.report import github, markdown
+        from vllm_accprobe.report import markdown
 
-        lines = markdown.lines if form is Format.markdown else github.lines
+        lines = markdown.markdown_lines if form is Format.markdown else markdown.github_lines
         for line in lines(comparison):
             typer.echo(line)
         if form is Format.github:
-            github.write_summary(comparison)
+            markdown.write_summary(comparison)
     if verbosity > 0:
         say_written(*written, err=form is not Format.terminal)
 

@@ -127,7 +127,7 @@ def _summary(dump: Dump, records: list[Record], path: Path) -> None:
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:
     """Where each rank goes. A name that ends like the container is a file, anything else a directory."""
-    from vllm_accprobe.formats.write import names
+    from vllm_accprobe.formats.write import containers
 
     if out.suffix == f".{kind}" and not out.is_dir():
         if len(ranks) > 1:
@@ -138,7 +138,7 @@ def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Pa
         for rank in ranks:
             local = dump.starts.get(rank, {}).get("local_rank")
             local = local if type(local) is int and local >= 0 else rank
-            found[rank] = out / names.rank_file(rank, local, kind)
+            found[rank] = out / containers.rank_file(rank, local, kind)
     for path in found.values():
         if path.exists():
             raise CommandError(f"{path} exists: nothing is overwritten; remove it or choose another name")
@@ -175,10 +175,10 @@ def onnx(path: Path, out: Path, level: int | None, step: str, rank: str) -> list
     """Writes the file and returns lines for people. Raises CommandError, DumpError."""
     from vllm_accprobe.report.text import count, safe
     from vllm_accprobe.topology.data_flow import graph_of
-    from vllm_accprobe.topology.onnx_file import write_onnx
+    from vllm_accprobe.topology.model_graph import write_onnx
 
     if _topology(path, step, rank):
-        from vllm_accprobe.topology.atb_json import atb_graph
+        from vllm_accprobe.topology.model_graph import atb_graph
 
         graph = atb_graph(path, level)
     else:

@@ -16,7 +16,7 @@ from vllm_accprobe.cli.places import check_place
 
 if TYPE_CHECKING:
     from vllm_accprobe.doctor import Finding
-    from vllm_accprobe.doctor.graphs.proof import TapProof
+    from vllm_accprobe.doctor.graph_proof import TapProof
 
 _COLOUR = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
 _RUN_S = 3600.0
@@ -126,9 +126,9 @@ def _one_line(text: str) -> str:
 
 def _wheels(paths: list[Path], json: bool) -> int:
     """Reads the wheels, prints what is there and what is not, and gives the exit code."""
-    from vllm_accprobe.doctor.wheel import holding, telling
-    from vllm_accprobe.doctor.wheel.archive import WheelError, read
-    from vllm_accprobe.doctor.wheel.modes_found import modes_found
+    from vllm_accprobe.doctor import wheel as holding
+    from vllm_accprobe.doctor import wheel as telling
+    from vllm_accprobe.doctor.wheel import WheelError, modes_found, read
 
     try:
         wheels = holding.together([read(path) for path in paths])
@@ -151,19 +151,17 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     import os
     import time
 
-    from vllm_accprobe.doctor.graphs import asking, carrying, telling
-    from vllm_accprobe.doctor.graphs.proof import CHANGED, SAME, Prover
-    from vllm_accprobe.doctor.graphs.runs import Runs
+    from vllm_accprobe.doctor import graph_proof
+    from vllm_accprobe.doctor.graph_proof import CHANGED, SAME, Prover, Runs
     from vllm_accprobe.report.text import safe
-    from vllm_accprobe.run.launcher import LaunchError, command_line
-    from vllm_accprobe.run.server_command import ServerCommandError, understood
+    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
 
     out = Path(os.path.abspath(how.out))
     try:
         what = understood(how.command, os.environ, how.port)
         command_line(what.words, os.environ)
-        prompts = asking.PROMPTS if how.prompts is None else asking.read_prompts(Path(how.prompts))
-    except (ServerCommandError, LaunchError, asking.AskingError) as error:
+        prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
+    except (ServerCommandError, LaunchError, graph_proof.AskingError) as error:
         raise CommandError(str(error)) from None
     runs = Runs(os.environ, out)
     check_place(out)
@@ -177,18 +175,18 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     say(f"{kind}; its runs: off, off again, on, selected{', full' * how.full}; dumps and logs: {out}")
     try:
         proof: TapProof = Prover(
-            runs, lambda run: carrying.carry_out(run, what, prompts, how.max_tokens, timeout), say, time.monotonic
+            runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout), say, time.monotonic
         ).prove(full=how.full, bisect=how.bisect)
-    except carrying.RunFailed as error:
+    except graph_proof.RunFailed as error:
         for line in error.tail:
             typer.echo(f"    {safe(line, 1000)}", err=True)
         raise CommandError(str(error)) from None
     except LaunchError as error:
         raise CommandError(str(error)) from None
     if json:
-        typer.echo(json_.dumps(telling.to_json(proof), indent=2))
+        typer.echo(json_.dumps(graph_proof.to_json(proof), indent=2))
     else:
-        for line in telling.lines(proof):
+        for line in graph_proof.lines(proof):
             for part in line.split("\n"):
                 typer.echo(safe(part, 1000))
     return {SAME: 0, CHANGED: 1}.get(proof.verdict, 3)

@@ -97,7 +97,7 @@ def errcheck(what: ErrcheckOptions) -> None:
     check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
     allow_plugin(environ)
-    startup = str(HOME / "capture/nan_watch/startup")  # watches plain scripts
+    startup = str(HOME / "capture/errcheck/startup")  # watches plain scripts
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, environ.get("PYTHONPATH")]))
     seen: list[float] = []
 

@@ -72,13 +72,13 @@ def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: opt
     the same tokens.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
-    from vllm_accprobe.gate.trainer import trainer_lines
+    from vllm_accprobe.gate import trainer
 
     options.check_rate(runs.rate)
     if runs.golden.is_file():
         try:
-            trainer_lines.read(runs.golden)
-        except trainer_lines.TrainerError:
+            trainer.read(runs.golden)
+        except trainer.TrainerError:
             pass
         else:
             if wrong := list(options.used(evaluation)):
@@ -93,40 +93,39 @@ def compare_samples(
     golden: Path, mine: Path, how: EvaluationOptions, rate: float | None, as_json: bool, verbose: bool
 ) -> NoReturn:  # fmt: skip
     """Raises typer.Exit."""
-    from vllm_accprobe.gate.samples import contrast, sides
-    from vllm_accprobe.gate.samples.answers import SamplesError
-    from vllm_accprobe.gate.samples.match import match
-    from vllm_accprobe.report import evaluation
+    from vllm_accprobe.gate import evaluations
+    from vllm_accprobe.gate.evaluations import SamplesError, match
+    from vllm_accprobe.report import servers
 
-    rate = contrast.RATE if rate is None else rate
+    rate = evaluations.RATE if rate is None else rate
     for path, option in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
         if path is not None:
             _check_file(path, option, (golden, mine))
     try:
-        left, right = sides.open_side(golden), sides.open_side(mine)
+        left, right = evaluations.open_side(golden), evaluations.open_side(mine)
         places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
     except SamplesError as e:
         raise CommandError(str(e)) from None
     if left.tool != right.tool:
         raise CommandError(f"{golden} is of {left.tool}, {mine} of {right.tool}: their questions have no common name")
     for side in (left, right):
-        sides.select(side, how.tasks, how.filters, how.metrics)
+        evaluations.select(side, how.tasks, how.filters, how.metrics)
     matched = match(left, right)
-    result = contrast.evaluate(matched, rate)
+    result = evaluations.evaluate(matched, rate)
     if not result.contrasts:
-        raise NothingThere(evaluation.nothing(result, left, right))
+        raise NothingThere(servers.nothing_compared(result, left, right))
     if how.csv is not None:
         places.check_place(how.csv, option="--csv")
-        evaluation.write_csv(result, how.csv)
+        servers.write_csv(result, how.csv)
     if as_json:
-        typer.echo(json.dumps(contrast.to_json(result) | {"read": evaluation.read_json(left, right)}, indent=1))
+        typer.echo(json.dumps(evaluations.to_json(result) | {"read": servers.read_json(left, right)}, indent=1))
     else:
-        for line in evaluation.lines(result, len(result.contrasts) if verbose else evaluation.MAX_CONTRASTS):
+        for line in servers.evaluation_lines(result, len(result.contrasts) if verbose else servers.MAX_CONTRASTS):
             typer.echo(line)
-        for line in evaluation.read_lines(left, right):
+        for line in servers.read_lines(left, right):
             typer.echo(line)
     if how.prompts_out is not None:
-        prompts, without = contrast.prompts(result.flips, left.prompts)
+        prompts, without = evaluations.prompts(result.flips, left.prompts)
         _write_prompts(how.prompts_out, prompts)
         more = f"; {without:,} have none in the files" if without else ""
         say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
@@ -152,10 +151,10 @@ def _write_prompts(path: Path, prompts: list[dict[str, object]]) -> None:
 def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
     from vllm_accprobe.cli.send import made_by
+    from vllm_accprobe.gate import trainer
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
-    from vllm_accprobe.gate.trainer import ratios, rollout, trainer_lines
-    from vllm_accprobe.report.servers import ratio_lines
+    from vllm_accprobe.report import servers
 
     url = mine.startswith(("http://", "https://"))
     asks = url or not Path(mine).exists()
@@ -164,29 +163,29 @@ def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, a
     if asks and out is None:
         raise CommandError("MINE is a server: name a folder for its answers with --out DIR")
     try:
-        left = trainer_lines.read(golden)
+        left = trainer.read(golden)
         if not asks:
-            right = rollout.of_folder(Path(mine)) if Path(mine).is_dir() else rollout.of_file(Path(mine))
+            right = trainer.of_folder(Path(mine)) if Path(mine).is_dir() else trainer.of_file(Path(mine))
         else:
             assert out is not None
             places.check(out, {})
             going_on("the answers are", out)
             if url:
-                right = rollout.of_server(
+                right = trainer.of_server(
                     left, mine, os.environ.get("VLLM_API_KEY", ""), out, made_by(str(golden)), asking
                 )
             else:
-                right = rollout.of_command(left, mine, os.environ, out, made_by(str(golden)), asking)
-        found = ratios.compare(left, right.answers, right.how, right.left_out)
-    except trainer_lines.TrainerError as e:
+                right = trainer.of_command(left, mine, os.environ, out, made_by(str(golden)), asking)
+        found = trainer.compare(left, right.answers, right.how, right.left_out)
+    except trainer.TrainerError as e:
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
     except (SendError, replies.FolderError) as e:
         raise CommandError(str(e).replace("--engine:", "MINE:").replace("--url:", "MINE:")) from None
-    except ratios.RatioError as e:
+    except trainer.RatioError as e:
         raise NothingThere(f"{e} ({golden}, {mine if not asks else 'the server'})") from None
     if as_json:
-        typer.echo(json.dumps(ratio_lines.to_json(found), indent=1))
+        typer.echo(json.dumps(servers.ratio_json(found), indent=1))
     else:
-        for line in ratio_lines.lines(found):
+        for line in servers.ratio_lines(found):
             typer.echo(line)
     raise typer.Exit({"pass": 0, "fail": 1}[found.verdict])

@@ -21,14 +21,22 @@ import typer
 from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.output import progress
-from vllm_accprobe.gate import floor_dtype, sides
-from vllm_accprobe.gate.dig import by_hand
-from vllm_accprobe.gate.dig.choose import DigPlan, Token, choose
-from vllm_accprobe.gate.dig.culprit import Dug, dug
-from vllm_accprobe.gate.dig.recapture import Dig, DigError, Progress, Recapturing
+from vllm_accprobe.gate import localize as by_hand
+from vllm_accprobe.gate import sides
+from vllm_accprobe.gate.localize import (
+    Localization,
+    Localized,
+    LocalizeError,
+    LocalizePlan,
+    Progress,
+    Recapturing,
+    Token,
+    choose,
+    dug,
+)
 from vllm_accprobe.gate.measure import gating
-from vllm_accprobe.gate.sending.along import AlongError, digest
 from vllm_accprobe.gate.sending.client import SendError
+from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, Asking, ServerSide, SideError
 
@@ -61,15 +69,15 @@ def run(
 ) -> NoReturn:  # fmt: skip
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. localize_gb: the disk budget of what
     follows a gate that fails; None: nothing does."""
-    from vllm_accprobe.report import gap_lines
+    from vllm_accprobe.report import servers
 
     opened = compare(golden, mine, out, floors, asking, rate)
     result = opened.gate
-    fields = gap_lines.to_json(result, opened.names)
+    fields = servers.gap_json(result, opened.names)
     if out is not None:
         write(out / RESULT, fields)
     if not as_json:
-        for line in gap_lines.lines(result, opened.names):
+        for line in servers.gap_lines(result, opened.names):
             typer.echo(line)
     if localize_gb is not None and result.verdict == "fail":
         tell = to_stderr if as_json else typer.echo
@@ -94,8 +102,8 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
         places.refuse_same(("GOLDEN", Path(golden)), ("MINE", Path(mine)), "folder")
     elif left == right and left.kind != COMMAND:
         raise CommandError("GOLDEN and MINE are the same server: name two, or use `accprobe self-check`")
-    if floors.dtype and floors.dtype not in floor_dtype.DTYPES:
-        raise CommandError(f"--floor-dtype: {floors.dtype} is none of {', '.join(floor_dtype.DTYPES)}")
+    if floors.dtype and floors.dtype not in sides.DTYPES:
+        raise CommandError(f"--floor-dtype: {floors.dtype} is none of {', '.join(sides.DTYPES)}")
     if floors.dtype and left.kind != COMMAND:
         raise CommandError("--floor-dtype is for a GOLDEN that is a command; name a server or a folder with --floor")
     if out is None and any(side.kind != FOLDER for side in (left, right, *floor_sides)):
@@ -136,10 +144,10 @@ def _own_floor(
     golden: ServerSide, mine: ServerSide, dtype: str, out: Path, asking: Asking, first: Sent, environ: dict[str, str]
 ) -> tuple[Sent, str] | None:
     """Golden's command in another dtype, the first that its server takes; None where it takes none."""
-    wanted = [dtype] if dtype else floor_dtype.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
+    wanted = [dtype] if dtype else sides.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
     refused = []
     for i, one in enumerate(wanted):
-        side = ServerSide(COMMAND, floor_dtype.command(golden.text, one))
+        side = ServerSide(COMMAND, sides.command(golden.text, one))
         try:
             sent = sides.made("floor 0", side, out / f"floor-{i}", asking, first, _progress, environ)
         except sides.NotServed as e:
@@ -183,44 +191,44 @@ class FailedGate:
 
 def localize(
     gate: FailedGate, out: Path | None, asking: Asking, gigabytes: float, progress: Progress, say: Callable[[str], None]
-) -> Dug | None:
+) -> Localized | None:
     """Captures both sides and compares, or says which commands would. say: gets the lines for people. None where there
     is nothing to localize, or it is to be done by hand. Raises CommandError, NothingThere."""
-    from vllm_accprobe.report.servers import dig_lines
+    from vllm_accprobe.report import servers
 
     if not gate.worst:
         say("dig: no single token is beyond its limit; there is nothing to capture")
         return None
     plan = choose(gate.golden, gate.mine, gate.worst)
     if out is None or any(side.kind != COMMAND for side in gate.commands):
-        for line in [*dig_lines.planned(plan), *by_hand.lines(plan, gate.golden.path, gigabytes)]:
+        for line in [*servers.planned(plan), *by_hand.lines(plan, gate.golden.path, gigabytes)]:
             say(line)
         return None
     try:
         done = _captured(plan, gate, out / LOCALIZED, asking, gigabytes, progress, say)
         _compared(done.dump("golden"), done.dump("mine"), done.root / "compare")
         found = dug(done, done.root / "compare", gate.golden)
-    except (DigError, SendError, AlongError, FolderError, SideError, ValueError) as e:
+    except (LocalizeError, SendError, TeacherForcingError, FolderError, SideError, ValueError) as e:
         raise CommandError(f"dig: {str(e).replace('--engine: ', '')} (the gate itself has failed, see above)") from None
-    for line in dig_lines.lines(found):
+    for line in servers.localize_lines(found):
         say(line)
     return found
 
 
 def _captured(
-    plan: DigPlan, gate: FailedGate, root: Path, asking: Asking, gigabytes: float, progress: Progress,
+    plan: LocalizePlan, gate: FailedGate, root: Path, asking: Asking, gigabytes: float, progress: Progress,
     say: Callable[[str], None],
-) -> Dig:  # fmt: skip
-    from vllm_accprobe.report.servers import dig_lines
+) -> Localization:  # fmt: skip
+    from vllm_accprobe.report import servers
 
     golden, mine = gate.commands
     key = {"golden": golden.digest, "mine": mine.digest, "along": digest(gate.golden), "gigabytes": gigabytes}
-    done = Dig(root, key, plan)
+    done = Localization(root, key, plan)
     how = Recapturing(gigabytes, asking.timeout, asking.ready_s, asking.model, dict(os.environ), progress)
     for side, command in (("golden", golden.text), ("mine", mine.text)):
         done.capture(side, command, gate.golden, how)
         if side == "golden":
-            for line in dig_lines.planned(done.plan):
+            for line in servers.planned(done.plan):
                 say(line)
     return done
 

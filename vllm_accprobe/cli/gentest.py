@@ -190,10 +190,10 @@ def _matching(calls: Calls, ops: list[str], options: object, most: int, drawing:
 def _failed(calls: Calls, references: References, ops: list[str], options: object) -> Iterator[Captured]:
     """The worst wrong call of each tap, the worst tap first."""
     from vllm_accprobe.opcheck.run.replay import Options, check_tap
-    from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
+    from vllm_accprobe.opcheck.run.result_row import FAIL, CheckResult
 
     assert isinstance(options, Options)
-    worst: dict[tuple[int, str], Checked] = {}
+    worst: dict[tuple[int, str], CheckResult] = {}
     taps = calls.taps(ops)
     with progress("checking", len(taps)) as done:
         for rank, tap, _ in taps:

@@ -211,7 +211,7 @@ def _formats(path: Path | None) -> None:
 def _repair(dump: Path) -> None:
     """Finishes what a killed run left (dump/repair.py)."""
     from vllm_accprobe.dump.repair import repair
-    from vllm_accprobe.formats.common.nearby import own
+    from vllm_accprobe.formats.common.sniff import own
     from vllm_accprobe.report.text import count
 
     place, note = own(dump)
@@ -234,8 +234,7 @@ def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
     """How large a capture will be (run/dump_size.py)."""
     import json
 
-    from vllm_accprobe.config import ConfigError, ProbeConfig
-    from vllm_accprobe.config_values import words_choose
+    from vllm_accprobe.config import ConfigError, ProbeConfig, words_choose
     from vllm_accprobe.run import dump_size
 
     tokens, tp = of_size.tokens or 1000, of_size.tp or 1

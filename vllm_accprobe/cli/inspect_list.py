@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli import ledgers, places
+from vllm_accprobe.cli import inspect_tensor, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.inspect_tensor import shape_text
 from vllm_accprobe.cli.output import answer, print_table, progress, say_written, size, wanted
 
 if TYPE_CHECKING:
     from vllm_accprobe.cli.options import SelectionOptions
-    from vllm_accprobe.dump.reader import Dump
+    from vllm_accprobe.dump.reader import Dump, Selection
     from vllm_accprobe.dump.schema import OpCall, Record
-    from vllm_accprobe.dump.select import Selection
 
 COLUMNS = ("index", "step", "rank", "tap", "role", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf")
 MORE = ("class", "call", "rows", "requests", "mutated", "hash", "layout", "bytes", "stored")
@@ -42,7 +41,7 @@ def summary(
     """opened: the dump where it is open already; how: inspect.ListOptions; named: another tool's format is printed
     first. Raises CommandError, NothingThere."""
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.formats.common import held
+    from vllm_accprobe.formats.common import foreign
 
     csv, limit = how.csv, how.limit
     if how.tree:
@@ -59,7 +58,7 @@ def summary(
         raise CommandError("--level: how deep --tree shows the model; a table of tensors has no levels")
     limit = limit if limit is not None else 0 if wanted() else _ROWS
     opened = open_dump(dump) if opened is None else opened
-    held.look(opened)
+    foreign.look(opened)
     if named and (kind := getattr(opened, "kind", "")):
         typer.echo(f"format: {kind}")
         answer(format=kind)
@@ -128,14 +127,14 @@ def _files(dump: Dump, names: list[str]) -> tuple[list[str], Path | None, Path |
 
 def _with_statistics(dump: Dump, chosen: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
     """The same; what has values and no statistics gets them computed, with a bar on a terminal."""
-    from vllm_accprobe.formats.common import computed_stats
+    from vllm_accprobe.formats.common import foreign
     from vllm_accprobe.formats.common.foreign import ForeignDump
 
-    lacking = sum(computed_stats.missing(r) for _, r in chosen)
+    lacking = sum(foreign.missing(r) for _, r in chosen)
     if not lacking or not isinstance(dump, ForeignDump):  # of our own, what the journal does not say is not there
         return chosen
     with progress("statistics", lacking) as done:
-        records, failed = computed_stats.computed(dump, [r for _, r in chosen], done)
+        records, failed = foreign.computed(dump, [r for _, r in chosen], done)
     dump.problems += failed
     return [(i, r) for (i, _), r in zip(chosen, records, strict=True)]
 
@@ -172,8 +171,8 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
     for reason, n in reasons.most_common():
         at = f", e.g. at {safe(example[reason])}" if example[reason] else ""
         lines.append(f"skipped: {n:,} x {safe(reason)}{at}")
-    lines += ledgers.state_lines(dump)
-    lines += ledgers.weight_lines(getattr(dump, "lives", None))
+    lines += inspect_tensor.state_lines(dump)
+    lines += inspect_tensor.weight_lines(getattr(dump, "lives", None))
     lines += [f"note: {safe(p, 400)}" for p in dump.problems]
     if dump.errors:
         first = dump.errors[0]
@@ -204,7 +203,7 @@ def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None
 
 def _rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]]:
     """A row of the csv for each record."""
-    from vllm_accprobe.dump.select import row_space
+    from vllm_accprobe.dump.reader import row_space
 
     for index, r in chosen:
         s = r.stats
@@ -221,7 +220,7 @@ def _rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]]:
 def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:
     """The calls that a selection of tensors means: by names (operator or tap), steps, ranks and ordinals; none where
     requests are chosen, whose rows operators do not know."""
-    from vllm_accprobe.dump.select import matches, within
+    from vllm_accprobe.dump.reader import matches, within
 
     if selection.requests or (selection.roles and not selection.names):
         return []
@@ -239,7 +238,7 @@ def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:
 
 def operator_table(dump: Dump, calls: Sequence[OpCall]) -> list[list[Any]]:
     """The rows of the table, most calls first."""
-    from vllm_accprobe.dump.opcalls import inputs, tensors
+    from vllm_accprobe.dump.journal import inputs, tensors
 
     kept = {(r.rank, r.step, r.tap, r.call) for r in dump.records if r.payload is not None and "::" in r.tap}
     by_op: dict[str, list[OpCall]] = {}

@@ -1,4 +1,11 @@
-"""``accprobe inspect DUMP TAP``: one tensor in detail; with --prompt, a request's prompt.
+"""`accprobe inspect DUMP TAP`: one tensor, states and weights.
+
+What a dump says of its states and of its weights over their life, as lines, before any comparison.
+
+A line for each finding and one for each rank; `inspect DUMP states` and `inspect DUMP weights` have all of them. Not
+here: what a finding is (judge/weights, dump/journal), two dumps (compare).
+
+``accprobe inspect DUMP TAP``: one tensor in detail; with --prompt, a request's prompt.
 
 The problem: after a report has named a tap, a person wants to see the numbers, of which a tensor has millions, some of
 them NaN; it also names a request and a position, and the prompt is a user's text, which no report repeats. The idea:
@@ -6,19 +13,22 @@ all records of the tap as a small table, then the first of them (or the only one
 header, a histogram over the finite values, rows cut in the middle with what is left out counted. A prompt is printed
 from the ids beside the stored rows, with the positions that no stored row computed and what to set so that they are;
 the hash that the dump has of the prompt says whether the ids are it. Ids become text by a tokenizer.json that the user
-names; nothing is downloaded or stored. numpy is imported by each function: this module belongs to the command line."""
+names; nothing is downloaded or stored. numpy is imported by each function: this module belongs to the command line.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_accprobe.cli import ledgers, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli import places
+from vllm_accprobe.cli.endings import CommandError as CommandError
+from vllm_accprobe.cli.endings import NothingThere as NothingThere
 from vllm_accprobe.cli.options import ranges
 from vllm_accprobe.cli.output import answer, say_written
 
@@ -26,9 +36,66 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vllm_accprobe.cli.options import SelectionOptions
-    from vllm_accprobe.dump.reader import Dump
+    from vllm_accprobe.dump.journal import Lives
+    from vllm_accprobe.dump.reader import Dump, Ranges
     from vllm_accprobe.dump.schema import Record, Request
-    from vllm_accprobe.dump.select import Ranges
+
+
+_FINDINGS, _ADAPTERS = 5, 20
+
+
+def state_lines(dump: Dump, n: int = 20) -> list[str]:
+    """What the run's own ledger of states has found, and checked."""
+    from vllm_accprobe.dump.journal import sentence
+    from vllm_accprobe.report.text import count, safe
+
+    found, totals = getattr(dump, "states", []), getattr(dump, "state_totals", {})
+    out = [f"the cache, not the kernel: {safe(sentence(one), 1000)}, rank {rank}" for rank, one in found[:n]]
+    total = max(sum(one.findings for one in totals.values()), len(found))
+    if total > n:
+        out.append(f'... {total - n:,} more findings of the ledger of states: the journals\' lines "state"')
+    for rank, one in sorted(totals.items()):
+        what = count(one.findings, "finding") if one.findings else "nothing wrong"
+        out.append(
+            f"states, rank {rank}: {what}; {safe(one.mode)}: {one.layers:,} layers, {one.steps:,} steps, "
+            f"{one.checked:,} blocks checked, {one.hashed:,} hashed, {one.held:,} numbers of metadata"
+        )
+        if one.events:
+            out.append("  events: " + ", ".join(f"{v:,} x {safe(k)}" for k, v in sorted(one.events.items())))
+        out += [f"  not watched: {v:,} x {safe(k)}" for k, v in one.skipped.items()]
+    return out
+
+
+def weight_lines(lives: Lives | None, whole: bool = False) -> list[str]:
+    """[] of a dump that tells nothing of its weights. whole: all findings and events."""
+    from vllm_accprobe.judge.weights import faults_within, side_of, spoken
+    from vllm_accprobe.report.text import count, safe
+
+    if lives is None or not lives.events:
+        return []
+    side = side_of(lives)
+    found = faults_within(side, "")
+    shown = found if whole else found[:_FINDINGS]
+    out = [f"the weights, not the kernel: {safe(f.says, 1000)}, rank {f.rank}" for f in shown]
+    if len(shown) < len(found):
+        out.append(f"... {len(found) - len(shown):,} more findings about weights: `inspect DUMP weights` has all")
+    prints = Counter((p.rank, p.life) for p in lives.prints)
+    for rank, events in sorted(side.events.items()):
+        wrong = Counter(f.number for f in found if f.rank == rank)
+        names = [safe(spoken(e, events), 200) for e in events]
+        if not whole:
+            more = f" and {len(names) - _ADAPTERS:,} more" if len(names) > _ADAPTERS else ""
+            what = count(sum(wrong.values()), "finding") if wrong else "nothing wrong by this dump alone"
+            out.append(f"weights, rank {rank}: {what}; {', '.join(names[:_ADAPTERS])}{more}")
+            continue
+        for e, name in zip(events, names, strict=True):
+            forms = count(prints[rank, e.number], "fingerprint")
+            line = f"weights, rank {rank}: {name}, before step {e.step}: {forms} of {e.nbytes:,} bytes"
+            line += f" in {e.seconds:.3f} s"
+            line += f"; {count(wrong[e.number], 'finding')}" if wrong[e.number] else ""
+            out.append(line + (f"; {safe(e.detail)}" if e.detail else ""))
+    return out
+
 
 _LISTED = 20
 STATES, WEIGHTS = "states", "weights"
@@ -48,7 +115,7 @@ def is_tap(dump: Dump, name: str) -> bool:
 
 def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, how: Any) -> None:
     """opened: the dump where it is open already; how: inspect.TensorOptions. Raises CommandError, NothingThere."""
-    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.formats.common.sniff import open_dump
     from vllm_accprobe.report.text import count, safe
 
     save, request = how.save, chosen.requests
@@ -75,9 +142,9 @@ def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, ho
     opened = open_dump(dump) if opened is None else opened
     lines: list[str] = []
     if tap == STATES and getattr(opened, "state_totals", None):
-        lines = ledgers.state_lines(opened, len(opened.states))
+        lines = state_lines(opened, len(opened.states))
     elif tap == WEIGHTS:
-        lines = ledgers.weight_lines(getattr(opened, "lives", None), whole=True)
+        lines = weight_lines(getattr(opened, "lives", None), whole=True)
     if lines:
         _say(dump, lines)
         return
@@ -85,7 +152,7 @@ def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, ho
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in name)
     found = [r for _, r in chosen.selection([escaped], how.calls).apply(opened, padding=True)]
     if positions:  # the steps that computed one of them
-        from vllm_accprobe.dump.select import rows_of
+        from vllm_accprobe.dump.reader import rows_of
 
         found = [r for r in found if rows_of(opened, r, request, positions).size]
     if not found:
@@ -251,7 +318,7 @@ def choose(dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], posit
     """Indices along dimension ``row_dim`` of the chosen rows; None where none were chosen. Raises CommandError."""
     import numpy as np
 
-    from vllm_accprobe.dump.select import row_space, rows_of
+    from vllm_accprobe.dump.reader import row_space, rows_of
 
     if not wanted and not requests and not positions:
         return None
@@ -303,7 +370,7 @@ def _numbers(row: np.ndarray) -> str:
 
 
 def _row_name(dump: Dump, r: Record, index: int) -> str:
-    from vllm_accprobe.dump.select import row_space
+    from vllm_accprobe.dump.reader import row_space
     from vllm_accprobe.report.text import safe
 
     space = row_space(dump, r)
@@ -383,7 +450,7 @@ def prompt_lines(dump: Dump, globs: Sequence[str], tokenizer: Path | None) -> li
 
 def _chosen(dump: Dump, globs: Sequence[str]) -> tuple[Request, list[tuple[int, int]]]:
     """The request, and its (rank, number) on all ranks."""
-    from vllm_accprobe.dump.select import names_request
+    from vllm_accprobe.dump.reader import names_request
     from vllm_accprobe.report.text import safe
 
     by_name: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -472,7 +539,7 @@ def load_tokenizer(path: str | Path) -> Callable[[Sequence[int]], list[str]]:
     """What turns ids into their texts, one for each; joined they are the whole text. ``path``: a directory with a
     tokenizer.json, or that file. Raises CommandError, one line."""
     from vllm_accprobe.comparison.result import CompareError
-    from vllm_accprobe.report.html.token_text import tokenizer_at
+    from vllm_accprobe.report.html.data import tokenizer_at
 
     try:
         tokenizer = tokenizer_at(Path(path))

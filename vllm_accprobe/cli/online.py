@@ -104,8 +104,8 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     require_directory(endpoint.tls, "--tls")
     check_out(out, None, [])
     from vllm_accprobe.online.serving import Serving
-    from vllm_accprobe.opcheck.run.unavailable import Unavailable
-    from vllm_accprobe.opcheck.run.whole import RunError
+    from vllm_accprobe.opcheck.run.process_pool import RunError
+    from vllm_accprobe.opcheck.run.replay import Unavailable
 
     job = _job(out, weights, globs, what)
     serving = Serving(job, endpoint, out, wanted, budget=int(what.max_gb * 1e9),

@@ -23,9 +23,9 @@ from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.compat.precheck_options import Precheck
-    from vllm_accprobe.opcheck.run.result_row import Checked
-    from vllm_accprobe.opcheck.run.whole import CheckedRun
+    from vllm_accprobe.opcheck.compat.msprobe import Precheck
+    from vllm_accprobe.opcheck.run.process_pool import CheckedRun
+    from vllm_accprobe.opcheck.run.result_row import CheckResult
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
@@ -103,7 +103,7 @@ class KernelOptions:
 
 @dataclass(frozen=True)
 class MsprobeOptions:
-    """msprobe's acc_check, multi_acc_check and run_ut (opcheck/compat/precheck_options.py)."""
+    """msprobe's acc_check, multi_acc_check and run_ut (opcheck/compat/msprobe.py)."""
 
     api_info: Annotated[
         Path | None, Hidden("-api_info", metavar="FILE", help="DUMP as msprobe says it: its limits.")
@@ -124,7 +124,7 @@ class MsprobeOptions:
 
 @dataclass(frozen=True)
 class AitOptions:
-    """ait llm opcheck (opcheck/compat/ait_words.py)."""
+    """ait llm opcheck (opcheck/compat/ait.py)."""
 
     same: Annotated[Path | None, Hidden("--input", metavar="DIR", help="As DUMP: ATB's tensors of one execution.")] = (
         None
@@ -145,19 +145,20 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     depend on its batch? msprobe's and ait's own options are taken, too (docs/migration.md).
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
-    from vllm_accprobe.opcheck.compat import ait_words, precheck_options
+    from vllm_accprobe.opcheck.compat import ait as ait_words
+    from vllm_accprobe.opcheck.compat import msprobe as precheck_options
 
     ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
                          from_ait.card, checking.rerun)  # fmt: skip
     say_notes(ait.notes)
-    check = precheck_options.read(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
+    check = precheck_options.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
                                   msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
     out, standard = check.out or checking.out, checking.standard or _default_standard(check)
     here = _here(machine)
     require_torch("opcheck", threads=bool(here["repeat"] or here["batch"] or here["named"]))
-    from vllm_accprobe.opcheck.precheck import precheck_files
-    from vllm_accprobe.opcheck.run.unavailable import Unavailable
-    from vllm_accprobe.opcheck.run.whole import PART, RunError, run
+    from vllm_accprobe.opcheck.compat import msprobe as precheck_files
+    from vllm_accprobe.opcheck.run.process_pool import PART, RunError, run
+    from vllm_accprobe.opcheck.run.replay import Unavailable
 
     save = checking.save or check.save
     fields = here | ait.job() | _as_msprobe(check, checking, here)
@@ -184,7 +185,7 @@ def _default_standard(check: Precheck) -> str:
     """msprobe's limits where its own words were used; MindSpore's for a dump of MindSpore."""
     if not check.msprobe:
         return "operator"
-    from vllm_accprobe.opcheck.precheck.precheck_files import framework_of
+    from vllm_accprobe.opcheck.compat.msprobe import framework_of
 
     return "mindspore" if framework_of(check.dump) == "mindspore" else "msprobe"
 
@@ -270,7 +271,7 @@ def _attributes(texts: list[str]) -> tuple[str, ...]:
     """Raises CommandError for what is no attribute."""
     if not texts:
         return ()  # this process has no need of torch
-    from vllm_accprobe.opcheck.calls.attributes.untold import parsed
+    from vllm_accprobe.opcheck.calls.records import parsed_attributes as parsed
 
     try:
         parsed(texts)
@@ -281,17 +282,17 @@ def _attributes(texts: list[str]) -> tuple[str, ...]:
 
 def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.judge import profile
-    from vllm_accprobe.opcheck.atb import op_csv
-    from vllm_accprobe.opcheck.repeat import told
+    from vllm_accprobe.opcheck.compat import ait as op_csv
+    from vllm_accprobe.opcheck.repeat import render
+    from vllm_accprobe.opcheck.run import process_pool as run
     from vllm_accprobe.opcheck.run import table
-    from vllm_accprobe.opcheck.run import whole as run
 
     rows = places.csv_with(*table.COLUMNS[:9])
     ours = {
         run.DONE: rows, run.PART: rows, "result.csv": places.csv_with(*table.RESULT),
         op_csv.FILE: places.csv_with(*op_csv.FIRST),
-        **dict.fromkeys((told.REPEAT_FILES[0], told.ROWS_FILES[0]), places.SCHEMA_AND_VERDICT),
-        **dict.fromkeys((told.REPEAT_FILES[1], told.ROWS_FILES[1]), places.matching("<title>opcheck: ")),
+        **dict.fromkeys((render.REPEAT_FILES[0], render.ROWS_FILES[0]), places.SCHEMA_AND_VERDICT),
+        **dict.fromkeys((render.REPEAT_FILES[1], render.ROWS_FILES[1]), places.matching("<title>opcheck: ")),
         run.SETTINGS: places.matching(r"\A\{\"job\":"), profile.NAME: places.matching(profile.OURS),
     }  # fmt: skip
     places.check(out, ours, dumps=dumps)
@@ -356,7 +357,7 @@ def conclude(
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.run import result_row, table
-    from vllm_accprobe.opcheck.run.totals import totals as count
+    from vllm_accprobe.opcheck.run.table import totals as count
 
     say_notes(found.problems)
     if job.repeat or job.batch:
@@ -390,7 +391,7 @@ def conclude(
 def near_names(dump: Path, globs: Sequence[str]) -> str:
     """What follows globs over operators, classes and paths that match none: the nearest names; "" without."""
     from vllm_accprobe.dump.files import DumpError
-    from vllm_accprobe.dump.select import nearest
+    from vllm_accprobe.dump.reader import nearest
     from vllm_accprobe.formats import open_dump
 
     try:
@@ -402,7 +403,7 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     return f"; the nearest names: {', '.join(found)}" if found else ""
 
 
-def _module(group: list[Checked]) -> dict[str, object]:
+def _module(group: list[CheckResult]) -> dict[str, object]:
     """The worst output of a module, with how many of its outputs failed."""
     worst = max(group, key=lambda r: r.severity)
     return {name: getattr(worst, name) for name in _WORST} | {"outputs": len(group)}
@@ -465,28 +466,28 @@ def _values(more: Sequence[str]) -> Mapping[str, Any]:
     return found
 
 
-def _say_here(job: Job, rows: list[Checked], out: Path, most: int | None) -> None:
+def _say_here(job: Job, rows: list[CheckResult], out: Path, most: int | None) -> None:
     """The report of `--repeat` and `--rows`. Raises typer.Exit."""
-    from vllm_accprobe.opcheck.repeat import told
+    from vllm_accprobe.opcheck.repeat import render
     from vllm_accprobe.opcheck.run import table
     from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL
-    from vllm_accprobe.opcheck.run.totals import totals
+    from vllm_accprobe.opcheck.run.table import totals
     from vllm_accprobe.whole_file import write_text
 
     counted = totals(rows)
     if not counted.checked and not counted.statuses.get(ERROR):
         reason = next(iter(counted.skipped), "no call matches" if job.ops or job.ids else "the dump holds no call")
         raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
-    mode = told.mode_of(job.repeat, job.batch)
-    lines = told.lines(rows, counted, mode, most)
+    mode = render.mode_of(job.repeat, job.batch)
+    lines = render.lines(rows, counted, mode, most)
     for line in lines:
         typer.echo(line)
-    files = [out / name for name in (told.REPEAT_FILES if job.repeat else told.ROWS_FILES)]
+    files = [out / name for name in (render.REPEAT_FILES if job.repeat else render.ROWS_FILES)]
     table.write_result(rows, out / "result.csv")
-    write_text(files[0], json.dumps(told.to_json(rows, counted, mode), indent=1) + "\n")
-    write_text(files[1], told.page(rows, lines, f"opcheck: {mode}"))
+    write_text(files[0], json.dumps(render.to_json(rows, counted, mode), indent=1) + "\n")
+    write_text(files[1], render.page(rows, lines, f"opcheck: {mode}"))
     say_written(out / "opcheck.csv", out / "result.csv", *files)
-    answer(**told.to_json(rows, counted, mode))
+    answer(**render.to_json(rows, counted, mode))
     raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
 
 

@@ -32,7 +32,7 @@ from vllm_accprobe.cli.endings import CommandError, CommandInterrupted
 from vllm_accprobe.cli.output import answered
 
 if TYPE_CHECKING:
-    from vllm_accprobe.dump.select import Ranges, Selection
+    from vllm_accprobe.dump.reader import Ranges, Selection
 
 # --- the mechanism ---
 
@@ -214,7 +214,7 @@ class SelectionOptions:
 
     def selection(self, names: Sequence[str] = (), calls: str = "", parameters: bool = False) -> Selection:
         """Raises CommandError for a range that is none."""
-        from vllm_accprobe.dump.select import Selection
+        from vllm_accprobe.dump.reader import Selection
 
         return Selection(
             names=tuple(names), steps=ranges(self.steps, "--steps"), ranks=ranges(self.ranks or "", "--ranks"),

@@ -43,8 +43,7 @@ def patches(wanted: PatchesOptions) -> None:
     """
     action, source, verbose = wanted.action, wanted.source, wanted.verbose
     from vllm_accprobe.patching.check import ABSENT, FITS, REFUSED, check, package_root, package_version
-    from vllm_accprobe.patching.schema import PatchError
-    from vllm_accprobe.patching.shipped import choose
+    from vllm_accprobe.patching.schema import PatchError, choose
     from vllm_accprobe.report.text import count
 
     if action not in ("list", "check"):

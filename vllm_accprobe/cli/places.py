@@ -194,10 +194,10 @@ def _opened(path: Path) -> Path:
 def _is_part(inner: Path, outer: Path) -> bool:
     """Whether what is read of ``inner`` is read of ``outer``, too. What lies in a dump of ours beside the ranks is
     another dump (`accprobe run --atb` puts ATB's there), and so is a dump of another tool in any dump."""
-    from vllm_accprobe.formats.common import nearby, sniff
+    from vllm_accprobe.formats.common import sniff
 
-    if nearby.is_own(outer):
-        return any(nearby.RANK_DIR.fullmatch(part) for part in inner.relative_to(outer).parts[:1])
+    if sniff.is_own(outer):
+        return any(sniff.RANK_DIR.fullmatch(part) for part in inner.relative_to(outer).parts[:1])
     if inner.is_file():
         return True
     known = sniff.formats([])

@@ -29,7 +29,7 @@ from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.run.result_row import Checked
+    from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 
 def main() -> int:
@@ -89,16 +89,15 @@ class _Ends:
 def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.cli.opcheck import model_of
     from vllm_accprobe.comparison.engine import find_mapping
-    from vllm_accprobe.comparison.verdict.constants_differ import other_values
+    from vllm_accprobe.comparison.notes import other_values
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.opcheck.calls.lent_reads import lend
+    from vllm_accprobe.opcheck.calls.neighbours import lend
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.floors import pooled
     from vllm_accprobe.opcheck.habits import decided
-    from vllm_accprobe.opcheck.proof import other_constants, prove
-    from vllm_accprobe.opcheck.proof.coverage import covers
+    from vllm_accprobe.opcheck.proof import prove
     from vllm_accprobe.opcheck.proof.explained import explain
-    from vllm_accprobe.opcheck.proof.propagated import split_errors
+    from vllm_accprobe.opcheck.proof.prove import covers, split_errors
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run import pair
     from vllm_accprobe.opcheck.run.budget import Planner, Wishes
@@ -140,7 +139,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained)
     if left > 0:
         proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, arguments.seconds), *proof.notes))
-    others = other_constants.effects(sides[1], references, other_values(*dumps))
+    others = prove.effects(sides[1], references, other_values(*dumps))
     return replace(proof, covers=covers(rows, own), constants=others).to_json()
 
 
@@ -154,7 +153,7 @@ def _wanted() -> dict[str, Any]:
     return {}
 
 
-def _with_left(rows: list[Checked], calls: Calls, ops: list[str], some: bool) -> list[Checked]:
+def _with_left(rows: list[CheckResult], calls: Calls, ops: list[str], some: bool) -> list[CheckResult]:
     """``rows``, and one for each tap some of whose calls were left out: a tap of which not all was seen is not
     right."""
     if not some:

@@ -29,7 +29,7 @@ from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 if TYPE_CHECKING:
     from vllm_accprobe.children import Child
     from vllm_accprobe.comparison.result import Comparison
-    from vllm_accprobe.opcheck.proof.decide import Proof
+    from vllm_accprobe.opcheck.proof.decide import ReplayResult
 
 SECONDS = 60.0
 """Of wall time that a replay has by default."""
@@ -169,7 +169,7 @@ def replayed(
         if request.replay:
             raise CommandError("--replay needs torch: install it beside accprobe (the CPU build will do)")
         return result
-    from vllm_accprobe.opcheck.proof.decide import NAME, Proof
+    from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult
 
     before(result)
     late = Replay(request) if replay is None else None
@@ -182,7 +182,7 @@ def replayed(
     path = out / NAME
     path.unlink(missing_ok=True)
     try:
-        proof = Proof.from_json(text)
+        proof = ReplayResult.from_json(text)
     except ValueError:
         why = last or "it ended without a result"
         if request.replay:
@@ -196,13 +196,13 @@ def replayed(
 
 def remembered(result: Comparison, directory: Path) -> Comparison:
     """``result`` with what was proved when the comparison in ``directory`` was made, if anything was."""
-    from vllm_accprobe.opcheck.proof.decide import NAME, Proof
+    from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult
 
     path = directory / NAME
     if not path.is_file():
         return result
     try:
-        return _decided(result, Proof.from_json(path.read_text(encoding="utf-8")))
+        return _decided(result, ReplayResult.from_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise CommandError(f"cannot read {path}: {error}; delete it to judge without the replay") from None
 
@@ -210,7 +210,7 @@ def remembered(result: Comparison, directory: Path) -> Comparison:
 def what_was_kept(result: Comparison, directory: Path, replay: bool | None) -> str:
     """What was kept and what was not done again where ``result`` was judged again from ``directory``. No note of the
     result itself, which is the same as it was the first time."""
-    from vllm_accprobe.comparison.store.saved import NAME as MEASURED
+    from vllm_accprobe.comparison.store import MEASURED
     from vllm_accprobe.opcheck.proof.decide import NAME
 
     kept = f"the errors of {result.counts.total:,} pairs are those that were measured ({directory / MEASURED})"
@@ -221,12 +221,11 @@ def what_was_kept(result: Comparison, directory: Path, replay: bool | None) -> s
     return f"judged again: {kept}, {proof}; {lost}: compare the dumps for these"
 
 
-def _decided(result: Comparison, proof: Proof) -> Comparison:
+def _decided(result: Comparison, proof: ReplayResult) -> Comparison:
+    from vllm_accprobe.comparison.notes import with_effects
     from vllm_accprobe.comparison.result import PARTLY, WHOLE
-    from vllm_accprobe.comparison.verdict.constants_differ import with_effects
     from vllm_accprobe.comparison.verdict.covered import with_covers
-    from vllm_accprobe.opcheck.proof.decide import decide
-    from vllm_accprobe.opcheck.proof.gaps import narrowed
+    from vllm_accprobe.opcheck.proof.decide import decide, narrowed
 
     proof, notes = allowed(proof, result.false_alarm_rate)
     decided = decide(with_effects(result, proof.constants), proof)
@@ -235,7 +234,7 @@ def _decided(result: Comparison, proof: Proof) -> Comparison:
     return replace(decided, notes=[*notes, *decided.notes])
 
 
-def allowed(proof: Proof, rate: float) -> tuple[Proof, list[str]]:
+def allowed(proof: ReplayResult, rate: float) -> tuple[ReplayResult, list[str]]:
     """``proof`` without the blames that rounding alone earns more often than ``rate``, and a note about these. A blame
     says its own chance where that is known, so that a replay that was kept is judged by another rate, too."""
     left = [b for b in proof.blamed if (getattr(b, "chance", None) or 0.0) > rate]

@@ -229,7 +229,7 @@ def launched(
 def _draw(output: Path, quiet: bool) -> None:
     """The topologies that ATB wrote as ONNX files beside them; what cannot be drawn is a line, and the rest goes on."""
     from vllm_accprobe.dump.files import DumpError
-    from vllm_accprobe.topology.atb_json import atb_json_to_onnx
+    from vllm_accprobe.topology.model_graph import atb_json_to_onnx
 
     found = [f for kind in ("model", "layer") for f in sorted(output.rglob(f"{kind}/*/*.json"))]
     made = 0

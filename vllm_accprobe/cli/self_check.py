@@ -48,11 +48,12 @@ def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> Non
 def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """side: a URL or a command. Raises typer.Exit."""
     from vllm_accprobe.cli.send import made_by
-    from vllm_accprobe.gate.self import asked_paths, odd_one
+    from vllm_accprobe.gate import self_check as asked_paths
+    from vllm_accprobe.gate import self_check as odd_one
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
-    from vllm_accprobe.report.servers import self_lines
+    from vllm_accprobe.report import servers
     from vllm_accprobe.whole_file import whole
 
     if out is None:
@@ -72,12 +73,12 @@ def check_server(side: str, asking: Asking, out: Path | None, rate: float | None
     result = odd_one.judge(
         found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
     )
-    fields = self_lines.to_json(result)
+    fields = servers.self_check_json(result)
     with whole(out / "self.json") as part:
         part.write_text(json.dumps(fields, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(fields, indent=1))
     else:
-        for line in self_lines.lines(result):
+        for line in servers.self_check_lines(result):
             typer.echo(line)
     raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])

@@ -58,11 +58,11 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
     server has another vocabulary than golden's.
     """
-    from vllm_accprobe.gate.sending import along as forcing
     from vllm_accprobe.gate.sending import passes, replies
+    from vllm_accprobe.gate.sending import passes as forcing
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending.arrival import parse
     from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError
+    from vllm_accprobe.gate.sending.passes import parse
     from vllm_accprobe.report.text import count
 
     url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
@@ -78,7 +78,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         arrivals = [parse(word) for word in what.arrive or was["arrive"] if word != forcing.SCORE]
     except ValueError as e:
         raise CommandError(f"--arrive: {e}") from None
-    except (forcing.AlongError, replies.FolderError) as e:
+    except (forcing.TeacherForcingError, replies.FolderError) as e:
         raise CommandError(f"--teacher-force: {e}") from None
     places.check(out, {})
     if (
@@ -94,7 +94,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         lines = prompts_file.read(what.prompts) if golden is None else forcing.forced_lines(golden)
         with ExitStack() as stack:
             if engine:
-                from vllm_accprobe.gate.sending.serving import served
+                from vllm_accprobe.gate.sides import served
 
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if sys.stderr.isatty():
@@ -114,7 +114,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
             )
     except OtherIds as e:
         raise NothingThere(str(e)) from None
-    except (SendError, prompts_file.PromptsError, replies.FolderError, forcing.AlongError) as e:
+    except (SendError, prompts_file.PromptsError, replies.FolderError, forcing.TeacherForcingError) as e:
         raise CommandError(str(e)) from None
     if not done.answered:
         raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")

@@ -13,40 +13,40 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.align.files import take_names
 from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
-from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.comparison import beforehand
-from vllm_accprobe.comparison.measure.asked_rows import AskedRows
-from vllm_accprobe.comparison.measure.flipped import best_logits
-from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Setting, moments_of, places_of
+from vllm_accprobe.align.tokens import RowSet
+from vllm_accprobe.align.without_row_maps import take_names
+from vllm_accprobe.comparison import notes
+from vllm_accprobe.comparison.measure.measured import (
+    ComparisonContext,
+    Measured,
+    MeasuredUnit,
+    SpillBuffer,
+    moments_of,
+    places_of,
+)
 from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.measure.samples import take_samples
-from vllm_accprobe.comparison.measure.spreads import take_spreads
+from vllm_accprobe.comparison.measure.sampler_rows import RequestedRows, best_logits
+from vllm_accprobe.comparison.measure.spreads import take_samples, take_spreads
 from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
+from vllm_accprobe.comparison.notes import differing
+from vllm_accprobe.comparison.plan.annotations import links_of, sources_of
 from vllm_accprobe.comparison.plan.coverage import coverage
-from vllm_accprobe.comparison.plan.links import links_of
-from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.sources import sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
-from vllm_accprobe.comparison.plan.units import Plan, make_plan
+from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import BOUND, RowLog
 from vllm_accprobe.comparison.states import states_of
-from vllm_accprobe.comparison.store.resume import Finished, identity
-from vllm_accprobe.comparison.store.spill import Shelf
-from vllm_accprobe.comparison.verdict import foreign
-from vllm_accprobe.comparison.verdict.constants_differ import differing
-from vllm_accprobe.comparison.verdict.floors import gather
+from vllm_accprobe.comparison.store import Finished, identity
 from vllm_accprobe.comparison.verdict.gaps import taps_of
-from vllm_accprobe.comparison.verdict.judging import judge
-from vllm_accprobe.dump.weights.weight_life import NO_LIVES
+from vllm_accprobe.comparison.verdict.judging import gather, judge
+from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
-from vllm_accprobe.formats.common import held
+from vllm_accprobe.formats.common import foreign as held
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
-from vllm_accprobe.judge.weights.between import weights_between
+from vllm_accprobe.judge.weights import weights_between
 from vllm_accprobe.standards import PAIRS, NamedStandard, UnknownStandard, find
 from vllm_accprobe.standards.limits import Standard
 
@@ -87,16 +87,16 @@ def compare(
     floor = gather(dumps[0], floors, compare)
     plan = make_plan(*dumps, taps=taps, mapping=find_mapping(mapping))
     if taps is not None and not plan.units:
-        raise NothingCompared(beforehand.unmatched(dumps, taps))
+        raise NothingCompared(notes.unmatched(dumps, taps))
     kl = other is not None and other.pairs is not None and other.pairs.needs_kl
     run = _Run(dumps, plan, ray=ray, jobs=jobs, kl=kl)
-    log = RowLog(Shelf(None if resume is None else Path(resume), BOUND))
+    log = RowLog(SpillBuffer(None if resume is None else Path(resume), BOUND))
     finished = None
     if resume is not None:
         finished = Finished(Path(resume), identity(dumps, taps, mapping, kl))
     try:
         result = judge(run.measure(progress, finished), rules, log, floor, rate=rate)
-        result = result if other is None else foreign.apply(result, other)
+        result = result if other is None else notes.apply(result, other)
         result = replace(result, samples=take_samples(plan, run.loaders, result.pairs, log))
         blamed = {tap for o in result.origins for tap in taps_of(o)}
         spreads, without = take_spreads(plan, run.loaders, result.pairs, log, blamed, asked=taps is not None)
@@ -123,7 +123,7 @@ def rejudge(
     check_rate(rate)
     rules, other = find_standard(standard)
     result = judge(measured, rules, None, gather(None, floors, compare), rate=rate)
-    return result if other is None else foreign.apply(result, other)
+    return result if other is None else notes.apply(result, other)
 
 
 def check_rate(rate: float) -> None:
@@ -179,7 +179,7 @@ def find_standard(standard: str | Standard) -> tuple[Standard, NamedStandard | N
     return (found.limits, None) if found.limits is not None else (Standard(), found)
 
 
-def _shelve(unit: MeasuredUnit, shelf: Shelf) -> None:
+def _shelve(unit: MeasuredUnit, shelf: SpillBuffer) -> None:
     for part in unit.parts:
         if part.table is not None:
             part.table = shelf.keep(part.table)
@@ -208,7 +208,7 @@ class _Run:
         missing = [u for u in wanted if u.key not in known]
         sizes = {u.key: unit_bytes(u) for u in wanted} if progress is not None else {}
         total, done = sum(sizes.values()), sum(sizes[k] for k in known if k in sizes)
-        shelf = Shelf(finished.directory if finished is not None else None)
+        shelf = SpillBuffer(finished.directory if finished is not None else None)
         for unit in known.values():
             _shelve(unit, shelf)
         for batch in self._measured(missing):
@@ -228,12 +228,12 @@ class _Run:
     def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
         sides = self.plan.tokens.golden, self.plan.tokens.mine
         if self.jobs:
-            from vllm_accprobe.comparison.spread_out.processes import measure_by
+            from vllm_accprobe.comparison.distributed import measure_by
 
             return measure_by(self.jobs, self.dumps, sides, units, kl=self.kl)
         if self.ray is None:
             return measure_all(self.dumps, Indices(sides), units, kl=self.kl)
-        from vllm_accprobe.comparison.spread_out.cluster import measure_on
+        from vllm_accprobe.comparison.distributed import measure_on
 
         for side, dump in zip(("golden", "mine"), self.dumps, strict=True):
             if isinstance(dump, ForeignDump):
@@ -249,18 +249,18 @@ class _Run:
             elif not part.whole and not unit.is_param:
                 self.compared.setdefault(part.family, set()).add(part.rows)
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> ComparisonContext:
         plan, (golden, mine) = self.plan, self.dumps
         tree, tokens = plan.tree, plan.tokens
         activations = [u for u in plan.units if not u.is_param]
-        sampled = AskedRows(plan, self.loaders, self.dumps)
-        return Setting(
+        sampled = RequestedRows(plan, self.loaders, self.dumps)
+        return ComparisonContext(
             golden_path=str(golden.path),
             mine_path=str(mine.path),
             golden_run=dict(golden.run),
             mine_run=dict(mine.run),
             plan=plan.lines(),
-            notes=beforehand.notes(self.dumps, plan),
+            notes=notes.plan_notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
             flips=best_logits(plan, self.loaders, self.dumps, sampled),
@@ -278,7 +278,7 @@ class _Run:
                         | {str(d.run[VALUES]) for d in self.dumps if VALUES in d.run}),
             batches={s: (int(x.batch.get("requests", 0)), int(x.batch.get("tokens", 0)))
                      for (_, s), x in mine.steps.items()},
-            nothing=beforehand.nothing(self.dumps, plan, self.skipped),
+            nothing=notes.nothing(self.dumps, plan, self.skipped),
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,

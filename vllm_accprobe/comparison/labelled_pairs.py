@@ -3,7 +3,7 @@
 The problem: two tensors of one run, the reference ("pta") and the accelerator's own ("acl"), are to be compared for a
 table with the columns of another tool. The idea: the plan makes each pair a unit (plan/labelled.py) and the engine's
 workers measure it; from its `Part` come the formulas of msit's table (docs/labels.md) and, by rows as everywhere here,
-the verdict. What cannot be compared keeps its row, with the reason. Not here: csv and words (report/label_lines.py),
+the verdict. What cannot be compared keeps its row, with the reason. Not here: csv and words (report/table.py),
 capture.
 """
 
@@ -17,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.part import Part
+from vllm_accprobe.comparison.measure.measured import Part
 from vllm_accprobe.comparison.measure.workers import measure_all
 from vllm_accprobe.comparison.plan.labelled import LabelSide, LabelView, meeting, places, sides_of
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA
-from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.select import row_space
+from vllm_accprobe.dump.reader import Dump, row_space
 from vllm_accprobe.judge.floor import flow_unit, is_exact
 from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit
 from vllm_accprobe.kernels import definition

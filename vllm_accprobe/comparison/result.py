@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.states import cache_origin, is_cache
-from vllm_accprobe.comparison.verdict.deciding import PARTLY, WHOLE, not_checked, would_decide
+from vllm_accprobe.comparison.verdict.follow_ups import PARTLY, WHOLE, not_checked, would_decide
 from vllm_accprobe.comparison.verdict.neighbours import Around, neighbours, with_neighbours
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
-    from vllm_accprobe.comparison.plan.sources import Sources
+    from vllm_accprobe.comparison.plan.annotations import Sources
     from vllm_accprobe.comparison.row_table import RowTable, ValueSample, ValueSpread
 
 __all__ = [
@@ -57,14 +57,14 @@ class Comparison:
     rows: errors by row; samples: some values of failed pairs; spreads: values and errors of the worst in bins
     (comparison/row_table.py); None and empty where not kept. without_spread: how many of the worst have none, by
     reason.
-    foreign: another tool's columns, where its standard was asked for (comparison/verdict/foreign.py). measured:
+    foreign: another tool's columns, where its standard was asked for (comparison/notes.py). measured:
     what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
     comparison of honest machines, of any origin that the judge was told to allow; by_chance: the expected number of
     such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit], "mine":
-    [habit]}, how each side computes (report/machines.py says what a habit is). replayed: "", "partly" or "whole": how
-    much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands that
-    compare them again (deciding.py). out: the directory that it is written to, as it was typed, "" where it is not.
-    created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
+    [habit]}, how each side computes (report/verdict_parts.py says what a habit is). replayed: "", "partly" or "whole":
+    how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands
+    that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, "" where it is
+    not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
     states: what the runs' own ledgers of states have found (states.py); any
     finding of mine's fails the comparison."""
 
@@ -125,7 +125,7 @@ class Comparison:
 
     @cached_property
     def would_decide(self) -> list[dict[str, str]]:
-        """What would decide where the answer is open: [{"why", "command"}], the best first (deciding.py)."""
+        """What would decide where the answer is open: [{"why", "command"}], the best first (follow_ups.py)."""
         return would_decide(self)
 
     @cached_property
@@ -136,7 +136,7 @@ class Comparison:
     @cached_property
     def next_steps(self) -> list[dict[str, str]]:
         """What to type next after a failure: [{"why", "command"}], the most useful first (report/next/)."""
-        found: list[dict[str, str]] = _report("next.next_steps").next_steps(self)
+        found: list[dict[str, str]] = _report("follow_ups").next_steps(self)
         return found
 
     def to_json(self) -> dict[str, Any]:

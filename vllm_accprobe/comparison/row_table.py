@@ -3,7 +3,7 @@
 The problem: a pair says how bad its worst row is, and a person asks which rows, and what the numbers look like. The
 idea: `RowLog` listens while pairs are made and keeps one float32 per row of outputs (of inputs only what is wrong);
 `RowTable` is the same in columns, beside the finished pairs. `ValueSample` holds some values of both sides of one pair.
-Not here: measuring and judging (engine.py); choosing and reading samples (samples.py); drawing (report/).
+Not here: measuring and judging (engine.py); choosing and reading samples (spreads.py); drawing (report/).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.final_tokens import POSITION_MASK, subject
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.tokens import POSITION_MASK, RowSet, subject
+from vllm_accprobe.comparison.measure.measured import SpillBuffer
 from vllm_accprobe.comparison.pair import Pair
-from vllm_accprobe.comparison.store.spill import Shelf
 
 Names = dict[int, "tuple[str, int | None]"]
 """Subject of a row key → (request label, image index or None)."""
@@ -45,7 +44,7 @@ class RowTable:
     decode: np.ndarray
     error: np.ndarray
     ratio: np.ndarray
-    shelf: Shelf | None = field(default=None, compare=False, repr=False)
+    shelf: SpillBuffer | None = field(default=None, compare=False, repr=False)
     """Where the columns lie, None where they are in memory."""
 
     def __len__(self) -> int:
@@ -97,7 +96,7 @@ class ValueSpread:
 class RowLog:
     """Filled pair by pair while the engine runs; 4 bytes per row, and 25 of the table, on a shelf."""
 
-    shelf: Shelf = field(default_factory=lambda: Shelf(None, BOUND))
+    shelf: SpillBuffer = field(default_factory=lambda: SpillBuffer(None, BOUND))
     _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:

@@ -4,7 +4,7 @@ The problem: an operator that computes rightly with a wrong state looks as if it
 a comparison sees. The idea: what a run's own ledger has found (docs/state-checks.md) needs no other run; it
 goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say: it is the
 first origin. What golden's ledger has found as well is no difference, and is a note. Not here:
-how states are watched (capture/states/), the sentence of one finding (dump/journal/state_lines.py).
+how states are watched (capture/states/), the sentence of one finding (dump/journal.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vllm_accprobe.dump.journal.state_lines import StateFinding, sentence
+from vllm_accprobe.dump.journal import StateFinding, sentence
 
 SIDES = ("golden", "mine")
 MOST = 100

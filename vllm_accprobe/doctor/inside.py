@@ -2,7 +2,7 @@
 
 The problem: platform and hook points are known to vLLM's code alone, and importing that code may print, hang or crash.
 The idea: a process of its own whose last line is JSON behind a marker; every question is answered by a value or by the
-error it met. Not here: what the answers mean (engine.py).
+error it met. Not here: what the answers mean (checks.py).
 """
 
 from __future__ import annotations

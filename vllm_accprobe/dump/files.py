@@ -2,7 +2,7 @@
 
 The problem: a dump may be made up to lead a reader out of its directory, to make it wait or to make it allocate. The
 idea: only plain files are opened, never through a link; names are built from numbers; sizes come from the file system;
-lines have a limit. Not here: what the lines say (reading.py), the tensors (reader.py).
+lines have a limit. Not here: what the lines say (reader.py), the tensors (reader.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ directories of its own choice in front of it: process id, task id, device and pr
 idea: every directory below the given roots is asked whether the path continues there, and of the places found the one
 is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
 looked at, whatever the path says. Roots may lie in one another (the library's directory below the current one): a file
-that is found from several is one file. Not here: copying (capture/labels/taker.py), reading
+that is found from several is one file. Not here: copying (capture/labels.py), reading
 (comparison/plan/labelled.py).
 """
 

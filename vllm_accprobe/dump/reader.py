@@ -1,23 +1,443 @@
-"""Opens a dump.
+"""Opens a dump: what was recorded, selection of records, and reading of tensors.
+
+The face of a dump: what was recorded, and reading of its tensors.
+
+Reading is one positioned read into an array that the caller may reuse, from any number of threads. Our own dumps have
+this face and those of other tools get it (formats/common/foreign.py).
+
+Reads one rank's journal into a Dump.
+
+The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every
+line stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked
+against the segment files and the row maps, and loses what does not hold.
+
+Opens a dump.
 
 The problem: the files may come from a run that was killed, is still running, or was made up by somebody to do harm. The
 idea: the journals are read line by line, what cannot be understood is counted and named, and a tensor is offered for
 reading only when the file that its line names is there and long enough, so that no size is ever taken on trust.
-Not here: reading tensors (face.py), what a line must look like (journal/), mending (repair.py).
+
+Which records of a dump somebody asks for.
+
+The problem: summary, show and convert all let the user choose by name, step, request and rank, and must agree on what
+that means. The idea: one frozen description of the choice, applied to the records in their order; a request chooses the
+tensors that hold at least one of its rows.
+
+Not here: what bits mean (dtypes.py), a line's fields (journal.py, journal.py), what a line must look like
+(journal/), mending (repair.py), the command line's spelling of it (cli/common/options.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.face import Dump, reopen
-from vllm_accprobe.dump.files import DumpError, open_regular
-from vllm_accprobe.dump.journal.reading import RankReader, check_schema
-from vllm_accprobe.dump.schema import RUN_JSON, rank_dir
+import numpy as np
+import orjson
+
+from vllm_accprobe.dump import journal
+from vllm_accprobe.dump import schema as image_calls
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import (
+    MISSING,
+    DumpError,
+    SegmentData,
+    find_segment,
+    journal_lines,
+    open_regular,
+    read_into,
+)
+from vllm_accprobe.dump.journal import (
+    KINDS,
+    LABEL,
+    STATE_KINDS,
+    CachedPrefix,
+    Lives,
+    StateFinding,
+    StateTotals,
+    op_call,
+    record,
+    replaced,
+    weight_event,
+    weight_print,
+)
+from vllm_accprobe.dump.label_files import Label
+from vllm_accprobe.dump.schema import (
+    JOURNAL,
+    PADDING,
+    RUN_JSON,
+    SCHEMA,
+    Armed,
+    End,
+    Layout,
+    Mask,
+    Module,
+    OpCall,
+    Record,
+    Request,
+    RowSpace,
+    Skip,
+    Step,
+    Stop,
+    rank_dir,
+    segment_name,
+)
+
+_MAX_OPEN = 200
+
+
+class Dump:
+    """A dump of one or many ranks; made by ``open_dump``.
+
+    run: run.json; starts: the first line of each rank's journal; records: all ranks, journal order within a rank;
+    ops: calls of operators, all ranks, journal order within a rank;
+    padding, padding_rows: tensors whose rows are nobody's, which are in no comparison, and how many rows they have, by
+    (rank, step);
+    requests by (rank, req), steps by (rank, step), rows by (rank, step, space); masks by (rank, step, req),
+    what changed the request's logits before sampling; labels, those in files of their own, by
+    (rank, step, tap, role, call); modules, stops and ends by rank; armed: (rank, from which step on what selection
+    held), where the server was armed while it ran;
+    lives: what happened to the weights, and their fingerprints after it;
+    problems: sentences on what is missing, damaged or ignored; bad_lines: how many of each rank's journal were not
+    understood; unread: a sentence for each file that is there and cannot be read; data: where each (rank, segment)
+    lies.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]):
+        self.path = path
+        self.run = run
+        self.ranks: tuple[int, ...] = ()
+        self.records: list[Record] = []
+        self.ops: list[OpCall] = []
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.steps: dict[tuple[int, int], Step] = {}
+        self.rows: dict[tuple[int, int, str], RowSpace] = {}
+        self.padding: list[Record] = []
+        self.padding_rows: dict[tuple[int, int], RowSpace] = {}
+        self.masks: dict[tuple[int, int, int], Mask] = {}
+        self.modules: dict[int, list[Module]] = {}
+        self.labels: dict[tuple[int, int, str, str, int], Label] = {}
+        self.lives = Lives()
+        self.skips: list[Skip] = []
+        self.armed: list[tuple[int, Armed]] = []
+        self.states: list[tuple[int, StateFinding]] = []
+        self.state_totals: dict[int, StateTotals] = {}
+        self.cached: list[tuple[int, CachedPrefix]] = []
+        self.stops: dict[int, Stop] = {}
+        self.ends: dict[int, End] = {}
+        self.errors: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self.unread: list[str] = []
+        self.bad_lines: dict[int, int] = {}
+        self.starts: dict[int, dict[str, Any]] = {}
+        self.data: dict[tuple[int, int], SegmentData] = {}
+        self._fds: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+
+    def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+        """The stored bits of ``record``, C order, shape ``record.shape``, dtype ``DTYPES[record.dtype].storage``.
+
+        ``out``: a contiguous array of at least as many bytes, whose memory is then used. Raises DumpError when the
+        record has no payload or the file has changed, ValueError when ``out`` is too small.
+        """
+        return self._read(record, 0, record.shape, out)
+
+    def read_rows(self, record: Record, rows: slice, out: np.ndarray | None = None) -> np.ndarray:
+        """Like ``read``, only rows ``rows.start`` to ``rows.stop`` (step 1) along dimension 0. Raises ValueError for a
+        tensor whose rows do not lie along dimension 0."""
+        if record.row_dim != 0 or not record.shape:
+            raise ValueError(f"{record.name}: rows do not lie along dimension 0")
+        start, stop, step = rows.indices(record.shape[0])
+        if step != 1:
+            raise ValueError("rows must be a range without a step")
+        shape = (max(stop - start, 0), *record.shape[1:])
+        nbytes = record.payload.nbytes if record.payload else 0
+        return self._read(record, start * (nbytes // max(record.shape[0], 1)), shape, out)
+
+    def _read(self, record: Record, skip: int, shape: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
+        if record.payload is None:
+            raise DumpError(f"{record.name} of rank {record.rank}: only its statistics are in {self.path}")
+        storage = DTYPES[record.dtype].storage
+        if out is None:
+            result = np.empty(shape, storage)
+        else:
+            flat = out.reshape(-1).view(np.uint8)
+            nbytes = math.prod(shape) * storage.itemsize
+            if flat.size < nbytes:
+                raise ValueError(f"out has {flat.size} bytes, {record.name} needs {nbytes}")
+            result = flat[:nbytes].view(storage).reshape(shape)
+        if result.size:
+            self._fill(record, skip, result.reshape(-1).view(np.uint8).data)
+        return result
+
+    def _fill(self, record: Record, skip: int, target: memoryview) -> None:
+        assert record.payload is not None
+        key = (record.rank, record.payload.seg)
+        data = self.data.get(key)
+        if data is None:
+            raise DumpError(f"{record.name} is not a record of {self.path}")
+        try:
+            fd, shared = self._open(key, data)
+            try:
+                if not read_into(fd, data.start + record.payload.off + skip, target):
+                    raise DumpError(f"{data.path} has become shorter since the dump was opened")
+            finally:
+                if not shared:
+                    os.close(fd)
+        except OSError as e:
+            raise DumpError(f"cannot read {data.path}: {e.strerror or e}") from None
+
+    def _open(self, key: tuple[int, int], data: SegmentData) -> tuple[int, bool]:
+        with self._lock:
+            fd = self._fds.get(key)
+            if fd is not None:
+                return fd, True
+            try:
+                fd = open_regular(data.path)
+            except OSError:  # a running capture may have taken off ".part" since
+                fd = open_regular(data.path.with_name(segment_name(key[1])))
+            if len(self._fds) < _MAX_OPEN:
+                self._fds[key] = fd
+                return fd, True
+            return fd, False
+
+    def close(self) -> None:
+        """Closes the files; the records stay. Reading opens them again."""
+        with self._lock:
+            _close_all(self._fds)
+
+
+def _close_all(fds: dict[tuple[int, int], int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+def row_space(dump: Dump, record: Record) -> RowSpace | None:
+    """Which rows a record has, or None where that is not known."""
+    if record.rows is None or record.step is None:
+        return None
+    if record.rows == PADDING:
+        return dump.padding_rows.get((record.rank, record.step))
+    return dump.rows.get((record.rank, record.step, record.rows))
+
+
+def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:
+    """A dump that can read tensors of these files and knows nothing else: for another process, told by one that has
+    opened it."""
+    dump = Dump(path, {})
+    dump.data = dict(data)
+    return dump
+
+
+LOST = "payload that is not in its file"
+"""The reason under which they are counted; their statistics and hashes are there still."""
+
+
+def check_schema(e: dict[str, Any], where: Path) -> None:
+    """Raises DumpError where the journal's first line names no schema, or one of a later accprobe."""
+    schema = e.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise DumpError(f"{where}: schema is {journal.short(schema)}, not a number: not a dump of accprobe")
+    if schema > SCHEMA:
+        raise DumpError(f"{where}: schema {schema} is newer than this accprobe, which reads {SCHEMA}: upgrade it")
+
+
+def _parse(line: bytes) -> Any:
+    """JSON as Python's encoder writes it. orjson is several times as fast, but refuses half a surrogate pair."""
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return json.loads(line)
+
+
+class RankReader:
+    """Reads one rank's journal into a dump."""
+
+    def __init__(self, dump: Dump, rank: int):
+        self.dump, self.rank = dump, rank
+        self.directory = dump.path / rank_dir(rank)
+        self.records: list[Record] = []
+        self.ops: list[OpCall] = []
+        self.bad: list[str] = []
+        self.unknown: Counter[str] = Counter()
+        self.layouts: dict[str, Layout] = {}
+        self.torn = 0
+        self.unreadable: str | None = None
+
+    def read(self) -> None:
+        """Reads the journal to its end, or to where it is torn; what is not understood is counted."""
+        try:
+            for number, line, length in journal_lines(self.directory / JOURNAL):
+                if number:
+                    self._line(number, line, length)
+                else:
+                    self.torn = length
+        except OSError as error:
+            self.unreadable = error.strerror or str(error)
+        self.records = replaced(self.records, self.ops)
+        self._check_payloads()
+        self._check_rows()
+        self.dump.padding += [r for r in self.records if r.rows == PADDING]
+        self.dump.records += [r for r in self.records if r.rows != PADDING]
+        self.dump.ops += self.ops
+        self._report()
+
+    def _line(self, number: int, line: bytes | None, length: int) -> None:
+        try:
+            if line is None:
+                raise ValueError(f"{length} bytes long")
+            e = _parse(line)
+            if not isinstance(e, dict) or not isinstance(e.get("event"), str):
+                raise ValueError("not an event")
+            if e["event"] == "start":
+                check_schema(e, self.directory / JOURNAL)
+                self.dump.starts.setdefault(self.rank, e)
+            else:
+                self._event(e)
+        except RecursionError:
+            self.bad.append(f"line {number}: nested too deep")
+        except (ValueError, OverflowError) as error:  # JSON's errors, too
+            self.bad.append(f"line {number}: {error}")
+
+    def _event(self, e: dict[str, Any]) -> None:
+        kind, dump, rank = e["event"], self.dump, self.rank
+        if kind in ("tensor", "param"):
+            self.records.append(record(rank, e, self.layouts))
+            return
+        if kind == "op":
+            self.ops.append(op_call(rank, e))
+            return
+        if kind == "weight":
+            dump.lives.prints.append(weight_print(rank, e))
+            return
+        if kind == "life":
+            dump.lives.events.append(weight_event(rank, e))
+            return
+        if kind == "error":
+            dump.errors.append({**e, "rank": rank})
+            return
+        found = KINDS.get(kind) or STATE_KINDS.get(kind)
+        if found is None:
+            self.unknown[kind[:40]] += 1
+            return
+        value = found.from_line(e, **({"rank": rank} if found is LABEL else {}))
+        if kind == "request":
+            dump.requests[rank, value.req] = value
+        elif kind == "rows" and value.space == PADDING:
+            dump.padding_rows[rank, value.step] = value
+        elif kind == "rows":
+            dump.rows[rank, value.step, value.space] = value
+        elif kind == "step":
+            dump.steps[rank, value.step] = value
+        elif kind == "module":
+            dump.modules.setdefault(rank, []).append(value)
+        elif kind == "masks":
+            dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
+        elif kind == "skip":
+            dump.skips.append(value)
+        elif kind == "state":
+            dump.states.append((rank, value))
+        elif kind == "cached":
+            dump.cached.append((rank, value))
+        elif kind == "states":
+            dump.state_totals[rank] = value
+        elif kind == "armed":
+            dump.armed.append((rank, value))
+        elif kind == "stop":
+            dump.stops.setdefault(rank, value)
+        elif kind == "end":
+            dump.ends[rank] = value
+        elif kind == "label":
+            dump.labels[rank, value.step, value.tap, value.role, value.call] = value
+
+    def _check_payloads(self) -> None:
+        """Only a payload that its file really holds stays with its record."""
+        lost: Counter[str] = Counter()
+        failed: dict[int, str] = {}
+        first: dict[str, Record] = {}
+        for i, r in enumerate(self.records):
+            if r.payload is None or r.payload.nbytes == 0:
+                continue
+            seg = r.payload.seg
+            data = self.dump.data.get((self.rank, seg))
+            if data is None and seg not in failed:
+                try:
+                    data = self.dump.data[self.rank, seg] = find_segment(self.directory, seg)
+                except DumpError as error:
+                    failed[seg] = str(error)
+            if data is None:
+                reason = failed[seg]
+            elif r.payload.off + r.payload.nbytes > data.size:
+                reason = f"{data.path.name} ends before them"
+            else:
+                continue
+            if not lost[reason]:
+                first[reason] = r
+            lost[reason] += 1
+            self.records[i] = replace(r, payload=None)
+        for reason, n in lost.items():
+            said = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
+            self.dump.problems.append(said)
+            self.dump.skips.append(Skip(first[reason].tap, LOST, first[reason].step, first[reason].role, n))
+            if not reason.endswith(MISSING):
+                self.dump.unread.append(said)
+
+    def _check_rows(self) -> None:
+        """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
+        odd = 0
+        for i, r in enumerate(self.records):
+            if r.rows is None or r.step is None:
+                continue
+            space = row_space(self.dump, r)
+            if space is None or not r.shape or space.n != r.shape[r.row_dim]:
+                self.records[i] = replace(r, rows=None)
+                odd += 1
+        if odd:
+            self.dump.problems.append(f"rank {self.rank}: {_tensors(odd)} without a row map that fits: rows not known")
+        for i in image_calls.unnamed(self.records, self.dump.rows):
+            r = self.records[i]
+            self.records[i] = replace(r, rows=None)
+            self.dump.skips.append(Skip(r.tap, image_calls.REASON, r.step, r.role))
+
+    def _report(self) -> None:
+        say, rank = self.dump.problems.append, f"rank {self.rank}"
+        if self.unreadable:
+            say(f"{rank}: {JOURNAL} cannot be read{' further' if self.records else ''}: {self.unreadable}")
+            return
+        if self.rank not in self.dump.starts:
+            say(f"{rank}: the journal has no first line: not all of it may be here")
+        if self.bad:
+            n = self.dump.bad_lines[self.rank] = len(self.bad)
+            say(f"{rank}: {n} line{'s' * (n > 1)} could not be understood and {'are' if n > 1 else 'is'} ignored "
+                f"(first: {self.bad[0][:200]})")  # fmt: skip
+        if self.unknown:
+            kinds = ", ".join(f"{k} ({n})" for k, n in self.unknown.most_common(5))
+            say(f"{rank}: {sum(self.unknown.values())} events of unknown kind ignored: {kinds}")
+        if self.torn:
+            say(f"{rank}: the journal's last line is torn ({self.torn} bytes ignored)")
+        if self.rank in self.dump.stops:
+            say(f"{rank}: capture stopped early: {self.dump.stops[self.rank].reason}")
+        if self.rank not in self.dump.ends:
+            readable = sum(r.payload is not None for r in self.records)
+            say(f"{rank} was not closed (killed, or still running): {_tensors(readable)} readable, "
+                f"{len(self.records)} known")  # fmt: skip
+
+
+def _tensors(n: int) -> str:
+    return f"{n} tensor{'s' if n != 1 else ''}"
+
 
 __all__ = ["Dump", "DumpError", "open_dump", "reopen"]
 
@@ -94,3 +514,108 @@ def _read_run(path: Path) -> tuple[dict[str, Any], bool]:
         raise DumpError(f"{file} is damaged: not the JSON object it should be; restore it, or delete it to go without")
     check_schema(run, file)
     return run, False
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Empty means all. names: globs over the tap, ``tap/role`` or the record's whole name, ``!`` excludes and the last
+    that matches decides; steps, ranks, calls: ranges with both ends in; requests: globs over a request's id, or the
+    beginning of its prompt's hash; roles: globs; in both ``!`` as with names. Parameters have no step: where steps are
+    given they are chosen only if ``parameters`` is set."""
+
+    names: tuple[str, ...] = ()
+    steps: Ranges = ()
+    ranks: Ranges = ()
+    requests: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    calls: Ranges = ()
+    parameters: bool = False
+
+    def apply(self, dump: Dump, padding: bool = False) -> list[tuple[int, Record]]:
+        """The chosen records with their index in ``dump.records``; behind them those of ``dump.padding``."""
+        wanted = self._requests(dump) if self.requests else None
+        known: dict[tuple[str, str, int], bool] = {}
+        found = []
+        for i, r in enumerate([*dump.records, *dump.padding] if padding else dump.records):
+            key = (r.tap, r.role, r.call)
+            if key not in known:
+                known[key] = (
+                    matches(self.names, (r.tap, f"{r.tap}/{r.role}", r.name))
+                    and matches(self.roles, (r.role,))
+                    and within(self.calls, r.call)
+                )
+            if not known[key] or not within(self.ranks, r.rank):
+                continue
+            if self.steps and not (self.parameters if r.step is None else within(self.steps, r.step)):
+                continue
+            if wanted is not None and not holds(dump, r, wanted):
+                continue
+            found.append((i, r))
+        return found
+
+    def _requests(self, dump: Dump) -> set[tuple[int, int]]:
+        return {key for key, request in dump.requests.items() if names_request(self.requests, request)}
+
+
+def names_request(globs: Sequence[str], request: Request) -> bool:
+    """Whether ``globs`` choose ``request``: one matches an id of it, or is the beginning (6 digits or more) of its
+    prompt's hash; ``!`` and several as in `matches`."""
+    begun = [p for g in globs if len(p := g.lstrip("!")) >= 6 and request.prompt.startswith(p)]
+    return matches(globs, (request.id, request.internal_id, *begun))
+
+
+def holds(dump: Dump, record: Record, requests: set[tuple[int, int]]) -> bool:
+    """Whether one of the record's rows belongs to one of ``requests``, given as (rank, req)."""
+    space = row_space(dump, record)
+    return space is not None and any((record.rank, s.req) in requests for s in space.segments)
+
+
+def rows_of(dump: Dump, record: Record, requests: Sequence[str], positions: Ranges = ()) -> np.ndarray:
+    """Indices (int64, ascending) of the record's rows that belong to a request named by ``requests`` (all if empty) and
+    lie at one of ``positions``."""
+    space = row_space(dump, record)
+    found, start = [], 0
+    for s in space.segments if space else ():
+        request = dump.requests.get((record.rank, s.req))
+        if not requests or (request is not None and names_request(requests, request)):
+            pos = np.arange(s.pos, s.pos + s.n)
+            keep = np.zeros(s.n, bool) if positions else np.ones(s.n, bool)
+            for low, high in positions:
+                keep |= (pos >= low) & (pos <= high)
+            found.append(start + np.flatnonzero(keep))
+        start += s.n
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def matches(globs: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether one of ``names`` is chosen: the last glob that matches decides; exclusions alone choose the rest."""
+    chosen = all(g.startswith("!") for g in globs)
+    for g in globs:
+        if any(fnmatchcase(name, g.lstrip("!")) for name in names):
+            chosen = not g.startswith("!")
+    return chosen
+
+
+def nearest(globs: Sequence[str], names: Iterable[str], most: int = 3) -> list[str]:
+    """Of ``names``, those that globs which match none of them may have meant, names that hold one's letters first; some
+    of all where none is near."""
+    known = sorted(set(names))[:_COMPARED]
+    found: list[str] = []
+    for glob in globs:
+        word = "".join(c for c in glob.strip() if c not in "!*?[]")
+        if word:
+            found += [n for n in known if word in n or word.lower() in n.lower()][:most]
+            found += get_close_matches(word, known, n=most, cutoff=0.3)
+    return list(dict.fromkeys(found))[:most] or known[:most]
+
+
+_COMPARED = 4096
+"""Chosen: names that a mistyped one is compared with, a second's work."""
+
+
+def within(ranges: Ranges, value: int) -> bool:
+    """Whether ``value`` lies in one of the closed ``ranges``; in none at all everything does."""
+    return not ranges or any(low <= value <= high for low, high in ranges)

@@ -1,23 +1,93 @@
-"""The words of the dump: what stands in run.json and in each line of a rank's journal.
+"""The words of the dump: run.json, each line of a journal, and how the tensor of one rank is a part of the whole.
+
+How one rank's tensor is a part of the whole: said by capture, undone by analysis.
+
+The problem: with several ranks a file holds a slice, a summand or a copy, and nothing in its bytes says which. The
+idea: one plain value beside each tensor, enough to put the whole together without knowing the model.
+
+The words of the dump: what stands in run.json and in each line of a rank's journal.
 
 The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and default of
 those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
 field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
-itself. docs/dump-format.md says the same in prose. Not here: how bytes reach the disk (writer.py), how a line becomes
-one of these and back (journal/), how a tensor is a part of a whole (layouts.py, whose words are these too), labels
-(label_files.py), what a dtype's bits mean (dtypes.py).
+itself. docs/dump-format.md says the same in prose.
+
+Modules of an encoder that run once for each image, or once for each batch of images, of a step.
+
+The problem: capture gives a tensor of an encoder the rows of all images of the step, and in some models a module is
+called for one image after the other (a convolution in front of the blocks), or the encoder runs once for pictures and
+once for videos; then half of the rows can look like all of them. The idea: in a step with several images a module that
+is called several times, and more often than in steps with one image, has rows that nobody can name.
+
+Not here: finding it out (capture/core/layout.py), undoing it (align/ranks.py), how bytes reach the disk (writer.py),
+how a line becomes one of these and back (journal/), labels (label_files.py), what a dtype's bits mean (dtypes.py),
+images that are dealt out to ranks, whose rows are exact (schema.DEALT).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_accprobe.dump.layouts import OWN as OWN
-from vllm_accprobe.dump.layouts import REPLICATED as REPLICATED
-from vllm_accprobe.dump.layouts import Layout
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How this rank's tensor is a part of the whole.
+
+    kind:
+      ``replicated``  every rank of the group holds the whole
+      ``shard``       the whole is cut along ``dim`` (counted from the end, e.g. -1)
+      ``partial``     the whole is the sum over the ranks (a row-parallel product before its all-reduce)
+      ``own``         each rank has a tensor of its own, of the images that were dealt to it; its rows say which
+      ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
+    group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
+    parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
+      projection has three, q, k and v; ``replicas`` > 1 says that so many neighbouring ranks hold the same block (KV
+      heads fewer than ranks). The whole is, block by block, the concatenation over every replicas-th rank.
+    valid: for ``shard``: how much of the whole is real along ``dim`` (a vocabulary without its padding), or None.
+    """
+
+    kind: str
+    group: str = "tp"
+    index: int = 0
+    size: int = 1
+    dim: int | None = None
+    parts: tuple[tuple[int, int], ...] = ()
+    valid: int | None = None
+
+    def to_event(self) -> dict[str, Any]:
+        """The keys of a line's ``layout``; those that are the default may be missing."""
+        event: dict[str, Any] = {"kind": self.kind}
+        if self.size > 1 or self.kind != "replicated":
+            event |= {"group": self.group, "index": self.index, "size": self.size}
+        if self.kind == "shard":
+            event |= {"dim": self.dim, "parts": [list(p) for p in self.parts]}
+            if self.valid is not None:
+                event["valid"] = self.valid
+        return event
+
+    @classmethod
+    def from_event(cls, e: Mapping[str, Any] | None) -> Layout:
+        """The layout of a line. Raises KeyError, TypeError and ValueError for what is none."""
+        if not e:
+            return REPLICATED
+        return cls(
+            kind=str(e["kind"]),
+            group=str(e.get("group", "tp")),
+            index=int(e.get("index", 0)),
+            size=int(e.get("size", 1)),
+            dim=None if e.get("dim") is None else int(e["dim"]),
+            parts=tuple((int(n), int(r)) for n, r in e.get("parts", ())),
+            valid=None if e.get("valid") is None else int(e["valid"]),
+        )
+
+
+REPLICATED = Layout("replicated")
+OWN = "own"
+
 
 SCHEMA = 1
 ROOT_TAP = "<root>"
@@ -274,7 +344,7 @@ GUMBEL, EXPONENTIAL = "gumbel by seed and token", "exponential by torch's genera
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What changed one row of logits. by: in words, sorted: ``a grammar``, ``bad words`` ... see capture/vllm/masks.py;
+    """What changed one row of logits. by: in words, sorted: ``a grammar``, ``bad words`` ... see capture/vllm/batch.py;
     grammar: xxh3-128 of the grammar's bitmask: equal ones allow the same tokens; None where that is not known."""
 
     by: tuple[str, ...]
@@ -350,7 +420,7 @@ class OpCall:
     rank: as in Record. tap: ``<module path>::<op>``, or ``::<op>`` outside any module; call: its ordinal within the
     step; seq: place in the order of execution, when the call began. op: ``aten.mm.default``. module: the tapped module
     that was running, and module_call which call of it.
-    args, kwargs, outputs: VALUES as in JSON, see opcalls.py; a record with ``role`` may hold a tensor's payload
+    args, kwargs, outputs: VALUES as in JSON, see journal.py; a record with ``role`` may hold a tensor's payload
     (``input.0``, ``input.0.1`` in a list, ``input.<name>`` by keyword, ``output.0``).
     mutates: roles of inputs that the call changed, by hash; what they became is in role ``inplace.<role>``.
     slot: place in the random sample of this operator, where one was kept; a later call with the same replaces it.
@@ -419,3 +489,32 @@ class End:
     tensors: int
     bytes: int
     skipped: Mapping[str, int] = field(default_factory=dict)
+
+
+REASON = "called several times in a step with several images: whose rows these are cannot be told"
+
+
+def unnamed(records: Sequence[Record], rows: Mapping[tuple[int, int, str], RowSpace]) -> list[int]:
+    """Which of one rank's ``records`` have rows of an encoder that cannot be trusted. rows: by (rank, step, space)."""
+    calls: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, r in enumerate(records):
+        if r.step is not None and r.rows is not None and r.rows.startswith("vision") and DEALT not in r.rows:
+            calls[r.tap, r.role][r.step].append(i)
+    found: list[int] = []
+    for by_step in calls.values():
+        if max(map(len, by_step.values())) < 2:
+            continue
+        several = {step: any(_several(records[i], rows) for i in at) for step, at in by_step.items()}
+        usual = max((len(at) for step, at in by_step.items() if not several[step]), default=1)
+        for step, at in by_step.items():
+            if several[step] and len(at) > usual:
+                found += at
+    return found
+
+
+def _several(record: Record, rows: Mapping[tuple[int, int, str], RowSpace]) -> bool:
+    """Whether the step has more than one image, as far as its rows tell; those that were not selected count."""
+    space = rows.get((record.rank, record.step or 0, record.rows or ""))
+    if space is None:
+        return False
+    return len({(s.req, s.image) for s in space.segments}) > 1 or space.n < space.src_rows

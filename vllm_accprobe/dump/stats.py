@@ -34,8 +34,8 @@ class StatsCell:
 
     ``value``: their statistics, None until somebody has computed them, for a payload the writer's thread. ``sums``: the
     statistics as moments, which are made into ``value`` when that is asked for. ``hash``: None of a fingerprint.
-    ``payload``: where the bytes lie. ``text``: all of it as it stands at the end of a line (template.py). ``dtype``: of
-    the statistics, None where none are wanted.
+    ``payload``: where the bytes lie. ``text``: all of it as it stands at the end of a line (journal_writer.py).
+    ``dtype``: of the statistics, None where none are wanted.
     """
 
     __slots__ = ("_value", "dtype", "hash", "payload", "sums", "text")

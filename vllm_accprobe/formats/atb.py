@@ -1,4 +1,21 @@
-"""Dumps of Ascend's transformer boost library (ATB), as ait and msit make them: one .bin per tensor.
+"""Dumps of Ascend's transformer boost library (ATB), as ait and msit make them.
+
+What parameters an ATB operator was created with, by where it stands in a dump.
+
+The problem: a tensor file says nothing of transposeB, of epsilon, of a head count, and releases keep these in different
+files. The idea: one table that is asked by execution and operator and looks in the order of what is nearest to the
+call: ``op_param.json`` in the operator's own directory (msit from 8 on), the table of operators that ``ait llm dump
+--type op`` writes (``operation_tensors_<execution>.csv``, columns OpName and OpParam, cut by ``|``), the topology
+(``param`` of its node). Read when it is asked for, kept for the next call.
+
+The graph of an ATB model: its operators as a tree, from the names of directories and the topology beside them.
+
+The problem: a directory says an operator's type and place, but not its parameters; two graphs of one model, one of them
+quantised, number their operators differently. The idea: the tree comes from the names, which are always there, its
+parameters from ``model/<pid>/*.json`` where that fits (child k of a node is the directory ``k_<opType>``); two trees
+are laid over one another level by level, a quantised operator counting as the one that it stands for.
+
+Dumps of Ascend's transformer boost library (ATB), as ait and msit make them: one .bin per tensor.
 
 The problem: an operator is known by its path of numbered directories, and releases differ in what lies above these.
 The idea: a tensor file is any ``(in|out)tensor<k>.bin``, the numbered directories right above it are the operator, the
@@ -6,8 +23,11 @@ directory above these is the execution (token), and what lies above that names t
 Layout: ``tensors/{device}_{pid}/{token}/{i}_{Op}/{j}_{SubOp}/{before,after}/{intensor,outtensor}{k}.bin``, the same
 with ``{pid}/{tid}`` or ``thread_{tid}`` instead, ``inTensor0.bin`` in old releases; ``model/{pid}/*.json`` holds the
 topology, ``statistic.csv`` statistics without tensors.
-Beside them may lie what the operators were created with (common/atb_params.py).
-Not here: the files (atb_file.py), which operator is which module of another dump (atb_topology.py, atb_torch.py).
+Beside them may lie what the operators were created with.
+
+Not here: what a parameter means (opcheck/references/atb), torch models (atb_torch.py), applying what is found here
+(align/without_row_maps.py), the files (atb_file.py), which operator is which module of another dump (atb.py,
+atb_torch.py).
 """
 
 from __future__ import annotations
@@ -16,26 +36,283 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.formats.common import atb_params
-from vllm_accprobe.formats.common.atb_topology import load_topology
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
-from vllm_accprobe.formats.io import walk
+from vllm_accprobe.formats.io import plain_file
 from vllm_accprobe.formats.io.atb_file import number, read_header, read_tensor, stats_of
-from vllm_accprobe.formats.io.plain_file import read_text
+from vllm_accprobe.formats.io.plain_file import read_json, read_text
+
+FILE = "op_param.json"
+TABLE = re.compile(r"operation_tensors_(\d{1,9})\.csv", re.ASCII)
+_DIRECTORY = "operation_io_tensors"
+_LARGEST = 1 << 20
+_OPERATOR = re.compile(r"(.+?)((?:_\d+)+)", re.ASCII)
+_NAME, _PARAM = "OpName", "OpParam"
+Operator = tuple[int, int, str]
+"""(rank, execution, tap)"""
+
+
+class AtbParameters:
+    """files: each operator's own; tables: (execution or None, operator's id and class) → parameters of a table;
+    problems: sentences on what cannot be read."""
+
+    def __init__(self, topology: Mapping[str, Mapping[str, Any]]):
+        self._topology = topology
+        self._files: dict[Operator, Path] = {}
+        self._tables: dict[tuple[int | None, str, str], Mapping[str, Any]] = {}
+        self._known: dict[Operator, Mapping[str, Any] | None] = {}
+        self.problems: list[str] = []
+
+    def add_file(self, operator: Operator, path: Path) -> None:
+        self._files[operator] = path
+
+    def add_table(self, path: Path, execution: int | None = None) -> int:
+        """Reads a table of operators; execution: that it belongs to, None for all. Gives how many operators it has.
+        Raises DumpError where it is none."""
+        try:
+            text = read_text(path)
+        except (OSError, ValueError) as e:
+            why = e.strerror or e if isinstance(e, OSError) else e
+            raise DumpError(f"{path} cannot be read: {why}") from None
+        head = text.partition("\n")[0]
+        cut = "|" if "|" in head else ","
+        rows = csv.reader(io.StringIO(text), delimiter=cut, quoting=csv.QUOTE_NONE if cut == "|" else csv.QUOTE_MINIMAL)
+        try:
+            names = [n.strip() for n in next(rows, [])]
+            if _NAME not in names or _PARAM not in names:
+                raise DumpError(f"{path} is no table of ATB's operators: it has no columns {_NAME} and {_PARAM}")
+            at, param = names.index(_NAME), names.index(_PARAM)
+            count, odd = 0, 0
+            for row in rows:
+                if not any(cell.strip() for cell in row):
+                    continue
+                found = self._row(row, at, param, execution)
+                count, odd = count + found, odd + (not found)
+        except csv.Error as e:
+            raise DumpError(f"{path} is no table of ATB's operators: {e}") from None
+        if odd:
+            self.problems.append(f"{path.name}: {odd} lines are not understood")
+        self._known.clear()
+        return count
+
+    def _row(self, row: list[str], at: int, param: int, execution: int | None) -> bool:
+        if len(row) <= max(at, param):
+            return False
+        match = _OPERATOR.fullmatch(row[at].strip())
+        value = _parsed(row[param].strip().strip("'"))
+        if match is None or value is None:
+            return False
+        self._tables[execution, match[2].strip("_"), match[1]] = value
+        return True
+
+    def find_tables(self, path: Path) -> None:
+        """Reads the tables that lie beside the tensors: ``operation_io_tensors`` at, below or above ``path``."""
+        for root in (path, *(p for p in path.parents[:4] if (p / "tensors").is_dir())):
+            place = root / _DIRECTORY
+            if not place.is_dir():
+                continue
+            for f in plain_file.files(place, lambda n: TABLE.fullmatch(n) is not None, plain_file.Passed()):
+                match = TABLE.fullmatch(f.parts[-1])
+                assert match is not None
+                try:
+                    self.add_table(f.path, int(match[1]))
+                except DumpError as why:
+                    self.problems.append(str(why))
+            return
+
+    def of(self, rank: int, execution: int, tap: str) -> Mapping[str, Any] | None:
+        """The parameters of an operator's call; None where nothing tells them."""
+        place = rank, execution, tap
+        if place not in self._known:
+            self._known[place] = self._look(place)
+        return self._known[place]
+
+    def _look(self, place: Operator) -> Mapping[str, Any] | None:
+        _, execution, tap = place
+        path = self._files.get(place)
+        if path is not None:
+            try:
+                value = read_json(path, _LARGEST)
+            except (OSError, ValueError) as e:
+                self.problems.append(f"{path}: no parameters can be read from it ({str(e)[:80]})")
+                return None
+            return value if isinstance(value, dict) else None
+        ids, kind = id_of(tap), tap.rpartition(".")[2].partition("_")[2]
+        for when in (execution, None):
+            if (when, ids, kind) in self._tables:
+                return self._tables[when, ids, kind]
+        spec = self._topology.get(tap, {}).get("param")
+        return spec if isinstance(spec, Mapping) else None
+
+
+def id_of(tap: str) -> str:
+    """``3_layer.1_Attention`` → ``3_1``: an operator's id as ait writes it."""
+    return "_".join(part.partition("_")[0] for part in tap.split("."))
+
+
+def _parsed(text: str) -> Mapping[str, Any] | None:
+    import orjson
+
+    if len(text) > _LARGEST:
+        return None
+    try:
+        value = orjson.loads(text) if text else {}
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+_MAX_JSON = 64 << 20
+
+
+@dataclass
+class Node:
+    """An operator and what runs inside, in order of execution. kind: its type; param, names (of tensors): of the
+    topology; counts: whether its first output holds integers of 8 bits."""
+
+    tap: str
+    kind: str
+    index: int
+    param: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    children: list[Node] = field(default_factory=list)
+    counts: bool = False
+
+    def leaves(self) -> list[Node]:
+        return [leaf for c in self.children for leaf in c.leaves()] if self.children else [self]
+
+
+def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) -> dict[str, Mapping[str, Any]]:
+    """tap → node of the topology that lies beside the tensors and fits most of ``taps``, as plain values; {} where none
+    does. problem: is told what does not parse."""
+    best: dict[str, Mapping[str, Any]] = {}
+    try:
+        files = _json_files(path)
+    except OSError as e:
+        problem(f"{e.filename or path} cannot be listed ({e.strerror or e}): no topology")
+        return best
+    for file in files:
+        try:
+            data = read_json(file, _MAX_JSON)
+        except (OSError, ValueError) as e:
+            problem(f"{file.name}: no topology can be read from it ({str(e)[:80]})")
+            continue
+        found: dict[str, Mapping[str, Any]] = {}
+        if isinstance(data, Mapping):
+            _flatten(data, "", found, 0)
+        hits, known = len(taps & found.keys()), len(taps & best.keys())
+        if hits > known:
+            best = found
+    return best
+
+
+def _json_files(path: Path) -> list[Path]:
+    """Of ``model`` and ``layer`` directories at, below or up to four levels above ``path``."""
+    roots = [path, *(p for p in path.parents[:4] if (p / "tensors").is_dir())]
+    for root in roots:
+        heads = [root, *(d for d in _directories(root) if (d / "tensors").is_dir())]
+        for head in heads:
+            if head.name != "tensors" and (head / "model").is_dir():
+                found = plain_file.files(head / "model", lambda n: n.endswith(".json"), plain_file.Passed())
+                return [f.path for f in found]
+    return []
+
+
+def _directories(root: Path) -> list[Path]:
+    try:
+        return sorted(p for p in root.iterdir() if p.is_dir() and not p.is_symlink())
+    except OSError:
+        return []
+
+
+def _flatten(node: Mapping[str, Any], above: str, out: dict[str, Mapping[str, Any]], depth: int) -> None:
+    nodes = node.get("nodes")
+    if not isinstance(nodes, list) or depth > 40:
+        return
+    for i, child in enumerate(nodes):
+        if isinstance(child, Mapping):
+            tap = f"{above}{i}_{child.get('opType', '')}"
+            out[tap] = child
+            _flatten(child, f"{tap}.", out, depth + 1)
+
+
+def tree(taps: Iterable[str], topology: Mapping[str, Mapping[str, Any]], counting: Container[str] = ()) -> list[Node]:
+    """The operators that ``taps`` name, as a forest in order of execution. counting: those that give int8."""
+    root = Node("", "", 0)
+    known = {"": root}
+
+    def at(tap: str) -> Node:
+        if tap not in known:
+            above, _, own = tap.rpartition(".")
+            index, _, kind = own.partition("_")
+            spec = topology.get(tap, {})
+            param = spec.get("param")
+            names = [n for key in ("inTensors", "outTensors") for n in _texts(spec.get(key))]
+            node = Node(tap, kind, int(index) if index.isdecimal() else 0, param if isinstance(param, Mapping) else {},
+                        tuple(names), counts=tap in counting)  # fmt: skip
+            known[tap] = node
+            at(above).children.append(node)
+        return known[tap]
+
+    for tap in taps:
+        at(tap)
+    for node in known.values():
+        node.children.sort(key=lambda n: n.index)
+    return root.children
+
+
+def _texts(value: Any) -> list[str]:
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+
+
+_QUANT = re.compile(r"w\d+a\d+|quant(ized)?|dequant(only)?|perchannel|pertoken|dynamic", re.I)
+
+
+def plain_kind(kind: str) -> str:
+    """The type that a quantised operator stands for: LinearQuantOperation is LinearOperation."""
+    return _QUANT.sub("", kind.replace("NoQuant", "")).replace("NoAdd", "AndAdd")
+
+
+def atb_to_atb(golden: Sequence[Node], mine: Sequence[Node]) -> dict[str, str]:
+    """mine's tap → golden's, for operators of two graphs that are the same, level by level in order."""
+    out: dict[str, str] = {}
+    _lay(golden, mine, out)
+    return out
+
+
+def _lay(golden: Sequence[Node], mine: Sequence[Node], out: dict[str, str]) -> None:
+    while len(golden) == 1 and len(mine) > 1 and golden[0].children:
+        golden = golden[0].children
+    kinds = [[_signature(n) for n in side] for side in (golden, mine)]
+    for block in SequenceMatcher(None, kinds[0], kinds[1], autojunk=False).get_matching_blocks():
+        for i in range(block.size):
+            g, m = golden[block.a + i], mine[block.b + i]
+            out[m.tap] = g.tap
+            _lay(g.children, m.children, out)
+
+
+def _signature(n: Node) -> str:
+    """What must agree: an operator that quantises, or what its elementwise type is, is not one that adds."""
+    kind = n.param.get("elewiseType")
+    own = plain_kind(n.kind)
+    if not own.startswith("Elewise"):
+        return own
+    return f"{own}:{kind}:{n.counts}"
+
 
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
 ORDER = 50
 ODD_LINE = "line of a table that is not understood"
 _FILE = re.compile(r"(in|out)tensor(\d{1,6})\.bin", re.I | re.ASCII)
-_OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)
+_ATB_OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)
 _WHEN = ("before", "after")
 _DEVICE = re.compile(r"(\d{1,6})_(\d+)", re.ASCII)
 STATISTICS = "statistic.csv"
@@ -53,7 +330,7 @@ class AtbDump(ForeignDump):
         super().__init__(path, NAME)
         self.topology: dict[str, Mapping[str, Any]] = {}
         self.operands: dict[tuple[int, int, str], dict[int, Record]] = {}
-        self.parameters = atb_params.AtbParameters(self.topology)
+        self.parameters = AtbParameters(self.topology)
 
     def call_inputs(self, rank: int, step: int, tap: str) -> Mapping[str, Record]:
         """All inputs of a call by number, whatever roles they have as records."""
@@ -71,7 +348,7 @@ class AtbDump(ForeignDump):
 
 
 def recognise(path: Path) -> bool:
-    return walk.probe(path, lambda parts: _is_tensor(parts) or parts[-1] == STATISTICS)
+    return plain_file.probe(path, lambda parts: _is_tensor(parts) or parts[-1] == STATISTICS)
 
 
 def _is_tensor(parts: tuple[str, ...]) -> bool:
@@ -91,7 +368,7 @@ def place(parts: tuple[str, ...]) -> AtbPlace | None:
     """From the names of the directories above ``before`` or ``after``; None where there is no numbered operator."""
     cut = len(parts)
     # ``{device}_{pid}`` looks like an operator with a number for a name.
-    while cut and _OPERATOR.fullmatch(parts[cut - 1]) and not _DEVICE.fullmatch(parts[cut - 1]):
+    while cut and _ATB_OPERATOR.fullmatch(parts[cut - 1]) and not _DEVICE.fullmatch(parts[cut - 1]):
         cut -= 1
     if cut == len(parts):
         return None
@@ -102,14 +379,14 @@ def place(parts: tuple[str, ...]) -> AtbPlace | None:
 def open(path: Path) -> AtbDump:
     """Opens an ATB dump: reads every header, no payload. Raises DumpError where nothing can be read."""
     dump = AtbDump(path)
-    passed = walk.Passed()
-    entries: list[tuple[AtbPlace, tuple[float, ...], walk.FoundFile]] = []
-    tables: list[walk.FoundFile] = []
-    beside: list[tuple[AtbPlace, walk.FoundFile]] = []
-    for f in walk.files(path, lambda n: bool(_FILE.fullmatch(n)) or n in (STATISTICS, atb_params.FILE), passed):
+    passed = plain_file.Passed()
+    entries: list[tuple[AtbPlace, tuple[float, ...], plain_file.FoundFile]] = []
+    tables: list[plain_file.FoundFile] = []
+    beside: list[tuple[AtbPlace, plain_file.FoundFile]] = []
+    for f in plain_file.files(path, lambda n: bool(_FILE.fullmatch(n)) or n in (STATISTICS, FILE), passed):
         if f.parts[-1] == STATISTICS:
             tables.append(f)
-        elif f.parts[-1] == atb_params.FILE:
+        elif f.parts[-1] == FILE:
             found = place(f.parts[:-1])
             beside += [] if found is None else [(found, f)]
         elif _is_tensor(f.parts):
@@ -147,7 +424,7 @@ def one_run(heads: set[tuple[str, ...]], path: Path) -> None:
 
 def number_ranks(processes: list[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
     """Processes as ranks: by their devices where these differ, else in order of their names."""
-    known = sorted(set(processes), key=lambda p: walk.natural("/".join(p)))
+    known = sorted(set(processes), key=lambda p: plain_file.natural("/".join(p)))
     devices = [m[1] if p and (m := _DEVICE.fullmatch(p[-1])) else "" for p in known]
     if all(devices) and len(set(devices)) == len(devices):
         return {p: int(d) for p, d in zip(known, devices, strict=True)}
@@ -162,7 +439,7 @@ def _order(operator: tuple[str, ...], when: str, file: str) -> tuple[float, ...]
     return (*path, -1.0 if match[1].lower() == "in" else math.inf, 0.0 if when == "before" else 1.0, float(match[2]))
 
 
-def _add(dump: AtbDump, f: walk.FoundFile, where: AtbPlace, rank: int) -> None:
+def _add(dump: AtbDump, f: plain_file.FoundFile, where: AtbPlace, rank: int) -> None:
     step = where.step
     match = _FILE.fullmatch(f.parts[-1])
     assert match is not None
@@ -238,7 +515,7 @@ def _norm_weight(param: Any) -> int:
 _COLUMNS = 15
 
 
-def _add_table(dump: AtbDump, f: walk.FoundFile) -> None:
+def _add_table(dump: AtbDump, f: plain_file.FoundFile) -> None:
     """``statistic.csv``: Device and PID, Execution Count, Op Name, Op Type, Op Id, Input/Output, Tensor Index, Dtype,
     Format, Shape, Max, Min, Mean, Norm, Tensor Path."""
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import single
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
-from vllm_accprobe.formats.io import hdf5, tensor_file, walk
+from vllm_accprobe.formats.io import hdf5, plain_file, tensor_file
 
 SUFFIXES = (*tensor_file.SUFFIXES, *hdf5.SUFFIXES)
 NAME = "folder"
@@ -22,15 +22,15 @@ ORDER, LOOSE = 90, True
 
 
 def recognise(path: Path) -> bool:
-    return walk.probe(path, lambda parts: Path(parts[-1]).suffix.lower() in SUFFIXES)
+    return plain_file.probe(path, lambda parts: Path(parts[-1]).suffix.lower() in SUFFIXES)
 
 
 def open(path: Path) -> ForeignDump:
     """Raises DumpError."""
     dump = ForeignDump(path, NAME, {INDEPENDENT: True})
-    passed = walk.Passed()
-    stems: dict[str, list[walk.FoundFile]] = {}
-    for found in walk.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, passed):
+    passed = plain_file.Passed()
+    stems: dict[str, list[plain_file.FoundFile]] = {}
+    for found in plain_file.files(path, lambda name: Path(name).suffix.lower() in SUFFIXES, passed):
         stems.setdefault(found.name.rpartition(".")[0], []).append(found)
     for stem, files in stems.items():
         for found in files:  # of two files that differ by their endings alone, each is a place
@@ -43,7 +43,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _add(dump: ForeignDump, found: walk.FoundFile, tap: str) -> None:
+def _add(dump: ForeignDump, found: plain_file.FoundFile, tap: str) -> None:
     if found.path.suffix.lower() in hdf5.SUFFIXES:
         for d in hdf5.datasets(found.path, dump.problem):
             place = d.place.strip("/")

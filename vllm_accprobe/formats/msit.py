@@ -26,7 +26,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.formats.atb import number_ranks, one_run
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.common.module_order import execution_order
-from vllm_accprobe.formats.io import torchfile, walk
+from vllm_accprobe.formats.io import plain_file, torchfile
 from vllm_accprobe.formats.io.atb_file import number, stats_of
 from vllm_accprobe.formats.io.plain_file import read_json, read_text
 
@@ -40,7 +40,7 @@ _MAX_TREE = 64 << 20
 
 
 def recognise(path: Path) -> bool:
-    return walk.probe(path, _is_ours)
+    return plain_file.probe(path, _is_ours)
 
 
 def _is_ours(parts: tuple[str, ...]) -> bool:
@@ -56,17 +56,17 @@ def _is_ours(parts: tuple[str, ...]) -> bool:
 class _DeviceProcess:
     """What one ``{device}_{pid}`` directory holds. tokens: token → module → its files."""
 
-    tokens: dict[int, dict[str, list[walk.FoundFile]]] = field(default_factory=dict)
-    weights: list[walk.FoundFile] = field(default_factory=list)
-    tree: walk.FoundFile | None = None
+    tokens: dict[int, dict[str, list[plain_file.FoundFile]]] = field(default_factory=dict)
+    weights: list[plain_file.FoundFile] = field(default_factory=list)
+    tree: plain_file.FoundFile | None = None
 
 
 def open(path: Path) -> ForeignDump:
     """Opens such a dump; reads the indices of the .pth files, no payload. Raises DumpError."""
-    passed = walk.Passed()
+    passed = plain_file.Passed()
     dump = ForeignDump(path, NAME)
     processes: dict[tuple[str, ...], _DeviceProcess] = defaultdict(_DeviceProcess)
-    for f in walk.files(path, lambda n: n.endswith(".pth") or n in (STATISTICS, TREE), passed):
+    for f in plain_file.files(path, lambda n: n.endswith(".pth") or n in (STATISTICS, TREE), passed):
         _sort(f, processes, dump)
     one_run({p[:-1] for p in processes}, path)
     ranks = number_ranks(list(processes))
@@ -80,7 +80,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _sort(f: walk.FoundFile, processes: dict[tuple[str, ...], _DeviceProcess], dump: ForeignDump) -> None:
+def _sort(f: plain_file.FoundFile, processes: dict[tuple[str, ...], _DeviceProcess], dump: ForeignDump) -> None:
     *above, own = f.parts
     if own == TREE:
         processes[tuple(above)].tree = f
@@ -121,7 +121,7 @@ def _add_process(dump: ForeignDump, process: _DeviceProcess, rank: int) -> None:
 
 
 def _add_module(
-    dump: ForeignDump, module: str, files: list[walk.FoundFile], table: Mapping[str, tuple[Any, ...]],
+    dump: ForeignDump, module: str, files: list[plain_file.FoundFile], table: Mapping[str, tuple[Any, ...]],
     place: tuple[int, int], where: tuple[int, int, str],
 ) -> None:  # fmt: skip
     rank, token, cls = where
@@ -153,13 +153,14 @@ def _order(role: str, place: tuple[int, int]) -> int:
     return place[0 if role.startswith("input") else 1] * _SLOTS + slot
 
 
-def _add_weight(dump: ForeignDump, f: walk.FoundFile, rank: int, tree: Mapping[str, str]) -> None:
+def _add_weight(dump: ForeignDump, f: plain_file.FoundFile, rank: int, tree: Mapping[str, str]) -> None:
     module, _, name = f.parts[-1].removesuffix(".pth").rpartition(".")
     add_torch_file(dump, f, tap_of(module), f"param.{name}", cls=tree.get(module, ""), step=None, rank=rank)
 
 
 def add_torch_file(
-    dump: ForeignDump, f: walk.FoundFile, tap: str, role: str, *, cls: str = "", step: int | None = 0, rank: int = 0,
+    dump: ForeignDump, f: plain_file.FoundFile, tap: str, role: str, *, cls: str = "", step: int | None = 0,
+    rank: int = 0,
     order: int | None = None, row: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
     """Adds the tensors of a torch file: usually one, under ``role``; of a container each with its key behind that."""
@@ -177,7 +178,7 @@ def add_torch_file(
         dump.add(Tensor(label, tap, own, t.dtype, t.shape, t.read, cls, step, rank, 0, stats, order=order))
 
 
-def _read_tree(dump: ForeignDump, f: walk.FoundFile) -> dict[str, str]:
+def _read_tree(dump: ForeignDump, f: plain_file.FoundFile) -> dict[str, str]:
     """module → class, in the order of declaration."""
     try:
         root = read_json(f.path, _MAX_TREE)
@@ -200,7 +201,7 @@ _Row = tuple[str, tuple[int, ...], "Stats | None"]
 """(dtype, shape, statistics)."""
 
 
-def _read_statistics(dump: ForeignDump, files: list[walk.FoundFile]) -> dict[str, _Row]:
+def _read_statistics(dump: ForeignDump, files: list[plain_file.FoundFile]) -> dict[str, _Row]:
     """role → (dtype, shape, statistics) of a module's statistics.csv."""
     f = next((x for x in files if x.parts[-1] == STATISTICS), None)
     if f is None:

@@ -1,37 +1,352 @@
 """Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
 
+The words of msprobe's dumps: names of files, sections and statistics, and of operators.
+
+The payload files of a dump of msprobe: ``dump_tensor_data/<data_name>``, .pt or .npy.
+
+The problem: the index says dtype and shape, the file says so too, and one among thousands may be cut off, or be no
+tensor at all. The idea: each file is opened for what it says of itself when the dump is, as in all other formats; one
+that cannot be read, or that holds something else than the index says, is left out with its reason, and its record keeps
+its statistics. Reading is then one read at a known offset.
+
+The records of one dump.json of msprobe: where each stands, and its tensors in the order of execution.
+
+The problem: a record is a module or an API call with its tensors in nested lists, numbered over the whole step, written
+when it ends. The idea: a module's place is its path; an API's place is the module that called it, so that its number
+counts there; inputs stand before what ran inside, outputs behind it.
+
+msprobe's API records as operator calls, so that they can be run again.
+
+The problem: a record of an API (``Functional.linear.0.forward``, ``Mint.add.3.forward``) holds its arguments as a list
+and a dictionary of descriptions, tensors and plain values mixed. The idea: the same VALUES that our own dumps use for
+operators (dump/journal.py), with the roles that the record's tensors have. What cannot be said in them is an argument
+that was not kept. In a dump of MindSpore, methods and ``ops`` bear PyTorch's names and are other functions; they get
+names of their own.
+
+Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
+
 The problem: its own comparison takes one step at a time, one that is named on both sides, and throws away what golden
 has alone. The idea: all steps and ranks below a directory are one dump, each with its own index; an API's place is the
 module that called it (construct.json), so that one call more elsewhere moves nothing. Backward runs are places of their
 own, ``backward.<path>``.
 Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
 ``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
-Not here: a record's place and tensors (msprobe_records.py), the arguments of API calls (msprobe_calls.py), payloads
-(msprobe_files.py).
+
+Not here: the containers (torchfile.py, tensor_file.py), which function a name means (opcheck/references/api.py).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.schema import OpCall
-from vllm_accprobe.formats.common import msprobe_calls
-from vllm_accprobe.formats.common.foreign import PARAM, ForeignDump, Tensor, torch_dtype
-from vllm_accprobe.formats.common.msprobe_files import names_in, payload
-from vllm_accprobe.formats.common.msprobe_records import (
-    PlacedRecord,
-    in_order,
-    place_of,
-    record_stats,
-)
-from vllm_accprobe.formats.common.msprobe_words import CONSTRUCT, DATA, DEBUG, DUMP, SECTIONS, operator_name
-from vllm_accprobe.formats.io import walk
-from vllm_accprobe.formats.io.plain_file import read_json
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Stats
+from vllm_accprobe.formats.common.foreign import PARAM, VALUE, ForeignDump, Read, Tensor, torch_dtype
+from vllm_accprobe.formats.io import plain_file, tensor_file, torchfile
+from vllm_accprobe.formats.io.plain_file import FileTensor, read_json
+from vllm_accprobe.formats.io.torchfile import TorchTensor
+
+DUMP, DEBUG, STACK, CONSTRUCT = "dump.json", "debug.json", "stack.json", "construct.json"
+DATA = "dump_tensor_data"
+"""The folder of payloads, beside the dump.json that names them."""
+INPUTS, KEYWORDS, OUTPUTS, PARAMETERS = "input_args", "input_kwargs", "output", "parameters"
+SECTIONS = {
+    PARAMETERS: ("param", "parameters"),
+    INPUTS: ("input", "input"),
+    "input": ("input", "input"),
+    KEYWORDS: ("input", "kwargs"),
+    OUTPUTS: ("output", "output"),
+}
+"""Section of a record → (what a role begins with, what the name of its tensors has), in the order of execution."""
+STATS = {"max": "Max", "min": "Min", "mean": "Mean", "l2": "Norm"}
+"""Our statistics → msprobe's, in the order in which it writes them."""
+BACKWARD = "backward."
+"""What the places of backward runs begin with."""
+MINDSPORE = "mindspore"
+_OF_MINDSPORE = {"Tensor": "mindspore.Tensor", "Functional": "mindspore.ops"}
+
+
+def operator_name(api: str, framework: str) -> str:
+    """The name of an API in ``OpCall.op``: msprobe's own, ``Functional.linear``, ``Mint.add``; of ``Aten.mm.default``
+    the operator's, ``aten.mm.default``; of MindSpore's
+    ``Tensor.add`` and ``Functional.add`` ``mindspore.Tensor.add`` and ``mindspore.ops.add``."""
+    head, dot, rest = api.partition(".")
+    if head == "Aten" and rest:
+        return f"aten.{rest}"
+    return f"{_OF_MINDSPORE[head]}.{rest}" if framework == MINDSPORE and dot and head in _OF_MINDSPORE else api
+
+
+LOST = f"payload missing in {DATA}"
+OUTSIDE = "payload outside the dump"
+
+
+def names_in(dump: ForeignDump, directory: str) -> set[str]:
+    """The names of what lies in ``dump_tensor_data``, whatever it is."""
+    try:
+        with os.scandir(directory) as entries:
+            return {e.name for e in entries}
+    except FileNotFoundError:  # statistics only
+        return set()
+    except OSError as e:
+        dump.unreadable(f"{directory} cannot be listed: {e.strerror or e}", DATA)
+        return set()
+
+
+def payload(
+    dump: ForeignDump, directory: str, name: Any, stored: set[str], said: tuple[str, tuple[int, ...]],
+    place: tuple[str, int, str],
+) -> Read | None:  # fmt: skip
+    """What reads a record's file. said: dtype and shape by the index; place: tap, step, role. Opens the file for what
+    it says of itself: one that cannot be read is known before anything is compared, as in all other formats."""
+    tap, step, role = place
+    if not isinstance(name, str) or os.path.basename(name) != name or "\\" in name or name in ("", ".", ".."):
+        dump.skip(tap, OUTSIDE, step, role)
+        dump.problem(f"{tap} {role}: its data_name {str(name)[:80]!r} leads out of the dump: not read")
+        return None
+    if name not in stored:
+        dump.skip(tap, LOST, step, role)
+        return None
+    path = Path(directory, name)
+    try:
+        found = tensor_file.first(path) if name.endswith(".npy") else _torch_item(path)
+        held = _held(found, said[0], path)
+    except DumpError as e:
+        dump.unreadable(e, tap, step, role)
+        return None
+    if math.prod(found.shape) != math.prod(said[1]):
+        what = f"{list(found.shape)} where {list(said[1])} was announced"
+        dump.unreadable(f"{path} holds {what}", tap, step, role)
+        return None
+    return held
+
+
+def _torch_item(path: Path) -> TorchTensor:
+    found = torchfile.items(path)
+    if len(found) != 1:
+        raise DumpError(f"{path} holds {len(found)} tensors, not one")
+    return found[0][1]
+
+
+def _held(item: FileTensor | TorchTensor, dtype: str, path: Path) -> Read:
+    """What reads the bits of ``dtype``: the file's own, or of a bfloat16 that numpy stored as float32, which takes
+    its values to tell. Raises DumpError where the file's dtype is another."""
+    if item.dtype == dtype or dtype not in DTYPES:
+        return item.read
+    other = f"{path} holds {item.dtype} where {dtype} was announced"
+    if (item.dtype, dtype) != ("float32", "bfloat16"):
+        raise DumpError(other)
+
+    def read() -> np.ndarray:
+        whole = np.ascontiguousarray(item.read()).view(np.uint32)
+        if (whole & 0xFFFF).any():
+            raise DumpError(other)
+        return (whole >> 16).astype(np.uint16)
+
+    return read
+
+
+_MODULE = re.compile(r"(?:Module|Cell)\.(?:(.+)\.)?([^.]+)\.(forward|backward|parameters_grad)(?:\.(\d+))?")
+_API = re.compile(r"(.+)\.(\d+)\.(forward|backward)")
+_MAX_NESTED = 16
+
+
+@dataclass(frozen=True)
+class RecordPlace:
+    """Where a record stands. inside: path of the module it is or was called by; module: whether it is one."""
+
+    tap: str
+    cls: str
+    call: int | None
+    inside: str
+    module: bool
+    grads: bool = False
+
+
+@dataclass(frozen=True)
+class RecordTensor:
+    """One tensor of a record. suffix: its name behind the record's."""
+
+    role: str
+    suffix: str
+    info: Mapping[str, Any]
+
+
+def place_of(key: str, parents: Mapping[str, Any]) -> RecordPlace:
+    """parents: record → the record that called it."""
+    if match := _MODULE.fullmatch(key):
+        path = match[1] or ROOT_TAP
+        tap = path if match[3] == "forward" else BACKWARD + path
+        return RecordPlace(tap, match[2], int(match[4] or 0), tap, True, match[3] == "parameters_grad")
+    if match := _API.fullmatch(key):
+        cls = match[1]
+        head, _, name = cls.partition(".")
+        leaf = f"{head}:{name.replace('.', '_')}" if name else head
+        backward = match[3] == "backward"
+        caller = parents.get(key) or parents.get(f"{match[1]}.{match[2]}.forward")
+        inside = _MODULE.fullmatch(caller) if isinstance(caller, str) else None
+        path = "" if inside is None else inside[1] or ROOT_TAP
+        tap = f"{path}.{leaf}" if path and path != ROOT_TAP else leaf
+        prefix = BACKWARD if backward else ""
+        # Numbered where it was called: the number in the name counts calls of the whole step.
+        return RecordPlace(prefix + tap, cls, None if path else int(match[2]), prefix + path if path else "", False)
+    return RecordPlace(key.removesuffix(".debug"), "", None, "", False)
+
+
+PlacedRecord = tuple[str, Mapping[str, Any], RecordPlace]
+"""(name, record, place)."""
+
+
+def in_order(places: list[PlacedRecord]) -> Iterator[tuple[str, RecordPlace, RecordTensor]]:
+    """The tensors in the order of execution. Records are written when they end; a module began, with its weights and
+    its inputs, before the first record inside it."""
+    began: dict[str, int] = {}
+    keyed: list[tuple[tuple[int, int, int, int], str, RecordPlace, RecordTensor]] = []
+    for i, (key, record, place) in enumerate(places):
+        above = place.inside
+        while above:
+            began.setdefault(above, i)
+            above = above.rpartition(".")[0]
+        start = began.pop(place.inside, i) if place.module and not place.grads else i
+        depth = place.inside.count(".") if place.module else 1 << 20
+        for n, leaf in enumerate(_leaves(record, place)):
+            early = leaf.role.startswith(("input", PARAM))
+            keyed.append(((start, 0, depth, n) if early else (i, 1, 0, n), key, place, leaf))
+    for _, key, place, leaf in sorted(keyed, key=lambda item: item[0]):
+        yield key, place, leaf
+
+
+def _leaves(record: Mapping[str, Any], place: RecordPlace) -> Iterator[RecordTensor]:
+    if "dtype" in record:  # what save() of level debug wrote
+        yield RecordTensor(VALUE, "", record)
+        return
+    if place.grads:
+        for name, value in record.items():
+            for suffix, info in _tensors(value, ()):
+                rest = suffix[1:] if suffix[:1] == ("0",) else suffix
+                yield RecordTensor(".".join(("output", str(name), *rest)), ".".join((str(name), *rest)), info)
+        return
+    known = [section for section in SECTIONS if section in record]
+    for section in known:
+        role, word = SECTIONS[section]
+        for suffix, info in _tensors(record[section], ()):
+            yield RecordTensor(".".join((role, *suffix)), ".".join((word, *suffix)), info)
+    if not known:
+        for suffix, info in _tensors(record, ()):
+            yield RecordTensor(".".join((VALUE, *suffix)), ".".join(suffix), info)
+
+
+def _tensors(value: Any, suffix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    if len(suffix) > _MAX_NESTED:
+        return
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _tensors(item, (*suffix, str(i)))
+    elif isinstance(value, dict):
+        if "dtype" in value and "shape" in value:
+            yield suffix or ("0",), value
+            return
+        if "type" in value and "value" in value:
+            return  # a number or a text
+        for key, item in value.items():
+            yield from _tensors(item, (*suffix, str(key)))
+
+
+def record_stats(info: Mapping[str, Any], count: int) -> Stats | None:
+    """msprobe takes its statistics in the tensor's own dtype, infinities and NaN included, and none of bool."""
+    values = [info.get(STATS[k]) for k in ("min", "max", "mean", "l2")]
+    if all(v is None for v in values):
+        return None
+    numbers = [float(v) if isinstance(v, (int, float)) else None for v in values]
+    ends = [v for v in numbers[:2] if v is not None]
+    nan = int(any(math.isnan(v) for v in ends))
+    finite = [v if v is not None and math.isfinite(v) else None for v in numbers]
+    return Stats(count, finite[0], finite[1], finite[2], finite[3], nan, sum(math.isinf(v) for v in ends))
+
+
+_PLAIN = ("int", "bool", "str", "NoneType", "None")
+_INDEX = (int, type(None))
+_DEEPEST = 6
+
+
+def arguments(record: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, by keyword) VALUES of a record's arguments; a tensor's role is its record's, ``input.<place>``."""
+    given = record.get(INPUTS, record.get("input"))
+    args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(given)))
+    kwargs = record.get(KEYWORDS)
+    named = kwargs.items() if isinstance(kwargs, dict) else ()
+    return args, {str(k): _value(v, f"input.{k}", 0) for k, v in named}
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else () if value is None else (value,)
+
+
+def _value(value: Any, role: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        return {"skipped": "nested too deeply", "role": role}
+    if isinstance(value, list):
+        return {"list": [_value(v, f"{role}.{i}", depth + 1) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return _float(value)
+    if not isinstance(value, dict):
+        return {"skipped": "of an unknown kind", "role": role}
+    if "dtype" in value and "shape" in value:
+        return _tensor(value, role)
+    if "type" in value and "value" in value:
+        return _described(str(value["type"]), value["value"], role)
+    return {"skipped": "a dictionary", "role": role}
+
+
+def _tensor(info: Mapping[str, Any], role: str) -> Any:
+    shape = info["shape"]
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        return {"skipped": "a tensor without a shape", "role": role}
+    dtype = torch_dtype(str(info["dtype"]))
+    found: dict[str, Any] = {"role": role, "dtype": dtype, "shape": shape, "count": math.prod(shape)}
+    for ours in ("min", "max", "mean", "l2"):
+        number = info.get(STATS[ours])
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number):
+            found[ours] = number
+    return {"tensor": found}
+
+
+def _described(kind: str, value: Any, role: str) -> Any:
+    """``{"type": kind, "value": value}``."""
+    if kind in _PLAIN and (value is None or isinstance(value, (bool, int, str))):
+        return value
+    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _float(float(value))
+    if kind.endswith(".dtype") and isinstance(value, str):
+        return {"dtype": torch_dtype(value)}
+    if kind == "torch.device" and isinstance(value, str):
+        return {"device": value}
+    if kind in ("torch.memory_format", "torch.layout") and isinstance(value, str):
+        return {kind.removeprefix("torch."): value.removeprefix("torch.")}
+    if kind == "complex" and isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]:
+        return {"complex": [_float(float(v)) for v in value]}
+    if kind == "torch.Size" and isinstance(value, list) and all(type(n) is int for n in value):
+        return {"list": list(value)}
+    if kind == "slice" and isinstance(value, list) and len(value) == 3 and all(type(n) in _INDEX for n in value):
+        return {"slice": list(value)}
+    if kind == "ellipsis":
+        return {"ellipsis": True}
+    return {"skipped": f"a {kind[:40]}", "role": role}
+
+
+def _float(value: float) -> Any:
+    return value if math.isfinite(value) else {"float": repr(value)}
+
 
 NAME = "msprobe"
 HOW = "dump.json or debug.json in the directory, or in [step<S>/][rank<R>|proc<PID>/] below it"
@@ -45,7 +360,7 @@ _MAX_JSON = 2 << 30
 def recognise(path: Path) -> bool:
     if path.is_file():
         return path.name in (DUMP, DEBUG)
-    return walk.probe(path, lambda parts: parts[-1] in (DUMP, DEBUG) and _fits(parts[:-1]), depth=2)
+    return plain_file.probe(path, lambda parts: parts[-1] in (DUMP, DEBUG) and _fits(parts[:-1]), depth=2)
 
 
 def _fits(parts: tuple[str, ...]) -> bool:
@@ -58,8 +373,8 @@ def open(path: Path) -> ForeignDump:
     """path: the dump's root, a step's directory, a rank's directory, or a dump.json. Raises DumpError."""
     root = path.parent if path.is_file() else path
     dump = ForeignDump(path, NAME)
-    passed = walk.Passed()
-    found = [f for f in walk.files(root, lambda n: n in (DUMP, DEBUG), passed) if _fits(f.parts[:-1])]
+    passed = plain_file.Passed()
+    found = [f for f in plain_file.files(root, lambda n: n in (DUMP, DEBUG), passed) if _fits(f.parts[:-1])]
     if path.is_file():
         found = [f for f in found if f.path == path]
     processes: dict[str, int] = {}
@@ -145,7 +460,7 @@ def _add_calls(
     for key, record, place in places:
         if place.module or key not in numbers or not record.keys() & SECTIONS.keys() or not key.endswith(".forward"):
             continue
-        args, kwargs = msprobe_calls.arguments(record)
+        args, kwargs = arguments(record)
         name, (call, seq) = operator_name(place.cls, framework), numbers[key]
         dump.ops.append(OpCall(rank, step, place.tap, name, call, seq, place.inside or None, args, kwargs, ()))
 

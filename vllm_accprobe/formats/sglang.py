@@ -1,17 +1,26 @@
 """Dumps of SGLang's dumper: one .pt per tensor and rank, whose file name is a row of ``key=value``.
 
+The notes in which SGLang's dumper says how ranks cut a tensor, and undoing what they say.
+
+The note: one word per dimension, in brackets the parallel groups that cut it, each with ``partial`` (add instead of
+joining) or ``zigzag`` (two chunks per rank, from both ends); after ``#`` the groups that hold copies:
+``t num_heads[tp] head_dim``, ``t h[tp:partial]``, ``t h # tp:replicated``. Several groups are undone one by one.
+
+Dumps of SGLang's dumper: one .pt per tensor and rank, whose file name is a row of ``key=value``.
+
 The problem: a tensor's ranks lie in separate files, and how they make a whole is a note in the dumper's own small
 language. The idea: the file name is the tensor's name, its step, rank and place in the order of execution; the note
 (``t num_heads[tp] head_dim``, ``t h[tp:partial]``, ``t h # tp:replicated``) becomes a layout, and several ranks that
 are cut along several dimensions are put together here, when they are read.
-Not here: .pt files (torchfile.py), the notes' language (sglang_dims.py).
+
+Not here: which ranks there are, .pt files (torchfile.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +28,87 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
-from vllm_accprobe.formats.common.sglang_dims import Dims, parse_dims, put_together
-from vllm_accprobe.formats.io import torchfile, walk
+from vllm_accprobe.formats.io import plain_file, torchfile
 from vllm_accprobe.formats.io.torchfile import TorchTensor
+
+_DIM = re.compile(r"(?:([A-Za-z_]\w*|1)|\(([^()]+)\))(?:\[([^\]]+)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One parallel group in a note. dim: which dimension of the tensor; kind: ``join``, ``partial``."""
+
+    group: str
+    dim: int
+    kind: str
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """A note. cuts: innermost first, the order in which they are undone."""
+
+    dims: int
+    cuts: tuple[Cut, ...]
+    copies: frozenset[str]
+
+
+def parse_dims(note: str) -> Dims:
+    """Raises ValueError for what is no such note."""
+    shape, _, rest = note.partition("#")
+    cuts: list[Cut] = []
+    dim = 0
+    for word in re.sub(r"\s*\*\s*", "*", shape).split():
+        match = _DIM.fullmatch(word)
+        if match is None:
+            raise ValueError(word)
+        own = []
+        for modifier in (match[3] or "").split(","):
+            if not modifier.strip():
+                continue
+            group, _, how = modifier.strip().partition(":")
+            kinds = {h.strip() for h in how.split("+") if h.strip()}
+            if not kinds <= {"partial", "zigzag", "natural"}:
+                raise ValueError(modifier)
+            own.append(Cut(group, dim, "partial" if "partial" in kinds else "join", "zigzag" in kinds))
+        cuts += reversed(own)
+        dim += 1
+    copies = frozenset(w.removesuffix(":replicated") for w in rest.split() if w.endswith(":replicated"))
+    return Dims(dim, tuple(cuts), copies)
+
+
+def put_together(
+    pieces: Mapping[tuple[int, ...], TorchTensor], cuts: Sequence[Cut], sizes: Sequence[int]
+) -> np.ndarray:
+    """The whole, of pieces by their places along ``cuts``, which are undone one after the other: the bits, or float32
+    where one of them is partial. sizes: pieces along each cut."""
+    numbers = any(c.kind == "partial" for c in cuts)
+    values = {at: widen(t.read(), t.dtype).astype(np.float32) if numbers else t.read() for at, t in pieces.items()}
+    for c, n in zip(cuts, sizes, strict=True):
+        merged = {}
+        for rest in sorted({at[1:] for at in values}):
+            parts = [values[(i, *rest)] for i in range(n)]
+            if c.kind == "partial":
+                merged[rest] = np.sum([p.astype(np.float64) for p in parts], axis=0).astype(parts[0].dtype)
+            else:
+                whole = np.concatenate(parts, axis=c.dim)
+                merged[rest] = unzigzag(whole, c.dim, n) if c.zigzag else whole
+        values = merged
+    return values[()]
+
+
+def unzigzag(whole: np.ndarray, dim: int, ranks: int) -> np.ndarray:
+    """The natural order of a sequence of which rank i held chunks i and 2 * ranks - 1 - i, one behind the other."""
+    chunks = np.array_split(whole, 2 * ranks, axis=dim)
+    order = [0] * (2 * ranks)
+    for i in range(ranks):
+        order[i], order[2 * ranks - 1 - i] = 2 * i, 2 * i + 1
+    return np.concatenate([chunks[k] for k in order], axis=dim)
+
 
 NAME = "sglang"
 HOW = "a directory of step=<s>___rank=<r>___dump_index=<i>___name=<name>*.pt (SGLang's dumper)"
@@ -39,7 +122,7 @@ ODD_NOTE = "dims note that is not understood"
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    found: walk.FoundFile
+    found: plain_file.FoundFile
     tags: Mapping[str, str]
     meta: Mapping[str, Any]
     key: str
@@ -76,14 +159,14 @@ def place_of(tags: Mapping[str, str]) -> tuple[str, str]:
 
 
 def recognise(path: Path) -> bool:
-    return walk.probe(path, lambda parts: _PREFIX.fullmatch(parts[-1]) is not None, depth=6)
+    return plain_file.probe(path, lambda parts: _PREFIX.fullmatch(parts[-1]) is not None, depth=6)
 
 
 def open(path: Path) -> ForeignDump:
     """Opens such a dump; reads the pickles of the .pt files, which hold the notes, and no payload. Raises DumpError."""
-    passed = walk.Passed()
+    passed = plain_file.Passed()
     dump = ForeignDump(path, NAME)
-    listed = list(walk.files(path, lambda n: _PREFIX.fullmatch(n) is not None, passed))
+    listed = list(plain_file.files(path, lambda n: _PREFIX.fullmatch(n) is not None, passed))
     heads = {f.parts[:-1] for f in listed}
     if len(heads) > 1 and len({_identity(f) for f in listed}) < len(listed):
         names = sorted("/".join(h) or "." for h in heads)
@@ -102,7 +185,7 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _identity(f: walk.FoundFile) -> tuple[Any, ...]:
+def _identity(f: plain_file.FoundFile) -> tuple[Any, ...]:
     tags = parse_name(f.parts[-1])
     order = tuple(_number(tags.get(k, "")) for k in ("step", "rank", "dump_index"))
     return (*order, tuple(sorted(tags.items())))
@@ -113,7 +196,7 @@ def _number(text: Any) -> int:
     return int(plain) if plain.isascii() and plain.isdecimal() and len(plain) < 16 else 0
 
 
-def _load(dump: ForeignDump, f: walk.FoundFile) -> list[_File]:
+def _load(dump: ForeignDump, f: plain_file.FoundFile) -> list[_File]:
     tags = parse_name(f.parts[-1])
     tap, role = place_of(tags)
     try:

@@ -7,7 +7,7 @@ Layout, GE: ``[worldsize{W}_global_rank{R}/]dump_*/{time}/{device}/{graph}/{grap
 ``{OpType}.{OpName}.{task}.{stream}.{time}``, ``dynamo_original_graph_*.txt`` above; long names stand in mapping.csv.
 FX: ``.../{token}/.../{node}-{aten op}.{INPUT|OUTPUT}.{k}.{time}.npy``, ``{k}.{j}`` for a list. GE's tokens begin with
 0, FX's with 1, or with 0 in releases that write below ``worldsize{W}_global_rank{R}/``.
-Not here: GE's binary format (ge_dump.py), which operator pairs with which (align/graph_pairs.py).
+Not here: GE's binary format (ge_dump.py), which operator pairs with which (align/without_row_maps.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
-from vllm_accprobe.formats.io import ge_dump, tensor_file, walk
+from vllm_accprobe.formats.io import ge_dump, plain_file, tensor_file
 from vllm_accprobe.formats.io.plain_file import read_text
 
 NAME = "torchair"
@@ -64,7 +64,7 @@ class FxDump(ForeignDump):
 def recognise(path: Path) -> bool:
     if path.is_file():
         return _is_ge(path.name) is not None and _starts(path)
-    return walk.probe(path, lambda parts: _FX.fullmatch(parts[-1]) is not None or _is_ge(parts[-1]) is not None)
+    return plain_file.probe(path, lambda parts: _FX.fullmatch(parts[-1]) is not None or _is_ge(parts[-1]) is not None)
 
 
 def _is_ge(name: str) -> re.Match[str] | None:
@@ -85,10 +85,10 @@ def open(path: Path) -> ForeignDump:
         dump = GeDump(path)
         match = _is_ge(path.name)
         assert match is not None
-        _add_file(dump, walk.FoundFile((path.name,), str(path)), (match[1], match[2]), 0, 0, strict=True)
+        _add_file(dump, plain_file.FoundFile((path.name,), str(path)), (match[1], match[2]), 0, 0, strict=True)
         return dump
-    passed = walk.Passed()
-    listed = list(walk.files(path, _wanted, passed))
+    passed = plain_file.Passed()
+    listed = list(plain_file.files(path, _wanted, passed))
     fx = [f for f in listed if _FX.fullmatch(f.parts[-1])]
     found: ForeignDump = _open_fx(path, fx) if fx else _open_ge(path, listed)
     passed.tell(found)
@@ -104,7 +104,7 @@ def _wanted(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _GeFile:
-    found: walk.FoundFile
+    found: plain_file.FoundFile
     kind: str
     name: str
     task: int
@@ -112,7 +112,7 @@ class _GeFile:
     role: str = ""  # of a converted file that holds one tensor
 
 
-def _open_ge(path: Path, listed: list[walk.FoundFile]) -> GeDump:
+def _open_ge(path: Path, listed: list[plain_file.FoundFile]) -> GeDump:
     dump = GeDump(path)
     long_names = _long_names(dump, [f for f in listed if f.parts[-1] == MAPPING])
     files = [g for f in listed if (g := _ge_file(f, long_names)) is not None]
@@ -136,7 +136,7 @@ def _open_ge(path: Path, listed: list[walk.FoundFile]) -> GeDump:
     return dump
 
 
-def _ge_file(f: walk.FoundFile, long_names: Mapping[tuple[tuple[str, ...], str], str]) -> _GeFile | None:
+def _ge_file(f: plain_file.FoundFile, long_names: Mapping[tuple[tuple[str, ...], str], str]) -> _GeFile | None:
     name = long_names.get((f.parts[:-1], f.parts[-1]), f.parts[-1])
     if (m := _is_ge(name)) is not None:
         return _GeFile(f, m[1], m[2], int(m[3]), int(m[5]))
@@ -145,7 +145,7 @@ def _ge_file(f: walk.FoundFile, long_names: Mapping[tuple[tuple[str, ...], str],
     return None
 
 
-def _long_names(dump: GeDump, tables: Iterable[walk.FoundFile]) -> dict[tuple[tuple[str, ...], str], str]:
+def _long_names(dump: GeDump, tables: Iterable[plain_file.FoundFile]) -> dict[tuple[tuple[str, ...], str], str]:
     """(directory, file name) → the name that was too long for the file system."""
     out = {}
     for f in tables:
@@ -170,7 +170,7 @@ def _rank(parts: tuple[str, ...]) -> int:
 
 
 def _add_file(
-    dump: GeDump, f: walk.FoundFile, names: tuple[str, str], step: int, rank: int, *, strict: bool = False
+    dump: GeDump, f: plain_file.FoundFile, names: tuple[str, str], step: int, rank: int, *, strict: bool = False
 ) -> None:
     kind, name = names
     try:
@@ -193,7 +193,7 @@ def _add_file(
         dump.add(Tensor(f"{f.name}:{role}", tap, role, t.dtype, t.shape, read, kind, step, rank))
 
 
-def _add_npy(dump: ForeignDump, f: walk.FoundFile, tap: str, role: str, cls: str, step: int, rank: int) -> None:
+def _add_npy(dump: ForeignDump, f: plain_file.FoundFile, tap: str, role: str, cls: str, step: int, rank: int) -> None:
     """Adds the array of an .npy file."""
     try:
         item = tensor_file.first(f.path)
@@ -270,7 +270,7 @@ def fused_inputs(parts: list[str], inputs: Mapping[str, list[str]]) -> list[tupl
 # --- FX ---
 
 
-def _open_fx(path: Path, listed: list[walk.FoundFile]) -> FxDump:
+def _open_fx(path: Path, listed: list[plain_file.FoundFile]) -> FxDump:
     dump = FxDump(path)
     tokens = {f.parts[:-1]: [int(p) for p in f.parts[:-1] if p.isdecimal() and len(p) < 10] for f in listed}
     ranked = any(_RANK.fullmatch(p) for parts in tokens for p in (*path.parts[-3:], *parts))

@@ -7,8 +7,8 @@ path too is paired in the order of execution (align/names.py), which is the orde
 Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``path.Class.n.forward_input.<i>``,
 ``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
 has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with what these names cannot say as an
-attribute (formats/write/notes.py).
-Not here: HDF5 itself (hdf5.py), the names' grammar (formats/write/names.py).
+attribute (formats/write/containers.py).
+Not here: HDF5 itself (hdf5.py), the names' grammar (formats/write/containers.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.formats.common import held
+from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
 from vllm_accprobe.formats.io import hdf5
-from vllm_accprobe.formats.write import notes
-from vllm_accprobe.formats.write.names import H5_FILE, dataset_place
+from vllm_accprobe.formats.write import containers
+from vllm_accprobe.formats.write.containers import H5_FILE, dataset_place
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
@@ -51,7 +51,7 @@ def open(path: Path) -> ForeignDump:
             if path.is_file():
                 raise
             dump.unreadable(e, file.name, rank=rank)
-    held.look(dump)
+    foreign.look(dump)
     return dump
 
 
@@ -81,7 +81,7 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
     for d in hdf5.datasets(file, dump.problem):
         step = d.group.strip("/").rpartition("/")[2]
         tap, cls, role, call = dataset_place(d.name)
-        noted = notes.record(d.notes) if d.notes else None
+        noted = containers.record(d.notes) if d.notes else None
         if noted is not None:
             tap, cls, role, call = noted.tap, noted.cls, noted.role, noted.call
         if d.problem:
@@ -103,4 +103,4 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
             )
         )
         if record is not None:
-            dump.noted(rank, notes.module(d.notes.get("module")), notes.op(rank, d.notes.get("op")), record)
+            dump.noted(rank, containers.module(d.notes.get("module")), containers.op(rank, d.notes.get("op")), record)

@@ -1,33 +1,160 @@
 """The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
 
+In which dtype golden's own command makes a floor: honest rounding, measured on the machine that is trusted.
+
+The problem: where batching changes nothing, any other kernel differs "beyond batching"; the size of honest rounding is
+not known beforehand. The idea: golden's model once more in another dtype rounds at the same places by another amount,
+and that gives golden's own rounding. Which dtype: mine's, if it is another than golden's, because then its rounding is
+what honest servers differ by; else one that is finer: float16 for bfloat16 (the same memory, eight times as fine),
+float32 for float16. For float32 there is none that is finer: bfloat16 gives a limit that is far too wide for float32's
+own rounding, and still narrow for most faults; a floor of the user's own is better there.
+
+A server that `send` starts itself and ends again.
+
+The problem: whoever compares two builds types the same three steps every time, and a server that is left behind holds
+a card. The idea: `run/launcher.py` starts and ends the command, the port is ours, its output goes into the folder.
+
+The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
+
 The problem: to compare two servers somebody has to start the one, send, keep what came back, end it (both may need the
 same card), start the other, and send it just what the first one answered. The idea: a side is whatever there is, and
 becomes a folder; golden is sent first and answers freely, the others are forced along its tokens. A folder that is
 complete is not sent again, one that was begun is gone on with, so the same command goes on after anything.
-Not here: sending (sending/), in which dtype a floor is made (floor_dtype.py), comparing (measure/gating.py).
+
+Not here: what the floor says (gate/measure/conditions.py), what is asked of it (passes.py), sending (sending/),
+comparing (measure/gating.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import shlex
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe import __version__
-from vllm_accprobe.gate.sending import along, passes, replies
+from vllm_accprobe.gate.sending import passes, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending.arrival import parse
 from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.sending.serving import assigns, served
+from vllm_accprobe.run.launcher import Background, LaunchError, ServerCommandError, option_of, understood
+
+DTYPES = ("bfloat16", "float16", "float32")
+_SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def of_command(command: str) -> str | None:
+    """The dtype that a command's words or its model's config.json name; None where nobody knows."""
+    words = _words(command)
+    said = next((word for word in (option_of(words, "--dtype"),) if word and word != "auto"), None)
+    if said is None and (model := _model(words)) is not None:
+        said = _configured(model)
+    said = _SHORT.get(said or "", said)
+    return said if said in DTYPES else None
+
+
+def candidates(golden: str, mine: str | None) -> list[str]:
+    """The dtypes to try, the best first; a server may refuse one. mine: its command, None where it is none."""
+    ours = of_command(golden) or "bfloat16"
+    theirs = None if mine is None else of_command(mine)
+    finer = {"bfloat16": ["float16", "float32"], "float16": ["float32", "bfloat16"], "float32": ["bfloat16", "float16"]}
+    first = [theirs] if theirs is not None and theirs != ours else []
+    return list(dict.fromkeys([*first, *finer[ours]]))
+
+
+def command(golden: str, dtype: str) -> str:
+    """Golden's command with this dtype."""
+    words, kept = _words(golden), []
+    skip = False
+    for word in words:
+        if skip or word == "--dtype" or word.startswith("--dtype="):
+            skip = word == "--dtype" and not skip
+            continue
+        kept.append(word)
+    return shlex.join([*kept, f"--dtype={dtype}"])
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
+
+
+def _model(words: list[str]) -> str | None:
+    if "serve" in words[:-1] and not (after := words[words.index("serve") + 1]).startswith("-"):
+        return after
+    return option_of(words, "--model")
+
+
+def _configured(model: str) -> str | None:
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        return str(config.get("dtype") or config.get("torch_dtype") or "") or None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+FORCE = "VLLM_ACCPROBE_FORCE"
+_LOOK_S = 0.25
+
+
+@contextmanager
+def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
+    """(url, key) of the server that ``command`` starts, once it answers. out: an existing folder, where its output
+    goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be forced. Raises
+    SendError."""
+    try:
+        words = shlex.split(command)
+    except ValueError as e:
+        raise SendError(f"--engine: {e}") from None
+    given = list(itertools.takewhile(assigns, words))
+    environ, words = {**environ, **dict(word.split("=", 1) for word in given)}, words[len(given) :]
+    if not words:
+        raise SendError("--engine: write a command, for example --engine 'vllm serve MODEL'")
+    number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
+    log = out / f"engine-{number}.log"
+    if not environ.get(FORCE):
+        environ = {**environ, FORCE: str((out / replies.folder_name(number)).absolute())}
+    try:
+        server = understood(words, environ)
+        if not server.url:
+            raise SendError(f"--engine: {words[0]} is no `vllm serve`: start it yourself, and give --url")
+        with Background(server.words, environ, log=log) as running:
+            _wait(running, server.url, server.key, time.monotonic() + ready_s)
+            yield server.url, server.key
+    except (ServerCommandError, LaunchError) as e:
+        raise SendError(f"--engine: {e}") from None
+
+
+def assigns(word: str) -> bool:
+    """Whether a word in front of a command is of its environment, as a shell would have it."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isidentifier()
+
+
+def _wait(running: Background, url: str, key: str, until: float) -> None:
+    sender = Sender(url, key, timeout=10.0)
+    while time.monotonic() < until:
+        if running.code is not None:
+            raise SendError(
+                f"--engine: the command ended with exit code {running.code} before it served; read {running.log}"
+            )
+        if sender.healthy():
+            return
+        time.sleep(_LOOK_S)
+    raise SendError(f"--engine: nothing answers at {url} (--ready-timeout); read {running.log}")
+
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -115,8 +242,8 @@ def made(
     try:
         if of.kind == FOLDER:
             return replies.read(Path(of.text))
-        lines = prompts_file.read(asking.prompts) if golden is None else along.forced_lines(golden)
-        digest = None if golden is None else along.digest(golden)
+        lines = prompts_file.read(asking.prompts) if golden is None else passes.forced_lines(golden)
+        digest = None if golden is None else passes.digest(golden)
         if replies.exists(out) and _complete(out, of, lines, digest):
             return replies.read(out)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,7 +257,7 @@ def made(
         raise NotServed(f"{what}: {e}") from None
     except OtherIds as e:
         raise NotComparable(f"{what}: {e}") from None
-    except (SendError, along.AlongError, prompts_file.PromptsError, replies.FolderError) as e:
+    except (SendError, passes.TeacherForcingError, prompts_file.PromptsError, replies.FolderError) as e:
         raise SideError(f"{what}: {_plain(e)}") from None
 
 
@@ -165,16 +292,16 @@ def _sent(
     digest: str | None, progress: Progress,
 ) -> None:  # fmt: skip
     settings = {} if golden is None else golden.about.get("settings", {})
-    words = [w for w in settings.get("arrive", asking.arrive) if w != along.SCORE]
+    words = [w for w in settings.get("arrive", asking.arrive) if w != passes.SCORE]
     arrivals = [parse(word) for word in words]
     asked = Sender(
         sender.url, sender.key, asking.timeout, settings.get("top", asking.top), asking.max_tokens, asking.model
     )
     asked, server = asked.introduced()
     if golden is not None:
-        along.check_vocabulary(asked, golden)
+        passes.check_vocabulary(asked, golden)
     begun = replies.read_about(out) if replies.exists(out) else None
-    plan = along.planned(asked, digest, len(arrivals), asking.score, begun)
+    plan = passes.planned(asked, digest, len(arrivals), asking.score, begun)
     concurrency = int(settings.get("concurrency", asking.concurrency))
     with progress(what, len(lines) * (len(arrivals) + plan.score)) as tell:
         done = passes.send(asked, server, lines, arrivals, concurrency, out, _about(asking, of), tell, plan)

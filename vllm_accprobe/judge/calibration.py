@@ -7,7 +7,7 @@ per tap), so it is made once on the reference machine and carried to the other a
 How it is used: errors are told in units of it; a limit is never below MARGIN times it; an origin that golden's own runs
 show too, and as strongly, is none. It never makes a limit tighter: two runs of one machine differ by less than two
 machines may.
-Not here: making one from dumps (comparison/verdict/floors.py), the model of rounding (floor.py).
+Not here: making one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py).
 """
 
 from __future__ import annotations

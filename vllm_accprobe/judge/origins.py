@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.align.row_set import RowSet, Unions
+from vllm_accprobe.align.tokens import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER
 from vllm_accprobe.judge.flow import Tree
@@ -55,7 +55,7 @@ class Origin:
     hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
     trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
     chance: the probability that honest machines show this anywhere in the comparison; None where nobody knows.
-    unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py)."""
+    unproved: a router that nobody saw may have sent the rows elsewhere (flips.py)."""
 
     tap: str
     trace: TensorErrors

@@ -13,7 +13,7 @@ Two cases have no margin. Without logits nothing shows a near tie, and nothing i
 take its best, as far as the dumps say what is best, logits do not tell how near a choice was: rows whose logits differ
 within their limits are then left out, because to accuse needs proof as well; they are counted apart, and the verdict
 says so.
-Not here: chosen experts that nobody saw (near_ties.py), flipped tokens, which are the same at the end of the model
+Not here: chosen experts that nobody saw (flips.py), flipped tokens, which are the same at the end of the model
 (flips.py).
 """
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import RowSet
+from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge import constants as c
 
 TINY = 1e-300

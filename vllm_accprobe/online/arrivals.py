@@ -1,9 +1,39 @@
-"""What has arrived, of all ranks, whichever way it came.
+"""What has arrived, of all ranks, whichever way it came: the sender's dump again, file by file, read while it grows.
+
+The pieces that go over the line, and their limits.
+
+The problem: what arrives was written by whoever could connect: lengths that fill the memory, objects that run code.
+The idea: a piece is twelve bytes (a word, a kind, a length) and a body that is raw bytes or one flat JSON object; its
+length is held against the kind's limit before a byte of it is awaited, and nothing is unpickled. The same pieces, one
+after the other and closed by a digest, are a batch of shared storage.
+
+What has arrived of one rank: the sender's dump again, file by file, which is also the record of what is here.
+
+The problem: a line breaks, a receiver is killed, and nothing may be lost or be there twice. The idea: no second record
+that could disagree with the first: a rank's journal and segments grow here by the bytes by which they grew there, each
+piece says where it belongs, and what a receiver has is the length of its files. A piece that is here already is left
+out, one that would leave a gap is refused. At a SYNC the payloads go to the disk before the journal's lines that name
+them, so that every line that is here can be read after any kill. The files are a dump, which everything else reads as
+any other.
+
+One rank of a dump, read from where the receiver stands, while it may still be written.
+
+The problem: a journal grows line by line, its payloads lie in segments that are renamed when they are full, and the
+process that writes must not notice that it is read. The idea: whole lines are read from where the receiver's journal
+ends; the bytes that they name, which are on the disk before them, go first. Nothing is remembered here that the
+receiver's answer does not say.
+
+A dump's calls while it grows: only those of some steps, with what earlier rounds have seen of each tap.
+
+What has arrived, of all ranks, whichever way it came.
 
 The problem: pieces come over many lines or through files, in any order of ranks, faster than they can be checked. The
 idea: one object that knows which ranks there are to be, what each has, and which have ended; that applies a piece and
-says what to answer; and that makes whoever brings more wait while too much is unchecked. Not here: the lines
-(receiver.py), the files (shared.py), the checks (checking.py).
+says what to answer; and that makes whoever brings more wait while too much is unchecked.
+
+Not here: sockets (line.py), files (shared.py), checks (live.py), the way there (line.py, shared.py), which steps
+(live.py), how a call is made (opcheck/calls/records.py), the lines (line.py), the files (shared.py), the checks
+(serving.py).
 """
 
 from __future__ import annotations
@@ -11,18 +41,424 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.files import open_regular
+import orjson
+import xxhash
+
+from vllm_accprobe.dump.files import MAX_LINE, DumpError, find_segment, open_regular
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.recorder.journal_writer import lock
+from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
 from vllm_accprobe.dump.schema import JOURNAL as JOURNAL_NAME
-from vllm_accprobe.dump.schema import RUN_JSON, rank_dir
-from vllm_accprobe.online.frames import DATA, END, JOURNAL, RUN, SYNC, FrameError, number, place_of, said_in
-from vllm_accprobe.online.mirror import MirrorError, RankMirror, keep_run
+from vllm_accprobe.dump.segment import HEADER_BYTES, part_name, write_all
+from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
+from vllm_accprobe.opcheck.calls.neighbours import Neighbours, Past
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.whole_file import write_private
+
+HELLO, WELCOME, RUN, DATA, JOURNAL_FRAME, SYNC, HAVE, END, REFUSED, READY = range(1, 11)
+PROTOCOL = 1
+HEAD = struct.Struct("<3sBQ")
+PLACE = struct.Struct("<QQ")
+"""Before the bytes of a segment and of the journal: segment (0 of the journal), offset in its data."""
+MAGIC = b"ap1"
+CHUNK = 1 << 20
+"""Chosen: bytes of a payload that travel in one piece."""
+WORDS = 64 << 10
+"""Chosen: the longest JSON object but WELCOME's and RUN's."""
+_LIMITS = {
+    HELLO: WORDS, WELCOME: CHUNK, RUN: CHUNK, DATA: CHUNK + PLACE.size, JOURNAL_FRAME: CHUNK + PLACE.size, SYNC: 0,
+    HAVE: WORDS, END: WORDS, REFUSED: WORDS, READY: 0,
+}  # fmt: skip
+MOST_SEGMENTS = 1 << 14
+"""Chosen: of one rank; at a gigabyte each more than any disk holds."""
+
+
+class FrameError(Exception):
+    """One line: what arrived is none of ours."""
+
+
+def head(kind: int, length: int) -> bytes:
+    return HEAD.pack(MAGIC, kind, length)
+
+
+def words(kind: int, said: Mapping[str, Any]) -> list[bytes]:
+    """A piece of JSON. Raises FrameError where it is longer than its kind may be."""
+    body = orjson.dumps(said)
+    if len(body) > _LIMITS[kind]:
+        raise FrameError(f"{len(body):,} bytes of JSON are more than the {_LIMITS[kind]:,} that may be sent")
+    return [head(kind, len(body)), body]
+
+
+def placed(kind: int, segment: int, offset: int, body: bytes | memoryview) -> list[bytes | memoryview]:
+    """A piece of a segment's data, or of the journal."""
+    return [head(kind, PLACE.size + len(body)) + PLACE.pack(segment, offset), body]
+
+
+def length_of(given: bytes, most: int | None = None) -> tuple[int, int]:
+    """(kind, length of the body) of twelve bytes. most: a limit besides the kind's. Raises FrameError."""
+    magic, kind, length = HEAD.unpack(given)
+    if magic != MAGIC or kind not in _LIMITS:
+        raise FrameError("it does not speak accprobe's protocol")
+    limit = _LIMITS[kind] if most is None else min(most, _LIMITS[kind])
+    if length > limit:
+        raise FrameError(f"it announces {length:,} bytes where {limit:,} are allowed")
+    return kind, length
+
+
+def place_of(body: bytes | bytearray | memoryview) -> tuple[int, int, memoryview]:
+    """(segment, offset, bytes) of a placed piece. Raises FrameError."""
+    if len(body) < PLACE.size:
+        raise FrameError("a piece is too short for its place")
+    segment, offset = PLACE.unpack_from(body)
+    return segment, offset, memoryview(body)[PLACE.size :]
+
+
+def said_in(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The JSON object in a body. Raises FrameError."""
+    try:
+        found = orjson.loads(body)
+    except (ValueError, RecursionError):
+        raise FrameError("a piece that should be JSON is none") from None
+    if not isinstance(found, dict):
+        raise FrameError("a piece that should be a JSON object is none")
+    return found
+
+
+def number(said: Mapping[str, Any], key: str, most: int) -> int:
+    """A whole number from 0 to ``most``. Raises FrameError."""
+    value = said.get(key)
+    if type(value) is not int or not 0 <= value <= most:
+        raise FrameError(f"{key} is no number from 0 to {most:,}")
+    return value
+
+
+def pieces(read: Callable[[int], bytes], until: int) -> Iterator[tuple[int, bytes]]:
+    """The pieces in ``until`` bytes that ``read`` gives. Raises FrameError."""
+    left = until
+    while left:
+        if left < HEAD.size:
+            raise FrameError("a batch ends within a piece")
+        kind, length = length_of(read(HEAD.size))
+        left -= HEAD.size + length
+        if left < 0:
+            raise FrameError("a batch ends within a piece")
+        yield kind, read(length)
+
+
+_PENDING = 8 << 20
+"""Chosen: bytes of journal that wait for their SYNC, at most."""
+_SEGMENT = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
+_sync = getattr(os, "fdatasync", os.fsync)
+
+
+class MirrorError(Exception):
+    """One line: why nothing more of this rank is taken."""
+
+
+class RankMirror:
+    """The files of one rank below ``root``. budget: bytes that they may have. Raises OSError, MirrorError."""
+
+    def __init__(self, root: Path, rank: int, budget: int):
+        self.rank, self.budget = rank, budget
+        self.directory = root / rank_dir(rank)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._journal = _opened(self.directory / JOURNAL)
+        self.written = os.fstat(self._journal).st_size
+        self._hash = xxhash.xxh3_128()
+        _add(self._hash, self._journal, self.written)
+        self._pending = bytearray()
+        self._files: dict[int, int] = {}
+        self.segments: dict[int, int] = {}
+        for entry in os.scandir(self.directory):
+            match = _SEGMENT.fullmatch(entry.name)
+            if match and entry.is_file(follow_symlinks=False):
+                self.segments[int(match[1])] = max(entry.stat(follow_symlinks=False).st_size - HEADER_BYTES, 0)
+
+    @property
+    def journal_bytes(self) -> int:
+        """Of the journal, those that wait for a SYNC too."""
+        return self.written + len(self._pending)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something waits for a SYNC."""
+        return bool(self._pending)
+
+    @property
+    def nbytes(self) -> int:
+        return self.journal_bytes + sum(self.segments.values())
+
+    def have(self) -> dict[str, Any]:
+        """What WELCOME says: the journal's length, its digest (XXH3-128), and the length of each segment's data."""
+        segments = sorted(self.segments.items())
+        return {"journal": self.written, "digest": self._hash.hexdigest(), "segments": [list(s) for s in segments]}
+
+    def data(self, segment: int, offset: int, body: memoryview) -> None:
+        """Bytes of a segment's data. Raises FrameError, MirrorError, OSError."""
+        here = self.segments.get(segment, 0)
+        body = _new(body, offset, here, f"segment {segment}")
+        if not len(body):
+            return
+        if segment >= MOST_SEGMENTS:
+            raise FrameError(f"segment {segment} is beyond all that a rank may have")
+        self._room(len(body))
+        if segment not in self._files:
+            fd = self._files[segment] = _opened(self.directory / part_name(segment))
+            write_all(fd, (HEADER_BYTES - 8).to_bytes(8, "little"), 0)
+        write_all(self._files[segment], body, HEADER_BYTES + here)
+        self.segments[segment] = here + len(body)
+
+    def journal(self, offset: int, body: memoryview) -> None:
+        """Bytes of the journal; they count from the next SYNC on. Raises FrameError, MirrorError."""
+        body = _new(body, offset, self.journal_bytes, "the journal")
+        self._room(len(body))
+        if len(self._pending) + len(body) > _PENDING:
+            raise FrameError("too much of a journal without a SYNC")
+        self._pending += body
+
+    def sync(self) -> int:
+        """Puts all that came on the disk; the journal's length then. Raises OSError."""
+        for fd in self._files.values():
+            _sync(fd)
+        if self._pending:
+            write_all(self._journal, bytes(self._pending), self.written)
+            _sync(self._journal)
+            self._hash.update(self._pending)
+            self.written += len(self._pending)
+            self._pending.clear()
+        while len(self._files) > 2:  # a rank fills one segment after the other
+            os.close(self._files.pop(min(self._files)))
+        return self.written
+
+    def drop(self) -> None:
+        """What waits for a SYNC is let go: it will be sent again."""
+        self._pending.clear()
+
+    def close(self) -> None:
+        self.drop()
+        for fd in (*self._files.values(), self._journal):
+            os.close(fd)
+        self._files.clear()
+
+    def _room(self, n: int) -> None:
+        if self.nbytes + n > self.budget:
+            raise MirrorError(f"the receiver's budget of {self.budget / 1e9:.3g} GB for a rank is spent (--max-gb)")
+
+
+def keep_run(root: Path, text: bytes) -> None:
+    """run.json, whole or not at all. Raises OSError, FrameError."""
+    try:
+        write_private(root / RUN_JSON, text.decode())
+    except UnicodeDecodeError:
+        raise FrameError("run.json is no text") from None
+
+
+def digest_of(path: Path, length: int) -> str | None:
+    """XXH3-128 of a file's first bytes; None where it is shorter. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        found = xxhash.xxh3_128()
+        return found.hexdigest() if _add(found, fd, length) else None
+    finally:
+        os.close(fd)
+
+
+def _add(hasher: Any, fd: int, length: int) -> bool:
+    at = 0
+    while at < length:
+        block = os.pread(fd, min(CHUNK, length - at), at)
+        if not block:
+            return False
+        hasher.update(block)
+        at += len(block)
+    return True
+
+
+def _new(body: memoryview, offset: int, here: int, what: str) -> memoryview:
+    """The bytes that are not here yet. Raises FrameError for a gap."""
+    if offset > here:
+        raise FrameError(f"{what} goes on at byte {offset:,}, where {here:,} are here")
+    return body[here - offset :]
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+
+
+_AT_ONCE = 64 << 10
+"""Chosen: bytes of journal whose payloads are sent together."""
+Piece = list[bytes | memoryview]
+
+
+class TailError(Exception):
+    """One line: why this rank cannot be sent."""
+
+
+class RankTail:
+    """Rank ``rank`` of the dump at ``root``. Raises TailError where it has no journal."""
+
+    def __init__(self, root: Path, rank: int):
+        self.rank, self.directory = rank, root / rank_dir(rank)
+        self.path = self.directory / JOURNAL_NAME
+        try:
+            self._journal = open_regular(self.path)
+        except OSError as error:
+            raise TailError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        self.at = 0
+        self.ended = False
+        """The journal's last line has been read, or sent before."""
+        self.lines = 0
+        self._sent: dict[int, int] = {}
+
+    def begin(self, have: Mapping[str, Any]) -> None:
+        """Goes on behind what the receiver has. Raises TailError where that is of another run, FrameError where it is
+        no answer."""
+        at = number(have, "journal", 1 << 50)
+        if digest_of(self.path, at) != have.get("digest"):
+            raise TailError(f"the receiver holds rank {self.rank} of another run: give it another --out")
+        held = have.get("segments")
+        if not isinstance(held, list) or len(held) > MOST_SEGMENTS:
+            raise FrameError("it does not say which segments it has")
+        sent: dict[int, int] = {}
+        for pair in held:
+            if not isinstance(pair, list) or len(pair) != 2 or any(type(n) is not int or n < 0 for n in pair):
+                raise FrameError("it does not say which segments it has")
+            sent[pair[0]] = pair[1]
+        self.at, self._sent, self.ended = at, sent, self._ended_before(at)
+
+    def pieces(self) -> Iterator[tuple[Piece, int]]:
+        """What there is now, to the last whole line: pieces, each with how many bytes it has. Raises OSError,
+        TailError."""
+        while chunk := self._lines():
+            need: dict[int, int] = {}
+            for line in chunk.splitlines():
+                self._look(line, need)
+            for segment, stop in sorted(need.items()):
+                yield from self._data(segment, stop)
+            view = memoryview(chunk)
+            for start in range(0, len(view), CHUNK):
+                part = view[start : start + CHUNK]
+                yield placed(JOURNAL_FRAME, 0, self.at, part), len(part)
+                self.at += len(part)
+
+    def abandoned(self) -> bool:
+        """Whether nobody writes this journal any more: its writer holds a lock on it until it ends. Raises OSError."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            return lock(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        os.close(self._journal)
+
+    def _lines(self) -> bytes:
+        """The next whole lines, b"" where there is none."""
+        size = _AT_ONCE
+        while True:
+            block = os.pread(self._journal, size, self.at)
+            end = block.rfind(b"\n") + 1
+            if end or len(block) < size:
+                return block[:end]
+            if size > MAX_LINE:
+                raise TailError(f"{self.path} has a line of more than {MAX_LINE >> 20} MiB")
+            size *= 4
+
+    def _look(self, line: bytes, need: dict[int, int]) -> None:
+        """Notes the bytes that a line names. A line that nobody understands names none; the receiver counts it."""
+        self.lines += 1
+        try:
+            e = orjson.loads(line)
+        except ValueError:
+            return
+        if not isinstance(e, dict):
+            return
+        self.ended = self.ended or e.get("event") == "end"
+        segment, off, nbytes = e.get("seg"), e.get("off"), e.get("nbytes")
+        if type(segment) is int and type(off) is int and type(nbytes) is int and min(segment, off, nbytes) >= 0:
+            need[segment] = max(need.get(segment, 0), off + nbytes)
+
+    def _data(self, segment: int, stop: int) -> Iterator[tuple[Piece, int]]:
+        at = self._sent.get(segment, 0)
+        if at >= stop or segment >= MOST_SEGMENTS:
+            return
+        try:
+            data = find_segment(self.directory, segment)
+            fd = open_regular(data.path)
+        except (DumpError, OSError):
+            return  # the payloads are lost: whoever opens the copy says so of each
+        try:
+            while at < min(stop, data.size):
+                block = os.pread(fd, min(CHUNK, stop - at), data.start + at)
+                if not block:
+                    break
+                yield placed(DATA, segment, at, block), len(block)
+                at = self._sent[segment] = at + len(block)
+        finally:
+            os.close(fd)
+
+    def _ended_before(self, at: int) -> bool:
+        if not at:
+            return False
+        start = max(at - _AT_ONCE, 0)
+        lines = os.pread(self._journal, at - start, start).splitlines()
+        need: dict[int, int] = {}
+        self.ended, before = False, self.lines
+        for line in lines:
+            self._look(line, need)
+        self.lines = before
+        return self.ended
+
+
+class KeptPasts(Neighbours):
+    """Neighbours whose caches go on where the last round left them. pasts: by rank and tap; tap: the one at hand."""
+
+    def __init__(self, index: ModuleIndex, pasts: dict[tuple[int, str], Past]):
+        super().__init__(index)
+        self.tap = ""
+        self._pasts = pasts
+
+    def past(self, rank: int, cls: str) -> Past | None:
+        made = super().past(rank, cls)
+        if made is None:
+            return None
+        kept = self._pasts.setdefault((rank, self.tap), made)
+        kept.shared = made.shared  # more is known of who has whose beginning
+        return kept
+
+
+class ArrivingCalls(Calls):
+    """pasts: what attention looks back at, which this adds to; keeps: of the first round, None in it."""
+
+    def __init__(
+        self, dump: Dump, model: Path | None, pasts: dict[tuple[int, str], Past], keeps: Mapping[str, str] | None
+    ):  # fmt: skip
+        super().__init__(dump, model)
+        self._kept = self._neighbours = KeptPasts(self, pasts)
+        self._keeps = keeps
+
+    def only(self, low: int, high: int) -> None:
+        """Leaves the calls of the steps from low + 1 to high, with all that lies beside them in these steps."""
+        chosen = {
+            key: {place: records for place, records in held.items() if low < place[0] <= high}
+            for key, held in self.by_tap.items()
+        }  # fmt: skip
+        self.by_tap = defaultdict(dict, {key: held for key, held in chosen.items() if held})
+        ops = {key: [o for o in held if o.step is not None and low < o.step <= high] for key, held in self.ops.items()}
+        self.ops = {key: held for key, held in ops.items() if held}
+
+    def of(self, rank: int, tap: str, **more: Any) -> Iterator[Captured]:  # type: ignore[override]
+        self._kept.tap = tap
+        return super().of(rank, tap, **more)
+
 
 MOST_RANKS = 1 << 16
 HOLD_S = 600.0
@@ -55,7 +491,7 @@ class RankArrival:
         """Takes a piece; what is to be answered where it asks. Raises FrameError, MirrorError, OSError."""
         if kind == DATA:
             self.mirror.data(*place_of(body))
-        elif kind == JOURNAL:
+        elif kind == JOURNAL_FRAME:
             _, offset, lines = place_of(body)
             self.mirror.journal(offset, lines)
             self.ended = self.ended and not self.mirror.waits

@@ -7,7 +7,7 @@ at) kept from the round before. In the end every tap is held against the complet
 the same tensors, all of them checked, its rows stand; any other is checked once more, from the beginning, as opcheck
 does. So the table is opcheck's, and no row of it rests on what had not arrived yet. Where limits cannot be those of the
 whole (how many outputs there will be decides how much chance each one has, and a dump that is followed does not say),
-the rows of the rounds are only warnings, and opcheck makes the table. Not here: when to look (checking.py).
+the rows of the rounds are only warnings, and opcheck makes the table. Not here: when to look (serving.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ArrivingJob(OpenJob):
         """Checks what is complete and new; says what fails. ranks: that are to come; ended: that are all here. The last
         word has how many calls were checked so far."""
         from vllm_accprobe.formats import open_dump
-        from vllm_accprobe.online.arriving import ArrivingCalls
+        from vllm_accprobe.online.arrivals import ArrivingCalls
 
         begun = time.monotonic()
         dump = open_dump(Path(self.job.dump))

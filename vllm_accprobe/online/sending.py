@@ -1,6 +1,6 @@
 """A dump sent: all of its ranks, each by its own sender, from a process that serves nobody.
 
-Not here: one rank (sender.py, shared.py).
+Not here: one rank (line.py, shared.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from pathlib import Path
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import JOURNAL
+from vllm_accprobe.online.arrivals import TailError
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.line.sender import NotSent, RankSender
-from vllm_accprobe.online.line.tls import TlsError
+from vllm_accprobe.online.line import NotSent, RankSender, TlsError
 from vllm_accprobe.online.shared import FolderSender
-from vllm_accprobe.online.tail import TailError
 
 _RANK = re.compile(r"rank(\d{4,5})", re.ASCII)
 _POLL_S = 0.2

@@ -1,27 +1,196 @@
-"""One receiver from its start to its table.
+"""One receiver from its start to its table, and the process that checks meanwhile.
+
+When to look, and what becomes of it: one process that checks while others bring.
+
+The problem: a kernel may crash the process that runs it, a round over nothing new is wasted, and whoever brings calls
+must wait when the checks do not keep up. The idea: the rounds run in a child (live.py); a thread here starts the next
+when there is more, no sooner than four times as long after the last one as opening the copy took; what was there when a
+round began counts as checked when it ends. If the child dies or cannot vouch for its rows, opcheck itself makes the
+table from the copy, in processes of its own.
+
+One receiver from its start to its table.
 
 The problem: receiving, checking and ending meet: who ends first, what stays, who may write where. The idea: this object
-holds the three, and a lock on the copy, so that two receivers never write one. Not here: each of them (receiver.py or
-shared.py, checking.py), the report (cli/online.py).
+holds the three, and a lock on the copy, so that two receivers never write one.
+
+Not here: the copy (arrivals.py), each of them (line.py or shared.py, serving.py), the report (cli/online.py).
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import os
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from vllm_accprobe.children import ONE_THREAD, Child
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.recorder.lines import lock
+from vllm_accprobe.dump.recorder.journal_writer import lock
 from vllm_accprobe.online.arrivals import ArrivedRanks
-from vllm_accprobe.online.checking import Checking
 from vllm_accprobe.online.keys import Endpoint
-from vllm_accprobe.online.line.receiver import Receiver
-from vllm_accprobe.online.line.tls import TlsError
+from vllm_accprobe.online.line import Receiver, TlsError
 from vllm_accprobe.online.shared import FolderReceiver
-from vllm_accprobe.opcheck.run.whole import CheckedRun
+from vllm_accprobe.opcheck.run import process_pool
+from vllm_accprobe.opcheck.run.process_pool import CheckedRun
+from vllm_accprobe.opcheck.run.table import COLUMNS, from_cells
 from vllm_accprobe.opcheck.run.worker import Job
+
+_PAUSE = 4.0
+"""Chosen: opening the copy takes at most a fifth of the time."""
+_POLL_S = 0.05
+_SAID = 10
+"""Chosen: failing taps that are named at once; the report names all."""
+
+
+class Checking:
+    """job: its dump is where ``arrivals`` grows; say: gets lines."""
+
+    def __init__(self, job: Job, arrivals: ArrivedRanks, say: Callable[[str], object]):
+        self.job, self._arrivals, self._say = job, arrivals, say
+        self.calls = 0
+        self._child: Child | None = None
+        self._given_up = ""
+        self._totals: tuple[int, int] | None = None
+        self._failed: set[tuple[int, str]] = set()
+        self._looked_at = -1
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="accprobe-checking", daemon=True)
+        self._thread.start()
+
+    def finish(self, out: Path, processes: int) -> CheckedRun:
+        """Checks the rest and leaves out/opcheck.csv. Raises RunError, DumpError, OSError, Unavailable."""
+        self._stop.set()
+        self._thread.join()
+        self._arrivals.busy = False
+        rows: CheckedRun | None = None
+        try:
+            if not self._given_up:
+                self._look()
+                rows = self._table(out)
+        finally:
+            self._end()
+        if rows is not None:
+            return rows
+        self._say(f"{self._given_up}: opcheck goes over all of it")
+        return process_pool.run(self.job, out, processes=processes, resume=False)
+
+    def _run(self) -> None:
+        rest = 0.0
+        while not self._stop.wait(max(rest, _POLL_S)):
+            rest = 0.0
+            if not self._given_up and self._arrivals.ranks and self._new():
+                rest = self._look() * _PAUSE
+
+    def _new(self) -> bool:
+        return sum(r.mirror.written for r in list(self._arrivals.ranks.values())) != self._looked_at
+
+    def _look(self) -> float:
+        """One round; how many seconds it took to open the copy."""
+        arrivals = self._arrivals
+        expected = arrivals.expected()
+        if self._child is None:
+            ready = all(r in arrivals.ranks and arrivals.ranks[r].mirror.written for r in expected)
+            if not expected or (not ready and not self._stop.is_set()):
+                return 0.0
+            self._begin()
+        here, self._looked_at = arrivals.nbytes, sum(r.mirror.written for r in list(arrivals.ranks.values()))
+        arrivals.busy = True
+        opened = 0.0
+        try:
+            known = sorted(set(expected) & set(arrivals.ranks)) if self._stop.is_set() else expected
+            for message in self._ask({"look": known, "ended": arrivals.ended}, "looked"):
+                if "fail" in message:
+                    self._fails(*message["fail"])
+                elif "looked" in message:
+                    self.calls, opened = message["looked"], message["opened"]
+        finally:
+            arrivals.busy, arrivals.checked_bytes = False, here
+        return opened
+
+    def _begin(self) -> None:
+        self._totals = self._arrivals.totals()
+        self._child = Child(
+            "vllm_accprobe.online.live", env={**os.environ, **ONE_THREAD}, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        for _ in self._ask({"job": self.job.to_json(), "totals": self._totals}, "ready"):
+            pass
+
+    def _ask(self, message: dict[str, Any], last: str) -> Iterator[dict[str, Any]]:
+        """The child's answers, to the one that has ``last``; none where it dies, which ends the checks as they come."""
+        child = self._child
+        if child is None or child.stdin is None or child.stdout is None or self._given_up:
+            return
+        try:
+            child.stdin.write(json.dumps(message) + "\n")
+            child.stdin.flush()
+            while (line := child.stdout.readline()).endswith("\n"):
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    self._given_up = f"the checks as they come ended ({answer['error']})"
+                    return
+                yield answer
+                if last in answer or "unsettled" in answer:
+                    return
+        except (OSError, ValueError):
+            pass
+        self._given_up = f"the process that checks ended with code {child.wait()}"
+
+    def _fails(self, rank: int, step: int | None, tap: str, cls: str, role: str, why: str) -> None:
+        if (rank, tap) in self._failed:
+            return
+        self._failed.add((rank, tap))
+        if len(self._failed) <= _SAID:
+            self._say(f"rank {rank}, step {step}: {tap}  {cls}  {role}: {why}")
+        elif len(self._failed) == _SAID + 1:
+            self._say("further operators fail, too; the report names them")
+
+    def _table(self, out: Path) -> CheckedRun | None:
+        """The child's rows as opcheck.csv; None where it cannot vouch for them."""
+        out.mkdir(parents=True, exist_ok=True)
+        found, done = CheckedRun(), False
+        part = out / process_pool.PART
+        with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
+            writer = csv.writer(f, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            begun = time.monotonic()
+            for message in self._ask({"finish": True}, "finished"):
+                if "row" in message:
+                    writer.writerow(message["row"])
+                    found.rows.append(from_cells(message["row"]))
+                elif "unsettled" in message:
+                    self._given_up = str(message["unsettled"])
+                elif "finished" in message:
+                    done, again = True, message["finished"]
+                    found.problems = list(message["problems"])
+                    took = time.monotonic() - begun
+                    self._say(f"{self.calls:,} calls were checked as they came; {again:,} taps once more, with all "
+                              f"that came later, in {took:.1f} s")  # fmt: skip
+        if not done:
+            part.unlink()
+            self._given_up = self._given_up or "the process that checks has gone"
+            return None
+        os.replace(part, out / process_pool.DONE)
+        (out / process_pool.SETTINGS).unlink(missing_ok=True)
+        return found
+
+    def close(self) -> None:
+        self._stop.set()
+        self._end()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                if pipe is not None:
+                    pipe.close()
+
 
 RECEIVED = "received"
 _SETTLED_S = 1.0

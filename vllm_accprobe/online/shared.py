@@ -3,9 +3,9 @@
 The problem: a shared file system has no connections, shows files half written, and keeps what a killed process left.
 The idea: a batch is a file of pieces and a digest, whole under its name or not there, numbered; the receiver takes them
 in order, deletes what it has put on its disk, and says in ``have.json`` what it has. A batch that comes twice changes
-nothing (mirror.py), one that is damaged is counted, and its sender begins again behind what arrived. A sender waits
+nothing (arrivals.py), one that is damaged is counted, and its sender begins again behind what arrived. A sender waits
 while eight batches lie there. Each batch names its run by the digest of the journal's first line, so that what another
-run left behind is not taken for this one's. Not here: the pieces (frames.py).
+run left behind is not taken for this one's. Not here: the pieces (arrivals.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ import xxhash
 from vllm_accprobe.dump.files import open_regular
 from vllm_accprobe.dump.schema import JOURNAL as JOURNAL_NAME
 from vllm_accprobe.dump.schema import RUN_JSON, rank_dir
-from vllm_accprobe.online import frames
-from vllm_accprobe.online.arrivals import ArrivedRanks, RankArrival
-from vllm_accprobe.online.frames import END, HELLO, PROTOCOL, RUN, SYNC, FrameError
-from vllm_accprobe.online.line.refusals import Refusals
-from vllm_accprobe.online.line.sender import IDLE_S, POLL_S, NotSent
-from vllm_accprobe.online.mirror import MirrorError
-from vllm_accprobe.online.tail import RankTail, TailError
+from vllm_accprobe.online import arrivals as frames
+from vllm_accprobe.online.arrivals import (
+    END,
+    HELLO,
+    PROTOCOL,
+    RUN,
+    SYNC,
+    ArrivedRanks,
+    FrameError,
+    MirrorError,
+    RankArrival,
+    RankTail,
+    TailError,
+)
+from vllm_accprobe.online.line import IDLE_S, POLL_S, NotSent, Refusals
 from vllm_accprobe.whole_file import write_private
 
 _BATCH = 4 << 20

@@ -2,7 +2,7 @@
 
 The problem: names come from dumps and from others' csv files; a spreadsheet runs what begins like a formula, and a
 terminal obeys control characters. The idea: a quote before the one, escapes for the other, one place for both.
-Not here: which columns (run/table.py, diff/lines.py). Needs neither numpy nor torch.
+Not here: which columns (run/table.py, opcheck/diff.py). Needs neither numpy nor torch.
 """
 
 from __future__ import annotations

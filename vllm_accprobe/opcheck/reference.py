@@ -56,7 +56,7 @@ class Declined(Exception):
 class CacheRounding:
     """What an 8-bit cache alone does to an output. kind: the format; share: relative L2 error of the row that it moves
     most; expected: standard error that the format's step gives there; most: what it allows
-    (references/paged/eight_bit_cache.py)."""
+    (opcheck/references/paged/caches.py)."""
 
     kind: str
     share: float

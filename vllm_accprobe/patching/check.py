@@ -2,7 +2,7 @@
 
 The problem: which patches will work must be known before a server starts, also for a version that lies unpacked in a
 directory. The idea: the package's files are found by its top-level name, parsed, transformed and compiled exactly as
-they would be, and the outcome per target is one of four words. Not here: the transformation (transform.py), live
+they would be, and the outcome per target is one of four words. Not here: the transformation (install.py), live
 functions (install.py).
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_accprobe.patching.install import Insertion, compiled, tapped
 from vllm_accprobe.patching.schema import Patch, Target, in_range, numbers
 from vllm_accprobe.patching.source import NotThere, find_function, fingerprint, parse_file
-from vllm_accprobe.patching.transform import Insertion, compiled, tapped
 
 FITS, ABSENT, OTHER, REFUSED = "fits", "absent", "other version", "refused"
 """absent: an optional target that this source does not have; other version: outside of the target's ``versions``."""

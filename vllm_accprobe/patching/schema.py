@@ -1,16 +1,23 @@
-"""What a patch file says, and nothing that it must not say.
+"""What a patch file may say, and the patches that come with the package.
+
+What a patch file says, and nothing that it must not say.
 
 The problem: a patch puts code into somebody's running model; a file that may come from a colleague, or from the net,
 must not be able to do more than look at a value. The idea: TOML with a fixed set of keys; statements are anchors that
 are compared and never run; the value is a path of names, attributes and constant subscripts (``q``, ``self.scale``,
-``out[0]``, ``d["k"].x``), parsed and rebuilt here, and everything else is refused with one line. Not here: whether the
-source has such a place (source.py), what is put there (transform.py).
+``out[0]``, ``d["k"].x``), parsed and rebuilt here, and everything else is refused with one line.
+
+The patches that come with the package, and how a setting names them.
+
+Not here: whether the source has such a place (source.py), what is put there (install.py).
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import keyword
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -260,3 +267,37 @@ def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if not whole or not all(isinstance(v, str) and v.strip() for v in items):
         raise ValueError(f"{key} is no text and no list of texts")
     return tuple(v.strip() for v in items)
+
+
+ROOT = Path(__file__).parent / "shipped"
+"""Package data, one directory per kind; the repository's ``patches/`` points here."""
+ALL = "all"
+
+
+def names() -> dict[str, Path]:
+    """Shipped patches by name: ``qwen2-attention`` is shipped/vllm/qwen2-attention.toml."""
+    return {path.stem: path for path in sorted(ROOT.glob("*/*.toml"))}
+
+
+def choose(wanted: Sequence[str]) -> list[Patch]:
+    """The patches that a setting names: shipped names, paths of files, or ``all`` for every shipped one.
+
+    Raises PatchError for a name that is none, with the nearest one, and for a file that is wrong.
+    """
+    known = names()
+    paths: dict[str, Path] = {}
+    for item in wanted:
+        if item == ALL:
+            paths |= known
+        elif item in known:
+            paths[item] = known[item]
+        elif item.endswith(".toml") or "/" in item:
+            path = Path(item).expanduser()
+            if path.stem in paths and os.path.realpath(paths[path.stem]) != os.path.realpath(path):
+                raise PatchError(f"{item}: there is already a patch called {path.stem}; rename the file")
+            paths[path.stem] = path
+        else:
+            near = difflib.get_close_matches(item, [*known, ALL], n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise PatchError(f"{item!r} is no shipped patch and no .toml file{hint}; see `accprobe patches list`")
+    return [load(path, name) for name, path in paths.items()]

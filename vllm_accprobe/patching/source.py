@@ -3,7 +3,7 @@
 The problem: an anchor is a statement that somebody copied from a source; the installed source may break its lines
 elsewhere, or have changed. The idea: both are parsed and written out again by ast.unparse, so that only what they mean
 is compared; of a compound statement (if, for, with) the head counts. What is not found is answered with the statement
-that is most like it, and its line. Nothing is imported or run. Not here: what is put there (transform.py).
+that is most like it, and its line. Nothing is imported or run. Not here: what is put there (install.py).
 """
 
 from __future__ import annotations

@@ -1,32 +1,227 @@
 """What a comparison says, in sentences and picks that do not depend on where they are shown.
 
+Whose each pair is: an origin's own, or what its error became further on; and all of them in one sum.
+
+The problem: "968 of 2,760 pairs failed" says how far an error has spread, and not in how many places it is made. The
+idea: a failed pair of a tensor that an origin is blamed for is its own, any other one is propagated; with those that
+pass and those that are skipped they add up to all.
+
+Words of a command line that can be copied: quoted paths, and names of a dump as globs.
+
+The problem: a name comes from a dump and may hold a blank, a quote, a star, a comma or a line break, and an option may
+take a list of globs. The idea: a path or an exact name is quoted, or there is no command with it at all; in a glob,
+whatever would mean something there becomes ``?``, which stands for any one character.
+
+Which floor an origin breaks, by how much, and how likely that is by chance, in plain words.
+
+The problem: "13 times the limit" convicts or merely puzzles, depending on where the limit comes from. The idea: each of
+the tiers (judge/statistic.py) has one sentence, made here from an origin's fields and from nothing else, for all
+reports alike; what an origin does not say is left out.
+
+What a comparison says, in sentences and picks that do not depend on where they are shown.
+
 The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, the counts and
-how bad a pair is are made once, here, as plain values. Not here: judging (judge/), which pairs are told first
-(worst/causes.py), layout (terminal.py, html/). Every string returned is already ``safe``.
+how bad a pair is are made once, here, as plain values.
+Every string returned is already ``safe``.
+
+The worst failed pairs, one for each cause.
+
+The problem: a fault in one operator fails at every step, rank and request and in all that is computed from it, and the
+ten worst of all pairs are then ten rows of one fault, while a second one, a tenth as large, is on no list. The idea:
+pairs of one tap are one cause, and so are those of an origin that is in several layers; each is told by its worst pair,
+and how many more are like it. Origins go first: another tap that fails only shows what reached it.
+The page's table has all pairs.
+
+Not here: how an origin is found (judge/), which commands are worth typing (follow_ups.py), the floors (judge/,
+opcheck/), the layout, judging (judge/), layout (terminal.py, html/), how bad a pair is (facts.severity), the layout
+(terminal.py, markdown.py, notebook.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.over import over_limit as over_limit
-from vllm_accprobe.comparison.over import ratio as ratio
-from vllm_accprobe.comparison.over import severity as severity
-from vllm_accprobe.comparison.over import value_of as value_of
+from vllm_accprobe.comparison.pair import ratio, value_of
+from vllm_accprobe.comparison.pair import severity as severity
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache, watched
-from vllm_accprobe.judge.weights.faults import wrong_weights
-from vllm_accprobe.report import tiers
-from vllm_accprobe.report.between import gap_of as gap_of
-from vllm_accprobe.report.between import inside as inside
-from vllm_accprobe.report.between import tap_of as tap_of
-from vllm_accprobe.report.between import where as between
-from vllm_accprobe.report.next.outcomes import one_sum, own_pairs
-from vllm_accprobe.report.text import MISSING, against, count, num, place, safe, times
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.weights import wrong_weights
+from vllm_accprobe.report import facts
+from vllm_accprobe.report.text import MISSING, against, count, factor, num, place, safe, times
+from vllm_accprobe.report.verdict_parts import gap_of as gap_of
+from vllm_accprobe.report.verdict_parts import inside as inside
+from vllm_accprobe.report.verdict_parts import tap_of as tap_of
+from vllm_accprobe.report.verdict_parts import where as between
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.result import Comparison, Counts, Pair
+    from vllm_accprobe.comparison.pair import Counts, Pair
+    from vllm_accprobe.comparison.result import Comparison
+
+
+def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
+    """The compared pairs of the tensor that an origin or a divergence names; of its module where that has none."""
+    pairs = [p for p in comparison.pairs if p.status != "skip"]
+    module, role = found.get("module"), str(found.get("role") or "")
+    # A module may be blamed for what another one is given: its role then begins with that one's name.
+    exact = [p for p in pairs if (p.tap == module and p.role == role) or f"{p.tap}/{p.role}" == role]
+    return exact or [p for p in pairs if p.tap == module]
+
+
+def of_origins(comparison: Comparison) -> Callable[[Pair], bool]:
+    """Whether a pair is one of an origin's own."""
+    modules = {str(o.get("module")) for o in comparison.origins if not o.get("gap")}
+    others = {role for o in comparison.origins if "/" in (role := str(o.get("role")))}
+    return lambda p: p.tap in modules or f"{p.tap}/{p.role}" in others
+
+
+def outcomes(comparison: Comparison) -> list[tuple[str, int]]:
+    """(outcome, pairs), which add up to all pairs: where an origin is, a failed pair is one of its own or is what the
+    error became further on."""
+    c = comparison.counts
+    if comparison.origins:
+        is_own = of_origins(comparison)
+        own = sum(is_own(p) for p in comparison.pairs if p.status == "fail")
+        fails = [(f"fail at {count(len(comparison.origins), 'origin')}", own), ("propagated", c.failed - own)]
+    else:
+        fails = [("fail", c.failed)]
+    return [("pass", c.passed), *fails, ("skipped", c.skipped)]
+
+
+def one_sum(comparison: Comparison) -> str:
+    """``2,763 = 2,100 pass + 24 fail at 2 origins + 636 propagated + 3 skipped``."""
+    return f"{comparison.counts.total:,} = " + " + ".join(f"{n:,} {what}" for what, n in outcomes(comparison))
+
+
+LONGEST = 900
+"""chosen: characters of a line that is still shown whole everywhere (the reports cut texts of 1,000)."""
+_SPECIAL = "*?[],!"
+"""What lists of globs are made of: see dump/reader.py's `matches`, and ``--taps``, which splits at commas."""
+
+
+def line_of(words: Sequence[str]) -> str | None:
+    """The words as one line that a shell takes apart as they are; None where it could not be shown as it is."""
+    line = " ".join(shlex.quote(word) for word in words)
+    return line if line.isprintable() and len(line) <= LONGEST else None
+
+
+def path_word(path: str) -> str:
+    """A path as an argument: one that begins with a dash would be read as an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
+def glob_of(name: str) -> str:
+    """A glob that matches ``name``, wherever globs are taken."""
+    spelled = "".join("?" if c in _SPECIAL or c.isspace() or not c.isprintable() else c for c in name)
+    return f"?{spelled[1:]}" if spelled.startswith("-") else spelled
+
+
+_RAREST = 1e-12
+"""chosen: below, a probability is a figure of speech; the sentence says that it is smaller."""
+
+
+def sentence(origin: Mapping[str, Any]) -> str | None:
+    """``proved: 3.1 times the error bound of its own inputs``; None where an origin does not say its tier."""
+    tier, by = origin.get("tier"), f"{n} times" if (n := _number(origin.get("times"))) else ""
+    seldom = odds(origin.get("chance"))
+    if tier == PROVED and not origin.get("floor"):
+        return f"{PROVED}: its values must be equal, and are not"
+    if tier == PROVED:
+        return f"{PROVED}: {by or 'beyond'} the error bound of its own inputs"
+    if tier == BEYOND_CHANCE:
+        said = f"{BEYOND_CHANCE}: {by or 'above'} its floor"
+        return said + (f"; honest machines show such a thing in {seldom} comparisons" if seldom else "")
+    if tier == UNLIKE_KIN:
+        elsewhere = "in its other calls" if origin.get("evidence") == "replay" else "in other layers"
+        said = f"{UNLIKE_KIN}: {by or 'more than'} what the same operator does {elsewhere}"
+        return said + (f" ({seldom})" if seldom else "")
+    if tier == BEHIND_A_ROUTER:
+        return f"{tier}: {by or 'above'} its floor, as rows are that a near tie sends to other experts"
+    return safe(tier, 60) if tier else None
+
+
+def whole(origin: Mapping[str, Any]) -> str:
+    """The tier's sentence and the layers, for a table; empty where neither is known."""
+    return ", ".join(x for x in (sentence(origin), layers(origin)) if x)
+
+
+def short(origin: Mapping[str, Any]) -> str | None:
+    """The tier and by how much, for a line that says other things, too: ``beyond chance, 5.2x``."""
+    tier = origin.get("tier")
+    if not tier:
+        return None
+    by = _number(origin.get("times"))
+    return safe(tier, 60) + (f", {by}x" if by else "")
+
+
+def layers(origin: Mapping[str, Any]) -> str | None:
+    """``in all 4 layers`` or ``in 3 of 4 layers``, of a fault that is in more than one; else None."""
+    found = origin.get("layers")
+    if not isinstance(found, Mapping):
+        return None
+    many, of = found.get("in"), found.get("of")
+    if not isinstance(many, int) or not isinstance(of, int) or many < 2:
+        return None
+    return f"in all {of:,} layers" if many >= of else f"in {many:,} of {of:,} layers"
+
+
+def odds(chance: object) -> str | None:
+    """A probability as ``1 of 2,000``, two digits of it; ``30 of 100`` where it is large, None where not known."""
+    if isinstance(chance, bool) or not isinstance(chance, (int, float)) or math.isnan(chance):
+        return None
+    if chance < _RAREST:
+        return f"fewer than 1 of {round(1 / _RAREST):,}"
+    if chance > 0.1:
+        return f"{min(round(100 * chance), 100)} of 100"
+    turns = 1 / chance
+    digits = max(len(str(int(turns))) - 2, 0)
+    return f"1 of {round(turns, -digits):,.0f}"
+
+
+def alarms(comparison: Comparison) -> str | None:
+    """How seldom the limits name an origin where there is none; None where the judge did not work it out. What an
+    origin that was named says of its own chance is about its size, and mostly far less."""
+    expected = comparison.by_chance
+    if expected is None:
+        return None
+    return f"the limits name an origin, of whatever size, in {odds(expected)} comparisons of honest machines"
+
+
+def origin_factor(origin: Mapping[str, Any]) -> float | None:
+    """How many times its own limit an origin's worst row reaches, the one factor that is said of it; infinite for NaN
+    and for what must be equal, None where nobody measured it."""
+    created, known = origin.get("created"), origin.get("times")
+    if isinstance(created, float) and not math.isfinite(created):
+        return math.inf
+    if isinstance(known, (int, float)) and not isinstance(known, bool) and math.isfinite(known):
+        return float(known)
+    return ratio(created, origin.get("floor"))
+
+
+def origin_size(origin: Mapping[str, Any]) -> float | None:
+    """The error of an origin's worst row, in the unit of its limit: so many times that is its factor. None where nobody
+    measured it."""
+    created, limit, found = origin.get("created"), origin.get("floor"), origin_factor(origin)
+    if limit and found is not None and math.isfinite(found):
+        return float(limit * found)
+    return None if created is None else float(created)
+
+
+def origin_times(origin: Mapping[str, Any]) -> str:
+    """``13x``; empty where that is no number."""
+    found = origin_factor(origin)
+    return "" if found is None else times(found, 1.0)
+
+
+def _number(found: object) -> str | None:
+    """``3.14``, ``130``, ``5e+07``, as everywhere; None for what is no finite number."""
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        return None
+    return factor(found)
 
 
 METRICS = {
@@ -98,7 +293,7 @@ def accused(origin: Mapping[str, Any]) -> str:
     between X and Y``."""
     if gap := gap_of(origin):
         return f"the error is created {between(gap)}"
-    return f"{origin_title(origin)} {deed(origin)}" + (f" {n}, first here" if (n := tiers.layers(origin)) else "")
+    return f"{origin_title(origin)} {deed(origin)}" + (f" {n}, first here" if (n := layers(origin)) else "")
 
 
 def deed(origin: Mapping[str, Any]) -> str:
@@ -193,7 +388,7 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
     """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told."""
-    limit, factor, size = origin.get("floor"), tiers.origin_times(origin), tiers.origin_size(origin)
+    limit, factor, size = origin.get("floor"), origin_times(origin), origin_size(origin)
     later = "up to " if num(size) != num(created) else ""
     text = f"{later}{num(size)}" + ("" if limit is None else f", limit {num(limit)}")
     return text + (f" ({factor})" if factor else "")
@@ -326,3 +521,64 @@ def skip_rows(comparison: Comparison) -> list[tuple[str, int]]:
         ordered = sorted(reasons.items(), key=lambda kv: (-kv[1], str(kv[0])))
         out += [(f"{what}, {safe(k) or 'no reason given'}", v) for k, v in ordered]
     return out
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A layer's number: a whole part of a module's path."""
+
+
+@dataclass(frozen=True)
+class FailedCause:
+    """worst: its worst pair; more: how many other pairs failed for the same reason; own: it is an origin's."""
+
+    worst: Pair
+    more: int
+    own: bool = False
+
+    @property
+    def like(self) -> str:
+        """``and 39 more like it``; empty where it is alone."""
+        return f"and {self.more:,} more like it" if self.more else ""
+
+
+def causes(comparison: Comparison) -> list[FailedCause]:
+    """All of them, origins first, and then the worst first; equals in data-flow order."""
+    is_own, own = of_origins(comparison), set()
+    spread = {_form(o["module"]) for o in comparison.origins if _in_layers(o)}
+    found: dict[str, tuple[tuple[float, int, int], Pair]] = {}
+    pairs: dict[str, int] = {}
+    for p in comparison.pairs:
+        if p.status != "fail":
+            continue
+        form = _form(p.tap) if spread else ""
+        key = form if form in spread else p.tap
+        rank = (-facts.severity(p), p.order, p.step if p.step is not None else -1)
+        pairs[key] = pairs.get(key, 0) + 1
+        if is_own(p):
+            own.add(key)
+        if key not in found or rank < found[key][0]:
+            found[key] = rank, p
+    ordered = sorted(found, key=lambda key: (key not in own, found[key][0]))
+    return [FailedCause(found[key][1], pairs[key] - 1, key in own) for key in ordered]
+
+
+def title(comparison: Comparison, shown: int, found: Sequence[FailedCause]) -> str:
+    """``2 causes and 51 places that they reach, of 1,234 failed pairs, the 10 worst``: what stands above a list of so
+    many. Where no origin is known, what is a cause and what it reaches cannot be told."""
+    own, failed = sum(cause.own for cause in found), comparison.counts.failed
+    if not own and len(found) == failed:
+        return f"the {shown} worst of {failed:,} failed pairs" if failed > shown else "failed pairs, worst first"
+    behind = len(found) - own
+    reached = count(behind, "place") + (f" that {'it reaches' if own == 1 else 'they reach'}" if own else "")
+    what = " and ".join(words for n, words in ((own, count(own, "cause")), (behind, reached)) if n)
+    some = f"the {shown} worst" if len(found) > shown else "worst first"
+    return f"{what}, of {count(failed, 'failed pair')}, {some}"
+
+
+def _in_layers(origin: Mapping[str, Any]) -> bool:
+    return layers(origin) is not None and isinstance(origin.get("module"), str)
+
+
+def _form(tap: str) -> str:
+    """``model.layers.*.mlp``: the same place in any layer."""
+    return _NUMBER.sub("*", tap)

@@ -1,22 +1,35 @@
-"""The comparison as GitHub-flavoured Markdown: for a pull request, a step summary, a ticket.
+"""The comparison as Markdown and for GitHub Actions.
+
+The comparison as GitHub-flavoured Markdown: for a pull request, a step summary, a ticket.
 
 The problem: names come from dumps, and Markdown has many ways to turn a name into markup. The idea: names and messages
 stand in code spans whose fence is longer than any run of backticks in them, everything else is our own words and
-numbers; pipes are escaped because tables split at them even there. Not here: what is said (facts.py).
+numbers; pipes are escaped because tables split at them even there.
+
+The comparison for GitHub Actions: annotations on the log, a summary on the run's page.
+
+The problem: a workflow command is a line of the log, ``::error title=T::message``, so a name from a dump with a newline
+or ``::`` in it could issue commands of its own. The idea: everything that is printed is ``safe`` (one line, printable)
+and then escaped as the runner unescapes it: %, CR, LF everywhere, and ``:`` and ``,`` in properties [actions/toolkit,
+packages/core/src/command.ts].
+
+Not here: what is said (facts.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.report import covers, facts, machines, tiers
+from vllm_accprobe.comparison.states import is_cache
+from vllm_accprobe.report import facts, markdown, verdict_parts
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
-from vllm_accprobe.report.worst import causes
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
+
 
 MAX_LIST = 10
 
@@ -31,17 +44,17 @@ def code(value: object, limit: int = 200) -> str:
     return f"{fence}{pad}{text}{pad}{fence}".replace("|", "\\|")
 
 
-def lines(comparison: Comparison) -> list[str]:
+def markdown_lines(comparison: Comparison) -> list[str]:
     """The whole summary."""
     failed = comparison.verdict != "pass"
     out = [f"## accprobe: {'FAIL' if failed else 'PASS'}", "", code(facts.headline(comparison), 2000)]
     if comparison.notes:
         out += ["", "**Read this first**", "", *(f"- {code(note, 1000)}" for note in comparison.notes[:MAX_LIST])]
         out += _more(len(comparison.notes), "notes")
-    if how := covers.head(comparison):
+    if how := verdict_parts.head(comparison):
         out += ["", code(how[0], 1000), *(["", *(f"    {line.strip()}" for line in how[1:])] if how[1:] else [])]
     out += _origins(comparison)
-    if said := tiers.alarms(comparison):
+    if said := facts.alarms(comparison):
         out += ["", f"By chance: {said}."]
     out += _commands("This would decide", comparison.would_decide, "would_decide")
     out += _machines(comparison)
@@ -52,9 +65,10 @@ def lines(comparison: Comparison) -> list[str]:
     rows = [(label, value) for label, value in facts.coverage_rows(comparison)]
     rows += [(code(what), f"{n:,}") for what, n in facts.skip_rows(comparison)]
     table = _table(("what", "how many"), rows)
-    if total := covers.totals(comparison):
-        by_class = [(*row[:-1], code(row[-1])) for row in covers.table(comparison)]
-        table = [f"{capital(covers.TITLE)} ({total}):", "", *_table(covers.HEAD, by_class), "", *table]
+    if total := verdict_parts.totals(comparison):
+        by_class = [(*row[:-1], code(row[-1])) for row in verdict_parts.table(comparison)]
+        head = f"{capital(verdict_parts.COVERS_TITLE)} ({total}):"
+        table = [head, "", *_table(verdict_parts.HEAD, by_class), "", *table]
     out += _commands("Next", comparison.next_steps, "next")
     return [*out, "", "<details><summary>Coverage</summary>", "", *table, "", "</details>"]
 
@@ -79,7 +93,7 @@ def _origins(comparison: Comparison) -> list[str]:
     if any(others):
         head = (*head, "constant")
         rows = [(*row, code(text, 400)) for row, text in zip(rows, others, strict=False)]
-    said = [tiers.whole(o) for o in comparison.origins]
+    said = [facts.whole(o) for o in comparison.origins]
     if any(said):
         head = (*head, "floor that it breaks")
         rows = [(*row, code(text, 400)) for row, text in zip(rows, said, strict=False)]
@@ -95,8 +109,8 @@ def _origins(comparison: Comparison) -> list[str]:
 
 
 def _size(origin: Mapping[str, object]) -> str:
-    factor = tiers.origin_times(origin)
-    return f"{num(tiers.origin_size(origin))} / {num(origin.get('floor'))}" + (f" ({factor})" if factor else "")
+    factor = facts.origin_times(origin)
+    return f"{num(facts.origin_size(origin))} / {num(origin.get('floor'))}" + (f" ({factor})" if factor else "")
 
 
 def _commands(title: str, steps: Sequence[Mapping[str, str]], where: str) -> list[str]:
@@ -111,24 +125,24 @@ def _commands(title: str, steps: Sequence[Mapping[str, str]], where: str) -> lis
 
 
 def _machines(comparison: Comparison) -> list[str]:
-    found = machines.lines(comparison.machines)
+    found = verdict_parts.machine_lines(comparison.machines)
     if not found:
         return []
     lines = [f"- {code(line, 400)}" for line in found[:MAX_LIST]]
-    return ["", f"### {capital(machines.TITLE)}", "", *lines, *_more(len(found), "machines")]
+    return ["", f"### {capital(verdict_parts.MACHINES_TITLE)}", "", *lines, *_more(len(found), "machines")]
 
 
 def _worst(comparison: Comparison) -> list[str]:
     if not comparison.counts.failed:
         return []
     rows = []
-    found = causes.causes(comparison)
+    found = facts.causes(comparison)
     for cause in found[:MAX_LIST]:
         p = cause.worst
         measure, value, limit = facts.decided(p)
         name = " ".join(x for x in (code(p.mine or p.golden), cause.like) if x)
         rows.append((facts.over(p), measure, num(value, 4), num(limit), facts.step_of(p), name))
-    title = capital(causes.title(comparison, MAX_LIST, found))
+    title = capital(facts.title(comparison, MAX_LIST, found))
     return ["", f"### {title}", "", *_table(("× limit", "measure", "value", "limit", "step", "pair"), rows)]
 
 
@@ -158,3 +172,65 @@ def _more(total: int, where: str) -> list[str]:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     out = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return out + ["| " + " | ".join(cell or " " for cell in row) + " |" for row in rows]
+
+
+MAX_ANNOTATIONS = 10
+"""GitHub shows ten errors and ten warnings of a step; a notice more says what is left out."""
+
+SUMMARY = "GITHUB_STEP_SUMMARY"
+
+
+def escape_data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def escape_property(text: str) -> str:
+    return escape_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def command(kind: str, title: str, message: str) -> str:
+    """One workflow command. kind: error, warning or notice."""
+    return f"::{kind} title={escape_property(safe(title))}::{escape_data(safe(message, 2000))}"
+
+
+def github_lines(comparison: Comparison) -> list[str]:
+    """An error per origin, culprit first (or one for the verdict), a warning per note, a notice on a pass and for what
+    would decide."""
+    out: list[str] = []
+    if comparison.verdict == "pass":
+        out.append(command("notice", "accprobe", facts.headline(comparison)))
+    elif not comparison.origins or facts.wrong_states(comparison):
+        out.append(command("error", "accprobe", facts.headline(comparison)))
+    for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
+        if is_cache(origin):  # it is the headline
+            continue
+        said = f"{facts.accused(origin)}: {facts.origin_detail(comparison, origin)}"
+        said += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
+        said += f"; {tier}" if (tier := facts.sentence(origin)) else ""
+        said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
+        out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", said))
+    for step in comparison.would_decide[:MAX_ANNOTATIONS]:
+        typed = "; then ".join(step["command"].splitlines())
+        out.append(command("notice", "accprobe: this would decide", f"{step['why']}: {typed}"))
+    out += [command("warning", "accprobe", note) for note in comparison.notes[:MAX_ANNOTATIONS]]
+    for what, items in (("origin", comparison.origins), ("note", comparison.notes)):
+        if len(items) > MAX_ANNOTATIONS:
+            left = count(len(items) - MAX_ANNOTATIONS, what)
+            out.append(command("notice", "accprobe", f"{left} more: compare.json"))
+    return out
+
+
+def write_summary(comparison: Comparison) -> str | None:
+    """Appends the Markdown summary to the file that GitHub names in GITHUB_STEP_SUMMARY; returns its path, or None
+    outside of GitHub. Raises OSError as the file system gives it."""
+    return append_summary(markdown.markdown_lines(comparison))
+
+
+def append_summary(summary: Iterable[str]) -> str | None:
+    """As `write_summary`, of any lines of Markdown."""
+    path = os.environ.get(SUMMARY)
+    if not path:
+        return None
+    with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
+        f.write("\n".join(summary) + "\n")
+    return path

@@ -11,12 +11,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.result import COLUMNS, Pair
-from vllm_accprobe.report import facts, machines, tiers
-from vllm_accprobe.report.depth import depth
-from vllm_accprobe.report.html.elements import escaped
-from vllm_accprobe.report.html.further import command_lines as _command
+from vllm_accprobe.report import facts, verdict_parts
+from vllm_accprobe.report.charts import depth
+from vllm_accprobe.report.html.sections import command_lines as _command
+from vllm_accprobe.report.html.sections import escaped
 from vllm_accprobe.report.text import num, safe
-from vllm_accprobe.report.worst import causes
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -79,7 +78,7 @@ def repr_html(comparison: Comparison) -> str:
         out.append(
             f"<p>origin {i}: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
         )
-    out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := tiers.sentence(o))]
+    out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := facts.sentence(o))]
     if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
         out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
     if said := [s for o in comparison.origins[:1] if (s := facts.graph(o))]:
@@ -88,11 +87,11 @@ def repr_html(comparison: Comparison) -> str:
         out.append(f"<p>gap: {escaped(said[0], 1000)}</p>")
     for step in comparison.would_decide[:3]:
         out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
-    if habits := machines.lines(comparison.machines):
+    if habits := verdict_parts.machine_lines(comparison.machines):
         items = "".join(f"<li>{escaped(line)}</li>" for line in habits[:8])
-        out.append(f"<p>{machines.TITLE}:</p><ul>{items}</ul>")
+        out.append(f"<p>{verdict_parts.MACHINES_TITLE}:</p><ul>{items}</ul>")
     rows = []
-    for cause in causes.causes(comparison)[:10]:
+    for cause in facts.causes(comparison)[:10]:
         p = cause.worst
         measure, value, limit = facts.decided(p)
         cells = (p.tap, p.role, facts.step_of(p), measure, num(value, 4), num(limit), facts.over(p), cause.like)

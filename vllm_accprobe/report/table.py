@@ -1,12 +1,25 @@
-"""compare.csv: one row per pair, columns in the order of ``Pair``'s fields.
+"""compare.csv, labels.csv and their lines.
+
+compare.csv: one row per pair, columns in the order of ``Pair``'s fields.
 
 The problem: people sort and filter this file in other tools, so it must be plain, complete and exact. The idea: the
 fields of the dataclass are the columns, floats are written with all their digits (``repr``), None is an empty cell,
-tuples are JSON lists (``[8, 64]``). Not here: which pairs there are (comparison/), what is worth saying (facts.py).
+tuples are JSON lists (``[8, 64]``).
+
+labels.csv, labels.json and the lines on the terminal.
+
+The csv has the columns of ait's ``aclcmp`` report, in its order; what else is known (step, rank, worst row) is in
+the json.
+
+Not here: which pairs there are (comparison/), what is worth saying (facts.py), measuring and judging
+(comparison/labelled_pairs.py).
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from itertools import islice
@@ -14,11 +27,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.result import COLUMNS, Pair
-from vllm_accprobe.whole_file import write_csv_lines
+from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair
+from vllm_accprobe.comparison.pair import COLUMNS, Pair
+from vllm_accprobe.comparison.plan.labelled import LabelSide
+from vllm_accprobe.report.text import count, num, safe
+from vllm_accprobe.whole_file import write_csv_lines, write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
+
 
 _NUMBER = ("int", "float", "bool", "int | None", "float | None")
 _WRITTEN = frozenset(f.name for f in fields(Pair) if str(f.type) not in _NUMBER)
@@ -67,3 +84,104 @@ def write_csv(comparison: Comparison, path: str | Path) -> None:
     else:
         both = ((*a, *map(cell, b)) for a, b in zip(ours, other.rows, strict=True))
         write_csv_lines(path, (*COLUMNS, *other.columns), both)
+
+
+LABEL_COLUMNS = (
+    "data_id", "pta_data_path", "pta_dtype", "pta_shape", "acl_data_path", "acl_dtype", "acl_shape", "cmp_flag",
+    "cosine_similarity", "max_relative_error", "mean_relative_error", "relative_euclidean_distance",
+    "cmp_fail_reason",
+)  # fmt: skip
+"""Meaning, as in ait: cmp_flag: whether the pair was compared; cmp_fail_reason: why it was not, or why it fails."""
+
+
+def row(pair: LabelPair) -> list[Any]:
+    """The cells of one pair, or of a label without partner."""
+    return [
+        cell(pair.data_id),
+        *_side(pair.pta),
+        *_side(pair.acl),
+        pair.compared,
+        pair.cosine,
+        pair.max_rel,
+        pair.mean_rel,
+        pair.rel_euclid,
+        cell(pair.reason),
+    ]
+
+
+def _side(side: LabelSide | None) -> list[Any]:
+    if side is None:
+        return [None, None, None]
+    return [cell(side.path), side.dtype or None, cell(side.shape) if side.dtype else None]
+
+
+def write(found: LabelComparison, out: Path) -> list[Path]:
+    """Writes labels.csv and labels.json into ``out``, whole or not at all. Raises OSError."""
+    table, facts = out / "labels.csv", out / "labels.json"
+    write_csv_lines(table, LABEL_COLUMNS, (row(p) for p in [*found.pairs, *found.unpaired]))
+    write_text(facts, json.dumps(to_json(found), indent=1))
+    return [table, facts]
+
+
+def to_json(found: LabelComparison) -> dict[str, Any]:
+    """``{"schema": 1, "verdict", "counts", "skipped", "pairs": [...]}``; numbers that JSON cannot say are text."""
+    return {
+        "schema": 1,
+        "verdict": verdict(found),
+        "counts": {
+            "pairs": len(found.pairs), "pass": found.count(PASS), "fail": found.count(FAIL),
+            "not_compared": found.count(SKIP), "unpaired": len(found.unpaired),
+        },
+        "skipped": found.skipped,
+        "pairs": [_facts(p) for p in [*found.pairs, *found.unpaired]],
+    }  # fmt: skip
+
+
+def _facts(p: LabelPair) -> dict[str, Any]:
+    values = {
+        "data_id": p.data_id, "step": p.step, "rank": p.rank, "call": p.call, "status": p.status,
+        "compared": p.compared, "cosine_similarity": p.cosine, "max_relative_error": p.max_rel,
+        "mean_relative_error": p.mean_rel, "relative_euclidean_distance": p.rel_euclid,
+        "nonfinite_mismatch": p.nonfinite_mismatch, "worst_request": p.request, "worst_position": p.position,
+        "limit": p.limit, "reason": p.reason,
+    }  # fmt: skip
+    for name, side in (("pta", p.pta), ("acl", p.acl)):
+        if side is not None:
+            values[name] = {"path": side.path, "dtype": side.dtype, "shape": list(side.shape)}
+    return {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def verdict(found: LabelComparison) -> str | None:
+    """pass, fail, or None where nothing could be compared."""
+    if found.count(FAIL):
+        return FAIL
+    return PASS if found.count(PASS) else None
+
+
+def lines(found: LabelComparison, most: int | None = 10) -> list[str]:
+    """What the terminal shows: the verdict, what fails first, what was not compared and why."""
+    out = []
+    failed = [p for p in found.pairs if p.status == FAIL]
+    head = f"{count(len(found.pairs), 'labelled pair')}: {found.count(PASS)} pass, {len(failed)} fail"
+    if found.count(SKIP):
+        head += f", {found.count(SKIP)} not compared"
+    out.append(f"{'FAIL' if failed else 'PASS' if found.count(PASS) else 'nothing compared'}: {head}")
+    for p in failed[:most]:
+        at = "" if p.position is None else f" at {safe(p.request or '?')} position {p.position}"
+        numbers = ""
+        if p.compared:
+            numbers = f": cosine {num(p.cosine, 6)}, relative distance {num(p.rel_euclid, 4)}"
+        out.append(f"  {_place(p)}{numbers}; {safe(p.reason, 300)}{at}")
+    if most is not None and len(failed) > most:
+        out.append(f"  ... {len(failed) - most} more: -v shows all, labels.csv has all")
+    reasons = Counter(p.reason for p in [*found.pairs, *found.unpaired] if p.status == SKIP)
+    first = {p.reason: p for p in reversed([*found.pairs, *found.unpaired]) if p.status == SKIP}
+    for reason, n in reasons.most_common():
+        out.append(f"not compared: {n} x {safe(reason, 300)}, e.g. {_place(first[reason])}")
+    out += [f"left out by the capture: {n} x {safe(why)}" for why, n in found.skipped.items()]
+    return out
+
+
+def _place(p: LabelPair) -> str:
+    call = f" call {p.call}" if p.call else ""
+    return f"{safe(p.data_id)} (step {p.step}, rank {p.rank}{call})"

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_accprobe.report import covers, facts, machines, tiers
-from vllm_accprobe.report.neighbours import sentences
+from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.text import count, more, num, place, safe
-from vllm_accprobe.report.worst import causes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +39,7 @@ def render(comparison: Comparison, console: Console, verbosity: int = NORMAL) ->
 
 def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
     passed = comparison.verdict == "pass"
-    checked = covers.head(comparison) if passed or verbosity > QUIET else []
+    checked = verdict_parts.head(comparison) if passed or verbosity > QUIET else []
     sections: list[tuple[str, list[str]]] = [
         ("yellow", notes(comparison)),
         ("bold green" if passed else "bold red", [facts.headline(comparison), *checked]),
@@ -104,15 +102,15 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     out = [_evidence(culprit)]
     if said := facts.inside(comparison, culprit):
         out.append(f"gap: {said}")
-    if said := tiers.sentence(culprit):
+    if said := facts.sentence(culprit):
         out.append(said)
     if said := facts.shape(culprit):
         out.append(f"shape: {said}")
     if said := facts.graph(culprit):
         out.append(f"graphs: {said}")
-    if said := sentences.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module")):
+    if said := verdict_parts.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module")):
         out.append(f"code: {said}")
-    out += sentences.lines(comparison)
+    out += verdict_parts.neighbour_lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
 
@@ -130,7 +128,7 @@ def _other(comparison: Comparison, number: int, origin: Any) -> str:
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
     gap = f"gap: {text}" if (text := facts.inside(comparison, origin)) else None
-    return "; ".join(x for x in (title, tiers.short(origin), tiers.layers(origin), said, graphs, gap) if x)
+    return "; ".join(x for x in (title, facts.short(origin), facts.layers(origin), said, graphs, gap) if x)
 
 
 def _evidence(origin: Any) -> str:
@@ -143,7 +141,7 @@ def _evidence(origin: Any) -> str:
 
 def alarms(comparison: Comparison, full: bool = False) -> list[str]:
     """How likely an origin is by chance alone."""
-    line = tiers.alarms(comparison)
+    line = facts.alarms(comparison)
     return [f"by chance: {line}"] if line else []
 
 
@@ -168,10 +166,10 @@ def next_commands(comparison: Comparison) -> list[str]:
 
 def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
     """Habits of both machines, differences first."""
-    found = machines.lines(comparison.machines)
+    found = verdict_parts.machine_lines(comparison.machines)
     where = "compare.html, or compare.json, machines"
     said = _list(found, None if full else n, where, lambda line: [f"  {line}"])
-    return [f"{machines.TITLE}:", *said] if found else []
+    return [f"{verdict_parts.MACHINES_TITLE}:", *said] if found else []
 
 
 def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
@@ -184,10 +182,10 @@ def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list
     if not comparison.counts.failed:
         return []
     head = ("x limit", "measure", "value", "limit", "cosine", "step", "pair")
-    found = causes.causes(comparison)
+    found = facts.causes(comparison)
     body = [_pair_cells(cause.worst, cause.like) for cause in found[:n]]
     left = more(len(found), n, "compare.html, or compare.csv where status is fail")
-    return [f"{causes.title(comparison, n, found)}:", *_aligned([head, *body]), *(f"  {line}" for line in left)]
+    return [f"{facts.title(comparison, n, found)}:", *_aligned([head, *body]), *(f"  {line}" for line in left)]
 
 
 def _pair_cells(pair: Pair, like: str = "") -> tuple[str, ...]:
@@ -251,16 +249,16 @@ def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
 
 def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str]:
     """What the verdict covers: by class below a PASS, in a line below a FAIL."""
-    total = covers.totals(comparison)
+    total = verdict_parts.totals(comparison)
     if total is None:
         return []
     short = [] if comparison.verdict == "pass" else [f"covered: {total} (compare.json, coverage.by_class)"]
     if short and not full:
         return short
-    body = covers.table(comparison)
-    shown = _aligned([covers.HEAD, *body])[: None if full else n + 1]
+    body = verdict_parts.table(comparison)
+    shown = _aligned([verdict_parts.HEAD, *body])[: None if full else n + 1]
     left = more(len(body), len(shown) - 1, "compare.json, coverage.by_class")
-    return [*short, f"{covers.TITLE} ({total}):", *shown, *(f"  {line}" for line in left)]
+    return [*short, f"{verdict_parts.COVERS_TITLE} ({total}):", *shown, *(f"  {line}" for line in left)]
 
 
 def plan(comparison: Comparison) -> list[str]:

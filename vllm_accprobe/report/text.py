@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from vllm_accprobe.comparison.over import ratio as ratio
+from vllm_accprobe.comparison.pair import ratio
 
 MISSING = "–"
 """What stands where a number does not exist (a cosine of zero vectors, the limit of a skipped pair)."""

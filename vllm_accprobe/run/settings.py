@@ -14,7 +14,7 @@ from vllm_accprobe.dump.schema import RUN_JSON
 
 PLUGIN = "accprobe"
 REGISTER = "ACCPROBE_RUN_REGISTER"
-"""Names the file in which processes announce their dumps; as in capture/core/dump_dir.py, which imports torch's
+"""Names the file in which processes announce their dumps; as in capture/core/recording.py, which imports torch's
 room."""
 
 

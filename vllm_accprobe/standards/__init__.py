@@ -5,7 +5,7 @@ machines; a rule that has to be added in several places is forgotten in one. The
 ``STANDARDS``, some `NamedStandard`s (declaration.py), and each says what it can judge; the files are found by looking.
 Another package's module is found by its entry point in the group ``vllm_accprobe.standards``, and is imported only
 where a name is none of ours. Needs neither torch nor numpy, so that ``--help`` can name them all.
-Not here: measuring (kernels/, opcheck/measures.py), who applies a rule (comparison/verdict/foreign.py, opcheck/run,
+Not here: measuring (kernels/, opcheck/measures.py), who applies a rule (comparison/notes.py, opcheck/run,
 opcheck/diff).
 """
 

@@ -3,7 +3,7 @@
 The problem: ait's tolerance and our own verdict judge one machine. The idea: where mine fails and golden does not, it
 is an error; where both fail, the standard is too tight for the operator, a warning. `each` makes such a rule for two of
 any rule for one.
-Not here: msprobe's standard for two (msprobe_ratios.py), torch_xray's counts (xray.py).
+Not here: msprobe's standard for two (msprobe.py), torch_xray's counts (xray.py).
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from typing import Any
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.opcalls import is_operator
+from vllm_accprobe.dump.journal import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.formats.io.plain_file import read_json
-from vllm_accprobe.topology.atb_json import MAX_JSON
-from vllm_accprobe.topology.tap_calls import fullest
+from vllm_accprobe.topology.data_flow import fullest
+from vllm_accprobe.topology.model_graph import MAX_JSON
 
 _DEEPEST, _MOST = 60, 100_000
 _LISTS = ("ModuleList", "ModuleDict")

@@ -2,7 +2,7 @@
 
 from hand_made import Dump, f32
 
-from vllm_accprobe.align.bridge import bridge
+from vllm_accprobe.align.names import bridge
 
 TRANSFORMERS = {"engine": {"runner": "accprobe.Probe"}, "versions": {"transformers": "5"}}
 VLLM = {"versions": {"vllm": "0.32"}}

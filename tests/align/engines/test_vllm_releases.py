@@ -2,7 +2,7 @@
 
 from hand_made import Dump, by_name, f32
 
-from vllm_accprobe.align.bridge import bridge
+from vllm_accprobe.align.names import bridge
 
 TAP = "model.layers.0.mlp.experts"
 SHARED = "model.layers.0.mlp.shared_expert"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_accprobe.capture.core.device_staging import DeviceStaging
+from vllm_accprobe.capture.core.staging import DeviceStaging
 
 
 def test_a_ring_smaller_than_the_traffic_gives_every_tensor_whole() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.shards import RankPiece, merge, plan_merge
+from vllm_accprobe.align.ranks import RankPiece, merge, plan_merge
 from vllm_accprobe.capture.core.layout import Layouts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_accprobe.capture.core.put_over import put_over
+from vllm_accprobe.capture.core.attribute_override import put_over
 
 
 class Owner:

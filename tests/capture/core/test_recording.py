@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from vllm_accprobe.capture.core import recording as room
-from vllm_accprobe.capture.core.dump_dir import REGISTER
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.recording import Recording, run_facts, unsplit
+from vllm_accprobe.capture.core.recording import REGISTER, Recording, run_facts, unsplit
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 

@@ -8,13 +8,13 @@ from vllm_accprobe.capture.core.rows import (
     EncoderItem,
     Requests,
     Scheduled,
+    external_ids,
     kept,
     logits_space,
     token_space,
     vision_space,
     wanted_at_all,
 )
-from vllm_accprobe.capture.request_ids import external_ids
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Segment
 

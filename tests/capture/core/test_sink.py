@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.capture.core import rowmaps
+from vllm_accprobe.capture.core import rows as rowmaps
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.core.step_state import Ticket
+from vllm_accprobe.capture.core.session import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step

@@ -7,8 +7,7 @@ from collections import deque
 
 import torch
 
-from vllm_accprobe.capture.core.device_staging import DeviceStaging
-from vllm_accprobe.capture.core.staging_ring import RingPlace, StagingRing
+from vllm_accprobe.capture.core.staging import DeviceStaging, RingPlace, StagingRing
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.tp_slices import reduces_later
+from vllm_accprobe.capture.core.layout import Layouts, reduces_later
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,12 @@ import torch
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.graphs.drain import UNSEEN, GraphDrain
-from vllm_accprobe.capture.graphs.placement import Placed, plan
-from vllm_accprobe.capture.graphs.sightings import watching
-from vllm_accprobe.capture.graphs.stats_drain import DROPPED
+from vllm_accprobe.capture.core.session import Session, Sink
+from vllm_accprobe.capture.graphs.drain import DROPPED, UNSEEN, GraphDrain
+from vllm_accprobe.capture.graphs.placement import Placed, plan, watching
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.disk_threads import Drain
+from vllm_accprobe.dump.recorder.disk_threads import WriterThread
 from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
 
@@ -65,13 +62,13 @@ def of_step(number: int, rows: int = ROWS) -> torch.Tensor:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set, nothing is written."""
-    opened, real = threading.Event(), Drain.write
+    opened, real = threading.Event(), WriterThread.write
 
-    def write(self: Drain, batch: Any) -> None:
+    def write(self: WriterThread, batch: Any) -> None:
         opened.wait(20)
         real(self, batch)
 
-    monkeypatch.setattr(Drain, "write", write)
+    monkeypatch.setattr(WriterThread, "write", write)
     yield opened
     opened.set()
 

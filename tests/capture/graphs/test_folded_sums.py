@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.capture.graphs.folded_sums import FoldedSums
-from vllm_accprobe.capture.graphs.placement import FOLDED, plan
-from vllm_accprobe.capture.graphs.sightings import watching
+from vllm_accprobe.capture.graphs.placement import FOLDED, FoldedSums, plan, watching
 
 
 class RowParallelLinear(torch.nn.Linear):

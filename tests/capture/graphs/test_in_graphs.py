@@ -20,21 +20,20 @@ from captured_calls import CallGraph, capture
 from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.core import recording
-from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.graphs import drain, in_module, placement
-from vllm_accprobe.capture.graphs.stats_drain import NOT_MEASURED
-from vllm_accprobe.capture.graphs.stats_op import _stats_device
+from vllm_accprobe.capture.core.session import Sink
+from vllm_accprobe.capture.graphs import drain, placement
+from vllm_accprobe.capture.graphs.drain import NOT_MEASURED
+from vllm_accprobe.capture.graphs.graph_ops import _stats_device
 from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import compiled as in_graphs
 from vllm_accprobe.capture.vllm import runner as capture_runner
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver, left_out
-from vllm_accprobe.capture.vllm.dummy_look import LookingOn
+from vllm_accprobe.capture.vllm.compiled import LookingOn
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.plan.coverage import NOBODYS
 from vllm_accprobe.config import TAP_SET, ProbeConfig
-from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.dump.select import Selection
+from vllm_accprobe.dump.reader import Dump, Selection, open_dump
 
 PARALLEL = {"rank": 0, "world_size": 1, "tp": [0, 1], "pp": [0, 1], "dp": [0, 1], "ep": [0, 1]}
 WIDE = 9000
@@ -427,7 +426,7 @@ def test_numbers_of_a_device_arrive_over_the_staging(start: Start, monkeypatch: 
     library.define("device_stats(Tensor x, Tensor(a!) buffer, Tensor select) -> ()")
     library.impl("device_stats", _stats_device, "CPU")
     torch.library.register_fake("accprobe_test::device_stats", lambda x, buffer, select: None, lib=library)
-    monkeypatch.setattr(in_module, "tap_stats", torch.ops.accprobe_test.device_stats.default)
+    monkeypatch.setattr(placement, "tap_stats", torch.ops.accprobe_test.device_stats.default)
     monkeypatch.setattr(recording, "Sink", functools.partial(Sink, staged=True))
     got = lines(served(start, "staged", Runner(compiles=True), task="stats")[0])
     kernels = {key for key in got if key[1].startswith("model.layers")}
@@ -467,7 +466,7 @@ def test_dummy_batches_and_the_next_steps_leave_nothing_in_a_step(start: Start) 
 
 def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a cached graph without taps had been used."""
-    monkeypatch.setattr(in_module, "_tap_outputs", lambda module, args, output: None)
+    monkeypatch.setattr(placement, "_tap_outputs", lambda module, args, output: None)
     dump, _ = served(start, "mine", Runner(compiles=True))
     assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {drain.NOT_RUN}
     assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from vllm_accprobe.capture.graphs.graph_ops import choose
 from vllm_accprobe.capture.graphs.placement import (
+    BETWEEN,
+    NO_ROWS,
     NOT_DEFAULT,
     NOT_NAMED,
     STATS_BYTES,
     TOO_LARGE,
+    UNCALLED,
     Placed,
+    Sightings,
     plan,
     unwritten,
+    watching,
 )
-from vllm_accprobe.capture.graphs.sightings import BETWEEN, NO_ROWS, UNCALLED, Sightings, watching
-from vllm_accprobe.capture.graphs.tap_op import choose
 
 CPU = torch.device("cpu")
 

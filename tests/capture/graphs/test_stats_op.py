@@ -12,9 +12,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.graphs.stats_op import (
-    _each_device,
+from vllm_accprobe.capture.core.session import Sink
+from vllm_accprobe.capture.graphs.graph_ops import (
     _stats_device,
     choose_stats,
     read_line,
@@ -23,8 +22,9 @@ from vllm_accprobe.capture.graphs.stats_op import (
     tap_stats,
     tap_stats_each,
 )
+from vllm_accprobe.capture.graphs.graph_ops import _stats_op_each_device as _each_device
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import Segment, Step
 from vllm_accprobe.dump.stats import StatsCell

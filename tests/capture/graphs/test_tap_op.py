@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from vllm_accprobe.capture.graphs.tap_op import _each_device, _tap_device, choose, selection, tap, tap_each
+from vllm_accprobe.capture.graphs.graph_ops import _each_device, _tap_device, choose, selection, tap, tap_each
 
 CPU = torch.device("cpu")
 

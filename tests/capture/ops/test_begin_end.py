@@ -13,7 +13,7 @@ import torch
 import vllm_accprobe
 from vllm_accprobe import begin_dump, end_dump
 from vllm_accprobe.config import ConfigError
-from vllm_accprobe.dump.opcalls import inputs
+from vllm_accprobe.dump.journal import inputs
 from vllm_accprobe.dump.reader import open_dump
 
 

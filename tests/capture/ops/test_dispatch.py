@@ -11,9 +11,9 @@ import pytest
 import torch
 from toy import Toy
 
-from vllm_accprobe.capture.torch_model.probe import Probe
+from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.dump.dtypes import widen
-from vllm_accprobe.dump.opcalls import inputs, tensors
+from vllm_accprobe.dump.journal import inputs, tensors
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import OpCall
 
@@ -211,7 +211,7 @@ def test_a_random_sample_keeps_exactly_n_calls_and_the_same_ones_again(tmp_path:
 
 def test_the_sample_is_uniform() -> None:
     """Each of 12 calls is kept with probability 3/12: over 2000 seeds the counts lie within five deviations."""
-    from vllm_accprobe.capture.ops.choice import Choice
+    from vllm_accprobe.capture.ops.dispatch import Choice
     from vllm_accprobe.config import ProbeConfig
 
     counts: Counter[int] = Counter()

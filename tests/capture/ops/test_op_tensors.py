@@ -11,8 +11,8 @@ import torch
 from toy import Toy
 
 from vllm_accprobe.capture.core import recording
-from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.torch_model.probe import Probe
+from vllm_accprobe.capture.core.session import Sink
+from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_accprobe.capture.ops.touched import touched
-from vllm_accprobe.opcheck.calls.op_blocks import Renumbered
+from vllm_accprobe.capture.ops.op_tensors import touched
+from vllm_accprobe.opcheck.calls.operator_calls import Renumbered
 
 _MQA = "_C.fp8_paged_mqa_logits_cpu.default"
 _MLA = "_C.flash_mla_with_kvcache_cpu.default"

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.capture.ops import xray_words
+from vllm_accprobe.capture.ops import begin_end
 from vllm_accprobe.config import ConfigError
 
 
 def test_as_arguments() -> None:
-    assert xray_words.given({}) == {}
-    assert xray_words.given({"X_DEBUG": " ", "X_DEDUP": "0"}) == {"X_DEDUP": False}
+    assert begin_end.given({}) == {}
+    assert begin_end.given({"X_DEBUG": " ", "X_DEDUP": "0"}) == {"X_DEDUP": False}
     said = {"X_DEBUG": "0x102", "X_DEDUP": "true", "X_DUMP_NUM": "5", "X_OTHER": "9"}
-    assert xray_words.given(said) == {"X_DEBUG": 0x102, "X_DEDUP": True, "X_DUMP_NUM": 5}
+    assert begin_end.given(said) == {"X_DEBUG": 0x102, "X_DEDUP": True, "X_DUMP_NUM": 5}
 
 
 @pytest.mark.parametrize(("name", "value"), [("X_DEBUG", "yes"), ("X_DEDUP", "perhaps"), ("X_DUMP_NUM", "5.5")])
 def test_what_is_no_value_is_one_line(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value} is n"):
-        xray_words.given({name: value})
-    assert xray_words.advice({name: value}).endswith("it is torch_xray's, and has no effect here")
+        begin_end.given({name: value})
+    assert begin_end.advice({name: value}).endswith("it is torch_xray's, and has no effect here")
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_what_is_no_value_is_one_line(name: str, value: str) -> None:
     ],
 )
 def test_the_new_name(said: dict[str, str], ours: str) -> None:
-    assert ours in xray_words.advice(said)
-    assert xray_words.advice({}) == ""
+    assert ours in begin_end.advice(said)
+    assert begin_end.advice({}) == ""

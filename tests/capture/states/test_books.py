@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.capture.states.arrivals import Arrivals
-from vllm_accprobe.capture.states.books import Books
-from vllm_accprobe.capture.states.findings import Findings
-from vllm_accprobe.capture.states.looks import FULL, Layer
-from vllm_accprobe.capture.states.pages import Pages
+from vllm_accprobe.capture.states.ledger import FULL, Arrivals, BlockLedger, Findings, Layer, Pages
 from vllm_accprobe.capture.states.schedule import KV, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves, EngineStep, NewRequest
-from vllm_accprobe.dump.journal.state_lines import StateFinding, sentence
+from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, EngineStep, NewRequest
+from vllm_accprobe.dump.journal import StateFinding, sentence
 
 SIZE, BLOCKS = 4, 12
 
@@ -29,7 +25,7 @@ class Toy:
         self.said: list[StateFinding] = []
         self.layers = [Layer(f"layer.{i}", 0, i, Pages([c], BLOCKS)) for i, c in enumerate(self.caches)]
         findings = Findings(schedule, self.said.append)
-        self.books = Books(schedule, [self.layers], mode, findings, Arrivals(staged=staged), inside=inside)
+        self.books = BlockLedger(schedule, [self.layers], mode, findings, Arrivals(staged=staged), inside=inside)
         self.step = -1
         self.wrong_lengths = False
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.capture.states.given import looks
-from vllm_accprobe.capture.states.metadata import WrongNumber
+from vllm_accprobe.capture.states.checks import WrongNumber, looks
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
-from vllm_accprobe.dump.journal.state_lines import METADATA, OTHER, STALE
+from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
+from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 
 def schedule(group: CacheGroup = CacheGroup(KV, 4)) -> Schedule:  # noqa: B008

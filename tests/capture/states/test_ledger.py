@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_accprobe.capture.states.ledger import GroupBooks, picked
-from vllm_accprobe.dump.journal.state_lines import CHANGED, LATE, OTHER, STALE
+from vllm_accprobe.capture.states.ledger import GroupLedger, picked
+from vllm_accprobe.dump.journal import CHANGED, LATE, OTHER, STALE
 
 
 def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-def ledger() -> GroupBooks:
+def ledger() -> GroupLedger:
     """Two layers, blocks 3 and 5 written twice by requests 0 and 1."""
-    books = GroupBooks(2, 8)
+    books = GroupLedger(2, 8)
     for i in range(2):
         books.wrote(0, np.array([3, 5]), numbers(30 + i, 50 + i))
         books.written_by(np.array([3]), 0, i, 0, 4)

@@ -8,7 +8,7 @@ import torch
 import xxhash
 from support.blocks import bytes_of, word_sums
 
-from vllm_accprobe.capture.states.pages import Pages, UnknownLayout, odd_weights, tensors_of
+from vllm_accprobe.capture.states.ledger import Pages, UnknownLayout, odd_weights, tensors_of
 
 BLOCKS = 6
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.capture.states.schedule import HIT, KV, LOADED, RESUMED, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
-from vllm_accprobe.dump.journal.state_lines import FOREIGN, FREED, STALE, STRANGE
+from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
+from vllm_accprobe.dump.journal import FOREIGN, FREED, STALE, STRANGE
 from vllm_accprobe.dump.schema import Image
 
 PAGED = CacheGroup(KV, 4)

@@ -11,7 +11,7 @@ import torch
 from capture.toy import Toy
 
 from vllm_accprobe import Probe
-from vllm_accprobe.capture.taps.fast_path import Express
+from vllm_accprobe.capture.core.session import FastPath
 from vllm_accprobe.dump.reader import Dump, open_dump
 
 CALLS = [
@@ -73,15 +73,15 @@ def told(dump: Dump) -> list[Any]:
 def test_both_ways_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, padded: bool) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]) if padded else None
     taken: list[str | None] = []
-    original = Express.take
+    original = FastPath.take
 
-    def counting(self: Express, *args: Any) -> str | None:
+    def counting(self: FastPath, *args: Any) -> str | None:
         taken.append(original(self, *args))
         return taken[-1]
 
-    monkeypatch.setattr(Express, "take", counting)
+    monkeypatch.setattr(FastPath, "take", counting)
     short = capture(tmp_path / "short", task, mask)
-    monkeypatch.setattr(Express, "take", lambda *_: None)
+    monkeypatch.setattr(FastPath, "take", lambda *_: None)
     general = capture(tmp_path / "general", task, mask)
     assert told(short) == told(general)
     assert len(short.records) > 150

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Plain
 
 import pytest
 
-from vllm_accprobe.capture.vllm.asked_of_sampler import LISTED, sampling_of
+from vllm_accprobe.capture.vllm.sampling import LISTED, sampling_of
 from vllm_accprobe.dump.schema import SamplingParameters
 
 params = pytest.importorskip("vllm.sampling_params")

@@ -16,7 +16,7 @@ from vllm_accprobe.capture.core.rows import Requests, Scheduled
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
 from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal.event_lines import MASKS
+from vllm_accprobe.dump.journal import MASKS
 from vllm_accprobe.dump.schema import Mask, Masks
 
 

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.core.rows import Deal, EncoderItem, ItemRun, Requests, dealt_space
+from vllm_accprobe.capture.core.rows import EncoderDataParallel, EncoderItem, ItemRun, Requests, dealt_space
 from vllm_accprobe.capture.core.session import VISION
 from vllm_accprobe.capture.vllm import batch as capture_batch
-from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
-from vllm_accprobe.capture.vllm.dealing import Dealing, by_size, by_tile, deals
+from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, EngineBatch, by_size, by_tile, deals
 from vllm_accprobe.config import ProbeConfig
 
 A, B, C = (EncoderItem(name, 0, "image", n) for name, n in (("a", 16), ("b", 15), ("c", 9)))
@@ -73,7 +72,7 @@ def test_tiles_that_do_not_fit_the_placeholders_are_not_guessed() -> None:
 
 def test_rows_of_a_deal_are_counted_from_where_each_image_begins() -> None:
     requests, config = known("a", "b"), ProbeConfig()
-    deal = Deal(2, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))
+    deal = EncoderDataParallel(2, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))
     patches = dealt_space(config, requests, deal, 24)
     assert patches is not None
     assert (patches.name, patches.src, patches.n, patches.ranges) == ("vision/2#2", 24, 16, [(0, 16)])
@@ -81,7 +80,7 @@ def test_rows_of_a_deal_are_counted_from_where_each_image_begins() -> None:
     tiles = dealt_space(config, requests, deal, 3)
     assert tiles is not None
     assert (tiles.name, [(s.req, s.pos, s.n, s.row) for s in tiles.segments]) == ("vision/1:4#2", [(1, 1, 2, 0)])
-    assert dealt_space(config, requests, Deal(1, None), 24) is None
+    assert dealt_space(config, requests, EncoderDataParallel(1, None), 24) is None
 
 
 def look(image_input: Any, vision_model: Any) -> None:
@@ -92,7 +91,7 @@ def look(image_input: Any, vision_model: Any) -> None:
 def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a model's module holds the function under its own name."""
     home, model = ModuleType("vllm.fake.vision"), ModuleType("vllm.fake.model")
-    seen: list[Deal | None] = []
+    seen: list[EncoderDataParallel | None] = []
     batch = EngineBatch(None)
     space: dict[str, Any] = world(1) | {"seen": seen, "batch": batch}
 
@@ -108,10 +107,10 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
     dealing = Dealing(batch)
     assert dealing.seen == {"run_dp_sharded_vision_model"}
     model.run_dp_sharded_vision_model(Plain(shape=(5, 3, 2, 2)), None)
-    assert seen == [Deal(1, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))]
+    assert seen == [EncoderDataParallel(1, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))]
     assert batch.deal is None
     model.run_dp_sharded_vision_model(Plain(shape=(5, 3, 2, 2)), None)  # all items are taken: whose are these?
-    assert seen[1] == Deal(2, None)
+    assert seen[1] == EncoderDataParallel(2, None)
     dealing.close()
     assert model.run_dp_sharded_vision_model is home.run_dp_sharded_vision_model is original
 
@@ -149,7 +148,7 @@ def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: 
     monkeypatch.setattr(capture_batch, "say", said.append, raising=False)
     for _ in range(2):
         batch.dealt(lambda items: (len(items), ()))
-    assert batch.deal == Deal(2, None)
+    assert batch.deal == EncoderDataParallel(2, None)
     assert said == [
         "images are dealt out to ranks in a way that is not known (AttributeError: no such field in this release): "
         "rows of the encoder are not told apart"

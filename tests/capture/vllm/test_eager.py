@@ -111,7 +111,7 @@ ASKED = [
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_an_engine_is_eager_whatever_its_arguments_say(arguments: type[EngineArgs], asked: Any, eager: bool) -> None:
-    from vllm_accprobe.capture.vllm.eager import compiles
+    from vllm_accprobe.capture.vllm.vllm_compat import compiles
 
     before = dataclasses.replace(asked)
     built = arguments(asked, eager).create_engine_config()
@@ -147,7 +147,7 @@ def test_what_is_changed_is_said(arguments: type[EngineArgs], monkeypatch: pytes
     ids=str,
 )
 def test_what_the_engine_is_stands_in_its_modules(config: Any, enforced: bool, compiled: bool) -> None:
-    from vllm_accprobe.capture.vllm.eager import compiles, facts
+    from vllm_accprobe.capture.vllm.vllm_compat import compiles, facts
 
     built = decides(config, enforced)
     model = Decorated(built.compilation_config)
@@ -157,7 +157,7 @@ def test_what_the_engine_is_stands_in_its_modules(config: Any, enforced: bool, c
 
 
 def test_a_model_compiled_by_itself_is_compiled() -> None:
-    from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
+    from vllm_accprobe.capture.vllm.vllm_compat import compiled_modules, compiles
 
     built = decides(ModeConfig(), True)
     model = Decorated(built.compilation_config)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.model_loader import base_loader
 
-from vllm_accprobe.capture.vllm.loading import before_packing
+from vllm_accprobe.capture.vllm.weights import before_packing
 
 
 class EmptyingMethod:

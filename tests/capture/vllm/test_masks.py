@@ -11,8 +11,8 @@ import xxhash
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.vllm import masks
-from vllm_accprobe.capture.vllm.masks import BAD_WORDS, BIAS, BUDGET, GRAMMAR, PENALTIES, TRACE, grammar_of, masks_of
+from vllm_accprobe.capture.vllm import batch
+from vllm_accprobe.capture.vllm.batch import BAD_WORDS, BIAS, BUDGET, GRAMMAR, PENALTIES, TRACE, grammar_of, masks_of
 
 NAMES = ["a", "b", "c"]
 ROWS = np.arange(6, dtype=np.int32).reshape(2, 3)
@@ -78,10 +78,10 @@ def test_a_runner_that_keeps_no_states_tells_nothing() -> None:
     def newer(**states: Any) -> Plain:
         return Plain(prepare_inputs=lambda: None, sampler=Plain(logprobs_mode="raw_logprobs", **states))
 
-    assert not masks.tells(newer())
-    assert not masks.tells(newer(logit_bias_state=1))  # half of them is not all
-    assert masks.tells(newer(penalties_state=1, logit_bias_state=1))
-    assert masks.tells(newer(penalties_state=1, logits_processors=[]))
-    assert masks.tells(older())
-    assert not masks.tells(Plain(input_batch=Plain(req_ids=[])))
-    assert not masks.tells(Plain())
+    assert not batch.tells(newer())
+    assert not batch.tells(newer(logit_bias_state=1))  # half of them is not all
+    assert batch.tells(newer(penalties_state=1, logit_bias_state=1))
+    assert batch.tells(newer(penalties_state=1, logits_processors=[]))
+    assert batch.tells(older())
+    assert not batch.tells(Plain(input_batch=Plain(req_ids=[])))
+    assert not batch.tells(Plain())

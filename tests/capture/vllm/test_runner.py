@@ -15,13 +15,13 @@ import pytest
 import torch
 from test_runner_steps import PARALLEL, Drafting, Output, PoolingV2, Runner, new
 
-from vllm_accprobe.capture.nan_watch import observer as errcheck
-from vllm_accprobe.capture.nan_watch.observer import ErrcheckExit, ErrcheckObserver
+from vllm_accprobe.capture.errcheck import observer as errcheck
+from vllm_accprobe.capture.errcheck.observer import ErrcheckExit, ErrcheckObserver
 from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import runner as room
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
+from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 

@@ -16,11 +16,10 @@ import pytest
 import torch
 from test_runner_steps import PARALLEL, Model, Output, Runner, new
 
-from vllm_accprobe.capture.vllm import capturing
+from vllm_accprobe.capture.vllm import capturing, relied_on
 from vllm_accprobe.capture.vllm import runner as room
 from vllm_accprobe.capture.vllm import sampling as taps
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.names import modes
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -138,11 +137,11 @@ def test_a_runner_without_sample_gives_the_samplers_tokens_and_skips_drafts(tmp_
 
 @pytest.mark.parametrize(
     ("told", "mode"),
-    [({"batch_sharder": object()}, modes.SHARDED),
-     ({"model_state": Plain(num_new_sampled_tokens_per_step=4)}, modes.SEVERAL)],
+    [({"batch_sharder": object()}, relied_on.SHARDED),
+     ({"model_state": Plain(num_new_sampled_tokens_per_step=4)}, relied_on.SEVERAL)],
 )  # fmt: skip
 def test_logits_of_another_order_are_skipped_and_layers_are_not(
-    tmp_path: Path, said: list[str], told: dict[str, Any], mode: modes.Mode
+    tmp_path: Path, said: list[str], told: dict[str, Any], mode: relied_on.Mode
 ) -> None:
     dump = open_dump(served(tmp_path, Newer(**told), new("a", 5), PLAIN).root)
     assert dump.errors == []
@@ -158,25 +157,27 @@ def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_sai
     steps = (new("a", 5), DRAFTS, DRAFTS, PLAIN)
     dump = open_dump(served(tmp_path, Newer(adaptive_verification=object()), *steps).root)
     assert dump.errors == []
-    assert skips(dump)["<root>", modes.VERIFIED.says] == 2
-    assert [line for line in said if modes.VERIFIED.says in line] == [
-        f"{modes.VERIFIED.says}: such steps are skipped (said once)"
+    assert skips(dump)["<root>", relied_on.VERIFIED.says] == 2
+    assert [line for line in said if relied_on.VERIFIED.says in line] == [
+        f"{relied_on.VERIFIED.says}: such steps are skipped (said once)"
     ]
     assert {r.step for r in dump.records if r.role.startswith("output")} == {0, 3}
 
 
-@pytest.mark.parametrize("mode", [modes.EXPERTS, modes.XLITE, modes.FLASH, modes.CONTEXT, modes.PIECES])
+@pytest.mark.parametrize(
+    "mode", [relied_on.EXPERTS, relied_on.XLITE, relied_on.FLASH, relied_on.CONTEXT, relied_on.PIECES]
+)
 def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, mode: modes.Mode
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, mode: relied_on.Mode
 ) -> None:
-    if mode is modes.FLASH:
+    if mode is relied_on.FLASH:
         monkeypatch.setitem(sys.modules, "vllm_ascend.utils", Plain(enable_sp=lambda config: True))
         monkeypatch.setattr(Newer, "__module__", "vllm_ascend.worker.model_runner_v1")
-    runner = XliteModelRunner() if mode is modes.XLITE else Newer()
+    runner = XliteModelRunner() if mode is relied_on.XLITE else Newer()
     parallel = runner.vllm_config.parallel_config
-    parallel.use_sequence_parallel_moe = mode is modes.EXPERTS
-    parallel.prefill_context_parallel_size = 1 + (mode is modes.CONTEXT)
-    parallel.enable_dbo = mode is modes.PIECES
+    parallel.use_sequence_parallel_moe = mode is relied_on.EXPERTS
+    parallel.prefill_context_parallel_size = 1 + (mode is relied_on.CONTEXT)
+    parallel.enable_dbo = mode is relied_on.PIECES
     probe = served(tmp_path, runner, new("a", 5), PLAIN)
     assert said == [f"{mode.says}: {probe.without}; serving goes on"]
     assert not (probe.root / "run.json").exists()  # nothing that a comparison could take for a capture

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.capture.weights.life import WeightLife
-from vllm_accprobe.dump.weights.weight_life import LOAD, RELOAD, WAKE
+from vllm_accprobe.capture.weights.history import WeightLife
+from vllm_accprobe.dump.journal import LOAD, RELOAD, WAKE
 
 
 def test_a_tensor_that_packing_reorders_is_of_an_unknown_order_until_it_is_given_again() -> None:
@@ -44,11 +44,11 @@ def looked_at(how: str) -> list[dict[str, Any]]:
 
 
 def test_the_same_bytes_are_not_summed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_accprobe.capture.weights import life
+    from vllm_accprobe.capture.weights import history
 
     made: list[int] = []
-    original = life.sums_of
-    monkeypatch.setattr(life, "sums_of", lambda tensor: made.append(tensor.numel()) or original(tensor))
+    original = history.sums_of
+    monkeypatch.setattr(history, "sums_of", lambda tensor: made.append(tensor.numel()) or original(tensor))
     loaded, reloaded = looked_at("full")
     assert made.count(32) == 1
     assert (loaded["order"], loaded["bag"]) == (reloaded["order"], reloaded["bag"])

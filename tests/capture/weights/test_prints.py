@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_accprobe.capture.weights.life import transposed
-from vllm_accprobe.capture.weights.prints import _on_device, sums_of
-from vllm_accprobe.capture.weights.writes import WriteWatch
+from vllm_accprobe.capture.weights.fingerprint import _on_device, sums_of
+from vllm_accprobe.capture.weights.history import WriteWatch, transposed
 
 WEIGHT = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_accprobe.capture.weights.writes import WriteWatch
+from vllm_accprobe.capture.weights.history import WriteWatch
 
 
 def test_rows_that_were_written_are_told_and_memory_that_was_empty() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled
 
+from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import compare, rejudge
 from vllm_accprobe.comparison.measure.padding import LEFT, NONFINITE, stood_in_padding
-from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import PADDING, TOKENS, StepGraph
 from vllm_accprobe.report import html, markdown, terminal
@@ -53,10 +53,10 @@ def test_the_sentence_is_in_every_report_and_in_a_saved_comparison(golden: Any, 
     assert graph["sentence"] == said
     assert f"graphs: {said}" in terminal.lines(result)
     assert said in html.page(result)
-    assert any(said in line for line in markdown.lines(result))
+    assert any(said in line for line in markdown.markdown_lines(result))
     assert said in result._repr_html_()
-    saved.save(result.measured, tmp_path)
-    assert rejudge(saved.load(tmp_path)).origins == result.origins
+    store.save(result.measured, tmp_path)
+    assert rejudge(store.load(tmp_path)).origins == result.origins
 
 
 def test_an_engine_without_graphs_has_no_such_entry(golden: Any) -> None:

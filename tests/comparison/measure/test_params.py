@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.align.shards import RankPiece, plan_merge
+from vllm_accprobe.align.ranks import RankPiece, plan_merge
 from vllm_accprobe.comparison.measure.params import _rounded, compare_params, is_computed, round_to_bfloat16
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.plan.joining import Group
-from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Payload, Record, Stats
 from vllm_accprobe.standards.limits import Standard

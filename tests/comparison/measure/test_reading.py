@@ -4,11 +4,9 @@ import numpy as np
 from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
-from vllm_accprobe.comparison.measure.activations import Measurer
+from vllm_accprobe.comparison.measure.activations import Measurer, _few
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch
-from vllm_accprobe.comparison.measure.reading import _few
-from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.kernels import structure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_accprobe.comparison.plan.expert_choices import scaled_elsewhere, with_routers
+from vllm_accprobe.comparison.plan.annotations import scaled_elsewhere, with_routers
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.judge.routing import Chooser

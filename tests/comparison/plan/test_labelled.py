@@ -9,8 +9,7 @@ import pytest
 from vllm_accprobe.comparison.plan.labelled import LabelSide, LabelView, meeting, places
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.label_files import Label
-from vllm_accprobe.dump.layouts import REPLICATED
-from vllm_accprobe.dump.schema import Payload, Record
+from vllm_accprobe.dump.schema import REPLICATED, Payload, Record
 
 KEY = (2, 0, "x", 1)
 

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_accprobe.capture.torch_model.probe import Probe  # noqa: E402
+from vllm_accprobe.capture.torch_model import Probe  # noqa: E402
 from vllm_accprobe.comparison.engine import compare  # noqa: E402
 from vllm_accprobe.comparison.plan import operators  # noqa: E402
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_accprobe.comparison.plan.partial_sums import loose, unsummed_taps
+from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
 from vllm_accprobe.dump.schema import Layout, Record
 
 SHARE = "share"

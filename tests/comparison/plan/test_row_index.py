@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_accprobe.align.tokens import Rows, SideRows
-from vllm_accprobe.comparison.plan.row_index import Indices
+from vllm_accprobe.comparison.plan.units import Indices
 
 
 def side(**spaces):

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 from synthetic_model import capture, scaled
 
-from vllm_accprobe.comparison import engine
-from vllm_accprobe.comparison.store import saved
-from vllm_accprobe.report import terminal
-from vllm_accprobe.report.neighbours import sentences
+from vllm_accprobe.comparison import engine, store
+from vllm_accprobe.report import terminal, verdict_parts
 
 TAP = "model.layers.1.mlp.act_fn"
 
@@ -28,18 +26,18 @@ def test_both_sides_are_told_where_they_differ_and_one_where_it_alone_is_known(t
     assert result.sources[TAP] == ("vllm/activation.py:60", "vllm_ascend/activation.py:27")
     assert result.sources["model.norm"] == ("vllm/layernorm.py:9", None)
     assert "model.embed_tokens" not in result.sources
-    assert sentences.code(result.sources, TAP) == "vllm_ascend/activation.py:27 (golden: vllm/activation.py:60)"
-    assert sentences.code(result.sources, "model.norm") == "vllm/layernorm.py:9 (golden)"
-    assert sentences.code(result.sources, "model.layers.1.mlp") == "tiny.py:3"
-    assert sentences.code(result.sources, "model.embed_tokens") is None
+    assert verdict_parts.code(result.sources, TAP) == "vllm_ascend/activation.py:27 (golden: vllm/activation.py:60)"
+    assert verdict_parts.code(result.sources, "model.norm") == "vllm/layernorm.py:9 (golden)"
+    assert verdict_parts.code(result.sources, "model.layers.1.mlp") == "tiny.py:3"
+    assert verdict_parts.code(result.sources, "model.embed_tokens") is None
     same = {"a": ("x.py:1", "x.py:1"), "b\n": ("\x1b.py:1", None)}
-    assert [sentences.code(same, tap) for tap in same] == ["x.py:1", "\\x1b.py:1 (golden)"]
+    assert [verdict_parts.code(same, tap) for tap in same] == ["x.py:1", "\\x1b.py:1 (golden)"]
 
     (origin,) = result.to_json()["origins"]
     assert origin["source"] == {"golden": "vllm/activation.py:60", "mine": "vllm_ascend/activation.py:27"}
     assert "code: vllm_ascend/activation.py:27 (golden: vllm/activation.py:60)" in terminal.lines(result)
-    saved.save(result.measured, tmp_path)
-    assert engine.rejudge(saved.load(tmp_path)).sources == result.sources
+    store.save(result.measured, tmp_path)
+    assert engine.rejudge(store.load(tmp_path)).sources == result.sources
 
 
 def test_no_capture_that_says_it_no_word_of_it():

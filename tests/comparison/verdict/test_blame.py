@@ -129,7 +129,7 @@ def test_every_step_from_numbers_to_nan_is_an_origin_whatever_came_before(golden
     )
     assert terminal.lines(result)[0] == f"note: {counted}"
     assert result.to_json()["notes"] == [counted]
-    assert any(counted in line for line in markdown.lines(result)[:8])
+    assert any(counted in line for line in markdown.markdown_lines(result)[:8])
     page = html.page(result)
     assert counted in page[: page.index("<table")]
 

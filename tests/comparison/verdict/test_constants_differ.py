@@ -6,7 +6,7 @@ import pytest
 from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.verdict.constants_differ import differing
+from vllm_accprobe.comparison.notes import differing
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.report import facts, terminal
 from vllm_accprobe.report.html import page

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled, write
 
+from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import calibrate, compare, rejudge
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.judge.calibration import FLOAT32, MARGIN, SECOND_RUN, Calibration, load
 
 ONE = {"prompts": {"a": [3, 14, 15, 9, 2, 6], "b": [5, 3, 5]}, "tokens": 3}
@@ -89,11 +89,11 @@ def test_a_calibration_travels_as_a_file(runs, tmp_path):
     stored = compare(runs["golden"], runs["wrong"], floors=[tmp_path / "quiet"])
     assert [p.x_floor for p in stored.pairs] == [p.x_floor for p in direct.pairs]
     direct = compare(runs["golden"], runs["wrong"], floors=[tmp_path])
-    saved.save(compare(runs["golden"], runs["wrong"]).measured, tmp_path)
-    again = rejudge(saved.load(tmp_path), floors=[tmp_path])
+    store.save(compare(runs["golden"], runs["wrong"]).measured, tmp_path)
+    again = rejudge(store.load(tmp_path), floors=[tmp_path])
     assert [p.x_floor for p in again.pairs] == [p.x_floor for p in direct.pairs]
     with pytest.raises(CompareError, match="no calibration: --rejudge has no dumps"):
-        rejudge(saved.load(tmp_path), floors=[runs["again"]])
+        rejudge(store.load(tmp_path), floors=[runs["again"]])
 
 
 def test_the_larger_of_several_floors_counts():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled
 
+from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import compare, rejudge
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.comparison.plan.untapped import NOTHING
-from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.comparison.verdict.gaps import Gap, splitting
 from vllm_accprobe.dump.schema import Skip
 from vllm_accprobe.report import facts, terminal
@@ -124,8 +124,8 @@ def test_nothing_is_kept_where_both_sides_saw_the_same(golden):
 def test_a_gap_outlives_the_saved_comparison(golden, tmp_path):
     result = compare(golden, compiled({f"{L1}.mlp.act_fn": scaled(1.2)}))
     assert result.measured is not None
-    saved.save(result.measured, tmp_path)
-    assert rejudge(saved.load(tmp_path)).origins == result.origins
+    store.save(result.measured, tmp_path)
+    assert rejudge(store.load(tmp_path)).origins == result.origins
 
 
 def test_the_report_names_the_two_ends(golden):
@@ -146,7 +146,7 @@ def test_the_report_names_the_two_ends(golden):
     )
     assert f"GRAPH_TAPS={taps}" in result.next_steps[0]["command"]
     assert facts.divergence(result).endswith("where origin 1 is")
-    points = {p.tap: p.origin for p in __import__("vllm_accprobe.report.depth", fromlist=["depth"]).depth(result)}
+    points = {p.tap: p.origin for p in __import__("vllm_accprobe.report.charts", fromlist=["depth"]).depth(result)}
     assert [tap for tap, origin in points.items() if origin] == [f"{L1}.mlp.down_proj"]
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 from synthetic_model import capture, scaled
 
-from vllm_accprobe.comparison import engine
+from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.store import saved
 from vllm_accprobe.comparison.verdict.neighbours import MOST_ORIGINS, NEAREST, neighbours
 
 LAYER = "model.layers.1"
@@ -87,8 +86,8 @@ def test_a_wrong_weight_is_an_edge_of_its_modules_output(golden):
 
 def test_a_judged_again_comparison_has_the_same_neighbours(golden, tmp_path):
     result = compare(golden, capture(faults={f"{LAYER}.mlp.act_fn": scaled(1.08)}))
-    saved.save(result.measured, tmp_path)
-    again = engine.rejudge(saved.load(tmp_path))
+    store.save(result.measured, tmp_path)
+    again = engine.rejudge(store.load(tmp_path))
     assert again.neighbours == result.neighbours
     assert again.measured.setting.links == result.measured.setting.links
     assert again.to_json()["origins"] == result.to_json()["origins"]

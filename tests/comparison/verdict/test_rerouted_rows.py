@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.part import Part
-from vllm_accprobe.comparison.verdict.remarks import unseen_routing
-from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
+from vllm_accprobe.align.tokens import RowSet
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.notes import unseen_routing
+from vllm_accprobe.comparison.verdict.judging import add_undecided, settle
 from vllm_accprobe.judge.routing import Rerouted
 from vllm_accprobe.judge.verdict import RowErrors
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.comparison.verdict.without_tensors import without_tensors
+from vllm_accprobe.comparison.notes import without_tensors
 
 WATCHED = {"watched": {"0": {"steps": 24}}, "count": 0, "findings": []}
 WRONG = WATCHED | {"count": 1, "findings": [{"sentence": "a stale slot"}]}

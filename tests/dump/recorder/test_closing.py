@@ -11,13 +11,13 @@ from types import ModuleType
 import pytest
 
 from vllm_accprobe import plugin
-from vllm_accprobe.dump.recorder import closing
-from vllm_accprobe.dump.recorder.closing import writing
+from vllm_accprobe.dump.recorder import journal_writer
+from vllm_accprobe.dump.recorder.journal_writer import writing
 
 ENGINE = """
 import signal, sys, time
 from pathlib import Path
-from vllm_accprobe.dump.recorder.lines import JournalFile
+from vllm_accprobe.dump.recorder.journal_writer import JournalFile
 root, writes, then = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 (root / "rank0000").mkdir(parents=True)
 journal = JournalFile(root / "rank0000")
@@ -72,12 +72,12 @@ class Engine:
 def test_a_front_end_waits_while_a_dump_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, writes: float, then: str, least: float, alive: bool
 ) -> None:
-    monkeypatch.setattr(closing, "SETTLE_S", 0.5)
+    monkeypatch.setattr(journal_writer, "SETTLE_S", 0.5)
     engine = Engine(tmp_path / root, writes, then)
     try:
         assert writing(tmp_path / "d")
         begin = time.monotonic()
-        closing.end([engine], 0.0, str(tmp_path / "d"))
+        journal_writer.end([engine], 0.0, str(tmp_path / "d"))
         assert least <= time.monotonic() - begin < 15
         assert engine.is_alive() is alive
         assert not writing(tmp_path / "d")
@@ -105,7 +105,7 @@ def test_the_front_end_of_each_release_waits_before_it_kills(
     for module in (package, utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(plugin, "_patched", set())
-    monkeypatch.setattr(closing, "SETTLE_S", 20.0)  # a busy machine's interpreter ends some time after its last line
+    monkeypatch.setattr(journal_writer, "SETTLE_S", 20.0)  # an interpreter ends some time after its last line
     monkeypatch.setenv("VLLM_ACCPROBE_DIR", str(tmp_path / "d"))
     plugin._patch_shutdown()
     plugin._patch_shutdown()  # once

@@ -10,11 +10,9 @@ import pytest
 import xxhash
 from dump.dumps import bits, parts, tensor_event, writer
 
-from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.lines import encode
-from vllm_accprobe.dump.recorder.queued import TensorLine
-from vllm_accprobe.dump.recorder.template import TensorTemplate, spell
+from vllm_accprobe.dump.recorder.journal_writer import TensorLine, TensorTemplate, encode, spell
 from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.stats import StatsCell, moments_at, tensor_stats
 

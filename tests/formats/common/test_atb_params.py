@@ -11,7 +11,7 @@ from atb_dumps import MadeCall, write_call
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import atb, open_dump
-from vllm_accprobe.formats.common.atb_params import AtbParameters, id_of
+from vllm_accprobe.formats.atb import AtbParameters, id_of
 
 HEAD = "CaseNum|CaseName|OpName|OpParam|InNum\n"
 

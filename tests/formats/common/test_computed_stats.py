@@ -11,8 +11,7 @@ import pytest
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.dump.schema import Stats
-from vllm_accprobe.formats.common.computed_stats import computed, missing
-from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, computed, missing
 
 
 def _dump() -> tuple[ForeignDump, list[str]]:

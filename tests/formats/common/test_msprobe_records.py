@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from vllm_accprobe.dump.schema import Stats
-from vllm_accprobe.formats.common.msprobe_records import RecordPlace, in_order, place_of, record_stats
+from vllm_accprobe.formats.msprobe import RecordPlace, in_order, place_of, record_stats
 
 TENSOR = {"dtype": "torch.float32", "shape": [2]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.formats.common.msprobe_words import operator_name
+from vllm_accprobe.formats.msprobe import operator_name
 
 
 @pytest.mark.parametrize(

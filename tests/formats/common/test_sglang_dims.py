@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.formats.common import sglang_dims
+from vllm_accprobe.formats import sglang
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from vllm_accprobe.formats.common import sglang_dims
     ],
 )
 def test_notes(note: str, dims: int, cuts: list[tuple[str, int, str, bool]], copies: set[str]) -> None:
-    found = sglang_dims.parse_dims(note)
+    found = sglang.parse_dims(note)
     assert (found.dims, set(found.copies)) == (dims, copies)
     assert [(c.group, c.dim, c.kind, c.zigzag) for c in found.cuts] == cuts
 
@@ -27,4 +27,4 @@ def test_notes(note: str, dims: int, cuts: list[tuple[str, int, str, bool]], cop
 @pytest.mark.parametrize("note", ["t h[", "t h[tp:sideways]", "t-h", "t (a b"])
 def test_odd_notes(note: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        sglang_dims.parse_dims(note)
+        sglang.parse_dims(note)

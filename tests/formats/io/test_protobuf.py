@@ -7,15 +7,15 @@ import struct
 import pytest
 from make_ge_files import message, number, varint
 
-from vllm_accprobe.formats.io import protobuf
+from vllm_accprobe.formats.io import ge_dump
 
 
 def test_wire_format() -> None:
     data = number(1, 300) + message(2, b"abc") + b"\x1d" + struct.pack("<I", 7) + b"\x21" + struct.pack("<Q", 2**63)
-    found = [(n, v if isinstance(v, int) else bytes(v)) for n, v in protobuf.fields(memoryview(data))]
+    found = [(n, v if isinstance(v, int) else bytes(v)) for n, v in ge_dump.fields(memoryview(data))]
     assert found == [(1, 300), (2, b"abc"), (3, 7), (4, 2**63)]
-    assert protobuf.numbers(memoryview(varint(1) + varint(2**40))) == [1, 2**40]
-    assert protobuf.numbers(5) == [5]
+    assert ge_dump.numbers(memoryview(varint(1) + varint(2**40))) == [1, 2**40]
+    assert ge_dump.numbers(5) == [5]
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def test_wire_format() -> None:
 )
 def test_wire_format_that_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        list(protobuf.fields(memoryview(data)))
+        list(ge_dump.fields(memoryview(data)))

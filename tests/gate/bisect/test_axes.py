@@ -6,9 +6,7 @@ import shlex
 
 import pytest
 
-from vllm_accprobe.gate.bisect.axes import MODEL_LENGTH, ServerSetting, axes
-from vllm_accprobe.gate.bisect.edits import BisectError, command
-from vllm_accprobe.gate.bisect.offered import Offered
+from vllm_accprobe.gate.bisect.edits import MODEL_LENGTH, BisectError, Offered, ServerSetting, axes, command
 
 ALL = Offered(None, ("fuse_a",), ("norm", "act"), ("rms_norm",))
 

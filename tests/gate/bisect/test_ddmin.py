@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED, ddmin, most, split, usual
+from vllm_accprobe.gate.bisect.search import FAIL, PASS, UNRESOLVED, ddmin, most, split, usual
 
 Predicate = Callable[[frozenset[str]], str]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_accprobe.gate.bisect.engine_log import facts, read, same, used
+from vllm_accprobe.gate.bisect.trials import facts, read, same, used
 
 LOG = """(APIServer pid=1) INFO 11-23 [scheduler.py:307] Chunked prefill is enabled with max_num_batched_tokens=64.
 (EngineCore pid=2) INFO 11-23 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/m', \

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.gate.bisect.edits import command
-from vllm_accprobe.gate.bisect.offered import Offered, interpreter, look, read
+from vllm_accprobe.gate.bisect.edits import Offered, command, interpreter, look
+from vllm_accprobe.gate.bisect.edits import read_offered as read
 
 ARGS = 'parser.add_argument("--enforce-eager", **x)\nparser.add_argument("--block-size")\n'
 COMPILATION = "class PassConfig:\n    fuse_a: bool = None\n    limit: int = 3\n    fuse_b: bool = Field(default=True)\n"

@@ -7,10 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_accprobe.gate.bisect.axes import ServerSetting
-from vllm_accprobe.gate.bisect.ddmin import FAIL, PASS, UNRESOLVED, most
-from vllm_accprobe.gate.bisect.edits import Edit
-from vllm_accprobe.gate.bisect.search import Configuration, Found, Search, TrialOutcome, edits_of, expected
+from vllm_accprobe.gate.bisect.edits import Edit, ServerSetting
+from vllm_accprobe.gate.bisect.search import (
+    FAIL,
+    PASS,
+    UNRESOLVED,
+    Configuration,
+    Found,
+    Search,
+    TrialOutcome,
+    edits_of,
+    expected,
+    most,
+)
 
 
 def axis(name: str, parts: int = 0, scale: tuple[str, int, int | None] | None = None) -> ServerSetting:

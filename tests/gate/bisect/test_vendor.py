@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_accprobe.gate.bisect.edits import BisectError, command
-from vllm_accprobe.gate.bisect.vendor import read
+from vllm_accprobe.gate.bisect.edits import read_vendor as read
 
 TARGET = command(["vllm", "serve", "M", "--kernels", "fast"], {"VENDOR_NORM": "1", "OFF": "0"})
 GOOD = """

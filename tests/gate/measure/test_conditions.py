@@ -8,10 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_accprobe.gate.measure import conditions, floor
-from vllm_accprobe.gate.measure.features import Features
-from vllm_accprobe.gate.measure.token_gaps import TokenGap
-from vllm_accprobe.gate.measure.token_table import Table
+from vllm_accprobe.gate.measure import conditions
+from vllm_accprobe.gate.measure.token_gaps import Features, Table, TokenGap
 
 LENGTHS = [10, 30, 50, 70, 90, 110, 130, 150]
 
@@ -37,7 +35,7 @@ def found(made: Table, wrong: np.ndarray, noise: float = 0.1) -> conditions.Gate
     """mine is three times its limit where ``wrong`` holds, and within it elsewhere."""
     random = np.random.default_rng(1)
     mine = np.where(wrong, 3.0, 0.9) * np.exp(random.normal(0, noise, len(wrong)))
-    said = conditions.explain(made, replace(floor.batching(made), mine=mine), 0.05)
+    said = conditions.explain(made, replace(conditions.batching(made), mine=mine), 0.05)
     return None if said is None else said[0]
 
 
@@ -88,7 +86,7 @@ def test_only_is_said_where_the_rest_is_within_the_limit() -> None:
     """Decode four times the limit, and prefill one and a half times."""
     made = table()
     mine = np.where(where(made, lambda t, f: t.ordinal > 0), 4.0, 1.5)
-    assert conditions.explain(made, replace(floor.batching(made), mine=mine), 0.05) is None
+    assert conditions.explain(made, replace(conditions.batching(made), mine=mine), 0.05) is None
 
 
 def test_cells_are_at_powers_of_two_and_never_all_or_nothing() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from made_folders import reply
 
-from vllm_accprobe.gate.measure.features import Features, courses
-from vllm_accprobe.gate.measure.token_gaps import TokenGap, gaps
+from vllm_accprobe.gate.measure.token_gaps import Features, TokenGap, courses, gaps
 
 
 def tokens(length: int, n: int) -> list[TokenGap]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from made_folders import Fault, folder
 
-from vllm_accprobe.gate.measure import floor, token_gaps, token_table
+from vllm_accprobe.gate.measure import conditions, token_gaps
 from vllm_accprobe.gate.measure.gating import Gate, GateError, compare, has_numbers
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Reply
-from vllm_accprobe.report import gap_lines
+from vllm_accprobe.report import servers
 
 
 def gate(
@@ -52,11 +52,11 @@ def test_honest_rounding_passes_whichever_is_the_exact_one(right: float, tmp_pat
     assert [rounded(tmp_path / "with", seed, right=right).verdict for seed in range(10)] == ["pass"] * 10
     without = rounded(tmp_path / "without", 1, right=None)
     assert without.verdict == "fail"
-    assert gap_lines.NO_FLOOR in gap_lines.lines(without)
+    assert servers.NO_FLOOR in servers.gap_lines(without)
     passed = rounded(tmp_path / "again", 1, right=right)
     assert passed.p_batching is not None
     assert passed.p_batching <= 0.05
-    assert "though further than golden's own batches" in gap_lines.headline(passed)
+    assert "though further than golden's own batches" in servers.headline(passed)
 
 
 def test_a_golden_that_is_finer_than_mine_and_the_floor(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_faults_fail_and_their_condition_is_named(
     assert g.condition is not None
     assert g.condition.sentence.startswith(sentence[:15])  # a token beyond a threshold may round well by chance
     assert g.condition.at is None or abs(g.condition.at - 150) < 5
-    assert f", {g.condition.sentence} (12 prompts" in gap_lines.headline(g)
+    assert f", {g.condition.sentence} (12 prompts" in servers.headline(g)
     assert all(w.gap > w.floor for w in g.worst)
     assert {w.name for w in g.worst[:3]} <= {f"p{i}" for i in range(12)}
 
@@ -140,7 +140,7 @@ def test_a_fault_in_a_few_prompts(tmp_path: Path) -> None:
 def test_servers_without_noise(tmp_path: Path) -> None:
     same = gate(tmp_path, golden={"noise": 0.0}, noise=0.0)
     assert (same.verdict, same.p, same.times) == ("pass", 1.0, 1.0)
-    assert gap_lines.lines(same)[0] == "PASS: the same numbers in every compared token (12 prompts)"
+    assert servers.gap_lines(same)[0] == "PASS: the same numbers in every compared token (12 prompts)"
     other = gate(
         tmp_path, seed=2, golden={"noise": 0.0}, noise=0.0,
         change=lambda i, r: replace(r, top=[(ids, [v - 1e-3 for v in values]) for ids, values in r.top or ()]),
@@ -175,7 +175,7 @@ def test_without_a_floor_there_is_no_verdict(tmp_path: Path) -> None:
     assert g.cells[0].golden_self is None
     few = gate(tmp_path, seed=2, golden={"prompts": 4}, prompts=4)
     assert few.verdict is None
-    assert f"needs {floor.LEAST} prompts" in (few.why or "")
+    assert f"needs {conditions.LEAST} prompts" in (few.why or "")
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
 
     g = gate(tmp_path, change=change)
     assert g.across.skipped == {
-        token_table.ONLY.format("golden"): 2, token_gaps.REFUSED: 2, token_gaps.OTHER_IDS: 2
+        token_gaps.ONLY.format("golden"): 2, token_gaps.REFUSED: 2, token_gaps.OTHER_IDS: 2
     }  # fmt: skip
     assert g.prompts == 9
     with pytest.raises(GateError, match="not the same on both sides"):

@@ -9,7 +9,7 @@ from made_folders import Fault, folder
 
 from vllm_accprobe.gate.measure.gating import Gate, compare
 from vllm_accprobe.gate.sending import replies
-from vllm_accprobe.report import gap_lines
+from vllm_accprobe.report import servers
 
 ROUNDED: dict[str, Any] = {"noise": 0.003, "own": 0.02, "forced": "accprobe"}
 
@@ -37,7 +37,7 @@ def test_a_fault_of_twice_that_size_fails_and_one_of_half_does_not(tmp_path: Pat
     least = next(one.times for one in honest.power.shown if one.condition == "decode")
     assert least is not None
     assert 1.2 < least < 4.0
-    said = gap_lines.lines(honest)[1]
+    said = servers.gap_lines(honest)[1]
     assert said.startswith("these 10 prompts would have shown ")
     assert f"{least:.2g} times the floor in decode" in said
     seen: set[str] = set()
@@ -63,10 +63,10 @@ def test_too_few_prompts_are_no_pass(tmp_path: Path) -> None:
     blind = [one for one in found.power.shown if not one.enough] if found.power else []
     assert blind, found.power
     assert found.verdict is None
-    head = gap_lines.headline(found)
+    head = servers.headline(found)
     assert head.startswith("UNDECIDED: no difference is seen (p = ")
     assert "these prompts would not have shown a difference of 4 times the floor in " in head
-    assert gap_lines.to_json(found)["verdict"] is None
+    assert servers.gap_json(found)["verdict"] is None
     assert found.why is not None
     needed = found.power.needed if found.power else None
     assert needed is None or f"send {needed} such prompts" in found.why
@@ -75,4 +75,4 @@ def test_too_few_prompts_are_no_pass(tmp_path: Path) -> None:
 def test_of_servers_that_never_differ_any_difference_shows(tmp_path: Path) -> None:
     same = compare(*(replies.read(folder(tmp_path / str(k), k, noise=0.0)) for k in range(2)))
     assert same.verdict == "pass"
-    assert "any difference in all tokens" in (gap_lines.shown(same) or "")
+    assert "any difference in all tokens" in (servers.shown(same) or "")

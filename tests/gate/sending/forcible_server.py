@@ -8,7 +8,7 @@ from typing import Any
 
 from odd_server import Answer
 
-from vllm_accprobe.gate.sending import ways
+from vllm_accprobe.gate.sending import client
 
 
 def forcible(can: Collection[str], *, swaps: bool = False, vocabulary: int = 1) -> Answer:
@@ -18,16 +18,16 @@ def forcible(can: Collection[str], *, swaps: bool = False, vocabulary: int = 1) 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if path == "/tokenize":
             return 200, json.dumps({"tokens": [len(body["prompt"]) * vocabulary]}).encode()
-        if path == "/inference/v1/generate" and ways.TRACE in can:
+        if path == "/inference/v1/generate" and client.TRACE in can:
             ids = list(body["sampling_params"]["trace_decode_token_ids"])
             content = [_place(i) | {"top_logprobs": [_place(i), _place(1)]} for i in _swapped(ids, swaps)]
             choice = {"token_ids": _swapped(ids, swaps), "finish_reason": "length", "logprobs": {"content": content}}
             return 200, json.dumps({"choices": [choice], "prompt_token_ids": body["token_ids"]}).encode()
-        if path != "/v1/completions" or (body.get("prompt_logprobs") and ways.SCORED not in can):
+        if path != "/v1/completions" or (body.get("prompt_logprobs") and client.SCORED not in can):
             return 404, b""
-        named = (body.get("vllm_xargs") or {}).get(ways.KEY)
+        named = (body.get("vllm_xargs") or {}).get(client.KEY)
         ids = [2] * body["max_tokens"]
-        if named is not None and ways.PLUGIN in can:
+        if named is not None and client.PLUGIN in can:
             ids = _swapped([int(i) for i in named.split()], swaps)
         prompt = body["prompt"] if isinstance(body["prompt"], list) else [len(body["prompt"])]
         top = [{f"token_id:{i}": -i / 100, "token_id:1": -0.01} for i in ids]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending.client import Reply
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
-from vllm_accprobe.gate.sending.reply import Reply
 
 VOCABULARY = range(3, 250)
 

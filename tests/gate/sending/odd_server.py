@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vllm_accprobe.gate.sending.ways import PROBE
+from vllm_accprobe.gate.sending.client import PROBE
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, bytes]]
 """Of a path and the body that came: a status and the bytes; the status 0 closes the connection."""

@@ -12,10 +12,10 @@ from forcible_server import forcible
 from odd_server import odd
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.gate.sending import along, replies, ways
-from vllm_accprobe.gate.sending.client import Sender
+from vllm_accprobe.gate.sending import client, replies
+from vllm_accprobe.gate.sending import passes as along
+from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
-from vllm_accprobe.gate.sending.reply import Reply
 
 ANSWERS = {"p0": [40, 41, 42], "p1": [50], "p2": [60, 61]}
 
@@ -42,19 +42,19 @@ def send(golden: Path, url: str, out: Path, *more: str) -> int:
     return main(["send", "--teacher-force", str(golden), "--url", url, "--out", str(out), *more])
 
 
-@pytest.mark.parametrize("way", ways.WAYS)
+@pytest.mark.parametrize("way", client.WAYS)
 def test_all_tokens_are_goldens_in_each_way(way: str, tmp_path: Path, capsys: Any) -> None:
     folder = golden(tmp_path / "golden")
     with odd(forcible({way}), forced=True) as (url, seen):
         assert send(folder, url, tmp_path / "out", "--no-score") == 0
-        asked = [name for _, name in seen if name != ways.PROBE.name]
+        asked = [name for _, name in seen if name != client.PROBE.name]
         assert sorted(asked) == ["p0", "p0.pass1", "p1", "p1.pass1", "p2", "p2.pass1"]
         del seen[:]
         assert send(folder, url, tmp_path / "out", "--no-score") == 0
         assert [path for path, _ in seen if path != "/tokenize"] == []
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "6 of 6 answered in 2 passes"
-    assert said[1] == f"forced along {folder}: " + (ways.NOT_EXERCISED if way == ways.SCORED else f"by {way}")
+    assert said[1] == f"forced along {folder}: " + (client.NOT_EXERCISED if way == client.SCORED else f"by {way}")
     sent = replies.read(tmp_path / "out")
     assert sent.about["along"] == {"sha256": along.digest(replies.read(folder)), "how": way}
     assert [(p["arrive"], p["forced"]) for p in sent.about["passes"]] == [("one", way), ("all", way)]
@@ -69,14 +69,14 @@ def test_all_tokens_are_goldens_in_each_way(way: str, tmp_path: Path, capsys: An
 
 
 def test_the_best_way_is_taken(tmp_path: Path) -> None:
-    for can in (ways.WAYS, ways.WAYS[1:], ways.WAYS[2:], ()):
+    for can in (client.WAYS, client.WAYS[1:], client.WAYS[2:], ()):
         with odd(forcible(can), forced=True) as (url, _):
             sender, _ = Sender(url).introduced()
             assert sender.how_forced() == (can[0] if can else None)
 
 
 def test_a_scored_pass_has_every_token_of_prompt_and_answer(tmp_path: Path) -> None:
-    with odd(forcible(ways.WAYS), forced=True) as (url, _):
+    with odd(forcible(client.WAYS), forced=True) as (url, _):
         assert send(golden(tmp_path / "golden"), url, tmp_path / "out", "--score-tokens", "3") == 0
     sent = replies.read(tmp_path / "out")
     assert [(p["arrive"], p["forced"], p["answered"], p["refused"]) for p in sent.about["passes"]] == [
@@ -106,7 +106,7 @@ def test_a_free_send_goes_along_its_own_first_pass(tmp_path: Path) -> None:
 
 def test_a_server_that_gives_other_tokens_is_one_line(tmp_path: Path, capsys: Any) -> None:
     folder = golden(tmp_path / "golden")
-    sender = Sender("http://127.0.0.1:1", way=ways.PLUGIN)
+    sender = Sender("http://127.0.0.1:1", way=client.PLUGIN)
     with odd(forcible({"accprobe"}), forced=True) as (url, _):
         assert send(folder, url, tmp_path / "out", "--arrive", "one", "--no-score") == 0
     broken = tmp_path / "broken"
@@ -132,13 +132,13 @@ def test_a_server_that_gives_other_tokens_is_one_line(tmp_path: Path, capsys: An
 
 def test_another_vocabulary_is_exit_code_3(tmp_path: Path, capsys: Any) -> None:
     folder = golden(tmp_path / "golden", texts=True)
-    with odd(forcible(ways.WAYS, vocabulary=2), forced=True) as (url, _):
+    with odd(forcible(client.WAYS, vocabulary=2), forced=True) as (url, _):
         assert send(folder, url, tmp_path / "out") == 3
         err = capsys.readouterr().err.splitlines()
         assert len(err) == 1
         assert "other token ids of 3 of 3 prompts" in err[0]
         assert not (tmp_path / "out/send.json").exists()
-    with odd(forcible(ways.WAYS), forced=True) as (url, _):
+    with odd(forcible(client.WAYS), forced=True) as (url, _):
         assert send(folder, url, tmp_path / "out") == 0
 
 
@@ -157,7 +157,7 @@ def test_a_server_that_reads_other_ids_is_exit_code_3(tmp_path: Path, capsys: An
 @pytest.mark.parametrize(
     ("more", "can", "says"),
     [
-        (["p.txt"], ways.WAYS, "leave PROMPTS away"),
+        (["p.txt"], client.WAYS, "leave PROMPTS away"),
         ([], (), "cannot be forced along golden's tokens: start it with VLLM_ACCPROBE_FORCE=1"),
         (["--score"], ("accprobe",), "leave --score away"),
     ],
@@ -185,12 +185,12 @@ def test_a_folder_that_is_no_golden(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_folder_is_gone_on_with_in_the_same_way_only(tmp_path: Path, capsys: Any) -> None:
     folder, out = golden(tmp_path / "golden"), tmp_path / "out"
-    with odd(forcible(ways.WAYS), forced=True) as (url, _):
+    with odd(forcible(client.WAYS), forced=True) as (url, _):
         assert send(folder, url, out) == 0
     about = replies.read_about(out) | {"complete": False}
     replies.write_about(out, about)
     (out / "pass-1.jsonl").unlink()
-    with odd(forcible(ways.WAYS[1:]), forced=True) as (url, _):
+    with odd(forcible(client.WAYS[1:]), forced=True) as (url, _):
         assert send(folder, url, out) == 2
         assert "was begun with a server that was forced (accprobe)" in capsys.readouterr().err
         (tmp_path / "p.txt").write_text("x\n")
@@ -198,7 +198,7 @@ def test_a_folder_is_gone_on_with_in_the_same_way_only(tmp_path: Path, capsys: A
         assert "was begun along other tokens" in capsys.readouterr().err
         assert send(folder, url, out, "--no-score") == 2
         assert "was begun with --score: name another --out" in capsys.readouterr().err
-    with odd(forcible(ways.WAYS), forced=True) as (url, _):
+    with odd(forcible(client.WAYS), forced=True) as (url, _):
         assert send(folder, url, out) == 0
     assert len(replies.read(out).passes[1]) == 3
 
@@ -215,5 +215,5 @@ def test_goldens_lines(tmp_path: Path) -> None:
     assert along.along(images, reply) == replace(images, max_tokens=None, stop=None, along=(40, 41, 42))
     with odd(forcible({"scored"}), forced=True) as (url, _):
         asked = replace(along.along(images, reply) or images)
-        got = Sender(url, way=ways.SCORED).ask(asked, "i", {}, 0.0)
+        got = Sender(url, way=client.SCORED).ask(asked, "i", {}, 0.0)
         assert got.refused == "images are not sent along by scored"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.gate.sending.arrival import parse
+from vllm_accprobe.gate.sending.passes import parse
 
 
 def test_words() -> None:

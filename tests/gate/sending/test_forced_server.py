@@ -18,9 +18,9 @@ from support.engine import V2_ENV, Ask, EngineHost
 from support.prompts import prompt
 from vllm_server import Server
 
-from vllm_accprobe.capture.forcing.tokens_asked import KEY
+from vllm_accprobe.capture.vllm.sampling import KEY
 from vllm_accprobe.cli import main
-from vllm_accprobe.gate.sending import replies, steps, ways
+from vllm_accprobe.gate.sending import client, replies
 from vllm_accprobe.gate.sending.client import NotForced, Sender
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
@@ -74,8 +74,8 @@ def all_are_goldens(folder: Path, out: Path, way: str, sizes: list[tuple[int, in
 def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
     folder, out = golden(tmp_path / "golden", LONG), tmp_path / "out"
     assert main(["send", "--teacher-force", str(folder), "--url", server.url, "--out", str(out)]) == 0
-    sent = all_are_goldens(folder, out, ways.PLUGIN, LONG)
-    written = steps.read(server.model.parent)
+    sent = all_are_goldens(folder, out, client.PLUGIN, LONG)
+    written = replies.read_steps(server.model.parent)
     assert [(before, n) for _, before, n, _ in written.rows(0, "p2")][:5] == [
         (0, 64),
         (64, 64),
@@ -93,24 +93,24 @@ def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
             assert sum(n for _, _, n, _ in rows) == sum(LONG[int(name[1:])]) - (reply.cached or 0) - 1
 
 
-@pytest.mark.parametrize("way", [ways.PLUGIN, ways.TRACE])
+@pytest.mark.parametrize("way", [client.PLUGIN, client.TRACE])
 def test_v2_by_the_plugin_and_by_vllm_itself(
     way: str, v2_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = golden(tmp_path / "golden", SIZES), tmp_path / "out"
-    monkeypatch.setattr(ways, "WAYS", (way, ways.SCORED))
+    monkeypatch.setattr(client, "WAYS", (way, client.SCORED))
     assert main(["send", "--teacher-force", str(folder), "--url", v2_server.url, "--out", str(out)]) == 0
     all_are_goldens(folder, out, way)
     assert "Using V2 Model Runner" in v2_server.log.read_text(errors="replace")
-    rows = steps.read(v2_server.log.parent).rows(0, "p2")
+    rows = replies.read_steps(v2_server.log.parent).rows(0, "p2")
     assert rows[-1][1] + rows[-1][2] == 230 + 20 - 1
 
 
 def test_a_token_that_no_model_has_is_not_given_to_it(server: Server) -> None:
-    sender, _ = Sender(server.url, way=ways.PLUGIN).introduced()
+    sender, _ = Sender(server.url, way=client.PLUGIN).introduced()
     with pytest.raises(NotForced, match=r"token . of 2 is not the one that was named"):
         sender.ask(PromptLine("beyond", token_ids=(5, 6), along=(7, 999_999_999)), "beyond", {}, 0.0)
-    assert sender.can(ways.PLUGIN)  # it goes on
+    assert sender.can(client.PLUGIN)  # it goes on
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_ahead_of_its_tokens_and_after_preemption(
     assert run.tokens == [r.token_ids for r in named]
     assert run.metrics["ahead"] == 2
     assert run.metrics["preemptions"] > 0
-    written = steps.read(tmp_path)
+    written = replies.read_steps(tmp_path)
     computed = [sum(n for _, _, n, _ in written.rows(0, r.name)) for r in named]
     assert sum(computed) > sum(sum(size) - 1 for size in SIZES)  # what was preempted, once more
 
@@ -166,4 +166,4 @@ def test_with_forcing_alone_every_bit_is_as_without_the_plugin(
     assert ours.tokens[3] == [7, 8, 9] != plain.tokens[3]
     assert (ours.tokens[:3], ours.logprobs[:3]) == (plain.tokens[:3], plain.logprobs[:3])
     assert (plain.dump, ours.dump, none.exists()) == (None, None, False)
-    assert steps.read(tmp_path).rows(0, "ask-3")
+    assert replies.read_steps(tmp_path).rows(0, "ask-3")

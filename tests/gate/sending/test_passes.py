@@ -13,8 +13,8 @@ import pytest
 from odd_server import completion, odd
 
 from vllm_accprobe.gate.sending import passes, replies
-from vllm_accprobe.gate.sending.arrival import parse
 from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
 SECRET = "a prompt that nobody may see"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.gate.sending import prompts, shipped
+from vllm_accprobe.gate.sending import prompts
 from vllm_accprobe.gate.sending.prompts import PromptLine, PromptsError, read
 
 
@@ -63,7 +63,7 @@ def test_the_shipped_set() -> None:
     shared = [by_name[f"prefix-{k}"] for k in range(3)]
     assert len(set(shared)) == 3
     assert len({text[:2300] for text in shared}) == 1
-    assert {round(len(by_name[f"long-{n}"]) / n) for n in shipped.LENGTHS} == {4}
+    assert {round(len(by_name[f"long-{n}"]) / n) for n in prompts.LENGTHS} == {4}
     assert sum("一" <= c <= "鿿" for c in by_name["chinese"]) > 20
 
 

@@ -18,7 +18,7 @@ from vllm_server import ENV, SMALL, Server
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.gate.sending import replies, steps
+from vllm_accprobe.gate.sending import replies
 
 pytestmark = pytest.mark.engine
 SECRET = "Nobody but the owner of these two servers may ever read this line."
@@ -123,7 +123,7 @@ def test_an_engine_that_is_killed(served_model: Path, server: Server, preloaded_
         os.killpg(group, 0)
     kept = len(replies.read(out).passes[0])
     assert 3 <= kept < 40
-    written = steps.read(out).rows(0, "p1")
+    written = replies.read_steps(out).rows(0, "p1")
     assert [(before, n, together) for _, before, n, together in written] == [
         (0, 3, 1),
         *((k, 1, 1) for k in range(3, 102)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_accprobe.gate.sending.reply import Reply, completion, generated, scored
+from vllm_accprobe.gate.sending.client import Reply, completion, generated, scored
 
 EMPTY = Reply("p", 0.0, 0.0)
 

@@ -54,7 +54,7 @@ def test_operators_and_functions(tmp_path: Path) -> None:
     d.backward("NPU.npu_swiglu.0.backward", (up,), (up,))
     code, found = checked(d, tmp_path / "o")
     assert code == 1
-    assert found["backward.Functional:silu", "0:grad.output.0"] == "pass"  # precheck/recorded_gradients.py
+    assert found["backward.Functional:silu", "0:grad.output.0"] == "pass"  # opcheck/compat/msprobe.py
     assert found["backward.NPU:npu_rms_norm", "1:output.0"] == "pass"
     assert found["backward.NPU:npu_rms_norm", "1:output.1"] == "pass"
     assert found["backward.NPU:npu_rms_norm", "0:output.0"] == "fail"

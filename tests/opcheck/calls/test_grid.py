@@ -19,7 +19,7 @@ from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run.replay import Options
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 from vllm_accprobe.standards import built_in
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +29,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rows_of(root: Path, standard: str = "operator") -> list[Checked]:
+def rows_of(root: Path, standard: str = "operator") -> list[CheckResult]:
     calls = Calls(open_dump(root), None)
     return list(check(calls, default_references(), options=Options(standard)))
 

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[2] / "comparison"))
 from synthetic_model import capture, scaled, write  # noqa: E402
 
 from vllm_accprobe.formats import open_dump  # noqa: E402
-from vllm_accprobe.opcheck.calls.lent_reads import lend  # noqa: E402
+from vllm_accprobe.opcheck.calls.neighbours import lend  # noqa: E402
 from vllm_accprobe.opcheck.calls.records import Calls  # noqa: E402
 from vllm_accprobe.opcheck.reference import UNROUNDED, Call, Expected, half_a_unit_off, reference  # noqa: E402
 from vllm_accprobe.opcheck.reference_table import References  # noqa: E402

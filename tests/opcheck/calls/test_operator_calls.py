@@ -15,11 +15,11 @@ from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import Checked
-from vllm_accprobe.opcheck.run.totals import totals
+from vllm_accprobe.opcheck.run.result_row import CheckResult
+from vllm_accprobe.opcheck.run.table import totals
 
 
-def rows(root: Path, *calls: tuple[Any, ...], references: References | None = None, **how: Any) -> list[Checked]:
+def rows(root: Path, *calls: tuple[Any, ...], references: References | None = None, **how: Any) -> list[CheckResult]:
     m = OpMaker(root)
     m.module("layers.0.norm", "RMSNorm")
     m.step(0, [(0, 0, 9)])

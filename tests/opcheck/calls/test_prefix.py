@@ -12,8 +12,7 @@ from opcheck.opcheck_dumps import Maker
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import RowSpace, Segment, hash_tokens
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.history import INCOMPLETE, Past
-from vllm_accprobe.opcheck.calls.prefix import ABSENT, TEXT, UNKNOWN, Prefix, prefixes
+from vllm_accprobe.opcheck.calls.neighbours import ABSENT, INCOMPLETE, TEXT, UNKNOWN, Past, Prefix, prefixes
 
 START, OTHER = list(range(100, 108)), list(range(200, 208))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference_calls import TABLE
 
-from vllm_accprobe.align.sampled_rows import SampledHistory
+from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.dump.schema import EXPONENTIAL, Request, RowSpace, SamplingParameters, Segment
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of, noise_of
 from vllm_accprobe.opcheck.reference import Call

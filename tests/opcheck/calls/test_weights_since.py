@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.dump.weights.weight_life import COLUMNS, LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
-from vllm_accprobe.opcheck.calls.weights_since import WeightsSince
+from vllm_accprobe.dump.journal import COLUMNS, LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
+from vllm_accprobe.opcheck.calls.parameters import WeightsSince
 
 DOWN, NORM = "model.layers.0.mlp.down_proj", "model.norm"
 

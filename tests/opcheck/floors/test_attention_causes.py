@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support.truncated import truncated
 
 from vllm_accprobe.dump.schema import RowSpace, Segment
-from vllm_accprobe.opcheck.calls.history import Past
+from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.opcheck.floors.attention_causes import cause
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.registry import default_references

@@ -16,13 +16,13 @@ from opcheck import torch_only
 from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.capture.torch_model.probe import Probe
+from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.cli import main
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
-from vllm_accprobe.opcheck.precheck import summary_csv
 from vllm_accprobe.opcheck.reference import Call, Expected, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.table import COLUMNS
@@ -168,7 +168,7 @@ def test_a_dump_of_statistics_becomes_tests_with_drawn_inputs(tmp_path: Path, si
     assert main(["opdiff", *map(str, sheets), str(joined), "--out", str(tmp_path / "diff")]) == 0
     with joined.open() as f:
         table = list(csv.DictReader(f))
-    assert tuple(table[0]) == summary_csv.COLUMNS
+    assert tuple(table[0]) == xray.SUMMARY_COLUMNS
     gelu = next(r for r in table if r["op_name"] == "aten.gelu.default")
     assert (gelu["dtype"], gelu["shape"], gelu["is_pass"]) == ("torch.bfloat16", "[6, 16]", "pass")
     assert float(gelu["min-val"]) == float(rows["aten.gelu.default"]["min_val"])

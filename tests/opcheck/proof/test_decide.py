@@ -11,10 +11,10 @@ from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import PROVED, UNLIKE_KIN
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
-from vllm_accprobe.opcheck.proof.decide import Proof, decide
+from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.prove import prove
-from vllm_accprobe.opcheck.run.result_row import COLUMNS, Checked
+from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
 
 
 def checked(tap, status="fail", severity=10.0, rows=4, seq=0):
@@ -23,7 +23,7 @@ def checked(tap, status="fail", severity=10.0, rows=4, seq=0):
         "shape": (4, 8), "rows": rows, "checked": rows, "unchecked_because": "", "created": 0.02, "measured": severity,
         "allowed": 1.0, "request": "a", "position": 3, "status": status, "message": "why",
     }  # fmt: skip
-    return Checked(**facts)
+    return CheckResult(**facts)
 
 
 WEIGHT = Pair("w", "w", None, 0, "bfloat16", "bfloat16", (4, 8), status="pass", tap="first", role="param.weight")
@@ -70,7 +70,7 @@ def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_hi
     p = Pooled("third", "C", "output.0", 0, "bfloat16", 2.0, 1e4, 0.0, 1e-5, 400, 5, 0.01)
     odd = [OutlierLayer(p, 1.4, 1e-5, 3)]
     rows = [checked("first", "pass"), checked("third", "pass")]
-    (origin,) = decide(comparison(), Proof.from_json(prove([], rows, odd=odd).to_json())).origins
+    (origin,) = decide(comparison(), ReplayResult.from_json(prove([], rows, odd=odd).to_json())).origins
     assert (origin["module"], origin["tier"], origin["times"]) == ("third", "unlike its kin", 1.4)
     assert "1.4 times those of 3 other layers' C" in origin["shape"]
     (origin,) = decide(comparison(), prove([], [checked("first"), rows[1]], odd=odd)).origins
@@ -78,7 +78,7 @@ def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_hi
 
 
 def judged(result, golden, mine, known=None):
-    return decide(result, Proof.from_json(prove(golden, mine, explained=known).to_json()))
+    return decide(result, ReplayResult.from_json(prove(golden, mine, explained=known).to_json()))
 
 
 def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
@@ -101,11 +101,11 @@ def test_how_both_machines_compute_goes_with_the_proof_and_is_not_noted_again() 
     cut = replace(checked("first", "pass"), rounding="toward zero")
     habit = Habit("rounding", "C", "bfloat16", "rounds toward zero", 1.0, 1, 1, 1)
     proof = prove([], [cut], machines={"golden": (), "mine": (habit,)})
-    result = decide(comparison(), Proof.from_json(proof.to_json()))
+    result = decide(comparison(), ReplayResult.from_json(proof.to_json()))
     assert result.machines == {"golden": [], "mine": [habit.plain()]}
     assert not [n for n in result.notes if "toward zero" in n]
     with pytest.raises(ValueError, match="habit"):
-        Proof.from_json(proof.to_json().replace("toward zero", "a" * 1000))
+        ReplayResult.from_json(proof.to_json().replace("toward zero", "a" * 1000))
 
 
 def test_an_error_that_is_a_habit_alone_is_not_blamed_and_is_named() -> None:
@@ -163,7 +163,7 @@ def test_a_cache_of_8_bits_is_told_apart_from_what_is_beyond_it() -> None:
     both = judged(comparison(), [replace(golden[0], **held), golden[1]], [right, other])
     assert not any("fp8_e4m3" in n for n in both.notes)
     with pytest.raises(ValueError, match=r"could not convert|this version"):
-        Proof.from_json(prove([], [right]).to_json().replace("0.042", '"x"').replace('"mine", ', ""))
+        ReplayResult.from_json(prove([], [right]).to_json().replace("0.042", '"x"').replace('"mine", ', ""))
 
 
 def test_the_proved_stand_before_the_inferred_and_keep_their_words() -> None:

@@ -11,7 +11,7 @@ from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, UNSEEN, WRONG, Explained, explain, place_of
-from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, Checked
+from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, CheckResult
 
 ROWS, WIDTH = 12, 64
 X = torch.randn(ROWS, 2 * WIDTH, generator=torch.Generator().manual_seed(4)).bfloat16()
@@ -43,7 +43,7 @@ def checked(of: Dump, tap: str, left: tuple[int, ...] = (), status: str = PASS, 
     for r in of.records:
         if r.tap == tap and r.role.startswith("output") and r.step in steps:
             place = {"rank": r.rank, "step": r.step, "call": r.call, "seq": r.seq}
-            yield Checked(**blank | place | {"tap": tap, "role": r.role})
+            yield CheckResult(**blank | place | {"tap": tap, "role": r.role})
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ PLACES = [place_of("proj", "output.0", 0), *(place_of(tap, "input.x", 0) for tap
 PROJ, WHOLE, HALF, SUM, ROOT = PLACES
 
 
-def found(sides: tuple[Dump, Dump], golden: list[Checked], mine: list[Checked]) -> Explained:
+def found(sides: tuple[Dump, Dump], golden: list[CheckResult], mine: list[CheckResult]) -> Explained:
     result = explain(*sides, (golden, mine), PLACES)
     assert Explained.of_plain(result.plain()) == result
     return result

@@ -6,10 +6,10 @@ import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.verdict.constants_differ import effects_of, other_values, with_effects
+from vllm_accprobe.comparison.notes import effects_of, other_values, with_effects
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.proof.other_constants import effects
+from vllm_accprobe.opcheck.proof.prove import effects
 from vllm_accprobe.opcheck.registry import default_references
 
 NORM = "layers.0.norm"

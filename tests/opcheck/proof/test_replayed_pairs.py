@@ -4,7 +4,7 @@ import math
 
 from report_examples import pair
 
-from vllm_accprobe.opcheck.proof.replayed_pairs import with_replayed
+from vllm_accprobe.opcheck.proof.decide import with_replayed
 
 AT = {"tap": "m", "status": "fail", "measure": "row_rel_l2", "allowed": 0.1}
 ORIGIN = {"module": "m", "role": "output.0", "created": 0.3, "floor": 0.01, "request": "a", "position": 7}

@@ -13,17 +13,16 @@ from support.backward_dump import BackwardDump
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.formats import open_dump
-from vllm_accprobe.formats.common import msprobe_calls
+from vllm_accprobe.formats import msprobe, open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references import aten, mindspore_api
+from vllm_accprobe.opcheck.references import api, aten
 from vllm_accprobe.opcheck.references.api import torch_function
 from vllm_accprobe.opcheck.registry import default_references
 
 G = torch.Generator().manual_seed(5)
-here = pytest.mark.skipif(not mindspore_api.installed(), reason="MindSpore is not installed")
-absent = pytest.mark.skipif(mindspore_api.installed(), reason="MindSpore is installed")
+here = pytest.mark.skipif(not api.installed(), reason="MindSpore is not installed")
+absent = pytest.mark.skipif(api.installed(), reason="MindSpore is installed")
 
 
 def found(dump: Path, out: Path, *more: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -138,7 +137,7 @@ def test_large_numbers_that_make_nothing_large_are_no_obstacle() -> None:
 
 
 def test_arguments_become_values() -> None:
-    args, kwargs = msprobe_calls.arguments({
+    args, kwargs = msprobe.arguments({
         "input_args": [
             {"type": "torch.Tensor", "dtype": "torch.bfloat16", "shape": [2, 3], "Max": 1.5, "Min": -1,
              "Mean": math.nan},

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from reference_calls import drawer
 
 from vllm_accprobe.dump.schema import RowSpace, Segment
-from vllm_accprobe.opcheck.calls.history import INCOMPLETE, Past
+from vllm_accprobe.opcheck.calls.neighbours import INCOMPLETE, Past
 from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.attention import alibi_slopes, attend
 

@@ -16,7 +16,7 @@ from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import collectives
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
-from vllm_accprobe.opcheck.references.lora import UNTOLD, RowAdapters
+from vllm_accprobe.opcheck.references.linear import UNTOLD, RowAdapters
 
 draw = drawer(5)
 

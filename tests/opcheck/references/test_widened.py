@@ -9,9 +9,9 @@ import torch
 
 from vllm_accprobe.opcheck.reference import _HELD, Call, Params
 from vllm_accprobe.opcheck.references import aten
+from vllm_accprobe.opcheck.references.aten import Widened
 from vllm_accprobe.opcheck.references.embedding import looked_up
 from vllm_accprobe.opcheck.references.linear import column
-from vllm_accprobe.opcheck.references.widened import Widened
 from vllm_accprobe.opcheck.registry import default_references
 
 

@@ -14,12 +14,11 @@ from opcheck.repeat import planted_kernels
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.repeat.by_rows import BatchOptions, batches
-from vllm_accprobe.opcheck.repeat.differences import gap_words, largest_gap
+from vllm_accprobe.opcheck.repeat.by_rows import BatchOptions, axes_of, batches, cut
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.named import NamedCalls, NamedOperator
-from vllm_accprobe.opcheck.repeat.row_axes import axes_of, cut
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.repeat.repeated import gap_words, largest_gap
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 FILE = str(Path(planted_kernels.__file__))
 TABLE = default_references()
@@ -44,7 +43,7 @@ def kernels() -> MachineKernels:
 def said(
     kernels: MachineKernels, op: str, shape: str, sizes: tuple[str, ...] = ("1", "2", "8", "N"),
     dtypes: tuple[str, ...] = ("bfloat16",), strict: bool = False, **more: Any,
-) -> list[Checked]:  # fmt: skip
+) -> list[CheckResult]:  # fmt: skip
     calls = NamedCalls(NamedOperator(op, (shape,), dtypes, more), 0)
     found = [c for _, tap, _ in calls.taps() for c in calls.of(0, tap)]
     return [row for c in found for row in batches(c, kernels, BatchOptions(sizes, strict))]

@@ -9,9 +9,9 @@ import torch
 from opcheck.repeat import planted_kernels
 
 from vllm_accprobe.cli import main
+from vllm_accprobe.opcheck.repeat.by_rows import ROWS
 from vllm_accprobe.opcheck.repeat.here import FRESH
 from vllm_accprobe.opcheck.repeat.named import NamedOperator, call_of
-from vllm_accprobe.opcheck.repeat.row_axes import ROWS
 
 FILE = str(Path(planted_kernels.__file__))
 

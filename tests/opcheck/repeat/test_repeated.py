@@ -16,7 +16,7 @@ from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.named import NamedCalls, NamedOperator
 from vllm_accprobe.opcheck.repeat.repeated import RepeatOptions, repeat
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 FILE = str(Path(planted_kernels.__file__))
 RUNS = 20
@@ -29,7 +29,7 @@ def kernels() -> MachineKernels:
 
 def said(
     kernels: MachineKernels, op: str, *shapes: str, dtype: str = "float32", runs: int = RUNS, **options: Any
-) -> list[Checked]:
+) -> list[CheckResult]:
     """The rows of an operator named by hand, run that many times."""
     calls = NamedCalls(NamedOperator(op, shapes, (dtype,), options.pop("more", {})), 0)
     found = [c for _, tap, _ in calls.taps() for c in calls.of(0, tap)]

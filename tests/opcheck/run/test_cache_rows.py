@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_accprobe.dump.face import Dump
-from vllm_accprobe.dump.journal.state_lines import StateFinding
+from vllm_accprobe.dump.journal import StateFinding
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.opcheck.run.replay import cache_rows
 from vllm_accprobe.opcheck.run.result_row import FAIL
-from vllm_accprobe.opcheck.run.stored import cache_rows
-from vllm_accprobe.opcheck.run.table import lines
-from vllm_accprobe.opcheck.run.totals import totals
+from vllm_accprobe.opcheck.run.table import lines, totals
 
 
 def test_a_finding_is_a_failing_row_of_the_first_layer() -> None:

@@ -12,7 +12,7 @@ from opcheck.layer_dumps import build
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.select import Selection
+from vllm_accprobe.dump.reader import Selection
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import wanted
 

@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.registry import default_references
 from vllm_accprobe.opcheck.run import pair
 from vllm_accprobe.opcheck.run.replay import Options
-from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
+from vllm_accprobe.opcheck.run.result_row import FAIL, CheckResult
 
 STEPS = (1, 1, 5, 1, 3, 1, 1, 2)
 """Rows of each step."""
@@ -71,7 +71,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Calls]:
     return [write(root / "golden"), write(root / "mine", wrong=3)]
 
 
-def one_by_one(sides: list[Calls]) -> list[list[Checked]]:
+def one_by_one(sides: list[Calls]) -> list[list[CheckResult]]:
     plain = [Options(measured=False, budget=calls.budget()) for calls in sides]
     return [list(check(c, default_references(), options=o)) for c, o in zip(sides, plain, strict=True)]
 
@@ -80,7 +80,7 @@ def told(done: int, of: int) -> None:
     pass
 
 
-def assert_alike(both: list[pair.ReplaySide], theirs: list[list[Checked]]) -> None:
+def assert_alike(both: list[pair.ReplaySide], theirs: list[list[CheckResult]]) -> None:
     ours = [side.rows for side in both]
     assert all(p.ratio < 1.5 for p in both[0].pooled), both[0].pooled
     assert {p.tap for p in both[0].pooled} == {p.tap for p in both[1].pooled} | {"columnparallellinear"}

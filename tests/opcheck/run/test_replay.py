@@ -11,7 +11,7 @@ from support.opchecked import check
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.totals import totals
+from vllm_accprobe.opcheck.run.table import totals
 
 
 def test_an_honest_engine_passes_and_what_is_unknown_is_counted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from opcheck.layer_dumps import build
 
-from vllm_accprobe.capture.torch_model.probe import Probe
+from vllm_accprobe.capture.torch_model import Probe
 from vllm_accprobe.cli import main
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Record
@@ -23,10 +23,10 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, device_kernel
 from vllm_accprobe.opcheck.references import activations, linear
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run import backward, synthetic_inputs
+from vllm_accprobe.opcheck.run import replay, synthetic_inputs
 from vllm_accprobe.opcheck.run.replay import Options
 from vllm_accprobe.opcheck.run.rerun import forward_native
-from vllm_accprobe.opcheck.run.result_row import Checked
+from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 
 def table(out: Path) -> list[dict[str, str]]:
@@ -101,8 +101,8 @@ def statistics_only(root: Path) -> Calls:
     return calls
 
 
-def drawn_rows(calls: Calls, seed: int = 0) -> dict[str, list[Checked]]:
-    found: dict[str, list[Checked]] = {}
+def drawn_rows(calls: Calls, seed: int = 0) -> dict[str, list[CheckResult]]:
+    found: dict[str, list[CheckResult]] = {}
     for rank, tap, cls in calls.taps():
         for captured in calls.of(rank, tap):
             assert synthetic_inputs.possible(captured)
@@ -161,8 +161,8 @@ def captured(call: Call) -> Captured:
     return Captured(call.name, 0, 0, 0, call, records)
 
 
-def gradients(call: Call) -> dict[str, Checked]:
-    return {r.role: r for r in backward.check(captured(call), default_references())}
+def gradients(call: Call) -> dict[str, CheckResult]:
+    return {r.role: r for r in replay.check_backward(captured(call), default_references())}
 
 
 def test_gradients_agree_with_autograd_in_float64() -> None:
@@ -210,10 +210,10 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_no_gradient_says_so() -> None:
     x = torch.randn(4, 8)
     ids = Call("e", "aten.argmax.default", args=(x, 1), outputs={"output.0": x.argmax(1)})
-    (row,) = backward.check(captured(ids), default_references())
+    (row,) = replay.check_backward(captured(ids), default_references())
     assert (row.status, row.message) == ("skip", "no gradient: its output is no floating-point tensor")
     block = Call("b", "LlamaMLP", inputs={"x": x}, outputs={"output.0": x})
-    (row,) = backward.check(captured(block), default_references())
+    (row,) = replay.check_backward(captured(block), default_references())
     assert row.status == "skip"
 
 

@@ -12,9 +12,9 @@ from support.opchecked import check
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.registry import default_references
-from vllm_accprobe.opcheck.run.result_row import Checked
-from vllm_accprobe.opcheck.run.stored import OTHER_FORM, check_stored
-from vllm_accprobe.opcheck.run.totals import totals
+from vllm_accprobe.opcheck.run.replay import OTHER_FORM, check_stored
+from vllm_accprobe.opcheck.run.result_row import CheckResult
+from vllm_accprobe.opcheck.run.table import totals
 
 G = torch.Generator().manual_seed(2)
 X = torch.randn(6, 16, generator=G, dtype=torch.float64).bfloat16() * 0.1
@@ -45,7 +45,7 @@ def model(root: Path, config: str = '{"rms_norm_eps": 1e-6}', layers: int = 3) -
     return root
 
 
-def rows(dump: Path, directory: Path | None) -> list[Checked]:
+def rows(dump: Path, directory: Path | None) -> list[CheckResult]:
     calls = Calls(open_dump(dump), directory)
     return [*check_stored(calls), *check(calls, default_references())]
 

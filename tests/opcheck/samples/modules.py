@@ -15,7 +15,7 @@ from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wi
 
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.references.lora import ANEW, NOT_HERE, UNTOLD, RowAdapters
+from vllm_accprobe.opcheck.references.linear import ANEW, NOT_HERE, UNTOLD, RowAdapters
 
 # --- norms ----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import math
 from report_examples import ORIGIN, comparison
 
 from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
-from vllm_accprobe.report.html.around import around_json
+from vllm_accprobe.report.html.data import around_json
 
 
 def test_an_entry_for_each_origin_that_has_neighbours_and_pairs_by_their_number_on_the_page():

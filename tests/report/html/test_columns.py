@@ -5,7 +5,7 @@ import math
 
 from report_examples import pair
 
-from vllm_accprobe.report.html.columns import columns_json
+from vllm_accprobe.report.html.data import columns_json
 
 
 def values(column, n):

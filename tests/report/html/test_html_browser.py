@@ -12,7 +12,7 @@ from report_examples import comparison, hostile, pair, realistic, row_table, wit
 
 from vllm_accprobe.comparison.row_table import ValueSpread
 from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
-from vllm_accprobe.dump.select import matches
+from vllm_accprobe.dump.reader import matches
 
 pytestmark = pytest.mark.browser
 

@@ -9,7 +9,7 @@ import re
 from report_examples import EVIL, comparison, hostile, pair, realistic
 
 import vllm_accprobe.report.html as html
-from vllm_accprobe.report.html.assembling import asset
+from vllm_accprobe.report.html.sections import asset
 
 
 def unpacked(text, name):

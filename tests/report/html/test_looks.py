@@ -5,7 +5,7 @@ from report_examples import comparison, pair, row_table
 from small_examples import two_requests
 
 from vllm_accprobe.comparison.row_table import ValueSample
-from vllm_accprobe.report.html.looks import looks_json, tree_json
+from vllm_accprobe.report.html.data import looks_json, tree_json
 
 
 def test_tree_takes_the_worst_output_and_every_failure():

@@ -7,8 +7,7 @@ import numpy as np
 from report_examples import comparison, pair
 
 from vllm_accprobe.comparison.row_table import ValueSpread
-from vllm_accprobe.report.html.looks import looks_json
-from vllm_accprobe.report.html.spread import spread_json
+from vllm_accprobe.report.html.data import looks_json, spread_json
 
 
 def _spread() -> ValueSpread:

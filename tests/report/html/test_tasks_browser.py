@@ -10,7 +10,7 @@ from on_the_page import cell
 from report_examples import CULPRIT, realistic, with_rows
 
 from vllm_accprobe.report.html import write_html
-from vllm_accprobe.report.html.token_text import TokenTexts
+from vllm_accprobe.report.html.data import TokenTexts
 
 pytestmark = pytest.mark.browser
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.report.html.token_text import LONGEST, TokenTexts, Vocabulary, token_texts
+from vllm_accprobe.report.html.data import LONGEST, TokenTexts, Vocabulary, token_texts
 
 pytest.importorskip("tokenizers")
 

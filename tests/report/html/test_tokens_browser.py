@@ -8,7 +8,7 @@ from on_the_page import click_cell
 from report_examples import comparison, pair, row_table
 
 from vllm_accprobe.report.html import write_html
-from vllm_accprobe.report.html.token_text import TokenTexts
+from vllm_accprobe.report.html.data import TokenTexts
 
 pytestmark = pytest.mark.browser
 

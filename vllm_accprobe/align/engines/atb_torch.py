@@ -6,7 +6,7 @@ q, k and v (or all of them in one), the first one behind it is o, of those behin
 module's part is told by its name and by what encloses it. Equal parts of equal layers pair. Where a module has a bias
 and the operator has not, the addition behind it is what must be compared. The user's op mapping (ATB's types → torch's
 classes) pairs what is left by order, and overrules a pair that it does not allow.
-Not here: the graph (atb_topology.py), applying what is found here (align/graph_pairs.py).
+Not here: the graph (atb.py), applying what is found here (align/without_row_maps.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from vllm_accprobe.formats.common.atb_topology import Node
+from vllm_accprobe.formats.atb import Node
 
 _ADD, _MUL = 8, 9
 """elewiseType of ATB's ElewiseOperation."""

@@ -6,7 +6,7 @@ on as (hidden, residual), is compared as their sum; the rotary embedding, which 
 is computed from the projections and the cos and sin that it captured; the attention's own output is the input of the
 projection behind it. A rule whose places are not there does nothing, so that one table serves all models.
 The weights of fused experts have no rule: each platform packs them in its own way.
-Not here: how rules work (mapping.py, bridge.py).
+Not here: how rules work (mapping.py, names.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The problem: up to 0.18 a mixture's experts give out the shared experts' result 
 thing. Up to 0.11 the block calls the shared experts itself, and its experts are the routed ones alone. The idea: where
 one side has both and the other has one, their sum is what is compared; where one side's are the routed ones alone, they
 are held against what the other's routed ones gave inside, or against nothing. Rules like those of a mapping file, made
-for just these taps. Not here: how rules work (mapping.py, bridge.py).
+for just these taps. Not here: how rules work (mapping.py, names.py).
 """
 
 from __future__ import annotations

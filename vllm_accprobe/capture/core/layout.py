@@ -1,11 +1,21 @@
-"""How each tensor is a part of a whole, read from the layers' own attributes.
+"""How each tensor is a part of a whole, read from the attributes of the layers.
+
+What a parallel layer says of how it is cut: plain functions over its attributes.
+
+The problem: vLLM's linear, vocabulary and expert layers, in ten releases and in vendors' subclasses, carry their
+partition in attributes of several names and meanings. The idea: one function per fact, which answers None where the
+layer has no such attribute; a layer's kind is told by what it has, never by its class. Sizes are elements of this
+rank's tensor.
+
+How each tensor is a part of a whole, read from the layers' own attributes.
 
 The problem: with tensor parallelism a tap sees a slice, and which slice is not in the tensor. The idea: vLLM's parallel
 layers carry their partition as plain attributes (also in subclasses of other vendors), so linear and vocabulary layers
 are described directly, and what lies between them (activations, rotary embedding, attention, per-head norms) inherits
 from the parallel linear layer beside it whose size it has. What cannot be told is ``unknown``: analysis then
 compares the ranks' copies instead of trusting a guess.
-Not here: what a single layer says of itself (tp_slices.py), undoing a layout (align/shards.py).
+
+Not here: tensors between such layers, undoing a layout (align/ranks.py).
 """
 
 from __future__ import annotations
@@ -13,10 +23,122 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_accprobe.capture.core import tp_slices
-from vllm_accprobe.capture.core.tp_slices import Parts
 from vllm_accprobe.dump.label_files import LABEL_TAP
 from vllm_accprobe.dump.schema import REPLICATED, Layout
+
+Parts = tuple[tuple[int, int], ...]
+"""The blocks along a dimension of this rank's tensor as (size, ranks that hold the same block), see schema.Layout."""
+
+
+def own_tp_size(module: Any) -> int:
+    """Over how many ranks this layer is cut; 1 where it opted out of tensor parallelism, 0 where it does not say."""
+    return int(getattr(module, "tp_size", 0) or 0)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether it is one of vLLM's parallel linear layers, column or row."""
+    return hasattr(module, "output_partition_sizes") or hasattr(module, "input_size_per_partition")
+
+
+def is_vocab(module: Any) -> bool:
+    """Whether it is cut along the vocabulary: an embedding or a head."""
+    return hasattr(module, "num_embeddings_per_partition")
+
+
+def vocab(module: Any) -> int | None:
+    """Entries of the whole vocabulary without its padding, or None."""
+    return int(module.org_vocab_size) if is_vocab(module) and hasattr(module, "org_vocab_size") else None
+
+
+def has_children(module: Any) -> bool:
+    """Whether it is a block and not a leaf."""
+    return bool(getattr(module, "_modules", None))
+
+
+def qkv_sizes(module: Any) -> tuple[int, int, int]:
+    """Features of q, k and v in this rank's part of a QKV projection."""
+    head = int(module.head_size)
+    v_head = int(getattr(module, "v_head_size", head))
+    return int(module.num_heads) * head, int(module.num_kv_heads) * head, int(module.num_kv_heads) * v_head
+
+
+def sums_later(module: Any) -> bool:
+    """A block around a row-parallel layer that leaves the all-reduce to somebody further out (shared experts)."""
+    children = (getattr(module, "_modules", None) or {}).values()
+    return any(
+        hasattr(c, "input_is_parallel") and getattr(c, "reduce_results", True) is False and own_tp_size(c) > 1
+        for c in children
+    )
+
+
+def output_parts(module: Any) -> Parts | None:
+    """The blocks of a column-parallel output on this rank, or None if the output is not cut."""
+    if hasattr(module, "num_kv_head_replicas"):
+        q, k, v = qkv_sizes(module)
+        replicas = int(module.num_kv_head_replicas)
+        return ((q, 1), (k, replicas), (v, replicas))
+    if is_vocab(module):
+        return ((int(module.num_embeddings_per_partition), 1),)
+    if not hasattr(module, "gather_output"):  # row-parallel and replicated layers
+        return None
+    sizes = getattr(module, "output_partition_sizes", None)
+    return tuple((int(n), 1) for n in sizes) if sizes else None
+
+
+def input_parts(module: Any) -> Parts | None:
+    """The one block of a row-parallel input on this rank, or None."""
+    if not hasattr(module, "input_is_parallel"):
+        return None
+    return ((int(module.input_size_per_partition), 1),)
+
+
+def expert_parts(module: Any, name: str) -> tuple[int, Parts] | None:
+    """Fused experts: w13 holds gate and up of each expert one after the other, w2 is cut along its input."""
+    if not (hasattr(module, "local_num_experts") or hasattr(module, "intermediate_size_per_partition")):
+        return None
+    size = getattr(module, "intermediate_size_per_partition", None)
+    if size is None:
+        return None
+    size = int(size)
+    if name.startswith("w13_weight"):
+        return -2, ((size, 1), (size, 1))
+    if name.startswith("w2_weight"):
+        return -1, ((size, 1),)
+    return None
+
+
+def local_experts(module: Any, name: str) -> tuple[int, int, Parts] | None:
+    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are dealt out.
+
+    vLLM gives each rank one run of experts (linear) or every n-th (round robin). A whole is put together block by
+    block, so blocks of one expert are right for the second. With load balancing experts move and are stored twice:
+    no blocks, which makes the layout unknown.
+    """
+    parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", module)
+    if not getattr(parallel, "use_ep", False) or not name.startswith(("w13_", "w2_")):
+        return None
+    size, index = int(getattr(parallel, "ep_size", 1) or 1), int(getattr(parallel, "ep_rank", 0) or 0)
+    count = int(getattr(module, "local_num_experts", 0) or 0)
+    if size == 1 or not count:
+        return None
+    if getattr(module, "enable_eplb", False) or getattr(parallel, "enable_eplb", False):
+        return index, size, ()
+    manager = getattr(module, "expert_map_manager", module)
+    strategy = getattr(manager, "placement_strategy", getattr(module, "expert_placement_strategy", "linear"))
+    return index, size, ((1, 1),) * count if strategy == "round_robin" else ((count, 1),)
+
+
+def matches(shape: tuple[int, ...], dim: int, parts: Parts) -> bool:
+    """Whether ``shape`` has along ``dim`` (from the end) exactly the blocks of ``parts``."""
+    return len(shape) >= -dim and shape[dim] == sum(n for n, _ in parts)
+
+
+def reduces_later(module: Any) -> bool:
+    """Fused experts that leave the all-reduce to the model: to 0.19 by ``reduce_results``, from 0.26 on by their
+    configuration, which a model may change after it has made them."""
+    if getattr(getattr(module, "moe_config", None), "skip_final_all_reduce", False) is True:
+        return True
+    return hasattr(module, "global_num_experts") and getattr(module, "reduce_results", True) is False
 
 
 class Layouts:
@@ -51,27 +173,27 @@ class Layouts:
         module = self._modules.get(tap)
         if module is None or not shape:
             return REPLICATED
-        local = tp_slices.local_experts(module, name)  # also where there is no tensor parallelism beside it
+        local = local_experts(module, name)  # also where there is no tensor parallelism beside it
         if local is not None:
             index, size, held = local
             known = sum(n for n, _ in held) == shape[0]
             return Layout("shard", "ep", index, size, 0, held) if known else Layout("unknown", "ep", index, size)
-        if self._size == 1 or tp_slices.own_tp_size(module) == 1:
+        if self._size == 1 or own_tp_size(module) == 1:
             return REPLICATED
-        expert = tp_slices.expert_parts(module, name)
+        expert = expert_parts(module, name)
         if expert is not None:
-            return self._shard(*expert) if tp_slices.matches(shape, *expert) else self._unknown()
-        out = tp_slices.output_parts(module)
+            return self._shard(*expert) if matches(shape, *expert) else self._unknown()
+        out = output_parts(module)
         if out is not None:
             total = sum(n for n, _ in out)
             if name == "bias" or len(shape) == 1:
                 return self._shard(-1, out) if shape[-1] == total else REPLICATED
             if shape[-2] == total:
-                return self._shard(-2, out, tp_slices.vocab(module))
+                return self._shard(-2, out, vocab(module))
             if shape[-1] == total:  # some kernels keep the weight transposed
-                return self._shard(-1, out, tp_slices.vocab(module))
+                return self._shard(-1, out, vocab(module))
             return self._unknown()
-        parts = tp_slices.input_parts(module)
+        parts = input_parts(module)
         if parts is not None:
             if len(shape) == 1:
                 return REPLICATED
@@ -97,14 +219,14 @@ class Layouts:
         if len(shape) == 1 or type(module).__name__ == "LogitsProcessor":
             return REPLICATED  # positions, ids, gathered logits: there is no feature dimension to cut
         incoming = role.startswith(("input", "inplace"))
-        if tp_slices.is_vocab(module):
+        if is_vocab(module):
             if not incoming and shape[-1] == module.num_embeddings_per_partition:  # used as lm_head
-                return self._shard(-1, tp_slices.output_parts(module) or (), tp_slices.vocab(module))
+                return self._shard(-1, output_parts(module) or (), vocab(module))
             return REPLICATED
-        if tp_slices.is_linear(module):
-            if tp_slices.own_tp_size(module) == 1:
+        if is_linear(module):
+            if own_tp_size(module) == 1:
                 return REPLICATED
-            out, parts = tp_slices.output_parts(module), tp_slices.input_parts(module)
+            out, parts = output_parts(module), input_parts(module)
             if parts is not None:
                 if incoming:
                     return self._shard(-1, parts) if shape[-1] == parts[0][0] else REPLICATED
@@ -117,7 +239,7 @@ class Layouts:
                 return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
             return REPLICATED
         if not incoming and (
-            tp_slices.reduces_later(module) or tp_slices.sums_later(module) or self._inside_experts(tap, shape)
+            reduces_later(module) or sums_later(module) or self._inside_experts(tap, shape)
         ):
             # Analysis takes a "partial" tensor that is the same on all ranks for a reduced one, so a block that sums
             # its experts itself is described correctly too.
@@ -135,7 +257,7 @@ class Layouts:
         whole = self._hidden is not None and shape[-1] == self._hidden
         # vLLM's rotary embeddings have a child and are no blocks: their queries may be as wide as a hidden state.
         name = type(module).__name__.lower()
-        if whole and ((tp_slices.has_children(module) and "rotary" not in name) or "norm" in name):
+        if whole and ((has_children(module) and "rotary" not in name) or "norm" in name):
             return REPLICATED
         parent = tap.rpartition(".")[0]
         known = self._neighbours(parent)
@@ -143,7 +265,7 @@ class Layouts:
             known = self._neighbours(parent.rpartition(".")[0])
         qkv = self._qkv(parent) or self._qkv(tap)
         if qkv is not None:
-            q, k, v = (int(n) for n in tp_slices.qkv_sizes(qkv))
+            q, k, v = (int(n) for n in qkv_sizes(qkv))
             replicas = int(getattr(qkv, "num_kv_head_replicas", 1))
             word = role.rpartition(".")[2]
             if shape[-1] == q + k + v:
@@ -188,13 +310,13 @@ class Layouts:
             known = {}
             children = getattr(self._modules.get(parent), "_modules", {}) or {}
             for child in children.values():
-                if child is None or not tp_slices.is_linear(child) or tp_slices.own_tp_size(child) == 1:
+                if child is None or not is_linear(child) or own_tp_size(child) == 1:
                     continue
-                parts = tp_slices.input_parts(child)
+                parts = input_parts(child)
                 if parts is not None:
                     known.setdefault(parts[0][0], parts)
                     continue
-                out = tp_slices.output_parts(child)
+                out = output_parts(child)
                 if out is not None and not getattr(child, "gather_output", False):
                     known.setdefault(sum(n for n, _ in out), out)
             self._known[parent] = known

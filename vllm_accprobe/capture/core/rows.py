@@ -1,34 +1,80 @@
-"""Which row of a tensor is which token of which request.
+"""Which row of a tensor is which token of which request, and the row map in the journal.
+
+What a client calls a request, of what vLLM's engine calls it.
+
+The problem: front ends put words before a client's id and numbers behind it. The idea: one rule for all of them, which
+gives every name that a client may use.
+
+Which row of a tensor is which token of which request.
 
 The problem: a serving engine mixes requests in one batch, cuts prompts into chunks, reuses cached prefixes, verifies
 drafts and pads; a tensor row has no name. The idea: at each step the runner itself knows the order of the requests and
 how many tokens each computes, from which every row's (request, position) follows. This module turns that into Spaces:
 for the tokens, for the rows that reach the logits, and for vision patches: which rows of the tensor are kept, and
 what they are called. Selection (requests, token ordinals) happens here, once per step, never per tensor.
-Not here: where the runner keeps its batch (runner.py), nor what is done with the rows (sink.py).
+
+Row maps as journal lines: which row is which token, as the device has it.
+
+The problem: token ids, and positions where speculation corrects them after the scheduler has guessed, stand in the
+runner's buffers only; a space of other rows (logits) speaks of the same tokens. And a buffer may hold nothing: what is
+read there is believed only as far as it can be true. The idea: a line is planned when its space is known, with the
+scheduler's positions, and finished when copies of these buffers have reached host memory, in the order of the steps;
+what the tokens space brought serves the step's other spaces. A position may go back to where the request's own tokens
+began, and only where drafts are in play; whatever else differs is not believed, and is counted.
+
+Not here: prompts, where the runner keeps its batch (runner.py), nor what is done with the rows (session.py), where the
+runner keeps positions (vllm_compat.py), the copy (staging.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_accprobe.capture.request_ids import external_ids
+import torch
+
+from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.config import ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import (
     DEALT,
     DECODE,
     LOGITS,
     OWN_REQUEST,
+    PADDING,
     PREFILL,
     TOKENS,
     Image,
     Request,
+    RowSpace,
     SamplingParameters,
     Segment,
     hash_tokens,
 )
+
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_FRONT = re.compile(r"^(cmpl|chatcmpl|generate-tokens|embd|resp|score|rerank|classify|pool)-(?=.)")
+
+
+def external_ids(internal: str) -> tuple[str, ...]:
+    """What a client may call the request that the engine calls ``internal``; the shortest, best one last.
+
+    vLLM makes ``cmpl-<X-Request-Id>-<prompt index>-<8 random hex>`` of a completion and
+    ``chatcmpl-<X-Request-Id>-<8 random hex>`` of a chat; ``generate-tokens-...`` in the same way of /inference.
+    """
+    names = [internal]
+    without = _SUFFIX.sub("", internal)
+    if without != internal:
+        names.append(without)
+    front = _FRONT.match(without)
+    if front:
+        without = without[front.end() :]
+        names.append(without)
+        if front[1] not in ("chatcmpl", "generate-tokens") and without.endswith("-0"):
+            names.append(without[:-2])
+    return tuple(names)
 
 
 class Requests:
@@ -230,7 +276,7 @@ class ItemRun:
 
 
 @dataclass(frozen=True)
-class Deal:
+class EncoderDataParallel:
     """What one rank computes of a step's dealt items. number: of the call in the step, from 1; runs: in the order of
     its rows, None where nobody knows."""
 
@@ -247,7 +293,7 @@ def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Encode
     return _vision(config, requests, [ItemRun(item, 0, item.placeholders) for item in items], rows)
 
 
-def dealt_space(config: ProbeConfig, requests: Requests, deal: Deal, rows: int) -> Space | None:
+def dealt_space(config: ProbeConfig, requests: Requests, deal: EncoderDataParallel, rows: int) -> Space | None:
     """The rows of a vision tensor on a rank that computes ``deal``: as vision_space, and its name ends with ``#`` and
     the number of the deal. Rows of an image that is cut are counted from where the image begins."""
     space = None if deal.runs is None else _vision(config, requests, deal.runs, rows)
@@ -301,3 +347,82 @@ def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
         ranges[-1] = (ranges[-1][0], stop)
     else:
         ranges.append((start, stop))
+
+
+Finish = Callable[[Sequence[torch.Tensor]], RowSpace]
+
+
+class RowMaps:
+    """The row maps of one rank. What ``of`` returns is finished on one thread, in the order in which it was asked."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._positions: list[int] = []
+        self.disbelieved = 0
+        """Segments whose positions the runner gave otherwise than can be."""
+
+    def new_step(self) -> None:
+        """Forgets the last step's tokens; in its place among the finished ones."""
+        self._ids = []
+        self._positions = []
+
+    def of(self, step: int, space: Space) -> tuple[list[torch.Tensor], Finish]:
+        """The tensors whose values the line needs (ids and positions: integers, [token rows]), and what makes the
+        row map of their copies in host memory."""
+        name, src_rows = space.name, space.src
+        segments, ranges, token_rows = list(space.segments), list(space.ranges), list(space.token_rows)
+        floors = dict(space.floors)
+        nobodys = space.n if name == PADDING else None
+        found = [(name, tensor) for name in ("ids", "positions") if (tensor := getattr(space, name)) is not None]
+
+        def finish(hosts: Sequence[torch.Tensor]) -> RowSpace:
+            named = dict(zip((name for name, _ in found), hosts, strict=True))
+            ids: list[int] = []
+            if "ids" in named:
+                self._ids = named["ids"].tolist()
+                ids = [i for start, stop in ranges for i in self._ids[start:stop]]
+            # Asynchronous speculation corrects positions on the device after the scheduler has guessed them.
+            if "positions" in named:
+                self._positions = named["positions"].tolist()
+                rows = [s.row for s in segments]
+            else:
+                rows = _firsts(segments, token_rows)
+            if token_rows and self._ids:
+                ids = [self._ids[row] for row in token_rows]
+            true = segments
+            if rows and self._positions:
+                true = [self._corrected(s, r, floors.get(s.req)) for s, r in zip(segments, rows, strict=True)]
+            return RowSpace(step, name, src_rows, tuple(true), tuple(ids), nobodys)
+
+        return [tensor for _, tensor in found], finish
+
+    def _corrected(self, segment: Segment, row: int, floor: int | None) -> Segment:
+        """The segment where the runner's positions, from token row ``row`` on, say that it is.
+
+        floor: the lowest position to which it may be corrected; None where the scheduler's is exact.
+        """
+        said = self._positions[row : row + segment.n]
+        first = said[0] if said else -1
+        if said == list(range(first, first + segment.n)):
+            if first == segment.pos:
+                return segment
+            if floor is not None and floor <= first < segment.pos:
+                return dataclasses.replace(segment, pos=first)
+        if not self.disbelieved:
+            say(
+                f"the runner's positions are not the scheduler's ({first} and {segment.pos}, the first time): the "
+                "scheduler's are taken; if rows seem to be others' in this dump, report this vLLM's version"
+            )
+        self.disbelieved += 1
+        return segment
+
+
+def _firsts(segments: Sequence[Segment], token_rows: Sequence[int]) -> list[int]:
+    """The token row of each segment's first row; empty where the space's rows are no tokens."""
+    if not token_rows:
+        return []
+    firsts, at = [], 0
+    for segment in segments:
+        firsts.append(token_rows[at])
+        at += segment.n
+    return firsts

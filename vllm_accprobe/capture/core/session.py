@@ -1,43 +1,573 @@
-"""One rank's capture while it runs: the step in progress, and the promise that the probe never hurts the model.
+"""One rank's capture while it runs: the step in progress, from a tensor at a tap to lines and bytes, and the rule that
+an error of the probe never reaches the model.
+
+Where the bytes of a host tensor lie, and what they are called.
+
+The problem: statistics, hashes and copies work on plain memory, and tensors come strided, conjugated and with rows that
+nobody wants. The idea: everything becomes a list of (address, bytes); a dense tensor's is its own memory, the rest is
+brought together in a scratch buffer that is used again and again.
+
+What taps need during one armed step.
+
+From a tensor at a tap to lines and bytes of the dump.
+
+The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
+some with rows that nobody asked for, some on a device, while the model waits. The idea: one hash per tensor decides
+whether its bytes are new in this step; only new bytes are copied, straight into the writer's block; everything else
+is a journal line that points at them. Tensors of a device take the detour over staging.py and arrive here on its
+thread.
+
+The common tensor in one function: host memory, all of its rows wanted, seen at this tap in this form before.
+
+The problem: what a tap decides about a tensor (which rows it has, how its line reads, where its bytes are) takes ten
+times as long as its hash, and comes out the same step after step. The idea: per tap and role, the last decision is kept
+as a Site, with the line as a template; while dtype, shape and the step's number of rows stay, it holds, and a tensor
+costs a hash, a look-up and, if its bytes are new, statistics or a copy. Whatever is not common is declined, and takes
+the general way (session.py, session.py), which also makes the decisions that are kept here. Lines are those of the
+general way.
+
+One rank's capture while it runs: the step in progress, and the promise that the probe never hurts the model.
 
 The problem: taps fire deep inside a model and must know, at the cost of one attribute, whether to do anything; and
 whatever goes wrong in them must end the capture, not the serving. The idea: a Session holds the current StepState or
 None. Taps ask it; a failure anywhere calls ``fail``, which writes it down, says it once, and sets the state to None
-for good. Not here: vLLM (runner.py), plain torch models (probe.py), which both drive a Session.
+for good.
+
+Not here: which rows a tensor has (rows.py), blocks and files (dump/recorder/writer.py), which rows are which (rows.py,
+rows.py), what is tapped (hooks.py), tensors of a device, vision towers, logits, selected rows, vLLM (runner.py),
+plain torch models (torch_model.py), which both drive a Session.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import math
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.rows import Deal, Space
-from vllm_accprobe.capture.core.sink import Sink
-from vllm_accprobe.capture.core.step_state import StepState, Ticket
-from vllm_accprobe.capture.taps.fast_path import Express, Sites
+from vllm_accprobe.capture.core.rows import EncoderDataParallel, RowMaps, Space
+from vllm_accprobe.capture.core.staging import DeviceStaging
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal.event_lines import STOP
-from vllm_accprobe.dump.journal.tensor_lines import TensorHead
+from vllm_accprobe.dump.journal import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP, STOP, TensorHead
+from vllm_accprobe.dump.recorder.journal_writer import Event, TensorLine, TensorTemplate, digest
+from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.schema import (
     DEALT,
     LOGITS,
     OWN,
     ROOT_TAP,
     TOKENS,
+    Failure,
     Layout,
     Module,
     Request,
+    Skip,
     Step,
     StepGraph,
     Stop,
 )
+from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex64",
+        "complex128",
+    ]
+    if hasattr(torch, name)
+}
+
+Ranges = Sequence[tuple[int, int]] | None
+"""Wanted [start, stop) rows along dimension 0, or None for all of the tensor."""
+LAZY = frozenset(("float32", "float64", "complex64", "complex128"))
+"""Dtypes whose tensors may be views with a pending conjugation or negation."""
+
+
+class Scratch:
+    """One buffer for all tensors that do not lie in memory as they are written. Valid until the next one."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(1 << 20, dtype=torch.uint8)
+
+    def dense(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor in the buffer."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self._bytes.numel():
+            self._bytes = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
+        return self._bytes[:nbytes].view(dtype).view(tuple(shape))
+
+    def parts(self, tensor: torch.Tensor, ranges: Ranges) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Shape and memory of the wanted bytes of a host tensor."""
+        if tensor.is_contiguous():
+            if ranges is None:
+                return tuple(tensor.shape), [(tensor.data_ptr(), tensor.nbytes)]
+            row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+            address = tensor.data_ptr()
+            shape = (sum(b - a for a, b in ranges), *tensor.shape[1:])
+            return shape, [(address + a * row, (b - a) * row) for a, b in ranges]
+        rows = tensor.shape[0] if ranges is None else sum(b - a for a, b in ranges)
+        dense = self.dense((rows, *tensor.shape[1:]), tensor.dtype)
+        if ranges is None:
+            dense.copy_(tensor)
+        else:
+            torch.cat([tensor[a:b] for a, b in ranges], out=dense)
+        return tuple(dense.shape), [(dense.data_ptr(), dense.nbytes)]
+
+
+def selected(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """The wanted rows on the tensor's own device: a view where they are one range."""
+    if ranges is None:
+        return tensor
+    return tensor[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([tensor[a:b] for a, b in ranges])
+
+
+class StepState:
+    """What taps need during one armed step. Created once per step; its spaces are filled when first needed.
+
+    ``rows``: how many token rows there are, where all of them are wanted and none is padding; -1 before that is known
+    and where it is not so. ``taking``: a tap is at work, whose own operators are none of the model. ``masked``:
+    something masks logits in this step, and what it leaves is still to be taken."""
+
+    __slots__ = ("calls", "inside", "masked", "number", "prefill", "rows", "seq", "spaces", "stack", "taking")
+
+    def __init__(self, number: int, prefill: bool):
+        self.number = number
+        self.prefill = prefill
+        self.seq = 0
+        self.rows = -1
+        self.taking = 0
+        self.masked = False
+        self.calls: dict[str, int] = {}
+        self.stack: list[str] = []
+        self.inside: str | None = None
+        self.spaces: dict[str, Space] = {}
+
+
+class Ticket:
+    """Gets the hash of a tensor: at once for host tensors, on the staging thread for a device's."""
+
+    __slots__ = ("digest",)
+
+    def __init__(self) -> None:
+        self.digest: str | None = None
+
+    def told(self, cell: StatsCell) -> None:
+        """The cell of its bytes is known."""
+        self.digest = cell.hash
+
+
+class Sink:
+    """Everything that one rank leaves behind. Methods are called from the model's thread; none of them raises for a
+    full disk or a spent budget: ``stopped`` then says why, and nothing more is taken.
+
+    Args:
+        start: the journal's first line, without its ``event`` key.
+        staged: tensors go through DeviceStaging (a device), or, for tests, as if they did.
+        on_stop: called once, from any thread, with the reason when the sink gives up.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        root: Path,
+        rank: int,
+        start: dict[str, Any],
+        on_stop: Callable[[str], None],
+        device: torch.device | None = None,
+        staged: bool = False,
+    ):
+        self.keep = config.task == "tensor"
+        self._on_stop = on_stop
+        self.writer = RankWriter(root, rank, start, budget_bytes=config.budget_bytes, on_stop=on_stop)
+        # Compiling takes seconds the first time on a machine: now, not in somebody's request. Not earlier, at import:
+        # vLLM 0.32's CPU worker cannot be initialised in a process that has already loaded llvmlite.
+        warm_up()
+        self.seen: dict[str, StatsCell] = {}
+        self.lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
+        self._rowmaps = RowMaps()
+        self.scratch = Scratch()
+        self.skipped: Counter[tuple[str, str | None, str]] = Counter()
+        self.tensors = 0
+        self.steps = 0
+        self._lock = threading.RLock()  # a signal may close in the middle of a skip
+        self._closed = False
+        device = device or torch.device("cpu")
+        self._staging = DeviceStaging(device, self._staging_failed) if staged or device.type != "cpu" else None
+
+    @property
+    def direct(self) -> bool:
+        """Whether tensors lie in host memory and are taken where they are."""
+        return self._staging is None
+
+    def room(self, sizes: Sequence[int]) -> bool:
+        """Whether tensors of so many bytes each can be taken now without waiting for the disk."""
+        return self.writer.room(sizes) if self._staging is None else self._staging.room(sizes)
+
+    def idle(self) -> bool:
+        """Whether there is as much room as there will ever be."""
+        return self.writer.idle() if self._staging is None else self._staging.idle()
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes the memory for copies on the device, see DeviceStaging.reserve; nothing where tensors are direct."""
+        if self._staging is not None:
+            self._staging.reserve(nbytes)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why nothing more is written, or None."""
+        return self.writer.stopped
+
+    # --- lines -------------------------------------------------------------------------------------------------
+
+    def line(self, line: Event | TensorLine | Callable[[], Event | None]) -> None:
+        """A journal line in its place among the tensors. A callable is asked for it on the writer's thread, when the
+        lines before it are done."""
+        if self._staging is None:  # without a function of its own for each line
+            self.writer.line(line)
+        else:
+            self.arrived((), lambda _: self.writer.line(line))
+
+    def step(self, step: Step) -> None:
+        """A step begins; bytes of the last one, parameters' excepted, are no longer known."""
+        self.steps += 1
+        self.arrived((), lambda _: self._new_step())
+        self.line(STEP.to_line(step))
+
+    def step_again(self, step: Step) -> None:
+        """More is known of the step that runs: a line that replaces its first one."""
+        self.line(STEP.to_line(step))
+
+    def request(self, request: Request) -> None:
+        """A request's line, once, before the first row map that names it."""
+        self.line(REQUEST.to_line(request))
+
+    def module(self, module: Module) -> None:
+        """A tap's line."""
+        self.line(MODULE.to_line(module))
+
+    def rows(self, step: int, space: Space) -> None:
+        """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
+        tensors, finish = self._rowmaps.of(step, space)
+        self.arrived(tensors, lambda hosts: self.writer.line(ROWS.to_line(finish(hosts))))
+
+    def skip(self, tap: str, reason: str, role: str | None = None, count: int = 1) -> None:
+        """Counted here and written once, at close: a skip that repeats every step is one line. From any thread."""
+        with self._lock:
+            self.skipped[tap, role, reason] += count
+
+    def error(self, where: str, message: str, step: int | None) -> None:
+        """A failure that was survived; a message of at most 2,000 characters is kept."""
+        self.line(ERROR.to_line(Failure(where, message[:2000], step)))
+
+    # --- tensors -----------------------------------------------------------------------------------------------
+
+    def tensor(
+        self,
+        head: TensorHead,
+        tensor: torch.Tensor,
+        space: Space | None,
+        ticket: Ticket | None = None,
+        lasting: bool = False,
+    ) -> None:
+        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` is told of its bytes.
+        ``lasting``: the same bytes will come again in later steps. Parameters are always stored."""
+
+        def store(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+            shape, parts = self.scratch.parts(host, ranges)
+            cell = self._store(head, dtype, shape, parts, digest(parts), lasting)
+            if ticket is not None:
+                ticket.told(cell)
+
+        self._on_host(head, tensor, space, store)
+
+    def after(
+        self,
+        head: TensorHead,
+        tensor: torch.Tensor,
+        space: Space | None,
+        before: Ticket,
+        changed: Callable[[bool], None],
+        ticket: Ticket | None = None,
+    ) -> None:
+        """Stores ``tensor`` only if its bytes are no longer those of ``before``; tells ``changed`` which, and
+        ``ticket`` of its bytes if it is stored."""
+
+        def compare(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+            shape, parts = self.scratch.parts(host, ranges)
+            hash = digest(parts)
+            different = before.digest is not None and hash != before.digest
+            changed(different)
+            if different:
+                cell = self._store(head, dtype, shape, parts, hash)
+                if ticket is not None:
+                    ticket.told(cell)
+
+        self._on_host(head, tensor, space, compare)
+
+    def look(self, head: TensorHead, tensor: torch.Tensor, ticket: Ticket) -> None:
+        """Tells ``ticket`` hash and statistics of ``tensor``, of which there is no line."""
+
+        def look(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+            _, parts = self.scratch.parts(host, ranges)
+            hash = digest(parts)
+            ticket.told(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
+
+        self._on_host(head, tensor, None, look)
+
+    def measured(self, head: TensorHead, dtype: str, shape: tuple[int, ...], sums: Sums, hash: str | None) -> None:
+        """Queues the line of a tensor of which only statistics came, and its hash where that is known. Called on the
+        thread on which tensors arrive."""
+        self.tensors += 1
+        cell = None if hash is None else self.seen.get(hash + dtype)
+        if cell is None:
+            cell = StatsCell(None, hash, dtype)
+            cell.sums = sums
+        self.writer.line(TensorLine(head.line(dtype, shape), cell))
+
+    def _on_host(
+        self,
+        head: TensorHead,
+        tensor: torch.Tensor,
+        space: Space | None,
+        take: Callable[[str, torch.Tensor, Ranges], None],
+    ) -> None:
+        """Gives ``take`` the dtype's name, the tensor in host memory with its rows along dimension 0 (or whole), and
+        which ranges of them are wanted: now, or on the staging thread. What cannot be stored is counted as skipped."""
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not torch.strided:  # sparse, quantised, nested
+            self.skip(head.tap, "not a plain tensor", head.role)
+            return
+        # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
+        if dtype in LAZY and (tensor.is_conj() or tensor.is_neg()):
+            tensor = tensor.resolve_conj().resolve_neg()
+        ranges: Ranges = None
+        row_dim = head.row_dim
+        if space is not None and not (space.whole and tensor.shape[row_dim] == space.src):
+            if row_dim == 0:
+                ranges = space.ranges
+            else:
+                tensor = torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim)
+        if self._staging is None:
+            take(dtype, tensor, ranges)
+        else:
+            self._staging.stage((selected(tensor, ranges),), lambda hosts: take(dtype, hosts[0], None))
+
+    def _store(
+        self,
+        head: TensorHead,
+        dtype: str,
+        shape: tuple[int, ...],
+        parts: list[tuple[int, int]],
+        hash: str,
+        lasting: bool = False,
+    ) -> StatsCell:
+        """Queues the line, with the bytes if they are new in this step; the cell of these bytes."""
+        event = head.line(dtype, shape)
+        self.tensors += 1
+        key = hash + dtype
+        cell = self.seen.get(key)
+        if cell is None:
+            cell = self.seen[key] = StatsCell(None, hash, dtype)
+            if lasting or head.step is None:
+                self.lasting[key] = cell
+            if self.keep or head.step is None:
+                self.writer.put(parts, event, cell)
+                return cell
+            self._measured(cell, parts)
+        self.writer.line(TensorLine(event, cell))
+        return cell
+
+    @staticmethod
+    def _measured(cell: StatsCell, parts: list[tuple[int, int]]) -> StatsCell:
+        """``cell`` with the statistics of its bytes."""
+        assert cell.dtype is not None
+        for address, nbytes in parts:
+            cell.add(moments_at(address, nbytes, cell.dtype))
+        return cell
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, reason: str) -> None:
+        """Writes what is still queued, the counted skips and the ``end`` line. Safe to call twice and from atexit."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._staging is not None:
+            self._staging.close()
+        if self._rowmaps.disbelieved:
+            why = "the runner's positions could not be, the scheduler's were taken"
+            self.skip(ROOT_TAP, why, "positions", self._rowmaps.disbelieved)
+        totals: Counter[str] = Counter()
+        for (tap, role, why), count in self.skipped.items():
+            self.writer.line(SKIP.to_line(Skip(tap, why, None, role, count)))
+            totals[why] += count
+        self.writer.close(reason, {"steps": self.steps, "tensors": self.tensors, "skipped": dict(totals)})
+
+    def _new_step(self) -> None:
+        self.seen.clear()
+        self.seen.update(self.lasting)
+        self._rowmaps.new_step()
+
+    def arrived(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Gives ``take`` the tensors in host memory, in order: now, or on the staging thread."""
+        if self._staging is None:
+            take(tensors)
+        else:
+            self._staging.stage(tensors, take)
+
+    def _staging_failed(self, error: BaseException) -> None:
+        failure = Failure("staging", f"{type(error).__name__}: {error}"[:2000])
+        self.writer.line(ERROR.to_line(failure, "step"))
+        self._on_stop(f"the copy from the device failed: {error}")
+
+
+_STRIDED = torch.strided
+_VIEWS = 4096
+"""Sizes of tensors that are remembered."""
+Sites = dict[str, "Site"]
+"""By role: what is known of one tap's tensors."""
+
+
+class Site:
+    """What was decided of the tensors of one role: holds for ``dtype``, ``shape`` and ``rows`` rows in the step."""
+
+    __slots__ = ("bytes_at", "dense", "dtype", "dtype_name", "lazy", "nbytes", "rows", "shape", "template")
+
+    def __init__(
+        self, tensor: torch.Tensor, rows: int, template: TensorTemplate, bytes_at: Callable[[int], Any]
+    ) -> None:
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.rows = rows
+        self.template = template
+        self.dtype_name = template.dtype
+        self.lazy = template.dtype in LAZY
+        self.nbytes = template.nbytes
+        self.bytes_at = bytes_at
+        self.dense: torch.Tensor | None = None
+        """Where strided tensors are brought together, for as long as they are looked at."""
+
+
+class FastPath:
+    """The common way of one sink's tensors.
+
+    layout_of(tap, role, shape): what a line says of how a tensor is split. decide(state, role, shape): the row space of
+    a tensor and its row dimension.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        layout_of: Callable[[str, str, torch.Size], dict[str, Any] | None],
+        decide: Callable[[StepState, str, torch.Size], tuple[Space | None, int]],
+    ) -> None:
+        self._layout_of = layout_of
+        self._sink = sink
+        self._decide = decide
+        self._hash = xxhash.xxh3_128_hexdigest
+        self._views: dict[int, Callable[[int], Any]] = {}  # making the type costs more than hashing the bytes
+
+    def take(
+        self,
+        state: StepState,
+        sites: Sites,
+        tap: str,
+        cls: str,
+        role: str,
+        call: int,
+        tensor: torch.Tensor,
+        before: str | None = None,
+    ) -> str | None:
+        """Stores ``tensor`` and queues its line; its hash, or None when this is not the place for it. ``before``: the
+        hash of what it was before the call, for a role ``inplace.*``; if it still is, there is no line."""
+        site = sites.get(role)
+        if (
+            site is None
+            or state.rows != site.rows
+            or tensor.dtype is not site.dtype
+            or tensor.shape != site.shape
+            or tensor.layout is not _STRIDED
+        ):
+            site = self._site(state, tap, cls, role, tensor, before is not None)
+            if site is None:
+                sites.pop(role, None)
+                return None
+            sites[role] = site
+        if site.lazy and (tensor.is_conj() or tensor.is_neg()):
+            return None
+        sink = self._sink
+        if not tensor.is_contiguous():
+            if site.dense is None:
+                site.dense = sink.scratch.dense(site.shape, site.dtype)
+            tensor = site.dense.copy_(tensor)
+        address = tensor.data_ptr()
+        digest: str = self._hash(site.bytes_at(address))
+        if digest == before:
+            return digest
+        seq = state.seq
+        state.seq = seq + 1
+        sink.tensors += 1
+        key = digest + site.dtype_name
+        cell = sink.seen.get(key)
+        if cell is None:
+            cell = sink.seen[key] = StatsCell(None, digest, site.dtype_name)
+            if sink.keep:
+                sink.writer.tensor((site.template, state.number, call, seq, cell), address)
+                return digest
+            cell.sums = moments_at(address, site.nbytes, site.dtype_name)
+        sink.writer.line((site.template, state.number, call, seq, cell))
+        return digest
+
+    def _site(
+        self, state: StepState, tap: str, cls: str, role: str, tensor: torch.Tensor, mutated: bool
+    ) -> Site | None:
+        """The decision for tensors like this one, or None for those of the general way."""
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        shape = tensor.shape
+        if dtype is None or tensor.layout is not torch.strided or not tensor.nbytes:
+            return None
+        space, dim = self._decide(state, role, shape)
+        if space is not None and shape[dim] != space.src:
+            return None
+        rows, layout = None if space is None else space.name, self._layout_of(tap, role, shape)
+        head = TensorHead(state.number, tap, cls, role, 0, 0, rows, dim, layout, mutated)
+        nbytes = tensor.nbytes
+        bytes_at = self._views.get(nbytes)
+        if bytes_at is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            bytes_at = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
+        return Site(tensor, state.rows, TensorTemplate(head, dtype, tuple(shape), nbytes), bytes_at)
+
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 LANGUAGE, VISION, HEAD = "language", "vision", "head"
@@ -86,11 +616,11 @@ class Session:
         self.fired: set[str] = set()
         self.ops: OperatorTap | None = None
         self._find_space = find_space
-        self.deal: Callable[[], Deal | None] = lambda: None
-        """What this rank's encoder computes at the moment, where images are dealt out to ranks (dealing.py)."""
+        self.deal: Callable[[], EncoderDataParallel | None] = lambda: None
+        """What this rank's encoder computes at the moment, where images are dealt out to ranks (batch.py)."""
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Brings a batched tensor into rows (probe.py); None where tensors already are rows of tokens."""
-        self.express = Express(sink, self.layout_event, self._token_rows)
+        """Brings a batched tensor into rows (torch_model.py); None where tensors already are rows of tokens."""
+        self.express = FastPath(sink, self.layout_event, self._token_rows)
 
     def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
         """Opens an armed step; None when the capture has ended."""

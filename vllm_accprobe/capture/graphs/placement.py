@@ -1,4 +1,39 @@
-"""Which taps stand in a compiled graph, and the memory that they write to.
+"""Which taps stand in a compiled graph, the memory that they write to, and what the compiler traces around each
+module's forward.
+
+Products that a compiler adds up in the same kernel, so that a tap on the product would change the sum.
+
+The problem: inductor makes one kernel, addmm, of a matrix product and an addition of its result, which then is never
+rounded to the model's dtype; a tap that reads the product keeps it apart, and the sum changes in its last bits. Seen
+with the shared expert of a tiny DeepSeek-V2 on a processor where vLLM multiplies with ``aten::linear``; where it calls
+a kernel of its own, nothing can be folded into that. The idea: in the forward that is looked at, operators are seen in
+the order of the graph; a product's memory is remembered, and an addition that reads it says so. The rule is torch's own
+(``_inductor/fx_passes/post_grad.py``, ``is_valid_addmm_fusion``): two dimensions, no bias, equal dtypes, a summand that
+expands to the product's shape. On GPUs it prefers not to (``should_prefer_unfused_addmm``).
+
+Which piece of a compiled model a module's results are computed in.
+
+The problem: vLLM cuts a model's graph at its splitting operators (attention and its like) and compiles and captures
+what lies between them piece by piece; its logs and faults speak of pieces, people of modules. The idea: in one forward
+that is not compiled, the operators and the modules are seen in the order in which the graph will have them, and cutting
+is counting: a piece begins with the first operator that does not split after one that does. Allocations without content
+begin none: vLLM moves such a piece of one node into the one before.
+
+What goes into the modules of a compiled region and what they give back, seen in one forward that is not compiled.
+
+The problem: a tap's buffer must exist before anything is compiled, and how many tensors a module gives back, how wide
+they are and of which dtype, whether it is called at all or once per layer, under which of its names, and which modules
+hand their inputs to an operator that no compiler looks into, is only known when it runs. The idea: one small forward of
+invented tokens with every module's forward watched; what was seen decides what can be tapped, and what cannot has a
+reason.
+
+The taps of one module: what a compiler traces around its forward.
+
+The problem: what a compiler reads of us becomes part of the graph or a condition of it, and some modules are called
+past their hooks. The idea: all that the hooks read are attributes and buffers of the module itself, so that no closure
+and no name enters the graph; where a forward is called directly, a bound method stands in its place that does the same.
+
+Which taps stand in a compiled graph, and the memory that they write to.
 
 The problem: an operator in the middle of what a compiler would fuse changes the result, buffers cost memory that the
 engine wants for itself, and a graph that was compiled with other taps must not be used again. The idea: by default taps
@@ -6,25 +41,413 @@ stand where the engine's own kernels end or begin (projections, attention, a rou
 apart; modules that the settings name beyond these ask for all outputs. Every tap of the set is placed, chosen or not,
 with as many rows as fit into VLLM_ACCPROBE_GRAPH_MB; where only few would, the last taps measure instead of copying
 (VLLM_ACCPROBE_TASK=stats: all of them), and the whole has a key. The settings then choose among the placed ones without
-another graph. Not here: the operators (tap_op.py, stats_op.py), what is seen of the modules (sightings.py), hooks
-(in_module.py), steps and rows (drain.py).
+another graph.
+
+Not here: who runs that forward (vllm/compiled.py), the operators (graph_ops.py), the operators (graph_ops.py,
+graph_ops.py), steps and rows (drain.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_accprobe.capture.core.memory import DTYPE_NAMES
-from vllm_accprobe.capture.graphs.in_module import ModuleTaps, Spot
-from vllm_accprobe.capture.graphs.sightings import Sighting, Sightings
-from vllm_accprobe.capture.graphs.stats_op import STATS_VERSION, WORDS, stats_buffer, stats_selection
-from vllm_accprobe.capture.graphs.tap_op import VERSION, selection
+from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.session import DTYPE_NAMES
+from vllm_accprobe.capture.graphs.graph_ops import (
+    STATS_VERSION,
+    VERSION,
+    WORDS,
+    selection,
+    stats_buffer,
+    stats_selection,
+    tap,
+    tap_each,
+    tap_stats_each,
+)
+from vllm_accprobe.capture.graphs.graph_ops import tap_stats as tap_stats
+from vllm_accprobe.capture.taps.arguments import argument_names
+
+_PRODUCTS = frozenset({"aten::mm", "aten::linear"})
+_SUMS = frozenset({"aten::add", "aten::add_"})
+_REMEMBERED = 64
+"""Chosen: products whose memory is held at a time. The addition comes a few operators later; a mixture's shared expert
+has its routed ones in between."""
+
+
+class FoldedSums:
+    """Which products were added to something. A product is known by a number of its own."""
+
+    def __init__(self) -> None:
+        self.folded: set[int] = set()
+        self._held: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()  # by address
+        self._count = 0
+
+    def ran(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """An operator has run. name: with its namespace."""
+        if name in _PRODUCTS:
+            no_bias = len(args) < 3 or args[2] is None
+            if no_bias and isinstance(result, torch.Tensor) and result.dim() == 2:
+                self._count += 1
+                self._held[result.data_ptr()] = (self._count, result)
+                self._held.move_to_end(result.data_ptr())
+                if len(self._held) > _REMEMBERED:
+                    self._held.popitem(last=False)
+        elif name in _SUMS and len(args) > 1:
+            for one, other in ((args[0], args[1]), (args[1], args[0])):
+                number = self.number(one)
+                if number is not None and _expands(other, one):
+                    self.folded.add(number)
+
+    def number(self, value: Any) -> int | None:
+        """Of the product that ``value`` is, None where it is none, or only a part or another view of one."""
+        if not isinstance(value, torch.Tensor) or not self._held:
+            return None
+        number, product = self._held.get(value.data_ptr(), (None, value))
+        return number if value.shape == product.shape else None
+
+
+def _expands(other: Any, product: torch.Tensor) -> bool:
+    if not isinstance(other, torch.Tensor) or other.dtype != product.dtype or other.dim() > product.dim():
+        return False
+    behind = product.shape[product.dim() - other.dim() :]
+    return all(a in (1, b) for a, b in zip(other.shape, behind, strict=True))
+
+
+_ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"})
+
+
+class Cutter(TorchDispatchMode):
+    """While it is entered, operators are seen. ``piece``: that of what is computed now, -1 before the first operator.
+
+    splitting: names of operators at which the graph is cut (``vllm::unified_attention_with_output``). opaque: of others
+    that no compiler looks into. on_call: called for each call of either, with whether it splits. ``sums``: see there.
+    """
+
+    def __init__(self, splitting: Sequence[str], opaque: Sequence[str], on_call: Callable[[bool], None]):
+        super().__init__()
+        self.piece = -1
+        self.sums = FoldedSums()
+        self._splitting = frozenset(splitting)
+        self._opaque = frozenset(opaque)
+        self._on_call = on_call
+        self._open = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if name in self._splitting or f"{name}.{func._overloadname}" in self._splitting:
+            self._open = False
+            self._on_call(True)
+        elif not self._open and name not in _ALLOCATIONS:
+            self._open = True
+            self.piece += 1
+        if name in self._opaque:
+            self._on_call(False)
+        result = func(*args, **(kwargs or {}))
+        self.sums.ran(name, args, result)
+        return result
+
+
+SHAPES = "inside compiled code: called several times in one forward, with tensors of several shapes"
+NO_ROWS = "inside compiled code: it gives back no tensor with a row for each token"
+CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList)
+UNCALLED = "never called by the batch that says what can be tapped inside compiled code (an operator may call it later)"
+BETWEEN = -1
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One tensor of one call of a module: ``shape`` behind its rows; role, path and call as an eager dump says.
+
+    at: its place among the outputs; of an input its position, or its name where it came by keyword. bypassed: the call
+    went straight to ``forward``, past the module's hooks. boundary: it goes into an operator that is not looked into.
+    folded: it is a product that is added to something, see folded_sums.py.
+    """
+
+    path: str
+    cls: str
+    module: torch.nn.Module
+    role: str
+    at: int | str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    call: int = 0
+    bypassed: bool = False
+    boundary: bool = False
+    folded: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def goes_in(self) -> bool:
+        """Whether it is an input."""
+        return self.role.startswith("input.")
+
+    @property
+    def tap(self) -> tuple[int, str]:
+        """What tells taps apart: the calls of one module share theirs."""
+        return id(self.module), self.role
+
+
+@dataclass
+class Sightings:
+    """``found``: in the order in which inputs went in and outputs came out. ``unfit``: by module path, why it cannot be
+    tapped. ``names``: other names of modules, and the one that it is called by. ``pieces``: by module path, those in
+    which its results are computed, BETWEEN where its own splitting operator gives them."""
+
+    found: list[Sighting] = field(default_factory=list)
+    unfit: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    pieces: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class _Call:
+    """One call of a module while it runs. own: it has called an operator that splits, and no module since; boundary: it
+    has called one that no compiler looks into."""
+
+    path: str
+    number: int
+    bypassed: bool
+    own: bool = False
+    boundary: bool = False
+
+
+class _Watch:
+    """The forward that is looked at: which modules run, and what was seen so far."""
+
+    def __init__(self, splitting: Sequence[str], opaque: Sequence[str]):
+        self.running: list[_Call] = []
+        self.announced: set[int] = set()
+        self.numbers: Counter[str] = Counter()
+        self.seen: list[tuple[int, Sighting, _Call]] = []
+        self.products: dict[tuple[int, str], int] = {}
+        self.names: dict[str, str] = {}
+        self.called: dict[str, list[int]] = {}
+        self.cutter = Cutter(splitting, opaque, self._boundary)
+
+    def _boundary(self, splits: bool) -> None:
+        if self.running:
+            self.running[-1].own |= splits
+            self.running[-1].boundary = True
+
+    def around(self, module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
+        """What stands in place of ``module.forward``."""
+        original = module.forward
+        arguments = argument_names(MethodType(type(module).forward, module))[0]  # of ours has none to tell
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            path = name_of(names, [call.path for call in self.running])
+            call = _Call(path, self.numbers[path], id(module) not in self.announced)
+            self.announced.discard(id(module))
+            self.numbers[path] += 1
+            self.names |= dict.fromkeys(names, path) if len(names) > 1 else {}
+            self.running.append(call)
+            self._see(module, call, _inputs(arguments, args, kwargs))
+            result = original(*args, **kwargs)
+            while self.running and self.running.pop() is not call:
+                pass
+            if self.running:  # what the outer module gives back is no longer its own operator's
+                self.running[-1].own = False
+            self.called.setdefault(path, []).append(BETWEEN if call.own else max(self.cutter.piece, 0))
+            values = result if isinstance(result, (tuple, list)) else (result,)
+            self._see(module, call, ((f"output.{i}", i, value) for i, value in enumerate(values)))
+            return result
+
+        return forward
+
+    def _see(self, module: torch.nn.Module, call: _Call, found: Any) -> None:
+        for role, at, value in found:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.layout is torch.strided
+                and value.dtype in DTYPE_NAMES
+                and value.dim() > 1
+            ):
+                form = (tuple(value.shape[1:]), value.dtype)
+                one = Sighting(call.path, type(module).__name__, module, role, at, *form, call.number, call.bypassed)
+                self.seen.append((int(value.shape[0]), one, call))
+                product = None if one.goes_in else self.cutter.sums.number(value)
+                if product is not None:
+                    self.products.setdefault(one.tap, product)
+
+
+@contextmanager
+def watching(
+    model: torch.nn.Module, regions: Sequence[str], splitting: Sequence[str] = (), opaque: Sequence[str] = ()
+) -> Iterator[Sightings]:
+    """While the context lasts, one forward of ``model`` is looked at; what was seen is there when it has ended.
+
+    regions: paths of the modules that will be compiled; those inside them are seen. splitting, opaque: names of the
+    operators at which they will be cut, and of others that no compiler looks into. Rows are along dimension 0, as many
+    as most tensors have: an engine may compute more than it was asked for.
+    """
+    sightings = Sightings()
+    watch = _Watch(splitting, opaque)
+    names: dict[int, list[str]] = {}
+    watched: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(path)
+    with ExitStack() as stack:
+        for paths, module in [(names[id(module)], module) for module in model.modules()]:
+            inside = any(path and (not region or path.startswith(region + ".")) for path in paths for region in regions)
+            if inside and not isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
+                announce = module.register_forward_pre_hook(lambda module, args: watch.announced.add(id(module)))
+                stack.callback(announce.remove)
+                stack.callback(put_over(module, "forward", watch.around(module, paths)))
+                watched += paths
+        with watch.cutter:
+            yield sightings
+    _sort(watch, sightings)
+    called = {*watch.called, *watch.names}
+    sightings.unfit |= {path: UNCALLED for path in watched if path not in called}
+
+
+def _sort(watch: _Watch, sightings: Sightings) -> None:
+    """What was seen, with a reason for what is of no use."""
+    sightings.pieces, sightings.names = watch.called, watch.names
+    outputs = Counter(rows for rows, one, _ in watch.seen if not one.goes_in)
+    most = outputs.most_common(1)[0][0] if outputs else 0
+    forms: dict[tuple[int, str], set[Any]] = {}
+    for rows, one, _ in watch.seen:
+        forms.setdefault(one.tap, set()).add((one.shape, one.dtype, one.at, one.bypassed, rows == most))
+    fits = set()
+    for rows, one, call in watch.seen:
+        if rows == most and len(forms[one.tap]) == 1:
+            folded = watch.products.get(one.tap) in watch.cutter.sums.folded
+            sightings.found.append(replace(one, boundary=one.goes_in and call.boundary, folded=folded))
+            if not one.goes_in:
+                fits.add(one.path)
+        elif not one.goes_in and len(forms[one.tap]) > 1:
+            sightings.unfit[one.path] = SHAPES
+    for path in watch.called:
+        if path not in fits:
+            sightings.unfit.setdefault(path, NO_ROWS)
+        else:
+            sightings.unfit.pop(path, None)
+
+
+def name_of(names: Sequence[str], running: Sequence[str]) -> str:
+    """Of a module's several ``names`` the one that lies in the innermost module that runs, as in an eager dump."""
+    for path in reversed(running):
+        for name in names:
+            if len(names) > 1 and name.startswith(path + "."):
+                return name
+    return names[0]
+
+
+def _inputs(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, int | str, Any]]:
+    """(role, where it is, value) of each argument that has a name."""
+    for position, (name, value) in enumerate(zip(names, args, strict=False)):
+        yield f"input.{name}", position, value
+    for name, value in kwargs.items():
+        yield f"input.{name}", name, value
+
+
+_IN, _OUT, _FORWARD = "_accprobe_in", "_accprobe_out", "_accprobe_forward"
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One tap: place among inputs or outputs, what it writes to and what it asks. cursor: None where it is called once
+    in a forward, and ``buffer`` then holds that call alone. measured: statistics are kept, and no rows."""
+
+    at: int | str
+    goes_in: bool
+    buffer: torch.Tensor
+    select: torch.Tensor
+    cursor: torch.Tensor | None = None
+    measured: bool = False
+
+
+class ModuleTaps:
+    """The taps of ``module``; ``remove`` takes its hooks off and leaves the buffers, which graphs may know."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self._undo: list[Callable[[], None]] = []
+        self._n = 0
+
+    def add(self, spot: Spot, bypassed: bool) -> None:
+        """Places one tap. bypassed: the module's hooks are never called."""
+        module = self._module
+        if not self._undo:
+            module.__dict__[_IN] = module.__dict__[_OUT] = ()
+            self._stand(bypassed)
+        names = []
+        for kind, tensor in (("tap", spot.buffer), ("select", spot.select), ("cursor", spot.cursor)):
+            names.append("" if tensor is None else f"accprobe_{kind}_{self._n}")
+            if tensor is not None:
+                module.register_buffer(names[-1], tensor, persistent=False)
+        side = _IN if spot.goes_in else _OUT
+        module.__dict__[side] = (*module.__dict__[side], (spot.at, *names, spot.measured))
+        self._n += 1
+
+    def remove(self) -> None:
+        """The module calls no tap any more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _stand(self, bypassed: bool) -> None:
+        module = self._module
+        if bypassed:
+            module.__dict__[_FORWARD] = module.forward
+            self._undo.append(put_over(module, "forward", MethodType(_forward, module)))
+        else:
+            self._undo.append(module.register_forward_pre_hook(_tap_inputs, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_hook(_tap_outputs).remove)
+
+
+def _forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In place of a forward that is called directly."""
+    _tap_inputs(module, args, kwargs)
+    output = getattr(module, _FORWARD)(*args, **kwargs)
+    _tap_outputs(module, args, output)
+    return output
+
+
+def _tap_inputs(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """A forward pre-hook."""
+    for at, *names in getattr(module, _IN):
+        if isinstance(at, str):
+            _tap(module, kwargs.get(at), *names)
+        elif at < len(args):
+            _tap(module, args[at], *names)
+
+
+def _tap_outputs(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """A forward hook."""
+    values = output if isinstance(output, (tuple, list)) else (output,)
+    for at, *names in getattr(module, _OUT):
+        if at < len(values):
+            _tap(module, values[at], *names)
+
+
+def _tap(module: torch.nn.Module, value: Any, buffer: str, select: str, cursor: str, measured: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        if cursor:
+            each = tap_stats_each if measured else tap_each
+            each(value, getattr(module, buffer), getattr(module, cursor), getattr(module, select))
+        else:
+            once = tap_stats if measured else tap
+            once(value, getattr(module, buffer), getattr(module, select))
+
 
 DEFAULT, FULL, NAMED = "default", "full", "named"
 _KERNELS = frozenset(
@@ -121,7 +544,7 @@ def plan(
         most_rows: rows of the largest batch. budget: bytes for all buffers of this rank. inputs, outputs: whether
             VLLM_ACCPROBE_PARTS names them. only_stats: no rows are kept.
         places: which (path, class) get a tap, whatever else; None: the default or the full set, as ``chooses`` says.
-        folds: whether the compiler folds sums into products (folded_sums.py): those are not of the default set then.
+        folds: whether the compiler folds sums into products: those are not of the default set then.
     """
     more = places is None and any(chooses(one.path, one.cls) and not _has_default(one, seen) for one in seen.found)
     named = None if places is None else {one.tap for one in seen.found if places(one.path, one.cls)}
@@ -141,18 +564,18 @@ def plan(
     behind = sum(min(needs[tap], STATS_BYTES * len(calls)) for tap, calls in taps.items())
     kept = behind <= budget  # so much that something of those behind still fits
     used, placed, measured = 0, set(), set()
-    for tap, calls in taps.items():
-        need, numbers = needs[tap], STATS_BYTES * len(calls)
+    for path, calls in taps.items():
+        need, numbers = needs[path], STATS_BYTES * len(calls)
         behind -= min(need, numbers)
         if not only_stats and used + need + behind * kept <= budget:
             used += need
         elif used + numbers <= budget:
             used += numbers
-            measured.add(tap)
+            measured.add(path)
         else:
             left += [(one, TOO_LARGE) for one in calls]
             continue
-        placed.add(tap)
+        placed.add(path)
     ones = tuple(one for one in seen.found if one.tap in placed)
     width = sum(one.row_bytes for one in ones if one.tap not in measured)
     numbers = STATS_BYTES * sum(one.tap in measured for one in ones)

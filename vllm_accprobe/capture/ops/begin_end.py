@@ -1,10 +1,19 @@
 """``begin_dump`` and ``end_dump``: operator calls of any code between two lines, without a model.
 
+torch_xray's environment variables: X_DEBUG, X_DEDUP, X_DUMP_NUM.
+
+The problem: torch_xray's guide gives the three both as arguments of ``begin_dump`` and as variables of the environment,
+and a variable that nobody reads changes nothing and says nothing. The idea: ``begin_dump`` reads those that it was not
+given; a server with the probe on, where our own names hold, says the new name in one line.
+
+``begin_dump`` and ``end_dump``: operator calls of any code between two lines, without a model.
+
 The problem: somebody wants to see what one function does, in a script or in the middle of a server's forward, where it
 runs again and again (torch_xray's guide pastes the two calls into a model's ``forward``). The idea: each stretch from
 begin to end is a step of one dump, which stays open until ``end_dump(close=True)`` or the process ends; begun again
 with the same path, it goes on. The operator tap is the one of served models; names of modules come from ``model``.
-Not here: what is captured of a call (dispatch.py).
+
+Not here: what a mode means (capture/ops/dispatch.py), what is captured of a call (dispatch.py).
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +32,50 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts
 from vllm_accprobe.capture.core.say import say
-from vllm_accprobe.capture.ops import xray_words
 from vllm_accprobe.capture.ops.dispatch import Operators
 from vllm_accprobe.capture.ops.op_tensors import Memory
 from vllm_accprobe.capture.taps.params import named_tensors
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.schema import ROOT_TAP, Step
+
+NAMES = ("X_DEBUG", "X_DEDUP", "X_DUMP_NUM")
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def given(environ: Mapping[str, str]) -> dict[str, int | bool]:
+    """The arguments of ``begin_dump`` that the environment sets; empty ones are unset. Raises ConfigError."""
+    found: dict[str, int | bool] = {}
+    for name in NAMES:
+        text = environ.get(name, "").strip()
+        if not text:
+            continue
+        if name == "X_DEDUP":
+            if text.lower() not in _YES + _NO:
+                raise ConfigError(f"{name}={text[:40]} is neither True nor False")
+            found[name] = text.lower() in _YES
+            continue
+        try:
+            found[name] = int(text, 0)
+        except ValueError:
+            raise ConfigError(f"{name}={text[:40]} is no number; 0x102 and 5 are") from None
+    return found
+
+
+def advice(environ: Mapping[str, str]) -> str:
+    """What stands for them where a server captures; "" where none is set."""
+    try:
+        found = given(environ)
+    except ConfigError as error:
+        return f"{error}; it is torch_xray's, and has no effect here"
+    if not found:
+        return ""
+    number = int(found.get("X_DUMP_NUM", 0))
+    mode = "dedup" if found.get("X_DEDUP") else "sample" if number else "trace"
+    calls = f" VLLM_ACCPROBE_OPS_CALLS={number}" if number or mode == "dedup" else ""
+    names = ", ".join(found)
+    ours = f"VLLM_ACCPROBE_OPS=1 VLLM_ACCPROBE_OPS_MODE={mode}{calls}"
+    return f"{names}: torch_xray's, without effect here; {ours} says the same"
+
 
 _TRACE = 0x102
 """torch_xray's X_DEBUG: operators' names, shapes, dtypes and ranges."""
@@ -63,7 +111,7 @@ def begin_dump(
     """
     words = {"X_DEBUG": X_DEBUG, "X_DEDUP": X_DEDUP, "X_DUMP_NUM": X_DUMP_NUM}
     if settings.get("mode") is None and settings.get("calls") is None:
-        words = {**words, **{k: v for k, v in xray_words.given(os.environ).items() if words[k] is None}}
+        words = {**words, **{k: v for k, v in given(os.environ).items() if words[k] is None}}
     config = _config(path, words["X_DEBUG"], words["X_DEDUP"], words["X_DUMP_NUM"], settings)  # type: ignore[arg-type]
     key = os.path.abspath(config.dir) if config.dir else ""
     with _lock:

@@ -1,31 +1,352 @@
 """Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
 
+Operators that another probe calls inside the model's forward are none of the model's.
+
+The problem: errcheck reduces every output where it appears, inside the forward whose operators are captured, so that
+its ``aten.aminmax`` looked like the model's. The idea: whoever computes something of its own there says so to the
+operator taps that are listening, which are found on torch's stack of dispatch modes; where none is, that is one call
+into C. What a session's own taps compute is told by ``StepState.taking``.
+
+Which operators are captured, and which of their calls keep tensors.
+
+The problem: a step of a model calls thousands of operators, a third of which compute nothing, and not all tensors of a
+long run fit on a disk. The idea: per operator, once, a reason why it is left out, or None (denials by default, globs of
+the user, which win); per call, what its mode allows: a line, a line with tensors, or only a count. The random sample is
+a reservoir that is written as it goes: the k-th call of an operator takes a place among its n with probability n/k, and
+the reader leaves out those whose place was taken later; so nothing waits in memory, and a killed run has its sample.
+
+What is known of an operator before it is called: its schema, whether it is left out, whether its kernel is Python.
+
+The problem: a dispatch mode is told a function and nothing else, thousands of times per step. The idea: what its schema
+says (which arguments it writes to, whether what comes out may be a view) and what the settings say is worked out once
+and kept. A kernel that is a Python function (vLLM's opaque operators, a vendor's wrappers) is found in the dispatcher's
+own table, so that it can be run with the mode still on and what it calls be seen.
+
+One operator call on its way: what was taken of it so far, and the journal's line of it.
+
+The problem: what a line says is known bit by bit: the arguments before the call, what the call changed after it, hashes
+of a device's tensors later still. The idea: one object gathers it, and is asked for the line when all of it is known.
+
+Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
+
 The problem: below modules lie the operators, of PyTorch, of vLLM and of a vendor's library, and only PyTorch's
 dispatcher sees them all. The idea: a TorchDispatchMode that is entered around armed forwards and nowhere else. For each
 call it writes what went in and what came out as tensor lines, and one ``op`` line that says how to call it again. Which
 arguments a call writes to is in the operator's schema; what they were is taken before, and what they became is compared
 by hash. Operators that are implemented in Python (vLLM's opaque attention, say) are opened: what they call is captured
-too. Whatever goes wrong here ends the capture and never the call. Not here: what is known of an operator (kinds.py),
-which calls (choice.py), what is stored of a tensor (op_tensors.py), code outside a probed model (begin_end.py).
+too. Whatever goes wrong here ends the capture and never the call.
+
+Puts the operator tap on a model: a served one's runner, or a plain torch model.
+
+The problem: what the tap must know of its surroundings (which memory holds weights and which the KV cache, which
+modules are chosen, whether the engine runs Python at all) is known in different places. The idea: two functions that
+gather it and hand a session its ``ops``.
+
+Not here: what a call is (op_tensors.py), what is stored of it (op_tensors.py), what is taken, what is stored of a
+tensor (op_tensors.py), code outside a probed model (begin_end.py), code without a model (begin_end.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.step_state import StepState
-from vllm_accprobe.capture.ops.choice import DEDUP, VIEW, Choice
-from vllm_accprobe.capture.ops.kinds import Operator, shares_memory, tensors_in
-from vllm_accprobe.capture.ops.op_tensors import CACHE, Memory, Takes, address
-from vllm_accprobe.capture.ops.op_values import Found, inputs, outputs
-from vllm_accprobe.capture.ops.open_call import OpenCall
-from vllm_accprobe.capture.ops.touched import SMALL, TOO_MANY, Touched, touched, writes_unsaid
+from vllm_accprobe.capture.core.session import Session, StepState
+from vllm_accprobe.capture.ops.op_tensors import (
+    CACHE,
+    SMALL,
+    TOO_MANY,
+    Found,
+    Memory,
+    TakenTensor,
+    Takes,
+    Touched,
+    address,
+    inputs,
+    outputs,
+    touched,
+    writes_unsaid,
+)
+from vllm_accprobe.capture.taps.hooks import Taps
+from vllm_accprobe.capture.taps.params import named_tensors
+from vllm_accprobe.config import ProbeConfig, matches
+from vllm_accprobe.dump.journal import op_line
+
+listened = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+"""How many modes there are, nearly always 0: 25 ns, where an ``Paused`` takes 400. Where a torch does not tell, the
+stack itself is looked at."""
+
+
+class Paused:
+    """``with aside: ...``, again and again, from one thread at a time; may be nested."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self) -> None:
+        self._told: list[list[Any]] = []
+
+    def __enter__(self) -> None:
+        modes = [m for m in _get_current_dispatch_mode_stack() if hasattr(m, "asides")]
+        for mode in modes:
+            mode.asides += 1
+        self._told.append(modes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for mode in self._told.pop():
+            mode.asides -= 1
+
+
+TRACE, DEDUP, SAMPLE, FULL = "trace", "dedup", "sample", "full"
+DEFAULT_CALLS = 5
+"""How many random calls of an operator the mode ``sample`` keeps where no number was given."""
+VIEW = "a view, computes nothing"
+_DENIED = {
+    "allocates memory, computes nothing": (
+        "aten.empty*", "aten.new_empty*", "aten._empty*", "aten.resize*", "aten._resize*", "aten.set_.*",
+    ),
+    "moves a value to the host": ("aten.item.*", "aten._local_scalar_dense.*", "aten.is_nonzero.*", "aten.equal.*"),
+    "asks or marks, computes nothing": (
+        "prim.*", "profiler.*", "aten.record_stream.*", "aten.is_*", "aten._has_*", "aten.size.*", "aten.stride.*",
+        "aten.sym_*", "aten.numel.*", "aten.dim.*", "aten.lift*", "aten.detach*", "aten._pin_memory.*",
+        "aten.pin_memory.*", "aten._assert*",
+    ),
+}  # fmt: skip
+FRESH = ("aten.empty", "aten.new_empty", "aten._empty")
+"""Beginnings of names of operators that give memory nobody has written to."""
+
+
+def by_default(op: str) -> str | None:
+    """Why operator ``op`` is left out unless asked for by name, or None."""
+    for reason, globs in _DENIED.items():
+        if any(fnmatchcase(op, glob) for glob in globs):
+            return reason
+    return None
+
+
+class Choice:
+    """The decisions of one rank. ``seed`` and the operator's name give the random numbers, so that two ranks and two
+    runs that make the same calls keep the same ones."""
+
+    def __init__(self, config: ProbeConfig):
+        self.mode = config.ops_mode if config.task == "tensor" else TRACE
+        self.seed = config.seed
+        default = DEFAULT_CALLS if self.mode == SAMPLE else None
+        self.calls = config.ops_calls if config.ops_calls is not None else default
+        self._names = tuple(glob for glob in config.ops_list if "::" not in glob)
+        self._taps = tuple(glob for glob in config.ops_list if "::" in glob)
+        self._seen: set[int] = set()
+        self._counts: Counter[str] = Counter()
+        self._random: dict[str, random.Random] = {}
+
+    def denied(self, op: str) -> str | None:
+        """Why no call of ``op`` is captured, or None. ``op``: ``aten.mm.default``; globs may leave ``.default`` out."""
+        names = (op, op.rpartition(".")[0])
+        if self._names and not matches(self._names, names):
+            return "not selected by VLLM_ACCPROBE_OPS_LIST"
+        asked = any(not g.startswith("!") and g != "*" and any(fnmatchcase(n, g) for n in names) for g in self._names)
+        return None if asked else by_default(op)
+
+    def wanted_at(self, tap: str) -> bool:
+        """Whether the globs over taps (those with ``::``) choose calls of tap ``module::op``."""
+        return not self._taps or matches(self._taps, (tap, tap.rpartition(".")[0]))
+
+    def seen(self, signature: Hashable) -> bool:
+        """Mode ``dedup``: whether a call like this one was written before; remembers it."""
+        key = hash(signature)
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+    def keeps(self, op: str) -> tuple[bool, int | None]:
+        """Whether this call of ``op``, the next one, keeps its tensors, and its place in the sample if there is one."""
+        if self.mode == TRACE:
+            return False, None
+        if self.calls is None or self.mode == FULL:
+            return True, None
+        self._counts[op] += 1
+        count = self._counts[op]
+        if count <= self.calls:
+            return True, count - 1
+        generator = self._random.get(op)
+        if generator is None:
+            generator = self._random[op] = random.Random(f"{self.seed} {op}")
+        place = generator.randrange(count)
+        return (True, place) if place < self.calls else (False, None)
+
+
+_OVERWRITING = ("aten.copy_.", "aten.fill_.", "aten.zero_.")
+
+
+class Operator:
+    """One overload of an operator.
+
+    denied: why no call is captured, or None. view: what comes out may share memory with what goes in, and nothing is
+    written. overwrites: earlier values of a written argument do not matter. fresh: gives memory nobody has written to.
+    kernels: dispatch keys whose kernel is a Python function. taps: by module, the tap's name and whether it is wanted.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_writes",
+        "denied",
+        "fresh",
+        "kernels",
+        "name",
+        "overwrites",
+        "skip_tap",
+        "taps",
+        "view",
+    )
+
+    def __init__(self, func: Any, choice: Choice):
+        self.name = str(func)
+        self.skip_tap = f"::{self.name}"
+        schema = getattr(func, "_schema", None)
+        arguments = schema.arguments if schema is not None else ()
+        written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self._arguments = tuple(a.name for a in arguments)
+        self.denied = choice.denied(self.name) if schema is not None else "a higher-order operator"
+        self._writes = frozenset(role for i, a in written for role in (f"input.{i}", f"input.{a.name}"))
+        # PyTorch's convention: what is written and can only be given by name is an output buffer.
+        self.overwrites = self.name.startswith(_OVERWRITING) or any(a.kwarg_only for _, a in written)
+        self.view = not written and schema is not None and any(r.alias_info is not None for r in schema.returns)
+        self.fresh = self.name.startswith(FRESH)
+        self.kernels = python_kernels(self.name) if schema is not None else frozenset()
+        self.taps: dict[str | None, tuple[str, bool]] = {}
+
+    @property
+    def writes(self) -> bool:
+        """Whether its schema lets it write to an argument."""
+        return bool(self._writes)
+
+    def written(self, role: str) -> bool:
+        """Whether the tensor in ``role`` (``input.0``, or ``input.0.1`` in a list) is in a written argument."""
+        if not self._writes:
+            return False
+        return role in self._writes or ".".join(role.split(".")[:2]) in self._writes
+
+    def names_of(self, tensors: Sequence[tuple[str, Any]]) -> dict[str, str]:
+        """By role, the names of the arguments that tensors are: ``slot_mapping``, ``indices.0`` in a list."""
+        names = {}
+        for role, _ in tensors:
+            _, place, *rest = role.split(".")
+            name = place
+            if place.isdecimal() and int(place) < len(self._arguments):
+                name = self._arguments[int(place)]
+            names[role] = ".".join((name, *rest))
+        return names
+
+    def integers_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The arguments that are whole numbers, by name."""
+        found = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        return {name: value for name, value in found.items() if type(value) is int}
+
+    def kernel(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The dispatch key of the Python kernel that PyTorch would choose for these arguments, or None."""
+        first = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
+        if first is None:
+            return None
+        for name in (torch._C._dispatch_key_for_device(first.device.type), "CompositeExplicitAutograd"):
+            key = getattr(torch._C.DispatchKey, name, None)
+            if key is not None and func.has_kernel_for_dispatch_key(key):
+                return key if name in self.kernels else None
+        return None
+
+
+def python_kernels(name: str) -> frozenset[str]:
+    """Names of the dispatch keys under which the kernel of operator ``name`` (``vllm.x.default``) is Python."""
+    namespace, _, rest = name.partition(".")
+    if namespace in ("aten", "prim", "prims"):
+        return frozenset()
+    base, _, overload = rest.rpartition(".")
+    try:
+        table = torch._C._dispatch_dump(f"{namespace}::{base}" + ("" if overload == "default" else f".{overload}"))
+    except (RuntimeError, AttributeError):
+        return frozenset()
+    # "CPU: registered at /.../library.py:12 :: ..." after three lines about the schema
+    return frozenset(line.partition(":")[0].partition("[")[0] for line in table.splitlines()[3:] if ".py:" in line)
+
+
+def tensors_in(result: Any) -> Iterator[torch.Tensor]:
+    """All tensors in what an operator returned."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            yield from tensors_in(item)
+
+
+def shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the first thing that came out lies in the memory of the first tensor that went in: a view, then."""
+    out = next(tensors_in(result), None)
+    first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+    if out is None or first is None:
+        return True
+    where = address(out)
+    return where == address(first) if where else out.numel() == 0
+
+
+class OpenCall:
+    """One call on its way: what is known of it, what was taken of it, its written arguments as they were before and as
+    they are after. keep: its tensors are stored; place: of its line, what says where the call was; touched: what it
+    touches of caches, by role."""
+
+    __slots__ = (
+        "after", "args", "before", "keep", "kwargs", "mutates", "number", "outputs", "place", "refused", "taken", "tap",
+        "touched",
+    )  # fmt: skip
+
+    def __init__(
+        self, tap: str, number: int, keep: bool, args: list[Any], kwargs: dict[str, Any], place: dict[str, Any]
+    ):
+        self.tap = tap
+        self.number = number
+        self.keep = keep
+        self.args = args
+        self.kwargs = kwargs
+        self.place = place
+        self.outputs: list[Any] = []
+        self.mutates: list[str] = []
+        self.refused = False
+        self.taken: list[tuple[TakenTensor, dict[str, Any]]] = []
+        self.before: list[tuple[str, torch.Tensor | Touched, TakenTensor | None, dict[str, Any]]] = []
+        self.after: list[tuple[str, TakenTensor, dict[str, Any]]] = []
+        self.touched: dict[str, Touched | None] = {}
+
+    def line(self) -> dict[str, Any]:
+        """The journal's line, when everything about its tensors is known."""
+        for taken, about in self.taken:
+            taken.add_to(about)
+        for role, taken, about in self.after:
+            if role in self.mutates:
+                taken.add_to(about.setdefault("after", {}))
+        args, kwargs, outputs = self.args, self.kwargs, self.outputs
+        if self.refused:
+            args, outputs = [_settled(v) for v in args], [_settled(v) for v in outputs]
+            kwargs = {name: _settled(v) for name, v in kwargs.items()}
+        return op_line(self.tap, self.number, args, kwargs, outputs, self.mutates, **self.place)
+
+
+def _settled(value: Any) -> Any:
+    """A VALUE as it is written: a tensor that was not looked at becomes ``skipped`` with its shape."""
+    if isinstance(value, dict):
+        if "tensor" in value and "skipped" in value["tensor"]:
+            return value["tensor"]
+        if "list" in value:
+            return {"list": [_settled(v) for v in value["list"]]}
+    return value
+
 
 _UNLISTED = "not selected by VLLM_ACCPROBE_OPS_LIST"
 
@@ -51,7 +372,7 @@ class Operators(TorchDispatchMode):
         self._inside: list[str] = []
         self.calls = 0
         self.asides = 0
-        """Of other probes that are at work right now (aside.py)."""
+        """Of other probes that are at work right now."""
 
     def forget_weights(self) -> None:
         """Memory that held weights may hold others now: they are looked at anew."""
@@ -285,3 +606,60 @@ class Operators(TorchDispatchMode):
 
 def _signature(name: str, found: Found) -> tuple[Any, ...]:
     return (name, *((role, about["dtype"], about["device"], *about["shape"]) for role, _, about in found))
+
+
+def of_runner(session: Session, taps: Taps, model: torch.nn.Module, runner: Any, stored: bool, compiled: bool) -> None:
+    """For a model runner of vLLM. ``stored``: parameters' payloads are in the dump. ``compiled``: the engine compiles
+    or captures graphs, in which operators are none of Python's."""
+    if compiled:
+        session.sink.skip("::", "operators inside compiled or captured graphs cannot be seen")
+        session.say("operators are not captured: the engine compiles or captures graphs (VLLM_ACCPROBE_GRAPHS=1)")
+        return
+    offloads = _offloads(getattr(runner, "vllm_config", None))
+    _watch(session, taps, model, stored, lambda: _caches(getattr(runner, "kv_caches", None)), moves=offloads)
+
+
+def of_model(session: Session, taps: Taps, model: torch.nn.Module, stored: bool) -> None:
+    """For a plain torch model, which keeps its caches to itself."""
+    _watch(session, taps, model, stored, lambda: ())
+
+
+def _watch(
+    session: Session,
+    taps: Taps,
+    model: torch.nn.Module,
+    stored: bool,
+    caches: Callable[[], Iterable[torch.Tensor]],
+    moves: bool = False,
+) -> None:
+    """moves: weights of several layers take turns in one piece of memory, so that an address does not tell whose."""
+
+    def named() -> Iterator[tuple[str, str, torch.Tensor]]:
+        return ((path, name, t) for path, _, name, t in named_tensors(model) if not moves)
+
+    config = session.config
+    chosen = frozenset().union(*(tap.chosen for tap in taps.taps)) if config.modules_left else None
+    session.ops = Operators(session, Memory(named, caches, stored), chosen)
+
+
+def _offloads(vllm_config: Any) -> bool:
+    """Whether vLLM keeps weights in host memory and brings them when they are needed."""
+    config = getattr(vllm_config, "offload_config", None)
+    sizes = [
+        getattr(getattr(config, "uva", None), "cpu_offload_gb", 0),
+        getattr(getattr(config, "prefetch", None), "offload_group_size", 0),
+        getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0),
+    ]
+    return any(isinstance(size, (int, float)) and size > 0 for size in sizes)
+
+
+def _caches(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a runner's ``kv_caches``: a list, per layer a tensor or several."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _caches(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _caches(item)

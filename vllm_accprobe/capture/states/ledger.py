@@ -1,22 +1,72 @@
-"""What was written where, by whom, and whether it is still there.
+"""The ledger of one engine: which request wrote what into which block of the cache, its bytes, and whether it is still
+there.
+
+What was written where, by whom, and whether it is still there.
 
 The problem: a block that was written right may be read wrong: overwritten by another request, not written at all,
 replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes as they were
-after the last write (pages.py), and for each group and block who wrote it, when, which positions, and what happened to
+after the last write, and for each group and block who wrote it, when, which positions, and what happened to
 it since. Whoever reads holds the bytes against that number; where they differ, the books tell the cases apart.
-Not here: which blocks are read, written and looked at (schedule.py, plan.py), bytes (pages.py), what is said
-(findings.py).
+
+What the ledger has found, as lines: once per place, whatever number of layers shows it.
+
+The problem: one wrong block is wrong in every layer, in every step after, and for every request that reads it. The
+idea: what is found in a step is gathered by kind, block and reader, and becomes one line with its first layer and how
+many there were; after MOST_FINDINGS lines the rest is counted.
+
+The raw bytes of a cache's blocks, and one number for each block.
+
+The problem: a layer's cache is one tensor or several (keys and values, convolution and state), laid out as a kernel
+wants it, packed by instruction set on a CPU, over memory that layers of other groups share; values cannot be compared,
+bytes can. The idea: `Pages` knows where a block's bytes lie, as few dense regions a fixed stride apart, and hashes them
+in place. In host memory that is xxh3-64; on a device it is a sum of 32-bit words with odd weights modulo 2^64, made by
+torch's integer operations without waiting: any one changed word changes it, since an odd factor is no divisor of zero.
+Numbers of the two kinds are never compared with each other.
+
+Numbers of a device arrive later; the books are kept in order all the same.
+
+The problem: a ledger's entries depend on each other (a read is held against the last write), and on a device none of
+their numbers is known when the kernels that make them are launched; waiting would stop the model. The idea: everything
+that touches the books is a small function. In host memory it is called at once. With a device it is put into a queue
+behind the copy that it needs, into memory that is used again, and the queue is worked off in order when that step's
+copies have arrived: the books are the same, some steps later.
+
+The bytes that a step touches: hashed after each write, held against the books before each read.
+
+The problem: layers tell of themselves hundreds of times a step, and each time it must be known which of their blocks
+are looked at, who reads them and who has written them. The idea: the step's plan is made once (GroupStep); here a
+layer's moment becomes a hash of some blocks and what follows from it.
+
+The ledger of one engine: schedule, books and bytes, step by step.
+
+The problem: four kinds of facts (what the scheduler says, what a kernel is given, what was written, what is there)
+become known at different moments of a step, and each is only a finding in the light of the others. The idea: one object
+is told of those moments (a step begins, a forward begins, a layer begins, has written, ends; a step ends) and asks its
+parts in their order. It knows tensors and integers, and neither hooks nor a runner.
+
+Not here: which blocks are read, written and looked at (schedule.py, plan.py), finding (ledger.py, checks.py), when they
+are taken (observer.py), what the functions do (observer.py), who calls it (observer.py, observer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import ctypes
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
+import xxhash
 
-from vllm_accprobe.capture.states.schedule import COPIED, LOADED, REUSED
-from vllm_accprobe.dump.journal.state_lines import CHANGED, LATE, OTHER, STALE
+from vllm_accprobe.capture.core.rows import external_ids
+from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, kept_tails, looks, must_change
+from vllm_accprobe.capture.states.schedule import COPIED, ENDED, KV, LOADED, REUSED, STATE, Held, Schedule, Strange
+from vllm_accprobe.capture.vllm.vllm_compat import EngineStep
+from vllm_accprobe.dump.journal import CHANGED, FREED, LATE, MOST_FINDINGS, OTHER, STALE, UNWRITTEN, StateFinding
 
 _LATE = 4
 """Steps after which a copy is no longer expected (chosen: asynchronous copies of a step are waited for in the next)."""
@@ -26,7 +76,7 @@ _EVENTS = 6
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Bytes that are not what was written. kind: in the words of dump/journal/state_lines.py; layer: its number;
+    """Bytes that are not what was written. kind: in the words of dump/journal.py; layer: its number;
     other: a block of the same layer that has just these bytes, -1 for none; how: what is known of them."""
 
     kind: str
@@ -36,7 +86,7 @@ class Mismatch:
     other: int = -1
 
 
-class GroupBooks:
+class GroupLedger:
     """Of the layers of one group.
 
     known, now, before: [layers, blocks]: whether there is a number; the number after the last write; the one before it.
@@ -154,3 +204,800 @@ def picked(blocks: np.ndarray, step: int, layer: int, share: int) -> np.ndarray:
     """Of ``blocks`` those that are looked at in this step and layer: one in ``share``, another one each step, so that
     after ``share`` steps all were; layers take different ones, so that steps cost the same."""
     return blocks[(blocks + step + layer) % share == 0]
+
+
+class Findings:
+    """The findings of one rank. write: takes each line's finding, when its step has ended."""
+
+    def __init__(self, schedule: Schedule, write: Callable[[StateFinding], None]):
+        self.schedule = schedule
+        self.step = -1
+        self.count = 0
+        self.first: dict[int, str] = {}
+        """By group, its first layer."""
+        self._write = write
+        self._open: dict[tuple[Any, ...], StateFinding] = {}
+
+    def name(self, internal: str) -> str:
+        """As the client calls a request."""
+        return external_ids(internal)[-1]
+
+    def number(self, number: int) -> str:
+        """As the client calls the request of the ledger's ``number``; "" for nobody."""
+        return self.name(self.schedule.names[number]) if 0 <= number < len(self.schedule.names) else ""
+
+    def bytes(
+        self, layer: Any, found: Mismatch, books: GroupLedger, reader: tuple[int, int] | None, step: int,
+        how: str = "", size: int = 0, rows: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Bytes of a layer's block. reader: request's number and its column in the table, -1 where not known; rows: the
+        positions, where it is not a whole block's."""
+        number, column = reader or (-1, -1)
+        low = column * size if column >= 0 and size else None
+        high = None if low is None else low + size - 1
+        low, high = rows or (low, high)
+        text = how + found.how
+        if found.other >= 0 and found.kind == "other":
+            text += f", written last by request '{self.number(int(books.writer[found.other]))}'"
+        self._add(
+            (found.kind, layer.group, found.block, number, layer.part), layer.path,
+            StateFinding(step, found.kind, self._cache(layer.group), layer.group, layer.path, 1, found.block,
+                         self.number(number), text, None, low, high, **self._writer(books, found.block),
+                         part=layer.part),
+        )  # fmt: skip
+
+    def given(self, group: int, wrong: WrongNumber, books: GroupLedger, layers: int, step: int) -> None:
+        """A number of a group's metadata."""
+        self._add(
+            (wrong.kind, group, wrong.block, wrong.request, wrong.slot), "",
+            StateFinding(step, wrong.kind, self._cache(group), group, "", layers, wrong.block, self.name(wrong.name),
+                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(books, wrong.block),
+                         first=self.first.get(group, "")),
+        )  # fmt: skip
+
+    def strange(self, strange: Strange, how: str, books: GroupLedger, layers: int, size: int, step: int) -> None:
+        """A block, or a run of blocks, that the schedule cannot mean."""
+        low, last = strange.column * size, max(strange.last, strange.column)
+        self._add(
+            (strange.kind, strange.group, strange.block, strange.request.number), "",
+            StateFinding(step, strange.kind, self._cache(strange.group), strange.group, "", layers, strange.block,
+                         self.name(strange.request.name), how, None, low, (last + 1) * size - 1,
+                         **self._writer(books, strange.block), first=self.first.get(strange.group, "")),
+        )  # fmt: skip
+
+    def owner(self, number: int, context: tuple[str, str]) -> str:
+        """``request 'a' (adapter a1)``, for a sentence. context: (adapter, salt)."""
+        name = self.number(number)
+        adapter = f" (adapter {context[0]})" if context[0] else ""
+        return f"request '{name}'{adapter}" if name else "nobody who is known"
+
+    def _writer(self, books: GroupLedger, block: int) -> dict[str, Any]:
+        events = tuple(f"{what} in step {step}" for step, what in books.events.get(block, ()))
+        writer = int(books.writer[block]) if 0 <= block < len(books.writer) else -1
+        owner = int(self.schedule.taker[block]) if 0 <= block < len(self.schedule.taker) else -1
+        if writer < 0 and owner >= 0 and not len(books.known):  # no bytes are watched: who it was given to writes it
+            return {"writer": self.number(owner), "written": int(self.schedule.taken[block]), "between": events}
+        if writer < 0:
+            return {"between": events}
+        return {
+            "writer": self.number(writer), "written": int(books.step[block]), "wrote_low": int(books.low[block]),
+            "wrote_high": int(books.high[block]), "between": events,
+        }  # fmt: skip
+
+    def _cache(self, group: int) -> str:
+        return self.schedule.groups[group].kind
+
+    def _add(self, key: tuple[Any, ...], layer: str, finding: StateFinding) -> None:
+        known = self._open.get(key)
+        if known is None:
+            self._open[key] = finding
+        elif layer and layer != known.layer:
+            self._open[key] = dataclasses.replace(known, layers=known.layers + 1)
+
+    def flush(self) -> None:
+        """A step has ended: what it has found is written."""
+        if not self._open:
+            return
+        found, self._open = list(self._open.values()), {}
+        for one in found:
+            self.count += 1
+            if self.count <= MOST_FINDINGS:
+                self._write(one)
+
+
+_MOST_REGIONS = 8
+"""Dense regions of one block: keys and values of a few tensors; more is a layout that nobody has thought of."""
+_SEED = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9
+
+
+class UnknownLayout(ValueError):
+    """The bytes of a block cannot be told; the message is a short reason, for a skip's line."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One dense part of every block. address: of block 0, in bytes; stride: to the next block; nbytes: of each.
+
+    tensor: int32 or uint8 words [blocks, words], a view of the cache where it is; None where nobody asked for one."""
+
+    address: int
+    stride: int
+    nbytes: int
+    tensor: torch.Tensor
+
+
+class Pages:
+    """The cache of one layer, block by block.
+
+    Args:
+        caches: the layer's tensors: each has as many blocks along one of its first two dimensions.
+        blocks: of the scheduler. A kernel's blocks may be a whole fraction of one.
+
+    Raises:
+        UnknownLayout: no dimension counts blocks, or a block's bytes do not lie together.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], blocks: int):
+        self.blocks = blocks
+        self.split = 1
+        self.regions: list[Region] = []
+        for cache in caches:
+            self._add(cache)
+        if not 1 <= len(self.regions) <= _MOST_REGIONS:
+            raise UnknownLayout(f"its cache lies in {len(self.regions)} places")
+        self.nbytes = sum(region.nbytes for region in self.regions)
+        self.on_host = caches[0].device.type == "cpu"
+        self._types = [ctypes.c_char * region.nbytes for region in self.regions]
+        self._weights: dict[int, torch.Tensor] = {}
+
+    def _add(self, cache: torch.Tensor) -> None:
+        dim = next(
+            (d for d in range(min(2, cache.dim())) if cache.shape[d] and cache.shape[d] % self.blocks == 0), None
+        )
+        if dim is None:
+            raise UnknownLayout(f"no dimension of {tuple(cache.shape)} counts {self.blocks} blocks")
+        view = cache.movedim(dim, 0)
+        split = view.shape[0] // self.blocks
+        self.split = max(self.split, split)
+        self._dense(view.unflatten(0, (self.blocks, split)) if split > 1 else view)
+
+    def _dense(self, view: torch.Tensor) -> None:
+        """view: [blocks, ...], whose interior is dense, or is so without the dimension of its longest stride."""
+        size, stride = view.element_size(), view.stride(0)
+        numel = view[0].numel()
+        if not numel:
+            return
+        span = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride()[1:], strict=True))
+        if span == numel:
+            start = view.untyped_storage().data_ptr() + view.storage_offset() * size
+            nbytes = numel * size
+            self.regions.append(Region(start, stride * size, nbytes, _words(view, stride, numel)))
+            return
+        outer = max(range(1, view.dim()), key=lambda d: view.stride(d))
+        if view.shape[outer] > _MOST_REGIONS or len(self.regions) > _MOST_REGIONS:
+            raise UnknownLayout(f"a block of {tuple(view.shape[1:])} with strides {view.stride()[1:]} is not dense")
+        for i in range(view.shape[outer]):
+            self._dense(view.select(outer, i))
+
+    def hashes(self, blocks: np.ndarray) -> np.ndarray:
+        """xxh3-64 of each of ``blocks``, int [n] → uint64 [n]. In host memory only."""
+        digest = xxhash.xxh3_64_intdigest
+        out = np.empty(len(blocks), np.uint64)
+        (first, kind), *more = zip(self.regions, self._types, strict=True)
+        at, stride, of = first.address, first.stride, kind.from_address
+        if not more:
+            out[:] = [digest(of(at + b * stride)) for b in blocks.tolist()]
+            return out
+        for i, b in enumerate(blocks.tolist()):
+            hasher = xxhash.xxh3_64(of(at + b * stride))
+            for region, other in more:
+                hasher.update(other.from_address(region.address + b * region.stride))
+            out[i] = hasher.intdigest()
+        return out
+
+    def sums(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        """The number of each of ``blocks``, int64 [n], into ``out``, int64 [n], both where the cache is. Launches
+        kernels and waits for none; words by their `odd_weights`, modulo 2**64, over the regions one after the other."""
+        out.zero_()
+        begin = 0
+        for region in self.regions:
+            words = region.tensor.index_select(0, blocks)
+            weights = self._weights.get(begin)
+            if weights is None:
+                made = torch.from_numpy(odd_weights(begin, words.shape[1]).view(np.int64))
+                weights = self._weights[begin] = made.to(words.device)
+            out.add_((words.to(torch.int64) * weights).sum(1))
+            begin += words.shape[1]
+
+
+def _words(view: torch.Tensor, stride: int, numel: int) -> torch.Tensor:
+    """The dense blocks of ``view`` as [blocks, words]; words are int32 where sizes and places allow, else bytes."""
+    size = view.element_size()
+    flat = view.as_strided((view.shape[0], numel), (stride, 1), view.storage_offset())
+    fits = all(n * size % 4 == 0 for n in (numel, stride, view.storage_offset()))
+    kind = torch.int32 if fits else torch.uint8
+    if size == 1 or kind is torch.uint8 or size >= 4:
+        return flat.view(kind) if flat.dtype != kind else flat
+    return flat.view(kind)
+
+
+def odd_weights(begin: int, n: int) -> np.ndarray:
+    """Weights of words ``begin`` to ``begin + n``: odd, uint64 [n]: splitmix64's steps, which spread well [G. Steele,
+    D. Lea, C. Flood, OOPSLA 2014]."""
+    z = np.arange(begin + 1, begin + n + 1, dtype=np.uint64) * np.uint64(_SEED)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+def tensors_of(cache: Any) -> list[torch.Tensor]:
+    """A layer's ``kv_cache`` as a list: a tensor, or a tuple or list of them (older releases: one per engine)."""
+    found = list(cache) if isinstance(cache, (tuple, list)) else [cache]
+    return [one for one in found if isinstance(one, torch.Tensor) and one.numel()]
+
+
+_SLOTS = 1 << 16
+"""Numbers of one step that may be on their way, 8 bytes each; what does not fit is counted and not looked at."""
+_STEPS = 4
+"""Steps that may be on their way before one is waited for."""
+
+
+class Arrivals:
+    """The queue of one engine. device: where its caches are; None or a CPU: nothing is queued."""
+
+    def __init__(self, device: torch.device | None = None, staged: bool = False):
+        self.direct = not staged and (device is None or device.type == "cpu")
+        self.lost = 0
+        self._device = device or torch.device("cpu")
+        self._now: list[Callable[[], None]] = []
+        self._waiting: deque[tuple[Any, list[Callable[[], None]]]] = deque()
+        self._rings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._turn = self._used = 0
+
+    def do(self, what: Callable[[], None]) -> None:
+        """Calls ``what`` when everything before it has been done."""
+        if self.direct:
+            what()
+        else:
+            self._now.append(what)
+
+    def hashes(self, pages: Pages, blocks: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
+        """Gives ``take`` the number of each of ``blocks`` as they are now, uint64 [n]."""
+        if self.direct:
+            take(pages.hashes(blocks))
+            return
+        n = len(blocks)
+        if self._used + n > _SLOTS:
+            self.lost += n
+            return
+        numbers, host = self._ring()
+        part = slice(self._used, self._used + n)
+        self._used += n
+        at = torch.from_numpy(np.ascontiguousarray(blocks, np.int64))
+        if self._device.type != "cpu":
+            at = at.pin_memory().to(self._device, non_blocking=True)
+        pages.sums(at, numbers[part])
+        self._now.append(lambda: take(host[part].numpy().view(np.uint64)))
+
+    def bring(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[np.ndarray]], None]) -> None:
+        """Gives ``take`` small integer tensors as they are now."""
+        if self.direct or all(one.device.type == "cpu" for one in tensors):
+            take([one.numpy() for one in tensors]) if self.direct else self._keep(tensors, take)
+            return
+        hosts = [one.detach().clone().to("cpu", non_blocking=True) for one in tensors]
+        self._now.append(lambda: take([one.numpy() for one in hosts]))
+
+    def _keep(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[np.ndarray]], None]) -> None:
+        kept = [one.numpy().copy() for one in tensors]
+        self._now.append(lambda: take(kept))
+
+    def _ring(self) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self._rings) <= self._turn:
+            pinned = self._device.type != "cpu"
+            here = torch.zeros(_SLOTS, dtype=torch.int64, device=self._device)
+            self._rings.append((here, torch.zeros(_SLOTS, dtype=torch.int64, pin_memory=pinned)))
+        return self._rings[self._turn]
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """What this step has queued is copied; earlier steps that have arrived are worked off."""
+        if self.direct:
+            return
+        if self._now:
+            event = None
+            if self._used:
+                numbers, host = self._ring()
+                host[: self._used].copy_(numbers[: self._used], non_blocking=True)
+            if self._device.type != "cpu":
+                event = torch.get_device_module(self._device).Event()
+                event.record()
+            self._waiting.append((event, self._now))
+            self._now, self._used = [], 0
+            self._turn = (self._turn + 1) % (_STEPS + 1)
+        while self._waiting and (len(self._waiting) > _STEPS or self._arrived(self._waiting[0][0])):
+            self._work_off()
+
+    def close(self) -> None:
+        """Waits for what is on its way."""
+        self.end_step()
+        while self._waiting:
+            self._work_off()
+
+    @staticmethod
+    def _arrived(event: Any) -> bool:
+        return event is None or bool(event.query())
+
+    def _work_off(self) -> None:
+        event, todo = self._waiting.popleft()
+        if event is not None:
+            event.synchronize()
+        for what in todo:
+            what()
+
+
+OWNERS, EVENTS, FULL = "owners", "events", "full"
+SHARE = 16
+"""Of blocks that nothing happened to, one in so many is looked at in a step (chosen: each is seen every 16 steps, and
+the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""
+_EMPTY = np.empty(0, np.int64)
+Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
+"""(block, rows, slots within it) → whether the block holds what those rows leave there; None where nobody can tell."""
+
+
+@dataclass
+class GroupStep:
+    """What a step does with one group. reads, writes: blocks, each once; always: of the reads those that are all
+    looked at; readers: by block, (request's number, column); spans: (blocks, number, first, last position) by
+    request. tails: of a group of states, see checks.py, once they are known."""
+
+    reads: np.ndarray = field(default_factory=lambda: _EMPTY)
+    writes: np.ndarray = field(default_factory=lambda: _EMPTY)
+    always: np.ndarray = field(default_factory=lambda: _EMPTY)
+    readers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    spans: list[tuple[np.ndarray, int, int, int]] = field(default_factory=list)
+    tails: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with a cache, or one state of a recurrent layer, which is then named by ``part``. number: among those of
+    its group."""
+
+    path: str
+    group: int
+    number: int
+    pages: Pages
+    part: str = ""
+
+
+class ByteChecks:
+    """See above. now: the step's plan by group, None outside of a step; batch: its requests in the order of rows."""
+
+    def __init__(
+        self, schedule: Schedule, books: Sequence[GroupLedger], mode: str, findings: Findings, arrivals: Arrivals
+    ):
+        self.schedule, self.books, self.mode = schedule, books, mode
+        self.findings, self.arrivals = findings, arrivals
+        self.hashed = self.checked = 0
+        self.memory: dict[int, int] = {}
+        """By group of states, how many tokens must be known to tell that one must change; none: nobody can tell."""
+        self.unseen: Counter[str] = Counter()
+        self.now: list[GroupStep] | None = None
+        self.batch: list[Held] = []
+        self.step = -1
+
+    def enters(self, layer: Layer) -> None:
+        """``layer`` is about to write and to read."""
+        now = self.now
+        if now is None or self.mode == OWNERS:
+            return
+        group = now[layer.group]
+        if len(group.always) or self.mode != EVENTS:
+            self.look(layer, self.chosen(layer, group), group.readers)
+
+    def chosen(self, layer: Layer, group: GroupStep) -> np.ndarray:
+        if self.mode == FULL:
+            return group.reads
+        if self.mode == EVENTS:
+            return group.always
+        some = picked(group.reads, self.step, layer.number, SHARE)
+        return np.union1d(some, group.always) if len(group.always) else some
+
+    def wrote(self, layer: Layer, again: Again | None = None) -> None:
+        """``layer`` has written its rows, or its states. again: tries the rows of one block once more, elsewhere.
+
+        A write that leaves a block as it was is stale, or the bytes were there already, of an earlier life of the
+        block with the same tokens. Where nobody can tell, it is counted.
+        """
+        now = self.now
+        if now is None or self.mode == OWNERS or not len(now[layer.group].writes):
+            return
+        group = now[layer.group]
+        blocks = group.writes
+        books, changes = self.books[layer.group], self.schedule.groups[layer.group].kind == KV
+        self.hashed += len(blocks)
+        step, mine = self.step, group.spans
+
+        def take(numbers: np.ndarray) -> None:
+            same = books.wrote(layer.number, blocks, numbers)
+            if not changes:
+                self._unwritten(layer, group, [one.block for one in same], step)
+                return
+            for found in same:
+                there = again(*self._rows(layer.group, found.block)) if again is not None else None
+                if there is None:
+                    self.unseen["writes that changed nothing, and could not be tried again"] += 1
+                elif not there:
+                    self.findings.bytes(layer, found, books, _writer(mine, found.block), step)
+
+        self.arrivals.hashes(layer.pages, blocks, take)
+
+    def _unwritten(self, layer: Layer, group: GroupStep, blocks: Sequence[int], step: int) -> None:
+        """States that a step left as they were, of those that it must have changed."""
+        books = self.books[layer.group]
+        for block in blocks:
+            span = next((one for one in group.spans if block in one[0]), None)
+            if span is not None and must_change(group.tails, span[1], self.memory.get(layer.group, 0)):
+                n = span[3] - span[2] + 1
+                chunk = f"{layer.part or 'state'} of step {step} was not written (chunk of {n} token{'s' * (n > 1)})"
+                found = Mismatch(UNWRITTEN, layer.number, block, chunk)
+                self.findings.bytes(layer, found, books, (span[1], -1), step, rows=(span[2], span[3]))
+
+    def _rows(self, g: int, block: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """(block, rows of the step that are written there, their slots within the block)."""
+        slots = np.concatenate([self.schedule.slots(g, one) for one in self.batch])
+        size = self.schedule.groups[g].block_size
+        rows = np.flatnonzero(slots // size == block)
+        return block, rows, slots[rows] - block * size
+
+    def leaves(self, layer: Layer) -> None:
+        """``layer`` has read."""
+        now = self.now
+        if now is None or self.mode != FULL:
+            return
+        group = now[layer.group]
+        self.look(layer, np.union1d(group.reads, group.writes), group.readers, how="while it was read: ")
+
+    def look(
+        self, layer: Layer, blocks: np.ndarray, readers: Mapping[int, tuple[int, int]], *, known_only: bool = False,
+        how: str = "",
+    ) -> None:  # fmt: skip
+        if not len(blocks) or self.mode == OWNERS:
+            return
+        books, step = self.books[layer.group], self.step
+        if known_only and self.arrivals.direct:
+            blocks = blocks[books.known[layer.number, blocks]]
+            if not len(blocks):
+                return
+        self.checked += len(blocks)
+        size = self.schedule.groups[layer.group].block_size
+
+        def take(numbers: np.ndarray) -> None:
+            for i in books.read(layer.number, blocks, numbers):
+                block = int(blocks[i])
+                found = books.explain(layer.number, block, int(numbers[i]), step)
+                reader = readers.get(block) or self._reader(layer.group, block)
+                self.findings.bytes(layer, found, books, reader, step, how, size)
+
+        self.arrivals.hashes(layer.pages, blocks, take)
+
+    def _reader(self, g: int, block: int) -> tuple[int, int] | None:
+        """Who reads a block that was looked at as one of many."""
+        for one in self.batch:
+            columns = np.flatnonzero(one.tables[g] == block)
+            if len(columns):
+                return one.number, int(columns[0])
+        return None
+
+
+def _writer(spans: Sequence[tuple[np.ndarray, int, int, int]], block: int) -> tuple[int, int] | None:
+    for blocks, number, _, _ in spans:
+        columns = np.flatnonzero(blocks == block)
+        if len(columns):
+            return number, -1
+    return None
+
+
+_AGAIN = 2
+"""Steps in which blocks that came from elsewhere are looked at once more after their first read: a copy that ends after
+the read ends within them (chosen: asynchronous copies of one step are waited for in the next)."""
+_BACKENDS = frozenset((
+    "cpu_attn", "flash_attn", "triton_attn", "mamba_attn", "mamba1_attn", "mamba2_attn", "gdn_attn", "linear_attn",
+    "short_conv_attn",
+))  # fmt: skip
+"""vLLM's backends whose metadata mean what the scheduler has said, row by row and request by request (read in 0.32)."""
+
+
+class BlockLedger:
+    """See above. layers: by group. slack: see given.looks. inside: layers tell of themselves; else (graphs) what they
+    read is looked at before the forward, and what they wrote after it."""
+
+    def __init__(
+        self, schedule: Schedule, layers: Sequence[Sequence[Layer]], mode: str, findings: Findings, arrivals: Arrivals,
+        *, slack: int = 0, inside: bool = True,
+    ):  # fmt: skip
+        self.schedule, self.layers, self.mode, self.findings = schedule, layers, mode, findings
+        self.arrivals, self.slack, self.inside = arrivals, slack, inside
+        blocks = len(schedule.gen)
+        watched = mode != OWNERS
+        self.groups = [GroupLedger(len(of) if watched else 0, blocks) for of in layers]
+        self.bytes = ByteChecks(schedule, self.groups, mode, findings, arrivals)
+        self.prefixes: list[tuple[Held, tuple[tuple[int, int, int], ...], str]] = []
+        """Of this step: a request, its prefix in the cache as runs of (position, how many, whose number), and what is
+        wrong with it."""
+        self.strange_metadata: set[tuple[int, str]] = set()
+        """(group, what) of metadata that were never right: their backend means something else by them."""
+        self._right: set[tuple[int, str]] = set()
+        self._names = [len({layer.path for layer in of}) for of in layers]
+        findings.first = {g: of[0].path for g, of in enumerate(layers) if of}
+        self.steps = self.held = 0
+        self.events: Counter[str] = Counter()
+        self._due: list[set[int]] = [set() for _ in layers]
+        self._again: list[dict[int, int]] = [{} for _ in layers]
+
+    # --- a step begins -----------------------------------------------------------------------------------------------
+
+    def begin(self, step: EngineStep) -> None:
+        """The scheduler has made ``step``; nothing of it has been done."""
+        assert step.blocks is not None
+        assert step.number is not None
+        moves = step.blocks()
+        self.bytes.step, self.bytes.now = step.number, None
+        self.steps += 1
+        self.findings.step = step.number
+        self.ended(step.finished)
+        starts = step.starts()
+        before = self.schedule.gen.copy() if moves.tables or moves.more else self.schedule.gen
+        new = {one.name: one for one in step.new}
+        arrivals, fresh = self.schedule.begin(step.number, moves, step.counts, starts, new)
+        if len(fresh):
+            self._reused(np.unique(fresh[before[fresh] > 0]))
+            for books in self.groups:
+                self.arrivals.do(partial(books.given_out, fresh, self.bytes.step))
+        for source, block in moves.copies:
+            for g, books in enumerate(self.groups):
+                self.arrivals.do(partial(books.copied, source, block, self.bytes.step))
+                self._due[g].add(block)
+                self._again[g][block] = self.bytes.step + _AGAIN
+            self.events[COPIED] += 1
+        wrong: dict[str, str] = {}
+        for arrival in arrivals:
+            if said := self._arrives(arrival):
+                wrong.setdefault(arrival.request.name, said)
+        for one in dict.fromkeys(a.request.name for a in arrivals if a.event != LOADED):
+            self._prefix(self.schedule.held[one], wrong.get(one, ""))
+        self.bytes.batch = [self.schedule.held[name] for name in step.counts]
+
+    def _prefix(self, one: Held, why: str) -> None:
+        """Whose rows a request finds in the cache."""
+        owners = self.schedule.owners(one, one.start)
+        if not len(owners) or (owners == one.number).all():
+            return  # its own, after a preemption
+        cuts = np.flatnonzero(np.diff(owners)) + 1
+        begins = [0, *cuts.tolist()]
+        runs = zip(begins, [*begins[1:], len(owners)], strict=True)
+        self.prefixes.append((one, tuple((low, stop - low, int(owners[low])) for low, stop in runs), why))
+
+    def ended(self, names: Sequence[str]) -> None:
+        """Requests get no more rows; the last step's are computed."""
+        for one in self.schedule.ended(names):
+            self._ended(one)
+
+    def _ended(self, one: Held) -> None:
+        """All that it held is looked at a last time, before others get it."""
+        self.events[ENDED] += 1
+        for g, table in enumerate(one.tables if self.mode != OWNERS else ()):
+            columns = np.flatnonzero((table != 0) & (self.schedule.gen[table] == one.gens[g]))
+            if self.schedule.groups[g].kind == STATE:
+                columns = columns[-1 - self.schedule.groups[g].extra :]
+            readers = {int(table[c]): (one.number, int(c)) for c in columns.tolist()}
+            for layer in self.layers[g]:
+                self.bytes.look(layer, table[columns], readers, known_only=True)
+
+    def _reused(self, blocks: np.ndarray) -> None:
+        """Blocks get another owner: has anybody written there since the last one did?"""
+        if not len(blocks):
+            return
+        self.events[REUSED] += len(blocks)
+        for layers in self.layers:
+            for layer in layers:
+                self.bytes.look(layer, blocks, {}, known_only=True)
+
+    def _arrives(self, arrival: Any) -> str:
+        """What is wrong with it, "" for nothing."""
+        one, g = arrival.request, arrival.group
+        blocks = one.tables[g][arrival.columns]
+        self.events[arrival.event] += 1
+        books, step = self.groups[g], self.bytes.step
+        if arrival.event == LOADED:
+            self.arrivals.do(partial(books.loaded, blocks, step))
+            self._again[g].update(dict.fromkeys(blocks.tolist(), step + _AGAIN))
+        else:
+            event = f"{arrival.event} of request '{self.findings.name(one.name)}'"
+            self.arrivals.do(partial(books.happened, blocks.tolist(), step, event))
+        self._due[g].update(blocks.tolist())
+        said = ""
+        for strange in self.schedule.strangers(arrival):
+            how = self._hit(strange)
+            said = said or how
+            self._strange(strange, how)
+        return said
+
+    def _hit(self, strange: Strange) -> str:
+        """``request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote``."""
+        size = self.schedule.groups[strange.group].block_size
+        last = max(strange.column, strange.last)
+        contexts, owner = self.schedule.contexts, self.findings.owner
+        reader = owner(strange.request.number, contexts[strange.request.context])
+        writer = owner(strange.taken, contexts[int(self.schedule.context[strange.block])])
+        which = f"block {strange.column}" if last == strange.column else f"blocks {strange.column}-{last}"
+        positions = f"positions {strange.column * size} to {min((last + 1) * size, strange.request.start) - 1}"
+        did = "was given and has not filled" if strange.kind == STALE else "wrote"
+        why = f" {'for' if strange.why == 'other positions' else 'with'} {strange.why}"
+        more = "" if strange.kind == STALE or strange.why == "another adapter" else why
+        return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
+
+    # --- a forward begins --------------------------------------------------------------------------------------------
+
+    def forward(self, names: Sequence[str], given: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
+        """The runner has prepared the step. names: its requests in the order of its rows. given: by group, the
+        attention's metadata and slot mapping, None where there are none. ids: the step's token ids, a tensor, where
+        the runner has them."""
+        if self.bytes.now is not None:
+            return
+        self.bytes.batch = [self.schedule.held[name] for name in names]
+        self.bytes.now = []
+        tails: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        if ids is not None and self.bytes.memory and self.mode != OWNERS:
+            parts = [(one, one.start, one.n) for one in self.bytes.batch]
+            ids = ids[: sum(one.n for one in self.bytes.batch)]
+            self.arrivals.bring([ids], lambda hosts: tails.update(kept_tails(parts, hosts[0])))
+        for g in range(len(self.groups)):
+            self._moved_states(g)
+            self.bytes.now.append(self._plan(g) if self.mode != OWNERS else GroupStep())
+            self.bytes.now[-1].tails = tails
+            if self.mode == OWNERS:
+                self._lost(g)
+            if self.layers[g]:
+                metadata, slots = given(g)
+                self._hold(g, metadata, slots)
+        if not self.inside:
+            for layer in (one for layers in self.layers for one in layers):
+                self.bytes.enters(layer)
+
+    def _lost(self, g: int) -> None:
+        """Blocks that were given to somebody else, of those requests that may have lost some."""
+        for one in self.bytes.batch if self.layers[g] else ():
+            if one.name in self.schedule.suspects:
+                for strange in self.schedule.lost(g, one, self.schedule.reads(g, one)):
+                    self._strange(strange, "")
+
+    def _plan(self, g: int) -> GroupStep:
+        now, schedule = GroupStep(), self.schedule
+        reads, writes = [], []
+        for one in self.bytes.batch:
+            columns = schedule.reads(g, one)
+            for strange in schedule.lost(g, one, columns):
+                self._strange(strange, "")
+            table = one.tables[g]
+            blocks = table[columns]
+            reads.append(blocks)
+            writing = schedule.writes(g, one)
+            written = table[writing]
+            writes.append(written)
+            now.spans.append((written, one.number, one.start, one.start + one.n - 1))
+            if self.mode == FULL or self._due[g]:
+                now.readers.update((b, (one.number, c)) for b, c in zip(blocks.tolist(), columns.tolist(), strict=True))
+        now.reads = np.concatenate(reads) if reads else _EMPTY
+        now.writes = np.concatenate(writes) if writes else _EMPTY
+        now.reads = np.unique(now.reads)  # requests that share a prefix read the same
+        again = self._again[g]
+        for block in [b for b, last in again.items() if last < self.bytes.step]:
+            del again[block]
+        due = self._due[g] | again.keys()
+        if due:
+            now.always = now.reads[np.isin(now.reads, list(due))]
+            self._due[g].clear()
+        return now
+
+    def _moved_states(self, g: int) -> None:
+        """A state that goes on in another block was copied there before the forward."""
+        group = self.schedule.groups[g]
+        if group.kind != STATE or not group.aligned or self.mode == OWNERS:
+            return
+        books, step = self.groups[g], self.bytes.step
+        for one in self.bytes.batch:
+            column = self.schedule.state_column(g, one)
+            last = one.wrote.get(g, (one.start - 1) // group.block_size if one.start else -1)
+            if last not in (-1, column) and not group.extra and max(last, column) < len(one.tables[g]):
+                source, block = int(one.tables[g][last]), int(one.tables[g][column])
+                self.arrivals.do(partial(books.copied, source, block, step))
+                self._due[g].add(block)
+                self.events[COPIED] += 1
+            elif last not in (-1, column) and column < len(one.tables[g]):
+                block = int(one.tables[g][column])
+                self.arrivals.do(partial(books.given_out, np.array([block]), step))
+            one.wrote[g] = column
+
+    def _hold(self, g: int, metadata: Any, slots: Any) -> None:
+        if metadata is None or not self.bytes.batch:
+            self.bytes.unseen["steps without attention metadata"] += 1
+            return
+        split = self.layers[g][0].pages.split
+        found, missing = looks(
+            self.schedule, g, self.bytes.batch, metadata, slots, split=split, slack=self.slack, holders=self._holder
+        )
+        for reason in missing:
+            self.bytes.unseen[reason] += 1
+        known = _known(metadata)
+        if self.mode == OWNERS and self.schedule.groups[g].chunk:  # backends cut such requests into several
+            found = [look for look in found if isinstance(look.compare, SlotsCheck)]
+        for look in found:
+            self.held += look.numbers
+            kind = g, type(look.compare).__name__
+
+            def compare(
+                arrived: Sequence[np.ndarray], look: Any = look, step: int = self.bytes.step, kind: Any = kind
+            ) -> None:
+                wrong = look.compare(arrived)
+                if not wrong:
+                    self._right.add(kind)
+                elif self.mode == OWNERS and not known and kind not in self._right:
+                    self.strange_metadata.add(kind)
+                    return
+                for one in wrong:
+                    self.findings.given(g, one, self.groups[g], self._names[g], step)
+
+            self.arrivals.bring(look.tensors, compare)
+
+    def _holder(self, block: int) -> str:
+        """Whose a block is, for a sentence."""
+        if not 0 <= block < len(self.schedule.taker):
+            return "which is none of the cache"
+        taker = int(self.schedule.taker[block])
+        return f"given to request '{self.findings.number(taker)}'" if taker >= 0 else "given to nobody"
+
+    def _strange(self, strange: Strange, how: str) -> None:
+        if strange.kind == FREED:
+            who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
+            how = f"the block was given to {who} in step {strange.taken_step} and is read here all the same"
+        books, layers = self.groups[strange.group], self._names[strange.group]
+        size, step = self.schedule.groups[strange.group].block_size, self.bytes.step
+        self.arrivals.do(lambda: self.findings.strange(strange, how, books, layers, size, step))
+
+    # --- a step ends -------------------------------------------------------------------------------------------------
+
+    def computed(self) -> None:
+        """The forward is over: who wrote what is entered."""
+        if self.mode == OWNERS:
+            for one in self.bytes.batch:
+                for g in range(len(self.groups)):
+                    self.schedule.filled(g, one)
+            if self.bytes.now is not None:
+                self.schedule.suspects -= {one.name for one in self.bytes.batch}
+            self.bytes.now = None
+        if self.bytes.now is None:
+            return
+        for g, group in enumerate(self.bytes.now):
+            if not self.inside:
+                for layer in self.layers[g]:
+                    self.bytes.wrote(layer)
+            books, step = self.groups[g], self.bytes.step
+            for blocks, number, low, high in group.spans:
+                self.arrivals.do(partial(books.written_by, blocks, number, step, low, high))
+            for one in self.bytes.batch:
+                self.schedule.filled(g, one)
+        self.bytes.now = None
+
+    def end_step(self) -> None:
+        """What the step has found is said."""
+        self.arrivals.end_step()
+        self.findings.flush()
+
+
+def _known(metadata: Any) -> bool:
+    """Whether these metadata are of a backend whose words are known; others must have been right once."""
+    package, _, module = type(metadata).__module__.rpartition(".")
+    return package == "vllm.v1.attention.backends" and module in _BACKENDS

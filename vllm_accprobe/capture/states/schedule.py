@@ -8,7 +8,7 @@ block is given out again: whoever reads a block in another generation than the o
 somebody else may have written. Each block also has an owner (the request that it was given to, for which positions,
 under which adapter and salt), and the key of what fills it: a request whose prefix comes from the cache reads another
 request's rows, and they are its own only if adapter, salt, images and tokens are the same up to there.
-Not here: what the kernel was given (given.py), bytes (ledger.py).
+Not here: what the kernel was given (checks.py), bytes (ledger.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves, NewRequest
-from vllm_accprobe.dump.journal.state_lines import FOREIGN, FREED, STALE, STRANGE
+from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
+from vllm_accprobe.dump.journal import FOREIGN, FREED, STALE, STRANGE
 from vllm_accprobe.dump.schema import Image
 
 KV, STATE = "kv", "state"
@@ -53,7 +53,7 @@ class Held:
     """A request and what it holds. number: in the ledger; tables: by group, int64 [blocks]; gens: the generation of
     each block when it was given. keys: of the prompt's whole blocks, by group, see prompt_keys; wrote: by group, the
     column of the state that it wrote last, -1 for none. context: index into Schedule.contexts. tail: its last token ids
-    before position tail_end, as far as somebody asks for them (moved.py)."""
+    before position tail_end, as far as somebody asks for them (checks.py)."""
 
     name: str
     number: int

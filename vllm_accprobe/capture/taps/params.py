@@ -4,7 +4,7 @@ The problem: different weights explain most "wrong" answers and must be told fro
 weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
 computed where the parameter lies, are enough to say "different"; payloads are stored while all of them fit a
 quarter of the budget. What counts are the weights as the checkpoint gave them: kernels re-pack them afterwards,
-each machine's in its own form (loading.py tells when). Not here: the decision's rule
+each machine's in its own form (weights.py tells when). Not here: the decision's rule
 (ProbeConfig.wants_param_payloads) and layouts (layout.py).
 """
 
@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_accprobe.capture.core.memory import DTYPE_NAMES
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.taps.selection import chooses
-from vllm_accprobe.dump.journal.tensor_lines import TensorHead
-from vllm_accprobe.dump.recorder.hashing import digest
-from vllm_accprobe.dump.recorder.queued import TensorLine
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session
+from vllm_accprobe.capture.taps.hooks import chooses
+from vllm_accprobe.dump.journal import TensorHead
+from vllm_accprobe.dump.recorder.journal_writer import TensorLine, digest
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell
 

@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session
-from vllm_accprobe.capture.core.step_state import StepState
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState
 from vllm_accprobe.capture.taps.arguments import outputs
-from vllm_accprobe.capture.taps.fast_path import Sites
-from vllm_accprobe.capture.taps.selection import chooses
+from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.patching.check import insertions, package_root, package_version
 from vllm_accprobe.patching.install import install, loaded, remove
-from vllm_accprobe.patching.schema import Patch, PatchError, TapSpec, Target, in_range, numbers
-from vllm_accprobe.patching.shipped import choose
+from vllm_accprobe.patching.schema import Patch, PatchError, TapSpec, Target, choose, in_range, numbers
 from vllm_accprobe.patching.source import NotThere
 
 _MOST = 400
@@ -128,7 +125,7 @@ class Patches:
         path, part = self._place(state, spec.target, owner)
         spec.fired += 1
         if spec.tap.label is not None:
-            from vllm_accprobe.capture.labels.binding import set_label
+            from vllm_accprobe.capture.labels import set_label
 
             side, name = spec.tap.label
             set_label(side, f"{path}.{name}", value)

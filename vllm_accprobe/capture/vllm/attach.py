@@ -3,7 +3,7 @@
 The problem: a capture and errcheck stand on the same worker, each with settings that may leave this rank out, and a
 worker of an unknown release may have no model runner. The idea: one function that looks, makes the observer and adds it
 to the runner's adapter, which lives as long as vLLM's wrapper does. Not here: what an observer does (capturing.py,
-nan_watch/observer.py), and which of the two is asked for (plugin.py).
+capture/errcheck/observer.py), and which of the two is asked for (plugin.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.step_observer import StepObserver
-from vllm_accprobe.capture.vllm.vllm_compat import parallel_of
+from vllm_accprobe.capture.vllm.vllm_compat import StepObserver, parallel_of
 from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 
 Observer = TypeVar("Observer", bound=StepObserver)

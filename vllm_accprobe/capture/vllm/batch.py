@@ -1,23 +1,44 @@
-"""The rows of the step that runs, in the order in which vLLM's runner computes them.
+"""The rows of the running step, in the order in which vLLM's runner computes them.
+
+Who changes the logits of a row between the model and the sampler: grammars, word lists, biases, penalties.
+
+The problem: a grammar forbids tokens, and a comparison that does not know it calls the sampler wrong. The idea: the
+runner's own bookkeeping says, once per step and without a tensor, which request has what; it is read just before
+sampling, by request, in words that both of vLLM's runners share. Temperature, min-p, top-k and top-p leave the best
+logit the best and are no masks.
+
+The rows of the step that runs, in the order in which vLLM's runner computes them.
 
 The problem: which request a row belongs to is decided by the runner when it prepares its inputs; V1 keeps the answer
 in its input batch, V2 in a local of execute_model, and the scheduler's output has other orders. The idea: hold the
 scheduler's output, and ask the runner only when a tap fires; its answer must add up to what was scheduled, or it is an
-error that is said. Not here: which steps are wanted (runner.py), what other releases call things (vllm_compat.py),
-arithmetic on rows (rows.py).
+error that is said.
+
+Images that are dealt out to ranks: which of them a rank's encoder computes while it runs.
+
+The problem: with ``--mm-encoder-tp-mode data`` every rank encodes some of a step's images, whole ones picked by their
+size, or tiles cut at any place, and the tensors do not say which. The idea: vLLM runs such an encoder in a function of
+its own, ``run_dp_sharded_*`` (model_executor/models/vision.py), that is given all images and picks by plain arithmetic;
+around each call the same arithmetic says what is this rank's, and for as long as the call runs, rows of the encoder are
+counted in that. Where the arithmetic is not known, such rows have no names.
+
+Not here: taking the logits that are left (sampling.py), what a flipped token then means (judge), which steps are wanted
+(runner.py), what other releases call things (vllm_compat.py), arithmetic on rows (rows.py), rows (rows.py), layouts of
+the tensors (session.py), joining the ranks (align).
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from vllm_accprobe.capture.core.rows import (
-    LOGITS,
-    Deal,
+    EncoderDataParallel,
     EncoderItem,
     ItemRun,
     Requests,
@@ -28,10 +49,9 @@ from vllm_accprobe.capture.core.rows import (
     token_space,
     vision_space,
 )
-from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.core.session import HEAD, VISION
-from vllm_accprobe.capture.vllm.masks import Grammar, grammar_of, masks_of
-from vllm_accprobe.capture.vllm.names.modes import unsampled
+from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.capture.vllm.vllm_compat import (
     device_buffer,
     guesses,
@@ -41,7 +61,132 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     starts,
 )
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.schema import Mask
+from vllm_accprobe.dump.schema import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    BUDGET,
+    GRAMMAR,
+    LOGITS,
+    MIN_TOKENS,
+    PENALTIES,
+    TRACE,
+    Mask,
+)
+
+Grammar = dict[str, "str | None"]
+"""Engine's id of a request that a grammar constrains → hash of its row of the bitmask, or None where there are several.
+The same hash means that the same tokens were allowed."""
+
+
+def processor(obj: Any) -> str:
+    """The word for a logits processor of somebody else, which may touch any row."""
+    return f"logits processor {type(obj).__name__}"
+
+
+def grammar_of(args: Iterable[Any]) -> Grammar:
+    """The requests that a grammar constrains, of a call's arguments or of a scheduler's output: they stand in an object
+    with ``structured_output_request_ids`` (a list, in 0.11 a dict) and a ``grammar_bitmask`` of int32 [rows, words]."""
+    for value in args:
+        names, mask = getattr(value, "structured_output_request_ids", None), getattr(value, "grammar_bitmask", None)
+        if names and mask is not None:
+            told = isinstance(names, list) and len(names) == len(mask)  # one row each: no drafts
+            return {n: xxhash.xxh3_128_hexdigest(mask[i].tobytes()) if told else None for i, n in enumerate(names)}
+    return {}
+
+
+def masks_of(runner: Any, prepared: Any, names: Sequence[str], grammar: Grammar) -> dict[str, tuple[str, ...]]:
+    """By engine's id of a request: what changes its logits in this step, sorted. Requests with nothing are left out.
+
+    prepared: V2's batch of the step, None for V1. names: the batch's requests in row order.
+    """
+    found: dict[str, set[str]] = {name: {GRAMMAR} for name in names if name in grammar}
+    if prepared is None:
+        _of_input_batch(getattr(runner, "input_batch", None), names, found)
+    else:
+        _of_states(getattr(runner, "sampler", None), prepared, names, found)
+    return {name: tuple(sorted(by)) for name, by in found.items()}
+
+
+def tells(runner: Any) -> bool:
+    """Whether `masks_of` sees all that this runner has: V2 of 0.13 and 0.14 keeps penalties and biases in tensors of
+    the step only, where no entry does not mean no mask."""
+    if not hasattr(runner, "prepare_inputs"):
+        return getattr(getattr(runner, "input_batch", None), "sampling_metadata", None) is not None
+    sampler = getattr(runner, "sampler", None)
+    biases = any(hasattr(sampler, name) for name in ("logit_bias_state", "logits_processors"))
+    return hasattr(sampler, "penalties_state") and biases
+
+
+_Found = dict[str, set[str]]
+
+
+def _of_input_batch(batch: Any, names: Sequence[str], found: _Found) -> None:
+    """V1: sets of ids and dicts by row."""
+    metadata = getattr(batch, "sampling_metadata", None)
+    if metadata is None:
+        return
+    _ids(found, ALLOWED, getattr(batch, "has_allowed_token_ids", ()), names)
+    for which in ("frequency", "presence", "repetition"):
+        _ids(found, PENALTIES, getattr(batch, f"{which}_penalties_reqs", ()), names)
+    _places(found, BAD_WORDS, getattr(metadata, "bad_words_token_ids", None) or (), names)
+    for one in getattr(getattr(metadata, "logitsprocs", None), "non_argmax_invariant", ()):
+        kind = type(one).__name__
+        if kind == "MinTokensLogitsProcessor":
+            _places(found, MIN_TOKENS, getattr(one, "min_toks", ()), names)
+        elif kind == "LogitBiasLogitsProcessor":
+            _places(found, BIAS, getattr(one, "biases", ()), names)
+        else:
+            _ids(found, processor(one), names, names)
+    holder = getattr(metadata, "thinking_budget_state_holder", None)
+    if holder is not None and holder.has_tracked_requests():
+        _ids(found, BUDGET, names, names)
+
+
+_OF_STATES = (
+    ("num_allowed_token_ids", ALLOWED),
+    ("num_logit_bias", BIAS),
+    ("num_stop_token_ids", MIN_TOKENS),
+    ("num_bad_words", BAD_WORDS),
+    ("use_penalty", PENALTIES),
+)
+"""V2: arrays with a place for each request's state, and what a number there means."""
+
+
+def _of_states(sampler: Any, prepared: Any, names: Sequence[str], found: _Found) -> None:
+    """V2: arrays by request state, in the sampler's own objects, or (later releases) in a list of processors."""
+    where = getattr(prepared, "idx_mapping_np", None)
+    if sampler is None or where is None:
+        return
+    own = [getattr(sampler, name, None) for name in ("logit_bias_state", "penalties_state", "bad_words_state")]
+    every = [o for o in (*own, *(getattr(sampler, "logits_processors", None) or ())) if o is not None]
+    for one in {id(o): o for o in every}.values():
+        arrays = [(_array(getattr(one, name)), word) for name, word in _OF_STATES if hasattr(one, name)]
+        if not arrays:
+            _ids(found, processor(one), names, names)
+        for array, word in arrays:
+            _ids(found, word, [name for name, at in zip(names, where, strict=False) if array[at]], names)
+    if getattr(sampler, "trace_replay_state", None) is not None:
+        _ids(found, TRACE, names, names)
+
+
+def _array(value: Any) -> Any:
+    """The host's side of a pair of buffers, or an array."""
+    return getattr(value, "np", value)
+
+
+def _ids(found: _Found, word: str, ids: Iterable[str], names: Sequence[str]) -> None:
+    if ids:
+        known = set(names)
+        for name in ids:
+            if name in known:
+                found.setdefault(name, set()).add(word)
+
+
+def _places(found: _Found, word: str, places: Iterable[int], names: Sequence[str]) -> None:
+    for at in places:
+        if 0 <= at < len(names):
+            found.setdefault(names[at], set()).add(word)
 
 
 class EngineBatch:
@@ -56,9 +201,9 @@ class EngineBatch:
         self._items: list[EncoderItem] = []
         self._taken = 0
         self._deals = 0
-        self._usual: Deal | None = None
+        self._usual: EncoderDataParallel | None = None
         self._said = False
-        self.deal: Deal | None = None
+        self.deal: EncoderDataParallel | None = None
         """What this rank's encoder computes at the moment, where images are dealt out to ranks."""
 
     def begin(self, out: Any) -> None:
@@ -145,7 +290,7 @@ class EngineBatch:
         if found is None:
             self._unknown(why)
         self._taken += sys.maxsize if found is None else found[0]  # after a call that nobody knows: none either
-        self.deal = Deal(self._deals, None if found is None else found[1])
+        self.deal = EncoderDataParallel(self._deals, None if found is None else found[1])
 
     def gathered(self) -> None:
         """The encoder has ended, and every rank has what all have computed."""
@@ -153,7 +298,7 @@ class EngineBatch:
 
     def blind(self) -> None:
         """Images are dealt out, and nobody will say when: no row of an encoder can be told."""
-        self.deal = self._usual = Deal(0, None)
+        self.deal = self._usual = EncoderDataParallel(0, None)
         self._unknown("no function of vLLM's that deals was found")
 
     def _unknown(self, why: str) -> None:
@@ -270,3 +415,125 @@ class ChosenRows:
             return {}
         found = (self._requests.get(part.internal) for part in batch)
         return {request.req: request.prompt_len for request in found if request is not None}
+
+
+_NAME = "run_dp_sharded_"
+_BY_SIZE, _BY_TILE = _NAME + "mrope_vision_model", _NAME + "vision_model"
+
+
+def deals(vllm_config: Any) -> bool:
+    """Whether the engine was asked to deal out the encoder's inputs. Models that cannot do so split weights instead."""
+    config = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
+    mode = getattr(config, "mm_encoder_tp_mode", None)
+    return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
+
+
+def watch_dealing(batch: EngineBatch, vllm_config: Any) -> Dealing | None:
+    """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
+    if not deals(vllm_config):
+        return None
+    dealing = Dealing(batch)
+    if not dealing.seen:
+        batch.blind()
+    return dealing
+
+
+class Dealing:
+    """Wraps the functions that deal, wherever vLLM's modules hold them, until ``close``.
+
+    batch: is told what its rank computes. seen: functions that were found.
+    """
+
+    def __init__(self, batch: EngineBatch):
+        self._batch = batch
+        self._undo: list[Callable[[], None]] = []
+        self.seen: set[str] = set()
+        wrapped: dict[int, Callable[..., Any]] = {}
+        for path, module in list(sys.modules.items()):
+            names = getattr(module, "__dict__", None)
+            if not path.startswith("vllm") or not isinstance(names, dict):
+                continue
+            for name in [n for n in names if n.startswith(_NAME)]:
+                original = names[name]
+                if callable(original):
+                    self._put(names, name, wrapped.setdefault(id(original), self._around(name, original)))
+
+    def close(self) -> None:
+        """Puts the functions back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _put(self, names: dict[str, Any], name: str, wrapped: Callable[..., Any]) -> None:
+        self.seen.add(name)
+        before = names[name]
+        names[name] = wrapped
+
+        def undo() -> None:
+            if names.get(name) is wrapped:  # else somebody wrapped it after us
+                names[name] = before
+
+        self._undo.append(undo)
+
+    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        batch = self._batch
+
+        def dealt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                batch.dealt(lambda items: self._runs(name, original, items, args, kwargs))
+                return original(*args, **kwargs)
+            finally:
+                batch.gathered()
+
+        return dealt
+
+    def _runs(
+        self, name: str, original: Any, items: list[EncoderItem], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, tuple[ItemRun, ...]] | None:
+        """(how many of the waiting ``items`` this call takes, what this rank computes of them); None: not known."""
+        world = getattr(original, "__globals__", {})
+        if name == _BY_SIZE and len(args) >= 3:
+            return by_size(items, [math.prod(map(int, grid)) for grid in args[2]], world)
+        if name == _BY_TILE and args:
+            return by_tile(items, int(args[0].shape[0]), *_place(world))
+        return None
+
+
+def _place(world: dict[str, Any]) -> tuple[int, int]:
+    """(this rank, ranks) of the group that images are dealt to, as the dealing function asks for them."""
+    rank, size = (world[f"get_tensor_model_parallel_{what}"]() for what in ("rank", "world_size"))
+    return int(rank), int(size)
+
+
+def by_size(
+    items: list[EncoderItem], sizes: list[int], world: dict[str, Any]
+) -> tuple[int, tuple[ItemRun, ...]] | None:
+    """Whole images, by vLLM's own get_load_balance_assignment. sizes: patches of each image of the call."""
+    mine = items[: len(sizes)]
+    if len(mine) != len(sizes) or not all(
+        size * mine[0].placeholders == sizes[0] * item.placeholders for size, item in zip(sizes, mine, strict=True)
+    ):
+        return None  # other images than these, or pruned ones
+    rank, ranks = _place(world)
+    order, counts, _ = world["get_load_balance_assignment"](sizes, ranks)
+    start = sum(counts[:rank])
+    return len(mine), tuple(ItemRun(mine[i], 0, mine[i].placeholders) for i in order[start : start + counts[rank]])
+
+
+def by_tile(items: list[EncoderItem], tiles: int, rank: int, ranks: int) -> tuple[int, tuple[ItemRun, ...]] | None:
+    """Equal stretches of all tiles, the last ones padded. An image is one tile or several, of equally many
+    placeholders each."""
+    total = sum(item.placeholders for item in items)
+    if not tiles or not total or total % tiles or any(item.placeholders % (total // tiles) for item in items):
+        return None
+    width = total // tiles
+    begin = rank * -(-tiles // ranks) * width
+    end = begin + -(-tiles // ranks) * width
+    runs, at = [], 0
+    for item in items:
+        first, stop = max(begin - at, 0), min(end - at, item.placeholders)
+        if first < stop:
+            runs.append(ItemRun(item, first, stop - first))
+        at += item.placeholders
+    if end > max(total, begin):
+        runs.append(ItemRun(None, 0, end - max(total, begin)))
+    return len(items), tuple(runs)

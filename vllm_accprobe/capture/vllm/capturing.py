@@ -1,10 +1,20 @@
-"""The capture of one worker: the observer that owns a Recording, and turns steps into armed ones.
+"""The capture of one worker: the observer that owns a Recording, and the history of its weights.
+
+The weights' life of one worker: its parts, put together.
+
+The problem: loading begins before there is a journal, and what the calls, the adapters and the fingerprints need is
+spread over worker, runner and model. The idea: one object for the capture, with a method for each moment. It says where
+an error goes: into the journal, and the looking ends.
+
+The capture of one worker: the observer that owns a Recording, and turns steps into armed ones.
 
 The problem: a dump of a served model has the weights as they were loaded, the chosen steps of the chosen requests, what
 was sampled, operators, labels and patches, all in their order, and whatever of it fails must end the capture and not
 the serving. The idea: one observer of the runner that puts the parts on when they can be put on, opens the session's
-steps, and takes everything off again. Not here: taps (taps/hooks.py), what a runner is (runner.py), the dump itself
-(core/recording.py).
+steps, and takes everything off again.
+
+Not here: events (weights.py), prints (capture/weights/), taps (taps/hooks.py), what a runner is (runner.py), the
+dump itself (core/recording.py).
 """
 
 from __future__ import annotations
@@ -12,37 +22,102 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.arming.windows import Windows
-from vllm_accprobe.capture.core.attachments import Attachments, put_on
+from vllm_accprobe.capture.arming import Windows
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.recording import Recording, root_of
+from vllm_accprobe.capture.core.recording import Attachments, Recording, put_on, root_of
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
-from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
-from vllm_accprobe.capture.taps.calls import tapped
-from vllm_accprobe.capture.taps.hooks import Taps
+from vllm_accprobe.capture.taps.hooks import Taps, chooses, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.vllm.attach import observe
-from vllm_accprobe.capture.vllm.batch import ChosenRows
-from vllm_accprobe.capture.vllm.compiled import InGraphs
-from vllm_accprobe.capture.vllm.dealing import Dealing, watch_dealing
-from vllm_accprobe.capture.vllm.dummy_look import LookingOn
-from vllm_accprobe.capture.vllm.eager import compiled_modules, compiles
-from vllm_accprobe.capture.vllm.modes.attached_modes import AttachedModes
-from vllm_accprobe.capture.vllm.modes.drafters import record_draft_layer
+from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, watch_dealing
+from vllm_accprobe.capture.vllm.compiled import InGraphs, LookingOn
+from vllm_accprobe.capture.vllm.modes import AttachedModes, record_draft_layer
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
-from vllm_accprobe.capture.vllm.step_observer import EngineStep, StepObserver
-from vllm_accprobe.capture.vllm.vllm_compat import hidden_size, language_prefix, run_info
-from vllm_accprobe.capture.vllm.weights.watching import Weights
+from vllm_accprobe.capture.vllm.vllm_compat import (
+    EngineStep,
+    StepObserver,
+    compiled_modules,
+    compiles,
+    hidden_size,
+    language_prefix,
+)
+from vllm_accprobe.capture.vllm.vllm_compat import run_info as run_info
+from vllm_accprobe.capture.vllm.weights import MOST, AdapterSlots, WeightCalls
+from vllm_accprobe.capture.weights.history import WeightLife
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal.event_lines import ARMED
+from vllm_accprobe.dump.journal import ARMED
 from vllm_accprobe.dump.schema import ROOT_TAP, Armed, Step
+
+_WHERE = "looking at the weights"
+MANY_ADAPTERS = f"an adapter in a slot, after the first {MOST}"
+
+
+class Weights:
+    """Never raises. session: asked for when there is something to write."""
+
+    def __init__(self, config: ProbeConfig, adapter: RunnerAdapter, session: Callable[[], Session | None]):
+        self._adapter, self._session = adapter, session
+        self.life = WeightLife(
+            self._line,
+            lambda path, cls: chooses(config, path, cls),
+            lambda: adapter.next_step,
+            self._failed,
+            adapter.parallel["rank"],
+            config.weights,
+        )
+        self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)
+        self._slots: AdapterSlots | None = None
+
+    def loading(self) -> contextlib.AbstractContextManager[Any]:
+        return self._calls.loading()
+
+    def look(self, path: str, layer: torch.nn.Module) -> None:
+        self.life.look(path, layer)
+
+    def loaded(self, model: torch.nn.Module) -> None:
+        """The model is loaded, packed, and has its adapters' layers."""
+        if self.life.off:
+            return
+        with self.life.safely():
+            self._calls.watch(model)
+            if self._slots is None:
+                self._slots = AdapterSlots(self.life, self._adapter.runner, lambda: self._adapter.quiet, self._many)
+
+    def settle(self) -> None:
+        self._calls.settle()
+
+    def close(self) -> None:
+        with self.life.safely():
+            self._calls.settle()
+            self._calls.close()
+
+    def _line(self, line: dict[str, Any]) -> None:
+        session = self._session()
+        if session is not None and session.dead is None:
+            session.sink.line(line)
+
+    def _many(self) -> None:
+        self._skip(ROOT_TAP, MANY_ADAPTERS)
+
+    def _skip(self, path: str, reason: str) -> None:
+        session = self._session()
+        if session is not None:
+            session.sink.skip(path, reason)
+
+    def _failed(self, error: BaseException) -> None:
+        said = f"{type(error).__name__}: {error}"
+        say(f"{_WHERE} failed ({said}): their life is not told any further; capture goes on")
+        session = self._session()
+        if session is not None:
+            session.sink.error(_WHERE, said, None)
 
 
 def attach(wrapper: Any) -> CaptureObserver | None:

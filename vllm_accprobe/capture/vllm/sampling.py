@@ -1,39 +1,168 @@
-"""What was sampled: token ids, the best logits and so the margin, per row of the logits.
+"""What was sampled: token ids, the best logits, and what each request asks of the sampler.
+
+Which tokens a request is to be answered with, as its client says it.
+
+The problem: after a token that two servers do not choose alike, they answer other texts, and nothing can be compared;
+so a client names the tokens beforehand. The idea: they come with the request in ``vllm_xargs``, which every release
+hands on to ``SamplingParams.extra_args``, as one string of numbers: 0.11 takes no lists there, and later releases look
+at each item of a list.
+
+What a request asks of the sampler, taken once, when the scheduler first names it.
+
+The problem: whether a token is right depends on the request's temperature, filters, seed, penalties, biases and word
+lists, and a batch that mixes two requests up has the wrong ones in its own tensors. The idea: the scheduler's output
+carries each new request's own parameters, in every release and for both runners; they are copied from there, before the
+runner has made anything of them, and stand in the request's line of the journal. Lists are cut; what is cut is named,
+and is in the digest all the same.
+
+What was sampled: token ids, the best logits and so the margin, per row of the logits.
 
 The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
 idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
 the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
 tokens. They are ordinary records of a tap called ``sampler``, as are temperature, filters and penalties as the runner
-has them by row, where any row needs them. In a step in which anything masks logits (masks.py), or a request asks for
+has them by row, where any row needs them. In a step in which anything masks logits (batch.py), or a request asks for
 it, the journal says so by request, and the best logits that are left are taken as well. Which noise draws the tokens
-is an attribute of the tap. Not here: what a request itself asks for (asked_of_sampler.py), what a flip means (judge).
+is an attribute of the tap.
+
+Not here: putting them in place (teacher_forcing.py), what follows (judge/sampling_rules.py), what a flip means (judge).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, Session
-from vllm_accprobe.capture.taps.selection import chooses
-from vllm_accprobe.capture.vllm.batch import ChosenRows
-from vllm_accprobe.capture.vllm.masks import TRACE, Grammar, grammar_of, tells
-from vllm_accprobe.capture.vllm.names.modes import unsampled
-from vllm_accprobe.dump.journal.event_lines import MASKS
+from vllm_accprobe.capture.taps.hooks import chooses
+from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, tells
+from vllm_accprobe.capture.vllm.relied_on import unsampled
+from vllm_accprobe.dump.journal import MASKS
 from vllm_accprobe.dump.schema import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    BUDGET,
     EXPONENTIAL,
     FILTERED,
+    GRAMMAR,
     GUMBEL,
     MASKS_KNOWN,
+    MIN_TOKENS,
+    NAMED_TOKENS,
     NOISE,
     NOISE_DRAWS,
     SCALED,
+    TRACE,
+    WATERMARK,
     Masks,
     Module,
+    SamplingParameters,
 )
+
+KEY = "accprobe_along"
+"""Of ``vllm_xargs``: token ids in decimal with a blank between two, the first generated token first. The client has
+the same word (gate/sending/client.py)."""
+_NUMBERS = re.compile(r"\d{1,9}(?: \d{1,9})*")
+
+
+@dataclass(frozen=True)
+class NamedTokens:
+    """prompt: tokens of the prompt; ids: of the answer, from its first token on; largest of ids."""
+
+    prompt: int
+    ids: tuple[int, ...]
+    largest: int
+
+    def at(self, computed: int) -> int:
+        """The token that follows the first ``computed`` ones; -1 where none is named: in the prompt, or after the
+        last one."""
+        k = computed - self.prompt
+        return self.ids[k] if 0 <= k < len(self.ids) else -1
+
+
+def asked(extra: Mapping[str, Any] | None, prompt: int) -> NamedTokens | None:
+    """Of a request's extra_args; None where it asks for nothing. Raises ValueError, which quotes nothing."""
+    said = (extra or {}).get(KEY)
+    if said is None:
+        return None
+    if not isinstance(said, str) or not _NUMBERS.fullmatch(said):
+        raise ValueError(f"{KEY} is not a text of token ids with a blank between two")
+    ids = tuple(map(int, said.split(" ")))
+    return NamedTokens(prompt, ids, max(ids))
+
+
+LISTED = 4096
+"""Chosen: tokens of one list that a line holds, 30 kB at most."""
+_PROMPT = 1 << 15
+"""Chosen: distinct tokens of a prompt: those of nearly all prompts, 200 kB at most, and only with a repetition
+penalty."""
+
+
+def sampling_of(new: Any, prompt: Sequence[int] | None) -> SamplingParameters | None:
+    """Of the scheduler's entry of a new request; None for a pooling request, and where a release has other types.
+    prompt: its token ids, None for embeddings."""
+    params = getattr(new, "sampling_params", None)
+    if params is None:
+        return None
+    try:
+        return _copied(params, prompt)
+    except (TypeError, ValueError, AttributeError):
+        return None
+
+
+def _copied(params: Any, prompt: Sequence[int] | None) -> SamplingParameters:
+    def number(name: str, default: float) -> float:
+        value = getattr(params, name, None)
+        return default if value is None else float(value)
+
+    repetition = number("repetition_penalty", 1.0)
+    bias = {int(t): float(b) for t, b in (getattr(params, "logit_bias", None) or {}).items()}
+    allowed = getattr(params, "allowed_token_ids", None)
+    allowed = None if allowed is None else sorted(map(int, allowed))
+    least = int(number("min_tokens", 0))
+    stop = sorted(map(int, getattr(params, "all_stop_token_ids", None) or ())) if least else []
+    words = [tuple(map(int, w)) for w in getattr(params, "bad_words_token_ids", None) or ()]
+    also = set()
+    for there, word in (
+        (getattr(params, "structured_outputs", None) or getattr(params, "guided_decoding", None), GRAMMAR),
+        (getattr(params, "thinking_token_budget", None), BUDGET),
+        (getattr(params, "trace_decode_token_ids", None), TRACE),
+        (getattr(params, "watermarking", None), WATERMARK),
+        ((getattr(params, "extra_args", None) or {}).get(KEY), NAMED_TOKENS),
+        (len(bias) > LISTED, BIAS),
+        (len(allowed or ()) > LISTED, ALLOWED),
+        (len(stop) > LISTED, MIN_TOKENS),
+        (sum(map(len, words)) > LISTED, BAD_WORDS),
+    ):
+        if there:
+            also.add(word)
+    seen = sorted(set(prompt)) if repetition != 1.0 and prompt is not None else None
+    seed = getattr(params, "seed", None)
+    plain = (
+        number("temperature", 1.0), number("top_p", 1.0), int(number("top_k", 0)), number("min_p", 0.0),
+        None if seed is None else int(seed), repetition, number("presence_penalty", 0.0),
+        number("frequency_penalty", 0.0),
+    )  # fmt: skip
+    every = repr((plain, sorted(bias.items()), allowed, least, stop, words, sorted(also)))
+    return SamplingParameters(
+        *plain,
+        bias=tuple(sorted(bias.items())) if BIAS not in also else (),
+        allowed=None if allowed is None or ALLOWED in also else tuple(allowed),
+        min_tokens=least,
+        stop=tuple(stop) if MIN_TOKENS not in also else (),
+        bad_words=tuple(words) if BAD_WORDS not in also else (),
+        prompt=None if seen is None or len(seen) > _PROMPT else tuple(map(int, seen)),
+        also=tuple(sorted(also)),
+        digest=xxhash.xxh3_128_hexdigest(every.encode()),
+    )
+
 
 SAMPLER = "sampler"
 BEST = 5

@@ -1,25 +1,238 @@
-"""What vLLM's releases and vendors call things: plain functions that read its objects, none of which is kept.
+"""What vLLM's releases and vendors call things, whether an engine is eager, and what listens to a runner.
+
+Whether an engine is eager: how it is made so, and how it is seen afterwards.
+
+The problem: compiled and captured graphs run no Python, and a tap is Python. ``enforce_eager`` is not enough: from vLLM
+0.11 to 0.15 a compilation level or mode that somebody names wins over it (0.11 config/__init__.py: 336, 0.13
+config/vllm.py: 652), the model is compiled, and the configuration still says eager. The idea: ask for eager in every
+word that a release has, and afterwards believe the modules, not the wish.
+
+What listens to a model runner: a capture, errcheck, and whatever comes after them.
+
+The problem: each of them must know what a step is, which requests it has, when weights are loaded and when a process
+ends, and a runner that is wrapped by each is wrapped several times, each time a little differently. The idea: one
+adapter knows the runner (runner.py) and tells its observers, a handful of calls per step, in words that are no
+release's.
+
+What vLLM's releases and vendors call things: plain functions that read its objects, none of which is kept.
 
 The problem: the same fact has other names in 0.11 and 0.33, in V1 and V2, in vendors' copies. The idea: each fact
-is one function here, with the fallbacks in one place, so that runner.py reads like the design. Not here: any
-wrapping.
+is one function here, with the fallbacks in one place, so that runner.py reads like the design.
+
+Not here: who patches the engine's arguments (plugin.py), what is said and skipped then (runner.py), what an observer
+does (capturing.py, capture/errcheck/observer.py), the order of the rows (batch.py), any wrapping.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import enum
 import os
 import platform
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.recording import run_facts
-from vllm_accprobe.capture.vllm.eager import facts
-from vllm_accprobe.capture.vllm.names import modes
-from vllm_accprobe.capture.vllm.step_observer import BlockMoves
+from vllm_accprobe.capture.core.session import NOTHING
+from vllm_accprobe.capture.vllm import relied_on
 from vllm_accprobe.config import REPLICAS
-from vllm_accprobe.dump.schema import Image, StepGraph
+from vllm_accprobe.dump.schema import Image, SamplingParameters, StepGraph
+
+_NAMES = ("level", "mode", "cudagraph_mode")
+"""Of vLLM's CompilationConfig: ``level`` to 0.11, ``mode`` from 0.12 on, and the graphs that are captured."""
+_STOCK = 1
+"""Level or mode in which the runner compiles the whole model, after it has been loaded (``model.compile()``)."""
+PIECES = 3
+"""Level or mode in which vLLM compiles the model itself, cut into pieces."""
+
+
+def make_eager(args: Any) -> list[str]:
+    """Changes vLLM's EngineArgs ``args`` so that the engine is eager; what was otherwise, in words.
+
+    The compilation configuration is replaced by a copy, since it may be its owner's who builds another engine with it.
+    """
+    changed = []
+    if not getattr(args, "enforce_eager", True):
+        args.enforce_eager = True
+        changed.append("enforce_eager")
+    config = getattr(args, "compilation_config", None)
+    for name in _NAMES:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if value is None or not _number(value):
+            continue
+        if config is getattr(args, "compilation_config", None):
+            config = copy.copy(config)
+        none = type(value)(0) if isinstance(value, (int, enum.Enum)) else 0
+        if isinstance(config, dict):
+            config[name] = none
+        else:
+            setattr(config, name, none)
+        changed.append(f"{name} {getattr(value, 'name', value)}")
+    if changed and config is not None:
+        args.compilation_config = config
+    return changed
+
+
+def compiles(vllm_config: Any, model: Any) -> bool:
+    """Whether the built engine compiles or captures graphs, whatever it was asked for: what is inside runs no Python.
+
+    ``model``: its modules know (vLLM's ``support_torch_compile`` sets ``do_not_compile`` on each).
+    """
+    config = vllm_config.compilation_config
+    number = level(config)
+    if compiled_modules(model) or number == _STOCK:
+        return True
+    if getattr(vllm_config.model_config, "enforce_eager", False):  # then no release captures a graph
+        return False
+    return bool(number) or bool(_number(getattr(config, "cudagraph_mode", None)))
+
+
+def compiled_modules(model: Any) -> list[str]:
+    """Paths of the modules that are compiled."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if getattr(module, "do_not_compile", None) is False or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+
+
+def facts(vllm_config: Any, model: Any) -> dict[str, Any]:
+    """What run.json says of it: ``eager`` as it is, beside what the engine was asked for."""
+    config = vllm_config.compilation_config
+    graphs = getattr(config, "cudagraph_mode", None)
+    return {
+        "eager": not compiles(vllm_config, model),
+        "enforce_eager": bool(getattr(vllm_config.model_config, "enforce_eager", False)),
+        "compilation_mode": level(config),
+        "cudagraph_mode": getattr(graphs, "name", None),
+    }
+
+
+def level(config: Any) -> int:
+    """0 none, 1 torch.compile of the whole model, 2 dynamo once, 3 vLLM's own; the same numbers in all releases."""
+    mode = getattr(config, "mode", None)
+    return int((mode if mode is not None else getattr(config, "level", None)) or 0)
+
+
+def _number(value: Any) -> Any:
+    """A mode's value: 0 is none; some of CUDAGraphMode's are pairs."""
+    return getattr(value, "value", value)
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that the scheduler names for the first time. prompt: its token ids, None where it came as embeddings;
+    length: how many rows it has. extra: what its client gave for extensions of vLLM. adapter: the name of its LoRA
+    adapter, "" for none. embedded: makes the hash of a prompt that came as embeddings; None for tokens. salt: a hash of
+    its cache salt, "" for none, or where the scheduler's process does not say. sampling: makes what it asks of the
+    sampler, None for a pooling request."""
+
+    name: str
+    prompt: Sequence[int] | None
+    length: int
+    images: tuple[Image, ...]
+    extra: Mapping[str, Any] | None = None
+    adapter: str = ""
+    embedded: Callable[[], str] | None = None
+    salt: str = ""
+    sampling: Callable[[], SamplingParameters | None] | None = None
+
+
+@dataclass(frozen=True)
+class BlockMoves:
+    """What the scheduler did with the cache's blocks before a step, by request, one sequence per group of the cache.
+
+    tables: the whole tables of requests that are new or resumed; more: what was added to the tables of others.
+    preempted: as far as it is said. copies: (from, to), block by block, before the forward. zeroed: blocks that are
+    filled with zeros before it.
+    """
+
+    tables: Mapping[str, Sequence[Sequence[int]]]
+    more: Mapping[str, Sequence[Sequence[int]]]
+    preempted: Sequence[str] = ()
+    copies: Sequence[tuple[int, int]] = ()
+    zeroed: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One batch that the scheduler has made.
+
+    number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
+    counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
+    finished: requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None
+    where the scheduler does not look at it. unplaced: why nobody can tell its rows, "" where they can be told. blocks:
+    asked for what was done with the cache's blocks.
+    """
+
+    number: int | None
+    counts: Mapping[str, int]
+    tokens: int
+    new: Sequence[NewRequest]
+    finished: Sequence[str]
+    starts: Callable[[], dict[str, int]]
+    arming: bytes | None = None
+    unplaced: str = ""
+    blocks: Callable[[], BlockMoves] | None = None
+
+
+class StepObserver:
+    """One listener of a runner. What it does not care for it leaves as it is here.
+
+    An exception from a method never reaches the model: the adapter gives it to ``failed``. The one that an observer
+    WANTS raised into the engine, it leaves in ``stopping``: it is raised when the step is over.
+    """
+
+    without = "nothing is observed on this rank"
+    """What follows where the runner cannot be observed, for the line that says so."""
+    stopping: Exception | None = None
+
+    @property
+    def awake(self) -> bool:
+        """Whether it wants to hear of steps."""
+        return False
+
+    def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
+        """The module at ``path`` has its weights as the checkpoint gave them; they are packed next."""
+
+    def draft_layer(self, path: str, layer: torch.nn.Module) -> None:
+        """The same of a draft model's module. The model that is captured is loaded by then."""
+
+    def loading(self) -> contextlib.AbstractContextManager[Any]:
+        """What the runner makes and loads its model in."""
+        return NOTHING
+
+    def loaded(self) -> None:
+        """The runner's model is complete; called again when weights are loaded anew."""
+
+    def begin_step(self, step: EngineStep) -> None:
+        """The runner is about to compute ``step``. Only while awake."""
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """What the runner's own work of a step is done in: its forward, and its sampling."""
+        return NOTHING
+
+    def drafting(self) -> contextlib.AbstractContextManager[Any]:
+        """What a draft model works in, which shares modules with the model and is none of it."""
+        return NOTHING
+
+    def computed(self) -> None:
+        """The forward of the step that ``begin_step`` announced has returned; sampling may follow."""
+
+    def end_step(self) -> None:
+        """Whatever runs next is not of the step that may still be open. Also called when none is."""
+
+    def failed(self, where: str, error: BaseException) -> None:
+        """A method of this observer, or the runner's own objects, failed at ``where``. Must not raise."""
+
+    def close(self, reason: str) -> None:
+        """The process ends, or the engine is shut down. Called again by each way to end. Must not raise."""
+
 
 BATCH_FIELDS = (
     "req_ids", "num_scheduled_tokens", "num_tokens", "num_tokens_after_padding", "input_ids", "positions",
@@ -133,7 +346,7 @@ def guesses(vllm_config: Any) -> bool:
 
 def refusal(runner: Any) -> str:
     """Why the rows of this runner's tensors cannot be told apart, in a few words; "" where they can."""
-    why = modes.refused(runner)
+    why = relied_on.refused(runner)
     if why:
         return why
     kind = type(runner).__name__

@@ -2,7 +2,7 @@
 
 The problem: torch makes six passes of 8 bytes per element for what is one multiply-add in registers. The idea: a loop
 over the elements' bits, which LLVM keeps in registers; importing this module needs numba. Not here: the definition
-(mixing.py), devices (prints.py).
+(mixing.py), devices (fingerprint.py).
 """
 
 from __future__ import annotations

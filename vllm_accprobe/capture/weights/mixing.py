@@ -6,7 +6,7 @@ odd multiplications and shifts [D. Stafford's variant 13 of the 64-bit finaliser
 modulo 2**64 of mixed bits are taken: of all elements (without order), and of each row with one odd factor for each
 column (with order). A sum over rows of mixed row sums and row numbers has the order of the rows. Two tensors that
 differ have the same 64 bits with a probability of about 2**-64, unless somebody wants it. Not here: how a device
-computes it (prints.py), compiled loops for the host (host_loops.py).
+computes it (fingerprint.py), compiled loops for the host (host_loops.py).
 """
 
 from __future__ import annotations

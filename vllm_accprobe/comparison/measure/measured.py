@@ -1,31 +1,223 @@
-"""What was measured, apart from what it means: all that judging needs, without tensors.
+"""What was measured, apart from what it means: filled once, saved, judged again without tensors.
+
+One measured piece of a tensor pair: filled once by measuring, saved as it is, judged again from that.
+
+The problem: what is measured, what a file keeps and what is judged must be the same values, or a comparison that is
+judged again is another one. The idea: one type of plain values. It begins with what one tensor of mine says of itself,
+learns which tensor of golden it met, and is filled by whoever measures; tensors themselves stay with the measurer.
+
+Row tables on disk while a comparison of any size goes on: what was measured may be larger than memory.
+
+The problem: a row table has 88 bytes per row and tensor, which for twenty gigabytes of narrow rows is half a gigabyte,
+kept from measuring to saving. The idea: beyond a bound, tables go into unnamed files that are mapped into memory, so
+that they stay plain arrays; `rest` gives the pages back to the system, which has them on disk or in its cache.
+
+What was measured, apart from what it means: all that judging needs, without tensors.
 
 The problem: whoever wants other limits should not have to read a terabyte again. The idea: measuring ends in plain
 values and arrays, `Measured`; judging (judging.py) starts from them and from nothing else, so that a saved comparison
-is judged again exactly as it was the first time. A `MeasuredUnit` is all parts of one tap, role and call; a `Setting`
+is judged again exactly as it was the first time. A `MeasuredUnit` is all parts of one tap, role and call; a `ComparisonContext`
 is what both dumps and the plan say about the run.
-Not here: one part (part.py), measuring (activations.py, params.py), the file (saved.py), limits and blame (judging.py,
-judge/).
+
+Not here: measuring (activations.py, params.py), the files (store/), the saved comparison (store.py), interrupted ones
+(store.py), the file (store.py), limits and blame (judging.py, judge/).
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.final_tokens import POSITION_BITS, POSITION_MASK
-from vllm_accprobe.comparison.measure.part import Part
-from vllm_accprobe.comparison.plan.joining import Moment
-from vllm_accprobe.comparison.plan.links import Links
-from vllm_accprobe.comparison.plan.sources import Sources
-from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.align.tokens import NO_ROWS, POSITION_BITS, POSITION_MASK, RowSet
+from vllm_accprobe.comparison.plan.annotations import Links, Sources
+from vllm_accprobe.comparison.plan.coverage import family
+from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
-from vllm_accprobe.comparison.store.spill import Shelf
+from vllm_accprobe.dump.schema import Stats
+from vllm_accprobe.dump.segment import take_room
 from vllm_accprobe.judge.flow import Key
+
+
+@dataclass(slots=True)
+class Part:
+    """One tensor of mine against the golden's rows, or a parameter.
+
+    golden, mine: names in their dumps; step, rank: mine's; feature: shape of one row (of all, where ``whole``).
+    rows: those compared, in mine's order. table: row table float64 [rows, 11]
+    (kernels.definition.ROW_FIELDS), None where ``identical`` or judged by ``stats``. stats: (lower bound of the
+    relative L2 error, largest error of an extreme in units of the rms), from statistics alone. worst: (row, flat index,
+    golden, mine) of the largest |d|. whole: a tensor without rows, measured as one. row_norm: rms norm of the golden's
+    rows where nothing was read (identical). elements: kernels.definition.ELEMENT_FIELDS, sums over all elements for
+    other tools' standards; None where values were not read. figures: golden's and mine's (max, min, mean, norm), where
+    they decided. kl: KL divergence, None where not measured. choices: int64 [rows, k], the experts that mine chose, of
+    a tensor that holds such; margins: float64 [rows, 3], how clearly either side chose (judge.routing.margins), None
+    where the router's logits are not in both dumps or all choices are alike. nonfinite: count where identical;
+    own_nonfinite: whether mine's tensor holds NaN or infinity, None where nobody counted; zero: all of it is 0.
+    few: its differences are few different ones that come again and again, and so no independent roundings.
+    same_bits: both were read, and their bits are equal. equal: of parameters, whether they are equal to the bit. by:
+    what decided where that were not the values. skip: why nothing was compared.
+    """
+
+    golden: str
+    mine: str
+    step: int | None
+    rank: int | None
+    moment: Moment
+    dtype_golden: str | None
+    dtype_mine: str
+    call: int
+    feature: tuple[int, ...]
+    family: str = "text"
+    rows: RowSet = NO_ROWS
+    table: np.ndarray | None = None
+    identical: bool = False
+    stats: tuple[float, float] | None = None
+    worst: tuple[int, int, float, float] | None = None
+    whole: bool = False
+    row_norm: float = 0.0
+    nonfinite: int = 0
+    zero: bool = False
+    equal: bool | None = None
+    by: str = ""
+    replicas: str = ""
+    note: str = ""
+    skip: str = ""
+    elements: tuple[float, ...] | None = None
+    kl: float | None = None
+    choices: np.ndarray | None = None
+    margins: np.ndarray | None = None
+    own_nonfinite: bool | None = None
+    figures: tuple[tuple[float | None, ...], ...] | None = None
+    same_bits: bool = False
+    few: bool = False
+
+    @property
+    def width(self) -> int:
+        return prod(self.feature)
+
+    @classmethod
+    def of(cls, mine: Group, golden: Group | None = None, *, whole: bool = False, skip: str = "") -> Part:
+        """What a tensor of mine says of itself, before anything is measured."""
+        first, stats = mine.first, stats_of(mine)
+        ranks = {r.rank for r in mine.records}
+        counted = [s for s in stats if s is not None]
+        part = cls(
+            golden="",
+            mine=first.name,
+            step=first.step,
+            rank=ranks.pop() if len(ranks) == 1 else None,
+            moment=mine.moment,
+            dtype_golden=None,
+            dtype_mine=first.dtype,
+            call=first.call,
+            feature=(),
+            family=family(mine.where[2] if mine.where else ""),
+            whole=whole,
+            zero=not any(s.l2 for s in counted),
+            note=mine.merge.note if mine.merge else "",
+            skip=skip,
+            own_nonfinite=any(s.nan + s.inf for s in counted) if stats and len(counted) == len(stats) else None,
+        )
+        if golden is not None:
+            part.meet(golden)
+        return part
+
+    def meet(self, golden: Group) -> None:
+        """Learns which tensor of golden it is held against."""
+        self.golden, self.dtype_golden = golden.first.name, golden.first.dtype
+
+    def agree(self, golden: Group, mine: Group) -> None:
+        """All numbers are equal, by their hashes: what was not read is told from statistics."""
+        self.identical = True
+        self.nonfinite = sum(s.nan + s.inf for s in stats_of(mine) if s is not None)
+        first = golden.first
+        if not self.whole and first.stats and first.stats.l2:
+            self.row_norm = first.stats.l2 / max(first.shape[golden.row_dim], 1) ** 0.5
+
+
+def stats_of(group: Group) -> list[Stats | None]:
+    """As recorded, of the pieces that are used."""
+    return [group.records[i].stats for i in group.merge.use] if group.merge else []
+
+
+BOUND = 96 << 20
+"""Bytes that stay in memory."""
+CHUNK = 64 << 20
+
+
+class SpillBuffer:
+    """Keeps arrays. directory: of the files, which have no names; where that fails, arrays stay in memory."""
+
+    def __init__(self, directory: Path | None = None, bound: int = BOUND):
+        self._directory = directory
+        self._bound = bound
+        self._maps: list[mmap.mmap] = []
+        self._at = 0
+        self.in_memory = 0
+        self.on_disk = 0
+
+    def another(self, bound: int) -> SpillBuffer:
+        """One of its own for other arrays, in the same directory."""
+        return SpillBuffer(self._directory, bound)
+
+    def keep(self, array: np.ndarray) -> np.ndarray:
+        """The same numbers, in memory or on disk."""
+        where = self._mapped(array.size, array.dtype)
+        if where is None:
+            return array
+        kept = where.reshape(array.shape)
+        kept[...] = array
+        return kept
+
+    def empty(self, n: int, dtype: type) -> np.ndarray:
+        """An array [n] to be filled, in memory or on disk."""
+        where = self._mapped(n, np.dtype(dtype))
+        return np.empty(n, dtype) if where is None else where
+
+    def _mapped(self, n: int, dtype: np.dtype) -> np.ndarray | None:
+        """Room on disk, None where so much has room in memory or nowhere else."""
+        nbytes = n * dtype.itemsize
+        if self.in_memory + nbytes <= self._bound or not nbytes:
+            self.in_memory += nbytes
+            return None
+        try:
+            where = self._room(nbytes)
+        except OSError:  # a full disk is no reason to stop while there is memory
+            self._bound += nbytes
+            self.in_memory += nbytes
+            return None
+        found = np.frombuffer(where, dtype, n, self._at)
+        self._at += (nbytes + 63) // 64 * 64
+        self.on_disk += nbytes
+        return found
+
+    def rest(self) -> None:
+        """Gives the pages back; arrays stay usable and are read again when they are needed."""
+        for chunk in self._maps:
+            with contextlib.suppress(AttributeError, ValueError, OSError):  # not on every system
+                chunk.madvise(mmap.MADV_DONTNEED)
+
+    def _room(self, nbytes: int) -> mmap.mmap:
+        if not self._maps or self._at + nbytes > len(self._maps[-1]):
+            self.rest()
+            with tempfile.TemporaryFile(dir=self._directory, prefix="accprobe-") as file:
+                size = max(CHUNK, nbytes)
+                file.truncate(size)
+                # A hole that a full disk has no page for would end the process that writes there (SIGBUS).
+                take_room(file.fileno(), size)
+                self._maps.append(mmap.mmap(file.fileno(), size))
+            self._at = 0
+        return self._maps[-1]
+
 
 NO_KEYS = np.zeros(0, np.int64)
 NO_FLAGS = np.zeros(0, bool)
@@ -66,21 +258,22 @@ class MeasuredUnit:
 
 
 @dataclass
-class Setting:
+class ComparisonContext:
     """Facts about both runs and the plan. Everything here is plain: text, numbers, lists, and arrays of row keys.
 
     names, images: as TokenPlan's. parent, children, mixing, classes: as flow.Tree's. attrs: of mine's modules.
     notes: what must be said first, whatever the verdict. coverage: compare.json's, but for pairs and near ties.
     skipped: by reason, found while planning and measuring. flips: one dict per flipped token with both sides' best
-    logits, and what its request asks for (asked_rows.py); processed: rows without a flip whose processed logits differ,
-    as asked_rows.py tells of them. batches: step → (requests, tokens) of mine. graphs: step → (size of the captured
-    graph that computed it, 0 for none; rows of it that are nobody's) of mine, empty where no step had one. padding:
-    what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
+    logits, and what its request asks for (sampler_rows.py); processed: rows without a flip whose processed logits
+    differ, as sampler_rows.py tells of them. batches: step → (requests, tokens) of mine. graphs: step → (size of the
+    captured graph that computed it, 0 for none; rows of it that are nobody's) of mine, empty where no step had one.
+    padding: what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
-    as judge.weights.between's. links: as plan/links.py's. sources: as plan/sources.py's. modules: tap → class of all
-    modules of mine's model, captured or not, where its dump names them. untapped: as plan/untapped.py's.
+    as judge.weights.between's. links: as comparison/plan/annotations.py's. sources: as
+    comparison/plan/annotations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
+    dump names them. untapped: as plan/untapped.py's.
     """
 
     golden_path: str
@@ -128,9 +321,9 @@ class Setting:
 class Measured:
     """shelf: where the units' row tables lie, None where all are in memory."""
 
-    setting: Setting
+    setting: ComparisonContext
     units: list[MeasuredUnit]
-    shelf: Shelf | None = None
+    shelf: SpillBuffer | None = None
 
     def each(self) -> Iterator[MeasuredUnit]:
         """The units one after the other, for whoever walks over all row tables: they need not fit into memory."""

@@ -13,16 +13,15 @@ import re
 
 import numpy as np
 
-from vllm_accprobe.align.shards import ONE
-from vllm_accprobe.comparison.measure import statistics
+from vllm_accprobe.align.ranks import ONE
+from vllm_accprobe.comparison.measure import activations
 from vllm_accprobe.comparison.measure.activations import OTHER_WIDTH, UNKNOWN_DTYPE
-from vllm_accprobe.comparison.measure.part import Part
+from vllm_accprobe.comparison.measure.measured import Part
 from vllm_accprobe.comparison.measure.read import UNREAD, Loader, RowBlock, Stretch, Unread, cut_shape, find_cut
-from vllm_accprobe.comparison.plan.joining import Group
-from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.kernels import definition, rows, wide
+from vllm_accprobe.kernels import definition, rows
 from vllm_accprobe.standards.limits import Standard
 
 PACKED = "packed or quantised parameters of different dtypes"
@@ -79,7 +78,7 @@ def _compare(part: Part, g: Group, m: Group, golden: Loader, mine: Loader, stand
         return _decided(part, True, "values, as far as both dtypes hold them")
     if differ.any():
         r = int(part.table[:, definition.MAX_D].argmax())
-        part.worst = (r, *wide.locate(data[0][r], data[2], data[1][r], data[2], widen))
+        part.worst = (r, *rows.locate(data[0][r], data[2], data[1][r], data[2], widen))
     part.same_bits = not differ.any() and Stretch(a, at, b, at).same_bits()
     return _decided(part, not differ.any(), "values")
 
@@ -121,19 +120,19 @@ def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
         part.stats = (0.0 if equal else float("inf"), 0.0)
         return _decided(part, equal, "hash of a sample")
     if all(x.stats and y.stats for x, y in pairs):
-        errors = [statistics.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
+        errors = [activations.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
         part.stats = max(e[0] for e in errors), max(e[1] for e in errors)
         if len(pairs) == 1 and pairs[0][0].stats and pairs[0][1].stats:
-            part.figures = statistics.figures(pairs[0][0].stats), statistics.figures(pairs[0][1].stats)
+            part.figures = activations.figures(pairs[0][0].stats), activations.figures(pairs[0][1].stats)
         allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
-        if statistics.checksums(g, m) is False:
+        if activations.checksums(g, m) is False:
             return _decided(part, False, "checksums")
-        known = [statistics.same_weights(x, y, allowed) for x, y in pairs]
+        known = [activations.same_weights(x, y, allowed) for x, y in pairs]
         if None not in known:
             return _decided(part, all(known), "statistics")
         error = max(part.stats[0], part.stats[1] / standard.element)
         return _decided(part, error <= allowed, "statistics")
-    same = statistics.checksums(g, m)
+    same = activations.checksums(g, m)
     if same is not None:
         part.stats = 0.0 if same else float("inf"), 0.0
         return _decided(part, same, "checksums")

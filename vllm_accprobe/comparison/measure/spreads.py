@@ -1,11 +1,22 @@
-"""How the values and the errors of the worst pairs are spread: over values, positions and columns.
+"""Samples and histograms of the pairs that failed.
+
+A few values of the pairs that failed, so that a person can see what the numbers look like.
+
+The problem: "relative L2 0.08" does not say whether a row is scaled, shifted, shuffled or garbage; a scatter of mine
+over golden does, at a glance. The idea: for the worst failed pair of each tensor, first in data-flow order first, and
+then for other failed pairs, read the worst row again and a few others, at most `VALUES` spread values of each kind.
+After the comparison, so that measuring stays as it is; where something cannot be read there is no sample, and nothing
+else changes.
+
+How the values and the errors of the worst pairs are spread: over values, positions and columns.
 
 The problem: one wrong head, one wrong block of a weight or every tenth position give the same "relative L2 0.08". The
 idea: for the origins' pairs and the worst others, both sides' histogram in the same bins, the error of each column, and
 the rows' error over their position, which the comparison knows already. The most important pairs come first, until a
 tenth of the bytes that were compared is read again; of many rows the worst and evenly spread others are taken. So the
 cost is bounded whatever the dump's size, and what is left out is counted by reason.
-Not here: single values (samples.py), drawing (report/html/spread.js).
+
+Not here: what is wrong with the values (judge/), drawing (report/), drawing (report/html/spread.js).
 """
 
 from __future__ import annotations
@@ -18,14 +29,104 @@ import numpy as np
 from vllm_accprobe.align.tokens import POSITION_MASK, SideRows
 from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
 from vllm_accprobe.comparison.measure.workers import unit_bytes
-from vllm_accprobe.comparison.plan.joining import Group
-from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.pair import FAIL, PASS, Pair
+from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.comparison.result import FAIL, PASS, Pair
-from vllm_accprobe.comparison.row_table import RowLog, ValueSpread
-from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.comparison.row_table import RowLog, ValueSample, ValueSpread
+from vllm_accprobe.dump.dtypes import DTYPES, widen
 
-MAX_PAIRS = 200
+VALUES = 256
+OTHER_ROWS = 15
+MAX_SAMPLED_PAIRS = 64
+
+
+def take_samples(
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, limit: int = MAX_SAMPLED_PAIRS
+) -> tuple[ValueSample, ...]:
+    """Samples of up to ``limit`` failed pairs, in the order of ``pairs``."""
+    units = {u.key: u for u in plan.units}
+    out = []
+    for i in _chosen(pairs, limit):
+        unit = units.get((pairs[i].tap, pairs[i].role, pairs[i].call))
+        try:
+            sample = None if unit is None else _sample(i, pairs[i], unit, plan, loaders, log)
+        except Unread:
+            sample = None
+        if sample is not None:
+            out.append(sample)
+    for loader in loaders:
+        loader.forget()
+    return tuple(out)
+
+
+def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
+    """The worst failed pair of each tensor's name, in data-flow order; then other failed pairs, in that order too."""
+    best: dict[tuple[str, str, int], int] = {}
+    for i, p in enumerate(pairs):
+        if p.status == FAIL and p.rows:
+            key = (p.tap, p.role, p.call)
+            if key not in best or (p.worst_row_rel_l2 or 0.0) > (pairs[best[key]].worst_row_rel_l2 or 0.0):
+                best[key] = i
+    first = set(best.values())
+    failed = [i for i, p in enumerate(pairs) if p.status == FAIL and p.rows]
+    return sorted(sorted(failed, key=lambda i: (i not in first, pairs[i].order))[:limit])
+
+
+def _sample(
+    index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
+) -> ValueSample | None:
+    found = log.worst_key(pair)
+    group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
+    if found is None or group is None or not group.readable:
+        return None
+    worst, keys = found
+    others = keys[keys != worst]
+    others = others[np.unique(np.linspace(0, len(others) - 1, OTHER_ROWS).astype(int))] if len(others) else others
+    first = [_row(plan, unit, group, loaders, worst)]
+    rest = [_row(plan, unit, group, loaders, int(k)) for k in others]
+    if first[0] is None:
+        return None
+    share = max(1, VALUES // max(len(rest), 1))
+    parts = [_spread(r, VALUES if r is first[0] else share) for r in (*first, *rest) if r is not None]
+    golden, mine = (np.concatenate([p[side] for p in parts]) for side in (0, 1))
+    request, position = plan.tokens.name(worst)
+    return ValueSample(index, golden, mine, len(parts[0][0]), request, position)
+
+
+def _row(
+    plan: Plan, unit: Unit, mine: Group, loaders: tuple[Loader, Loader], key: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """One row of both sides as float32 [width], the last computed where a side has it more than once."""
+    golden = [(g, row) for g in unit.golden if g.readable and (row := _find(plan.tokens.golden, g, key)) is not None]
+    own = _find(plan.tokens.mine, mine, key)
+    if not golden or own is None:
+        return None
+    partner, other = golden[-1]
+    out = []
+    places = ((partner, other), (mine, own))
+    for loader, (group, row), cut in zip(loaders, places, find_cut(partner, mine), strict=True):
+        block = loader.load(group, cut)
+        if row >= len(block.data):
+            return None
+        out.append(widen(block.data[row], block.dtype, as_float=True).astype(np.float32))
+    return (out[0], out[1]) if len(out[0]) == len(out[1]) else None
+
+
+def _find(side: SideRows, group: Group, key: int) -> int | None:
+    rows = None if group.where is None else side.rows.get(group.where)
+    if rows is None:
+        return None
+    at = np.flatnonzero((rows.keys == key) & rows.keep)
+    return int(at[-1]) if len(at) else None
+
+
+def _spread(row: tuple[np.ndarray, np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
+    width = len(row[0])
+    chosen = np.arange(width) if width <= n else np.linspace(0, width - 1, n).astype(int)
+    return row[0][chosen], row[1][chosen]
+
+
+MAX_SPREAD_PAIRS = 200
 MAX_BYTES = 64 << 20
 """Of one side's tensor; chosen: what the comparison's own loader keeps."""
 MAX_VALUES = 1 << 15
@@ -44,7 +145,7 @@ def take_spreads(
     many of such pairs have none, by reason). asked: these taps were asked for, so that outputs which pass and are not
     identical have one, too."""
     units = {u.key: u for u in plan.units}
-    chosen, left_out = _chosen(pairs, origins, asked)
+    chosen, left_out = _spreads_chosen(pairs, origins, asked)
     left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
     out = []
     for i in chosen:
@@ -59,7 +160,7 @@ def take_spreads(
     return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
 
 
-def _chosen(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
+def _spreads_chosen(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
     """The failed pairs, the origins' before the others, then the origins' others, then, where ``asked``, all others;
     the largest error over its limit first. And what is beyond `MAX_PAIRS`."""
 
@@ -73,9 +174,9 @@ def _chosen(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tup
 
     wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins or passes(p))]
     left_out: Counter[str] = Counter()
-    if len(wanted) > MAX_PAIRS:
-        left_out[f"after the {MAX_PAIRS} worst"] = len(wanted) - MAX_PAIRS
-    return sorted(wanted, key=place)[:MAX_PAIRS], left_out
+    if len(wanted) > MAX_SPREAD_PAIRS:
+        left_out[f"after the {MAX_SPREAD_PAIRS} worst"] = len(wanted) - MAX_SPREAD_PAIRS
+    return sorted(wanted, key=place)[:MAX_SPREAD_PAIRS], left_out
 
 
 def _one(
@@ -96,13 +197,13 @@ def _one(
     if size > left:
         return f"beyond a {SHARE}th of the bytes that were compared"
     try:
-        spread = _spread(index, group, sides, *found, plan, loaders)
+        spread = _spreads_spread(index, group, sides, *found, plan, loaders)
     except Unread:
         spread = None
     return (spread, size) if spread is not None else "values that cannot be read"
 
 
-def _spread(
+def _spreads_spread(
     index: int, group: Group, sides: Sequence[Group], keys: np.ndarray, error: np.ndarray, plan: Plan,
     loaders: tuple[Loader, Loader],
 ) -> ValueSpread | None:  # fmt: skip
@@ -110,7 +211,7 @@ def _spread(
     blocks = []
     chosen = _some(keys, error, max(1, MAX_VALUES // max(1, _width(group))))
     for golden in reversed(sides):
-        rows = _find(plan.tokens.golden, golden, chosen), _find(plan.tokens.mine, group, chosen)
+        rows = _spreads_find(plan.tokens.golden, golden, chosen), _spreads_find(plan.tokens.mine, group, chosen)
         both = (rows[0] >= 0) & (rows[1] >= 0)
         if not both.any():
             continue
@@ -183,7 +284,7 @@ def _some(keys: np.ndarray, error: np.ndarray, limit: int) -> np.ndarray:
     return np.unique(keys[np.union1d(worst, spread)])
 
 
-def _find(side: SideRows, group: Group, keys: np.ndarray) -> np.ndarray:
+def _spreads_find(side: SideRows, group: Group, keys: np.ndarray) -> np.ndarray:
     """int64 [n]: the row of each of ``keys``, the last where there are several, -1 where there is none."""
     out = np.full(len(keys), -1)
     rows = None if group.where is None else side.rows.get(group.where)

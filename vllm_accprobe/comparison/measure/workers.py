@@ -4,7 +4,7 @@ The problem: reading, hashing and arithmetic give up the interpreter's lock, but
 thread costs forty microseconds to be told about it; and whatever the dump's size, memory must not grow. The idea: units
 are handed over in batches of some megabytes; each thread has its own buffers and keeps them; only so many batches are
 under way that no thread waits; results come back in the order of the plan, so that nothing after depends on timing.
-Not here: one unit (activations.py, params.py), remembering results (resume.py), other processes (spread_out/).
+Not here: one unit (activations.py, params.py), remembering results (store.py), other processes (spread_out/).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm_accprobe.comparison.measure.activations import Measurer
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.params import compare_params
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.plan.row_index import Indices
 from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.standards.limits import Standard
 
 BATCH = 8 << 20

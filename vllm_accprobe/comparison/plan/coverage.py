@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import RowSet
-from vllm_accprobe.align.tokens import SideRows
+from vllm_accprobe.align.tokens import RowSet, SideRows
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.schema import DEALT
 from vllm_accprobe.judge.routing import Rerouted

@@ -16,16 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.align.shards import ONE, MergePlan
+from vllm_accprobe.align.ranks import ONE, MergePlan
 from vllm_accprobe.align.tokens import Rows, SideRows, Space
-from vllm_accprobe.comparison.plan.joining import Group
-from vllm_accprobe.comparison.plan.row_index import Indices
-from vllm_accprobe.comparison.plan.unit import Unit
-from vllm_accprobe.dump.face import Dump
+from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
-from vllm_accprobe.dump.layouts import REPLICATED
-from vllm_accprobe.dump.schema import Record, rank_dir, segment_name
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import REPLICATED, Record, rank_dir, segment_name
 from vllm_accprobe.formats import open_dump
 
 PairKey = tuple[int, int, str, int]

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_accprobe.align.derived import View
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
+from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.schema import Record
 
 ONE_SIDE = "operator calls are in one of the dumps only"

@@ -1,15 +1,181 @@
-"""What is compared at one place: a unit of the plan, and the sampler's own places.
+"""What is compared at one place: a unit of the plan, and how the ranks' pieces make a whole.
 
-Not here: which units there are (units.py), the groups that a unit has (joining.py), measuring (measure/).
+The records of several ranks as groups, each with the way in which its pieces make a whole.
+
+The problem: a layout may be written down, be unknown, or be that of a merged projection; the other side's shape may
+tell. The idea: a `Group` is one side's records of one tensor in one step, and `merged` makes the groups of one place on
+both sides, each with a plan for joining its pieces or the reason why there is none.
+
+What is compared at one place: a unit of the plan, and the sampler's own places.
+
+Partial sums that the model used as they were.
+
+The problem: a row-parallel layer that was told to leave its all-reduce to somebody else, who does not do it either, has
+outputs that are written down as partial sums; added up they are right, and the model went on with one rank's share. The
+idea: the bytes tell. A norm reads whole hidden states; where what a norm read is, bit for bit, what was to be added up,
+nobody added it up, and each rank's share is compared as the value that it was taken for.
+
+Not here: the plans for joining (align/ranks.py, align/ranks.py), which records belong together (units.py), which
+units there are (units.py), measuring (measure/), how partial sums are added (align/ranks.py), copies that differ
+(read.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from vllm_accprobe.comparison.plan.joining import Group
+from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
+from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.dump.schema import OWN, Layout, Record
 from vllm_accprobe.judge.flow import Key
 from vllm_accprobe.judge.routing import Chooser
+
+DEALT_OUT = "of images that were dealt out to ranks, and without rows"
+Moment = tuple[int, "int | None"]
+"""(cell, step)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why.
+
+    Told by identity, because it stands in the name of what is kept of it (measure/read.py)."""
+
+    records: tuple[Record, ...]
+    moment: Moment
+    where: Space | None
+    merge: MergePlan | None
+    problem: str = ""
+    row_dim: int = 0
+
+    @property
+    def first(self) -> Record:
+        return self.records[self.merge.use[0] if self.merge else 0]
+
+    @property
+    def readable(self) -> bool:
+        return self.merge is not None and all(self.records[i].payload is not None for i in self.merge.use)
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...] | None:
+        """Equal for two groups with the same bits in the same pieces; None where a hash is missing."""
+        if self.merge is None:
+            return None
+        used = [self.records[i] for i in self.merge.use]
+        if any(r.hash is None for r in used):
+            return None
+        return (self.merge.kind, self.merge.pieces, used[0].dtype, used[0].shape, tuple(r.hash for r in used))
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What is known of joining ranks' pieces. widths: of each side, see `widths_of`. partners: golden's step → mine's,
+    and mine's → golden's, where steps meet as wholes."""
+
+    widths: tuple[Mapping[str, int], Mapping[str, int]]
+    partners: tuple[Mapping[int, int], Mapping[int, int]] | None = None
+
+    def hint(self, side: int, moment: Moment, others: Mapping[Moment, dict[int, Record]]) -> Record | None:
+        """A tensor of one rank on the other side, whose shape may tell how to join the pieces at ``moment``."""
+        if self.partners is not None and moment[1] is not None:
+            step = self.partners[side].get(moment[1])
+            return _hint(by for (_, s), by in others.items() if s == step)
+        return _hint(others.values())
+
+
+def merged(
+    golden: list[tuple[Moment, dict[int, Record]]], mine: Mapping[Moment, dict[int, Record]], joining: Joining
+) -> tuple[list[Group], list[Group]]:
+    """Groups of both sides. Where a layout is unknown, the other side's shape may tell how to join the pieces."""
+    usual = _row_dims([r for _, by in golden for r in by.values()] + [r for by in mine.values() for r in by.values()])
+    known = dict(golden)
+    general = None if joining.partners is not None else (_hint(mine.values()), _hint(by for _, by in golden))
+    sides: list[list[Group]] = []
+    for side, (own, others) in enumerate(((golden, mine), (list(mine.items()), known))):
+        widths = joining.widths[side]
+        sides.append([
+            _group(m, by, general[side] if general else joining.hint(side, m, others), usual, widths) for m, by in own
+        ])  # fmt: skip
+    return sides[0], sides[1]
+
+
+def alone(record: Record, cell: int) -> Group:
+    """One rank's record as a group of its own, for a tensor that only one side has."""
+    where = None if record.rows is None or record.step is None else (cell, record.step, record.rows)
+    members = [RankPiece(record.rank, record.layout, record.shape, record.dtype, record.hash)]
+    return Group((record,), (cell, record.step), where, plan_merge(members), row_dim=record.row_dim)
+
+
+def _row_dims(records: Iterable[Record]) -> dict[int, int]:
+    """Along which dimension the rows of one tap and role lie, by the number of dimensions, from the records where no
+    other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
+    cannot tell. Two engines may give one tensor different numbers of dimensions."""
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    for r in records:
+        if r.rows is not None and not _square(r):
+            votes[len(r.shape)][r.row_dim] += 1
+    return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
+
+
+def _square(record: Record) -> bool:
+    dim, shape = record.row_dim, record.shape
+    return dim < len(shape) and shape.count(shape[dim]) > 1
+
+
+def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
+    for by in groups:
+        if len(by) == 1:
+            return next(iter(by.values()))
+    return None
+
+
+def _group(
+    moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int], widths: Mapping[str, int]
+) -> Group:
+    records = tuple(by[rank] for rank in sorted(by))
+    first = records[0]
+    where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
+    dim, usual = first.row_dim, usuals.get(len(first.shape))
+    if usual is not None and _square(first) and usual < len(first.shape) and first.shape[usual] == first.shape[dim]:
+        dim = usual
+    other = None
+    alike = None if hint is None else _of_rank(hint.shape, len(first.shape))
+    if hint is not None and alike is not None:
+        other = alike
+        if first.rows is not None and hint.row_dim == first.row_dim < len(other):
+            other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
+    if where is None and first.layout.kind == OWN:
+        return Group(records, moment, where, None, DEALT_OUT, dim)
+    try:
+        members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+        merge = plan_merged(first, members, other, widths) or plan_merge(members, other)
+        return Group(records, moment, where, merge, row_dim=dim)
+    except Unmergeable as e:
+        return Group(records, moment, where, None, str(e), dim)
+
+
+def _of_rank(shape: tuple[int, ...], dims: int) -> tuple[int, ...] | None:
+    """``shape`` with ``dims`` dimensions, where only leading ones make the difference."""
+    more = dims - len(shape)
+    if more >= 0:
+        return (1,) * more + shape
+    return shape[-more:] if all(n == 1 for n in shape[:-more]) else None
+
+
+def widths_of(dump: Any) -> dict[str, int]:
+    """What each tap takes in on one rank: the size of its first input's last dimension. Needed where several ranks'
+    layouts are unknown."""
+    if len(dump.ranks) < 2:
+        return {}
+    widths: dict[str, int] = {}
+    for r in dump.records:
+        if r.role.startswith("input") and r.shape and r.layout.kind == "unknown":
+            widths.setdefault(r.tap, r.shape[-1])
+    return widths
+
 
 SAMPLER = "sampler"
 TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_ids"
@@ -24,7 +190,7 @@ class Unit:
     """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
 
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
-    (judge/untapped_depth.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
+    (judge/upstream.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
     chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
     (judge/routing.py). takes: of a router's logits, how many of the highest are taken, where the choice
     itself is not in both dumps; else 0."""
@@ -50,3 +216,35 @@ class Unit:
     @property
     def vision(self) -> bool:
         return any(g.where is not None and g.where[2].startswith("vision") for g in self.mine)
+
+
+WHOLE = Layout("replicated")
+Loose = frozenset[tuple[int, "int | None", str]]
+"""(rank, step, hash) of partial sums that were used as they were."""
+
+
+def loose(dump: Any) -> Loose:
+    """Those of ``dump``; none where it has no hashes or one rank."""
+    if len(dump.ranks) < 2:
+        return frozenset()
+    shares = {_at(r) for r in dump.records if r.layout.kind == "partial" and r.layout.size > 1 and r.hash}
+    if not shares:
+        return frozenset()
+    return frozenset(_at(r) for r in dump.records if _reads_whole(r) and _at(r) in shares)
+
+
+def unsummed_taps(dump: Any, found: Loose) -> list[str]:
+    """The taps whose shares were used, innermost first of those that give out the same bytes."""
+    last: dict[tuple[int, int | None, str], str] = {}
+    for r in dump.records:
+        if r.layout.kind == "partial" and r.hash and _at(r) in found:
+            last.setdefault(_at(r), r.tap)
+    return list(dict.fromkeys(last.values()))
+
+
+def _reads_whole(r: Record) -> bool:
+    return r.role.startswith("input") and r.layout.kind == "replicated" and "norm" in r.cls.lower() and bool(r.hash)
+
+
+def _at(r: Record) -> tuple[int, int | None, str]:
+    return r.rank, r.step, r.hash or ""

@@ -3,7 +3,7 @@
 The problem: in a compiled engine, under VLLM_ACCPROBE_MODULES or in another tool's dump most operators stand between
 two taps, and an error that comes up there shows first at the next tap, which is innocent. The idea: one side usually
 saw more than the other (an eager golden sees every module). Its records say which tensor each one was made of: by equal
-bytes (links.py), else by place (judge/upstream.py). That flow is kept for the tensors that are compared and for
+bytes (annotations.py), else by place (judge/upstream.py). That flow is kept for the tensors that are compared and for
 those that are not, in mine's names; of modules that nobody saw, the names that the dumps list as skipped are kept.
 Not here: which of them an origin is blamed for (verdict/gaps.py).
 """
@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.align.row_set import NO_ROWS
-from vllm_accprobe.comparison.plan.links import STEPS, Makers
+from vllm_accprobe.align.tokens import NO_ROWS
+from vllm_accprobe.comparison.plan.annotations import STEPS, Makers
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.flow import Key, Tree
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.untapped_depth import unseen_taps
-from vllm_accprobe.judge.upstream import Upstream
+from vllm_accprobe.judge.upstream import Upstream, unseen_taps
 
 Records = Mapping[Key, Sequence[Record]]
 """One rank's records of each place, in order of steps."""

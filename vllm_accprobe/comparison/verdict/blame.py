@@ -4,7 +4,7 @@ The problem: what judge/ finds is keys and arrays; a reader wants a request, a p
 idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
 pairs agree with it, so that no table calls a culprit clean.
 Not here: the finding itself (judge/origins.py, judge/flips.py), what was recorded of a flipped token
-(flipped.py).
+(sampler_rows.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.measure.measured import Setting
+from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
@@ -39,7 +39,7 @@ Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
 class Places:
     """Where mine computed each row."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: ComparisonContext):
         self.known, self.steps, self.decode = setting.places
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +61,7 @@ class Places:
 
 
 def origin_entry(
-    c: Origin, setting: Setting, places: Places, pairs: Compared, chosen: Chosen | None = None
+    c: Origin, setting: ComparisonContext, places: Places, pairs: Compared, chosen: Chosen | None = None
 ) -> dict[str, Any]:
     """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
     trace = c.trace
@@ -133,7 +133,7 @@ def _sizes(c: Origin) -> np.ndarray:
     return np.where(rel > trace.limit, rel, c.err)
 
 
-def shape_of(c: Origin, setting: Setting, places: Places, chosen: Chosen) -> str:
+def shape_of(c: Origin, setting: ComparisonContext, places: Places, chosen: Chosen) -> str:
     """The error's shape in words (judge/shape.py)."""
     if c.trace.kind == PARAM:
         return ""
@@ -155,7 +155,7 @@ def _made(c: Origin, look: TensorStats) -> np.ndarray:
     return made
 
 
-def _shape_rows(c: Origin, look: TensorStats, setting: Setting, places: Places, chosen: Chosen) -> shape.RowFacts:
+def _shape_rows(c: Origin, look: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen) -> shape.RowFacts:
     at, there = places.find(look.keys)
     step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
@@ -176,7 +176,7 @@ def _shape_rows(c: Origin, look: TensorStats, setting: Setting, places: Places, 
     )
 
 
-def _graph_of(c: Origin, setting: Setting, places: Places) -> dict[str, Any] | None:
+def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str, Any] | None:
     """Which piece, captured size and padding of mine's graphs (judge/shape.py), as far as it is known."""
     engine = setting.mine_run.get("engine")
     graphs = engine.get("graphs") if isinstance(engine, dict) else None
@@ -191,7 +191,7 @@ def _graph_of(c: Origin, setting: Setting, places: Places) -> dict[str, Any] | N
     return shape.entry(found, place, stood)
 
 
-def _graph_rows(c: Origin, look: TensorStats, setting: Setting, places: Places) -> shape.GraphRows:
+def _graph_rows(c: Origin, look: TensorStats, setting: ComparisonContext, places: Places) -> shape.GraphRows:
     at, there = places.find(look.keys)
     steps = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     known = [setting.graphs.get(int(s), (-1, 0)) for s in steps.tolist()]
@@ -259,7 +259,7 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
 
 
 def judge_flips(
-    setting: Setting, traces: Sequence[TensorErrors], places: Places, pairs: Compared
+    setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Compared
 ) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
     """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
@@ -271,7 +271,7 @@ def judge_flips(
         sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        asked = rules.AskedRow.of(found.get("asked"))
+        asked = rules.RequestedRow.of(found.get("asked"))
         why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
         said = asked.sentence(why) if why in rules.FAILED else ("", "")
         words = ": ".join(filter(None, said))
@@ -281,7 +281,7 @@ def judge_flips(
             side = asked.side(why)
             failed.append(_Failed(flip.key, why, said, asked.ways[side], asked.left[side]))
     for found in setting.processed:
-        asked = rules.AskedRow.of(found)
+        asked = rules.RequestedRow.of(found)
         by_request = asked.verdict(flipped=False)
         if by_request in rules.FAILED:
             why = str(by_request)
@@ -318,7 +318,7 @@ _OF_SAMPLER = {rules.PROCESSED: rules.SAMPLED, rules.GOLDEN_PROCESSED: rules.GOL
 
 
 def _sampler_origins(
-    failed: Sequence[_Failed], setting: Setting, places: Places
+    failed: Sequence[_Failed], setting: ComparisonContext, places: Places
 ) -> list[tuple[int, dict[str, Any]]]:
     """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
     an unknown past explains do neither."""

@@ -3,9 +3,9 @@
 The problem: a PASS on three operators of thirty is not a PASS on thirty, and a check that would have missed an error of
 ten per cent is none. The idea: each module of mine is counted once, under its class: rows that a replay checked, rows
 that were only compared with golden's, and modules of which neither is true. Beside it stands the smallest error that
-would have been named: by the floors of the replay where it checked (opcheck/proof/coverage.py), and else by the limits
+would have been named: by the floors of the replay where it checked (opcheck/proof/prove.py), and else by the limits
 that the pairs were compared with, of the module where these are widest.
-Not here: how it is shown (report/covers.py).
+Not here: how it is shown (report/verdict_parts.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_accprobe.comparison.pair import SKIP, Pair
 from vllm_accprobe.standards import constants as c
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.measure.measured import Setting
+    from vllm_accprobe.comparison.measure.measured import ComparisonContext
     from vllm_accprobe.comparison.result import Comparison
 
 KEY = "by_class"
@@ -54,7 +54,7 @@ class _Compared:
 
 
 def by_class(
-    pairs: Sequence[Pair], setting: Setting | None, element: float, covers: Mapping[str, ModuleCover] | None = None
+    pairs: Sequence[Pair], setting: ComparisonContext | None, element: float, covers: Mapping[str, ModuleCover] | None = None
 ) -> list[dict[str, Any]]:
     """compare.json's ``coverage.by_class``, the classes with most rows first. element: an element's limit over its
     row's (standards/limits.py); covers: of a replay, by tap. ``rows`` = ``checked`` + ``compared`` + those that have

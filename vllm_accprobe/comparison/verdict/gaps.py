@@ -6,7 +6,7 @@ flow (plan/untapped.py) is followed back to the nearest compared tensors; every 
 have made the error. Those are left out that an earlier compared tensor was also made of, if it is right in these rows.
 A norm divides the size of its only input out: it does not vouch for what is in front of it, up to the next sum. Where
 no dump saw the modules between, the model's tree says which may stand there, without order. An operator whose own input
-was not compared is in the gap itself; a replay may take it out, or convict it (opcheck/proof/gaps.py).
+was not compared is in the gap itself; a replay may take it out, or convict it (opcheck/proof/decide.py).
 Not here: which tensor shows an error that nothing in front explains (judge/origins.py).
 """
 
@@ -26,8 +26,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flow import Key, Tree
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.untapped_depth import block_of
-from vllm_accprobe.judge.upstream import Upstream, is_fed
+from vllm_accprobe.judge.upstream import Upstream, block_of, is_fed
 
 _NORM = re.compile("norm", re.I)
 _Place = tuple[str, str, int]

@@ -1,54 +1,470 @@
 """A measured comparison in, a Comparison out.
 
+Rows of one part that a router sent to other experts, and those that come after one.
+
+The problem: a row behind a near tie has other values than golden's and no error; it must neither fail its pair nor
+teach blame anything, and a tensor without rows does not say which part of it is such a row's. The idea: before a part
+is judged, its errors are forgiven where a near tie explains them, and what was left out is said.
+
+The rows of a place that have an error, of all its tensors, as one trace wants them.
+
+The problem: a place has one tensor per step, with rows, without, or with one number that stands for all; blame wants
+one list of rows. The idea: the rows with an error of all parts, one after the other, each with what is known of it.
+
+All tensors of one place held against their limits at once.
+
+The problem: a dump has hundreds of thousands of tensors, and a dozen numpy calls for each of them cost more than
+reading them did. The idea: what is one number per row is worked out over the row tables of a whole unit, joined; what
+is one number per tensor, over all tensors with as many rows; limits follow from dtype and width, of which a unit has
+one.
+
+Measured floors: from further runs of golden's own side to what honest runs differ by.
+
+The problem: the best measure of honest differences is golden against itself, and the second run may be a dump on this
+machine or a file from another. The idea: a dump is compared with the golden like any other, and what its pairs and
+origins say is the floor; a calibration made earlier is just read.
+
+A measured comparison in, a Comparison out.
+
 The problem: limits, blame, ties and words must meet in one result, and the same result must come from a file as from
 the tensors. The idea: one pass in order of the data flow, unit by unit: hold each part against the limits, keep the
 pair (words and numbers) and its trace (errors by row); then blame from the traces, flips from the samplers' best
 logits, and the verdict from all of it.
-Not here: measuring (engine.py), each of those matters (judge/, blame.py, coverage.py, messages.py).
+
+Not here: what is a near tie (judge/routing.py), how large an error is (judge/verdict.py), the union of rows
+(align/tokens.py), the order in which units are judged, how a floor is used and stored (judge/calibration.py),
+measuring (engine.py), each of those matters (judge/, blame.py, coverage.py, messages.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import NO_ROWS, RowSet, Unions
+from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.beforehand import ALL_SKIPPED
-from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit
+from vllm_accprobe.comparison import notes as constants_differ
+from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
 from vllm_accprobe.comparison.measure.params import is_computed
-from vllm_accprobe.comparison.measure.part import Part
+from vllm_accprobe.comparison.notes import ALL_SKIPPED, other_settings, remarks, unseen_routing, without_tensors
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.coverage import finished
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
-from vllm_accprobe.comparison.result import FAIL, PASS, CompareError, Comparison, NothingCompared
+from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
-from vllm_accprobe.comparison.store.spill import Shelf
-from vllm_accprobe.comparison.verdict import blame, constants_differ, covered, floors, harmless
-from vllm_accprobe.comparison.verdict.gaps import Gap, GapFinder, entry_of
-from vllm_accprobe.comparison.verdict.remarks import other_settings, remarks, unseen_routing
-from vllm_accprobe.comparison.verdict.rerouted_rows import add_undecided, settle
-from vllm_accprobe.comparison.verdict.row_limits import Holder
-from vllm_accprobe.comparison.verdict.without_tensors import without_tensors
-from vllm_accprobe.comparison.verdict.wrong_rows import Wrong, by_key, spoken_for, wrong_rows
-from vllm_accprobe.judge.calibration import MARGIN, Calibration
+from vllm_accprobe.comparison.verdict import blame, covered
+from vllm_accprobe.comparison.verdict.gaps import Gap, GapFinder, entry_of, taps_of
+from vllm_accprobe.judge.calibration import (
+    FLOAT32,
+    MARGIN,
+    MODEL,
+    SECOND_RUN,
+    Calibration,
+    CalibrationError,
+    Floors,
+    is_calibration,
+    joined,
+    load,
+)
+from vllm_accprobe.judge.flips import behind, unknown_routers
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
 from vllm_accprobe.judge.flow import Tree
-from vllm_accprobe.judge.near_ties import behind, unknown_routers
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
 from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_logits
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.judge.tensor_errors import TensorErrors, kind_of
-from vllm_accprobe.judge.verdict import RowErrors, rows_of
-from vllm_accprobe.judge.weights.faults import wrong_weights
+from vllm_accprobe.judge.verdict import NONFINITE, RowErrors, Worst, alike, row_errors, rows_of, worst_of_each
+from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels import definition
-from vllm_accprobe.standards.limits import EXACT, Limits, Standard
+from vllm_accprobe.standards.limits import EXACT, Limits, Standard, narrowest
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What choices of experts make of a part. note: for its pair. left: bool [rows], which are not judged. own: keys of
+    the rows whose choice is wrong by mine's own logits."""
+
+    note: str = ""
+    left: np.ndarray | None = None
+    own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+def settle(
+    unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
+    traces: Sequence[TensorErrors],
+) -> Settled:  # fmt: skip
+    """Finds rows sent to other experts at a near tie, adds them to ``rerouted``, and forgives, in ``errors``, the rows
+    that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:
+    of what lies before."""
+    keys = rows.keys
+    if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
+        if not rerouted.after(keys).any():
+            return Settled()
+        _forgive(errors, np.ones(len(errors.err), bool))
+        why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
+        return Settled(why, np.ones(len(keys), bool))
+    if len(errors.err) != len(keys):
+        return Settled()
+    wrong = np.zeros(len(keys), bool)
+    if is_choice(unit.key[1], unit.cls):
+        other = np.flatnonzero(errors.err > 0)
+        found = None if part.margins is None else part.margins[other]
+        excused, bad = rerouted.judge(keys[other], found, rounding, unit, traces)
+        rerouted.add(keys[other[excused]])
+        wrong[other[bad]] = True
+    mask = rerouted.after(keys) & ~wrong
+    own = keys[wrong]
+    if not mask.any():
+        return Settled("", None, own)
+    _forgive(errors, mask)
+    return Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
+
+
+def add_undecided(
+    part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float
+) -> None:
+    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (flips.py), to
+    ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
+    if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
+        return
+    other = np.flatnonzero(~np.isnan(part.margins[:, 0]))
+    err = errors.err[other]
+    keys = rows.keys[other]
+    rerouted.add(keys[rerouted.undecided(keys, part.margins[other], rounding, (err > 0) & (err <= allowed))])
+
+
+def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
+    errors.err[mask], errors.rel[mask], errors.ratio[mask], errors.peak[mask] = 0.0, 0.0, 1.0, 0.0
+    errors.gain[mask] = 0.0
+
 
 _NO_KEYS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
+
+    at: np.ndarray
+    err: np.ndarray
+    rel: np.ndarray
+    gain: np.ndarray
+    broken: np.ndarray
+    own: np.ndarray
+
+
+def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
+    """`Trace.shared` of the rows of all parts, one after the other: int64; empty where each row has its own error."""
+    each = zip(parts, errors, rows, strict=True)
+    one = [bool(len(known)) and (part.whole or len(e.err) != len(known)) for part, e, known in each]
+    if not any(one):
+        return _NO_KEYS
+    numbers = (i if whole else -1 for i, whole in enumerate(one))
+    return np.concatenate([np.full(len(known), i) for i, known in zip(numbers, rows, strict=True)])
+
+
+def wrong_rows(
+    parts: list[Part], errors: list[RowErrors], rows: list[RowSet], own: np.ndarray = _NO_KEYS
+) -> tuple[Wrong, float]:
+    """The rows with an error, and the largest error that belongs to no row. rows: that each part speaks for. own: keys
+    that are wrong whatever came in."""
+    found: list[tuple[np.ndarray, ...]] = []
+    everywhere, start = 0.0, 0
+    for part, e, known in zip(parts, errors, rows, strict=True):
+        n = len(known)
+        if part.whole and (e.err > 0).any():
+            if n:
+                most = np.full(n, e.err.max())
+                broken = np.full(n, _broken(part, e).any())
+                found.append((np.arange(start, start + n), most, most, np.zeros(n), broken, np.zeros(n, bool)))
+            else:
+                everywhere = max(everywhere, float(e.err.max()))
+        elif not part.whole and len(e.err) == n:
+            bad = np.flatnonzero(e.err > 0)
+            condemned = np.isin(known.keys[bad], own) if len(own) else np.zeros(len(bad), bool)
+            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad], _broken(part, e)[bad], condemned))
+        elif not part.whole and e.err[0] > 0:
+            values = e.err, e.rel, e.gain, _broken(part, e)
+            found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in values), np.zeros(n, bool)))
+        start += n
+    if not found:
+        none, no = np.zeros(0), np.zeros(0, bool)
+        return Wrong(np.zeros(0, np.int64), none, none, none, no, no), everywhere
+    return Wrong(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
+
+
+def by_key(wrong: Wrong, rows: Union) -> tuple[np.ndarray, Wrong]:
+    """(keys, each once, the rows in their order), of a key with several rows the largest error. rows: of all parts."""
+    at = rows.place[wrong.at]
+    if rows.distinct and len(at) == len(rows.seen):
+        keys = rows.seen.keys  # all of them: the same array, which whoever compares knows again
+        order = np.empty(len(at), np.int64)
+        order[at] = np.arange(len(at))
+    else:
+        order = np.lexsort((wrong.err, at))
+        order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
+        keys = rows.seen.keys[at[order]]
+    values = (wrong.at, wrong.err, wrong.rel, wrong.gain, wrong.broken, wrong.own)
+    return keys, Wrong(*(v[order] for v in values))
+
+
+def _broken(part: Part, errors: RowErrors) -> np.ndarray:
+    """bool [rows]: NaN or infinity on one side only, and not on golden's."""
+    return (errors.measure == NONFINITE) & (part.own_nonfinite is not False)
+
+
+_TOGETHER = 1 << 16
+"""Rows whose tables are joined: some megabytes."""
+_SAME = Worst(0, 0.0, 0.0, 1.0)
+
+
+class Holder:
+    """unit: the model's rounding unit (judge.floor.flow_unit). floor: what golden's own runs differ by, or None."""
+
+    def __init__(self, standard: Standard, unit: float, floor: Calibration | None):
+        self.standard, self.unit, self.floor = standard, unit, floor
+
+    # --- limits ------------------------------------------------------------------------------------------------
+
+    def limits(self, unit: MeasuredUnit, parts: Sequence[Part]) -> list[tuple[Limits, Limits]]:
+        """(what may have piled up, what the tap may create) at each part."""
+        known: dict[tuple[str | None, str, int], tuple[Limits, Limits]] = {}
+        out = []
+        for part in parts:
+            name = part.dtype_golden, part.dtype_mine, part.width
+            if name not in known:
+                known[name] = self._limits(unit, part)
+            out.append(known[name])
+        return out
+
+    def _limits(self, unit: MeasuredUnit, part: Part) -> tuple[Limits, Limits]:
+        dtypes = part.dtype_golden or part.dtype_mine, part.dtype_mine
+        if is_exact(*dtypes):
+            return EXACT, EXACT
+        unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
+        inside = _inside(unit, part)
+        total = self.standard.total_limits(unit_here, inside, unit.depth)
+        measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
+        if measured is not None:
+            total = total.at_least(MARGIN * measured)
+        return total, self.standard.gap_limits(unit_here, inside, unit.gap)
+
+    def operators(self, unit: MeasuredUnit) -> float:
+        """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
+        that nobody saw."""
+        return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
+
+    def rounding_floor(self, unit: MeasuredUnit, part: Part) -> float:
+        """What honest rounding piles up to by here: one unit, growing with depth as the limits do."""
+        here = max(self.unit, *(rounding_unit(d) for d in (part.dtype_golden or part.dtype_mine, part.dtype_mine)))
+        return here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
+
+    def row_floor(self, parts: Sequence[Part]) -> float:
+        """Rows whose norm is below this are not measured against their own norm alone."""
+        norms = [np.sqrt(p.table[:, definition.GG]) for p in parts if p.table is not None and not p.whole]
+        if not norms:
+            return 0.0
+        norms += [np.full(min(len(p.rows), 1000), p.row_norm) for p in parts if p.identical and p.row_norm]
+        every = np.concatenate(norms)
+        every = every[every > 0]
+        width = next((p.width for p in parts if not p.skip), 1)
+        return self.standard.floor_share(width) * float(np.median(every)) if len(every) else 0.0
+
+    # --- errors ------------------------------------------------------------------------------------------------
+
+    def errors(
+        self, unit: MeasuredUnit, parts: Sequence[Part], floor: float, limits: Sequence[Limits]
+    ) -> list[RowErrors]:
+        """Of each part. floor: see `row_floor`; tensors without rows have none."""
+        out: list[RowErrors | None] = [None] * len(parts)
+        batch: list[int] = []
+        rows = 0
+        for i, part in enumerate(parts):
+            if part.table is None:
+                value = max(part.stats[0], part.stats[1] / self.standard.element) if part.stats else 0.0
+                out[i] = alike(value, exact=limits[i].exact)
+            elif part.whole:
+                exact, inside = limits[i].exact, _inside(unit, part)
+                out[i] = row_errors(part.table, 0.0, part.width, self.standard, exact=exact, inside=inside)
+            else:
+                first = parts[batch[0]] if batch else part
+                fits = part.width == first.width and limits[i].exact == limits[batch[0] if batch else i].exact
+                if batch and (not fits or rows + len(part.table) > _TOGETHER):
+                    self._joined(unit, parts, batch, floor, limits[batch[0]], out)
+                    batch, rows = [], 0
+                batch.append(i)
+                rows += len(part.table)
+        if batch:
+            self._joined(unit, parts, batch, floor, limits[batch[0]], out)
+        return [e for e in out if e is not None]
+
+    def _joined(
+        self, unit: MeasuredUnit, parts: Sequence[Part], batch: list[int], floor: float, limits: Limits,
+        out: list[RowErrors | None],
+    ) -> None:  # fmt: skip
+        tables = [t for i in batch if (t := parts[i].table) is not None]
+        first, rules = parts[batch[0]], self.standard
+        exact, inside = limits.exact, _inside(unit, first)
+        found = row_errors(np.concatenate(tables), floor, first.width, rules, exact=exact, inside=inside)
+        start = 0
+        for i, table in zip(batch, tables, strict=True):
+            out[i] = rows_of(found, slice(start, start + len(table)))
+            start += len(table)
+
+    # --- one number per tensor ---------------------------------------------------------------------------------
+
+    def worst(self, parts: Sequence[Part], errors: Sequence[RowErrors]) -> list[Worst]:
+        """Of each part, with its phases."""
+        out: list[Worst] = [_SAME] * len(parts)
+        differ = [i for i, p in enumerate(parts) if not p.identical]
+        for i, found in zip(differ, worst_of_each([errors[i] for i in differ]), strict=True):
+            out[i] = found
+        return [self._with_phases(w, p, e) for w, p, e in zip(out, parts, errors, strict=True)]
+
+    def _with_phases(self, worst: Worst, part: Part, errors: RowErrors) -> Worst:
+        phase = self.phase(part)
+        if phase == MIXED and len(errors.rel) == len(part.rows):
+            decode = part.rows.decode
+            both = float(errors.rel[~decode].max()), float(errors.rel[decode].max())
+        elif phase is None:
+            return worst
+        else:
+            first = float(errors.rel[0]) if len(errors.rel) != len(part.rows) else worst.rel
+            both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
+        return replace(worst, prefill=both[0], decode=both[1])
+
+    @staticmethod
+    def phase(part: Part) -> str | None:
+        """prefill, decode or mixed; None for a tensor without rows."""
+        return None if part.whole else part.rows.phase
+
+
+def _inside(unit: MeasuredUnit, part: Part) -> float:
+    """What a module takes in was not narrowed by it."""
+    tap, role, _ = unit.key
+    return narrowest(tap, unit.cls, part.width) if role.startswith("output") else float(part.width)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Compare = Callable[[Any, Any], Comparison]
+
+
+def gather(
+    golden: Any, floors: Sequence[str | Path], compare: Compare, option: str = "--floor ", failing: bool = False
+) -> Calibration | None:
+    """The floor of ``floors``: directories of calibrations, or dumps, each of which is compared with ``golden``.
+
+    golden: a Dump or a path, None where there is none (a comparison that is judged again). option: what the user wrote
+    in front of a floor. failing: dumps that fail against golden are taken as well. Raises CompareError.
+    """
+    return joined(_one(golden, Path(f), compare, option, failing) for f in floors)
+
+
+def _one(golden: Any, floor: Path, compare: Compare, option: str, failing: bool) -> Calibration:
+    if is_calibration(floor):
+        try:
+            return load(floor)
+        except CalibrationError as e:
+            raise CompareError(str(e)) from None
+    if golden is None:
+        why = "--rejudge has no dumps; make one with `accprobe compare --calibrate`"
+        raise CompareError(f"--floor {floor} is no calibration: {why}")
+    try:
+        result = compare(golden, floor)
+        found = calibration_of(result, str(floor))
+        if result.verdict == FAIL and not failing:
+            raise CompareError(_fails(result, golden, floor))
+        return found
+    except CompareError as e:
+        more = "" if str(e).startswith(f"{floor} ") else f"{option}{floor} is no other run of golden's side: "
+        raise type(e)(f"{more}{e}") from None
+
+
+def _fails(result: Comparison, golden: Any, floor: Path) -> str:
+    """A faulty run as a floor would hide its fault in every later comparison."""
+    first = next((str(o["module"]) for o in result.origins), None)
+    first = first or next((p.tap for p in result.pairs if p.status == FAIL), "a sampled token")
+    made = f"accprobe compare {getattr(golden, 'path', golden)} {floor} --calibrate accprobe-floor --accept-failing"
+    return f"it fails against golden, first at {first}: no floor; if rounding alone does that on this side, `{made}`"
+
+
+def calibration_of(result: Comparison, run: str) -> Calibration:
+    """What a comparison of golden with another honest run of its own side says. Raises CompareError where the two do
+    not belong together: other weights, or logits that NaN tells apart."""
+    wrong = [p for p in result.pairs if p.role.startswith("param.") and p.status == FAIL]
+    if wrong:
+        raise CompareError(f"it has other weights than golden ({wrong[0].tap} {wrong[0].role}): no floor of golden's")
+    floors: Floors = {}
+    for pair in result.pairs:
+        if _has_floor(pair):
+            here = floors.setdefault((pair.tap, pair.role), {})
+            for phase, value in _values(pair):
+                here[phase] = max(value, here.get(phase, 0.0))
+    if not floors:
+        raise CompareError("nothing of it could be compared with golden by value: no floor")
+    origins: dict[str, float] = {}
+    for o in result.origins:
+        worst = o["worst"]
+        if math.isfinite(worst):
+            for tap in taps_of(o):
+                origins[tap] = max(worst, origins.get(tap, 0.0))
+    sides = ([p.dtype_golden for p in result.pairs], [p.dtype_mine for p in result.pairs])
+    units = [flow_unit(str(d) for d in side) for side in sides]
+    about = result.golden_run.get("model")
+    model, dtype = (str(about.get(k) or "") if isinstance(about, dict) else "" for k in ("class", "dtype"))
+    source = FLOAT32 if 0 < units[0] < units[1] else SECOND_RUN
+    return Calibration(floors, origins, model[:500], dtype[:50], (run,), source)
+
+
+def _has_floor(pair: Pair) -> bool:
+    return pair.status != SKIP and pair.worst_row_rel_l2 is not None and not pair.role.startswith("param.")
+
+
+def _values(pair: Pair) -> list[tuple[str, float]]:
+    found = [("prefill", pair.prefill_rel_l2), ("decode", pair.decode_rel_l2), ("any", pair.worst_row_rel_l2)]
+    return [(phase, v) for phase, v in found if v is not None and math.isfinite(v)]
+
+
+def floor_of(
+    key: tuple[str, str, int],
+    phase: str | None,
+    worst: float | None,
+    limit: float,
+    calibration: Calibration | None,
+    model: float | None,
+) -> tuple[float | None, str | None, float | None]:
+    """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst row's
+    relative L2 error; model: of rounding, or None."""
+    if worst is None or key[1].startswith("param.") or not limit:
+        return None, None, None
+    known = phase if phase in ("prefill", "decode") else None
+    measured = calibration.floor(key[0], key[1], known) if calibration is not None else None
+    floor, source = (measured, calibration.source) if measured and calibration is not None else (model, MODEL)
+    return (floor, source, worst / floor) if floor else (None, None, None)
+
+
+def sentence(calibration: Calibration | None, pairs: Sequence[Pair]) -> str:
+    """Which floor the limits rest on, in one line; "" for the model of rounding alone."""
+    if calibration is None:
+        return ""
+    taps = {(p.tap, p.role) for p in pairs if p.x_floor is not None}
+    known = sum(1 for key in taps if key in calibration.floors)
+    runs = counted(len(calibration.runs), "run")
+    second = calibration.source == SECOND_RUN
+    what = "golden against other runs of its side" if second else "a float32 golden's distance to lower precision"
+    return f"floor measured by {runs} ({what}) at {known} of {len(taps)} tensors, rounding model elsewhere"
+
+
 BOUND = 32 << 20
 """Bytes of what is known of each row to find origins (50 a row of each tensor that differs) that stay in memory."""
 
@@ -84,7 +500,7 @@ class _Judge:
 
     def run(self) -> Comparison:
         setting = self.measured.setting
-        self.shelf = (self.measured.shelf or Shelf()).another(BOUND)
+        self.shelf = (self.measured.shelf or SpillBuffer()).another(BOUND)
         self.unit = flow_unit(setting.dtypes)
         self.holder, self.unions = Holder(self.standard, self.unit, self.floor), Unions()
         self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
@@ -120,14 +536,14 @@ class _Judge:
         origins = sorted(origins + sampler, key=lambda o: o[0])
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         rows = self.log.table(pairs, setting.names)
-        images = harmless.images(setting, self.measured.units, pairs)
+        images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
             *remarks([o for _, o in origins], self.rerouted),
             *unseen_routing(unseen, open_to),
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
-        about_floor = [s for s in (floors.sentence(self.floor, pairs), excused) if s]
+        about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
         notes = [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
         return Comparison(
             golden_path=setting.golden_path,
@@ -299,7 +715,7 @@ class _Judge:
         for part, worst, limit, note in zip(parts, holder.worst(parts, errors), limits, notes, strict=True):
             model = None if limit.exact else holder.rounding_floor(unit, part)
             phase = holder.phase(part)
-            floor = floors.floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
+            floor = floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
             out.append(messages.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
         return out
 

@@ -2,9 +2,9 @@
 
 The problem: "it creates the error" is believed when its inputs are seen to be right and the next tap's to be wrong. The
 idea: in front of an origin is what stands there for the judge (judge/upstream.py); an input is named by whose
-output it is, where equal bytes tell (plan/links.py). An edge's error is that of the pair in the step of the origin's
-first row, or the worst step's where that is not known, and its factor is the pair's own (over.py). Nearest first and at
-most `NEAREST`; the others are counted.
+output it is, where equal bytes tell (comparison/plan/annotations.py). An edge's error is that of the pair in the step
+of the origin's first row, or the worst step's where that is not known, and its factor is the pair's own (pair.py).
+Nearest first and at most `NEAREST`; the others are counted.
 Not here: who is an origin (blame.py), how an edge looks (report/).
 """
 
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_accprobe.align.row_set import NO_ROWS
-from vllm_accprobe.comparison.over import severity, value_of
-from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP
+from vllm_accprobe.align.tokens import NO_ROWS
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
 from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
 from vllm_accprobe.judge.flow import Key, Tree
@@ -30,7 +29,7 @@ from vllm_accprobe.judge.upstream import Upstream
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
     from vllm_accprobe.comparison.pair import Pair
-    from vllm_accprobe.comparison.plan.sources import Sources
+    from vllm_accprobe.comparison.plan.annotations import Sources
     from vllm_accprobe.comparison.row_table import RowTable
 
 NEAREST = 8
@@ -41,8 +40,8 @@ _LOOKED_AT = 64
 """Tensors behind an origin among which its next reader is looked for where no bytes tell."""
 IDENTICAL = "identical"
 OWN, ORDER = "own", "order"
-"""How an edge is known besides by equal bytes (links.py): a tensor of the origin itself, of which nobody saw where it
-came from; the place in the data flow: what is between the two nobody saw."""
+"""How an edge is known besides by equal bytes (annotations.py): a tensor of the origin itself, of which nobody saw
+where it came from; the place in the data flow: what is between the two nobody saw."""
 
 _Place = tuple[str, str, Key, str, str]
 """(tap, role, key of the pair that holds the error, role_in, by) of an edge."""
@@ -56,8 +55,8 @@ class Edge:
     tap, role: whose output it is, or who takes it in, in mine's spelling. role_in: as what the origin takes it in, ""
     where it is none of its own inputs and parameters. error: of the pair's worst row, or of the whole tensor, relative
     L2; over: how many times its limit. status: identical, pass, fail, or skip for what was not compared. by: both, mine
-    or golden, the sides whose equal bytes tell (plan/links.py); own or order. pair: index into ``Comparison.pairs``,
-    None without one.
+    or golden, the sides whose equal bytes tell (comparison/plan/annotations.py); own or order. pair: index into
+    ``Comparison.pairs``, None without one.
     """
 
     tap: str

@@ -14,17 +14,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.journal.event_lines import END, ERROR, STOP
-from vllm_accprobe.dump.journal.tensor_lines import last
-from vllm_accprobe.dump.recorder.lines import JournalFile, encode
-from vllm_accprobe.dump.recorder.queued import Event, Line, OpenSegment, TensorLine, WriteBatch
-from vllm_accprobe.dump.recorder.template import TemplateLine, spell
+from vllm_accprobe.dump.journal import END, ERROR, STOP, last
+from vllm_accprobe.dump.recorder.journal_writer import (
+    Event,
+    JournalFile,
+    Line,
+    OpenSegment,
+    TemplateLine,
+    TensorLine,
+    WriteBatch,
+    encode,
+    spell,
+)
 from vllm_accprobe.dump.schema import End, Failure, Stop
 from vllm_accprobe.dump.segment import HeaderEntry, SegmentFile
 from vllm_accprobe.dump.stats import StatsCell, moments_within
 
 
-class Drain:
+class WriterThread:
     """The files of one rank. Nothing here raises; the first error is ``failed``, and is told to ``on_error`` once.
     ``write`` belongs to one thread, everything else to another."""
 

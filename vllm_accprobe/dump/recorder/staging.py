@@ -14,9 +14,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from vllm_accprobe.dump.recorder.blocks import AlignedBlock
-from vllm_accprobe.dump.recorder.queued import Line, OpenSegment, TensorLine, WriteBatch
-from vllm_accprobe.dump.recorder.template import TemplateLine
+from vllm_accprobe.dump.recorder.journal_writer import (
+    AlignedBlock,
+    Line,
+    OpenSegment,
+    TemplateLine,
+    TensorLine,
+    WriteBatch,
+)
 from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.segment import ALIGN, PAGE
 from vllm_accprobe.dump.stats import StatsCell

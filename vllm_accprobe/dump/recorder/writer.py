@@ -6,7 +6,7 @@ current block; two threads of ours do the rest, batch by batch (disk_threads.py)
 takes statistics and writes the journal. Blocks are few: when all are under way, the model's thread waits for the disk.
 What is not full is written when it is a fraction of a second old, so that a process killed between two requests loses
 nothing. Whatever goes wrong ends the capture, never the model. Not here: what is captured (the capture room), how a
-segment looks (segment.py), how a line is spelt (lines.py).
+segment looks (segment.py), how a line is spelt (journal_writer.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.journal.event_lines import STOP
-from vllm_accprobe.dump.recorder.disk_threads import Drain
-from vllm_accprobe.dump.recorder.hashing import digest
-from vllm_accprobe.dump.recorder.lines import JournalFile, encode
-from vllm_accprobe.dump.recorder.queued import Event, Line, TensorLine, WriteBatch
-from vllm_accprobe.dump.recorder.run_json import write_run_json
+from vllm_accprobe.dump.journal import STOP
+from vllm_accprobe.dump.recorder.disk_threads import WriterThread
+from vllm_accprobe.dump.recorder.journal_writer import (
+    Event,
+    JournalFile,
+    Line,
+    TemplateLine,
+    TensorLine,
+    WriteBatch,
+    digest,
+    encode,
+    write_run_json,
+)
 from vllm_accprobe.dump.recorder.staging import BatchStaging
-from vllm_accprobe.dump.recorder.template import TemplateLine
 from vllm_accprobe.dump.schema import JOURNAL, SCHEMA, Payload, Stop, rank_dir
 from vllm_accprobe.dump.segment import PAGE, entry_room
 from vllm_accprobe.dump.stats import StatsCell, TensorMoments
@@ -74,7 +80,7 @@ class RankWriter:
         self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes)
         self._drained = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
-        self._drain: Drain | None = None
+        self._drain: WriterThread | None = None
         self._thread: threading.Thread | None = None
         directory = Path(root) / rank_dir(rank)
         try:
@@ -88,7 +94,7 @@ class RankWriter:
         except OSError as e:
             self._stop(f"cannot create the dump in {directory}: {e.strerror or e}")
         else:
-            self._drain = Drain(directory, journal, self._stop)
+            self._drain = WriterThread(directory, journal, self._stop)
             name, work = f"accprobe-{rank}", (self._drain,)
             self._thread = threading.Thread(target=self._journal, args=work, name=name, daemon=True)
             self._thread.start()
@@ -232,7 +238,7 @@ class RankWriter:
 
     # ---- our threads
 
-    def _write(self, drain: Drain) -> None:
+    def _write(self, drain: WriterThread) -> None:
         """The disk thread: keeps the disk busy, and gives up batches that have become old."""
         while (batch := self._next()) is not None:
             drain.write(batch)
@@ -240,7 +246,7 @@ class RankWriter:
                 batch.written = True
                 self._cond.notify_all()
 
-    def _journal(self, drain: Drain) -> None:
+    def _journal(self, drain: WriterThread) -> None:
         """The journal thread: digests a block while it is being written, then frees it and writes its lines."""
         queue = self._staging.to_journal
         try:

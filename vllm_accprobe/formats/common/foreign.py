@@ -1,16 +1,37 @@
-"""Another tool's dump with our own dump's face.
+"""Another tool's dump behind the interface of our own.
+
+Statistics of tensors that another tool stored without any.
+
+The problem: most tools write values and no statistics, and a list of tensors without a number says nothing. The idea:
+what has values and no statistics is read once, some tensors at a time, and the journal's own sums are taken of it; the
+dump is not written into.
+
+Another tool's dump with our own dump's face.
 
 The problem: every tool names, numbers and stores tensors in its own way, and nothing after reading should care. The
 idea: a format's module describes each tensor once, as a `Tensor`: its name in the tool's own spelling, the place that
 name means (tap, role, class, call, step, rank), dtype and shape, and a function that reads its bits when somebody wants
 them. `ForeignDump` makes records of these that look like our own, and checks what the functions return, so that a file
 which changed, or lied, is one clear line. Opening a dump reads indices and headers, never payloads.
-Not here: how any format is laid out (its own module), which one a path is (sniff.py).
+
+Of which dtype the numbers in a foreign dump's tensors are, where the file's own dtype is wider.
+
+The problem: HDF5 and numpy have no bfloat16, so tools store float32, and what two models may honestly differ by follows
+from what they computed in. The idea: of some outputs, each of another tap, a few thousand numbers are looked at; a
+random float32 lies on bfloat16's grid with probability 2**-16. Half of the outputs that tell must be of the coarser
+dtype: a float32 model of a bfloat16 checkpoint has embeddings on its grid, and nothing else. A dump that has tensors in
+the coarser dtype, too, keeps dtypes as they are.
+
+Not here: the sums (dump/stats.py), who shows them (cli/summary.py), how any format is laid out (its own module), which
+one a path is (sniff.py), single calls and their tensors (opcheck/calls/grid.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -19,8 +40,61 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES, put_into
-from vllm_accprobe.dump.reader import Dump, DumpError
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Layout, Module, OpCall, Payload, Record, Skip, Stats, Step
+from vllm_accprobe.dump.stats import tensor_stats
+
+_AT_ONCE = 4
+"""Tensors in memory at a time, at most (chosen: reading and summing overlap; a few of the largest must fit)."""
+
+
+def missing(record: Record) -> bool:
+    """Whether its values are there and its statistics are not, or not all: msprobe takes no mean of integers."""
+    s = record.stats
+    return record.payload is not None and (s is None or None in (s.min, s.max, s.mean, s.l2))
+
+
+def computed(
+    dump: Dump, records: Sequence[Record], done: Callable[[], object] = lambda: None
+) -> tuple[list[Record], list[str]]:
+    """``records``, those that lack statistics with computed ones, and a sentence where some could not be read.
+
+    done: called after each tensor that was read. At most four tensors are in memory at a time."""
+    found = list(records)
+    failed: list[str] = []
+    waiting: deque[tuple[int, Future[Stats]]] = deque()
+
+    def take() -> None:
+        index, future = waiting.popleft()
+        try:
+            found[index] = replace(found[index], stats=_filled(found[index].stats, future.result()))
+        except (DumpError, OSError, ValueError) as e:
+            failed.append(str(e))
+        done()
+
+    workers = min(_AT_ONCE, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        for index, record in enumerate(found):
+            if missing(record):
+                waiting.append((index, pool.submit(_of, dump, record)))
+            if len(waiting) >= workers:
+                take()
+        while waiting:
+            take()
+    return found, [f"no statistics of {len(failed):,} tensors: {failed[0]}"] if failed else []
+
+
+def _filled(theirs: Stats | None, ours: Stats) -> Stats:
+    """What the tool has taken, and where it took none, what was computed."""
+    if theirs is None:
+        return ours
+    return replace(theirs, **{k: getattr(ours, k) for k in ("min", "max", "mean", "l2") if getattr(theirs, k) is None})
+
+
+def _of(dump: Dump, record: Record) -> Stats:
+    return tensor_stats(dump.read(record), record.dtype)
+
 
 FOREIGN = -2
 """The segment number of a payload that lies in another tool's file."""
@@ -247,3 +321,79 @@ _SPELLINGS = {
     "f8_e4m3": "float8_e4m3fn", "f8_e5m2": "float8_e5m2", "float8_e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2", "float8_e8m0": "float8_e8m0fnu", "cfloat": "complex64", "cdouble": "complex128",
 }  # fmt: skip
+
+
+LOOKS, LARGEST, ENOUGH = 16, 16 << 20, 64
+"""Tensors that are looked at, bytes of one, different numbers of one that it takes (chosen)."""
+_SEEN = 4096
+_CONTAINERS = ("float32", "float64")
+_COARSER = {"float32": ("bfloat16", "float16"), "float64": ("bfloat16", "float16", "float32")}
+
+
+def look(dump: Dump) -> str:
+    """The coarser dtype whose numbers the outputs hold, "" where there is none, and for files that belong to no one
+    run. Said among the dump's problems and kept in ``dump.run``."""
+    if not isinstance(dump, ForeignDump) or VALUES in dump.run or dump.run.get(INDEPENDENT):
+        return str(dump.run.get(VALUES, ""))
+    found = held(dump)
+    if found:
+        name, container = found
+        dump.run[VALUES] = name
+        dump.problem(f"its {container} values are {name} numbers: judged by what {name} can hold")
+        return name
+    return ""
+
+
+def held(dump: Dump) -> tuple[str, str] | None:
+    """(the coarser dtype, the container's)."""
+    declared = {r.dtype for r in dump.records}
+    for container in _CONTAINERS:
+        told = [s for r in _some(dump, container) if (s := _held_of(dump, r, container))]
+        for name in _COARSER[container]:
+            if name not in declared and told and 2 * sum(s == name for s in told) >= len(told):
+                return name, container
+    return None
+
+
+def _some(dump: Dump, container: str) -> list[Record]:
+    """Outputs of different taps, evenly from the first to the last."""
+    by_tap: dict[str, Record] = {}
+    for r in dump.records:
+        fits = r.dtype == container and r.payload is not None and r.payload.nbytes <= LARGEST
+        if fits and r.role.startswith(("output", "value")):
+            by_tap.setdefault(r.tap, r)
+    found = list(by_tap.values())
+    return [found[i * len(found) // LOOKS] for i in range(LOOKS)] if len(found) > LOOKS else found
+
+
+def _held_of(dump: Dump, r: Record, container: str) -> str:
+    """The coarsest dtype that holds the finite values, the container's own, or "" where they do not tell: too few, or
+    all of them multiples of one step as small integers are."""
+    try:
+        values = dump.read(r).reshape(-1)[:_SEEN]
+    except (DumpError, OSError):
+        return ""
+    with np.errstate(all="ignore"):
+        values = np.unique(np.abs(values[np.isfinite(values) & (values != 0)]).astype(np.float64))
+        if len(values) < ENOUGH:
+            return ""
+        for name, bits in (("bfloat16", 8), ("float16", 11), ("float32", 24)):
+            if name in _COARSER[container] and _on(values, name):
+                return "" if _steps(values) <= bits else name
+    return container
+
+
+def _on(values: np.ndarray, name: str) -> bool:
+    wide = values.astype(np.float32)
+    if name == "bfloat16":
+        return bool((wide == values).all() and not (wide.view(np.uint32) & 0xFFFF).any())
+    return bool((wide.astype(np.float16).astype(np.float64) == values).all()) if name == "float16" else bool(
+        (wide == values).all())  # fmt: skip
+
+
+def _steps(values: np.ndarray) -> int:
+    """How many bits it takes to count the values in steps of the largest power of two that divides all of them."""
+    mantissa, exponent = np.frexp(values)
+    whole = np.ldexp(mantissa, 53).astype(np.int64)
+    lowest = np.log2((whole & -whole).astype(np.float64)).astype(np.int64) + exponent - 53
+    return int(exponent.max() - lowest.min())

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_accprobe.formats.io import walk
+from vllm_accprobe.formats.io import plain_file
 
 
 def execution_order(
@@ -25,7 +25,7 @@ def execution_order(
     tables: role → (dtype, shape, statistics) of each module. Siblings run in the order in which they hand tensors on;
     one that was waiting for another runs right behind it, and where nothing is handed on the declaration decides."""
     known = set(modules)
-    index = {m: i for i, m in enumerate([*declared, *sorted(known - set(declared), key=walk.natural)])}
+    index = {m: i for i, m in enumerate([*declared, *sorted(known - set(declared), key=plain_file.natural)])}
     children: dict[str, list[str]] = defaultdict(list)
     members = known | {up for m in known for up in _above(m)}
     for m in sorted(members, key=lambda m: index.get(m, len(index))):

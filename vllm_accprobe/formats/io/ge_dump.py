@@ -1,11 +1,21 @@
 """A binary dump of one operator by Ascend's graph engine, read without its toolkit.
 
+Reads the wire format of protocol buffers, without a schema compiler and without trusting a length.
+
+The problem: graph engines describe a dump in a protobuf message, the usual reader of it comes with a vendor's toolkit,
+and the file may be made up. The idea: the wire format is small enough to walk through by hand: a message is a row of
+(field number, value); every length is checked against what is really there before it is used.
+Format: protobuf's "Encoding" page (varint, fixed64, length-delimited, fixed32; groups are refused).
+
+A binary dump of one operator by Ascend's graph engine, read without its toolkit.
+
 The problem: the file holds all tensors of an operator behind one protobuf header, in layouts that only the hardware
 likes, and the vendor's reader needs the vendor's toolkit. The idea: the header's few fields are read by number, the
 payloads follow one another in a fixed order (inputs, outputs, buffers, spaces) with their sizes in the header, and a
 layout is undone by a transpose.
 Format: uint64 length, little-endian; toolkit.dump.DumpData (field numbers of Ascend/metadef's dump_task.proto);
 payloads. Layouts: FRACTAL_NZ [.., n1, m1, m0, n0] and NC1HWC0 [n, c1, h, w, c0] as the CANN documents define them.
+
 Not here: directories of such files and names (torchair.py).
 """
 
@@ -13,6 +23,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +31,73 @@ import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats.io import protobuf
 from vllm_accprobe.formats.io.plain_file import SHORTER_THAN_HEADER, fill, opened
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+_MAX_FIELDS = 1 << 20
+
+
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """(field number, value) of each field of the message ``data``, in file order: an int for varints and fixed
+    numbers (unsigned), a memoryview for strings, bytes and messages. Raises ValueError for what is no message."""
+    at, count = 0, 0
+    while at < len(data):
+        count += 1
+        if count > _MAX_FIELDS:
+            raise ValueError("the message has too many fields")
+        key, at = varint(data, at)
+        number, kind = key >> 3, key & 7
+        if number == 0:
+            raise ValueError("field number 0")
+        if kind == VARINT:
+            value, at = varint(data, at)
+            yield number, value
+        elif kind in (FIXED64, FIXED32):
+            size = 8 if kind == FIXED64 else 4
+            yield number, int.from_bytes(_take(data, at, size), "little")
+            at += size
+        elif kind == BYTES:
+            size, at = varint(data, at)
+            yield number, _take(data, at, size)
+            at += size
+        else:
+            raise ValueError(f"wire type {kind} is not one that such a message has")
+
+
+def varint(data: memoryview, at: int) -> tuple[int, int]:
+    """(unsigned number of at most 64 bits, position behind it)."""
+    value, shift = 0, 0
+    while True:
+        if at >= len(data):
+            raise ValueError("a number ends beyond the message")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if not byte & 0x80:
+            if value >> 64:
+                raise ValueError("a number is larger than 64 bits")
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is longer than ten bytes")
+
+
+def numbers(value: int | memoryview) -> list[int]:
+    """The numbers of a repeated field, packed or one alone."""
+    if isinstance(value, int):
+        return [value]
+    out, at = [], 0
+    while at < len(value):
+        number, at = varint(value, at)
+        out.append(number)
+    return out
+
+
+def _take(data: memoryview, at: int, size: int) -> memoryview:
+    if size > len(data) - at:
+        raise ValueError(f"a field of {size} bytes ends beyond the message")
+    return data[at : at + size]
+
 
 _MAX_HEADER = 16 << 20
 _MAX_DIMS = 32
@@ -108,7 +184,7 @@ def _file(path: Path, header: memoryview, offset: int, size: int) -> GeFile:
     if len(header) + 8 != offset:
         raise ValueError("its header is cut off")
     op, outputs, inputs = "", [], []
-    for number, value in protobuf.fields(header):
+    for number, value in fields(header):
         if number == 3 and not isinstance(value, int):
             outputs.append(_tensor(value, size_field=6, original_shape=7, ref=4))
         elif number == 4 and not isinstance(value, int):
@@ -146,7 +222,7 @@ def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int)
     shape: tuple[int, ...] = ()
     original: tuple[int, ...] | None = None
     name = ""
-    for number, value in protobuf.fields(data):
+    for number, value in fields(data):
         if number == size_field and isinstance(value, int):
             nbytes = value
         elif number == 1 and isinstance(value, int):
@@ -158,12 +234,12 @@ def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int)
         elif number == original_shape and not isinstance(value, int):
             original = _shape(value) or None
         elif ref and number == ref and not isinstance(value, int):
-            name = next((_text(v) for n, v in protobuf.fields(value) if n == 1 and not isinstance(v, int)), "")
+            name = next((_text(v) for n, v in fields(value) if n == 1 and not isinstance(v, int)), "")
     return _RawTensor(code, form, shape, original, nbytes, name)
 
 
 def _shape(data: memoryview) -> tuple[int, ...]:
-    dims = [d for number, value in protobuf.fields(data) if number == 1 for d in protobuf.numbers(value)]
+    dims = [d for number, value in fields(data) if number == 1 for d in numbers(value)]
     if len(dims) > _MAX_DIMS or any(d >= 1 << 40 for d in dims) or math.prod(max(d, 1) for d in dims) >= 1 << 56:
         raise ValueError(f"a shape of {len(dims)} dimensions that no tensor has")
     return tuple(dims)

@@ -22,16 +22,15 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common.foreign import numpy_dtype
-from vllm_accprobe.formats.io.plain_file import descriptor, fill
-from vllm_accprobe.formats.io.walk import natural
+from vllm_accprobe.formats.io.plain_file import descriptor, fill, natural
 from vllm_accprobe.formats.io.zipindex import too_much
-from vllm_accprobe.formats.write import notes
+from vllm_accprobe.formats.write import containers
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".h5", ".hdf5")
 _MAX_DEPTH = 32
 _LIBRARY = threading.Lock()
-NAME = notes.NAME.encode()
+NAME = containers.NOTE_NAME.encode()
 """The attribute with what `accprobe convert` noted."""
 
 
@@ -40,7 +39,7 @@ class Dataset:
     """group: path of the group it stands in, "" for the root; name: its own; dtype: torch's name, or numpy's where
     torch has none; offset: of its bits in the file where they lie in one piece, else None; problem: why it cannot be
     read, or ""; narrow: the dtype that its values had before HDF5, where `accprobe convert` noted it; notes: what else
-    that noted (formats/write/notes.py)."""
+    that noted (formats/write/containers.py)."""
 
     path: Path
     group: str
@@ -200,19 +199,19 @@ def _notes(dataset: Any) -> Mapping[str, Any]:
         return {}
     try:
         attribute = h5py.h5a.open(dataset, NAME)
-        if attribute.dtype.kind != "S" or attribute.shape != () or attribute.dtype.itemsize > notes.LONGEST:
+        if attribute.dtype.kind != "S" or attribute.shape != () or attribute.dtype.itemsize > containers.LONGEST_NOTE:
             return {}
         text = np.empty((), attribute.dtype)
         attribute.read(text)
     except (OSError, TypeError, ValueError, RuntimeError):
         return {}
-    return notes.parsed(text.item())
+    return containers.parsed_note(text.item())
 
 
 def _narrow(noted: Mapping[str, Any]) -> str:
     """The dtype whose numbers are float32 in the file, "" where its own is it."""
     said = noted.get("dtype")
-    return said if isinstance(said, str) and notes.narrow(said) and said in DTYPES else ""
+    return said if isinstance(said, str) and containers.narrow(said) and said in DTYPES else ""
 
 
 def _noted(dataset: Any) -> str:

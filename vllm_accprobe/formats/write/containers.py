@@ -1,39 +1,285 @@
-"""A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors, and single files.
+"""A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors.
+
+What tensors and files are called in an export, as it is written and as it is read again.
+
+The problem: a container has one text for a tensor, ours have six parts; who writes that text and who takes it apart
+must agree. The idea: for each container the two stand side by side: torch_xray's ``path.Class.n.forward_output.i`` in
+HDF5, ``step/tap/role#call`` in npz and safetensors, ``globalrank-<r>_localrank-<l>`` for one rank's file.
+
+What an export notes beside its tensors, so that reading it back loses nothing.
+
+The problem: another tool's layout has no name for an input (HDF5's datasets are numbered), no place for an operator
+below a module, for a module's numbers (eps, head counts) or for how a rank's tensor is a part of the whole. The idea:
+the layout is kept as that tool wants it, and what it cannot say is noted beside it, in the words of our own journal
+(journal.py, journal.py); who does not know of the notes does not see them, and whoever reads them trusts nothing.
+
+A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors, and single files.
 
 The problem: other people's scripts read HDF5 or npz, and neither knows bfloat16 or the 8-bit floats. The idea: records
 are written one at a time in the order of execution, those dtypes widened to float32, which is exact, and the original
-name and dtype kept as attributes where the container has some (notes.py).
-Not here: which records (select.py), refusing to overwrite (cli/convert.py).
+name and dtype kept as attributes where the container has some.
+
+Not here: where a container keeps them (containers.py, formats/xray.py), which records (reader.py), refusing to
+overwrite (cli/convert.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zipfile
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump import dtypes, journal
 from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.journal import MODULE
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import Module, OpCall, Record
+from vllm_accprobe.dump.schema import ROOT_TAP, Layout, Module, OpCall, Record
 from vllm_accprobe.dump.segment import HeaderEntry, build_header, entry_room
-from vllm_accprobe.formats.write import names, notes
+
+RANK_FILE = re.compile(r"globalrank-(\d{1,9})_localrank-\d{1,9}", re.ASCII)
+H5_FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
+"""A rank's file of torch_xray, in any of its releases."""
+_KEY = re.compile(
+    r"(?:rank(\d{1,9})/)?(\d{1,9}|param)/([^/]+)/((?:input|output|inplace|param|grad|value)(?:\.[^/#]+)?)(?:#(\d{1,9}))?(?:~\d+)?",
+    re.ASCII,
+)
+_NUMBERED = re.compile(r"\d{1,6}(?:\.\d{1,6})*", re.ASCII)
+_PART = re.compile(r"(?:^|\.)(forward|backward)_(input|output|params?|inplace|grad(?:_(?:in|out)put)?|value)s?\.(.+)$")
+_CALL = re.compile(r"(.*)\.call(\d{1,9})$", re.ASCII)
+
+
+def rank_file(rank: int, local: int, ending: str) -> str:
+    """One rank's file, where there are several."""
+    return f"globalrank-{rank}_localrank-{local}.{ending}"
+
+
+def unused(name: str, taken: set[str]) -> str:
+    """``name``, or with ``~2``, ``~3`` behind it where that is among ``taken``, which it then is."""
+    unique, n = name, 2
+    while unique in taken:
+        unique, n = f"{name}~{n}", n + 1
+    taken.add(unique)
+    return unique
+
+
+def _plain(name: str) -> str:
+    """A slash would make a group, a NUL ends a name."""
+    return name.replace("/", "_").replace("\0", "_")
+
+
+# --- npz and safetensors ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeyPlace:
+    """Where a key says that a tensor belongs. rank: None where it does not say."""
+
+    rank: int | None
+    step: int | None
+    tap: str
+    role: str
+    call: int
+
+
+def record_keys(records: Sequence[Record]) -> list[str]:
+    """A key for each record, no two alike."""
+    several = len({r.rank for r in records}) > 1
+    taken: set[str] = set()
+    found = []
+    for r in records:
+        step = "param" if r.step is None else str(r.step)
+        parts = [*([f"rank{r.rank}"] if several else []), step, _plain(r.tap), _plain(r.role)]
+        name = "/".join(part.replace("..", "__") for part in parts) + (f"#{r.call}" if r.call else "")
+        found.append(unused(name, taken))
+    return found
+
+
+def key_place(key: str) -> KeyPlace | None:
+    """None for a key that is none of ours."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    rank, step, tap, role, call = match.groups()
+    return KeyPlace(int(rank) if rank else None, None if step == "param" else int(step), tap, role, int(call or 0))
+
+
+# --- HDF5 as torch_xray lays it out ----------------------------------------------------------------------------------
+
+
+def datasets(dump: Dump, records: Sequence[Record]) -> list[tuple[str, str]]:
+    """(group, dataset) of each record of one rank; these are in the order of execution.
+
+    n numbers the modules of one class under one parent. A tap's later calls in a step have ``.call<c>`` after n."""
+    first = min((r.step for r in records if r.step is not None), default=0)
+    ordinals = _class_ordinals(dump, records)
+    numbers: dict[tuple[int, str, int, str], int] = defaultdict(int)
+    for r in records:  # what has a name of its own gets the numbers behind those that are taken
+        kind, _, rest = r.role.partition(".")
+        if r.step is not None and _NUMBERED.fullmatch(rest):
+            key = (r.step, r.tap, r.call, kind)
+            numbers[key] = max(numbers[key], int(rest.partition(".")[0]) + 1)
+    taken: dict[str, set[str]] = defaultdict(set)
+    result = []
+    for r in records:
+        kind, _, rest = r.role.partition(".")
+        module = f"{'' if r.tap == ROOT_TAP else _plain(r.tap) + '.'}{_plain(r.cls) or 'Module'}.{ordinals[r.tap]}"
+        if r.call:
+            module += f".call{r.call}"
+        if r.step is None:
+            leaf = f"forward_params.{_plain(rest)}"
+        else:
+            key = (r.step, r.tap, r.call, kind)
+            if not _NUMBERED.fullmatch(rest):
+                rest, numbers[key] = str(numbers[key]), numbers[key] + 1
+            leaf = f"forward_{_plain(kind)}.{rest}"
+        group = str(first if r.step is None else r.step)
+        result.append((group, unused(f"{module}.{leaf}", taken[group])))
+    return result
+
+
+def _class_ordinals(dump: Dump, records: Sequence[Record]) -> dict[str, int]:
+    """tap → its number among the taps of the same class and parent, in the order of the module tree."""
+    order = [(m.tap, m.cls) for rank in dump.ranks for m in dump.modules.get(rank, ())]
+    order += [(r.tap, r.cls) for r in records]
+    result: dict[str, int] = {}
+    seen: dict[tuple[str, str], int] = defaultdict(int)
+    for tap, cls in order:
+        if tap not in result:
+            key = (tap.rpartition(".")[0], cls)
+            result[tap] = seen[key]
+            seen[key] += 1
+    return result
+
+
+def dataset_place(name: str) -> tuple[str, str, str, int | None]:
+    """(tap, class, role, call) of a dataset's name. A name of another kind is its own tap, with one output."""
+    match = _PART.search(name)
+    if match is None:
+        return name, "", "output.0", None
+    module, kind = name[: match.start()], match[2]
+    role = {"params": "param", "param": "param", "grad_input": "input", "grad_output": "output"}.get(kind, kind)
+    call: int | None = None
+    if called := _CALL.fullmatch(module):
+        module, call = called[1], int(called[2])
+    parts = module.split(".") if module else []
+    cls = ""
+    if len(parts) > 1 and parts[-1].isdecimal() and not parts[-2].isdecimal() and _is_class(parts[-2], len(parts)):
+        cls, parts = parts[-2], parts[:-2]
+    elif parts and _is_class(parts[-1], 0):
+        cls, parts = parts[-1], parts[:-1]
+    tap = ".".join(parts) or ROOT_TAP
+    if match[1] == "backward":
+        tap = f"backward.{tap}"
+    return tap, cls, role if role == "value" else f"{role}.{match[3]}", call
+
+
+def _is_class(word: str, parts: int) -> bool:
+    """A class has a capital letter at its beginning; a module path hardly ever has."""
+    return word.lstrip("_")[:1].isupper()
+
+
+NOTE_NAME = "accprobe"
+"""Of the attribute, or the key, that holds notes."""
+DTYPES_NOTE = "accprobe.dtypes"
+"""In a safetensors header's metadata: dtypes by name, where the format has none for them."""
+LONGEST_NOTE = 60_000
+"""Bytes of one attribute: HDF5 takes 64 kB."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Where a tensor belongs. dtype: the dump's own; "" where the container's is it."""
+
+    tap: str
+    role: str
+    call: int
+    cls: str
+    dtype: str
+    layout: Layout
+
+
+def note_of_record(r: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {"tap": r.tap, "role": r.role, "call": r.call, "class": r.cls, "dtype": r.dtype}
+    return found | ({} if r.layout.kind == "replicated" and r.layout.size == 1 else {"layout": r.layout.to_event()})
+
+
+def note_of_module(m: Module) -> dict[str, Any]:
+    return {key: value for key, value in MODULE.to_line(m).items() if key != "event"}
+
+
+def note_of_op(op: OpCall) -> dict[str, Any]:
+    return {
+        "step": op.step, "tap": op.tap, "op": op.op, "call": op.call, "seq": op.seq, "module": op.module,
+        "args": list(op.args), "kwargs": dict(op.kwargs), "outputs": list(op.outputs), "mutates": list(op.mutates),
+        "module_call": op.module_call,
+    } | ({} if op.inside is None else {"inside": op.inside})  # fmt: skip
+
+
+def narrow(dtype: str) -> bool:
+    """Whether HDF5 and npz have no such dtype: its numbers are float32 there, which is exact."""
+    return dtype == "bfloat16" or dtype.startswith("float8")
+
+
+def note_text(note: Mapping[str, Any]) -> bytes:
+    return json.dumps(note, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def parsed_note(data: bytes) -> Mapping[str, Any]:
+    """{} for what is no note."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def record(e: Any) -> Noted | None:
+    """The note of a record; None for what is none."""
+    try:
+        dtype = journal.string(e, "dtype", "")
+        return Noted(
+            journal.string(e, "tap"), journal.string(e, "role"), journal.integer(e, "call", 0),
+            journal.string(e, "class", ""), dtype if dtype in dtypes.DTYPES else "", Layout.from_event(e.get("layout")),
+        )  # fmt: skip
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def module(e: Any) -> Module | None:
+    """A module as of_module wrote it; None for what is none."""
+    try:
+        return MODULE.from_line(e)  # type: ignore[no-any-return]
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def op(rank: int, e: Any) -> OpCall | None:
+    """A call as of_op wrote it; None for what is none."""
+    try:
+        return journal.op_call(rank, e)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+
 
 Tick = Callable[[], None]
 
 
 def portable(array: np.ndarray, dtype: str) -> np.ndarray:
     """Stored bits as an array that any numpy reads: bfloat16 and 8-bit floats as float32, the rest unchanged."""
-    return widen(array, dtype) if notes.narrow(dtype) else array
+    return widen(array, dtype) if narrow(dtype) else array
 
 
 def widened(records: Iterable[Record]) -> int:
     """How many of ``records`` are float32 in an export and were not in the dump."""
-    return sum(notes.narrow(r.dtype) for r in records)
+    return sum(narrow(r.dtype) for r in records)
 
 
 def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda: None) -> int:
@@ -41,7 +287,7 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
     ``path.Class.n.forward_params.<name>``, ``...forward_input.<i>``, ``...forward_output.<i>``.
 
     A parameter stands before its module's first tensor of the first step, or, if its module has none, at that step's
-    end. What these names cannot say is noted (notes.py) in an attribute ``accprobe`` of each dataset; of a module, and
+    end. What these names cannot say is noted in an attribute ``accprobe`` of each dataset; of a module, and
     of an operator's call, in that of its first one. Returns how many calls had more to say than an attribute takes.
     """
     import h5py
@@ -65,16 +311,16 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
 def h5_names(dump: Dump, records: list[Record]) -> list[tuple[Record, str, str]]:
     """``records`` in the order of execution, each with its group and its name there."""
     ordered = _execution_order(records)
-    return [(r, *place) for r, place in zip(ordered, names.datasets(dump, ordered), strict=True)]
+    return [(r, *place) for r, place in zip(ordered, datasets(dump, ordered), strict=True)]
 
 
 def _note(data: Any, r: Record, module: Module | None, op: OpCall | None) -> bool:
     """Whether all of it was noted."""
-    found = notes.of_record(r)
-    more = ({"module": notes.of_module(module)} if module else {}) | ({"op": notes.of_op(op)} if op else {})
-    text = notes.text(found | more)
-    whole = len(text) <= notes.LONGEST
-    data.attrs[notes.NAME] = np.bytes_(text if whole else notes.text(found))
+    found = note_of_record(r)
+    more = ({"module": note_of_module(module)} if module else {}) | ({"op": note_of_op(op)} if op else {})
+    text = note_text(found | more)
+    whole = len(text) <= LONGEST_NOTE
+    data.attrs[NOTE_NAME] = np.bytes_(text if whole else note_text(found))
     return whole
 
 
@@ -99,7 +345,7 @@ def write_npz(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda
     ``rank/step/...``), readable by ``numpy.load``. One tensor at a time is in memory. Returns 0: nothing is
     left out."""
     with zipfile.ZipFile(path, "x", allowZip64=True) as file:
-        for r, name in zip(records, names.keys(records), strict=True):
+        for r, name in zip(records, record_keys(records), strict=True):
             with file.open(zipfile.ZipInfo(name + ".npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, portable(dump.read(r), r.dtype), allow_pickle=False)
             tick()
@@ -112,14 +358,14 @@ def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick 
     Dtypes that the format does not know (complex, some 8-bit floats) are noted in its metadata, ``accprobe.dtypes``.
     Returns 0: nothing is left out."""
     entries, at, odd = [], 0, {}
-    for r, name in zip(records, names.keys(records), strict=True):
+    for r, name in zip(records, record_keys(records), strict=True):
         info = DTYPES[r.dtype]
         nbytes = prod(r.shape) * info.itemsize
         entries.append(HeaderEntry(name, r.dtype, tuple(r.shape), at, nbytes))
         at += nbytes
         if info.tail or (info.safetensors == "U8" and r.dtype != "uint8"):
             odd[name] = r.dtype
-    metadata = {notes.DTYPES: notes.text(odd).decode()} if odd else {}
+    metadata = {DTYPES_NOTE: note_text(odd).decode()} if odd else {}
     room = sum(entry_room(e.key, "", len(e.shape)) for e in entries) + 4096 + 2 * sum(map(len, metadata.values()))
     room += -(8 + room) % 64
     with open(path, "xb") as f:

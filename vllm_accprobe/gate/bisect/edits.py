@@ -1,20 +1,56 @@
-"""A `vllm serve` command whose settings can be changed, whichever way they were spelled.
+"""The settings that bisect varies in a `vllm serve` command, and how it changes them.
+
+A `vllm serve` command whose settings can be changed, whichever way they were spelled.
 
 The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``--no-async-scheduling``,
 ``-cc.mode=0``, a JSON with ten other fields in it, a variable in front of the command), and a change must replace that
 one and leave the others. The idea: a command is words and an environment; an `Edit` takes options away by any of their
 names, adds words at the end, sets fields of an option that is JSON, and sets or unsets variables.
-Not here: which settings there are (axes.py).
+
+What the vLLM that a command starts can be told, read from its source.
+
+The problem: an option that this release does not have ends every trial before it began, and importing vLLM to ask its
+parser takes 10 to 30 seconds, in an environment that need not be ours. The idea: the command's own Python is asked
+where its vllm lies (nothing is imported), and the option's names, the fields of the passes, the custom operators and
+those of vLLM IR stand in its source as literals. Where there is no such Python (a container, a remote host) all
+options are taken to be there, and the engine's log tells which custom operators there are (trials.py). Not here:
+what is made of it.
+
+The settings that bisect varies: what the command has, and what the plainest value of it is.
+
+The problem: a fault of a new card shows with prefix caching, or chunks and asynchronous scheduling together, or with
+one custom operator, and whoever switches by hand tries three of the hundred combinations. The idea: each
+`ServerSetting` is one setting whose value in the command is not the plain one, with the `Edit` that makes it plain.
+What is made of many (compilation, custom operators) is one axis first, and is taken apart only where it belongs to
+the culprits.
+
+A vendor's own switches, from a file: variables, options and words that no table of ours knows.
+
+The problem: each card's plugin has kernels that a variable switches off (``XMLIR_...``, ``VLLM_ASCEND_ENABLE_...``),
+and these are the first suspects. The idea: a toml or json file names each switch and its plain value; what the
+command has differs from it or there is nothing to vary.
+
+    [[switch]]
+    name = "fused norm"                       # as it is printed
+    environment = "VLLM_VENDOR_FUSED_NORM"    # or: option = "--vendor-kernels", or: words = ["--vendor-plain"]
+    plain = "0"                               # of the variable or option; left away: unset, taken away
+
+Not here: trying (trials.py).
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-cc": "--compilation-config",
@@ -228,3 +264,382 @@ def _set(made: dict[str, Any], path: str, value: Any) -> None:
 def _opposite(a: Any, b: Any) -> bool:
     """``+rms_norm`` and ``-rms_norm``."""
     return isinstance(a, str) and isinstance(b, str) and a[:1] in "+-" and b[:1] in "+-" and a[1:] == b[1:]
+
+
+_WHERE = """
+import importlib.util, sys
+from importlib import metadata
+spec = importlib.util.find_spec("vllm")
+print(spec.submodule_search_locations[0] if spec else "")
+names = set(metadata.packages_distributions().get("vllm", ()))
+print(" ".join(f"{n}={metadata.version(n)}" for n in sorted(names)))
+"""
+_WAIT_S = 60.0
+_OPTION = re.compile(r"""["'](--[a-z0-9][a-z0-9-]*)["']""")
+_CUSTOM = re.compile(r"""(?:CustomOp|PluggableLayer)?\.?register\(\s*["']([a-z0-9_]+)["']""")
+_VARIABLE = re.compile(r"""["'](VLLM_[A-Z0-9_]+)["']\s*:""")
+
+
+@dataclass(frozen=True)
+class Offered:
+    """options: names of options, variables among them; None: not known, everything is taken to be there. passes,
+    custom_ops, ir_ops: names. version: of the distribution, "" where it is not known."""
+
+    options: frozenset[str] | None = None
+    passes: tuple[str, ...] = ()
+    custom_ops: tuple[str, ...] = ()
+    ir_ops: tuple[str, ...] = ()
+    version: str = ""
+
+    def __contains__(self, option: str) -> bool:
+        return self.options is None or option in self.options
+
+
+def look(command: ServeCommand) -> Offered:
+    """Never raises for what is not found there."""
+    environ = command.full()
+    python = interpreter(command.words, environ)
+    if python is None:
+        return Offered()
+    # Neither the probe nor the working directory, which may have a folder named vllm, is anybody's business here.
+    env = {k: v for k, v in environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run([python, "-c", _WHERE], env=env, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=_WAIT_S, cwd="/")  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return Offered()
+    said = done.stdout.splitlines()
+    if done.returncode or not said or not said[0]:
+        return Offered()
+    return read_offered(Path(said[0]), said[1] if len(said) > 1 else "")
+
+
+def interpreter(words: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
+    """The Python that the command runs in: the word itself, or the first line of the script."""
+    for word in words:
+        path = shutil.which(word, path=environ.get("PATH"))
+        name = os.path.basename(word)
+        if path is None or not (name.startswith("python") or name == "vllm"):
+            continue
+        if name.startswith("python"):
+            return path
+        try:
+            with open(path, "rb") as f:
+                head = f.read(4096).decode(errors="replace").splitlines()
+        except OSError:
+            return None
+        return _shebang(head)
+    return None
+
+
+def _shebang(head: list[str]) -> str | None:
+    if not head or not head[0].startswith("#!"):
+        return None
+    words = head[0][2:].split()
+    if words and os.path.basename(words[0]) == "sh" and len(head) > 1 and "exec" in head[1]:
+        # pip's way around a long path: '''exec' /long/python "$0" "$@"
+        words = shlex.split(head[1].replace("'''exec'", "", 1))
+    if words and os.path.basename(words[0]) == "env":
+        words = words[1:]
+    return shutil.which(words[0]) if words and "python" in os.path.basename(words[0]) else None
+
+
+def read_offered(package: Path, version: str = "") -> Offered:
+    """From vLLM's folder."""
+    options = {m for f in ("engine/arg_utils.py", "config/compilation.py") for m in _OPTION.findall(_text(package / f))}
+    if not options:
+        return Offered(version=version)
+    options |= set(_VARIABLE.findall(_text(package / "envs.py")))
+    passes = _fields(_text(package / "config" / "compilation.py"), "PassConfig", "bool")
+    ir = _fields(_text(package / "config" / "kernel.py"), "IrOpPriorityConfig", "list[str]")
+    ops: set[str] = set()
+    for file in sorted((package / "model_executor").rglob("*.py")):
+        text = _text(file)
+        if "CustomOp" in text:
+            ops |= set(_CUSTOM.findall(text))
+    return Offered(frozenset(options), tuple(passes), tuple(sorted(ops)), tuple(ir), version)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _fields(source: str, of: str, kind: str) -> Iterator[str]:
+    """The annotated fields of class ``of`` whose annotation is ``kind``."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == of:
+            for line in node.body:
+                if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
+                    continue
+                if ast.unparse(line.annotation) == kind:
+                    yield line.target.id
+
+
+CC, IR = "--compilation-config", "--ir-op-priority"
+TOKENS, CHUNKED, BLOCK = "--max-num-batched-tokens", "--enable-chunked-prefill", "--block-size"
+V2 = "VLLM_USE_V2_MODEL_RUNNER"
+MODEL_LENGTH = "{model length}"
+"""Stands in an edit for what the first run tells."""
+
+
+@dataclass(frozen=True)
+class ServerSetting:
+    """One setting. value, plain: for people; edit: makes it plain; parts: what it is made of, each an axis; fact: what
+    an engine's log says of it (trials.py), "" where it says nothing; scale: (option, the command's number, the
+    plain one's, None: the first run tells)."""
+
+    name: str
+    value: str
+    plain: str
+    edit: Edit
+    parts: tuple[ServerSetting, ...] = ()
+    fact: str = ""
+    scale: tuple[str, int, int | None] | None = None
+
+
+def axes(
+    command: ServeCommand, offered: Offered, vendor: Sequence[ServerSetting] = (), plain: Mapping[str, str] = {}
+) -> list[ServerSetting]:
+    """All whose value is not plain already. plain: by axis, another plain value (`--plain attention=TRITON_ATTN`).
+    Raises BisectError."""
+    found = [a for a in (f(command, offered) for f in _TABLE) if a is not None]
+    found += [a for a in _values(command, offered, plain) if a is not None]
+    names = {a.name for a in found} | {a.name for a in vendor}
+    if len(names) < len(found) + len(vendor):
+        raise BisectError("--switches: a switch has the name of one of bisect's own axes, or two have the same")
+    return [*found, *vendor]
+
+
+def _switch(
+    name: str, option: str, fact: str, on: bool, command: ServeCommand, offered: Offered
+) -> ServerSetting | None:
+    """on: the plain value of ``option``."""
+    said = command.flag(option)
+    if option not in offered or said is on:
+        return None
+    words = (option if on else "--no-" + option[2:],)
+    edit = Edit(drop=(option,), add=words)
+    return ServerSetting(name, _said(said), "on" if on else "off", edit, fact=fact)
+
+
+def _said(flag: bool | None) -> str:
+    return "as by default" if flag is None else "on" if flag else "off"
+
+
+def _compilation(command: ServeCommand, offered: Offered) -> ServerSetting | None:
+    if command.flag("--enforce-eager") or "--enforce-eager" not in offered:
+        return None
+    given = command.json(CC)
+    parts: list[ServerSetting] = []
+    if CC in offered:
+        fields: list[tuple[str, str, Any]] = [("mode", "mode", 0), ("graphs", "cudagraph_mode", "NONE")]
+        fields += [(name, f"pass_config.{name}", False) for name in offered.passes]
+        for name, path, value in fields:
+            now = _inside(given, path)
+            if now != value or type(now) is not type(value):
+                edit = Edit(fields=((CC, path, value),))
+                parts.append(ServerSetting(f"compilation: {name}", _shown(now), _shown(value), edit))
+    level = command.get("--optimization-level")
+    value = "as by default" if level is None and not given else "-O" + (level or "") if not given else "as given"
+    return ServerSetting("compilation", value, "eager", Edit(add=("--enforce-eager",)), tuple(parts), "eager")
+
+
+def _custom_ops(command: ServeCommand, offered: Offered) -> ServerSetting | None:
+    given = command.json(CC).get("custom_ops") or []
+    if CC not in offered or not isinstance(given, list) or ("none" in given and not any(o[:1] == "+" for o in given)):
+        return None
+    off = {op[1:] for op in given if op[:1] == "-"}
+    on = {op[1:] for op in given if op[:1] == "+"}
+    names = on if "none" in given else set(offered.custom_ops) - off | on
+    parts = tuple(
+        ServerSetting(f"custom operators: {name}", "as by default" if name not in on else "on", "native",
+             Edit(fields=((CC, "custom_ops+", f"-{name}"),)))
+        for name in sorted(names)
+    )  # fmt: skip
+    shown = "as by default" if not given else ",".join(given)
+    return ServerSetting(
+        "custom operators", shown, "native", Edit(fields=((CC, "custom_ops", ["none"]),)), parts, "custom operators"
+    )
+
+
+def _ir_ops(command: ServeCommand, offered: Offered) -> ServerSetting | None:
+    """vLLM IR (0.2x on): each operator has a list of who implements it, the first that can is taken."""
+    if IR not in offered or not offered.ir_ops:
+        return None
+    given = command.json(IR)
+    left = [name for name in offered.ir_ops if given.get(name) not in (["native"], "native")]
+    parts = tuple(
+        ServerSetting(
+            f"IR operators: {name}", _shown(given.get(name)), "native", Edit(fields=((IR, name, ["native"]),))
+        )
+        for name in left
+    )
+    if not left:
+        return None
+    edit = Edit(fields=tuple((IR, name, ["native"]) for name in left))
+    value = "as given" if given else "as by default"
+    return ServerSetting("IR operators", value, "native", edit, parts, "IR operators")
+
+
+def _chunks(command: ServeCommand, offered: Offered) -> ServerSetting | None:
+    """Plain is a step that takes any prompt whole: as many tokens as the model's length, and no chunks where vLLM can
+    be told so."""
+    if TOKENS not in offered:
+        return None
+    length = number(command.get("--max-model-len"))
+    now = number(command.get(TOKENS))
+    switch = ("--no-" + CHUNKED[2:],) if CHUNKED in offered else ()
+    if now is not None and length is not None and now >= length and (not switch or command.flag(CHUNKED) is False):
+        return None
+    whole = str(max(now or 0, length)) if length is not None else MODEL_LENGTH
+    drop = (TOKENS, CHUNKED) if switch else (TOKENS,)
+    value = f"{now} tokens a step" if now is not None else "as by default"
+    edit = Edit(drop=drop, add=(*switch, TOKENS, whole))
+    plain = length if now is not None and (length is None or length > now) else None
+    return ServerSetting("chunked prefill", value, "off", edit, fact="chunks",
+                scale=(TOKENS, now, plain) if now is not None and (plain or length is None) else None)  # fmt: skip
+
+
+def _runner(command: ServeCommand, offered: Offered) -> ServerSetting | None:
+    said = command.full().get(V2)
+    if said is None or said == "0" or V2 not in offered:
+        return None
+    return ServerSetting("model runner", "V2", "V1", Edit(environ=((V2, "0"),)))
+
+
+_TABLE = (
+    _compilation,
+    lambda c, o: _switch("prefix caching", "--enable-prefix-caching", "prefix", False, c, o),
+    _chunks,
+    lambda c, o: _switch("async scheduling", "--async-scheduling", "async", False, c, o),
+    _runner,
+    _custom_ops,
+    _ir_ops,
+)
+
+_VALUES = (
+    ("tensor parallel", "--tensor-parallel-size", "1"),
+    ("KV cache dtype", "--kv-cache-dtype", "auto"),
+    ("block size", BLOCK, None),
+    ("attention", "--attention-backend", None),
+    ("speculation", "--speculative-config", None),
+)
+"""(axis, option, the plain value; None: the option is taken away)."""
+
+
+def _values(command: ServeCommand, offered: Offered, plain: Mapping[str, str]) -> list[ServerSetting | None]:
+    if unknown := set(plain) - {name for name, _, _ in _VALUES}:
+        raise BisectError(
+            f"--plain {min(unknown)}=...: only {', '.join(n for n, _, _ in _VALUES)} have other plain values"
+        )
+    found: list[ServerSetting | None] = []
+    for name, option, usual in _VALUES:
+        now, wanted = command.get(option), plain.get(name, usual)
+        if name in plain and option not in offered:
+            raise BisectError(f"--plain {name}=...: this vLLM has no {option}")
+        if option not in offered or now == wanted or (now is None and name not in plain):
+            continue
+        edit = Edit(drop=(option,), add=() if wanted is None else (option, wanted))
+        scale = None
+        if name == "block size" and (n := number(now)) is not None:
+            scale = (option, n, number(wanted))
+        fact = name if name in ("block size", "KV cache dtype") else ""
+        found.append(ServerSetting(name, _shown(now), wanted or "as by default", edit, fact=fact, scale=scale))
+    return found
+
+
+def partial(axis: ServerSetting, names: Sequence[str]) -> ServerSetting:
+    """The same with only these of its parts."""
+    return replace(axis, parts=tuple(p for p in axis.parts if p.name in set(names)))
+
+
+def _inside(made: dict[str, Any], path: str) -> Any:
+    value: Any = made
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "as by default" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+MAX_BYTES = 1 << 20
+"""Chosen: a list of switches is a few KB."""
+_FIELDS = {"name", "environment", "option", "words", "plain"}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
+
+
+def read_vendor(path: Path, command: ServeCommand) -> list[ServerSetting]:
+    """The switches whose value in ``command`` is not plain. Raises BisectError, OSError."""
+    if not path.is_file():
+        raise BisectError(f"--switches {path} is no file")
+    if path.stat().st_size > MAX_BYTES:
+        raise BisectError(f"--switches {path} is larger than 1 MiB: it is no list of switches")
+    try:
+        value = _load(path, path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, ValueError, RecursionError):
+        raise BisectError(f"--switches {path} is neither json nor toml") from None
+    entries = value.get("switch") if isinstance(value, dict) else value
+    if not isinstance(entries, list) or not entries:
+        raise BisectError(f"--switches {path}: write [[switch]] with name, environment and plain (docs/gate.md)")
+    return [axis for i, entry in enumerate(entries, 1) if (axis := _axis(entry, f"{path}, switch {i}", command))]
+
+
+def _load(path: Path, text: str) -> Any:
+    if path.suffix == ".json" or (text.lstrip()[:1] in ("{", "[") and not text.lstrip().startswith("[[")):
+        return json.loads(text)
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
+
+
+def _axis(entry: Any, where: str, command: ServeCommand) -> ServerSetting | None:
+    if not isinstance(entry, dict):
+        raise BisectError(f"--switches {where}: write an object with name, environment and plain")
+    if unknown := sorted(set(map(str, entry)) - _FIELDS):
+        raise BisectError(f"--switches {where}: {unknown[0][:60]!r} is none of {', '.join(sorted(_FIELDS))}")
+    name, plain = entry.get("name"), entry.get("plain")
+    if not isinstance(name, str) or not name.strip() or len(name) > 100 or not name.isprintable() or "," in name:
+        raise BisectError(f"--switches {where}: name is a printable text of at most 100 characters without commas")
+    given = [key for key in ("environment", "option", "words") if entry.get(key) is not None]
+    if len(given) != 1:
+        raise BisectError(f"--switches {where}: write one of environment, option and words")
+    if isinstance(plain, (int, float)) and not isinstance(plain, bool):
+        plain = str(plain)
+    if plain is not None and (not isinstance(plain, str) or "\0" in plain):
+        raise BisectError(f"--switches {where}: plain is a text, or is left away")
+    what = entry[given[0]]
+    if given[0] == "words":
+        return _words(name, what, plain, where, command)
+    if given[0] == "environment":
+        if not isinstance(what, str) or not _NAME.fullmatch(what):
+            raise BisectError(f"--switches {where}: environment is the name of one variable")
+        now = command.full().get(what)
+        edit = Edit(environ=((what, plain),))
+    else:
+        if not isinstance(what, str) or not re.fullmatch(r"--[A-Za-z0-9][A-Za-z0-9_.-]*", what):
+            raise BisectError(f"--switches {where}: option is the name of one, such as --vendor-kernels")
+        now = command.get(what.replace("_", "-"))
+        edit = Edit(drop=(what.replace("_", "-"),), add=() if plain is None else (what, plain))
+    if now == plain:
+        return None
+    return ServerSetting(name, "not set" if now is None else now or "on", "not set" if plain is None else plain, edit)
+
+
+def _words(name: str, what: Any, plain: str | None, where: str, command: ServeCommand) -> ServerSetting | None:
+    good = isinstance(what, list) and what and all(isinstance(w, str) and w and "\0" not in w for w in what)
+    if not good or plain is not None:
+        raise BisectError(f"--switches {where}: words is a list of texts that make the command plain, without plain")
+    if all(word in command.words for word in what):
+        return None
+    return ServerSetting(name, "without " + " ".join(what), "with it", Edit(add=tuple(what)))

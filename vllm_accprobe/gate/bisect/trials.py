@@ -1,31 +1,120 @@
-"""One trial: the command with some settings made plain is served, asked, and ended; and what was tried is kept.
+"""One trial: a command is edited, served, asked and ended, or its result is remembered.
+
+What an engine says of itself at its start, so that settings that make no difference need no trial.
+
+The problem: what a command leaves to vLLM's defaults (asynchronous scheduling, custom operators) is decided by
+platform and model, and is often the plain value already. The idea: vLLM prints its configuration, and with
+VLLM_LOGGING_LEVEL=DEBUG the custom operators of the model; a setting that two logs tell alike is none. What a log
+does not tell stays an axis.
+
+One trial: the command with some settings made plain is served, asked, and ended; and what was tried is kept.
 
 The problem: a trial costs a server's start, a bisection is hours, and terminals close. The idea: a trial's folder has
 a name made of all that decides its numbers: words, environment, prompts, how they are sent, versions. What is there and
 complete is not run again, by whatever bisection asks for it; what was begun goes on. A command that ends before it
 serves is kept as one that does not start; a server that is lost twice in the middle, too.
-Not here: what is tried (search.py), what it means (judging.py).
+
+Whether one trial shows the difference that is looked for.
+
+The problem: settings change rounding, so that nearly any two of them differ by a little, and the gate, which is sharp
+enough for that, fails; a search would then end at the first setting that rounds in another way. The idea: a trial fails
+where the gate fails and its distance from golden is a good part of what the command's own is: the same failure, not any
+other, which is what delta debugging asks for [Zeller and Hildebrandt, 3.1].
+
+From a configuration to its outcome: the command is edited, run or remembered, and judged against golden.
+
+The problem: a search knows sets of names, a trial knows commands, and between them stands what only a first run tells:
+the model's length, which custom operators it has, how far the bad command is from golden. The idea: one object that is
+given a configuration and gives an outcome, and says each in a line with its time.
+
+Not here: what is tried (search.py), the gate's verdict (measure/gating.py), the search (search.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shlex
+import statistics
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
+from vllm_accprobe.gate.bisect.edits import MODEL_LENGTH, BisectError, Edit, ServeCommand, ServerSetting, partial
+from vllm_accprobe.gate.bisect.search import (
+    FAIL,
+    PASS,
+    UNRESOLVED,
+    Cause,
+    Configuration,
+    Found,
+    TrialOutcome,
+    edits_of,
+    without,
+)
+from vllm_accprobe.gate.measure import conditions, gating
 from vllm_accprobe.gate.sending import passes, prompts, replies
-from vllm_accprobe.gate.sending.arrival import Arrival
 from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.passes import Arrival
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sending.serving import served
+from vllm_accprobe.gate.sending.replies import Sent
+from vllm_accprobe.gate.sides import served
 from vllm_accprobe.whole_file import write_private
+
+_CONFIG = "with config: "
+MAX_BYTES = 4 << 20
+"""Chosen: of a log, from its beginning; the configuration stands within the first 100 KB."""
+_FACTS = {
+    "eager": r"\benforce_eager=(\w+)",
+    "prefix": r"\benable_prefix_caching=(\w+)",
+    "KV cache dtype": r"\bkv_cache_dtype='?([\w.]+)",
+    "custom operators": r"'custom_ops': (\[[^\]]*\])",
+    "IR operators": r"\bir_op_priority=(IrOpPriorityConfig\([^)]*\))",
+}
+"""Of the line with the configuration, by the name in `ServerSetting.fact`."""
+_LINES = {"async": r"Asynchronous scheduling is (enabled|disabled)", "chunks": r"Chunked prefill is enabled with (\S+)"}
+_USED = re.compile(r"(enabled|disabled) custom ops: Counter\(\{([^}]*)\}\)")
+
+
+def read(path: Path | None) -> str:
+    """The beginning of a log, "" where there is none."""
+    try:
+        with open(path or "", "rb") as f:
+            return f.read(MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def facts(text: str) -> dict[str, str]:
+    """By `ServerSetting.fact`, what is told and nothing else."""
+    found = {}
+    config = next((line for line in text.splitlines() if _CONFIG in line), "")
+    for source, patterns in ((config, _FACTS), (text, _LINES)):
+        for name, pattern in patterns.items():
+            if match := re.search(pattern, source):
+                found[name] = match[1]
+    return found
+
+
+def used(text: str) -> dict[str, bool] | None:
+    """The custom operators of the model: whether each is enabled. None where the log does not tell."""
+    found: dict[str, bool] = {}
+    told = False
+    for what, names in _USED.findall(text):
+        told = True
+        for name in re.findall(r"'([a-z0-9_]+)'", names):
+            found[name] = found.get(name, False) or what == "enabled"
+    return found if told else None
+
+
+def same(name: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether both tell ``name``, and alike."""
+    return bool(name) and name in one and one[name] == other.get(name)
+
 
 TRIAL, FOLDER = "trial.json", "sent"
 _DECIDES = re.compile(
@@ -162,3 +251,228 @@ def _read(place: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) and value.get("schema") == 1 else {}
+
+
+RATE = gating.RATE
+SHARE = 0.5
+"""Chosen: of the command's distance. Of three equal faults that add up like noise each has 1 / sqrt(3) of it; other
+rounding of a tiny bfloat16 model (block size, operators) had a quarter of a fault's (measured, docs/gate.md)."""
+DRAWN = 2.0 / (conditions.DRAWS + 1)
+"""Derived: the least p that the gate's drawn patterns of signs can give, of one of two passes."""
+
+
+@dataclass(frozen=True)
+class TrialGate:
+    """size: root mean square of the gaps of chosen tokens, nats, of the pair of passes where it is largest; a token
+    that a side does not list counts as the largest that is listed, at least 1. p: of the gate, 1 without one. n:
+    prompts. why: there is no judgement, None where there is."""
+
+    size: float
+    p: float
+    n: int
+    why: str | None = None
+
+    def fails(self, rate: float, least: float) -> bool:
+        """Beyond golden's floor, and not less than ``least``."""
+        return self.why is None and self.p <= rate and self.size > 0 and self.size >= least
+
+
+def rate_each(trials: int, prompts: int, rate: float = RATE) -> float:
+    """Of one trial, where ``trials`` are expected; not less than the least p that so many prompts can have."""
+    return min(rate, max(rate / max(trials, 1), 2.0 * 0.5**prompts, DRAWN))
+
+
+def judge(golden: Sent, mine: Sent, floors: Sequence[Sent] = ()) -> TrialGate:
+    """Two folders of the same two arrivals. floors: servers that are known to be right."""
+    try:
+        gate = gating.compare(golden, mine, floors, power=False)
+    except gating.GateError as e:
+        return TrialGate(0.0, 1.0, 0, str(e))
+    if gate.p is None:
+        return TrialGate(0.0, 1.0, gate.prompts, gate.why)
+    return TrialGate(_size(golden, mine), gate.p, gate.prompts)
+
+
+def _size(golden: Sent, mine: Sent) -> float:
+    from vllm_accprobe.gate.measure.token_gaps import gaps
+
+    sizes = []
+    for a, b in ((0, 1), (1, 0)):
+        known: list[float] = []
+        unlisted = 0
+        for name, reply in golden.passes[a].items():
+            if (other := mine.passes[b].get(name)) is not None:
+                found, _, _ = gaps(reply, other)
+                known += [t.gap for t in found if t.gap is not None]
+                unlisted += sum(t.gap is None for t in found)
+        if known or unlisted:
+            known += [max([*known, 1.0])] * unlisted
+            sizes.append(math.sqrt(sum(g * g for g in known) / len(known)))
+    return max(sizes, default=0.0)
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One trial, for the report. bad: names of the axes as in the command."""
+
+    bad: tuple[str, ...]
+    outcome: TrialOutcome
+    tried: Tried
+    command: str
+    values: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass
+class Trier:
+    """golden: None: the plain configuration becomes it. rate: of one trial; share: of the command's own distance."""
+
+    command: ServeCommand
+    axes: Sequence[ServerSetting]
+    trials: Trials
+    golden: Sent | None
+    rate: float
+    share: float
+    say: Callable[[str], None] = lambda line: None
+    floors: list[Sent] = field(default_factory=list)
+    rows: list[TrialRow] = field(default_factory=list)
+    expected: int = 0
+    size: float = 0.0
+    length: int | None = None
+    _parts: dict[str, tuple[ServerSetting, ...]] = field(default_factory=dict)
+    _bad: Tried | None = None
+    _same: frozenset[str] = frozenset()
+
+    def first(self) -> Tried:
+        """The command itself, which tells the model's length and its operators."""
+        self._bad = tried = self.trials.run(self.command)
+        if tried.sent is not None:
+            length = replies.read_about(tried.sent).get("server", {}).get("max_model_len")
+            self.length = length if isinstance(length, int) else None
+        known = used(read(tried.log))
+        for axis in self.axes:
+            kept = axis
+            if axis.fact == "custom operators" and known:
+                on = [f"{axis.name}: {name}" for name, enabled in known.items() if enabled]
+                kept = partial(axis, on) if axis.parts else replace(axis, parts=_operators(axis, known))
+            self._parts[axis.name] = kept.parts
+        return tried
+
+    def parts(self, axis: ServerSetting) -> tuple[ServerSetting, ...]:
+        """Those that the model has."""
+        return self._parts.get(axis.name, axis.parts)
+
+    def made(self, configuration: Configuration) -> ServeCommand:
+        """The command of a configuration."""
+        edits = [self._filled(a.edit) for a in edits_of(configuration, self.axes, self._parts)]
+        for name, number in configuration.values:
+            scale = next(a.scale for a in self.axes if a.name == name)
+            assert scale is not None
+            edits.append(Edit(drop=(scale[0],), add=(scale[0], str(number))))
+        return self.command.edited(edits)
+
+    def attempt(self, configuration: Configuration, again: int) -> TrialOutcome:
+        """Raises what trials raise."""
+        command = self.made(configuration)
+        known = self.trials.known(command, again)
+        told = {row.tried.key for row in self.rows}
+        tried = known or self.trials.run(command, again)
+        outcome = self._judged(configuration, tried)
+        if tried.key not in told:
+            self.rows.append(
+                TrialRow(tuple(sorted(configuration.bad)), outcome, tried, command.line(), configuration.values)
+            )
+            self._tell(configuration, outcome, tried, again)
+        return outcome
+
+    def equal(self, bad: Configuration, plain: Configuration) -> frozenset[str]:
+        """Axes of which both engines' logs tell the same."""
+        logs = [read(self.trials.run(self.made(c)).log) for c in (bad, plain)]
+        one, other = map(facts, logs)
+        varied = [a for a in self.axes if a.name not in plain.bad]
+        self._same = frozenset(a.name for a in varied if same(a.fact, one, other))
+        return self._same
+
+    def line(self, found: Found, cause: Cause, what: str) -> str:
+        """The command to type. what: ``fails``, the set alone; ``plain``; ``passes``, the command without the set."""
+        base = frozenset({*found.equal, *found.held})
+        configurations = {
+            "fails": Configuration(base | set(cause.names), cause.apart),
+            "plain": Configuration(base),
+            "passes": without((*cause.before, *cause.names), cause.gone, self.axes, self._parts),
+        }
+        return self.made(configurations[what]).line()
+
+    @property
+    def seconds(self) -> float:
+        """Of all that was run for this, now or before."""
+        return sum(row.tried.seconds for row in self.rows)
+
+    def _judged(self, configuration: Configuration, tried: Tried) -> TrialOutcome:
+        if tried.sent is None:
+            return TrialOutcome(UNRESOLVED, why=f"{tried.why} ({tried.log})" if tried.log else tried.why)
+        mine = replies.read(tried.sent)
+        if self.golden is None:
+            self.golden = mine
+        found = judge(self.golden, mine, self.floors)
+        whole = (
+            configuration.bad >= {a.name for a in self.axes} and not configuration.apart and not configuration.values
+        )
+        if found.why is not None:
+            return TrialOutcome(UNRESOLVED, why=found.why)
+        if whole and found.fails(self.rate, 0.0):
+            self.size = max(self.size, found.size)
+        least = 0.0 if whole else self.share * self.size
+        if found.fails(self.rate, least):
+            return TrialOutcome(FAIL, found.size, found.p)
+        return TrialOutcome(PASS, found.size, found.p, smaller=found.fails(self.rate, 0.0))
+
+    def _filled(self, edit: Edit) -> Edit:
+        if MODEL_LENGTH not in edit.add:
+            return edit
+        kept = [str(self.length) if word == MODEL_LENGTH else word for word in edit.add]
+        if self.length is None:  # not known: without the number, vLLM's own default is asked for
+            i = edit.add.index(MODEL_LENGTH)
+            kept = [*edit.add[: i - 1], *edit.add[i + 1 :]]
+        return replace(edit, add=tuple(kept))
+
+    def _tell(self, configuration: Configuration, outcome: TrialOutcome, tried: Tried, again: int) -> None:
+        names = sorted(configuration.bad - self._same) or ["everything plain"]
+        if len(configuration.bad) == len(self.axes) and not configuration.apart and not configuration.values:
+            names = ["the command itself"]
+        names += [f"{name} {number}" for name, number in configuration.values]
+        said = outcome.kind if outcome.kind != PASS or not outcome.smaller else "pass (differs, by much less)"
+        size = f" ({outcome.size:.3g} nats)" if outcome.kind != UNRESOLVED and outcome.size else ""
+        where = f": {outcome.why}" if outcome.kind == UNRESOLVED else ""
+        when = "kept" if tried.kept else f"{tried.seconds:.0f} s"
+        of = f" of about {max(self.expected, len(self.rows))}" if self.expected else ""
+        more = " again" * bool(again)
+        self.say(f"run {len(self.rows)}{of}: {', '.join(names)}{more}: {said}{size}{where}; {when}")
+
+    def left(self, runs: int) -> float:
+        """Seconds that so many more runs take, by the median of what was run."""
+        each = [row.tried.seconds for row in self.rows if row.tried.seconds > 0]
+        each += [self._bad.seconds] if not each and self._bad is not None else []
+        return runs * statistics.median(each) if each else 0.0
+
+
+def _operators(axis: ServerSetting, known: Mapping[str, bool]) -> tuple[ServerSetting, ...]:
+    """Of an engine whose source is not at hand: what its log names."""
+    return tuple(
+        ServerSetting(f"{axis.name}: {name}", "as by default", "native",
+             Edit(fields=(("--compilation-config", "custom_ops+", f"-{name}"),)))
+        for name, enabled in sorted(known.items()) if enabled
+    )  # fmt: skip
+
+
+def golden_folder(text: str) -> Path | None:
+    """``--golden`` as a folder of send; None where it is a URL or a command. Raises FolderError."""
+    path = Path(text)
+    if text.startswith(("http://", "https://")) or (" " in text.strip() and not path.exists()):
+        return None
+    replies.read_about(path)
+    return path
+
+
+def sent_as(about: Mapping[str, Any]) -> dict[str, Any]:
+    """How golden's folder was sent, so that trials are sent the same."""
+    return {k: v for k, v in about.get("settings", {}).items() if k in ("arrive", "concurrency", "top", "max_tokens")}

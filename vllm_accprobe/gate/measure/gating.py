@@ -1,31 +1,165 @@
-"""Two servers, by their folders: the verdict, under which condition they differ, and the tokens that show it best.
+"""Two servers, by their folders: the verdict, and the smallest distance that the prompts could have shown.
+
+The smallest distance that these prompts could have shown, per condition; and how many would show enough.
+
+The problem: two servers that "do not differ" to eight prompts may differ by six times the floor in every decoded token.
+The idea: the same test (floor.judge) judges a mine that is further away: the distances that were measured, of the
+tokens under one condition, are enlarged alike, until the test fails. How the distances scatter over tokens and prompts,
+what the limits are, and how many conditions share the false-alarm rate, all of that is then as it was. The figure is in
+units of the floor, the distance of servers that are right, as the verdict's own. Too few prompts are those that would
+not have shown ENOUGH times the floor, in all tokens, in prefill or in decode: that is no pass.
+
+Two servers, by their folders: the verdict, under which condition they differ, and the tokens that show it best.
 
 The problem: "not the same numbers" is true of any two honest cards, and "the same within 0.05" of many broken ones.
 The idea: mine fails where it is further from golden than golden's own batching makes it, and further than servers that
-are known to be right are from one another (floor.py). Without such servers the limit is golden's batching alone, and
-the verdict says so.
-Not here: columns (token_table.py), the tests (floor.py), the condition (conditions.py), sentences
-(report/gap_lines.py), making folders (gate/sides.py).
+are known to be right are from one another (conditions.py). Without such servers the limit is golden's batching alone,
+and the verdict says so.
+
+Not here: the test (conditions.py), columns (token_gaps.py), the tests (conditions.py), the condition (conditions.py),
+sentences (report/servers.py), making folders (gate/sides.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_accprobe.gate.measure import conditions, floor
-from vllm_accprobe.gate.measure import power as measure_power
-from vllm_accprobe.gate.measure.conditions import GateCondition
-from vllm_accprobe.gate.measure.features import Features, Steps
-from vllm_accprobe.gate.measure.floor import LEAST, RATE
-from vllm_accprobe.gate.measure.power import ENOUGH, Power
-from vllm_accprobe.gate.measure.token_gaps import TokenGap, forced
-from vllm_accprobe.gate.measure.token_table import Gaps, Table, build, pairs
-from vllm_accprobe.gate.sending import steps as steps_log
+from vllm_accprobe.gate.measure import conditions
+from vllm_accprobe.gate.measure.conditions import LEAST, GateCondition, Sizes
+from vllm_accprobe.gate.measure.conditions import RATE as RATE
+from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, forced, pairs
+from vllm_accprobe.gate.sending import replies as steps_log
 from vllm_accprobe.gate.sending.replies import Sent
+
+ENOUGH = 4.0
+"""Chosen: times the floor that a pass excludes. A decode-only fault of 6.4 times passed eight prompts in one of two
+runs; the faults of the gate's laboratory lie above 6."""
+ALL = "all tokens"
+_MOST = 64.0
+_STEPS = 3
+"""Halvings of the logarithm between 1 and ENOUGH, or from there to _MOST: the figure is right to a factor of 4^(1/8),
+1.19, where it is enough."""
+_TIMES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class ShownDistance:
+    """condition: of a cell, all tokens or a phase; times: the smallest distance, in units of the floor,
+    that would have failed; None where none up to _MOST would have; 0 where any difference fails."""
+
+    condition: str
+    times: float | None
+
+    @property
+    def enough(self) -> bool:
+        return self.times is not None and self.times <= ENOUGH
+
+
+@dataclass(frozen=True)
+class Power:
+    """shown: of each condition; needed: prompts with which ENOUGH would be shown, None where these do or where not even
+    sixteen times as many would."""
+
+    shown: tuple[ShownDistance, ...]
+    needed: int | None
+
+    @property
+    def enough(self) -> bool:
+        return all(one.enough for one in self.shown)
+
+
+def power_of(table: Table, sizes: Sizes, masks: Sequence[np.ndarray], rate: float) -> Power:
+    """masks: as given to floor.judge, with which the verdict was made."""
+    wheres = _conditions(table, sizes)
+    shown = tuple(ShownDistance(name, _smallest(table, sizes, masks, where, rate)) for name, where in wheres.items())
+    found = Power(shown, None)
+    if found.enough:
+        return found
+    short = [wheres[one.condition] for one in shown if not one.enough]
+    prompts = int((~np.isnan(conditions.by_prompt(table, sizes, np.ones(len(table.tokens), bool)))).sum())
+    for k in _TIMES:
+        more = _repeated(table, sizes, masks, short, k)
+        if all(_fails(more[0], more[1], more[2], where, ENOUGH, rate) for where in more[3]):
+            return Power(shown, k * prompts)
+    return found
+
+
+def _conditions(table: Table, sizes: Sizes) -> dict[str, np.ndarray]:
+    limited = ~np.isnan(conditions.limits(sizes))
+    phases = np.array([t.phase for t in table.tokens])
+    found = {ALL: limited}
+    if len(set(phases[limited].tolist())) > 1:
+        found |= {name: limited & (phases == name) for name in dict.fromkeys(phases[limited].tolist())}
+    return found
+
+
+def _smallest(
+    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], where: np.ndarray, rate: float
+) -> float | None:  # fmt: skip
+    """By halving: the test's p falls as the distance grows."""
+    right = _rms(_right(sizes)[where])
+    if not right:
+        return 0.0
+    low, high = 0.0, math.log(ENOUGH)
+    if not _fails(table, sizes, masks, where, ENOUGH, rate):
+        low, high = high, math.log(_MOST)
+        if not _fails(table, sizes, masks, where, _MOST, rate):
+            return None
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if _fails(table, sizes, masks, where, math.exp(middle), rate):
+            high = middle
+        else:
+            low = middle
+    return math.exp(high)
+
+
+def _fails(
+    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], where: np.ndarray, times: float, rate: float
+) -> bool:  # fmt: skip
+    """Whether the verdict would be a fail with the distances in ``where`` enlarged to ``times`` that of right ones."""
+    mine = sizes.mine.copy()
+    base = mine[where]
+    if not _rms(base):  # equal servers: the right ones' distances, of other tokens
+        base = np.roll(_right(sizes)[where], int(where.sum()) // 2)
+    size = _rms(base)
+    if not size:
+        return False
+    mine[where] = base * (times * _rms(_right(sizes)[where]) / size)
+    tested = conditions.judge(table, replace(sizes, mine=mine), masks)
+    return tested is not None and tested.p <= rate
+
+
+def _right(sizes: Sizes) -> np.ndarray:
+    return np.fmax(sizes.itself, sizes.rounding)
+
+
+def _rms(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.sqrt(np.square(known).mean())) if len(known) else 0.0
+
+
+def _repeated(
+    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], wheres: Sequence[np.ndarray], k: int
+) -> tuple[Table, Sizes, list[np.ndarray], list[np.ndarray]]:
+    """As if each prompt had been sent ``k`` times under other names, with the same distances."""
+    n = len(table.names)
+    prompt = np.concatenate([table.prompt + i * n for i in range(k)])
+    wide = replace(
+        table, names=tuple(f"{name}#{i}" for i in range(k) for name in table.names), prompt=prompt,
+        pass_index=np.tile(table.pass_index, k), tokens=table.tokens * k, features=table.features * k,
+        across=np.tile(table.across, k), itself=np.tile(table.itself, k), floors=np.tile(table.floors, k),
+        others=np.tile(table.others, k),
+    )  # fmt: skip
+    mine, itself, rounding = (np.tile(x, k) for x in (sizes.mine, sizes.itself, sizes.rounding))
+    more = Sizes(mine, sizes.nearest, itself, rounding)
+    return wide, more, [np.tile(m, k) for m in masks], [np.tile(w, k) for w in wheres]
+
 
 WORST = 64
 """Chosen: tokens for dig, of which it takes a few."""
@@ -79,7 +213,7 @@ class Gate:
     tokens that have the condition;
     condition: of a fail; differs: of what is beyond golden's batching, where rounding may explain it; floors: each
     one's distance from golden; nearest: to which right server mine is nearest, 0 for golden. power: of what is no fail,
-    the smallest distance that these prompts could have shown (power.py), None where nobody worked it out."""
+    the smallest distance that these prompts could have shown, None where nobody worked it out."""
 
     across: Gaps
     golden_self: Gaps
@@ -117,30 +251,30 @@ def compare(
     """floors: servers known to be right, forced along the same tokens. steps: of mine's engine, mine's folder's own
     where not given. power: work out what the prompts of a pass could have shown. Raises GateError where no prompt is on
     both sides."""
-    rows = steps_log.read(mine.path).rows if steps is None else steps
+    rows = steps_log.read_steps(mine.path).rows if steps is None else steps
     bad = [i for i, one in enumerate(floors) if not has_numbers(golden, one)]
     floors = [one for i, one in enumerate(floors) if i not in bad]
     table, across, golden_self, mine_self = build(golden, mine, floors, rows)
     if not across.by_prompt:
         left = ", ".join(f"{n:,} {what}" for what, n in across.skipped.items()) or "a folder has no answers"
         raise GateError(f"nothing could be compared: {left}")
-    sizes = floor.rounding(table)
+    sizes = conditions.rounding(table)
     masks = conditions.cells(table)
-    tested = floor.judge(table, sizes, masks)
-    alone = floor.judge(table, floor.batching(table), masks) if len(floors) else tested
+    tested = conditions.judge(table, sizes, masks)
+    alone = conditions.judge(table, conditions.batching(table), masks) if len(floors) else tested
     p = None if tested is None else tested.p
     beyond = p is not None and p <= rate
     said = conditions.explain(table, sizes, rate) if beyond else None
     differs = None
     if not beyond and alone is not None and alone.p <= rate:
-        differs = conditions.explain(table, floor.batching(table), rate)
-    reach = measure_power.of(table, sizes, masks, rate) if power and p is not None and not beyond else None
+        differs = conditions.explain(table, conditions.batching(table), rate)
+    reach = power_of(table, sizes, masks, rate) if power and p is not None and not beyond else None
     return Gate(
         across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
         _times(table, sizes, said and said[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
         said and said[0], differs and differs[0], _worst(table, sizes),
-        tuple(_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
+        tuple(_gating_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes)), reach,
     )  # fmt: skip
@@ -155,7 +289,7 @@ def has_numbers(golden: Sent, one: Sent) -> bool:
 
 
 def _why(table: Table, floors: Sequence[Sent]) -> str:
-    with_limit = ~np.isnan(floor.limits(floor.rounding(table)))
+    with_limit = ~np.isnan(conditions.limits(conditions.rounding(table)))
     if not with_limit.any():
         return (
             "golden needs two passes (accprobe send --arrive one --arrive all), "
@@ -177,21 +311,21 @@ def _too_few(power: Power | None) -> str | None:
     return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {said}: {more}"
 
 
-def _rms(values: np.ndarray) -> float | None:
+def _gating_rms(values: np.ndarray) -> float | None:
     known = values[~np.isnan(values)]
     return float(np.sqrt(np.square(known).mean())) if len(known) else None
 
 
-def _times(table: Table, sizes: floor.Sizes, mask: np.ndarray | None) -> float | None:
+def _times(table: Table, sizes: conditions.Sizes, mask: np.ndarray | None) -> float | None:
     """None where the right servers are equal and mine is not."""
-    limited = ~np.isnan(floor.limits(sizes)) & (mask if mask is not None else np.ones(len(table.tokens), bool))
-    mine, right = _rms(sizes.mine[limited]), _rms(np.fmax(sizes.itself, sizes.rounding)[limited])
+    limited = ~np.isnan(conditions.limits(sizes)) & (mask if mask is not None else np.ones(len(table.tokens), bool))
+    mine, right = _gating_rms(sizes.mine[limited]), _gating_rms(np.fmax(sizes.itself, sizes.rounding)[limited])
     if mine is None or right is None or not np.isfinite(mine):
         return None
     return mine / right if right else None if mine else 1.0
 
 
-def _cells(table: Table, sizes: floor.Sizes, *of: Gaps) -> tuple[Cell, ...]:
+def _cells(table: Table, sizes: conditions.Sizes, *of: Gaps) -> tuple[Cell, ...]:
     """By phase, chunk, batch, prefix hit, prompt length and position; what holds for all tokens is not told twice."""
     axes: list[Callable[[Slot], str | None]] = [
         lambda s: "all tokens",
@@ -216,7 +350,7 @@ def _cells(table: Table, sizes: floor.Sizes, *of: Gaps) -> tuple[Cell, ...]:
         for name, members in sorted(groups.items(), key=_order):
             chosen = np.array(members)
             selves = [_self(side, at, name) for side in of[1:]]
-            away = (_rms(sizes.mine[chosen]), _rms(right[chosen]))
+            away = (_gating_rms(sizes.mine[chosen]), _gating_rms(right[chosen]))
             found.append(_cell(name, [slots[i][0] for i in members], selves, away))
     return tuple(found)
 
@@ -254,9 +388,9 @@ def _cell(name: str, tokens: list[TokenGap], selves: list[float | None], away: t
     return Cell(name, len(tokens), flips, *quantiles, kl, float(sizes.mean()), *selves, *away)
 
 
-def _worst(table: Table, sizes: floor.Sizes) -> tuple[WorstToken, ...]:
+def _worst(table: Table, sizes: conditions.Sizes) -> tuple[WorstToken, ...]:
     """Tokens beyond their limit: of each prompt the one that is furthest beyond first, then the others."""
-    limit = np.nan_to_num(floor.limits(sizes))
+    limit = np.nan_to_num(conditions.limits(sizes))
     over = sizes.mine - limit
     order = [int(i) for i in np.argsort(-over, kind="stable") if over[i] > 0]
     first: dict[int, int] = {}
@@ -278,9 +412,9 @@ def _forced(mine: Sent) -> str | None:
     return ", ".join(sorted(str(way) for way in ways)) or None
 
 
-def _notes(golden: Sent, mine: Sent, table: Table, sizes: floor.Sizes) -> tuple[str, ...]:
+def _notes(golden: Sent, mine: Sent, table: Table, sizes: conditions.Sizes) -> tuple[str, ...]:
     notes = []
-    if nothing := int(floor.no_numbers(sizes).sum()):
+    if nothing := int(conditions.no_numbers(sizes).sum()):
         notes.append(f"{nothing:,} tokens have no numbers on mine's side alone, which never passes")
     for name, side in (("golden", golden), ("mine", mine)):
         if not side.about.get("complete"):

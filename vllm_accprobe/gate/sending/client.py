@@ -1,17 +1,37 @@
-"""One request to an OpenAI-compatible server.
+"""One request to an OpenAI-compatible server, and its answer as numbers.
+
+The ways in which a server can be made to answer with tokens that are named beforehand.
+
+The problem: after a token that two servers do not choose alike they answer other texts, and nothing more can be
+compared. The idea, in the order in which a server is asked:
+
+- ``accprobe``: our plugin in the server (``VLLM_ACCPROBE_FORCE=1``, or the probe with it) puts the tokens in place of
+  those that were sampled. All of the server's code runs as in serving.
+- ``trace replay``: vLLM's own, from 0.32 on, with model runner V2 and ``--enable-trace-replay --enable-scale-out``.
+- ``scored``: prompt and answer are sent as one prompt, with log-probabilities of its tokens. Any vLLM can do it. It
+  exercises no decode kernel, no prefix cache, and no batch of decodes.
+
+An answer as numbers, whichever of a server's routes gave it.
+
+The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and each of
+vLLM's ways to force or score tokens has an answer of another shape. The idea: one Reply, and a function for each shape;
+what a server leaves out is None, what is no answer is a reply that was refused.
+
+One request to an OpenAI-compatible server.
 
 The problem: of an answer only token ids and log-probabilities can be compared, and OpenAI's routes give texts; a server
 that is killed or hangs must be told from one that refuses a prompt. The idea: vLLM is asked for ids
 (``return_token_ids``, ``return_tokens_as_token_ids``). The standard library's http.client: a request on a connection of
 its own needs no more, and no proxy of the environment sees a prompt. No text of a request or an answer is in an error.
-Not here: the answer as numbers (reply.py), what is sent where tokens are named beforehand (ways.py), when (arrival.py,
-passes.py), where it is kept (replies.py).
+
+Not here: which tokens (passes.py), where it is kept (replies.py), when (passes.py, passes.py).
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import re
 import socket
 import ssl
@@ -20,10 +40,184 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_accprobe.gate.sending import reply as shapes
-from vllm_accprobe.gate.sending import ways
+from vllm_accprobe.dump.schema import OWN_REQUEST
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sending.reply import Reply
+
+PLUGIN, TRACE, SCORED = "accprobe", "trace replay", "scored"
+WAYS = (PLUGIN, TRACE, SCORED)
+KEY = "accprobe_along"
+"""The same word as in capture/forcing/tokens_asked.py."""
+GENERATE = "/inference/v1/generate"
+PROBE = PromptLine(OWN_REQUEST, token_ids=(3, 4, 5), along=(7, 3, 9, 4))
+"""What a server is asked to find out whether it can: ids that every vocabulary has, and nobody would choose so."""
+NOT_EXERCISED = "scored as part of a prompt: decode kernels and the prefix cache are not exercised"
+HOW_TO_FORCE = (
+    "start it with VLLM_ACCPROBE_FORCE=1 (accprobe installed there, no speculative decoding), or vLLM from 0.32 on "
+    "with --enable-trace-replay --enable-scale-out"
+)
+
+
+def unsendable(line: PromptLine, way: str | None, longest: int) -> str | None:
+    """Why ``line``, whose tokens are named, is not sent at all. longest: tokens that are scored."""
+    assert line.along is not None
+    if not line.along:
+        return "no answer to go along"
+    if line.token_ids is None and way != PLUGIN:
+        return f"images are not sent along by {way}"
+    if way == SCORED and len(line.token_ids or ()) + len(line.along) > longest:
+        return f"longer than {longest:,} tokens with its answer (--score-tokens)"
+    return None
+
+
+def forced_body(line: PromptLine, way: str | None, model: str, top: int) -> tuple[str, dict[str, Any]]:
+    """(route, what is sent) for a line whose tokens are named."""
+    assert line.along is not None
+    greedy: dict[str, Any] = {"max_tokens": len(line.along), "temperature": 0.0, "seed": 0, "ignore_eos": True}
+    if way == TRACE:
+        params = greedy | {"logprobs": top, "trace_decode_token_ids": list(line.along), "detokenize": False}
+        asked = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
+        return GENERATE, asked | {"sampling_params": params}
+    common = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True} | greedy
+    if way == SCORED:
+        whole = [*(line.token_ids or ()), *line.along]
+        return "/v1/completions", common | {"prompt": whole, "prompt_logprobs": top, "max_tokens": 1}
+    common |= {"vllm_xargs": {KEY: " ".join(map(str, line.along))}}
+    if line.messages is not None:
+        return "/v1/chat/completions", common | {
+            "messages": list(line.messages), "logprobs": True, "top_logprobs": top
+        }  # fmt: skip
+    return "/v1/completions", common | {"prompt": list(line.token_ids or ()), "logprobs": top}
+
+
+_TOKEN = "token_id:"
+_NONE = "an answer that is none of a completion"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back for one prompt, one list entry for each generated token.
+
+    prompt_token_ids, token_ids: None where the server does not say. logprobs: of the token that was chosen, natural;
+    top: (ids, log-probabilities) of the most likely, and of the chosen one where it is not among them, best first, the
+    ids None where the server gives texts; margins: the best log-probability minus the second, None where there is no
+    second. finish: stop or length. cached: prompt tokens from the prefix cache. began, seconds: since the pass began.
+    refused: why there is no answer. forced: the way in which token_ids were named beforehand; then top is
+    still the server's own. None: they are the server's own choice.
+    """
+
+    name: str
+    began: float
+    seconds: float
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[float | None] | None = None
+    top: list[tuple[list[int] | None, list[float]]] | None = None
+    margins: list[float | None] | None = None
+    finish: str | None = None
+    cached: int | None = None
+    refused: str | None = None
+    forced: str | None = None
+
+
+def completion(reply: Reply, answer: Any) -> Reply:
+    """A reply with what the json of either of OpenAI's routes says; refused where it is no answer of a completion."""
+    try:
+        choice = answer["choices"][0]
+        usage = answer.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        said = choice.get("logprobs")
+        if isinstance(said, dict) and "content" in said:
+            content = said["content"] or []
+            chosen = [_number(c.get("logprob")) for c in content]
+            tops = [_top([(t["token"], t["logprob"]) for t in c.get("top_logprobs") or []]) for c in content]
+        elif isinstance(said, dict):
+            chosen = [_number(v) for v in said.get("token_logprobs") or []]
+            tops = [_top(list((t or {}).items())) for t in said.get("top_logprobs") or []]
+        else:
+            return replace(reply, refused="an answer without log-probabilities")
+        return replace(
+            reply,
+            prompt_token_ids=_ids(prompt),
+            token_ids=_ids(choice.get("token_ids")),
+            logprobs=chosen,
+            top=tops,
+            margins=_margins(tops),
+            finish=str(choice.get("finish_reason")),
+            cached=details.get("cached_tokens") if isinstance(details, dict) else None,
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return replace(reply, refused=_NONE)
+
+
+def generated(reply: Reply, answer: Any) -> Reply:
+    """Of vLLM's /inference/v1/generate: numbers throughout."""
+    try:
+        choice = answer["choices"][0]
+        content = choice["logprobs"]["content"]
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        tops = [_best({int(t["token_id"]): t["logprob"] for t in [*c["top_logprobs"], c]}) for c in content]
+        return replace(
+            reply,
+            prompt_token_ids=_ids(answer.get("prompt_token_ids")),
+            token_ids=_ids(choice["token_ids"]),
+            logprobs=[_number(c["logprob"]) for c in content],
+            top=tops,
+            margins=_margins(tops),
+            finish=str(choice.get("finish_reason")),
+            cached=details.get("cached_tokens"),
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return replace(reply, refused=_NONE)
+
+
+def scored(reply: Reply, answer: Any, first: int) -> Reply:
+    """Of a prompt that vLLM was asked to score (``prompt_logprobs``): its tokens from number ``first`` on are taken for
+    the answer to those before."""
+    try:
+        choice = answer["choices"][0]
+        said, ids = choice["prompt_logprobs"], choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        places = [{int(i): t["logprob"] for i, t in place.items()} for place in said[first:]]
+        chosen = [int(i) for i in ids[first:]]
+        tops = [_best(place) for place in places]
+        return replace(
+            reply,
+            prompt_token_ids=_ids(ids[:first]),
+            token_ids=chosen,
+            logprobs=[_number(place[i]) for place, i in zip(places, chosen, strict=True)],
+            top=tops,
+            margins=_margins(tops),
+            finish="length",
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return replace(reply, refused="an answer without log-probabilities of its prompt")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _ids(value: Any) -> list[int] | None:
+    return [int(v) for v in value] if isinstance(value, list) else None
+
+
+def _top(pairs: list[tuple[str, float]]) -> tuple[list[int] | None, list[float]]:
+    """Best first; equal ones by id, so that their order says nothing about the server."""
+    known = [(token, float(value)) for token, value in pairs if isinstance(value, (int, float))]
+    if all(token.startswith(_TOKEN) for token, _ in known):
+        numbered = sorted(((int(token[len(_TOKEN) :]), value) for token, value in known), key=lambda p: (-p[1], p[0]))
+        return [i for i, _ in numbered], [v for _, v in numbered]
+    return None, sorted((v for _, v in known), reverse=True)
+
+
+def _best(values: dict[int, Any]) -> tuple[list[int] | None, list[float]]:
+    known = sorted(((i, float(v)) for i, v in values.items()), key=lambda p: (-p[1], p[0]))
+    return [i for i, _ in known], [v for _, v in known]
+
+
+def _margins(tops: list[tuple[list[int] | None, list[float]]]) -> list[float | None]:
+    return [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
+
 
 __all__ = ["NotForced", "OtherIds", "Reply", "SendError", "Sender", "ServerLost"]
 
@@ -59,7 +253,7 @@ class OtherIds(SendError):
 class Sender:
     """A server. url: http(s)://host:port, a path in front of /v1 allowed. key: a bearer token, never shown. timeout:
     seconds without an answer after which it is taken for hung. top: log-probabilities for each token. way: how it is
-    made to answer with the tokens that a line names (ways.py). score_tokens: longer ones are not scored."""
+    made to answer with the tokens that a line names. score_tokens: longer ones are not scored."""
 
     url: str
     key: str = ""
@@ -111,7 +305,7 @@ class Sender:
     def body(self, line: PromptLine) -> tuple[str, dict[str, Any]]:
         """(route, what is sent)."""
         if line.along is not None:
-            return ways.body(line, self.way, self.model, self.top)
+            return forced_body(line, self.way, self.model, self.top)
         common: dict[str, Any] = {
             "model": self.model, "max_tokens": line.max_tokens or self.max_tokens, "temperature": 0.0, "seed": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
@@ -129,12 +323,12 @@ class Sender:
         """Sends one prompt and waits. open_ones: where its socket stands meanwhile, so that another thread can close
         it. zero: time.monotonic() at which the pass began. Raises ServerLost, NotForced, OtherIds, SendError."""
         began = time.monotonic()
-        if line.along is not None and (why := ways.unsendable(line, self.way, self.score_tokens)):
+        if line.along is not None and (why := unsendable(line, self.way, self.score_tokens)):
             return Reply(line.name, round(began - zero, 6), 0.0, refused=why)
         route, body = self.body(line)
         status, answer = self._exchange("POST", route, body, request_id, open_ones)
         reply = Reply(line.name, round(began - zero, 6), round(time.monotonic() - began, 6))
-        disabled = status == 403 and route == ways.GENERATE  # what vLLM says there without --enable-scale-out
+        disabled = status == 403 and route == GENERATE  # what vLLM says there without --enable-scale-out
         if status in (401, 403) and not disabled:
             raise SendError(f"{self.url} wants a key ({status}): put it into VLLM_API_KEY")
         if status != 200:
@@ -142,15 +336,15 @@ class Sender:
                 raise ServerLost(f"the server says {status} and is not healthy")
             return replace(reply, refused=f"HTTP {status}{_field(answer)}")
         if line.along is None:
-            return shapes.completion(reply, answer)
+            return completion(reply, answer)
         return self._forced(line, replace(reply, forced=self.way), answer)
 
     def _forced(self, line: PromptLine, reply: Reply, answer: Any) -> Reply:
         """Of a line whose tokens were named. Raises NotForced, OtherIds."""
-        if self.way == ways.SCORED:
-            reply = shapes.scored(reply, answer, len(line.token_ids or ()))
+        if self.way == SCORED:
+            reply = scored(reply, answer, len(line.token_ids or ()))
         else:
-            reply = (shapes.generated if self.way == ways.TRACE else shapes.completion)(reply, answer)
+            reply = (generated if self.way == TRACE else completion)(reply, answer)
         if reply.refused is not None:
             return reply
         got, asked = tuple(reply.token_ids or ()), line.along or ()
@@ -161,7 +355,7 @@ class Sender:
         if got != asked:
             k = next((k for k, (a, b) in enumerate(zip(got, asked, strict=False)) if a != b), len(asked))
             raise NotForced(
-                f"token {k + 1} of {len(asked)} is not the one that was named; to force a server, {ways.HOW_TO}"
+                f"token {k + 1} of {len(asked)} is not the one that was named; to force a server, {HOW_TO_FORCE}"
             )
         return reply
 
@@ -169,13 +363,13 @@ class Sender:
         """Whether the server answers with named tokens in this way; it is asked for four. Raises ServerLost."""
         try:
             asking = replace(self, way=way, score_tokens=SCORE_TOKENS)
-            return asking.ask(ways.PROBE, ways.PROBE.name, {}, time.monotonic()).refused is None
+            return asking.ask(PROBE, PROBE.name, {}, time.monotonic()).refused is None
         except (NotForced, OtherIds):
             return False
 
     def how_forced(self) -> str | None:
         """The first of `ways.WAYS` that the server can; None where it can none. Raises ServerLost."""
-        return next((way for way in ways.WAYS if self.can(way)), None)
+        return next((way for way in WAYS if self.can(way)), None)
 
     def tokenized(self, text: str) -> list[int] | None:
         """The ids that the server makes of a prompt; None where it does not tell. Raises ServerLost."""

@@ -1,15 +1,36 @@
-"""All prompts to a server, once for each pass, so that the folder holds what the server's own batching changes.
+"""All prompts to a server, once for each pass, with or without teacher forcing.
+
+Which tokens the prompts of a pass are to be answered with: golden's, or those of the folder's own first pass.
+
+The problem: two servers' answers part at the first token that they do not choose alike, and so do two passes of one
+server; what comes after says nothing about numbers. The idea: prompts go as the token ids that golden read, answers
+along the token ids that golden gave, in every pass; a free folder's second pass goes along its own first. And one pass
+more, `score`: prompt and answer as one prompt, of which each token has a log-probability.
+
+When the requests of a pass are sent: which of them meet in one batch.
+
+The problem: what a server computes for a request depends on what else is in its batch, so the way requests arrive is
+part of the measurement. The idea: a pass has a word for it (one: each after the answer to the one before; all: at once;
+poisson:RATE: at random moments, RATE a second), and the moments are the same every time.
+
+All prompts to a server, once for each pass, so that the folder holds what the server's own batching changes.
 
 The problem: a difference between two servers means nothing without the difference of a server from itself; and a server
 that dies in the middle must not cost what was measured. The idea: the same prompts go twice, one by one and then all at
 once; each pass is a queue that a few threads empty at the moments of its arrival. The first failure that is not one
 prompt's stops the rest, by closing their sockets; what was answered is in the folder.
-Not here: the folder's format (replies.py), which passes are forced (along.py), a command that serves (serving.py).
+
+Not here: how a server is made to (client.py, client.py), the folder's format (replies.py), a command that serves
+(sides.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import random
+import re
 import socket
 import threading
 import time
@@ -18,13 +39,201 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.gate.sending import client, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending import replies, steps
-from vllm_accprobe.gate.sending.along import FREE, SCORE, Forcing
-from vllm_accprobe.gate.sending.arrival import Arrival
-from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError, ServerLost
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sending.ways import SCORED
+
+SCORE = "score"
+"""The arrival word of the pass that is scored, which is always the last one."""
+LOOKED_AT = 32
+"""Chosen: prompts of golden's whose token ids are compared; one would do for most vocabularies."""
+
+
+class TeacherForcingError(Exception):
+    """One line: what a folder or a server cannot be used for. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Forcing:
+    """What passes are forced, beside the prompts. how: the way (client.py) in which this server is forced, None for not
+    at all. golden: the digest of the token ids that all passes go along, None in a free folder. score: whether there is
+    a last pass that is scored."""
+
+    how: str | None = None
+    golden: str | None = None
+    score: bool = False
+
+    def way(self, index: int, word: str) -> str | None:
+        """Of pass ``index``, whose arrival has ``word``; None: it is free."""
+        if word == SCORE:
+            return client.SCORED
+        if self.golden is not None:
+            return self.how
+        return self.how if index > 0 and self.how != client.SCORED else None
+
+    def lines(self, index: int, word: str, lines: list[PromptLine], first: dict[str, Reply]) -> list[PromptLine]:
+        """What is sent in pass ``index``. first: the replies of pass 0, where it is over."""
+        if word == SCORE:
+            return [_scored(line, first.get(line.name)) for line in lines]
+        if self.golden is not None or self.way(index, word) is None:
+            return lines
+        return [along(line, first.get(line.name)) or line for line in lines]
+
+
+FREE = Forcing()
+
+
+def along(line: PromptLine, reply: Reply | None) -> PromptLine | None:
+    """``line`` with the prompt and the answer of ``reply`` as token ids; None where it has none. A prompt with images
+    stays as it is: token ids do not have them."""
+    if reply is None or reply.refused is not None or not reply.token_ids or not reply.prompt_token_ids:
+        return None
+    answer = tuple(reply.token_ids)
+    if line.messages is not None and has_images(line):
+        return replace(line, max_tokens=None, stop=None, along=answer)
+    return PromptLine(line.name, token_ids=tuple(reply.prompt_token_ids), along=answer)
+
+
+def _scored(line: PromptLine, reply: Reply | None) -> PromptLine:
+    """All tokens after the first, as an answer to that one."""
+    full = along(line, reply)
+    if full is None or full.token_ids is None:
+        return PromptLine(line.name, token_ids=(0,), along=())
+    whole = full.token_ids + (full.along or ())
+    return PromptLine(line.name, token_ids=whole[:1], along=whole[1:])
+
+
+def has_images(line: PromptLine) -> bool:
+    parts = [p for m in line.messages or () for p in (m["content"] if isinstance(m.get("content"), list) else ())]
+    return any(isinstance(p, dict) and p.get("type") != "text" for p in parts)
+
+
+def forced_lines(golden: replies.Sent) -> list[PromptLine]:
+    """Golden's prompts as its token ids, each with the answer of its pass 0; without those that have no answer or no
+    token ids. Raises AlongError, PromptsError."""
+    asked = prompts_file.read(str(golden.path / replies.PROMPTS))
+    first = golden.passes[0] if golden.passes else {}
+    found = [forced for line in asked if (forced := along(line, first.get(line.name))) is not None]
+    if not found:
+        raise TeacherForcingError(f"{golden.path} has no token ids to go along: its server has to be vLLM, and to have answered")
+    return found
+
+
+def digest(golden: replies.Sent) -> str:
+    """SHA-256 of the token ids of golden's pass 0."""
+    ids = sorted((r.name, r.prompt_token_ids, r.token_ids) for r in golden.passes[0].values() if r.token_ids)
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+def check_vocabulary(sender: Sender, golden: replies.Sent) -> None:
+    """Raises OtherIds where this server makes other token ids of golden's prompts; ServerLost. Nothing is known of a
+    server that does not tell, or of golden's prompts that are no texts (templates of chats change without harm)."""
+    first, seen, other = golden.passes[0], 0, 0
+    for line in prompts_file.read(str(golden.path / replies.PROMPTS)):
+        reply = first.get(line.name)
+        if line.text is None or reply is None or not reply.prompt_token_ids or seen == LOOKED_AT:
+            continue
+        ids = sender.tokenized(line.text)
+        if ids is None:
+            return
+        seen, other = seen + 1, other + (ids != reply.prompt_token_ids)
+    if other:
+        raise OtherIds(
+            f"the server makes other token ids of {other} of {seen} prompts than golden's did: its vocabulary is "
+            "another one, and tokens cannot be compared"
+        )
+
+
+def planned(
+    sender: Sender, golden: str | None, passes: int, score: bool | None, begun: dict[str, Any] | None
+) -> Forcing:
+    """How ``sender``'s server is forced, for a new folder or for one that was begun (its send.json).
+
+    golden: the digest of what all passes go along. passes: the free or forced ones. score: None: where the server can.
+    Raises AlongError, ServerLost.
+    """
+    if begun is not None:
+        return _gone_on_with(sender, golden, score, begun)
+    how = sender.how_forced() if golden is not None or passes > 1 else None
+    if golden is not None and how is None:
+        raise TeacherForcingError(f"{sender.url} cannot be forced along golden's tokens: {client.HOW_TO_FORCE}")
+    can = score is not False and (how == client.SCORED or sender.can(client.SCORED))
+    if score and not can:
+        raise TeacherForcingError(f"{sender.url} does not tell log-probabilities of prompts: leave --score away")
+    return Forcing(how, golden, can)
+
+
+def _gone_on_with(sender: Sender, golden: str | None, score: bool | None, begun: dict[str, Any]) -> Forcing:
+    was = (begun.get("along") or {}).get("sha256")
+    if was != golden:
+        raise TeacherForcingError(
+            "the folder was begun along " + ("other tokens" if was else "no tokens") + ": name another --out"
+        )
+    words = [(p.get("arrive"), p.get("forced")) for p in begun["passes"]]
+    how = next((forced for word, forced in words if forced and word != SCORE), None)
+    plan = Forcing(how, golden, any(word == SCORE for word, _ in words))
+    if score not in (None, plan.score):
+        raise TeacherForcingError(f"the folder was begun with{'' if plan.score else 'out'} --score: name another --out")
+    if begun.get("complete"):
+        return plan
+    needed = {how} | ({client.SCORED} if plan.score else set())
+    for way in sorted(w for w in needed if w):
+        if not sender.can(way):
+            raise TeacherForcingError(f"the folder was begun with a server that was forced ({way}), and {sender.url} cannot be")
+    return plan
+
+
+def told(plan: Forcing, golden: replies.Sent, lines: int) -> str:
+    """How, and how many of golden's prompts could not be."""
+    said = client.NOT_EXERCISED if plan.how == client.SCORED else f"by {plan.how}"
+    left = int(golden.about.get("prompts", {}).get("count", lines)) - lines
+    return said + (f"; {left} of golden's prompts have no answer in its first pass" if left > 0 else "")
+
+
+def golden_of(path: Path) -> replies.Sent:
+    """Raises FolderError, AlongError, OSError."""
+    golden = replies.read(path)
+    if not golden.passes or not golden.passes[0]:
+        raise TeacherForcingError(f"{path} has no answers to go along")
+    return golden
+
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """word: as the user wrote it. rate: of poisson, a second; None otherwise."""
+
+    word: str
+    rate: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether no request ever meets another."""
+        return self.word in ("one", "score")
+
+    def moments(self, n: int) -> list[float]:
+        """Seconds after the beginning, ascending, of n requests."""
+        if self.rate is None:
+            return [0.0] * n
+        draw, now, found = random.Random(SEED), 0.0, []
+        for _ in range(n):
+            found.append(now)
+            now += draw.expovariate(self.rate)
+        return found
+
+
+def parse(word: str) -> Arrival:
+    """Raises ValueError."""
+    if word in ("one", "all"):
+        return Arrival(word)
+    found = re.fullmatch(r"poisson:(\d{1,6}(?:\.\d{1,6})?)", word)
+    if found and float(found[1]) > 0:
+        return Arrival(word, float(found[1]))
+    raise ValueError(f"{word!r} is none of one, all and poisson:RATE (requests a second)")
+
 
 _LOOK_S = 0.1
 _CLOSING_S = 2.0
@@ -191,7 +400,7 @@ class _Pass:
                 return
             line = self._lines[i]
             try:
-                reply = self._sender.ask(line, steps.request_id(line.name, self._index), self._open, zero)
+                reply = self._sender.ask(line, replies.request_id(line.name, self._index), self._open, zero)
                 if self._stop.is_set() and reply.refused is not None:  # whoever stopped may have cut this answer off
                     return
                 self._writer.add(reply)

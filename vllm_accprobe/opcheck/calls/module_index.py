@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.dump.opcalls import is_operator
+from vllm_accprobe.dump.journal import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.formats.atb import AtbDump
-from vllm_accprobe.opcheck.calls.parameters import ModuleParameters
-from vllm_accprobe.opcheck.calls.weights import model_config
+from vllm_accprobe.opcheck.calls.parameters import ModuleParameters, model_config
 from vllm_accprobe.opcheck.reference import BACKWARD, Call
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -43,7 +42,7 @@ class ModuleIndex:
 
     by_tap: (rank, tap) → (step, ordinal) → the call's records by role; ops, op_records: the same of operators, whose
     step may be None; children: (rank, tap) → taps below; problems: sentences on what was asked for and is not there;
-    unrounded: (rank, tap) of calls that may have read more of their inputs than was captured (lent_reads.py)."""
+    unrounded: (rank, tap) of calls that may have read more of their inputs than was captured (neighbours.py)."""
 
     def __init__(self, dump: Dump, model: Path | None):
         self.dump = dump

@@ -1,29 +1,401 @@
-"""What other records of a dump tell about a call: its ranks, what lies inside it, what it looks back at.
+"""What other records of a dump say about a call: ranks, children, earlier keys and values, prefixes.
+
+Whose rows stand before a request that began in the middle, because its prompt's beginning was cached already.
+
+The problem: after a prefix hit the engine computes only the end of a prompt, and attention looks back at keys and
+values that an earlier request wrote: they are in the dump, under another name. The idea: the capture says whose they
+are (journal line ``cached``), position by position. Older captures do not: there a dump holds the hash of each prompt
+and the token ids of the rows that were computed; if the beginning of an earlier request and the end of this one hash
+to this one's prompt, and adapter, salt and images are the same, the beginning is this one's, too. A guess that is
+wrong has another hash. Where the rows are not this request's own (another adapter, image, salt or text), or nobody
+knows whose they are, no row behind them is checked, and that is said.
+
+The keys and values that a row of attention looks back at, without a dump of any cache.
+
+The problem: attention reads what earlier steps wrote into a paged cache that nobody stores. The idea: what they wrote
+was captured as the inputs of the same module; put by request and position, it is the cache as it should be. A row has
+its history if all positions before it were captured, after a prefix hit as rows of the request that computed them; when
+capture began late, or the cache had another request's rows, it has not, and that is said. Positions computed again
+(preemption, rejected drafts) replace what was there. Where only some calls are replayed, only the requests of these are
+written.
+
+What an operator read, where its inputs were not captured: outputs of others, as the other side's bytes tell.
+
+The problem: taps in compiled graphs hold outputs alone, and an operator without its inputs cannot be run again. The
+idea: the other side, an eager golden, says by equal bytes whose output each input is (comparison/plan/annotations.py);
+mine's own output of that name is then what mine's operator read. A call is lent its inputs only where all that golden's
+call had can be told. A compiler fuses what is computed element by element and keeps float32 in between: such an
+operator read a number that nobody rounded, and its output may be off by what half a unit of each input makes
+(reference_table.py); what reads memory, a product or an attention, read what was captured.
+
+What other records of a dump tell about a call: its ranks, what lies inside it, what it looks back at.
 
 The problem: some outputs do not follow from a call's own inputs: a sum over ranks, a block's children, logits that
 another module made, keys and values of earlier steps. The idea: `Neighbours` is asked once per call and gives it all by
 name, for `Call.extra`; what is not in the dump is not there, and the reference says so.
-Not here: what a reference makes of it (references/), the cache itself (history.py).
+
+Not here: the arithmetic (references/attention.py, opcheck/references/attention.py), inputs that are slices or sums of
+outputs, which no bytes tell, what a reference makes of it (references/).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from vllm_accprobe.align.sampled_rows import SampledHistory
-from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record
-from vllm_accprobe.opcheck.calls.history import Past
+from vllm_accprobe.align.tokens import SampledHistory
+from vllm_accprobe.comparison.plan.annotations import STEPS, Makers
+from vllm_accprobe.dump.journal import CachedPrefix
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
+from vllm_accprobe.judge.flow import Key
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
-from vllm_accprobe.opcheck.calls.prefix import Prefix, prefixes
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.references.lora import PACKED, RowAdapters
+from vllm_accprobe.opcheck.references.linear import PACKED, RowAdapters
+
+_TRIES = 64
+"""Different beginnings that are tried for one request."""
+_MOST = 1 << 22
+"""Positions a request may have: a dump may come from a stranger."""
+UNKNOWN = "nobody knows which request wrote the cached rows that its request begins with"
+ABSENT = "the cached rows that its request begins with are of a request that is not in the dump"
+TEXT = "the cached rows that its request begins with are those of other tokens"
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first ``n`` positions of a request, which each of ``donors`` (requests of the same rank) has as well; where
+    several requests computed them, ``runs`` says who: (first position, end, request). why: for what reason no row of
+    the request is checked from step ``since`` on, "" where they are."""
+
+    n: int
+    donors: tuple[int, ...] = ()
+    runs: tuple[tuple[int, int, int], ...] = ()
+    why: str = ""
+    since: int = 0
+
+    def parts(self) -> Sequence[tuple[int, int, tuple[int, ...]]]:
+        """(first position, end, donors), in order."""
+        return [(low, high, (owner,)) for low, high, owner in self.runs] or [(0, self.n, self.donors)]
+
+
+def prefixes(dump: Dump, rank: int) -> Mapping[int, Prefix]:
+    """By request: the beginning that it did not compute itself, where the dump says or proves whose it is."""
+    recorded: dict[int, list[CachedPrefix]] = {}
+    for on, line in getattr(dump, "cached", ()):
+        if on == rank:
+            recorded.setdefault(line.req, []).append(line)
+    first: dict[int, int] = {}
+    for (r, _, name), space in dump.rows.items():
+        for s in space.segments if r == rank and name == "tokens" else ():
+            first[s.req] = min(s.pos, first.get(s.req, s.pos))
+    found: dict[int, Prefix] = {}
+    if not any(first.values()) and not recorded:
+        return found
+    tokens, begun = _tokens(dump, rank)
+    whole = {req: [held[p] for p in range(len(held))] for req, held in tokens.items() if _unbroken(held, 0)}
+    for req, lines in recorded.items():
+        if (prefix := _recorded(dump, rank, req, lines, tokens)) is not None:
+            found[req] = prefix
+    for req in sorted(set(tokens) - set(whole), key=lambda r: begun[r]):
+        own, request = tokens[req], dump.requests.get((rank, req))
+        n = min(own)
+        if request is None or not request.prompt or not n < request.prompt_len or not _unbroken(own, n):
+            continue
+        rest = [own[p] for p in range(n, n + len(own))]
+        if req in recorded:
+            if (ids_before := _start(found.get(req), tokens)) is not None:
+                whole[req] = [*ids_before, *rest]
+            continue
+        tried: dict[tuple[int, ...], list[int]] = {}
+        for other, ids in whole.items():
+            fits = len(ids) >= n and begun[other] <= begun[req]
+            fits = fits and not _other_context(dump.requests.get((rank, other)), request, n)
+            if fits and (tuple(ids[:n]) in tried or len(tried) < _TRIES):
+                tried.setdefault(tuple(ids[:n]), []).append(other)
+        for start, donors in tried.items():
+            if hash_tokens([*start, *rest[: request.prompt_len - n]]) == request.prompt:
+                found[req] = Prefix(n, tuple(donors))
+                whole[req] = [*start, *rest]
+                break
+    return found
+
+
+def _recorded(
+    dump: Dump, rank: int, req: int, lines: Sequence[CachedPrefix], tokens: Mapping[int, Mapping[int, int]]
+) -> Prefix | None:
+    """What the capture says of a request's beginning. A later line is of a request that was preempted: what it found is
+    its own text again, unless the capture says that it is not."""
+    line = next((one for one in lines if one.why), lines[0])
+    runs = tuple((run.low, min(run.low + run.n, _MOST), run.owner) for run in line.runs if 0 <= run.low < _MOST)
+    if not runs:
+        return None
+    n = max(high for _, high, _ in runs)
+    if line.why:
+        return Prefix(n, why=f"its history is not its own: {line.why}", since=line.step)
+    request = dump.requests.get((rank, req))
+    for low, high, owner in runs:
+        if owner == req:
+            continue
+        theirs = dump.requests.get((rank, owner))
+        if owner < 0 or theirs is None or request is None:
+            return Prefix(n, why=UNKNOWN if owner < 0 else ABSENT, since=line.step)
+        if other := _other_context(theirs, request, high):
+            why = f"its history is not its own: positions {low} to {high - 1} were written by request '{theirs.id}'"
+            why += other
+            return Prefix(n, why=why, since=line.step)
+    prefix = Prefix(n, runs=runs, since=line.step)
+    start, own = _start(prefix, tokens), tokens.get(req, {})
+    if start is not None and request is not None and request.prompt and min(own, default=-1) == n:
+        rest = [own[p] for p in range(n, request.prompt_len) if p in own]
+        if n + len(rest) == request.prompt_len and hash_tokens([*start, *rest]) != request.prompt:
+            return Prefix(n, why=TEXT, since=line.step)
+    return prefix
+
+
+def _start(prefix: Prefix | None, tokens: Mapping[int, Mapping[int, int]]) -> list[int] | None:
+    """The token ids of a recorded beginning; None where the dump has not all of them."""
+    if prefix is None or prefix.why:
+        return None
+    out: list[int] = []
+    for low, high, owner in prefix.runs:
+        held = tokens.get(owner, {})
+        if low != len(out) or high - low > len(held) or not all(p in held for p in range(low, high)):
+            return None
+        out += [held[p] for p in range(low, high)]
+    return out
+
+
+def _other_context(theirs: Request | None, request: Request, n: int) -> str:
+    """What another request has otherwise than ``request`` in its first ``n`` positions, besides its tokens; "" for
+    nothing."""
+    if theirs is None:
+        return " that is not known"
+    if (theirs.adapter or "") != (request.adapter or ""):
+        return f" with {f'adapter {theirs.adapter}' if theirs.adapter else 'no adapter'}"
+    if theirs.salt != request.salt:
+        return " with another cache salt"
+    shown = [[(i.hash, i.pos, i.n) for i in r.images if i.pos < n] for r in (theirs, request)]
+    return " with another image" if shown[0] != shown[1] else ""
+
+
+def _tokens(dump: Dump, rank: int) -> tuple[dict[int, dict[int, int]], dict[int, int]]:
+    """By request: the token ids by position of all its rows, and its first step."""
+    tokens: dict[int, dict[int, int]] = {}
+    begun: dict[int, int] = {}
+    for (r, step, name), space in sorted(dump.rows.items(), key=lambda kv: kv[0][:2]):
+        if r != rank or name != "tokens" or len(space.ids) != space.n:
+            continue
+        start = 0
+        for s in space.segments:
+            if s.pos >= 0 and s.pos + s.n <= _MOST:
+                ids = space.ids[start : start + s.n]
+                tokens.setdefault(s.req, {}).update(zip(range(s.pos, s.pos + s.n), ids, strict=True))
+                begun.setdefault(s.req, step)
+            start += s.n
+    return {req: held for req, held in tokens.items() if held}, begun
+
+
+def _unbroken(held: Mapping[int, int], first: int) -> bool:
+    return min(held) == first and max(held) == first + len(held) - 1
+
+
+INCOMPLETE = "its request's earlier rows are not in the dump (prefix hit, or capture began late)"
+
+
+@dataclass
+class Past:
+    """What one tap of one rank has written so far: per request, tensors [positions, ...] by name, and which are
+    real. shared: by request, the beginning that another one computed; only: the requests that are written, None for
+    all."""
+
+    names: tuple[str, ...]
+    shared: Mapping[int, Prefix] = field(default_factory=dict)
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+    known: dict[int, Any] = field(default_factory=dict)
+    only: frozenset[int] | None = None
+
+    def wants(self, space: RowSpace) -> bool:
+        """Whether any row of a step is written."""
+        return self.only is None or any(s.req in self.only for s in space.segments)
+
+    def look_at(self, requests: Iterable[int]) -> None:
+        """From now on only these are written, and those whose beginning they have."""
+        wanted, new = set(), set(requests)
+        while new:
+            wanted |= new
+            new = {d for r in new if r in self.shared for d in self.shared[r].donors} - wanted
+        self.only = frozenset(wanted)
+
+    def write(self, space: RowSpace, tensors: Mapping[str, Any]) -> None:
+        """One step's rows, in the order of the space's segments."""
+        start = 0
+        for s in space.segments:
+            stop = s.pos + s.n
+            if s.pos < 0 or stop > _MOST:
+                raise ValueError("a row map has positions beyond all contexts")
+            if self.only is not None and s.req not in self.only:
+                start += s.n
+                continue
+            held, known = self.written.setdefault(s.req, {}), self.known.get(s.req, torch.zeros(0, dtype=torch.bool))
+            if len(known) < stop:
+                known = torch.cat((known, torch.zeros(max(stop, 2 * len(known)) - len(known), dtype=torch.bool)))
+            for name in self.names:
+                rows = tensors[name][start : start + s.n]
+                old = held.get(name)
+                if old is None or len(old) < len(known):
+                    grown = torch.zeros((len(known), *rows.shape[1:]), dtype=rows.dtype)
+                    if old is not None:
+                        grown[: len(old)] = old
+                    held[name] = old = grown
+                old[s.pos : stop] = rows
+            known[s.pos : stop] = True
+            self.known[s.req] = known
+            start += s.n
+
+    def forget(self, requests: Iterable[int]) -> None:
+        """Lets go of requests that have no further rows, unless another one has their beginning."""
+        donors = {d for prefix in self.shared.values() for d in prefix.donors}
+        for req in set(requests) - donors:
+            self.written.pop(req, None)
+            self.known.pop(req, None)
+
+    def inherit(self, req: int) -> None:
+        """Gives ``req`` the beginning that others computed. Where several computed the same part and their values
+        differ, it cannot be told which ones the cache kept: it gets none."""
+        prefix = self.shared.get(req)
+        if prefix is None or prefix.why:
+            return
+        for low, high, donors in prefix.parts():
+            if not bool(self.known[req][low:high].any()):
+                self._take_over(req, low, high, [d for d in donors if d != req])
+
+    def _take_over(self, req: int, low: int, high: int, donors: Sequence[int]) -> None:
+        held = []
+        for donor in donors:
+            if donor in self.known:
+                self.inherit(donor)
+                if len(self.known[donor]) >= high and bool(self.known[donor][low:high].all()):
+                    held.append(self.written[donor])
+        for name in self.names if held else ():
+            first = held[0][name][low:high]
+            if not all(torch.equal(first, other[name][low:high]) for other in held[1:]):
+                return
+        for name in self.names if held else ():
+            self.written[req][name][low:high] = held[0][name][low:high]
+            self.known[req][low:high] = True
+
+    def foreign(self, req: int, step: int) -> str:
+        """Why the history of ``req`` is not what its rows of ``step`` demand, or not known to be; "" where it is."""
+        prefix = self.shared.get(req)
+        return prefix.why if prefix is not None and step >= prefix.since else ""
+
+    def view(self, space: RowSpace, rows: tuple[int, int] | None = None) -> Cache:
+        return Cache(self, space, rows or (0, space.n))
+
+
+class Cache:
+    """A step's view of a Past, of the rows from the first of ``rows`` up to the last. why: the reason if some row had
+    no history, else ""."""
+
+    def __init__(self, past: Past, space: RowSpace, rows: tuple[int, int]):
+        self._past = past
+        self._space = space
+        self._rows = rows
+        self.why = ""
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+        """Per run of rows: their places in the step's tensors (int64 [n]), their positions (int64 [n]), and the rows of
+        the request from position 0 to the last of them. causal=False: to the last that is known."""
+        start = 0
+        low, high = self._rows
+        for s in self._space.segments:
+            first, last = max(low, start), min(high, start + s.n)
+            pos = s.pos + first - start
+            start += s.n
+            if first >= last:
+                continue
+            if why := self._past.foreign(s.req, self._space.step):
+                self.why = why
+                continue
+            at = torch.arange(first - low, last - low)
+            self._past.inherit(s.req)
+            known = self._past.known[s.req]
+            stop = pos + last - first
+            if not causal:
+                stop = int(known.nonzero().max()) + 1
+            if not bool(known[:stop].all()):
+                self.why = INCOMPLETE
+                continue
+            positions = torch.arange(pos, pos + last - first)
+            yield at, positions, {name: rows[:stop] for name, rows in self._past.written[s.req].items()}
+
+
+_FROM_MEMORY = re.compile(r"Linear|Embedding|Attention|Experts|MoE|LogitsProcessor|LMHead")
+"""Classes whose kernels are none of the compiler's own, and read their inputs from memory."""
+Links = Mapping[tuple[str, int], Mapping[str, Key]]
+"""(tap, call) → input role → whose output it is; calls all of whose inputs can be told."""
+
+
+def lend(giver: ModuleIndex, taker: ModuleIndex) -> int:
+    """Adds to ``taker``'s calls the inputs that it did not capture, as far as ``giver`` tells what they are; how many
+    calls have got any."""
+    blind = [place for place, calls in taker.by_tap.items() if not _any_input(calls.values())]
+    if not blind:
+        return 0
+    links = links_of(giver)
+    engine = taker.dump.run.get("engine")
+    fused = isinstance(engine, Mapping) and isinstance(engine.get("graphs"), Mapping)
+    lent = 0
+    for rank, tap in blind:
+        cls = taker.cls_of(rank, tap)
+        for (step, n), records in taker.by_tap[rank, tap].items():
+            found = links.get((tap, n), {})
+            made = {role: taker.records_of(rank, m[0], step, m[2]).get(m[1]) for role, m in found.items()}
+            if not made or any(r is None or r.payload is None for r in made.values()):
+                continue
+            first = next(iter(records.values()))
+            records |= {
+                role: replace(r, tap=tap, cls=first.cls, role=role, call=n) for role, r in made.items() if r is not None
+            }
+            lent += 1
+            if fused and not _FROM_MEMORY.search(cls):
+                taker.unrounded.add((rank, tap))
+    return lent
+
+
+def links_of(giver: ModuleIndex) -> Links:
+    """By the steps of the dump's lowest rank."""
+    rank = min((r for r, _ in giver.by_tap), default=0)
+    records: dict[Key, list[Record]] = {}
+    first: dict[Key, tuple[int, int]] = {}
+    for (r, tap), calls in giver.by_tap.items():
+        for (step, n), held in sorted(calls.items()) if r == rank else ():
+            for role, record in held.items():
+                records.setdefault((tap, role, n), []).append(record)
+                first.setdefault((tap, role, n), (step, record.seq))
+    order = {key: i for i, key in enumerate(sorted(first, key=lambda k: first[k]))}
+    makers = Makers(order, {key: found[:STEPS] for key, found in records.items()})
+    inputs: dict[tuple[str, int], dict[str, Key | None]] = {}
+    for tap, role, n in order:
+        if role.startswith("input."):
+            inputs.setdefault((tap, n), {})[role] = makers.maker((tap, role, n))
+    return {
+        call: {role: maker for role, maker in told.items() if maker is not None}
+        for call, told in inputs.items() if all(maker is not None for maker in told.values())
+    }  # fmt: skip
+
+
+def _any_input(calls: Iterable[Mapping[str, Record]]) -> bool:
+    return any(role.startswith("input.") for records in calls for role in records)
+
 
 _PAST = {
     "Attention": ("key", "value"),

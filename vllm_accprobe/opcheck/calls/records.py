@@ -1,39 +1,283 @@
 """From a dump's records to calls that can be run again.
 
+Backward runs that a dump recorded, as calls that can be checked: gradients, and the forward call that they are of.
+
+The problem: msprobe records a backward run beside its forward, ``NPU.npu_swiglu.3.backward``: the gradients that came
+in as inputs, those that went out as outputs, and none of the arguments that they depend on. The idea: the record's name
+says which forward call it is; its call is that one's, with the gradients of its outputs in ``extra["up"]``, and what
+went out as outputs. The class begins with ``backward.``, so that no formula of the forward is held against it.
+
+A norm's epsilon from what went in and what came out.
+
+The problem: msprobe, msit and torch_xray record a norm's tensors and none of its numbers, so that the module could not
+be judged at all. The idea: a norm is y = a / sqrt(q + eps) + b with a, q and b known, so that each row gives
+1 / s**2 - q, where s is the slope of y - b over a by least squares with the weights of rounded numbers; rows are
+averaged by their standard errors, and whether they agree is told. A usual epsilon that lies within the error of most
+of a class's modules is taken; a fit that is none of them is said and not judged, because it may be a wrong kernel's.
+Formulas: norms.py's; weighted least squares [Bevington and Robinson, Data Reduction, 3rd ed., chapter 6]. An error of
+y has the variance unit**2 (y**2 + (y - b)**2) / 3, a rounding of the result and one before the bias, and half a unit
+that a whole row may share (norms.py): of a kernel that rounds once this is several times too much.
+
+Attributes that a dump does not tell.
+
+The problem: other tools record tensors and no numbers of modules. The idea: what the user names (``--attribute
+eps=1e-6``, ``'*RotaryEmbedding:head_size=64'``) is added where nothing was recorded; a norm's epsilon is taken from
+config.json, or fitted, and each of its rows says where it came from. What was recorded stays.
+
+From a dump's records to calls that can be run again.
+
 The problem: a call is scattered over a dump: its inputs and outputs are records of a step, its parameters lie
 elsewhere, perhaps under another path, what it looked back at was written by earlier steps, what its ranks added up by
 other ranks. The idea: `Calls` builds one `Captured` at a time, tap by tap in the order of the model and within a tap
 step by step, so that a cache can be filled on the way. Tensors whose numbers are of a coarser dtype become that
-(grid.py). Not here: where a record is found (module_index.py), what others tell about a call (neighbours.py), what is
-done with a call (replay.py).
+(grid.py).
+
+Not here: the gradients' reference (references/gradients.py), where records stand (formats/msprobe.py),
+where a record is found (module_index.py), what others tell about a call (neighbours.py), what is done with a call
+(replay.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from vllm_accprobe.dump.opcalls import SEPARATOR, inputs, is_operator
-from vllm_accprobe.dump.reader import Dump, DumpError
+import torch
+
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
+from vllm_accprobe.dump.reader import Dump, matches
 from vllm_accprobe.dump.schema import Module, OpCall, Record, RowSpace
-from vllm_accprobe.dump.select import matches
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.judge.statistic import RATE, Budget
-from vllm_accprobe.opcheck.atb.chosen import globs_of
 from vllm_accprobe.opcheck.calls import grid
-from vllm_accprobe.opcheck.calls.attributes.untold import UntoldAttributes
-from vllm_accprobe.opcheck.calls.gradient_calls import GradientCalls, is_gradient
-from vllm_accprobe.opcheck.calls.history import Past
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex, to_torch
-from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours
+from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours, Past
 from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
-from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
+from vllm_accprobe.opcheck.compat.ait import globs_of
+from vllm_accprobe.opcheck.reference import BACKWARD, ROUNDED, UNROUNDED, Call, Params
+from vllm_accprobe.opcheck.references.norms import EPSILONS, NormParts, configured, is_norm, parts_of
+
+_NAME = re.compile(r"(.+?)\.(?:forward|backward)\b(?:\.\d+)?")
+
+
+def is_gradient(tap: str) -> bool:
+    return tap.startswith(BACKWARD)
+
+
+class GradientCalls:
+    """Of the records of ``index``."""
+
+    def __init__(self, index: ModuleIndex):
+        self._index = index
+        self._forward: dict[tuple[int, int | None, str], OpCall] | None = None
+
+    def operator(self, records: Mapping[str, Record]) -> OpCall | None:
+        """The forward call of an operator's backward records; None where there is none."""
+        if self._forward is None:
+            self._forward = dict(self._named())
+        first = next(iter(records.values()))
+        match = _NAME.match(first.name)
+        return self._forward.get((first.rank, first.step, match[1])) if match else None
+
+    def _named(self) -> Any:
+        for (rank, tap), ops in self._index.ops.items():
+            for op in ops:
+                held = self._index.op_records.get((rank, tap), {}).get((op.step, op.call), {})
+                for record in held.values():
+                    if match := _NAME.match(record.name):
+                        yield (rank, op.step, match[1]), op
+                        break
+
+    def call(self, tap: str, cls: str, records: Mapping[str, Record], forward: Call | None) -> Call:
+        """forward: the call that these gradients are of, None where it was not captured."""
+        read = self._index.read
+        outputs = {role: read(r) for role, r in records.items() if role.startswith("output.")}
+        if forward is None:
+            return Call(tap, cls, outputs=outputs)
+        came = {role.removeprefix("input."): r for role, r in records.items() if role.startswith("input.")}
+        ups = {f"output.{place}": read(r) for place, r in came.items()}
+        extra = {**forward.extra, "up": ups, "saved": forward.outputs}
+        return replace(forward, name=tap, cls=cls, outputs=outputs, extra=extra)
+
+
+USUAL = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+"""Chosen: the epsilons that models' configurations have (1e-12 BERT's, 1e-6 Qwen's, 1e-5 Llama's), and between."""
+SIGMAS = 4.0
+"""Standard errors that a fit may lie away from the truth (chosen: one norm in sixteen thousand lies further)."""
+_NAME_IT = "name it with --attribute eps=VALUE"
+_LARGEST = 1 << 24
+"""Elements of a norm that is fitted: some dozens are read for one class."""
+
+
+@dataclass(frozen=True)
+class EpsilonFit:
+    """value, error: of one module's call, its standard error; smallest: of q, the mean square or variance of a row;
+    unit: one rounding of the output; agree: whether the rows give one number."""
+
+    value: float
+    error: float
+    smallest: float
+    unit: float
+    agree: bool
+
+    def allows(self, epsilon: float) -> bool:
+        return self.agree and abs(self.value - epsilon) <= SIGMAS * self.error
+
+
+def fit(call: Call) -> EpsilonFit | None:
+    """None where the call is no norm, lacks a tensor, or has no finite row."""
+    out, parts = call.outputs.get("output.0"), parts_of(call)
+    if out is None or parts is None or out.numel() > _LARGEST or out.numel() != parts.scaled.numel():
+        return None
+    return _fitted(parts, out.double().reshape(parts.scaled.shape), call.unit)
+
+
+def _fitted(parts: NormParts, y: Any, unit: float) -> EpsilonFit | None:
+    a, q = parts.scaled, parts.power
+    d = y - parts.bias
+    variance = unit * unit * (y * y + d * d) / 3.0
+    floor = (unit * 1e-2) ** 2 * d.square().mean(-1, keepdim=True)
+    weight = 1.0 / (variance + floor).clamp(min=1e-300)
+    size = (weight * a * a).sum(-1)
+    slope = (weight * a * d).sum(-1) / size
+    error = (1.0 / size + (0.5 * ROUNDED * unit * slope).square()).sqrt()
+    epsilon = slope**-2 - q.squeeze(-1)
+    sigma = 2.0 * error / slope.abs() ** 3
+    good = torch.isfinite(epsilon) & torch.isfinite(sigma) & (slope > 0) & (sigma > 0)
+    if not bool(good.any()):
+        return None
+    epsilon, sigma = epsilon[good], sigma[good]
+    shares = sigma**-2
+    mean = float((epsilon * shares).sum() / shares.sum())
+    square, n = float(((epsilon - mean) / sigma).square().sum()), len(epsilon)
+    agree = square <= n + SIGMAS * (2.0 * n) ** 0.5 + SIGMAS
+    return EpsilonFit(mean, float(shares.sum() ** -0.5), float(q.min()), unit, agree)
+
+
+@dataclass(frozen=True)
+class ChosenEpsilon:
+    """value: None where none was chosen; slack: relative error of y that the choice leaves; said: where it comes from,
+    or why there is none."""
+
+    value: float | None
+    slack: float
+    said: str
+
+
+def choose(fits: Sequence[EpsilonFit]) -> ChosenEpsilon:
+    """The usual epsilon that most modules of a class fit."""
+    if not fits:
+        return ChosenEpsilon(None, 0.0, "its epsilon was not recorded, and no call has what a fit needs")
+    best = min(fits, key=lambda f: f.error)
+    number = f"{best.value:.3g} ± {best.error:.1g}"
+
+    def rank(epsilon: float) -> tuple[int, float]:
+        return -sum(f.allows(epsilon) for f in fits), abs(best.value - epsilon)
+
+    chosen = min(USUAL, key=rank)
+    votes = -rank(chosen)[0]
+    if 2 * votes <= len(fits):
+        fitted = f"fit {number}, which is no usual one" if best.agree else "fit no epsilon: rows give different ones"
+        why = f"its epsilon was not recorded; input and output {fitted}"
+        return ChosenEpsilon(None, 0.0, f"{why}: {_NAME_IT}")
+    others = [e for e in USUAL if e != chosen and all(f.allows(e) for f in fits if f.allows(chosen))]
+    slack = max((0.5 * abs(e - chosen) / (f.smallest + min(e, chosen)) for e in others for f in fits), default=0.0)
+    between = f"{min((*others, chosen)):g} to {max((*others, chosen)):g}"
+    if slack > best.unit:
+        why = f"its epsilon was not recorded; input and output fit all from {between}"
+        return ChosenEpsilon(None, 0.0, f"{why}: {_NAME_IT}")
+    if others:
+        why = f"epsilon {chosen:g}, fitted to input and output; {between} fit as well"
+        return ChosenEpsilon(chosen, slack, f"{why}, and differ by less than a rounding")
+    modules = f"{votes} of {len(fits)} modules" if len(fits) > 1 else "one module"
+    return ChosenEpsilon(chosen, slack, f"epsilon {chosen:g}, fitted to input and output of {modules} ({number})")
+
+
+_FITTED = 64
+"""Modules of one class that are read for a fit (chosen: enough for a majority, and a second's work)."""
+_VISION = ("visual", "vision", "model.visual")
+
+
+def parsed_attributes(texts: Iterable[str]) -> tuple[tuple[str, str, Any], ...]:
+    """(glob, name, value) of ``NAME=VALUE`` and ``GLOB:NAME=VALUE``. Raises ValueError with a sentence."""
+    found = []
+    for text in texts:
+        place, equals, value = text.partition("=")
+        glob, colon, name = place.rpartition(":")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"{text!r} is not NAME=VALUE or GLOB:NAME=VALUE, e.g. eps=1e-6")
+        try:
+            plain = json.loads(value)
+        except ValueError:
+            plain = value
+        found.append((glob if colon else "*", name, plain))
+    return tuple(found)
+
+
+class MissingAttributes:
+    """Of the modules of ``index``. settled: a call with the dtypes that its numbers have; given: what the user
+    named."""
+
+    def __init__(self, index: ModuleIndex, settled: Callable[[Call], Call], given: Iterable[tuple[str, str, Any]] = ()):
+        self._index, self._settled, self._given = index, settled, tuple(given)
+        self._chosen: dict[tuple[int, str], ChosenEpsilon] = {}
+
+    def filled(self, rank: int, call: Call) -> Call:
+        """``call`` with the attributes that were not recorded and are known."""
+        named = {
+            name: value for glob, name, value in self._given
+            if name not in call.attrs and (fnmatchcase(call.cls, glob) or fnmatchcase(call.name, glob))
+        }  # fmt: skip
+        call = replace(call, attrs={**call.attrs, **named}) if named else call
+        if not is_norm(call.cls) or any(n in call.attrs and n not in named for n in EPSILONS):
+            return call
+        if (own := next((n for n in EPSILONS if n in named), None)) is not None:
+            return _told(call, ChosenEpsilon(float(named[own]), 0.0, f"epsilon {named[own]:g}, of --attribute"))
+        in_config = self._configured(call)
+        if in_config is not None:
+            return _told(call, ChosenEpsilon(in_config, 0.0, f"epsilon {in_config:g}, of config.json"))
+        return _told(call, self._of_class(rank, call.cls))
+
+    def _configured(self, call: Call) -> float | None:
+        """A vision tower's norms are not those of the language model, whose config.json stands around theirs."""
+        config: Mapping[str, Any] = call.config
+        if call.name.startswith(_VISION):
+            inner = self._index.config.get("vision_config")
+            config = inner if isinstance(inner, dict) else {}
+        found = configured(config, call.cls)
+        return None if found is None else float(found)
+
+    def _of_class(self, rank: int, cls: str) -> ChosenEpsilon:
+        if (rank, cls) not in self._chosen:
+            taps = [tap for r, tap in self._index.by_tap if r == rank and self._index.cls_of(r, tap) == cls]
+            fits = [f for f in (self._fit(rank, tap, cls) for tap in taps[:_FITTED]) if f is not None]
+            chosen = self._chosen[rank, cls] = choose(fits)
+            self._index.problems.append(f"{cls}: {chosen.said}")
+        return self._chosen[rank, cls]
+
+    def _fit(self, rank: int, tap: str, cls: str) -> Any:
+        (_, records) = min(self._index.by_tap[rank, tap].items(), key=lambda c: c[0])
+        if any(r.payload is None for r in records.values()):
+            return None
+        try:
+            return fit(self._settled(self._index.call(rank, tap, cls, records)))
+        except (DumpError, ValueError):
+            return None
+
+
+def _told(call: Call, chosen: ChosenEpsilon) -> Call:
+    attrs = dict(call.attrs) if chosen.value is None else {**call.attrs, EPSILONS[0]: chosen.value}
+    return replace(call, attrs=attrs, extra={**call.extra, "epsilon": {"slack": chosen.slack, "said": chosen.said}})
 
 
 @dataclass(frozen=True)
@@ -93,7 +337,7 @@ class Calls(ModuleIndex):
 
     def __init__(self, dump: Dump, model: Path | None, attributes: Iterable[tuple[str, str, Any]] = ()):
         super().__init__(dump, model)
-        self._untold = UntoldAttributes(self, lambda call: grid.settled(call, self.keeps), attributes)
+        self._untold = MissingAttributes(self, lambda call: grid.settled(call, self.keeps), attributes)
         self._neighbours = Neighbours(self)
         self._gradients = GradientCalls(self)
         self._keeps: Mapping[str, str] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.align.sampled_rows import SampledHistory, SampledRow
+from vllm_accprobe.align.tokens import SampledHistory, SampledRow
 from vllm_accprobe.dump.schema import EXPONENTIAL, FILTERED, NOISE, NOISE_DRAWS, SCALED, SamplingParameters
 from vllm_accprobe.judge import sampling_rules as rules
 from vllm_accprobe.opcheck.reference import Call

@@ -29,7 +29,7 @@ without any order, and as large in each element as rounding is there. A scale, o
 are relative L2: of a row to the row, of a column to the column or, where that is larger, to an average one of this
 output (a column of nothing but noise has no size).
 Not here: the rows' own limits (verdict.py), what is made of
-coverage (opcheck/proof/coverage.py).
+coverage (opcheck/proof/prove.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from vllm_accprobe.opcheck.floors.verdict import (
     in_deviations,
     keys_of,
 )
-from vllm_accprobe.opcheck.run.result_row import FAIL, Checked
+from vllm_accprobe.opcheck.run.result_row import FAIL, CheckResult
 
 Tensor = Any  # a torch.Tensor
 
@@ -470,17 +470,17 @@ class Pools:
     """What the calls of one tap add up to, by output."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[Pool, Checked]] = {}
+        self._of: dict[str, tuple[Pool, CheckResult]] = {}
         self._wrong: set[str] = set()
 
-    def add(self, row: Checked, v: Verdict) -> None:
+    def add(self, row: CheckResult, v: Verdict) -> None:
         """One output with its verdict."""
         if row.status == FAIL:
             self._wrong.add(row.role)
         elif v.sums is not None:
             self._of.setdefault(row.role, (Pool(), row))[0].add(v.sums, bool(v.rounding))
 
-    def rows(self, budget: Budget) -> Iterator[Checked]:
+    def rows(self, budget: Budget) -> Iterator[CheckResult]:
         """Outputs no call of which failed, and all of which together do."""
         for role, (pool, first) in self._of.items():
             found = pool.breach(budget.tap) if role not in self._wrong else None
@@ -497,7 +497,7 @@ class Pools:
                              pool.created(), None if least is None else (least.row, least.column))  # fmt: skip
 
 
-def _together(first: Checked, b: Breach, pool: Pool, budget: Budget) -> Checked:
+def _together(first: CheckResult, b: Breach, pool: Pool, budget: Budget) -> CheckResult:
     return replace(
         first, rows=pool.seen, checked=pool.seen, unchecked_because="", created=pool.created(), measure=b.measure,
         measured=b.value, allowed=b.limit, request=None, position=None, column=b.column if b.column >= 0 else None,

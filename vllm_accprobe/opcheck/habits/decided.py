@@ -35,7 +35,7 @@ import numpy as np
 
 from vllm_accprobe.judge.profile import ACCUMULATOR, FUNCTION, ROUNDING, SPLIT, SUBNORMALS, TWICE, Habit
 from vllm_accprobe.kernels.float_formats import FORMATS, half_step
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
 
 NEAREST, ZERO, AWAY = DIRECTIONS = ("nearest", "zero", "away")
 BINS = 8
@@ -259,7 +259,7 @@ class Truncating:
         return f"{self.cls} ({self.outputs:,} of {self.of:,} outputs{where})"
 
 
-def truncating(rows: Iterable[Checked]) -> list[Truncating]:
+def truncating(rows: Iterable[CheckResult]) -> list[Truncating]:
     """In the order in which they are met."""
     found: dict[str, tuple[set[tuple[int, str]], list[int]]] = {}
     for r in rows:
@@ -272,7 +272,7 @@ def truncating(rows: Iterable[Checked]) -> list[Truncating]:
     return [Truncating(cls, len(t), n, of) for cls, (t, (n, of)) in found.items() if n > _SHARE * of]
 
 
-def sentence(rows: Iterable[Checked], where: str = "") -> str:
+def sentence(rows: Iterable[CheckResult], where: str = "") -> str:
     """All of them in one; "" where there is none. where: whose rows, `` in mine``."""
     found = truncating(rows)
     return f"rounds toward zero{where}: {', '.join(map(str, found))}: {HONEST}" if found else ""
@@ -298,7 +298,7 @@ _ROUNDING_SHOWS = "toward zero"
 class Seen:
     """An output that was looked at."""
 
-    row: Checked
+    row: CheckResult
     evidence: Evidence
 
     @cached_property
@@ -479,7 +479,7 @@ class MachineHabits:
     units: dict[str, float] = field(default_factory=dict)
 
 
-def settle(rows: Sequence[Checked], strict: bool = False) -> tuple[list[Checked], MachineHabits]:
+def settle(rows: Sequence[CheckResult], strict: bool = False) -> tuple[list[CheckResult], MachineHabits]:
     """(``rows`` with habits allowed for and departures blamed, the habits). strict: habits are found, nothing is
     allowed for."""
     groups: dict[Key, list[tuple[int, Evidence]]] = {}
@@ -499,7 +499,7 @@ def settle(rows: Sequence[Checked], strict: bool = False) -> tuple[list[Checked]
     return settled, _with_truncating(habits.found(list(groups)), settled)
 
 
-def _with_truncating(found: MachineHabits, rows: Sequence[Checked]) -> MachineHabits:
+def _with_truncating(found: MachineHabits, rows: Sequence[CheckResult]) -> MachineHabits:
     """Also the operators whose outputs are seen to be truncated (rounding.py) where nobody knows what they round before
     their results: each output's own verdict allows for it, layer by layer."""
     told = {(h.operator, h.dtype) for h in found.habits if h.kind == ROUNDING}
@@ -515,7 +515,7 @@ def _with_truncating(found: MachineHabits, rows: Sequence[Checked]) -> MachineHa
     return replace(found, habits=(*found.habits, *more), unknown=unknown)
 
 
-def _places(rows: Sequence[Checked], group: Iterable[tuple[int, Evidence]]) -> list[TapPlace]:
+def _places(rows: Sequence[CheckResult], group: Iterable[tuple[int, Evidence]]) -> list[TapPlace]:
     taps: dict[tuple[int, str], list[Seen]] = {}
     for k, e in group:
         taps.setdefault((rows[k].rank, rows[k].tap), []).append(Seen(rows[k], e))
@@ -523,13 +523,13 @@ def _places(rows: Sequence[Checked], group: Iterable[tuple[int, Evidence]]) -> l
 
 
 def _group(
-    key: Key, places: list[TapPlace], rows: list[Checked], at: list[int], habits: _Habits, strict: bool
-) -> Iterable[tuple[int, Checked]]:  # fmt: skip
+    key: Key, places: list[TapPlace], rows: list[CheckResult], at: list[int], habits: _Habits, strict: bool
+) -> Iterable[tuple[int, CheckResult]]:  # fmt: skip
     """Finds the habits of one output of one operator, and gives the rows that these change."""
     cls, dtype, _ = key
     direction = _common(Counter(p.direction for p in places if p.direction))
     ways = _common_ways(places)
-    changes: dict[int, Checked] = {}
+    changes: dict[int, CheckResult] = {}
     allowed: dict[str, str] = {}
     if direction:
         show = [p for p in places if p.direction == direction]
@@ -635,10 +635,10 @@ def _others(places: list[TapPlace], mine: TapPlace, usual: str) -> str:
     return f"where the other {number} {plural(usual) if len(taps) > 1 else usual}"
 
 
-def _blamed(p: TapPlace, rows: list[Checked], at: list[int], why: str, rounding: str | None) -> dict[int, Checked]:
+def _blamed(p: TapPlace, rows: list[CheckResult], at: list[int], why: str, rounding: str | None) -> dict[int, CheckResult]:
     """The rows of a place that departs. rounding: only those that are seen to be rounded so; None: only the words of
     those that fail."""
-    found: dict[int, Checked] = {}
+    found: dict[int, CheckResult] = {}
     for k, row in zip(at, rows, strict=True):
         if (row.rank, row.tap) != p.tap:
             continue
@@ -649,10 +649,10 @@ def _blamed(p: TapPlace, rows: list[Checked], at: list[int], why: str, rounding:
     return found
 
 
-def _excused(rows: list[Checked], at: list[int], allowed: dict[str, str]) -> dict[int, Checked]:
+def _excused(rows: list[CheckResult], at: list[int], allowed: dict[str, str]) -> dict[int, CheckResult]:
     """The rows that fail, and are within their limits with one of their machine's habits allowed for; those that pass
     anyway are marked with it."""
-    found: dict[int, Checked] = {}
+    found: dict[int, CheckResult] = {}
     for k, row in zip(at, rows, strict=True):
         if not allowed:
             continue

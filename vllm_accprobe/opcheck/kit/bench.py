@@ -28,7 +28,7 @@ from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import families
-from vllm_accprobe.opcheck.references.kernels_common import on
+from vllm_accprobe.opcheck.references.parts import on
 
 CAPTURED, DEVICE, DRAWN = "captured", "device", "drawn"
 TENSORS = ("value", "noise", "bound", "rows")

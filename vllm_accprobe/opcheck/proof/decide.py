@@ -1,4 +1,25 @@
-"""Replay as the judge of a comparison: who is wrong for its own inputs needs no golden to be blamed.
+"""The replay as the judge of a comparison: what it convicts, and what it explains.
+
+The pairs of a comparison that a replay has judged, measured against the replay's limit.
+
+The problem: a comparison and a replay judge the same output by two limits, and a table that shows the one beside a
+verdict that shows the other says two factors of one fault; in a chart, the phase that the replay named stands out of
+the other. The idea: the failed pairs of an output that a replay blames are all measured against its limit; the one that
+holds the blamed row has what was created there, and no other more. Where none failed, because a comparison's limits are
+wider, the worst that is not identical does now: no table calls a culprit clean.
+
+How much of a difference is the format of a cache: what is said where one side keeps keys and values in 8 bits.
+
+The problem: such a pair differs by percents in every attention, and a wrong block would differ by as much. The idea: a
+replay knows what the format alone does to each output, and whether anything is left beyond it.
+
+What a replay says of origins that lie in a gap between two taps.
+
+The problem: a comparison cannot tell which operator of a gap made an error; a replay that had one's reads can. The
+idea: where it proves one that lies in the gap, or the operator at its end, to be wrong, that one is the origin and the
+gap is none any more; where it saw one to be right in all rows, that one is taken out of what the gap contains.
+
+Replay as the judge of a comparison: who is wrong for its own inputs needs no golden to be blamed.
 
 The problem: a comparison finds what differs, and a small error among honest ones may stay below every sign of it; or a
 model that enlarges rounding looks like a fault. The idea: mine's calls are run again against references, and golden's
@@ -6,7 +27,9 @@ too. A module of mine that is wrong for its own inputs is an origin with the evi
 those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
 is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
 a comparison here, without torch.
-Not here: the replays and the proof (prove.py), the comparison (comparison/).
+
+Not here: the figures (opcheck/references/paged/caches.py), the replays and the proof (prove.py), the comparison
+(comparison/).
 """
 
 from __future__ import annotations
@@ -22,17 +45,124 @@ import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.notes import effects_of
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
-from vllm_accprobe.comparison.result import FAIL, PASS, SKIP, Comparison, Pair
-from vllm_accprobe.comparison.verdict.constants_differ import effects_of
+from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
-from vllm_accprobe.opcheck.proof.replayed_pairs import with_replayed
-from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache, other_caches, rounded_caches
+
+
+def with_replayed(pairs: list[Pair], origins: Sequence[Mapping[str, Any]]) -> list[Pair]:
+    """``pairs`` (the same list where nothing changes). origins: entries with the evidence ``replay``."""
+    out = pairs
+    for origin in origins:
+        created, limit = origin.get("created"), origin.get("floor")
+        if not created or not limit or not math.isfinite(created) or not math.isfinite(limit):
+            continue
+        place = origin["module"], origin["role"]
+        row = origin.get("request"), origin.get("position")
+        of = [i for i, p in enumerate(out) if (p.tap, p.role) == place and p.allowed and not p.identical]
+        own = [i for i in of if out[i].status == FAIL] or sorted(
+            (i for i in of if out[i].status == PASS), key=lambda i: _size(out[i])
+        )[-1:]
+        # The row that is blamed is mostly its pair's worst; where it is not, the worst pair stands for it.
+        there = {i: (out[i].worst_request, out[i].worst_position) == row for i in own}
+        named = max(own, key=lambda i: (there[i], _size(out[i])), default=None)
+        out = list(out) if own and out is pairs else out
+        for i in own:
+            size = created if i == named else min(_size(out[i]), created)
+            said = _said(out[i], size, limit)
+            changed = {"status": FAIL, "measure": "created", "measured": size, "allowed": limit, "message": said}
+            out[i] = replace(out[i], **changed)
+    return out
+
+
+def _size(pair: Pair) -> float:
+    """The relative L2 error of its worst row, or what was created there, where a comparison has judged by that."""
+    if pair.measure == "created" and pair.measured is not None:
+        return pair.measured
+    return pair.worst_row_rel_l2 or pair.rel_l2 or 0.0
+
+
+def _said(pair: Pair, size: float, limit: float) -> str:
+    """Its message, whose first clauses were about other limits."""
+    rest = [x for x in pair.message.split("; ") if not x.startswith(_OTHERS)]
+    return "; ".join([f"creates an error of {size:.3g} (limit {limit:.2g}, by replay)", *filter(None, rest)])
+
+
+_OTHERS = ("creates an error of ", "row relative L2 ", "row norm is ", "an element is off by ")
+"""How clauses on a comparison's own limits begin (judge/verdict.py, comparison/verdict/blame.py)."""
+
+
+OtherCache = tuple[str, str, float, float, float]
+"""Which side; the format; how far it alone moves the row of an output that it moves most, relative L2; the standard
+error that its step gives there; the most that its step allows."""
+
+
+def other_caches(value: Mapping[str, Any]) -> dict[str, OtherCache]:
+    """What JSON kept of them. Raises ValueError and TypeError for anything else."""
+    found: dict[str, OtherCache] = {}
+    for tap, (side, kind, *figures) in value.items():
+        share, expected, most = map(float, figures)
+        found[str(tap)] = str(side), str(kind), share, expected, most
+    return found
+
+
+def rounded_caches(caches: Mapping[str, OtherCache], right: Collection[str]) -> list[str]:
+    """Sentences: one for each side and format."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for tap, (side, kind, *_) in caches.items():
+        groups.setdefault((side, kind), []).append(tap)
+    return [_rounded_caches_said(side, kind, taps, caches, right) for (side, kind), taps in groups.items()]
+
+
+def _rounded_caches_said(
+    side: str, kind: str, taps: list[str], caches: Mapping[str, OtherCache], right: Collection[str]
+) -> str:  # fmt: skip
+    wrong = [tap for tap in taps if tap not in right]
+    worst = max(taps, key=lambda tap: caches[tap][2])
+    share, expected, most = caches[worst][2:]
+    what = f"{side}'s cache is {kind} in {len(taps)} attention{'s' * (len(taps) > 1)}"
+    alone = (
+        f"that rounding alone moves a row of their outputs by up to {share:.3g} ({worst}; the format's step gives "
+        f"{expected:.3g} there and allows {most:.3g})"
+    )
+    if wrong:
+        return f"{what}: {alone}; what {wrong[0]} differs by is not that rounding"
+    return f"{what}: {alone}, and beyond it mine is right for its own inputs: no wrong state, no wrong kernel"
+
+
+def narrowed(result: Comparison, wrong: Collection[str], right: Collection[str]) -> Comparison:
+    """``result`` with its gaps as a replay leaves them. wrong: modules that it proved; right: those whose every row it
+    saw to be right for its own inputs."""
+    if not any(o.get("gap") for o in result.origins):
+        return result
+    origins = [_narrowed(o, right) for o in result.origins if not _found_in(o, wrong)]
+    return replace(result, origins=origins)
+
+
+def _found_in(origin: Mapping[str, Any], wrong: Collection[str]) -> bool:
+    gap = origin.get("gap")
+    return gap is not None and any(m in wrong for m in (*gap["contains"], gap["before"]))
+
+
+def _narrowed(origin: dict[str, Any], right: Collection[str]) -> dict[str, Any]:
+    gap = origin.get("gap")
+    if not gap:
+        return origin
+    ends = [str(end).partition("/")[0] for end in (gap["after"] or "", gap["before"])]
+
+    def cleared(module: str) -> bool:
+        # A module around one of the ends is in the gap by its own code, which no replay of its output checks alone.
+        return module in right and not any(end.startswith(f"{module}.") for end in ends)
+
+    return origin | {"gap": gap | {"contains": [m for m in gap["contains"] if not cleared(m)]}}
+
 
 _ABSORBED = re.compile(r"^param\.W_U[KQV](_T)?$")
 """Latent attention's products of kv_b_proj, made by each run for its own ranks; that weight is compared."""
@@ -44,11 +174,11 @@ _OF_LOGITS = {NEAR_TIE, UPSTREAM, RANDOM}
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class ReplayFinding:
     """The worst output of a module of mine that is wrong for its own inputs.
 
     seq: its place in the order of execution; created: relative error of the worst row, severity: measured / allowed;
-    propagated: what came in with its inputs (propagated.py), None where that is not known; where it is, created,
+    propagated: what came in with its inputs (prove.py), None where that is not known; where it is, created,
     request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
     tier, times, chance: which floor it breaks, by how much, and how likely rounding alone breaks it (statistic.py),
     chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None."""
@@ -72,7 +202,7 @@ class Blame:
 
 
 @dataclass(frozen=True)
-class Proof:
+class ReplayResult:
     """What two replays prove. shared: modules that are as far off in golden; only_golden: wrong there alone; right:
     taps of mine whose every row was checked and is right; checked: outputs of mine with a verdict; partly: only what
     the comparison suspects was replayed; notes: sentences on what mine's outputs were judged by; truncating: those of
@@ -80,10 +210,10 @@ class Proof:
     and golden's own with it);
     machines: how "golden" and "mine" compute, habits of judge/profile.py; allowed: those of ``truncating`` that do
     something else that their machine does everywhere, and what; caches: of attentions that have an 8-bit cache on one
-    side only, see rounded_caches.py; covers: of each module of mine what was checked (coverage.py);
-    constants: of modules with other constants than golden's, whether that matters (other_constants.py)."""
+    side only, see decide.py; covers: of each module of mine what was checked (prove.py);
+    constants: of modules with other constants than golden's, whether that matters (prove.py)."""
 
-    blamed: tuple[Blame, ...]
+    blamed: tuple[ReplayFinding, ...]
     shared: tuple[str, ...]
     only_golden: tuple[str, ...]
     right: frozenset[str]
@@ -106,7 +236,7 @@ class Proof:
         return json.dumps(plain)
 
     @staticmethod
-    def from_json(text: str) -> Proof:
+    def from_json(text: str) -> ReplayResult:
         """Raises ValueError for what ``to_json`` never wrote."""
         value = json.loads(text) if len(text) <= _MOST else None
         try:
@@ -114,7 +244,7 @@ class Proof:
                 raise ValueError("not a replay of this version")
             blamed = tuple(_blame(b) for b in value["blamed"])
             names = [tuple(str(t) for t in value[k]) for k in ("shared", "only_golden", "right")]
-            return Proof(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]),
+            return ReplayResult(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]),
                          tuple(str(n) for n in value.get("notes", ())),
                          {str(t): float(x) for t, x in value.get("truncating", {}).items()},
                          {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))
@@ -127,8 +257,8 @@ class Proof:
             raise ValueError(f"not a replay of this version ({error})") from None
 
 
-def _blame(value: Mapping[str, Any]) -> Blame:
-    blame = Blame(**{f.name: value[f.name] for f in fields(Blame) if f.name in value})
+def _blame(value: Mapping[str, Any]) -> ReplayFinding:
+    blame = ReplayFinding(**{f.name: value[f.name] for f in fields(ReplayFinding) if f.name in value})
     if not all(isinstance(x, str) for x in (blame.tap, blame.cls, blame.role, blame.message)):
         raise TypeError("a name is no text")
     if not all(isinstance(x, (int, float)) for x in (blame.created, blame.severity, blame.seq)):
@@ -144,7 +274,7 @@ def _blame(value: Mapping[str, Any]) -> Blame:
     return blame
 
 
-def decide(result: Comparison, proof: Proof) -> Comparison:
+def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     """``result`` with the origins that ``proof`` gives, and passed where every row that is beyond its limits is
     explained (explained.py)."""
     order: dict[str, int] = {}
@@ -200,7 +330,7 @@ def decide(result: Comparison, proof: Proof) -> Comparison:
 class _Rows:
     """Which rows of a comparison that differ are explained by its replay, and which pairs are."""
 
-    def __init__(self, result: Comparison, proof: Proof, excused: Collection[str] = ()):
+    def __init__(self, result: Comparison, proof: ReplayResult, excused: Collection[str] = ()):
         """excused: modules that created no more than their machine's way of rounding does."""
         self._explained, self._table = proof.explained, result.rows
         self._pairs = result.pairs
@@ -298,12 +428,12 @@ def _equal_inputs(pairs: Sequence[Pair], otherwise: Iterable[str] = ()) -> Calla
     return lambda p: p.tap in read and differ.get(p.tap, 1 << 60) > (-1 if p.step is None else p.step)
 
 
-def _does(proof: Proof, tap: str) -> str:
+def _does(proof: ReplayResult, tap: str) -> str:
     said = proof.allowed.get(tap)
     return f"computes as its machine does everywhere ({said})" if said else "rounds toward zero"
 
 
-def _truncation_alone(origin: Mapping[str, Any], proof: Proof) -> bool:
+def _truncation_alone(origin: Mapping[str, Any], proof: ReplayResult) -> bool:
     """Whether what a comparison takes for an error that a module of mine created is what its replay saw it create, by
     rounding toward zero, or another habit of its machine, and nothing else: limits of a comparison are those of
     rounding to nearest. A weight that is not golden's adds to that, and stays an origin."""
@@ -314,7 +444,7 @@ def _truncation_alone(origin: Mapping[str, Any], proof: Proof) -> bool:
 
 
 def _acquitted(
-    result: Comparison, proof: Proof, rows: _Rows, cleared: Collection[str], excused: Collection[str]
+    result: Comparison, proof: ReplayResult, rows: _Rows, cleared: Collection[str], excused: Collection[str]
 ) -> Comparison:  # fmt: skip
     """``result``, passed where it failed for nothing but size and every row that is beyond its limits is explained:
     both sides computed it rightly from what they read. A model may enlarge rounding; a second golden run (`--floor`)
@@ -349,7 +479,7 @@ def _modules(n: int) -> str:
     return "no module is" if not n else f"{n} module is" if n == 1 else f"{n} modules, each"
 
 
-def _entry(b: Blame, known: dict[str, Any] | None) -> dict[str, Any]:
+def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
     """compare.json's entry of an origin; where the comparison had found it, its words stay."""
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}

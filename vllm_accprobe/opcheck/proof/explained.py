@@ -4,7 +4,7 @@ The problem: a row may differ because its operator is wrong, or because what the
 the second is no fault of the operator, and only where everything that it read is known. The idea: a row of an output is
 explained where the replay checked it on both sides and found it right; golden's reads and mine's, both carried through
 the reference, then differ by what the outputs differ by. A row of an input is explained where it is, to the bit, an
-explained output of the same step, or a slice, sum or product of such outputs (align/by_values.py). What has no
+explained output of the same step, or a slice, sum or product of such outputs (align/derived.py). What has no
 reference, was not replayed, or comes from where nothing was captured is not explained, and the reason is kept.
 Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decide.py).
 """
@@ -17,18 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.by_values import Relations
-from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.derived import Derived, Relations
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
-from vllm_accprobe.comparison.plan.joining import Group
-from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Plan, make_plan
 from vllm_accprobe.comparison.row_table import row_labels
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
 """Label of a request (or image) → half-open ranges of positions, ascending. Label "" holds steps of mine: those whose
@@ -87,7 +85,7 @@ def place_of(tap: str, role: str, call: int) -> str:
 
 
 def explain(
-    golden: Dump, mine: Dump, checked: tuple[Iterable[Checked], Iterable[Checked]], wanted: Collection[str],
+    golden: Dump, mine: Dump, checked: tuple[Iterable[CheckResult], Iterable[CheckResult]], wanted: Collection[str],
     taps: Collection[str] = (), mapping: Rules | None = None,
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
@@ -126,7 +124,7 @@ def _unit(unit: Unit, sides: tuple[_Replayed, _Replayed], plan: Plan) -> tuple[R
 class _Replayed:
     """One dump: which of its records are explained, and why the others are not."""
 
-    def __init__(self, dump: Dump, rows: SideRows, checked: Iterable[Checked]):
+    def __init__(self, dump: Dump, rows: SideRows, checked: Iterable[CheckResult]):
         self._dump, self._rows = dump, rows
         self._right: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
         """Of what is right, the rows that were not checked."""
@@ -255,7 +253,7 @@ class _Replayed:
 
 @dataclass(frozen=True)
 class _OfRecord:
-    """A record as align/by_values.py reads it."""
+    """A record as align/derived.py reads it."""
 
     record: Record
 

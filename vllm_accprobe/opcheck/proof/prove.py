@@ -1,52 +1,350 @@
-"""What the replay of two dumps proves: who is wrong alone, and who is as wrong in golden.
+"""What the replay of two dumps shows: who is wrong alone, who is as wrong in golden, and what was checked.
+
+What a replay checked of each module, and how small an error it would have named there.
+
+The problem: "1,240 outputs checked" does not say of which operators, how many of their rows, or how good the check was.
+The idea: of each module of mine the calls, the rows, the rows that had a reference, and the smallest error of all rows,
+of one column and of one row (floors/pooled.py): an error of that size in any of its outputs, in any call, would have
+been named. Plain numbers, kept with the proof, from which the comparison makes its table by operator class.
+
+What a blamed module created, and what it only passed on: both from its replay.
+
+The problem: a module that is wrong for its own inputs may also have had wrong inputs, and the two errors should not be
+read as one. The idea: three values of the same rows, golden's output G, mine's output M and the reference's output R
+from mine's inputs, give created = |M - R| / |G| and propagated = |R - G| / |G|, Euclidean norms over a row. Golden's
+rows are found as a comparison finds them, so golden may be another framework, batched in another way or cut over ranks.
+Only the modules that are blamed are run again: a handful. Where golden's rows or a reference are missing, or mine's
+output is cut over ranks, the split is not known, and None says so.
+
+Whether a constant that mine has otherwise than golden matters: both values through the reference.
+
+The problem: an epsilon of 1e-5 instead of 1e-6 is a finding where a row is small, and nothing where rows are of size 1.
+The idea: the reference computes each of mine's calls twice, with mine's value and with golden's, and the limits of a
+replay judge the difference, as if the one were an output and the other its reference. Where the value moves outputs,
+and none by more than rounding may move it, the constant does not matter in what was captured. A constant that no
+reference computes with, or a call without a reference, leaves the question open: matters is None.
+
+What the replay of two dumps proves: who is wrong alone, and who is as wrong in golden.
 
 The problem: an output that fails its reference may be a fault, or a reference that does not fit this model. The idea: a
 module that golden runs as well is its own control: what is as far off there is not blamed. Where nobody breaks a floor
 of his own, a module whose errors are unlike those of the same class in other layers is blamed for that (pooled.py); not
 where somebody does, because what lies behind a fault has other inputs than its kin. What every layer of a class does is
 said to be in all of them.
-Not here: what the proof does to a comparison (decide.py), the process that makes it (cli/replay/prove.py).
+
+Not here: the table (comparison/verdict/covered.py), who is blamed (decide.py), which constants differ, and what follows
+(comparison/notes.py), what the proof does to a comparison (decide.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+
+from vllm_accprobe.align.mapping import Rules
+from vllm_accprobe.align.ranks import ONE
+from vllm_accprobe.comparison.measure.read import Loader
+from vllm_accprobe.comparison.notes import Differs
+from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
+from vllm_accprobe.comparison.verdict.covered import ModuleCover
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import DECODE, PREFILL, Record
 from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
-from vllm_accprobe.opcheck.floors.pooled import OutlierLayer
+from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
+from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.habits.decided import sentence
-from vllm_accprobe.opcheck.proof.decide import Blame, Proof
+from vllm_accprobe.opcheck.proof.decide import OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
-from vllm_accprobe.opcheck.proof.propagated import Split
-from vllm_accprobe.opcheck.proof.rounded_caches import OtherCache
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, Checked, grids
+from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult, grids
+
+_Output = tuple[int, str]
+"""(rank, role)."""
+
+
+def covers(mine: Iterable[CheckResult], pooled: Iterable[Pooled]) -> dict[str, ModuleCover]:
+    """Tap → what was checked of it. mine: replay.check_tap's rows of mine; pooled: of its taps, all calls together."""
+    rows: dict[str, list[CheckResult]] = {}
+    for c in mine:
+        if c.step is not None:  # else a parameter
+            rows.setdefault(c.tap, []).append(c)
+    pools: dict[str, list[Pooled]] = {}
+    for p in pooled:
+        pools.setdefault(p.tap, []).append(p)
+    return {tap: _cover(found, pools.get(tap, ())) for tap, found in rows.items()}
+
+
+def _cover(rows: Sequence[CheckResult], pooled: Sequence[Pooled]) -> ModuleCover:
+    calls: dict[tuple[int | None, int], dict[int, list[CheckResult]]] = {}
+    for c in rows:
+        calls.setdefault((c.step, c.call), {}).setdefault(c.rank, []).append(c)
+    counts = [_rows(of) for of in calls.values()]
+    least = [_of_output(of, [p for p in pooled if (p.rank, p.role) == place]) for place, of in _outputs(rows).items()]
+    known = [x for x in least if x is not None]
+    sizes = [max(x[i] for x in known) for i in range(3)] if known else [None] * 3
+    whole, checked = (sum(n[i] for n in counts) for i in range(2))
+    return ModuleCover(rows[0].cls, len(calls), whole, checked, *sizes)
+
+
+def _rows(ranks: Mapping[int, Sequence[CheckResult]]) -> tuple[int, int]:
+    """(rows, rows that were checked) of one call: a row is checked where all that came out of it is, on all ranks that
+    share it. Ranks with other numbers of rows computed other requests."""
+    whole = [max(c.rows for c in of) for of in ranks.values()]
+    checked = [min(c.checked if c.status in (PASS, FAIL) else 0 for c in of) for of in ranks.values()]
+    if len(set(whole)) == 1:
+        return whole[0], min(checked)
+    return sum(whole), sum(checked)
+
+
+def _outputs(rows: Iterable[CheckResult]) -> dict[_Output, list[CheckResult]]:
+    found: dict[_Output, list[CheckResult]] = {}
+    for c in rows:
+        if c.smallest is not None and c.status in (PASS, FAIL):
+            found.setdefault((c.rank, c.role), []).append(c)
+    return found
+
+
+def _of_output(calls: Sequence[CheckResult], pooled: Sequence[Pooled]) -> tuple[float, float, float] | None:
+    """An error that is in all calls is named where one of them, or all together, show it; of one row, where that is."""
+    sizes = [c.smallest for c in calls if c.smallest is not None]
+    together = [p.smallest for p in pooled if p.smallest is not None]
+    row = min([s[0] for s in sizes] + [p[0] for p in together])
+    column = min([s[1] for s in sizes] + [p[1] for p in together])
+    return row, column, max(s[2] for s in sizes)
+
+
+MOST = 16
+"""Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""
+LARGEST = 1 << 25
+"""Chosen: elements of an output whose error is split: a dozen float64 of each are held at a time."""
+
+
+_SPOILT = 0.5
+"""Chosen: of the largest error, what another row of the same call must have to be named in that row's place: a fault
+that spoils both leaves about as much in each, and an honest row has hundreds of times less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """created, propagated: relative to golden's row (float64); request, position, phase: the row of mine where what
+    was created is largest; phase is None where it is not known."""
+
+    created: float
+    propagated: float
+    request: str
+    position: int
+    phase: str | None = None
+
+
+def split_errors(
+    golden: Dump, mine: Calls, references: References, blamed: Iterable[CheckResult], mapping: Rules | None = None
+) -> dict[str, Split]:
+    """tap → its split, for the first MOST of ``blamed`` (wrong outputs of mine, one for each tap) that have one."""
+    wanted = {(c.tap, c.role, c.call): c for c in list(blamed)[:MOST]}
+    if not wanted:
+        return {}
+    plan = make_plan(golden, mine.dump, mapping=mapping)
+    indices = Indices((plan.tokens.golden, plan.tokens.mine))
+    loader = Loader(golden)
+    found: dict[str, Split] = {}
+    for unit in plan.units:
+        c = wanted.get(unit.key)
+        if c is None:
+            continue
+        chosen = Chosen({(c.step, c.call): ()}, lambda cls: False, most=1 << 62)
+        large = math.prod(c.shape) > LARGEST
+        captured = None if large else next(mine.of(c.rank, c.tap, chosen=chosen), None)
+        split = _split(captured, unit, plan, indices, loader, references, c) if captured is not None else None
+        if split is not None:
+            found[c.tap] = split
+        loader.forget()
+    return found
+
+
+def _split(
+    captured: Captured, unit: Unit, plan: Plan, indices: Indices, loader: Loader, references: References, c: CheckResult
+) -> Split | None:
+    record = captured.records.get(c.role)
+    group = next((g for g in unit.mine if record is not None and record in g.records), None)
+    expected = references.evaluate(captured.what)
+    if record is None or group is None or isinstance(expected, Declined) or c.role not in expected:
+        return None
+    if group.where is None or group.merge is None or group.merge.kind != ONE:
+        return None
+    place = {g.where: g for g in unit.golden if g.where is not None and g.readable}
+    wheres = tuple(place)
+    met = indices.meet(group.where, wheres) if wheres else None
+    if met is None:
+        return None
+    reference, output = _propagated_rows(captured, c.role, record, expected[c.role], group)
+    keep = np.ones(len(met.row), bool)
+    rows = expected[c.role].rows
+    if rows is not None:
+        keep = np.asarray(rows.numpy(), bool)[met.row]
+    best: tuple[float, int, Split] | None = None
+    blamed = False
+    for number in met.used:
+        at = np.flatnonzero(keep & (met.number == number))
+        g = _golden(loader, place[wheres[number]])
+        if not len(at) or g.shape[1] != reference.shape[1]:
+            continue
+        blamed |= any(plan.tokens.name(int(key)) == (c.request, c.position) for key in met.rows.keys[at])
+        theirs, ours, exact = g[met.other[at]], output[met.row[at]], reference[met.row[at]]
+        size = np.linalg.norm(theirs, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            created = np.linalg.norm(ours - exact, axis=1) / size
+            passed = np.linalg.norm(exact - theirs, axis=1) / size
+        finite = np.isfinite(created) & np.isfinite(passed)
+        if not finite.any():
+            continue
+        worst = int(np.where(finite, created, -1.0).argmax())
+        if best is None or created[worst] > best[0]:
+            row = int(at[worst])
+            request, position = plan.tokens.name(int(met.rows.keys[row]))
+            phase = (DECODE if met.rows.decode[row] else PREFILL) if len(met.rows.decode) else None
+            best = created[worst], number, Split(float(created[worst]), float(passed[worst]), request, position, phase)
+    if best is not None and not blamed and c.created is not None and best[0] < _SPOILT * c.created:
+        return None  # the row in question has no partner (a rejected draft), and those that have are none of it
+    return best[2] if best is not None else None
+
+
+def _propagated_rows(
+    captured: Captured, role: str, record: Record, expected: Expected, group: Group
+) -> tuple[np.ndarray, np.ndarray]:
+    """(reference, mine's output), float64 [rows, width]. A reference may know one of the inputs, too: which experts a
+    router should have named."""
+    outputs: Mapping[str, Any] = captured.what.outputs
+    value = outputs[role] if role in outputs else captured.what.inputs[role.removeprefix("input.")]
+    wide = [np.moveaxis(t.double().numpy(), group.row_dim, 0) for t in (expected.value.expand(record.shape), value)]
+    first, second = (a.reshape(a.shape[0], -1) for a in wide)
+    return first, second
+
+
+def _golden(loader: Loader, group: Group) -> np.ndarray:
+    block = loader.load(group)
+    return np.asarray(widen(block.data, block.dtype, as_float=True), np.float64)
+
+
+MOST_TAPS, MOST_CALLS = 64, 64
+"""Chosen: what is computed twice; beyond, the question stays open."""
+
+
+class _Read(dict[str, Any]):
+    """Attributes that know which of them were read."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def effects(mine: Calls, references: References, others: Mapping[str, list[Differs]]) -> dict[str, dict[str, Any]]:
+    """Tap → ``matters`` (True, False, or None for not known) and ``times``, how many times what rounding allows an
+    output moves at most. others: constants_differ.other_values'."""
+    ran: dict[str, list[int]] = {}
+    for rank, tap, _ in mine.taps(()):
+        ran.setdefault(tap, []).append(rank)
+    return {tap: _effect(mine, references, tap, values, ran) for tap, values in list(others.items())[:MOST_TAPS]}
+
+
+def _effect(
+    mine: Calls, references: References, tap: str, values: list[Differs], ran: Mapping[str, list[int]]
+) -> dict[str, Any]:  # fmt: skip
+    golden = {name: theirs for name, _, theirs in values}
+    open_, worst, left = False, 0.0, MOST_CALLS
+    seen: set[str] = set()
+    for where in (t for t in ran if t == tap or t.rpartition(".")[0] == tap):
+        for rank in ran[where]:
+            for captured in mine.of(rank, where):
+                left -= 1
+                if left < 0:
+                    open_ = True
+                    break
+                moved = _moved(references, captured, golden, tap == where)
+                if moved is None:
+                    open_ = open_ or where == tap
+                    continue
+                times, read = moved
+                worst, seen = max(worst, times), seen | read
+    if worst > 1.0:
+        return {"matters": True, "times": worst}
+    # A reference may read a value and compute with another (config.json's), which moves nothing.
+    return {"matters": None if open_ or seen != set(golden) or not worst else False, "times": worst}
+
+
+def _moved(
+    references: References, captured: Captured, golden: Mapping[str, Any], own: bool
+) -> tuple[float, set[str]] | None:
+    """(how many times what rounding allows an output moves at most, the constants that were read); None where that is
+    not known. own: the call's own attributes differ, and not those of the module that holds it."""
+    if captured.missing:
+        return None
+    call = captured.what
+    given = _Read({**(call.attrs if own else call.parent), **golden})
+    first = references.evaluate(call)
+    second = references.evaluate(replace(call, attrs=given) if own else replace(call, parent=given))
+    if isinstance(first, Declined) or isinstance(second, Declined):
+        return None
+    most = max((times for times in _other_constants_outputs(captured, first, second)), default=0.0)
+    return most, given.read & set(golden)
+
+
+def _other_constants_outputs(
+    captured: Captured, first: Mapping[str, Expected], second: Mapping[str, Expected]
+) -> Iterator[float]:  # fmt: skip
+    for role, output in captured.what.outputs.items():
+        record = captured.records.get(role)
+        if record is None or role not in first or role not in second:
+            continue
+        shape = tuple(first[role].value.shape)
+        if shape != tuple(second[role].value.shape) or shape != tuple(output.shape):
+            continue
+        row_dim = record.row_dim if record.rows is not None else 0
+        rows = OutputRows.of(second[role], first[role].value, row_dim)
+        if len(rows.at):
+            yield rows.judge(record.dtype).severity
+
 
 ALIKE = 3.0
 """Golden is as wrong as mine where mine's error is at most so many times golden's, both in what is allowed."""
 
 
-def wrong(rows: Iterable[Checked]) -> dict[str, Checked]:
+def wrong(rows: Iterable[CheckResult]) -> dict[str, CheckResult]:
     """tap → its worst output among those that fail."""
-    worst: dict[str, Checked] = {}
+    worst: dict[str, CheckResult] = {}
     for row in rows:
         if row.status == FAIL and (row.tap not in worst or row.severity > worst[row.tap].severity):
             worst[row.tap] = row
     return worst
 
 
-def shared(golden: Mapping[str, Checked], mine: Mapping[str, Checked]) -> frozenset[str]:
+def shared(golden: Mapping[str, CheckResult], mine: Mapping[str, CheckResult]) -> frozenset[str]:
     """The taps that golden does as wrong as mine."""
     return frozenset(t for t, c in mine.items() if t in golden and c.severity <= ALIKE * golden[t].severity)
 
 
 def prove(
-    golden: Sequence[Checked], mine: Sequence[Checked], splits: Mapping[str, Split] | None = None,
+    golden: Sequence[CheckResult], mine: Sequence[CheckResult], splits: Mapping[str, Split] | None = None,
     partly: bool = False, *, odd: Iterable[OutlierLayer] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
     explained: Explained | None = None,
-) -> Proof:  # fmt: skip
+) -> ReplayResult:  # fmt: skip
     """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
     unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
@@ -59,7 +357,7 @@ def prove(
     right = {c.tap for c in mine if c.status == PASS and c.checked == c.rows} - wrong_taps - _open(mine)
     # what a comparison sees of mine holds golden's own rounding, too: at most their sum (the triangle inequality)
     own, allowed = _created(golden), {c.tap: c.habit for c in mine if c.habit and c.tap in right}
-    return Proof(
+    return ReplayResult(
         blamed=tuple(_in_all_layers(blamed, mine)),
         shared=tuple(sorted(alike)),
         only_golden=tuple(sorted(t for t in theirs if t not in found)),
@@ -86,7 +384,7 @@ def prove(
     )
 
 
-def _caches(golden: Sequence[Checked], mine: Sequence[Checked]) -> dict[str, OtherCache]:
+def _caches(golden: Sequence[CheckResult], mine: Sequence[CheckResult]) -> dict[str, OtherCache]:
     """tap → Proof.caches, of attentions whose two caches are not of one format."""
     sides = {"golden": _formats(golden), "mine": _formats(mine)}
     found = {}
@@ -97,8 +395,8 @@ def _caches(golden: Sequence[Checked], mine: Sequence[Checked]) -> dict[str, Oth
     return found
 
 
-def _formats(rows: Sequence[Checked]) -> dict[str, tuple[str, float, float, float]]:
-    """tap → `Checked.cache` of the call in which the format moves a row most."""
+def _formats(rows: Sequence[CheckResult]) -> dict[str, tuple[str, float, float, float]]:
+    """tap → `CheckResult.cache` of the call in which the format moves a row most."""
     found: dict[str, tuple[str, float, float, float]] = {}
     for c in rows:
         if c.cache is not None and (c.tap not in found or c.cache[1] > found[c.tap][1]):
@@ -106,14 +404,14 @@ def _formats(rows: Sequence[Checked]) -> dict[str, tuple[str, float, float, floa
     return found
 
 
-def _truncated(rows: Sequence[Checked]) -> dict[str, float]:
+def _truncated(rows: Sequence[CheckResult]) -> dict[str, float]:
     """tap → the largest error of a row that it created, of those that round toward zero in an output at least, or do
     another thing that their machine does everywhere (decided.py)."""
     seen = {c.tap for c in rows if c.rounding or c.habit}
     return {t: x for t, x in _created(rows).items() if t in seen}
 
 
-def _created(rows: Sequence[Checked]) -> dict[str, float]:
+def _created(rows: Sequence[CheckResult]) -> dict[str, float]:
     """tap → the largest error of a row that it created, of outputs that are right."""
     most: dict[str, float] = {}
     for c in rows:
@@ -122,29 +420,29 @@ def _created(rows: Sequence[Checked]) -> dict[str, float]:
     return most
 
 
-def _open(rows: Iterable[Checked]) -> frozenset[str]:
+def _open(rows: Iterable[CheckResult]) -> frozenset[str]:
     """The taps some of whose outputs or calls have no verdict: what is right elsewhere may be wrong there."""
     return frozenset(c.tap for c in rows if c.status not in (PASS, FAIL))
 
 
-def _blame(c: Checked, split: Split | None) -> Blame:
+def _blame(c: CheckResult, split: Split | None) -> ReplayFinding:
     created, propagated = c.created if c.created is not None else 0.0, None
     request, position, phase = c.request, c.position, None
     if split is not None:
         created, propagated = split.created, split.propagated
         request, position, phase = split.request, split.position, split.phase
-    return Blame(c.tap, c.cls, c.role, c.seq, request, position, created, propagated, c.severity, c.rows, c.message,
+    return ReplayFinding(c.tap, c.cls, c.role, c.seq, request, position, created, propagated, c.severity, c.rows, c.message,
                  c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase)  # fmt: skip
 
 
-def _unlike(o: OutlierLayer) -> Blame:
+def _unlike(o: OutlierLayer) -> ReplayFinding:
     p = o.pooled
     said = f"all {p.rows} rows together: errors {o.times:.3g} times those of {o.peers} other layers' {p.cls}"
-    return Blame(p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, UNLIKE_KIN, o.times,
+    return ReplayFinding(p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, UNLIKE_KIN, o.times,
                  o.chance)  # fmt: skip
 
 
-def _in_all_layers(blamed: Sequence[Blame], mine: Iterable[Checked]) -> list[Blame]:
+def _in_all_layers(blamed: Sequence[ReplayFinding], mine: Iterable[CheckResult]) -> list[ReplayFinding]:
     """``blamed``, those that are in every layer of at least two saying so."""
     every = in_all_layers([b.tap for b in blamed], [c.tap for c in mine if c.status in (FAIL, PASS)])
     return [replace(b, layers=every[b.tap]) if b.tap in every else b for b in blamed]

@@ -32,8 +32,7 @@ from vllm_accprobe.opcheck.reference import (
     device_kernel,
     reference,
 )
-from vllm_accprobe.opcheck.references.kernels_common import vendor
-from vllm_accprobe.opcheck.references.parts import once, subnormal
+from vllm_accprobe.opcheck.references.parts import once, subnormal, vendor
 
 _X = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")

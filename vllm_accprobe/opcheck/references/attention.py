@@ -1,18 +1,33 @@
-"""Attention as vLLM runs it: a row of the batch looks back at all rows of its own request.
+"""Attention as vLLM and torch run it, latent attention among it.
+
+Attention as vLLM runs it: a row of the batch looks back at all rows of its own request.
 
 Formula: softmax(scale * q kᵀ + mask) v [Vaswani et al., arXiv 1706.03762], heads shared as in GQA [Ainslie et al.,
 arXiv 2305.13245]; sliding window: keys at distance < W [Beltagy et al., arXiv 2004.05150; vLLM's meaning of W]; soft
 cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al., arXiv 2108.12409]; sinks: one more
 logit per head that takes probability and gives nothing [gpt-oss's published code]. No paged cache is needed: keys and
 values are those that the request itself computed, at positions from 0 on, as captured (``extra["cache"]``, see
-opcheck/calls/history.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the
+opcheck/calls/neighbours.py). Rows whose history is incomplete have no reference. Noise: probabilities rounded to the
 values' dtype before they meet them, p * (v - o) each, or p * v where they are divided by a sum that is not rounded.
 With few keys the channels of a head share these errors: a row has as many independent ones as heads (`groups`). Bound:
 with each p off by e of itself, sum p e |v - o| <= e (P|V| + |o|): its rounding, an exponential off by APPROXIMATE, a
 score by gamma_d of |q||k|, and gamma_m P|V| for the sum over m keys. Scores that are off by d each, by a tanh that caps
 them and is off by APPROXIMATE, or by rounded keys, move p by e**d - 1, and the sum that p is divided by
 [`moved_scores`].
-Not here: torch's own attention operators (torch_attention.py).
+
+Latent attention: keys and values are made of a small vector per token.
+
+Formula: head h sees k = [W_UK c, k_pe] and v = W_UV c of the normalised latent c [DeepSeek-V2, arXiv 2405.04434,
+section 2.1]. Engines compute it in two ways, keys and values made explicit (prefill) or W_UK moved to the query and
+W_UV behind the sum (decode): equal in exact arithmetic, so that one reference serves both; noise covers what either way
+rounds; in the bound, a score is off by u |q||k| or u |q W_UK||c|, whichever is more. W_UK and W_UV come from kv_b_proj,
+or as the engine keeps them. The cache: see attention.py.
+
+torch's own attention operators, whichever kernel torch took for them.
+
+Formula: attention.py's, with a mask that is added or that says what is seen. The operators of this family differ in the
+order of their arguments, which are told by name, from the operator's schema. Noise: as in attention.py; where a kernel
+rounds scores as well (torch's ``_math``), those too.
 """
 
 from __future__ import annotations
@@ -33,11 +48,13 @@ from vllm_accprobe.opcheck.reference import (
     Call,
     Declined,
     Expected,
+    combined,
     device_kernel,
     gamma,
     reference,
 )
-from vllm_accprobe.opcheck.references.paged.eight_bit_cache import (
+from vllm_accprobe.opcheck.references.aten import of
+from vllm_accprobe.opcheck.references.paged.caches import (
     FAR,
     CacheFormat,
     cache_format,
@@ -45,7 +62,7 @@ from vllm_accprobe.opcheck.references.paged.eight_bit_cache import (
     rounding_of,
     through_cache,
 )
-from vllm_accprobe.opcheck.references.parts import subnormal
+from vllm_accprobe.opcheck.references.parts import once, subnormal
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 _FIRST = 0.5
@@ -271,7 +288,7 @@ def paged_attention(call: Call) -> Expected:
 
 
 def cache_of(call: Call, missing: str = "which row belongs to which request was not captured") -> Any:
-    """The rows that the call looked back at (calls/history.py). Raises Declined."""
+    """The rows that the call looked back at (opcheck/calls/neighbours.py). Raises Declined."""
     if call.extra.get("cache") is None:
         raise Declined(missing)
     return call.extra["cache"]
@@ -378,3 +395,93 @@ def encoder_attention_kernel(call: Call) -> Any:
     scale, runs = scale_of(call, q.shape[-1]), [(a, b) for a, b in pairwise(ends) if b > a]
     done = [torch.cat([_sdpa(q[i, a:b], k[i, a:b], v[i, a:b], scale) for a, b in runs]) for i in range(len(q))]
     return torch.stack(done).reshape(call.outputs["output.0"].shape)
+
+
+def matrices(call: Call, nope: int) -> tuple[Any, Any]:
+    """W_UK [heads, nope, latent] and W_UV [heads, v, latent], float64."""
+    if "W_UK_T" in call.params and "W_UV" in call.params:
+        return call.param("W_UK_T"), call.param("W_UV").transpose(1, 2)
+    heads = int(call.attr("num_heads"))
+    both = call.extra.get("kv_b_proj")
+    if both is None:
+        raise Declined("neither W_UK_T and W_UV nor kv_b_proj's weight were captured")
+    w = both.double().reshape(heads, -1, both.shape[-1])
+    return w[:, :nope], w[:, nope:]
+
+
+@reference("MLAAttention")
+def latent_attention(call: Call) -> Expected:
+    """q [tokens, heads, nope + rope], kv_c_normed [tokens, latent], k_pe [tokens, 1, rope]."""
+    cache = cache_of(call)
+    q, pe = call.wide("q"), call.wide("k_pe")
+    rope = pe.shape[-1]
+    nope = q.shape[-1] - rope
+    up_k, up_v = matrices(call, nope)
+    scale, step = scale_of(call, q.shape[-1]), call.unit
+
+    def one(at: Any, positions: Any, past: Any) -> tuple[Any, ...]:
+        latent, k_pe = past["kv_c_normed"].double(), past["k_pe"].double().reshape(len(past["k_pe"]), -1)
+        k_nope = torch.einsum("mc,hnc->mhn", latent, up_k)
+        k = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, q.shape[1], -1)), -1)
+        v = torch.einsum("mc,hvc->mhv", latent, up_v)
+        # rounded keys, or rounded absorbed queries: the same size in random signs, added up over the channels
+        by_keys = torch.einsum("nhd,mhd->hnm", q[at, :, :nope] ** 2, k_nope**2)
+        absorbed = torch.einsum("nhd,hdc->nhc", q[at, :, :nope], up_k)
+        by_queries = torch.einsum("nhc,mc->hnm", absorbed**2, latent**2)
+        score_noise = ROUNDED * step * scale * torch.maximum(by_keys, by_queries).sqrt()
+        by_keys = torch.einsum("nhd,mhd->hnm", q[at, :, :nope].abs(), k_nope.abs())
+        by_queries = torch.einsum("nhc,mc->hnm", absorbed.abs(), latent.abs())
+        score_bound = step * abs(scale) * torch.maximum(by_keys, by_queries)
+        y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise, score_bound=score_bound)
+        p = probabilities(q[at], k, scale, positions)
+        rounded_v = ROUNDED * step * torch.einsum("hnm,mhv->nhv", p * p, v * v).sqrt()
+        mixed = torch.einsum("hnm,mc->nhc", p, latent)
+        rounded_mix = ROUNDED * step * torch.einsum("nhc,hvc->nhv", mixed**2, up_v**2).sqrt()
+        # a rounded v is off by step |v|, a rounded mix by step |mixed|
+        most = most + torch.einsum("nhc,hvc->nhv", once(mixed.abs(), step), up_v.abs())
+        most = most + torch.einsum("hnm,mhv->nhv", p, once(v.abs(), step))
+        return y, combined(e, torch.maximum(rounded_v, rounded_mix)), most
+
+    whole, rows = by_request(cache, len(q), one)
+    out, noise, bound = (t.reshape(call.outputs["output.0"].shape) for t in whole)
+    return Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=q.shape[1])
+
+
+@reference("aten.*scaled_dot_product*attention*", "torch.ops.aten.*scaled_dot_product*attention*")
+def fused_attention(call: Call) -> dict[str, Expected]:
+    """torch's attention operators, whichever kernel: q [..., heads, n, d], k, v [..., kv heads, m, ...]; a mask is
+    added, or, where it is bool, says what is seen. Second output: log-sum-exp of the scores, where a kernel gives it;
+    kernels for 16 bits take an exponential of some 15 bits."""
+    if "backward" in call.cls:
+        raise Declined("a backward kernel of attention")
+    found = of(call.cls)
+    schema = getattr(found, "_schema", None) or found.default._schema
+    given = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)
+    if given.get("dropout_p") or given.get("dropout_mask") is not None:
+        raise Declined("an operator that draws random numbers")
+    q, k, v = (given[n].double() for n in ("query", "key", "value"))
+    if q.dim() > 2 and k.shape[-3] != q.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scale = given.get("scale")
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else float(scale))
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if given.get("is_causal"):
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    p = torch.softmax(scores, -1)
+    out = p @ v
+    own = ROUNDED * call.unit
+    rounded = torch.full_like(p, own * own)
+    if "math" in call.cls:  # q and k scaled by a root each, and the scores
+        rounded = rounded + (2.0 * own * torch.nan_to_num(scores, neginf=0.0)).square()
+    w = p * p * rounded
+    spread = w @ (v * v) - 2 * out * (w @ v) + out * out * w.sum(-1, keepdim=True)
+    expected = {"output.0": Expected(out, spread.clamp(min=0.0).sqrt(), groups=1)}
+    sums = call.outputs.get("output.1")
+    if sums is not None and sums.is_floating_point() and tuple(sums.shape) == tuple(scores.shape[:-1]):
+        lse = torch.logsumexp(scores, -1)
+        largest = torch.nan_to_num(scores, neginf=0.0).abs().amax(-1)
+        coarse = 2.0**-15 if call.unit > 2.0**-20 else 0.0
+        expected["output.1"] = Expected(lse, coarse + 2.0**-20 * (1 + largest), common=coarse)
+    return expected

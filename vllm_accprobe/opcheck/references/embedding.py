@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
-from vllm_accprobe.opcheck.references.kernels_common import weight_here
-from vllm_accprobe.opcheck.references.parts import ranks_of
+from vllm_accprobe.opcheck.references.parts import ranks_of, weight_here
 
 _COPY = torch.zeros((), dtype=torch.float64)
 """Bound of a copy."""

@@ -2,8 +2,8 @@
 
 Formulas: linear.py's product of what the codes stand for (scaled/). FP8: one scale for each
 operand; MXFP8: 32 terms share 2**(s - 127) [OCP Microscaling Formats v1.0, section 5.3]; NVFP4 and MXFP4: scales in
-tiles of 128 rows (scaled/codes.py). Weights that a backend wants shuffled, and tiles of 8 rows, are declined.
-Signatures: vLLM 0.32, utils/flashinfer.py. Not here: its rope from a table (engine_ops.py).
+tiles of 128 rows (opcheck/references/quantised.py). Weights that a backend wants shuffled, and tiles of 8 rows, are
+declined. Signatures: vLLM 0.32, utils/flashinfer.py. Not here: its rope from a table (engine_ops.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.recurrent.sequences import arguments, given
-from vllm_accprobe.opcheck.references.scaled.codes import MX_BLOCK, NV_BLOCK, from_tiles, mxfp4, nvfp4
+from vllm_accprobe.opcheck.references.quantised import MX_BLOCK, NV_BLOCK, from_tiles, mxfp4, nvfp4
+from vllm_accprobe.opcheck.references.recurrent import arguments, given
 
 _SHUFFLED = ("trtllm", "cute-dsl", "cake", "trtllm_low_latency")
 

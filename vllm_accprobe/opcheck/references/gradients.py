@@ -8,8 +8,8 @@ that comes in moves by one rounding of its dtype, because a backward pass works 
 estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; what autograd saved of a forward's outputs is taken
 as it was saved (`SavedOutputs`); and one rounding of the gradient's root mean square,
 because some are differences of equal things (attention with one key).
-Not here: gradients that are drawn and run here (run/backward.py), which record belongs to which call
-(calls/gradient_calls.py).
+Not here: gradients that are drawn and run here (opcheck/run/replay.py), which record belongs to which call
+(opcheck/calls/records.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.reference import BACKWARD, DIFFERENTIABLE, Call, Decl
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api, families
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
-from vllm_accprobe.opcheck.references.kernels_common import on
+from vllm_accprobe.opcheck.references.parts import on
 
 SPREAD = 4.0
 """Times that a gradient moves with its inputs: one draw of signs, where an honest kernel has others (chosen)."""
@@ -36,7 +36,7 @@ Outputs = Callable[[Call], Mapping[str, Any]]
 def called(call: Call) -> tuple[Call, Any]:
     """(the call, its arguments as the function takes them; the function): of an operator, or of an API that msprobe
     recorded. Raises Declined."""
-    if call.cls.rpartition(".")[0] in api.HEADS:
+    if call.cls.rpartition(".")[0] in api.TORCH_HEADS:
         return api.ready(call), api.torch_function(call.cls)
     return call, of(call.cls)
 

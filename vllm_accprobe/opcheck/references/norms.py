@@ -36,8 +36,7 @@ from vllm_accprobe.opcheck.reference import (
     reference,
     sum_of_two,
 )
-from vllm_accprobe.opcheck.references.kernels_common import vendor, weight_here
-from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal
+from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal, vendor, weight_here
 
 EPSILONS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")

@@ -1,5 +1,22 @@
 """Weights that are stored as small integers or 8-bit floats, turned back into numbers.
 
+Codes of 4 bits turned into numbers: MXFP4 and NVFP4.
+
+Formula: a code is e2m1: a sign and one of 0, 1/2, 1, 3/2, 2, 3, 4, 6, two in a byte, the first in its lower half.
+MXFP4: 32 neighbours along the inputs share a scale 2**(s - 127) [OCP Microscaling Formats v1.0, sections 5.3 and
+6.3]. NVFP4: 16 share a scale in e4m3, and the tensor one in float32; kernels that multiply want the block scales in
+tiles of 128 rows by 4, row r of a tile at 32 places by r % 32, and within one by r // 32 [NVIDIA, cuBLAS
+documentation, 1D block scaling factors layout]. Each number is a product of few bits and is exact in bfloat16 (MXFP4)
+or in float32.
+
+Products of 8-bit integers on a processor without VNNI: told from other errors.
+
+The problem: oneDNN adds two products (a + 128) b there in 16 bits, which end at 32767 [oneDNN documentation, Nuances of
+int8 Computations]: wrong, and none of the model's doing. The idea: the numbers that are furthest
+off are computed like that; where that explains them, a sentence says so.
+
+Weights that are stored as small integers or 8-bit floats, turned back into numbers.
+
 Formulas: fp8 and int8: w = q * scale, one scale per tensor, per output channel or per block of the matrix [Micikevicius
 et al., arXiv 2209.05433; DeepSeek-V3, arXiv 2412.19437, section 3.3, blocks of 128 x 128]; GPTQ: eight 4-bit numbers
 per int32 along the inputs, w = (q - z) * s by group, z stored as z - 1 [Frantar et al., arXiv 2210.17323, and the
@@ -7,6 +24,9 @@ published checkpoint format]; AWQ: eight per int32 along the outputs in the orde
 [Lin et al., arXiv 2306.00978, and its published format]. Activations that a kernel quantises itself (W8A8) lose half a
 step of their row's or tensor's scale, uniformly: a standard error of step / sqrt(12) that `activation_noise` gives. Not
 here: products (linear.py). Parameters must be those of the checkpoint: packed kernels' forms are declined.
+
+Not here: operators on them (scaled.py), the products (scaled.py of operators, linear.py of modules, which turn x
+into codes themselves).
 """
 
 from __future__ import annotations
@@ -18,7 +38,71 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.scaled.codes import MX_BLOCK, mxfp4, nvfp4
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_BLOCK, NV_BLOCK = 32, 16
+Tensor = Any  # a torch.Tensor
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """uint8 [..., n / 2] of two codes each: float64 [..., n]."""
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+    table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64)
+    return table[both]
+
+
+def mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """float64 [..., n] from uint8 [..., n / 2] and exponents uint8 [..., n / 32]. Raises Declined."""
+    wide = torch.ldexp(torch.ones(scales.shape, dtype=torch.float64), scales.view(torch.uint8).int() - 127)
+    return _blocks(unpacked(codes), wide, MX_BLOCK)
+
+
+def nvfp4(codes: Tensor, scales: Tensor, whole: float) -> Tensor:
+    """float64 [..., n] from uint8 [..., n / 2], e4m3 [..., n / 16] and the tensor's scale. Raises Declined."""
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e4m3fn)
+    return _blocks(unpacked(codes), scales.double(), NV_BLOCK) * whole
+
+
+def _blocks(numbers: Tensor, scales: Tensor, size: int) -> Tensor:
+    if scales.shape[:-1] != numbers.shape[:-1] or scales.shape[-1] * size != numbers.shape[-1]:
+        raise Declined(f"scales {list(scales.shape)} do not fit codes for {list(numbers.shape)}")
+    return numbers * scales.repeat_interleave(size, -1)
+
+
+def from_tiles(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Block scales [rows, columns] from the order that kernels want, padded to multiples of 128 and 4."""
+    high, wide = math.ceil(rows / 128), math.ceil(columns / 4)
+    if scales.numel() != high * wide * 512:
+        raise Declined(f"{scales.numel()} scales are no tiles for {rows} rows of {columns}")
+    tiles = scales.reshape(high, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(high * 128, wide * 4)[:rows, :columns]
+
+
+  # a torch.Tensor
+_LOOKED_AT = 32
+"""Chosen: numbers, those furthest off, that say why a product is wrong."""
+_EXPLAINED = 0.05
+"""Chosen: what may be left of their squares where a cause explains them; a row alone has few that are cut off."""
+
+
+def cut_off(a: Tensor, b: Tensor, left: Tensor, right: Tensor, exact: Tensor, mine: Tensor) -> str:
+    """What to say of codes a int8 [m, k] and b int8 [k, n] with scales left [m] and right [n], float64, whose product
+    (and a bias) is exact [m, n], and mine [m, n] in a kernel's dtype. Empty where this is not why mine is off."""
+    if a.dtype != torch.int8 or b.dtype != torch.int8 or a.shape[1] % 2 or not mine.numel():
+        return ""
+    numbers = mine.double()
+    off = (numbers - exact).abs()
+    at = off.reshape(-1).topk(min(_LOOKED_AT, off.numel())).indices
+    rows, columns = at // off.shape[1], at % off.shape[1]
+    terms = (a[rows].long() + 128) * b.T[columns].long()
+    whole = (terms[:, 0::2] + terms[:, 1::2]).clamp(-32768, 32767).sum(1) - 128 * b.T[columns].long().sum(1)
+    plain = (a[rows].long() * b.T[columns].long()).sum(1)
+    cut = exact[rows, columns] + (whole - plain) * left[rows] * right[columns]
+    far, near = ((numbers[rows, columns] - v).abs() for v in (exact[rows, columns], cut))
+    told = bool((whole != plain).any()) and float((near**2).sum()) < _EXPLAINED * float((far**2).sum())
+    return "as if pairs of its products were added in 16 bits and cut off there: oneDNN without VNNI" if told else ""
+
 
 _FP8 = {"float8_e4m3fn": (448.0, 3), "float8_e5m2": (57344.0, 2), "float8_e4m3fnuz": (240.0, 3)}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -143,7 +227,7 @@ def _packed(call: Call) -> Any:
 
 
 def _four_bits(call: Call, codes: Any) -> Any:
-    """MXFP4's or NVFP4's numbers, by the dtype of their scales (scaled/codes.py)."""
+    """MXFP4's or NVFP4's numbers, by the dtype of their scales."""
     scales = call.params.get("weight_scale")
     if scales is None or not scales.numel():
         raise Declined("the scale of its quantised weight was not captured")

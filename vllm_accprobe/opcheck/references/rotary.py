@@ -21,8 +21,7 @@ import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.hf import rotary_tables
-from vllm_accprobe.opcheck.references.kernels_common import on
-from vllm_accprobe.opcheck.references.parts import reshaped, subnormal, unit_of
+from vllm_accprobe.opcheck.references.parts import on, reshaped, subnormal, unit_of
 
 
 def plain_frequencies(dim: int, base: float) -> Any:

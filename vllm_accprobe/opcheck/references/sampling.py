@@ -1,4 +1,16 @@
-"""From logits to a token: softmax, the best k.
+"""From logits to a token: processors, softmax, filters, and the draw.
+
+What is done to logits before a token is drawn, and the draw by given noise.
+
+Formulas: temperature: z / T. Repetition: tokens of the prompt or the output so far, z / r above 0, z r below [N. Keskar
+et al., CTRL, arXiv 1909.05858, section 4.1]. Presence and frequency: of the output alone, minus p, minus f for each
+time [OpenAI API reference; vLLM has the same]. Top-k: below the k-th largest, minus infinity. Top-p: of the tokens in
+falling order, those from which on the sum before them is p or more are left out, and the first one never [A. Holtzman
+et al., arXiv 1904.09751, section 3.1]. Min-p: below p times the largest probability [M. Nguyen et al., arXiv
+2407.01082, section 3]. A draw: argmax of probability over a noise from Exp(1), or of z plus a Gumbel noise [L. Devroye,
+1986]. Rows with a tie, or a sum at its limit, may be cut either way, and have no reference.
+
+From logits to a token: softmax, the best k.
 
 Formulas: softmax and log-softmax by definition. Of vLLM's sampler a dump holds the best logits and ids, before and
 after penalties and the like, the runner's settings of each row, and the tokens. What these should be follows from each
@@ -12,7 +24,141 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import SUM, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.references.recurrent import arguments, given, place_of
+
+Tensor = Any  # a torch.Tensor
+_BORDER = 2.0**-14
+"""Chosen: how near to p a float32 sum of probabilities may be to fall on either side."""
+TIED = "a token lies at the limit of a filter, or is tied with one"
+
+
+def _column(values: Any, rows: int) -> Tensor:
+    if not isinstance(values, torch.Tensor):
+        return torch.full((rows, 1), float(values), dtype=torch.float64)
+    return values.double().reshape(-1, 1)
+
+
+def penalised(z: Tensor, seen: Tensor, counts: Tensor, repetition: Any, presence: Any, frequency: Any) -> Tensor:
+    """float64 [rows, vocabulary]; seen: bool, in prompt or output; counts: how often in the output."""
+    r = torch.where(seen, _column(repetition, len(z)), 1.0)
+    z = torch.where(z > 0, z / r, z * r)
+    return z - _column(frequency, len(z)) * counts - _column(presence, len(z)) * (counts > 0)
+
+
+def _told(y: Tensor, size: Tensor) -> Expected:
+    return Expected(y, 2.0 * SUM * size, bound=8.0 * SUM * size)
+
+
+@reference("torch.ops._C.apply_repetition_penalties_", "torch.ops.*.apply_repetition_penalties_")
+def repetition(call: Call) -> dict[str, Expected]:
+    """(logits, prompt mask, output mask, penalties [rows]), in place."""
+    names = "logits prompt_mask output_mask repetition_penalties"
+    f = arguments(call, names)
+    (z,) = given(f, "logits")
+    seen = f["prompt_mask"].bool() | f["output_mask"].bool()
+    y = penalised(z, seen, torch.zeros_like(z), f["repetition_penalties"], 0.0, 0.0)
+    return {place_of(call, names, "logits"): _told(y, y.abs())}
+
+
+def _counted(tokens: Tensor, vocabulary: int) -> Tensor:
+    """How often each token is in each row of ``tokens`` [rows, n]; what is no token is padding."""
+    held = torch.where((tokens < 0) | (tokens >= vocabulary), vocabulary, tokens.long())
+    counts = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.float64)
+    return counts.scatter_add_(1, held, torch.ones(held.shape, dtype=torch.float64))[:, :vocabulary]
+
+
+@reference("torch.ops.*.apply_penalties")
+def penalties(call: Call) -> dict[str, Expected]:
+    """(logits, prompt tokens [rows, n], output tokens, presence, frequency, repetition [rows]), in place or not."""
+    names = "logits prompt_tokens output_tokens presence frequency repetition"
+    f = arguments(call, names)
+    (z,) = given(f, "logits")
+    prompt, output = (_counted(f[n], z.shape[1]) for n in ("prompt_tokens", "output_tokens"))
+    seen = (prompt > 0) | (output > 0)
+    y = penalised(z, seen, output, f["repetition"], f["presence"], f["frequency"])
+    size = y.abs() + z.abs() + _column(f["frequency"], len(z)).abs() * output
+    role = "output.0" if "output.0" in call.outputs else place_of(call, names, "logits")
+    return {role: _told(y, size)}
+
+
+def kept(z: Tensor, k: Tensor | None, p: Tensor | None, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(which tokens are kept, bool [rows, vocabulary]; which rows are certain) of logits, float64."""
+    keep, certain = torch.ones(z.shape, dtype=torch.bool), torch.ones(len(z), dtype=torch.bool)
+    for row in range(len(z)):
+        if k is not None and 0 < int(k.reshape(-1)[row]) < z.shape[1]:
+            keep[row] = z[row] >= z[row].topk(int(k.reshape(-1)[row])).values[-1]
+        held = z[row].masked_fill(~keep[row], -torch.inf)
+        if p is not None and float(p.reshape(-1)[row]) < 1.0:
+            limit = float(p.reshape(-1)[row])
+            order = held.argsort(descending=True)
+            q = torch.softmax(held, 0)[order]
+            before = q.cumsum(0) - q
+            inside = before < limit
+            inside[0] = True
+            last = int(inside.nonzero().max())
+            keep[row, order[~inside]] = False
+            at_limit = (before[1:] - limit).abs() < _BORDER * max(limit, 1.0)
+            tied = last + 1 < len(order) and held[order[last]] == held[order[last + 1]]
+            certain[row] = not bool((at_limit & (q[1:] > 0)).any()) and not bool(tied)
+        if least is not None:
+            q = torch.softmax(held, 0)
+            limit = float(least.reshape(-1)[row]) * float(q.max())
+            keep[row] &= q >= limit
+            certain[row] &= not bool(((q - limit).abs() < _BORDER * limit).any())
+    return keep, certain
+
+
+def _filtered(call: Call, names: str, f: Any) -> dict[str, Expected]:
+    (z,) = given(f, "logits")
+    keep, certain = kept(z, f.get("k"), f.get("p"), f.get("min_p"))
+    role = "output.0" if "output.0" in call.outputs else place_of(call, names, "logits")
+    return {role: Expected(z.masked_fill(~keep, -torch.inf), unit=0.0, rows=certain, reason=TIED)}
+
+
+@reference("torch.ops.*.apply_top_k_top_p", "torch.ops.*.top_k_top_p")
+def filters(call: Call) -> dict[str, Expected]:
+    """(logits, k [rows] or none, p [rows] or none)"""
+    names = "logits k p"
+    return _filtered(call, names, arguments(call, names))
+
+
+@reference("torch.ops.*.npu_top_k_top_p")
+def filters_on_npu(call: Call) -> dict[str, Expected]:
+    """(logits, p, k)"""
+    names = "logits p k"
+    return _filtered(call, names, arguments(call, names))
+
+
+@reference("torch.ops.*.apply_min_p")
+def min_p(call: Call) -> dict[str, Expected]:
+    """(logits, min_p [rows])"""
+    names = "logits min_p"
+    return _filtered(call, names, arguments(call, names))
+
+
+@reference("TopKTopPSampler")
+def drawn(call: Call) -> dict[str, Expected]:
+    """The module's token must be one that its filters keep; which of them is chance."""
+    z, mine = call.wide("logits", "0"), call.outputs["output.0"]
+    keep, certain = kept(z, call.maybe("k", "2"), call.maybe("p", "3"))
+    tokens = mine.reshape(-1).long()
+    if len(tokens) != len(z) or int(tokens.min()) < 0 or int(tokens.max()) >= z.shape[1]:
+        raise Declined("its tokens are not one for each row of its logits")
+    right = keep[torch.arange(len(z)), tokens]
+    value = torch.where(right, tokens, z.argmax(1)).reshape(mine.shape)
+    return {"output.0": Expected(value, rows=certain if mine.dim() else None, reason=TIED)}
+
+
+@reference("torch.ops.*.random_sample")
+def by_noise(call: Call) -> Expected:
+    """(probabilities, noise from Exp(1)): the largest quotient."""
+    f = arguments(call, "probs q")
+    probs, noise = given(f, "probs", "q")
+    best = (probs / noise).topk(2)
+    apart = best.values[:, 0] > best.values[:, 1] * (1.0 + 2.0**-20)
+    return Expected(best.indices[:, 0].reshape(call.outputs["output.0"].shape), rows=apart, reason=TIED)
+
 
 _EQUAL = "equal logits may stand in any order"
 _UNKNOWN = "the sampling parameters of its request were not captured"

@@ -1,4 +1,14 @@
-"""The same rows alone, in small batches and in the whole: whose result depends on who else is in the batch?
+"""The same rows alone, in small batches and in the whole.
+
+Which operators have rows that are independent by definition, and where the rows lie in their arguments.
+
+The problem: to run a row alone, one must know which tensors hold rows, along which dimension, and that no row may look
+at another one; a wrong guess would blame an operator for doing what it is there for. The idea: a table, by operator,
+that is read and not guessed; for modules what the references declare (``by_rows``) and a few classes besides;
+elementwise operators by torch's own tag. Attention's rows belong together by request: its unit is the request. What
+is not declared has no rows here, and is counted as such. Whoever names a function by hand marks its rows himself.
+
+The same rows alone, in small batches and in the whole: whose result depends on who else is in the batch?
 
 The problem: a server never gives a request the same company twice, and a kernel that picks another blocking by the
 number of its rows gives it other numbers; two correct runs then differ, and nobody knows by whom. The idea: for each
@@ -6,27 +16,210 @@ size, the call's rows are run in pieces of that size and held, bit by bit, again
 difference within the operator's floor is a remark ("not batch-invariant"), beyond it wrong. The whole is run twice
 first: what is not equal to itself says nothing of batches. Pieces are narrow, not copied into another layout, because
 a server's rows are dense as well; outputs have their rows where their shape follows the piece's.
-Not here: where rows lie (row_axes.py), repeated runs (repeated.py).
+
+Not here: repeated runs (repeated.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.reference import Declined
-from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
-from vllm_accprobe.opcheck.repeat.differences import changed, gap_words, largest_gap
+from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
-from vllm_accprobe.opcheck.repeat.row_axes import RowAxes, axes_of, cut
-from vllm_accprobe.opcheck.run.judged_row import without_verdict
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, unchecked
+from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, gap_words, largest_gap
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.table import without_verdict
+
+ROWS = "rows"
+"""In Call.extra: place → dimension of the rows, of arguments that were marked by hand."""
+NONE = "its rows are not declared to be independent"
+
+
+@dataclass(frozen=True)
+class RowAxes:
+    """count: rows of the call; args: place → dimension; inputs: name → dimension; word: what such a row is."""
+
+    count: int
+    args: Mapping[int, int]
+    inputs: Mapping[str, int]
+    word: str = "row"
+
+
+Axes = Mapping[int, int]
+Rule = Callable[[Call], Axes]
+
+
+def _always(*places: int, dim: int = 0) -> Rule:
+    return lambda call: dict.fromkeys(places, dim)
+
+
+def _arg(call: Call, k: int, name: str = "") -> Any:
+    return call.args[k] if k < len(call.args) else call.kwargs.get(name)
+
+
+def _addmm(call: Call) -> Axes:
+    bias, x = call.args[:2]
+    return {1: 0, 0: 0} if bias.dim() == 2 and bias.shape[0] == x.shape[0] > 1 else {1: 0}
+
+
+def _product(call: Call) -> Axes:
+    """Of two matrices; of stacks of them, whose products are independent: a row of a stack is a whole product."""
+    x, w = call.args[:2]
+    if w.dim() == 2 and x.dim() >= 2:
+        return {0: 0}
+    if x.dim() == w.dim() and x.dim() > 2 and x.shape[0] == w.shape[0]:
+        return {0: 0, 1: 0}
+    raise Declined(NONE)
+
+
+def _along(call: Call) -> Axes:
+    """Reductions and the like along dimensions that are not the rows'."""
+    x, dims = call.args[0], _arg(call, 1, "dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    if x.dim() < 2 or not dims or any(d % x.dim() == 0 for d in dims):
+        raise Declined(NONE)
+    return {0: 0}
+
+
+def _last(call: Call) -> Axes:
+    if call.args[0].dim() < 2:
+        raise Declined(NONE)
+    return {0: 0}
+
+
+def _topk(call: Call) -> Axes:
+    x, dim = call.args[0], _arg(call, 2, "dim")
+    if x.dim() < 2 or (dim if isinstance(dim, int) else -1) % x.dim() == 0:
+        raise Declined(NONE)
+    return {0: 0}
+
+
+def _layer_norm(call: Call) -> Axes:
+    x, shape = call.args[0], _arg(call, 1, "normalized_shape")
+    if x.dim() <= len(shape):
+        raise Declined(NONE)
+    return {0: 0}
+
+
+def _sdpa(call: Call) -> Axes:
+    mask = _arg(call, 3, "attn_mask")
+    mask = mask if mask is not None else call.kwargs.get("attn_bias")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[0] > 1:
+        raise Declined("a mask for each request")
+    return {0: 0, 1: 0, 2: 0}
+
+
+_ATEN: dict[str, Rule] = {
+    "mm": _always(0), "addmm": _addmm, "linear": _last, "matmul": _product, "bmm": _always(0, dim=1),
+    "embedding": _always(1), "native_layer_norm": _layer_norm, "layer_norm": _layer_norm, "rms_norm": _layer_norm,
+    "_fused_rms_norm": _layer_norm, "topk": _topk, "cumsum": _along,
+    **dict.fromkeys(("_softmax", "softmax", "_log_softmax", "log_softmax", "sum", "mean", "amax", "amin", "max", "min",
+                     "argmax", "argmin", "sort", "logsumexp", "var"), _along),
+    **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+                     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"), _sdpa),
+}  # fmt: skip
+_REQUESTS = ("scaled_dot_product", "Attention")
+_GATES = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul", "fatrelu_and_mul", "swigluoai_and_mul",
+          "gelu_new", "gelu_fast", "gelu_quick")  # fmt: skip
+_VENDOR: dict[str, Rule] = {
+    "rms_norm": _always(0, 1),
+    "fused_add_rms_norm": _always(0, 1),
+    "rotary_embedding": _always(0, 1, 2),
+    **dict.fromkeys(_GATES, _always(0, 1)),
+}
+_MODULES = ("*RotaryEmbedding", "VocabParallelEmbedding", "Embedding", "*WordEmbedding", "UnquantizedFusedMoEMethod")
+"""Classes of modules whose rows are independent though their references do not say so: those have rows of other
+tensors as well (positions, ids, routing weights)."""
+
+
+def axes_of(call: Call, references: References) -> RowAxes:
+    """Where the rows of ``call`` lie. Raises Declined where none are declared, or there are fewer than two."""
+    if ROWS in call.extra:
+        return _counted(call, {int(k): d for k, d in call.extra[ROWS].items()})
+    if call.inputs:
+        return _of_module(call, references)
+    name = call.cls.removeprefix("torch.ops.")
+    parts = name.split(".")
+    if len(parts) < 2:
+        raise Declined(NONE)
+    rule = (_ATEN if parts[0] == "aten" else _VENDOR if parts[0] in ("_C", "vllm") else {}).get(parts[1])
+    try:
+        if rule is None:
+            return _pointwise(call)
+        return _counted(
+            call, rule(call), "request" if parts[1].startswith(_REQUESTS) or "scaled_dot" in name else "row"
+        )
+    except (IndexError, AttributeError, TypeError, ZeroDivisionError):
+        raise Declined(NONE) from None
+
+
+def _counted(call: Call, args: Axes, word: str = "row") -> RowAxes:
+    sizes = set()
+    kept: dict[int, int] = {}
+    for k, dim in args.items():
+        value = call.args[k] if k < len(call.args) else None
+        if isinstance(value, torch.Tensor) and dim < value.dim():
+            sizes.add(value.shape[dim])
+            kept[k] = dim
+    return _enough(sizes, kept, {}, word)
+
+
+def _enough(sizes: set[int], args: Axes, inputs: Mapping[str, int], word: str) -> RowAxes:
+    if len(sizes) != 1:
+        raise Declined(NONE)
+    (count,) = sizes
+    if count < 2:
+        raise Declined(f"a single {word}: nothing to compare it with")
+    return RowAxes(count, args, inputs, word)
+
+
+def _pointwise(call: Call) -> RowAxes:
+    """An elementwise operator: rows along the first dimension of whatever has that of the result."""
+    operator = aten.of(call.cls)
+    overloads = [operator] if hasattr(operator, "tags") else [getattr(operator, n) for n in operator.overloads()]
+    if not all(torch.Tag.pointwise in o.tags for o in overloads):
+        raise Declined(NONE)
+    tensors = {k: v for k, v in enumerate(call.args) if isinstance(v, torch.Tensor)}
+    if any(isinstance(v, torch.Tensor) for v in call.kwargs.values()):
+        raise Declined(NONE)
+    dims = max((t.dim() for t in tensors.values()), default=0)
+    whole = {k: t for k, t in tensors.items() if t.dim() == dims}
+    count = max((t.shape[0] for t in whole.values()), default=0) if dims else 0
+    return _enough({count}, {k: 0 for k, t in whole.items() if t.shape[0] == count and count > 1}, {}, "row")
+
+
+def _of_module(call: Call, references: References) -> RowAxes:
+    if call.cls.endswith("Attention") and "cache" in call.extra:
+        raise Declined("runs here request by request, whoever else is in the batch")
+    if not references.by_rows(call.cls) and not any(fnmatchcase(call.cls, g) for g in _MODULES):
+        raise Declined(NONE)
+    if call.extra.get("ranks"):
+        raise Declined("adds up over ranks")
+    counts = {t.shape[0] for t in call.inputs.values() if isinstance(t, torch.Tensor) and t.dim()}
+    if any(not isinstance(t, torch.Tensor) for t in call.inputs.values()) or len(counts) != 1:
+        raise Declined("its inputs do not have the same number of rows")
+    return _enough(counts, {}, {k: 0 for k, t in call.inputs.items() if t.dim()}, "row")
+
+
+def cut(call: Call, axes: RowAxes, rows: slice) -> Call:
+    """``call`` with these rows only, where rows lie; outputs, which some kernels take their shape from, likewise."""
+    span = rows.stop - rows.start
+    args = tuple(v.narrow(axes.args[k], rows.start, span) if k in axes.args else v for k, v in enumerate(call.args))
+    inputs = {k: v.narrow(axes.inputs[k], rows.start, span) if k in axes.inputs else v for k, v in call.inputs.items()}
+    outputs = {r: t.narrow(0, rows.start, span) if t.dim() and t.shape[0] == axes.count else t
+               for r, t in call.outputs.items()}  # fmt: skip
+    return replace(call, args=args, inputs=inputs, outputs=outputs)
+
 
 BATCH = "rows"
 """The measure of these rows."""
@@ -67,7 +260,7 @@ class RoleSizes:
     by_size: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
 
-def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) -> Iterator[Checked]:
+def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) -> Iterator[CheckResult]:
     """A row for each output of a call, or one that says why there is none."""
     try:
         call = kernels.ready(captured.what)
@@ -163,7 +356,7 @@ def _compare(sized: RoleSizes, part: Any, size: int, start: int) -> None:
 def _row(
     c: Captured, role: str, sized: RoleSizes, axes: RowAxes, floors: CallFloors | None, unsteady: bool,
     options: BatchOptions,
-) -> Checked:  # fmt: skip
+) -> CheckResult:  # fmt: skip
     whole = sized.whole
     seq = c.records[role].seq if role in c.records else max((r.seq for r in c.records.values()), default=c.seq)
     row = unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role,

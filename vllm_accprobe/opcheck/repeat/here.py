@@ -5,7 +5,7 @@ inputs, because operators write into their arguments. The idea: an operator runs
 `--against device` make of it (vLLM's native code, else torch's operators, on an accelerator the vendor's), and a
 function that was named by hand is called. Libraries that register operators are imported first (`--load`); vLLM's own
 when one of its operators is wanted. What cannot be run here is declined with the reason.
-Not here: the conditions of a run (conditions.py), what is made of the outputs (repeated.py, by_rows.py).
+Not here: the conditions of a run (repeated.py), what is made of the outputs (repeated.py, by_rows.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from vllm_accprobe.opcheck.calls.case import closed, mapped
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
-from vllm_accprobe.opcheck.references.kernels_common import on
+from vllm_accprobe.opcheck.references.parts import on
+from vllm_accprobe.opcheck.run.replay import Unavailable
 from vllm_accprobe.opcheck.run.rerun import accelerator, forward_native
-from vllm_accprobe.opcheck.run.unavailable import Unavailable
 
 FUNCTION = "function"
 """In Call.extra: ``package.module:name`` of the Python function that is the kernel."""

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.layouts import Layout
-from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.dump.schema import Layout, Record
 from vllm_accprobe.judge.statistic import RATE, Budget
 from vllm_accprobe.opcheck.calls.records import Captured, wanted
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import aten
+from vllm_accprobe.opcheck.repeat.by_rows import ROWS
 from vllm_accprobe.opcheck.repeat.here import FRESH, FUNCTION, MachineKernels, NotLoaded, function, load_vllm
-from vllm_accprobe.opcheck.repeat.row_axes import ROWS
 
 _ONE = re.compile(r"(?P<out>out:)?(?P<sizes>scalar|\*?\d+(x\*?\d+)*)\Z")
 _DTYPE = re.compile(r"(?P<name>\w+)(:(?P<below>\d+))?\Z")

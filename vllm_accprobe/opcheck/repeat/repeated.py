@@ -1,33 +1,349 @@
-"""The same inputs N times: an operator that races, or hands out what nobody wrote, gives other numbers.
+"""The same inputs N times: an operator that races, or returns memory that nobody wrote, gives other numbers.
+
+Conditions under which a race or an unwritten output shows: what memory held before, and who else is running.
+
+The problem: an operator that forgets to write a part of its output, or whose threads write to one place, gives the
+same numbers again and again on an idle machine, where the allocator hands it the same clean memory and the threads
+run one after another. The idea: before each run the memory that it will be given is filled with a byte that changes
+from run to run (`PATTERNS`), and every other run has threads beside it that take its cores, and on CUDA a stream of
+its own beside a busy one. What an element is then, is compared by whoever ran it.
+
+Memory: glibc fills what it hands out by itself (mallopt(3), M_PERTURB), but for small pieces that each thread keeps;
+those, and the caching allocators of devices, are filled by allocating the sizes that are expected, writing to them and
+giving them back. Where neither reaches (another C library, a kernel that keeps a workspace), nothing is found, and
+nothing is said that is not so.
+
+What one output was in N runs: which elements differ, and whether it is chance, memory, or the order of sums.
+
+The problem: that two runs differ is easily seen; whether memory was never written, a race lost an addend, or atomics
+only added up in another order decides what is to be done. The idea: bits are compared, with the byte that memory held
+before each run known. An element whose bytes are that byte in every run, whichever it was, was never
+written. An output that is always the same for one byte and another for another one was computed from memory that
+nobody wrote. What differs otherwise is a matter of timing, whose size whoever asks holds against the operator's floor.
+Kept are one output for each byte, masks, and the furthest run, however many runs there are.
+
+Whether an output that came out otherwise is still what an honest kernel may give.
+
+The problem: sums in another order differ in the last bit, and so does a kernel that lost an addend, only further. The
+idea: the same floors as everywhere in opcheck. Where the operator has a reference and the output at hand passes it,
+the other output is held against the reference; else against the output at hand, with a rounding of its own more, as
+`--rerun` does with another machine's.
+
+The same inputs N times: an operator that races, or hands out what nobody wrote, gives other numbers.
 
 The problem: such an operator is right most of the time, and a replay that runs it once, on an idle machine, sees
-nothing. The idea: `repeat` runs a call N times under changing conditions (conditions.py) and says of each output what
+nothing. The idea: `repeat` runs a call N times under changing conditions and says of each output what
 it found: equal in all runs; different within the operator's own floor, which is how sums of atomics come out and a
 remark; different beyond it, or made of memory that nobody wrote, which is wrong. What differs is asked once more under
 torch's own switch for deterministic algorithms.
-Not here: what differs and how (differences.py), the floors (call_floors.py).
+
+Not here: which outputs (repeated.py, by_rows.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import Verdict
-from vllm_accprobe.opcheck.reference import Declined
-from vllm_accprobe.opcheck.repeat import conditions
-from vllm_accprobe.opcheck.repeat.call_floors import CallFloors
-from vllm_accprobe.opcheck.repeat.differences import EQUAL, MEMORY, UNWRITTEN, RunDifferences, gap_words, place, where
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
-from vllm_accprobe.opcheck.run.judged_row import without_verdict
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, Checked, unchecked
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.table import without_verdict
+
+PATTERNS = (0xFF, 0x7B, 0xBE)
+"""Chosen: bytes that memory is filled with in turn. 0xFF is NaN in every float format of 8 to 64 bits but e5m2's kin
+and -1 in integers; 0x7B a number far above activations (1.3e36 in bfloat16); 0xBE a small negative one (-0.37), which
+no check for large numbers would see."""
+_PERTURB = -6
+_MOST_FILLED = 1 << 30
+"""Bytes, chosen: what is filled in advance for one run at most."""
+_COPIES = 4
+"""Chosen: pieces of each size, and of twice it, since the first ones go to what the operator allocates besides."""
+_SWITCH = 1e-5
+"""Seconds, chosen: how soon the interpreter hands itself to another thread in a busy run; 0.005 otherwise."""
+
+
+def pattern(run: int) -> int:
+    """The byte of the ``run``-th run, from 0."""
+    return PATTERNS[run % len(PATTERNS)]
+
+
+def busy(run: int) -> bool:
+    """Whether that run has company. Each pattern comes with and without it."""
+    return run // len(PATTERNS) % 2 == 1
+
+
+@contextlib.contextmanager
+def memory(byte: int, sizes: Iterable[int], device: Any) -> Iterator[None]:
+    """Within it, what is allocated holds ``byte`` as far as that can be had. sizes: bytes of the outputs that are
+    expected; device: torch's."""
+    libc = _glibc() if device.type == "cpu" else None
+    if libc is not None:
+        libc.mallopt(_PERTURB, byte ^ 0xFF or 0x100)  # the low byte inverted is what is written; 0 would switch it off
+    try:
+        _fill(byte, sizes, device)
+        yield
+    finally:
+        if libc is not None:
+            libc.mallopt(_PERTURB, 0)
+
+
+def _fill(byte: int, sizes: Iterable[int], device: Any) -> None:
+    left, held = _MOST_FILLED, []
+    for size in sizes:
+        for n in (size, 2 * size):
+            for _ in range(_COPIES):
+                if 0 < n <= left:
+                    held.append(torch.empty(n, dtype=torch.uint8, device=device).fill_(byte))
+                    left -= n
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del held
+
+
+def _glibc() -> Any | None:
+    try:
+        if not os.confstr("CS_GNU_LIBC_VERSION"):
+            return None
+        libc = ctypes.CDLL(None)
+        return libc if hasattr(libc, "mallopt") else None
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+@contextlib.contextmanager
+def company(device: Any) -> Iterator[None]:
+    """Within it, other threads take this machine's cores, the interpreter changes threads often, and on CUDA the work
+    is put on a stream of its own beside a busy one."""
+    stop, before = threading.Event(), sys.getswitchinterval()
+    block = bytes(1 << 18)
+
+    def burn() -> None:
+        while not stop.is_set():
+            hashlib.sha256(block)  # gives the interpreter's lock back while it computes
+
+    threads = [threading.Thread(target=burn, daemon=True) for _ in range(max(1, os.cpu_count() or 1))]
+    sys.setswitchinterval(_SWITCH)
+    for t in threads:
+        t.start()
+    try:
+        with _stream(device):
+            yield
+    finally:
+        stop.set()
+        sys.setswitchinterval(before)
+        for t in threads:
+            t.join()
+
+
+@contextlib.contextmanager
+def _stream(device: Any) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    noise, mine = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(noise):
+        a = torch.ones(1024, 1024, device=device)
+        for _ in range(32):
+            a = a @ a * 1e-3
+    mine.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(mine):
+        yield
+    torch.cuda.synchronize(device)
+
+
+UNWRITTEN, MEMORY, TIMING, EQUAL = "not written", "memory", "timing", "equal"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAMED = 6
+
+
+def bits(tensor: Any) -> Any:
+    """The bits of a tensor as integers of its elements' size, [elements] flattened; complex ones as pairs."""
+    t = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return t.contiguous().view(_INTEGERS[t.element_size()]).reshape(-1)
+
+
+def changed(a: Any, b: Any) -> Any:
+    """Which elements, bool [elements] (pairs of complex ones), are not the same to the bit; NaN is NaN whatever its
+    sign and payload, which kernels for vectors and for single numbers make differently."""
+    found = bits(a) != bits(b)
+    if a.is_floating_point() or a.is_complex():
+        x, y = ((torch.view_as_real(t) if t.is_complex() else t).reshape(-1).float() for t in (a, b))
+        found &= ~(torch.isnan(x) & torch.isnan(y))
+    return found
+
+
+def filled(tensor: Any, byte: int) -> Any:
+    """Which elements, bool [elements], are made of nothing but this byte."""
+    found = bits(tensor)
+    size = found.element_size()
+    whole = int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
+    return found == whole
+
+
+@dataclass
+class RunDifferences:
+    """Filled by `add`, run by run. runs: how many; differing: runs that are not the first to the bit; first, furthest:
+    outputs; at: bool [elements], where any run differs from the first."""
+
+    runs: int = 0
+    differing: int = 0
+    first: Any = None
+    furthest: Any = None
+    furthest_run: int = 0
+    at: Any = None
+    gap: float = 0.0
+    _by_byte: dict[int, Any] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)
+    _within: Any = None
+    _unwritten: Any = None
+
+    def add(self, output: Any, byte: int) -> None:
+        """One more run. output: a tensor on the CPU; byte: what memory held before. Raises ValueError where shape or
+        dtype are other ones than in the runs before."""
+        run, self.runs = self.runs, self.runs + 1
+        held = filled(output, byte)
+        if self.first is None:
+            self.first, self._unwritten = output.clone(), held
+            self.at, self._within = torch.zeros_like(held), torch.zeros_like(held)
+        else:
+            if output.shape != self.first.shape or output.dtype != self.first.dtype:
+                raise ValueError(f"run {run} gives {output.dtype} {list(output.shape)}, the first one "
+                                 f"{self.first.dtype} {list(self.first.shape)}")  # fmt: skip
+            self._unwritten &= held
+            other = changed(output, self.first)
+            if bool(other.any()):
+                self.differing += 1
+                self.at |= other
+                gap = largest_gap(output, self.first)
+                if self.furthest is None or gap > self.gap:
+                    self.furthest, self.furthest_run, self.gap = output.clone(), run, gap
+        self._counts[byte] = self._counts.get(byte, 0) + 1
+        if byte in self._by_byte:
+            self._within |= changed(output, self._by_byte[byte])
+        else:
+            self._by_byte[byte] = output.clone()
+
+    @property
+    def unwritten(self) -> Any:
+        """bool [elements]: what nobody wrote. None of them where memory held one byte only."""
+        return self._unwritten if len(self._by_byte) > 1 else torch.zeros_like(self._unwritten)
+
+    @property
+    def kind(self) -> str:
+        if bool(self.unwritten.any()):
+            return UNWRITTEN
+        if not self.differing:
+            return EQUAL
+        seen_twice = sum(n > 1 for n in self._counts.values()) > 1
+        return MEMORY if seen_twice and not bool(self._within.any()) else TIMING
+
+
+def largest_gap(a: Any, b: Any) -> float:
+    """How far two outputs of one shape are apart: the largest difference, inf where one side alone is not finite or
+    both are infinite in opposite directions. Equal infinities, and two NaN, are no difference: x - x of them is NaN."""
+    x, y = ((torch.view_as_real(t) if t.is_complex() else t).double() for t in (a, b))
+    same = (x == y) | (torch.isnan(x) & torch.isnan(y))
+    apart = torch.where(same, torch.zeros_like(x), (x - y).abs())
+    return float(torch.nan_to_num(apart, nan=float("inf"), posinf=float("inf")).max()) if apart.numel() else 0.0
+
+
+def gap_words(gap: float) -> str:
+    """``largest difference 0.0312``, or what stands for it where that is no number."""
+    return f"largest difference {gap:.3g}" if gap != float("inf") else "NaN or infinity on one side alone"
+
+
+def where(mask: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Of a mask [elements] of a tensor of ``shape``: how many, in which rows (of dimension 0) and columns (of all
+    others), the first of them named."""
+    rows = shape[0] if shape else 1
+    width = max(mask.numel() // max(rows, 1), 1)
+    grid = mask.reshape(rows, -1) if mask.numel() % max(rows, 1) == 0 and rows else mask.reshape(1, -1)
+    at_rows, at_columns = grid.any(1).nonzero().flatten(), grid.any(0).nonzero().flatten()
+    return {
+        "elements": int(mask.sum()), "of": int(mask.numel()), "rows": len(at_rows), "of_rows": rows,
+        "first_rows": at_rows[:_NAMED].tolist(), "columns": len(at_columns), "of_columns": width,
+        "first_column": int(at_columns[0]) if len(at_columns) else -1,
+        "last_column": int(at_columns[-1]) if len(at_columns) else -1,
+    }  # fmt: skip
+
+
+def place(found: dict[str, Any]) -> str:
+    """``12 of 448 elements, rows 0, 3, 5, columns 0 to 63``."""
+    rows = ", ".join(map(str, found["first_rows"]))
+    more = " ..." if found["rows"] > len(found["first_rows"]) else ""
+    first, last = found["first_column"], found["last_column"]
+    columns = f"column {first}" if first == last else f"columns {first} to {last}"
+    word = "row" if found["rows"] == 1 else "rows"
+    return f"{found['elements']:,} of {found['of']:,} elements, {word} {rows}{more}, {columns}"
+
+
+@dataclass(frozen=True)
+class CallFloors:
+    """Of one call. base: outputs at hand by role; expected: the reference's, where there is one; why: why not."""
+
+    base: Mapping[str, Any]
+    expected: Mapping[str, Expected]
+    why: str
+    chance: float
+    word: str
+
+    @classmethod
+    def of(
+        cls, references: References, call: Call, base: Mapping[str, Any], chance: float, word: str
+    ) -> CallFloors:  # fmt: skip
+        """call: on the CPU, with all that it needs in itself; word: what the outputs at hand are, "the first run"."""
+        found = references.evaluate(replace(call, outputs=dict(base)))
+        if isinstance(found, Declined):
+            return cls(base, {}, found.reason, chance, word)
+        return cls(base, found, "", chance, word)
+
+    def judge(self, role: str, other: Any) -> tuple[Verdict, str]:
+        """(verdict on ``other`` in the place of base[role], what it was held against)."""
+        known, base = self.expected.get(role), self.base[role]
+        if known is not None and tuple(known.value.shape) == tuple(base.shape):
+            known = replace(known, rows=None) if known.rows is None or bool(known.rows.all()) else known
+            if self._against(known, base).passed:
+                return self._against(known, other), "its reference"
+        wide = base.double() if base.is_floating_point() else base
+        noise = None
+        if base.is_floating_point():
+            noise = unit(_name(base)) * _scale(wide)
+            if known is not None and known.noise is not None and tuple(known.value.shape) == tuple(base.shape):
+                noise = (noise.square() + 2 * known.noise.expand_as(wide).square()).sqrt()
+        return self._against(Expected(wide, noise), other), self.word
+
+    def _against(self, expected: Expected, other: Any) -> Verdict:
+        return OutputRows.of(expected, other, 0).judge(_name(other), chance=self.chance)
+
+
+def _scale(wide: Any) -> Any:
+    """What a rounding inside is relative to: an element's own size, or its row's root mean square if that is more."""
+    size = torch.nan_to_num(wide.abs(), nan=0.0, posinf=0.0)
+    if not size.dim() or not size.numel():
+        return size
+    return torch.maximum(size, size.square().mean(-1, keepdim=True).sqrt())
+
+
+def _name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
 
 REPEAT = "repeat"
 """The measure of these rows."""
@@ -43,7 +359,7 @@ class RepeatOptions:
     chance: float = CHANCE
 
 
-def repeat(captured: Captured, kernels: MachineKernels, options: RepeatOptions) -> Iterator[Checked]:
+def repeat(captured: Captured, kernels: MachineKernels, options: RepeatOptions) -> Iterator[CheckResult]:
     """A row for each output of a call, or one that says why there is none."""
     found = _runs(captured, kernels, options.runs)
     if isinstance(found, Declined):
@@ -68,9 +384,9 @@ def _runs(captured: Captured, kernels: MachineKernels, runs: int) -> Mapping[str
     found: dict[str, RunDifferences] = {}
     sizes = [t.numel() * t.element_size() for t in captured.what.outputs.values()]
     for run in range(runs):
-        byte, alone = conditions.pattern(run), not conditions.busy(run)
-        beside = contextlib.nullcontext() if alone else conditions.company(kernels.device)
-        with beside, conditions.memory(byte, sizes, kernels.device):
+        byte, alone = pattern(run), not busy(run)
+        beside = contextlib.nullcontext() if alone else company(kernels.device)
+        with beside, memory(byte, sizes, kernels.device):
             made = kernels.run(call, byte)
         if isinstance(made, Declined):
             return made if not run else Declined(f"run {run} of {runs}: {made.reason}", True)
@@ -107,7 +423,7 @@ def _switched(captured: Captured, kernels: MachineKernels, before: Mapping[str, 
 
 def _row(
     c: Captured, role: str, d: RunDifferences, floors: CallFloors | None, said: str, options: RepeatOptions
-) -> Checked:
+) -> CheckResult:
     dtype, shape = str(d.first.dtype).removeprefix("torch."), tuple(d.first.shape)
     seq = max((r.seq for r in c.records.values()), default=c.seq)
     if (record := c.records.get(role)) is not None:

@@ -30,9 +30,9 @@ from vllm_accprobe.opcheck.calls.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
 from vllm_accprobe.opcheck.floors.pooled import Pooled, Pools
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.run.judged_row import merged
 from vllm_accprobe.opcheck.run.replay import Options, check_call
-from vllm_accprobe.opcheck.run.result_row import COLUMNS, Checked
+from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
+from vllm_accprobe.opcheck.run.table import merged
 
 _GROUPS = 4096
 """At most: four bytes each, which a pipe must hold (64 KiB)."""
@@ -61,7 +61,7 @@ class Task(NamedTuple):
 class ReplaySide(NamedTuple):
     """Of a dump, or of one of its taps: the rows, and what its outputs come to over all calls."""
 
-    rows: list[Checked]
+    rows: list[CheckResult]
     pooled: list[Pooled]
 
 
@@ -115,7 +115,7 @@ def check_task(
     if ends():
         return found
     places = calls.places(task.rank, task.tap) if task.places is None else task.places
-    parts: list[tuple[Captured, list[Checked]]] = []
+    parts: list[tuple[Captured, list[CheckResult]]] = []
     chosen = Chosen(places, references.by_rows, MOST)
     for captured, expected in evaluated(calls.of(task.rank, task.tap, chosen=chosen), references):
         place = captured.step, captured.call
@@ -143,9 +143,9 @@ def _parts_of(captured: Captured) -> int:
     return 1 if captured.whole is None or not rows else -(-captured.whole // rows)
 
 
-def _whole(parts: Sequence[tuple[Captured, list[Checked]]]) -> Iterator[Checked]:
+def _whole(parts: Sequence[tuple[Captured, list[CheckResult]]]) -> Iterator[CheckResult]:
     """The rows of a call that was checked in parts, output by output."""
-    by_role: dict[str, list[Checked]] = {}
+    by_role: dict[str, list[CheckResult]] = {}
     runs: list[list[int]] = []
     for captured, rows in parts:
         n = next(iter(captured.records.values())).shape[0]
@@ -270,12 +270,12 @@ def _heard(rows: list[list[object]], pooled: list[dict[str, Any]]) -> ReplaySide
     return ReplaySide([_row(row) for row in rows], [Pooled(**p) for p in pooled])
 
 
-def _plain(row: Checked) -> list[object]:
+def _plain(row: CheckResult) -> list[object]:
     return [getattr(row, name) for name in _NAMES]
 
 
-def _row(values: Sequence[object]) -> Checked:
-    return Checked(**dict(zip(_NAMES, map(_tuples, values), strict=True)))  # type: ignore[arg-type]
+def _row(values: Sequence[object]) -> CheckResult:
+    return CheckResult(**dict(zip(_NAMES, map(_tuples, values), strict=True)))  # type: ignore[arg-type]
 
 
 def _tuples(value: object) -> object:

@@ -1,36 +1,169 @@
 """Every captured call against its reference: a row for each output, and a reason for each that has none.
 
+What says that a thing cannot be had on this machine.
+
+Gradients: what a device's backward pass gives, against float64's.
+
+The problem: a kernel's forward may be right and its gradient wrong, and an inference engine never captures gradients.
+The idea: from the captured inputs and one drawn gradient of the output, torch's autograd gives the gradients of every
+floating input and parameter twice: through the exact reference in float64, and through the operator itself in the
+captured dtype on a device. Blocks, integers and operators without a
+gradient are skipped. What is judged is this machine's operator, not what was captured.
+
+What a dump knows to be wrong or right without a call: parameters that it holds whole, against the checkpoint's (is
+what was loaded what lies on disk?), and what its own ledger has found of its caches.
+
+Every captured call against its reference: a row for each output, and a reason for each that has none.
+
 The problem: an output is wrong because the operator is, or because its inputs were; only the operator run again on the
 very inputs tells. The idea: the reference's outputs from mine's inputs against mine's outputs: what differs is what
 the operator itself created. `check` streams the rows; nothing is decided here about other rows, and nothing is left out
 silently: a call without a reference is a row that says why.
-Not here: where a call comes from (records.py), how an error becomes a verdict (verdict.py) and that a row
-(judged_row.py), parameters (stored.py).
+
+Not here: what could not be had (worker.py, repeat/here.py), the operators (references/), the exact gradients
+(references/gradients.py), parameters of two dumps (comparison/measure/params.py), finding the checkpoint's
+(opcheck/calls/parameters.py), where a call comes from (records.py), and that a row (table.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_accprobe.dump.reader import Dump, DumpError
+import torch
+
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.journal import sentence
+from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
-from vllm_accprobe.judge.statistic import BUDGET, Budget
-from vllm_accprobe.opcheck.atb import op_csv
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.statistic import BUDGET, PROVED, Budget
 from vllm_accprobe.opcheck.calls import grid
-from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.calls.case import closed
+from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
+from vllm_accprobe.opcheck.compat import ait
 from vllm_accprobe.opcheck.floors.attention_causes import cause
-from vllm_accprobe.opcheck.floors.output_rows import OutputRows
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
 from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_call
 from vllm_accprobe.opcheck.floors.rounding import judge
 from vllm_accprobe.opcheck.floors.verdict import EXACT, NONFINITE, Verdict
 from vllm_accprobe.opcheck.habits.look import due, look
 from vllm_accprobe.opcheck.measures import measure
-from vllm_accprobe.opcheck.reference import Declined, Expected, combined
-from vllm_accprobe.opcheck.run.judged_row import judged, merged, message_of, on_grid, place_of, without_verdict
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, PASS, SKIP, STRICT, WARNING, Checked, id_of
-from vllm_accprobe.standards import OUTPUT, find
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references.gradients import differentiated, exact_gradients, grad, leaves_of
+from vllm_accprobe.opcheck.run.result_row import (
+    CACHE,
+    ERROR,
+    FAIL,
+    OURS,
+    PASS,
+    SKIP,
+    STRICT,
+    WARNING,
+    CheckResult,
+    id_of,
+    unchecked,
+)
+from vllm_accprobe.opcheck.run.table import judged, merged, message_of, on_grid, place_of, without_verdict
+from vllm_accprobe.standards import find
+from vllm_accprobe.standards.declaration import OUTPUT
+
+
+class Unavailable(Exception):
+    """What was asked for cannot be had on this machine; one line."""
+
+
+_ROLE = "grad."
+
+
+def check_backward(captured: Captured, references: References, device: str = "cpu", seed: int = 0) -> Iterator[CheckResult]:
+    """A row per gradient, role ``grad.input.x`` or ``grad.param.weight``; one that says why there is none."""
+    call = closed(captured.what, references)
+    try:
+        gradients = list(_gradients(call, references, device, seed))
+    except (Declined, RuntimeError, TypeError, ValueError, NotImplementedError) as why:
+        text = why.reason if isinstance(why, Declined) else " ".join(str(why).split())[:120]
+        c = captured
+        yield unchecked(c.tap, call.cls, c.rank, c.step, c.call, 0, f"no gradient: {text}", status=SKIP, role=_ROLE)
+        return
+    for name, exact, mine, noise in gradients:
+        dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
+        reference, given = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
+        spread = matrix(noise.cpu(), 0)
+        v = judge(reference, given, dtype, noise=spread, common=unit(dtype))
+        measures = measure(reference.numpy(), given.numpy(), dtype)
+        message = message_of(v, None, None, Expected(exact), len(given))
+        yield judged(captured, (_ROLE + name, dtype, shape, 0), v, measures, (len(given), len(given), ""), message)
+
+
+def _gradients(call: Call, references: References, device: str, seed: int) -> Iterator[tuple[str, Any, Any, Any]]:
+    """(input, exact gradient, the device's, noise) for everything that has a gradient."""
+    output = call.outputs.get("output.0")
+    if output is None or not output.is_floating_point():
+        raise Declined("its output is no floating-point tensor")
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+
+    exact = exact_gradients(call, lambda wide: differentiated(references, wide), {"output.0": up})
+    same, leaves = leaves_of(call, None, device, 0.0)
+    mine = references.run(same)
+    if isinstance(mine, Declined):
+        raise mine
+    theirs = grad([(mine["output.0"], up.to(device))], leaves)
+    found = [name for name in exact if name in theirs]
+    if not found:
+        raise Declined("nothing that goes in has one")
+    for name in found:
+        yield name, exact[name].value, theirs[name], exact[name].noise
+
+
+_MOST_FOUND = 100
+"""Findings of a ledger that become rows (chosen: as many as compare.json keeps)."""
+OTHER_FORM = "a parameter that the engine keeps in another form than the checkpoint"
+
+
+def check_stored(calls: Calls, ops: Iterable[str] = ()) -> Iterator[CheckResult]:
+    """Parameters that the dump holds whole against the checkpoint's: a row for each that the checkpoint has, too.
+
+    A parameter that a loader keeps in another form (permuted, folded) is nothing like the checkpoint's; one that is off
+    by less than half its size is a wrong weight, and fails."""
+    globs = tuple(ops)
+    for rank, tap, cls, record, value in calls.parameters.stored():
+        if value is None or not wanted(globs, tap, cls):
+            continue
+        empty = Call(tap, cls)
+        captured = Captured(tap, rank, None, record.call, empty, {record.role: record})
+        mine = calls.read(record)
+        held = grid.narrowed(mine, calls.keeps().get(record.dtype, record.dtype))
+        mine = mine if held is None else held
+        value, dtype = value.to(mine.dtype), grid.name_of(mine)
+        if value.shape != mine.shape:
+            yield without_verdict(captured, record.role, record, SKIP, OTHER_FORM)
+            continue
+        wide, given = numbers(value).reshape(1, -1), numbers(mine).reshape(1, -1)
+        v = judge(wide, given, dtype, last=0.0)
+        measures = measure(wide.numpy(), given.numpy(), dtype)
+        if not v.passed and not (measures.rel_l2 is not None and measures.rel_l2 <= 0.5):
+            yield without_verdict(captured, record.role, record, SKIP, OTHER_FORM)
+            continue
+        message = "" if v.passed else f"{v.value:.0f} of {given.numel()} values are not the checkpoint's"
+        what = record.role, record.dtype, record.shape, record.seq
+        yield on_grid(judged(captured, what, v, measures, (1, 1, ""), message), record, dtype)
+
+
+def cache_rows(dump: Dump) -> Iterator[CheckResult]:
+    """What the dump's own ledger has found (docs/state-checks.md): operators that read caches may be right, and
+    what they computed is not."""
+    for rank, found in getattr(dump, "states", [])[:_MOST_FOUND]:
+        tap = found.layer or found.first or f"cache group {found.group}"
+        said = f"the cache, not the kernel: {sentence(found)}"
+        yield replace(
+            unchecked(tap, "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE), message=said,
+            request=found.request or None, position=found.low, tier=PROVED,
+        )  # fmt: skip
+
 
 Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
 
@@ -58,7 +191,7 @@ class Options:
         return not self.ids or any(id_of(c.rank, c.step, r.seq) in self.ids for r in c.records.values())
 
 
-def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[Checked]:
+def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Options) -> Iterator[CheckResult]:
     """The rows of one tap, call by call; then those of its outputs that only all calls together show to be wrong."""
     pools = Pools()
     for captured in calls.of(rank, tap):
@@ -70,7 +203,7 @@ def check_tap(calls: Calls, rank: int, tap: str, evaluate: Evaluate, options: Op
 
 def check_call(
     dump: Dump, captured: Captured, evaluate: Evaluate, options: Options, pools: Pools | None = None
-) -> Iterator[Checked]:
+) -> Iterator[CheckResult]:
     """The rows of one call: one per output that was captured; one that says why, where there is no reference. pools:
     what they are added to."""
     if captured.missing:
@@ -107,7 +240,7 @@ of each and works on as many again: 64 MiB."""
 
 def _output(
     dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None
-) -> Checked:
+) -> CheckResult:
     """The row of one output; a large one is judged some rows at a time, each with its share of the chance."""
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
     plain = not options.measured and options.standard in (OURS, STRICT) and tuple(expected.value.shape) == record.shape
@@ -133,7 +266,7 @@ def _output(
     return _explained(merged(found, record.shape), c, expected)
 
 
-def _explained(row: Checked, c: Captured, expected: Expected) -> Checked:
+def _explained(row: CheckResult, c: Captured, expected: Expected) -> CheckResult:
     """With what an attention that failed computes instead, where that is known."""
     why = cause(c.what, expected) if row.status == FAIL and c.what.cls == "Attention" else ""
     return replace(row, message=f"{row.message}; {why}") if why else row
@@ -142,7 +275,7 @@ def _explained(row: Checked, c: Captured, expected: Expected) -> Checked:
 def _checked(
     dump: Dump, c: Captured, role: str, record: Record, expected: Expected, options: Options, pools: Pools | None,
     captured: Any, first: int = 0,
-) -> Checked:  # fmt: skip
+) -> CheckResult:  # fmt: skip
     """captured: the output, or its rows from ``first`` on, of which record and expected are."""
     shape = record.shape
     if tuple(expected.value.shape) != shape and _without_ones(expected.value.shape) == _without_ones(shape):
@@ -196,8 +329,8 @@ def _checked(
         pools.add(row, v)
         row = replace(row, smallest=_smallest(v, options.budget.output))
     row = row if options.standard in (OURS, STRICT) else by_standard(row, options.standard)
-    share = op_csv.abs_share(reference, mine, dtype) if options.within else None
-    return row if share is None else replace(row, algorithm=f"{row.algorithm} {op_csv.WITHIN}{share:.12g}".strip())
+    share = ait.abs_share(reference, mine, dtype) if options.within else None
+    return row if share is None else replace(row, algorithm=f"{row.algorithm} {ait.WITHIN}{share:.12g}".strip())
 
 
 def _smallest(v: Verdict, chance: float) -> Smallest | None:
@@ -207,7 +340,7 @@ def _smallest(v: Verdict, chance: float) -> Smallest | None:
     return of_call(v.sums, chance)
 
 
-def by_standard(row: Checked, standard: str) -> Checked:
+def by_standard(row: CheckResult, standard: str) -> CheckResult:
     """``row`` judged by another tool's limits. NaN on one side alone fails by any."""
     rule = find(standard, OUTPUT).output
     assert row.measures is not None

@@ -25,11 +25,10 @@ from vllm_accprobe.opcheck.calls.module_index import to_torch
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.references import mindspore_api
-from vllm_accprobe.opcheck.references.kernels_common import on
-from vllm_accprobe.opcheck.run.replay import Options, check_call
-from vllm_accprobe.opcheck.run.result_row import SKIP, Checked, unchecked
-from vllm_accprobe.opcheck.run.unavailable import Unavailable
+from vllm_accprobe.opcheck.references import api
+from vllm_accprobe.opcheck.references.parts import on
+from vllm_accprobe.opcheck.run.replay import Options, Unavailable, check_call
+from vllm_accprobe.opcheck.run.result_row import SKIP, CheckResult, unchecked
 
 OTHER_INPUTS = "golden's call had other inputs: what differs need not have been created here"
 
@@ -120,11 +119,11 @@ class Again(Device):
         return _rounded(captured.what, found, self.references.evaluate(captured.what))
 
 
-def by_mindspore(dump: Dump, captured: Captured, references: References, options: Options) -> Iterator[Checked]:
+def by_mindspore(dump: Dump, captured: Captured, references: References, options: Options) -> Iterator[CheckResult]:
     """Rows ``mindspore.<role>`` of a call of ``mint``: what MindSpore gives here and now, against the reference."""
     try:
-        made = mindspore_api.run(captured.what)
-        by = f"run here by {mindspore_api.described()}"
+        made = api.run(captured.what)
+        by = f"run here by {api.described()}"
     except Declined as why:
         c = captured
         yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, c.seq, why.reason, status=SKIP, role="mindspore")

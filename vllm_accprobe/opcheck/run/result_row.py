@@ -22,7 +22,7 @@ OURS, STRICT = OPERATOR, "strict"
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckResult:
     """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;
     unchecked_because: why the others had none; left: which rows of the tensor these are.
 
@@ -86,7 +86,7 @@ class Checked:
         return id_of(self.rank, self.step, self.seq) if self.step is not None else ""
 
 
-COLUMNS = tuple(f.name for f in fields(Checked))
+COLUMNS = tuple(f.name for f in fields(CheckResult))
 
 
 def id_of(rank: int, step: int | None, seq: int) -> str:
@@ -94,7 +94,7 @@ def id_of(rank: int, step: int | None, seq: int) -> str:
     return f"{rank}.{step}.{seq}"
 
 
-def grids(rows: Iterable[Checked]) -> list[str]:
+def grids(rows: Iterable[CheckResult]) -> list[str]:
     """Sentences on the outputs that were judged as numbers of a coarser dtype than their tensors'."""
     found = Counter((r.stored, r.dtype) for r in rows if r.stored)
     return [
@@ -106,7 +106,7 @@ def grids(rows: Iterable[Checked]) -> list[str]:
 def unchecked(
     tap: str, cls: str, rank: int, step: int | None, call: int, seq: int, why: str, *, status: str = SKIP,
     role: str = "", dtype: str = "", shape: tuple[int, ...] = (),
-) -> Checked:  # fmt: skip
+) -> CheckResult:  # fmt: skip
     """A row that has no verdict, and says why."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS)
     empty |= {
@@ -115,4 +115,4 @@ def unchecked(
         "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "left": (),
         "replayed": (),
     }  # fmt: skip
-    return Checked(**empty)
+    return CheckResult(**empty)

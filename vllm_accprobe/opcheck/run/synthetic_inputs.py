@@ -25,13 +25,13 @@ from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import tensors_by_role
-from vllm_accprobe.opcheck.references.kernels_common import on
+from vllm_accprobe.opcheck.references.parts import on
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.rerun import forward_native
-from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, Checked, unchecked
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
 
 MEASURED = (PASS, WARNING, FAIL)
-_CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.HEADS))
+_CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.TORCH_HEADS))
 """Operators that look at their indices before they follow them. Others may read and write wherever drawn integers,
 which fit neither each other nor a cache, would lead them."""
 
@@ -63,7 +63,7 @@ def drawn(calls: Calls, captured: Captured, seed: int, anew: bool = False) -> Ca
 
 def check(
     calls: Calls, captured: Captured, references: References, device: str, options: Options, weaker: bool
-) -> Iterator[Checked]:  # fmt: skip
+) -> Iterator[CheckResult]:  # fmt: skip
     """The rows of what this machine's operator makes of a call; one that says why, where it cannot. weaker: its inputs
     were drawn."""
     c = captured

@@ -1,25 +1,181 @@
-"""What a replay found, as opcheck.csv and as lines for a terminal.
+"""What a replay found: rows, opcheck.csv, and lines for a terminal.
+
+A row of the table from a verdict, and one that says why there is none.
+
+How many calls were checked, and why the others were not.
+
+What a replay found, as opcheck.csv and as lines for a terminal.
 
 The problem: hundreds of thousands of rows, of which a person wants the wrong operator, how sure one may be of it, and
 what was not looked at. The idea: failures grouped by module, the first in the order of execution first; then a line for
-each class; then every reason for which something was skipped, counted. Pure functions that return lines. Not here: how
-a row comes about (replay.py).
+each class; then every reason for which something was skipped, counted. Pure functions that return lines.
+
+Not here: checking (replay.py, replay.py, replay.py), the row itself, which needs no torch (result_row.py), the rows
+(replay.py), how a row comes about (replay.py).
 """
 
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.reader import Dump, row_space
+from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge import profile
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.floors.rounding import ROUNDING, TOWARD_ZERO
+from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.habits.decided import MachineHabits, sentence
 from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe, write_rows
-from vllm_accprobe.opcheck.run.result_row import CACHE, ERROR, FAIL, PASS, SKIP, WARNING, Checked, grids
-from vllm_accprobe.opcheck.run.totals import Totals
+from vllm_accprobe.opcheck.reference import Expected
+from vllm_accprobe.opcheck.run.result_row import CACHE, ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, grids, unchecked
 from vllm_accprobe.standards.measures import Measures
+
+
+def without_verdict(c: Captured, role: str, record: Record | None, status: str, why: str) -> CheckResult:
+    return unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, _seq(c, record), why, status=status, role=role,
+                     dtype=record.dtype if record is not None else "",
+                     shape=record.shape if record is not None else ())  # fmt: skip
+
+
+def _seq(c: Captured, record: Record | None) -> int:
+    """The output's place in the order of execution; the call's last where there is no output."""
+    return record.seq if record is not None else max((r.seq for r in c.records.values()), default=c.seq)
+
+
+def on_grid(row: CheckResult, record: Record, dtype: str) -> CheckResult:
+    """``row`` of numbers of ``dtype``, which may be coarser than the tensor's."""
+    return row if dtype == record.dtype else replace(row, dtype=dtype, stored=record.dtype)
+
+
+def judged(
+    c: Captured, what: tuple[str, str, tuple[int, ...], int], v: Verdict, measures: Measures | None,
+    counts: tuple[int, int, str], message: str, place: tuple[str | None, int | None] = (None, None),
+) -> CheckResult:  # fmt: skip
+    """A row with a verdict. what: role, dtype, shape, seq; counts: rows, those that were checked, why the others were
+    not."""
+    role, dtype, shape, seq = what
+    return CheckResult(
+        tap=c.tap, cls=c.what.cls, role=role, rank=c.rank, step=c.step, call=c.call, seq=seq, dtype=dtype, shape=shape,
+        rows=counts[0], checked=counts[1], unchecked_because=counts[2], created=v.worst_row_rel_l2, measure=v.measure,
+        measured=v.value, allowed=v.limit, request=place[0], position=place[1],
+        column=v.column if v.column >= 0 else None, status=PASS if v.passed else FAIL, message=message,
+        measures=measures, rounding=v.rounding, tier=v.tier, chance=None if v.passed else v.chance,
+    )  # fmt: skip
+
+
+def merged(parts: Sequence[CheckResult], shape: tuple[int, ...]) -> CheckResult:
+    """The row of an output that was judged in ``parts``, some rows in each: what its worst part shows, with the rows of
+    all. Each part had its share of the output's chance. shape: of the output."""
+    known = [p for p in parts if p.status in (PASS, FAIL)]
+    errors = [p for p in parts if p.status == ERROR]
+    if len(parts) == 1 or not known:
+        return replace(parts[0], shape=shape)
+    worst = max(known, key=lambda p: (p.status == FAIL, p.severity))
+    if errors and worst.status == PASS:
+        worst = errors[0]
+
+    def first(name: str) -> str:
+        return getattr(worst, name) or next((x for p in known if (x := getattr(p, name))), "")
+
+    created = [p.created for p in known if p.created is not None]
+    caches = [p.cache for p in known if p.cache is not None]
+    return replace(
+        worst, shape=shape, rows=shape[0], checked=sum(p.checked for p in known), created=max(created, default=None),
+        unchecked_because=next((p.unchecked_because for p in parts if p.unchecked_because), ""),
+        evidence=first("evidence"), rounding=first("rounding"), cache=max(caches, key=lambda c: c[1], default=None),
+        replayed=tuple(run for p in parts for run in p.replayed), left=tuple(sorted(n for p in parts for n in p.left)),
+        smallest=_smallest([p.smallest for p in known]),
+    )  # fmt: skip
+
+
+def _smallest(parts: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
+    """An error in all rows is named where one part shows it; of one row, in the part that has it."""
+    sizes = [s for s in parts if s is not None]
+    if len(sizes) < len(parts) or not sizes:
+        return None
+    return min(s[0] for s in sizes), min(s[1] for s in sizes), max(s[2] for s in sizes)
+
+
+def place_of(dump: Dump, record: Record, row: int) -> tuple[str | None, int | None]:
+    space = row_space(dump, record)
+    if space is None or row < 0:
+        return None, None
+    start = 0
+    for s in space.segments:
+        if row < start + s.n:
+            request = dump.requests.get((record.rank, s.req))
+            return (request.id if request else str(s.req)), s.pos + row - start
+        start += s.n
+    return None, None
+
+
+def message_of(
+    v: Verdict, request: str | None, position: int | None, expected: Expected, checked: int
+) -> str:  # fmt: skip
+    said = []
+    if not v.passed:
+        where = f" at position {position} of request {request}" if position is not None else ""
+        where += f", column {v.column}" if v.column >= 0 else ""
+        if expected.note:
+            where += f" ({expected.note})"
+        if v.measure in ("exact", "nonfinite"):
+            what = "values that should be equal" if v.measure == "exact" else "non-finite values on one side"
+            said.append(f"{v.value:.0f} {what}{where}")
+        elif v.measure == ROUNDING:
+            said.append(f"rounds {TOWARD_ZERO}: {v.value:.0%} of the numbers that tell it from rounding to nearest")
+        else:
+            beyond = f"{v.severity:.3g}x its limit, {v.value:.3g} times honest rounding, allowed {v.limit:.3g}"
+            said.append(f"{v.measure} error {beyond}{where}")
+    if expected.rows is not None and checked < len(expected.rows):
+        said.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
+    if expected.source:
+        said.append(expected.source)
+    return "; ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """calls: how many module calls were seen; checked: of them, with a verdict; skipped: reason → calls; outputs by
+    status; rows_skipped, outputs_skipped: of checked calls, reason → how many."""
+
+    calls: int
+    checked: int
+    skipped: dict[str, int]
+    statuses: dict[str, int]
+    rows_skipped: dict[str, int]
+    outputs_skipped: dict[str, int]
+
+
+def totals(rows: Iterable[CheckResult]) -> Totals:
+    """A call counts as checked when one of its outputs has a verdict; else its first reason counts."""
+    seen: dict[tuple[Any, ...], tuple[bool, str]] = {}
+    statuses: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    alone: list[tuple[tuple[Any, ...], str]] = []
+    for r in rows:
+        if r.step is None:  # a parameter: it has a verdict, and is no call
+            statuses[r.status] += r.status != SKIP
+            continue
+        key = (r.rank, r.tap, r.step, r.call)
+        verdict = r.status in (PASS, FAIL, WARNING)
+        before = seen.get(key, (False, r.message))
+        seen[key] = (before[0] or verdict, before[1])
+        statuses[r.status] += 1
+        if not verdict and r.role:
+            alone.append((key, r.message))
+        if verdict and r.checked < r.rows:
+            left[r.unchecked_because] += r.rows - r.checked
+    reasons = Counter(why for ok, why in seen.values() if not ok)
+    outputs = Counter(why for key, why in alone if seen[key][0])
+    checked = sum(ok for ok, _ in seen.values())
+    return Totals(len(seen), checked, dict(reasons.most_common()), dict(statuses), dict(left), dict(outputs))
+
 
 _MOST = 10
 _ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
@@ -38,7 +194,7 @@ _identify, _conclude = attrgetter(*_ID), attrgetter(*_MORE)
 _measured = attrgetter(*Measures.FIELDS)
 
 
-def resettle(path: Path, rows: Sequence[Checked]) -> None:
+def resettle(path: Path, rows: Sequence[CheckResult]) -> None:
     """Writes what was decided over all rows into the csv that `cells` of the single ones made: status, message and the
     figure behind it. rows: all of the csv's, in its order. Raises OSError, ValueError."""
     at = {n: COLUMNS.index(n) for n in ("status", "message", "measure", "measured", "allowed", "habit")}
@@ -52,15 +208,15 @@ def resettle(path: Path, rows: Sequence[Checked]) -> None:
     write_rows(path, COLUMNS, lines_)
 
 
-def write_result(rows: Iterable[Checked], path: Path) -> None:
+def write_result(rows: Iterable[CheckResult], path: Path) -> None:
     """result.csv: a line for each operator or module that was called; whole or not at all. Raises OSError."""
-    groups: dict[tuple[int, str, str], list[Checked]] = {}
+    groups: dict[tuple[int, str, str], list[CheckResult]] = {}
     for row in rows:
         groups.setdefault((row.rank, row.tap, row.cls), []).append(row)
     write_rows(path, RESULT, (_result(*key, group) for key, group in groups.items()))
 
 
-def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]:
+def _result(rank: int, tap: str, cls: str, group: list[CheckResult]) -> list[object]:
     counts = [sum(r.status == s for r in group) for s in (PASS, WARNING, FAIL, SKIP, ERROR)]
     bad = [r for r in group if r.status in (FAIL, ERROR, WARNING)] or [r for r in group if r.status == SKIP]
     worst = max((r.severity for r in group), default=0.0)
@@ -69,14 +225,14 @@ def _result(rank: int, tap: str, cls: str, group: list[Checked]) -> list[object]
     return [cell(x) for x in (cls, cls, tap, rank, calls, *counts, worst, message)]
 
 
-def cells(row: Checked) -> list[object]:
+def cells(row: CheckResult) -> list[object]:
     """A row of opcheck.csv, in the order of COLUMNS."""
     empty = ("",) * len(Measures.FIELDS)
     measured = _measured(row.measures) if row.measures is not None else empty
     return [cell(v) for v in (*_identify(row), *measured, *_conclude(row))]
 
 
-def from_cells(given: Sequence[Any]) -> Checked:
+def from_cells(given: Sequence[Any]) -> CheckResult:
     """The row that `cells` wrote, from its values or from their text in the csv; without its measures. Raises
     ValueError."""
     if len(given) != len(COLUMNS):
@@ -93,7 +249,7 @@ def from_cells(given: Sequence[Any]) -> Checked:
             return None if name in _MAY_LACK else ""
         return found[1:] if isinstance(found, str) and found[:1] == "'" and found[1:2] in FORMULA else found
 
-    return Checked(**{name: value(name) for name in (*_ID[1:], *_MORE) if name != "id"})
+    return CheckResult(**{name: value(name) for name in (*_ID[1:], *_MORE) if name != "id"})
 
 
 def cell(value: object) -> object:
@@ -106,7 +262,7 @@ def cell(value: object) -> object:
 
 
 def lines(
-    rows: Sequence[Checked], totals: Totals, *, most: int | None = _MOST, machine: MachineHabits | None = None
+    rows: Sequence[CheckResult], totals: Totals, *, most: int | None = _MOST, machine: MachineHabits | None = None
 ) -> list[str]:  # fmt: skip
     """The whole report. most: how many failing modules are shown; None: all; machine: how it computes."""
     out = [_sentence(rows, totals)]
@@ -146,7 +302,7 @@ def computes(machine: MachineHabits) -> list[str]:
     return ["How this machine computes:", *(f"  {safe(said, 1000)}" for said in told)]
 
 
-def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
+def _sentence(rows: Sequence[CheckResult], totals: Totals) -> str:
     share = f"{totals.checked:,} of {totals.calls:,} calls checked"
     bad, crashed = totals.statuses.get(FAIL, 0), totals.statuses.get(ERROR, 0)
     more = f"; {crashed:,} references failed" if crashed else ""
@@ -167,22 +323,22 @@ def _sentence(rows: Sequence[Checked], totals: Totals) -> str:
     )
 
 
-def failures(rows: Iterable[Checked]) -> list[list[Checked]]:
+def failures(rows: Iterable[CheckResult]) -> list[list[CheckResult]]:
     """Rows that failed or crashed, by module, the first executed first."""
-    groups: dict[tuple[int, str, bool], list[Checked]] = {}
+    groups: dict[tuple[int, str, bool], list[CheckResult]] = {}
     wrong = [r for r in rows if r.status in (FAIL, ERROR)]
     for r in sorted(wrong, key=lambda r: (r.status != FAIL, -1 if r.step is None else r.step, r.seq)):
         groups.setdefault((r.rank, r.tap, is_cache(r)), []).append(r)
     return list(groups.values())
 
 
-def is_cache(row: Checked) -> bool:
-    """Whether a row is of a cache, of which the dump's own ledger has told, and of no operator (stored.py)."""
+def is_cache(row: CheckResult) -> bool:
+    """Whether a row is of a cache, of which the dump's own ledger has told, and of no operator (replay.py)."""
     return row.role == CACHE and row.step is None and row.status == FAIL
 
 
-def _by_class(rows: Iterable[Checked]) -> list[tuple[str, list[Checked]]]:
-    found: dict[str, list[Checked]] = {}
+def _by_class(rows: Iterable[CheckResult]) -> list[tuple[str, list[CheckResult]]]:
+    found: dict[str, list[CheckResult]] = {}
     for r in rows:
         if r.status != SKIP:
             found.setdefault(r.cls, []).append(r)

@@ -3,7 +3,7 @@
 The problem: an operator's own kernel may crash, or need more memory than there is, and must not take the other hundred
 thousand checks with it. The idea: this program (started as a child, children.py) reads one job and then taps from its
 standard input; before each call it says which one begins, so that whoever started it knows what it died of. Nothing is
-pickled. Not here: who starts it, and what becomes of the rows (whole.py).
+pickled. Not here: who starts it, and what becomes of the rows (process_pool.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.children import ONE_THREAD
-from vllm_accprobe.opcheck.atb.chosen import has_id
-from vllm_accprobe.opcheck.run.unavailable import Unavailable
+from vllm_accprobe.opcheck.compat.ait import has_id
+from vllm_accprobe.opcheck.run.replay import Unavailable
 
 if TYPE_CHECKING:
-    from vllm_accprobe.opcheck.run.result_row import Checked
+    pass
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
 _LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit",
@@ -36,11 +36,11 @@ class Job:
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
-    modules to import first; attributes: of modules, that were not recorded (untold.py). devices: what is checked is
-    what the operators give here, on these; white, black: API names (precheck/chosen_apis.py); once: calls that differ
+    modules to import first; attributes: of modules, that were not recorded (records.py). devices: what is checked is
+    what the operators give here, on these; white, black: API names (opcheck/compat/msprobe.py); once: calls that differ
     in values alone are checked once; jit: an NPU compiles its operators. Of ATB's dumps: operations: only
-    these, as ``24_1`` (atb/chosen.py); op_csv: the table of operators; within: the share of elements within ait's
-    tolerance, absolute (atb/op_csv.py)."""
+    these, as ``24_1`` (opcheck/compat/ait.py); op_csv: the table of operators; within: the share of elements within
+    ait's tolerance, absolute (opcheck/compat/ait.py)."""
 
     dump: str
     model: str = ""
@@ -102,9 +102,9 @@ class OpenJob:
     def __init__(self, job: Job):
         from vllm_accprobe.formats import open_dump
         from vllm_accprobe.formats.atb import AtbDump
-        from vllm_accprobe.opcheck.calls.attributes import untold
+        from vllm_accprobe.opcheck.calls import records
         from vllm_accprobe.opcheck.calls.records import Calls
-        from vllm_accprobe.opcheck.references import mindspore_api
+        from vllm_accprobe.opcheck.references import api
         from vllm_accprobe.opcheck.registry import default_references
         from vllm_accprobe.opcheck.run import rerun
         from vllm_accprobe.opcheck.run.replay import Options
@@ -126,13 +126,13 @@ class OpenJob:
             model, dump = Path(job.model) if job.model else None, open_dump(Path(job.dump))
             if job.op_csv and isinstance(dump, AtbDump) and not dump.parameters.add_table(Path(job.op_csv)):
                 dump.problem(f"{job.op_csv}: no operator was found in it")
-            self.calls = Calls(dump, model, untold.parsed(job.attributes))
+            self.calls = Calls(dump, model, records.parsed_attributes(job.attributes))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget,
                                within=job.within)  # fmt: skip
-        said = mindspore_api.note({op.op for op in self.calls.dump.ops})
-        self._mint = mindspore_api.installed()
+        said = api.note({op.op for op in self.calls.dump.ops})
+        self._mint = api.installed()
         if said and not job.golden:
             self.calls.problems.append(said)
         self.device = "cpu"
@@ -150,10 +150,10 @@ class OpenJob:
             self.device = rerun.device_named(job.devices[0])
         if job.jit:
             self.calls.problems += rerun.compiled_operators(self.device)
-        from vllm_accprobe.opcheck.precheck import chosen_apis
-        from vllm_accprobe.opcheck.precheck.recorded_gradients import RecordedGradients
+        from vllm_accprobe.opcheck.compat import msprobe
+        from vllm_accprobe.opcheck.compat.msprobe import RecordedGradients
 
-        self._doubles = chosen_apis.duplicates(self.calls) if job.once else {}
+        self._doubles = msprobe.duplicates(self.calls) if job.once else {}
         self._gradients: Any = None
         if job.named is None:
             here = bool(job.devices)
@@ -175,8 +175,8 @@ class OpenJob:
         from vllm_accprobe.opcheck.calls.batches import to_the_bit
         from vllm_accprobe.opcheck.floors.pooled import Pools
         from vllm_accprobe.opcheck.kit.testgen import saved
+        from vllm_accprobe.opcheck.run.replay import cache_rows, check_stored
         from vllm_accprobe.opcheck.run.result_row import FAIL, OURS
-        from vllm_accprobe.opcheck.run.stored import cache_rows, check_stored
 
         if tap == STORED:
             yield from check_stored(self.calls, self.job.ops)
@@ -197,13 +197,13 @@ class OpenJob:
             yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any, outcome: Any = None) -> Iterator[Any]:
-        from vllm_accprobe.opcheck.precheck import recorded_gradients
+        from vllm_accprobe.opcheck.compat import msprobe
         from vllm_accprobe.opcheck.reference import BACKWARD
-        from vllm_accprobe.opcheck.references import mindspore_api
-        from vllm_accprobe.opcheck.run import backward, rerun, synthetic_inputs
-        from vllm_accprobe.opcheck.run.judged_row import without_verdict
+        from vllm_accprobe.opcheck.references import api
+        from vllm_accprobe.opcheck.run import replay, rerun, synthetic_inputs
         from vllm_accprobe.opcheck.run.replay import check_call
         from vllm_accprobe.opcheck.run.result_row import SKIP
+        from vllm_accprobe.opcheck.run.table import without_verdict
 
         if why := self._left_out(captured):
             yield without_verdict(captured, "", None, SKIP, why)
@@ -211,7 +211,7 @@ class OpenJob:
         if self.kernels is not None:
             yield from self._here(captured)
             return
-        if recorded_gradients.is_one(captured) and not captured.crashed and not self.source:
+        if msprobe.is_recorded_gradient(captured) and not captured.crashed and not self.source:
             yield from self._gradients.check(captured, self.options)
             return
         lacking = captured.missing and not captured.crashed and synthetic_inputs.possible(captured)
@@ -221,19 +221,19 @@ class OpenJob:
                 self.calls, drawn, self.references, self.device, self.options, bool(lacking)
             )
             if self.job.backward and not drawn.missing:
-                yield from backward.check(drawn, self.references, self.device, self.job.seed)
+                yield from replay.check_backward(drawn, self.references, self.device, self.job.seed)
             return
         evaluate = self.source.evaluate if self.source else lambda c: outcome or self.references.evaluate(c.what)
         yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
-        if self.source is None and self._mint and not captured.missing and mindspore_api.is_mint(captured.what.cls):
+        if self.source is None and self._mint and not captured.missing and api.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
         if self.job.backward and not captured.missing and not captured.what.cls.startswith(BACKWARD):
-            yield from backward.check(captured, self.references, self.device, self.job.seed)
+            yield from replay.check_backward(captured, self.references, self.device, self.job.seed)
 
     def _left_out(self, captured: Any) -> str:
-        from vllm_accprobe.opcheck.precheck import chosen_apis
+        from vllm_accprobe.opcheck.compat import msprobe
 
-        if why := chosen_apis.left_out(captured.what.cls, self.job.white, self.job.black):
+        if why := msprobe.left_out(captured.what.cls, self.job.white, self.job.black):
             return why
         first = self._doubles.get((captured.rank, captured.tap, captured.step, captured.call))
         return f"another call stands for it: {first}" if first and not captured.crashed else ""
@@ -242,9 +242,9 @@ class OpenJob:
         """Rows of a call that is run by this machine's kernels; of statistics, on drawn inputs."""
         from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
         from vllm_accprobe.opcheck.run import synthetic_inputs
-        from vllm_accprobe.opcheck.run.judged_row import without_verdict
         from vllm_accprobe.opcheck.run.replay import check_call
         from vllm_accprobe.opcheck.run.result_row import ERROR, SKIP, STRICT
+        from vllm_accprobe.opcheck.run.table import without_verdict
 
         if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
             captured = synthetic_inputs.drawn(self.calls, captured, self.job.seed)

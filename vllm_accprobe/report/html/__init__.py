@@ -5,7 +5,7 @@ The idea: a template with few holes; everything static is escaped HTML made in s
 JSON in a data block, and a content security policy lets run only the scripts whose hashes it names and no request
 leave the page. Its charts are drawn by its own scripts as SVG (draw.js): a chart library is two megabytes and most of
 the time until a page stands. Data are gzip as base64, so that 200,000 pairs are a few megabytes. Not here: what is said
-(facts.py), the pairs' compact form (columns.py), the error over depth (depth.py), rows and tokens (heat.py, looks.py).
+(facts.py), the pairs' compact form (data.py), the error over depth (charts.py), rows and tokens (charts.py, data.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts
-from vllm_accprobe.report.depth import Point, depth
-from vllm_accprobe.report.heat import factors, heat
-from vllm_accprobe.report.html import first, further, sections
-from vllm_accprobe.report.html.assembling import asset, fill, policy
-from vllm_accprobe.report.html.columns import columns_json, packed, script_json
-from vllm_accprobe.report.html.looks import heat_json, looks_json, tree_json
+from vllm_accprobe.report.charts import Point, depth, factors, heat
+from vllm_accprobe.report.html import sections
+from vllm_accprobe.report.html.data import columns_json, heat_json, looks_json, packed, script_json, tree_json
+from vllm_accprobe.report.html.sections import asset, fill, policy
 from vllm_accprobe.report.text import safe
 from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison, Pair
-    from vllm_accprobe.report.html.token_text import TokenTexts
+    from vllm_accprobe.report.html.data import TokenTexts
 
 MAX_PAIRS = 300_000
 """More pairs than this make a page that opens slowly; the worst ones are kept, the page says what is left out."""
@@ -77,18 +75,19 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "css": "".join(map(asset, STYLES)),
         "verdict": "".join(
             part(comparison)
-            for part in (sections.verdict, sections.not_checked, first.origin_buttons, first.pair_sum)
+            for part in (sections.verdict, sections.not_checked, sections.origin_buttons, sections.pair_sum)
         ),
-        "next": first.next_commands(comparison),
+        "next": sections.next_commands(comparison),
         "notes": "".join(
-            part(comparison) for part in (sections.notes, further.differences, further.wrong_states, further.deciding)
+            part(comparison)
+            for part in (sections.notes, sections.differences, sections.wrong_states, sections.deciding)
         ),
         "figures": sections.figures(comparison),
-        "machines": further.how_they_compute(comparison),
+        "machines": sections.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS),
-        "heat_note": further.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"], tokens),
+        "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"], tokens),
         "legend": sections.legend(),
-        "origins": first.origins(comparison),
+        "origins": sections.origins(comparison),
         "tokens": sections.tokens(comparison),
         "pairs_note": sections.pairs_note(len(comparison.pairs), len(shown)),
         "coverage": sections.coverage(comparison),
@@ -110,7 +109,7 @@ def _shown_pairs(pairs: list[Pair], limit: int) -> list[int]:
 
 
 def _depth_json(points: list[Point]) -> dict[str, object]:
-    # Names are made safe as in columns.py, with the same length, so that a click finds the tap's pairs by its name.
+    # Names are made safe as in data.py, with the same length, so that a click finds the tap's pairs by its name.
     shown = [
         asdict(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
         for p in points

@@ -1,22 +1,311 @@
-"""The page's static parts as escaped HTML: all that can be read without a script.
+"""The page's static parts as escaped HTML, and how the page is put together.
 
-The idea: a function for each section, which returns finished markup. Not here: what sections are made of (elements.py),
-layout (page.html, page.css), pairs and chart (table.js, chart.js).
+How a page is put together: its files, its policy, its holes.
+
+The problem: a page holds names that a stranger's dump has chosen, and its scripts must be the only ones that run. The
+idea: a content security policy names the hash of each script and allows no request; a template's holes are filled in
+one pass, so that what is filled in is never looked at again.
+
+What the page's sections are made of: text that is safe, sentences, tables.
+
+The problem: names come from dumps of strangers. The idea: `escaped` is the only way from a value to markup.
+
+What would decide, how the machines compute, and what the heat map leaves out, as parts of the page.
+
+The problem: both are lists of whatever length, and commands must be copied as they are. The idea: as in sections.py,
+finished markup in which every value is escaped; a command keeps its lines and is never wrapped.
+
+What the first screen adds to the verdict: all origins by number, all pairs in one sum, and what to type next.
+
+The problem: a reader opens the page to decide, and what he needs is where to look, how sure that is, and which command
+brings him on. The idea: origins as buttons that open their pairs (and as a table further down), and commands as they
+are typed, each beside a button that copies it; every value is escaped, and a command is never shortened.
+
+The page's static parts as escaped HTML: all that can be read without a script.
+
+The idea: a function for each section, which returns finished markup.
+
+Not here: the sentences (report/verdict_parts.py, comparison/verdict/follow_ups.py), the choice of commands
+(report/next/), what the buttons do (first.js), layout (page.html, page.css), pairs and chart (table.js, chart.js).
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.report import covers, facts, tiers
-from vllm_accprobe.report.html.elements import MAX_LIST, as_sentence, breakable, escaped, html_table, more_of
-from vllm_accprobe.report.text import MISSING, capital, count, num, safe
+from vllm_accprobe.report import facts, verdict_parts
+from vllm_accprobe.report.facts import outcomes
+from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.report.html.data import TokenTexts
+
+
+def policy(scripts: Iterable[str]) -> str:
+    """The content security policy that lets run these scripts, as they stand between their tags, and nothing else."""
+    hashes = " ".join(
+        "'sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii") + "'"
+        for text in scripts
+        if text
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def asset(name: str) -> str:
+    """The text of a file of ``report/html``."""
+    from importlib.resources import files
+
+    return files("vllm_accprobe.report.html").joinpath(name).read_text(encoding="utf-8")
+
+
+def fill(template: str, holes: Mapping[str, str]) -> str:
+    """Each ``{{name}}`` once, in a single pass: what is filled in is never looked at again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: holes[m[1]], template)
+
+
+MAX_LIST = 200
+"""Lines of one list on the page; compare.json has them all."""
+
+
+def escaped(value: object, limit: int = 400) -> str:
+    """Any value as text that is safe in markup and in a quoted attribute."""
+    return escape(safe(value, limit))
+
+
+def breakable(name: object) -> str:
+    """A module path that may wrap after its dots."""
+    return escaped(name).replace(".", ".<wbr>")
+
+
+def as_sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return escape(capital(text) + ".")
+
+
+def html_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], numeric: frozenset[int] | set[int] = frozenset()
+) -> str:
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}{' class=num' if i in numeric else ''}>{c}</{tag}>" for i, c in enumerate(row))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def more_of(total: int, shown: int, where: str) -> str:
+    return "".join(f'<p class="hint">{line}</p>' for line in more(total, shown, f"compare.json, {where}"))
+
+
+FEW = 4
+"""chosen: differences on the first screen."""
+
+
+def deciding(comparison: Comparison) -> str:
+    """What would decide, where the answer is open: a sentence and its commands each."""
+    steps = comparison.would_decide
+    if not steps:
+        return ""
+    items = "".join(
+        f"<li>{as_sentence(safe(step['why'], 400))}<pre><code>{command_lines(step['command'])}</code></pre></li>"
+        for step in steps[:MAX_LIST]
+    )
+    return (
+        '<section class="notes decide" aria-labelledby="h-decide"><h2 id="h-decide">This would decide</h2>'
+        f"<ul>{items}</ul></section>"
+    )
+
+
+def wrong_states(comparison: Comparison) -> str:
+    """What mine's ledger of states has found, after the first, which is the headline."""
+    wrong = facts.wrong_states(comparison)[1:]
+    if not wrong:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
+    return (
+        '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">Further findings of the ledger of states'
+        f'</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
+    )
+
+
+def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) -> str:
+    """What the heat map leaves out, and that the page holds text where somebody has asked for it."""
+    total = requests + left_out
+    said = [f"The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them."] if left_out else []
+    if tokens:
+        said.append(as_sentence(tokens.missing or "this page holds the text of prompts and answers, by --tokenizer"))
+    return f'<p class="hint">{" ".join(said)}</p>' if said else ""
+
+
+def command_lines(command: str) -> str:
+    """Commands as escaped text, a line each."""
+    return "\n".join(escaped(line, 1000) for line in command.splitlines())
+
+
+def differences(comparison: Comparison) -> str:
+    """Habits that the machines do not share, above the charts: what is alike can wait below them."""
+    found = verdict_parts.differing(comparison.machines)
+    if not found:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in found[:FEW])
+    more = f"{len(found) - FEW:,} more, and what" if len(found) > FEW else "What"
+    return (
+        '<section class="notes" aria-label="How these machines differ"><h2>These machines compute differently</h2>'
+        f'<ul>{items}</ul><p class="hint">{more} they do alike: '
+        '<a href="#h-machines">How these machines compute</a></p></section>'
+    )
+
+
+def how_they_compute(comparison: Comparison) -> str:
+    """Habits of both machines, differences first; each of them with its numbers in a table that opens."""
+    found = verdict_parts.machine_lines(comparison.machines)
+    if not found:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in found[:MAX_LIST])
+    rows = [tuple(map(escape, row)) for row in verdict_parts.rows(comparison.machines)[:MAX_LIST]]
+    table = html_table(("Side", "Operator", "Habit", "Price", "Seen in"), rows)
+    title = capital(verdict_parts.MACHINES_TITLE)
+    return (
+        f'<section aria-labelledby="h-machines"><h2 id="h-machines">{title}</h2><ul class="plain">{items}</ul>'
+        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each habit, with what it was seen in</summary>"
+        f"{table}</details></section>"
+    )
+
+
+SHOWN = 12
+"""chosen: origins on the first screen; the table of origins has the others."""
+NAME = 400
+"""Letters of a name, as in the table of pairs (data.py), so that a click finds them by it."""
+
+
+def origin_buttons(comparison: Comparison) -> str:
+    """All origins by number, the culprit first, NaN among them; a click opens the pairs of one."""
+    if not comparison.origins:
+        return ""
+    items = "".join(_button(comparison, i, o) for i, o in enumerate(comparison.origins[:SHOWN], 1))
+    left = len(comparison.origins) - SHOWN
+    more = f'<li class="hint">… {left:,} more: <a href="#h-origins">Origins</a></li>' if left > 0 else ""
+    return f'<ol class="origin-list" aria-label="Origins, the culprit first; each opens its pairs">{items}{more}</ol>'
+
+
+def _button(comparison: Comparison, number: int, origin: Mapping[str, Any]) -> str:
+    tap, name = safe(facts.tap_of(origin), NAME), safe(facts.origin_name(origin), NAME)
+    said = ", ".join(x for x in (_how_far(comparison, origin), safe(origin.get("tier") or "", 60)) if x)
+    return (
+        f'<li><button type="button" class="origin" data-origin="{number - 1}" data-tap="{escape(tap)}">'
+        f'<b class="no">{number}</b> '
+        f"<code>{escape(name)}</code> <small>{escape(said)}</small></button></li>"
+    )
+
+
+def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
+    """``13×``, or what there is instead of a number."""
+    created = origin.get("created")
+    if origin.get("nonfinite") or (isinstance(created, float) and not math.isfinite(created)):
+        rows = int(origin.get("nonfinite") or 0)
+        return f"NaN or Inf in {rows:,} row{'s' * (rows != 1)}" if rows else facts.infinite(comparison, origin)
+    what = "constants" if facts.constant(origin) else "values"
+    return facts.origin_times(origin).replace("x", "×") or f"{what} differ"
+
+
+def pair_sum(comparison: Comparison) -> str:
+    """How many pairs there are of each outcome, in one sum."""
+    total = f"<b>{comparison.counts.total:,}</b> pairs = "
+    parts = (
+        f'<span class="{_KIND.get(what.partition(" ")[0], "")}"><b>{n:,}</b> {escape(what)}</span>'
+        for what, n in outcomes(comparison)
+    )
+    return f'<p class="pair-sum" id="pair-sum">{total}{" + ".join(parts)}</p>'
+
+
+_KIND = {"fail": "bad", "pass": "good"}
+
+
+def next_commands(comparison: Comparison) -> str:
+    """What to type next, each command with a button that copies it."""
+    steps = comparison.next_steps
+    if not steps:
+        return ""
+    items = "".join(
+        f"<li>{as_sentence(safe(step['why'], 400))}<div class=typed><pre><code>{command_lines(step['command'])}</code>"
+        f'</pre><button type="button" class="copy">Copy</button></div></li>'
+        for step in steps
+    )
+    return (
+        f'<section class="next" aria-labelledby="h-next"><h2 id="h-next">Next</h2><ol>{items}</ol>'
+        '<p class="hint" id="copied" role="status"></p></section>'
+    )
+
+
+def origins(comparison: Comparison) -> str:
+    """The table of all origins."""
+    if not comparison.origins:
+        return ""
+    head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "× limit", "Evidence")
+    rows: list[tuple[str, ...]] = [
+        (
+            str(i + 1),
+            f"<code>{breakable(facts.origin_name(o))}</code> <small>{escaped(o.get('class') or '', 80)}</small>",
+            f"<code>{escaped(o.get('role') or '', 80)}</code>",
+            _where(o),
+            escaped(num(facts.origin_size(o))),
+            escaped(num(o.get("propagated"))),
+            escaped(num(o.get("floor"))),
+            escaped(facts.origin_times(o).replace("x", "×") or MISSING),
+            escaped(o.get("evidence") or MISSING, 40),
+        )
+        for i, o in enumerate(comparison.origins[:MAX_LIST])
+    ]
+    others = [facts.constant(o) for o in comparison.origins]
+    if any(others):
+        head = (*head, "Constant")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, others, strict=False)]
+    if any(facts.shape(o) for o in comparison.origins):
+        head = (*head, "Shape")
+        rows = [(*r, escaped(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
+    graphs = [facts.graph(o) for o in comparison.origins]
+    if any(graphs):
+        head = (*head, "In graphs")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, graphs, strict=False)]
+    gaps = [facts.inside(comparison, o) for o in comparison.origins]
+    if any(gaps):
+        head = (*head, "In the gap")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, gaps, strict=False)]
+    said = [facts.whole(o) for o in comparison.origins]
+    if any(said):
+        head = (*head, "Floor that it breaks")
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, said, strict=False)]
+    body = html_table(head, rows, numeric={4, 5, 6, 7})
+    more = more_of(len(comparison.origins), MAX_LIST, "origins")
+    lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
+    if chance := facts.alarms(comparison):
+        lead += f" By chance, {chance}."
+    wide = "wide" if len(head) > 9 else ""
+    return (
+        f'<section class="{wide}" aria-labelledby="h-origins"><h2 id="h-origins">Origins</h2>'
+        f'<p class="hint">{lead}</p>{body}{more}</section>'
+    )
+
+
+def _where(o: Mapping[str, Any]) -> str:
+    parts = []
+    if o.get("request") is not None:
+        parts.append(f"request <q>{escaped(o['request'], 80)}</q>")
+    if o.get("position") is not None:
+        parts.append(f"position {escaped(o['position'], 40)}")
+    if o.get("phase") is not None:
+        parts.append(escaped(o["phase"], 20))
+    return ", ".join(parts) or MISSING
+
 
 _e = escaped
 
@@ -56,16 +345,16 @@ def verdict(comparison: Comparison) -> str:
     elif isinstance(created, float) and not math.isfinite(created):
         cells.append(_fact("Error", facts.infinite(comparison, origin), None, "big"))
     else:
-        over = tiers.origin_times(origin)
+        over = facts.origin_times(origin)
         limit = None if floor is None else f"limit {num(floor)}"
-        cells.append(_fact(capital(facts.created_as(origin)), num(tiers.origin_size(origin)), limit, "big"))
+        cells.append(_fact(capital(facts.created_as(origin)), num(facts.origin_size(origin)), limit, "big"))
         if over:
             cells.append(_fact("Over the limit", over.replace("x", "×"), None, "big"))
     if origin.get("propagated") is not None:
         cells.append(_fact("From its inputs", num(origin["propagated"])))
     name = safe(origin.get("evidence") or MISSING)
     why = as_sentence(rests) if (rests := facts.evidence(origin)) else ""
-    if seldom := tiers.odds(origin.get("chance")):
+    if seldom := facts.odds(origin.get("chance")):
         cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
     if tier := origin.get("tier"):
         cells.append(_fact("Floor it breaks", tier))
@@ -76,7 +365,7 @@ def verdict(comparison: Comparison) -> str:
     if said := facts.graph(origin):
         cells.append(_fact("In compiled and captured graphs", said, None, "shape-fact"))
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
-    tier = f" {as_sentence(said)}" if (said := tiers.sentence(origin)) else ""
+    tier = f" {as_sentence(said)}" if (said := facts.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
 
 
@@ -91,7 +380,7 @@ def _gap(badge: str, origin: Mapping[str, Any]) -> str:
 
 
 def _layers(origin: Mapping[str, Any]) -> str:
-    where = tiers.layers(origin)
+    where = facts.layers(origin)
     return f' <span class="cls">{escape(where)}, first here</span>' if where else ""
 
 
@@ -191,7 +480,7 @@ def pairs_note(total: int, shown: int) -> str:
 
 def not_checked(comparison: Comparison) -> str:
     """Directly below the verdict: that operators were compared and not checked, and what would check them."""
-    said = covers.head(comparison)
+    said = verdict_parts.head(comparison)
     if not said:
         return ""
     typed = "".join(f"<pre><code>{escape(line.strip())}</code></pre>" for line in said[1:])
@@ -200,13 +489,13 @@ def not_checked(comparison: Comparison) -> str:
 
 def covered(comparison: Comparison) -> str:
     """The verdict's reach by class of operator."""
-    total = covers.totals(comparison)
+    total = verdict_parts.totals(comparison)
     if total is None:
         return ""
-    rows = [tuple(map(escape, (row[-1], *row[:-1]))) for row in covers.table(comparison, MAX_LIST)]
-    head = tuple(map(capital, (covers.HEAD[-1], *covers.HEAD[:-1])))
-    more = more_of(len(covers.entries(comparison)), MAX_LIST, "coverage.by_class")
-    lead = f"{capital(covers.TITLE)}: relative, of all rows, of one column, of one row. {capital(total)}."
+    rows = [tuple(map(escape, (row[-1], *row[:-1]))) for row in verdict_parts.table(comparison, MAX_LIST)]
+    head = tuple(map(capital, (verdict_parts.HEAD[-1], *verdict_parts.HEAD[:-1])))
+    more = more_of(len(verdict_parts.entries(comparison)), MAX_LIST, "coverage.by_class")
+    lead = f"{capital(verdict_parts.COVERS_TITLE)}: relative, of all rows, of one column, of one row. {capital(total)}."
     return f'<p class="hint" id="covers">{escape(lead)}</p>{html_table(head, rows, numeric=set(range(1, 9)))}{more}'
 
 

@@ -1,24 +1,150 @@
-"""Elementwise operators of ATB by elewiseType, Where, Fill, Onehot.
+"""Elementwise operators, activations and reductions of ATB.
+
+Activations of ATB by activationType, and SwigluQuant.
+
+Formulas: RELU; GELU by tanh, exact with geluMode 1, which ATB's json does not tell: the nearer counts; FAST_GELU and
+FASTER_GELU x sigmoid(1.702 x) [Hendrycks and Gimpel, arXiv 1606.08415], which ATB writes as x exp(0.851 (x - |x|)) / (1
++ exp(-1.702 |x|)), the same function; SWISH x sigmoid(scale x); LOG; SWIGLU silu(a) b of the halves along dim [Shazeer,
+arXiv 2002.05202], backward from (dy, x): da = dy b silu'(a), db = dy silu(a); SIGMOID. SwigluQuant: SWIGLU of the last
+dimension, each row turned into int8 with its own scale. Errors: references/activations.py. Where mine's numbers are
+those of another of these functions, a failure says which.
+
+Elementwise operators of ATB by elewiseType, Where, Fill, Onehot.
 
 Formulas: the names'. CAST is right to the bit where it goes to a float, and truncates or rounds to an integer, either
 of which is taken; QUANT is round(x * inputScale + inputOffset), the scale as float16 [ATB's published quant kernel];
 QUANT_PER_CHANNEL round(x / scale + offset); DEQUANT_PER_CHANNEL (x - offset) * scale; DYNAMIC_QUANT: quantise.py.
 Comparisons and logic give int8. Noise of a function: APPROXIMATE; of a sum: reference.sum_of_two.
+
+Softmax, Reduce, Cumsum, Sort, FastSoftMax and its gradient, FaUpdate.
+
+Formulas: the names'. Softmax over one axis or several that follow one another; FastSoftMax: of each request's square of
+scores, headNum times qSeqLen**2 numbers in a flat tensor; its gradient y (dy - sum y dy); Sort: the num largest of each
+row, falling, with their indices: of equal ones any; FaUpdate: parts of one attention, each with the logarithm of its
+sum, put together [Dao et al., arXiv 2205.14135, section 3.1]. Errors: an exponential off by APPROXIMATE at most, sums
+by gamma_n [Higham, ASNA, lemma 3.1].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, SUM, Declined, Expected, sum_of_two
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
+from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh, quick_gelu, sigmoid_argument, silu
+from vllm_accprobe.opcheck.references.atb.linear import ASYMMETRIC, SYMMETRIC, coded, dynamic
+from vllm_accprobe.opcheck.references.atb.moving import axis_of
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, chosen, copied, operator
-from vllm_accprobe.opcheck.references.atb.quantise import ASYMMETRIC, SYMMETRIC, coded, dynamic
-from vllm_accprobe.opcheck.references.parts import unit_of
+from vllm_accprobe.opcheck.references.parts import once, reshaped, subnormal, unit_of
 
 Tensor = Any  # a torch.Tensor
+RELU, GELU, FAST_GELU, SWISH, LOG, SWIGLU, SWIGLU_BACKWARD, SIGMOID, FASTER_GELU = range(1, 10)
+_NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "RELU": torch.relu, "GELU": gelu_tanh, "FAST_GELU": quick_gelu, "SWISH": silu, "SIGMOID": torch.sigmoid,
+}  # fmt: skip
+_NEAR = 2.0**-6
+"""Chosen: how near mine's numbers must be to another function's, of their size, to be called that one's."""
+
+
+@operator("ActivationOperation", by_rows=False)
+def activation(o: Operands) -> Outputs:
+    kind = o.param("activationType", 0)
+    if kind == SWIGLU_BACKWARD:
+        return {"output.0": _backward(o)}
+    x = o.wide(0)
+    if kind == SWIGLU:
+        return {"output.0": _gated(o, x)}
+    y = _single(o, kind, x)
+    return {"output.0": replace(y, note=_other(o, x, y.value))}
+
+
+def _single(o: Operands, kind: int, x: Tensor) -> Expected:
+    if kind == RELU:
+        return Expected(torch.relu(x), bound=torch.zeros((), dtype=torch.float64))
+    if kind == GELU:
+        return alone(x, _gelu(o, x), o.unit)
+    if kind in (FAST_GELU, FASTER_GELU):
+        return alone(x, quick_gelu, o.unit)
+    if kind == SWISH:
+        scale = o.param("scale", 1.0)
+        y = alone(x, lambda t: t * torch.sigmoid(scale * t), o.unit)
+        if scale == 1.0:
+            return y
+        more = o.unit * sigmoid_argument(x, scale).abs()  # scale x may be rounded
+        return replace(y, noise=combined(y.noise, ROUNDED * more), bound=y.bound + more)
+    if kind == LOG:
+        y = torch.log(x)
+        return Expected(y, 2.0 * SUM * (1.0 + y.abs()), bound=APPROXIMATE * (y.abs() + 2.0**-6))
+    if kind == SIGMOID:
+        y = torch.sigmoid(x)
+        return Expected(y, bound=APPROXIMATE * y)
+    raise Declined(f"activationType {kind} is none that is known here")
+
+
+def _gelu(o: Operands, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Where nothing tells which, as in ATB's own json, the one that mine's numbers are nearer to."""
+    if o.has("geluMode"):
+        return gelu if o.param("geluMode", 0) == 1 else gelu_tanh
+    mine = torch.nan_to_num(o.output().double())
+    return min((gelu_tanh, gelu), key=lambda f: float((f(x) - mine).norm()))
+
+
+def _other(o: Operands, x: Tensor, y: Tensor) -> str:
+    """A note for a failure: the other function whose numbers mine's are."""
+    mine = o.output().double()
+    if mine.shape != y.shape or not bool(torch.isfinite(mine).all()):
+        return ""
+    size = float(mine.norm())
+    if float((mine - y).norm()) <= _NEAR * size:
+        return ""
+    for name, f in _NAMED.items():
+        if float((mine - f(x)).norm()) <= _NEAR * size:
+            return f"its numbers are those of {name}"
+    return ""
+
+
+def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
+        raise Declined(f"dim {dim} of {list(x.shape)} has no halves")
+    a, b = x.chunk(2, dim)
+    return a, b
+
+
+def _gated(o: Operands, x: Tensor) -> Expected:
+    a, b = _halves(x, o.param("dim", -1))
+    y = silu(a) * b
+    early = once(silu(a).abs(), unit_of(o.tensor(0)), b.abs())
+    return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
+
+
+def _backward(o: Operands) -> Expected:
+    """(dy, x)"""
+    dim, unit = o.param("dim", -1), unit_of(o.tensor(0))
+    dy, (a, b) = o.wide(0), _halves(o.wide(1), dim)
+    if dy.shape != a.shape:
+        raise Declined(f"a gradient {list(dy.shape)} does not fit halves {list(a.shape)}")
+    s = torch.sigmoid(a)
+    slope = s + a * s * (1.0 - s)
+    y = torch.cat((dy * b * slope, dy * silu(a)), dim)
+    steep = s + (a * s * (1.0 - s)).abs()
+    size = torch.cat(((dy * b).abs() * steep, (dy * silu(a)).abs()), dim)
+    least = subnormal(unit, torch.cat((steep + (dy * b).abs(), dy.abs()), dim))
+    noise = ROUNDED * (2.0**0.5 * unit * size + least)
+    return Expected(y, noise, bound=(3.0 * unit + 3.0 * APPROXIMATE) * size + least)
+
+
+@operator("SwigluQuantOperation")
+def swiglu_quant(o: Operands) -> Outputs:
+    a, b = _halves(o.wide(0), -1)
+    y = silu(a) * b
+    bound = (unit_of(o.tensor(0)) + APPROXIMATE) * y.abs()
+    return dynamic(o, Expected(y, bound=bound), SYMMETRIC)
+
+
+  # a torch.Tensor
 (CAST, MULS, COS, SIN, NEG, QUANT, NOT, ADD, MUL, DIV, AND, OR, LESS, GREATER, SUB, EQUAL, QUANT_CHANNEL,
  DEQUANT_CHANNEL, DYNAMIC_QUANT, TANH) = range(1, 21)  # fmt: skip
 _COMPARED: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
@@ -160,3 +286,145 @@ def onehot(o: Operands) -> Outputs:
     if one is not None and zero is not None and one.numel() == zero.numel() == 1:
         return {"output.0": copied(torch.where(y.bool(), one.reshape(()), zero.reshape(())))}
     return {"output.0": copied(y.to(o.output().dtype))}
+
+
+  # a torch.Tensor
+
+
+def softmax(x: Tensor, unit: float) -> Expected:
+    """Over the last dimension; the exponentials may be rounded to ``unit``."""
+    y = torch.softmax(x, -1)
+    n = x.shape[-1]
+    # an exponential's error is in its number and, with the others', in the sum
+    off = 2.0 * (APPROXIMATE + unit) + gamma(n + 8) + 2.0 * SUM * (x - x.amax(-1, keepdim=True)).abs()
+    least = subnormal(unit, 1.0 + n * y)  # the largest is 1
+    return Expected(y, ROUNDED * (unit * y + least), common=0.5 * unit, bound=off * y + least)
+
+
+@operator("SoftmaxOperation")
+def softmax_of(o: Operands) -> Outputs:
+    x = o.wide(0)
+    axes = sorted(axis_of(int(a), x.dim()) for a in o.numbers("axes"))
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        raise Declined(f"axes {axes} do not follow one another")
+    others = [d for d in range(x.dim()) if d not in axes]
+    turned = x.permute(*others, *axes)
+    y = softmax(turned.flatten(len(others)), unit_of(o.tensor(0)))
+    back = [[*others, *axes].index(d) for d in range(x.dim())]
+
+    def whole(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.expand(y.value.shape).reshape(turned.shape).permute(back)
+
+    return {"output.0": Expected(whole(y.value), whole(y.noise), common=y.common, bound=whole(y.bound))}
+
+
+@operator("ReduceOperation")
+def reduce(o: Operands) -> Outputs:
+    x, kind = o.tensor(0), o.param("reduceType", 0)
+    axes = [axis_of(int(a), x.dim()) for a in o.numbers("axis")]
+    if kind == 1:
+        return {"output.0": copied(x.amax(axes))}
+    if kind == 2:
+        return {"output.0": copied(x.amin(axes))}
+    if kind != 3:
+        raise Declined(f"reduceType {kind} is none that is known here")
+    if not x.is_floating_point():
+        return {"output.0": chosen(x.long().sum(axes))}
+    wide, n = x.double(), 1
+    for a in axes:
+        n *= x.shape[a]
+    size = wide.abs().sum(axes)
+    return {"output.0": Expected(wide.sum(axes), SUM * n**0.5 * size, bound=gamma(n) * size)}
+
+
+@operator("CumsumOperation")
+def cumsum(o: Operands) -> Outputs:
+    x = o.tensor(0)
+    (axis, *more) = o.numbers("axes")
+    if more or o.param("exclusive", False) or o.param("reverse", False):
+        raise Declined("a sum over several axes, an exclusive or a reverse one has no reference")
+    axis = axis_of(int(axis), x.dim())
+    if not x.is_floating_point():
+        return {"output.0": chosen(x.long().cumsum(axis))}
+    wide, n = x.double(), x.shape[axis]
+    size = wide.abs().cumsum(axis)
+    # sums on the way may be kept in the tensor's dtype
+    unit = unit_of(x)
+    return {"output.0": Expected(wide.cumsum(axis), unit * n**0.5 * size, bound=gamma(n, max(unit, SUM)) * size)}
+
+
+@operator("SortOperation")
+def sort(o: Operands) -> Outputs:
+    x = o.tensor(0)
+    num = int(o.numbers("num")[0])
+    if not 0 < num <= x.shape[-1]:
+        raise Declined(f"{num} of {x.shape[-1]} cannot be taken")
+    values, places = torch.sort(x.double() if x.is_floating_point() else x.long(), dim=-1, descending=True, stable=True)
+    values, places = values[..., :num], places[..., :num]
+    found: dict[str, Expected] = {"output.0": Expected(values, unit=0.0)}
+    mine = o.call.outputs.get("output.1")
+    if mine is not None and mine.shape == places.shape:
+        at = mine.long().clamp(0, x.shape[-1] - 1)
+        wide = x.double() if x.is_floating_point() else x.long()
+        right = (at == mine.long()) & (wide.gather(-1, at) == values)  # of equal numbers any
+        once = torch.sort(mine.long(), -1).values.diff(dim=-1).ne(0).all(-1, keepdim=True)  # each place once
+        places = torch.where(right & once, mine.long(), places)
+    found["output.1"] = chosen(places)
+    return found
+
+
+def _squares(o: Operands) -> list[tuple[int, int, int]]:
+    """(begin, end, length of a row) of each request's scores in the flat tensor."""
+    heads, at, found = o.param("headNum", 0), 0, []
+    for n in o.numbers("qSeqLen"):
+        end = at + heads * int(n) * int(n)
+        found.append((at, end, int(n)))
+        at = end
+    if heads <= 0 or at > o.tensor(0).numel() or any(n <= 0 for _, _, n in found):
+        raise Declined("headNum and qSeqLen do not fit its input")
+    return found
+
+
+def _of_squares(o: Operands, one: Any) -> Expected:
+    size = o.output().numel()
+    value, noise, bound = (torch.zeros(size, dtype=torch.float64) for _ in range(3))
+    known = torch.zeros(size, dtype=torch.bool)
+    for begin, end, n in _squares(o):
+        y = one(begin, end, n)
+        for flat, part in zip((value, noise, bound), (y.value, y.noise, y.bound), strict=True):
+            flat[begin:end] = part.reshape(-1)
+        known[begin:end] = True
+    rows = None if bool(known.all()) or o.output().dim() != 1 else known
+    return reshaped(Expected(value, noise, bound=bound, rows=rows, reason="no row of a request"), o.output().shape)
+
+
+@operator("FastSoftMaxOperation")
+def fast_softmax(o: Operands) -> Outputs:
+    x, unit = o.wide(0).reshape(-1), unit_of(o.tensor(0))
+    return {"output.0": _of_squares(o, lambda b, e, n: softmax(x[b:e].reshape(-1, n), unit))}
+
+
+@operator("FastSoftMaxGradOperation")
+def fast_softmax_grad(o: Operands) -> Outputs:
+    """(y, dy)"""
+    y, dy, unit = o.wide(0).reshape(-1), o.wide(1).reshape(-1), unit_of(o.tensor(0))
+
+    def one(begin: int, end: int, n: int) -> Expected:
+        a, b = (t[begin:end].reshape(-1, n) for t in (y, dy))
+        total, sizes = (a * b).sum(-1, keepdim=True), (a * b).abs().sum(-1, keepdim=True)
+        size = a * (b.abs() + sizes)
+        return Expected(a * (b - total), ROUNDED * unit * size, bound=(3.0 * unit + gamma(n + 4)) * size)
+
+    return {"output.0": _of_squares(o, one)}
+
+
+@operator("FaUpdateOperation")
+def fa_update(o: Operands) -> Outputs:
+    """(lse [parts, rows], out [parts, rows, width])"""
+    lse, parts = o.wide(0), o.wide(1)
+    lse = lse.reshape(len(parts), -1)
+    share = torch.softmax(lse, 0).unsqueeze(-1)
+    y = (share * parts.reshape(len(parts), lse.shape[1], -1)).sum(0)
+    size = (share * parts.reshape(len(parts), lse.shape[1], -1).abs()).sum(0)
+    off = 2.0 * APPROXIMATE + gamma(len(parts) + 8) + 4.0 * SUM * lse.abs().amax(0).unsqueeze(-1)
+    return {"output.0": reshaped(Expected(y, SUM * size, bound=off * size), o.output().shape)}

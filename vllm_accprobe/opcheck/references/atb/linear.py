@@ -1,4 +1,13 @@
-"""Products of ATB: Linear, its quantised forms (W8A8, W8A16), its activated forms, Matmul, StridedBatchMatmul.
+"""Products of ATB: Linear, its quantised and activated forms, Matmul, and operators over ranks.
+
+Numbers turned into int8 codes by ATB's operators, with given scales and with those of each row.
+
+Formula: q = round(x / s + offset), clamped to -128 .. 127, or with a factor instead of a divisor [B. Jacob et al.,
+arXiv 1712.05877]. Dynamic: s = largest |x| of a row / 127; asymmetric: s = (max - min) / 255, offset = -(max + min) /
+(2 s). A code is right within half a step of x / s for the scale that was captured beside it, widened by what the kernel
+may have rounded before (opcheck/references/paged/caches.py's rule); the scale itself must be right too.
+
+Products of ATB: Linear, its quantised forms (W8A8, W8A16), its activated forms, Matmul, StridedBatchMatmul.
 
 Formula: y = A B + bias, A and B transposed where transposeA, transposeB say so; batches by torch.matmul's rule;
 einstein sum: each batch b of x [m, b, k] has its own weight. accum: what is added to. Quantised: y = (A B + bias) *
@@ -7,6 +16,13 @@ scale of the column * scale of the token, with A and B int8 and the sum an exact
 Weights in FRACTAL_NZ, [b, k1, n, 16] (int8: 32), are put back. W8A16: y = x ((W + offset) * scale) [CANN,
 aclnnWeightQuantBatchMatmulV2]. Noise: references/linear.py. A weight that a tool compressed (LinearSparse) is declined:
 its layout is not public.
+
+Operators of ATB that work over ranks: AllReduce, AllGather, ReduceScatter, Broadcast, LinearParallel.
+
+Formula: what each rank gave, added up (or multiplied, or the largest or smallest), put together along the first
+dimension, or handed on from rankRoot; LinearParallel: a product of linear.py before or behind that, and a residual
+added at the end. All ranks' tensors are needed (``extra["ranks"]``): a dump of one rank cannot be judged, and says so.
+Error: each part and each sum on the way may be rounded to the tensor's dtype, in any order.
 """
 
 from __future__ import annotations
@@ -18,11 +34,65 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
 from vllm_accprobe.opcheck.references.activations import alone, gelu_tanh, silu
-from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, copied, operator
 from vllm_accprobe.opcheck.references.linear import added, biased, product, rounded
 from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
 
 Tensor = Any  # a torch.Tensor
+SYMMETRIC, ASYMMETRIC = 1, 2
+_SCALE = 2.0**-20
+"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row (as
+opcheck/references/scaled.py)."""
+_SLACK = 2.0**-8
+"""Chosen: how far beyond half a step a code may be in any case: x times 1 / scale instead of x / scale."""
+
+
+def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0) -> Expected:
+    """What ``exact``, float64, may become in int8: mine's own codes where they are within half a step of it and
+    ``error``, else the nearest."""
+    if mine.dtype != torch.int8:
+        raise Declined(f"codes in {str(mine.dtype).removeprefix('torch.')} have no reference")
+    if exact.numel() != mine.numel():
+        raise Declined(f"codes for {list(exact.shape)} where {list(mine.shape)} was captured")
+    exact = exact.reshape(mine.shape)
+    nearest = exact.clamp(-128, 127).round().long()
+    reach = 0.5 + _SLACK + (error.reshape(mine.shape) if isinstance(error, torch.Tensor) else error)
+    held = mine.long()
+    right = (held - exact.clamp(-128, 127)).abs() <= reach + 2.0**-20 * exact.abs()
+    return Expected(torch.where(right, held, nearest), unit=0.0)
+
+
+def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Expected]:
+    """Codes, scale and, asymmetric, offset of each row of ``y``, from output ``first`` on."""
+    if kind not in (SYMMETRIC, ASYMMETRIC):
+        raise Declined(f"dynamicQuantType {kind} is none that is known here")
+    x, mine = y.value, o.output(first)
+    error = torch.zeros_like(x) if y.bound is None else y.bound.expand_as(x)
+    scale, found = o.output(first + 1), {}
+    if scale.numel() != x.shape[:-1].numel():
+        raise Declined("its scales are not those of rows")
+    high, low = x.amax(-1), x.amin(-1)
+    size = (high - low) / 255.0 if kind == ASYMMETRIC else x.abs().amax(-1) / 127.0
+    off = error.amax(-1) / (255.0 if kind == ASYMMETRIC else 127.0) * (2.0 if kind == ASYMMETRIC else 1.0)
+    given = scale.double().reshape(size.shape)
+    value = torch.where(size == 0, given, size)  # a row of zeros may have any scale
+    bound = _SCALE * value + off
+    found[f"output.{first + 1}"] = reshaped(Expected(value, bound, bound=bound), scale.shape)
+    step = torch.where(given == 0, 1.0, given).unsqueeze(-1)
+    exact = x / step
+    wide = error / step.abs()
+    if kind == ASYMMETRIC:
+        shift = o.output(first + 2)
+        own = shift.double().reshape(size.shape)
+        right = -(high + low) / (2.0 * torch.where(given == 0, 1.0, given))
+        near = _SCALE * (1.0 + right.abs()) + 2.0 * error.amax(-1) / torch.where(given == 0, 1.0, given).abs()
+        found[f"output.{first + 2}"] = reshaped(Expected(right, near, bound=near), shift.shape)
+        exact = exact + own.unsqueeze(-1)
+    found[f"output.{first}"] = coded(exact, mine, wide)
+    return found
+
+
+  # a torch.Tensor
 _PER_TOKEN, _EINSTEIN = 2, 1
 _ACTIVATED = {1: torch.relu, 2: gelu_tanh, 4: silu}
 
@@ -265,3 +335,116 @@ def summed(parts: list[Expected], unit: float) -> Expected:
     for part in parts[1:]:
         total = added(rounded(total, unit), rounded(part, unit))
     return total
+
+
+  # a torch.Tensor
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALONE = range(4)
+_UNQUANTISED, _PER_TENSOR, _PER_CHANNEL = -1, 0, 1
+
+
+def ranks(o: Operands) -> list[Operands]:
+    """The same call on all ranks, in their order. Raises Declined."""
+    size = o.param("rankSize", 0)
+    if size == 1:
+        return [o]
+    calls: list[Call] = list(o.call.extra.get("ranks", ()))
+    found = {p.param("rank", 0): p for p in map(Operands, calls)}
+    if sorted(found) != list(range(size)):
+        raise Declined(
+            f"works over {size} ranks, and the tensors of {len(found)} are there: open the folder that holds all"
+        )
+    return [found[k] for k in range(size)]
+
+
+def _whole(t: Tensor) -> Expected:
+    wide = t.double()
+    return Expected(wide, torch.zeros_like(wide), bound=torch.zeros_like(wide))
+
+
+@operator("AllReduceOperation")
+def all_reduce(o: Operands) -> Outputs:
+    kind = o.param("allReduceType", "sum")
+    if o.param("quantType", 0):
+        raise Declined("a quantised sum over ranks has no reference")
+    parts = [p.tensor(0) for p in ranks(o)]
+    if len({p.shape for p in parts}) != 1:
+        raise Declined("its ranks gave tensors of several shapes")
+    if kind in ("max", "min"):
+        stack = torch.stack(parts)
+        return {"output.0": copied(stack.amax(0) if kind == "max" else stack.amin(0))}
+    if not parts[0].is_floating_point():
+        stack = torch.stack(parts).long()
+        return {"output.0": Expected(stack.sum(0) if kind == "sum" else stack.prod(0), unit=0.0)}
+    if kind == "sum":
+        return {"output.0": summed([_whole(p) for p in parts], o.unit)}
+    if kind == "prod":
+        y = torch.stack(parts).double().prod(0)
+        return {
+            "output.0": Expected(y, o.unit * (len(parts) - 1) ** 0.5 * y.abs(), bound=o.unit * len(parts) * y.abs())
+        }
+    raise Declined(f"allReduceType {kind[:20]!r} has no reference")
+
+
+@operator("AllGatherOperation")
+def all_gather(o: Operands) -> Outputs:
+    parts = torch.stack([p.tensor(0) for p in ranks(o)])
+    return {"output.0": copied(parts.reshape(o.output().shape) if parts.numel() == o.output().numel() else parts)}
+
+
+@operator("ReduceScatterOperation")
+def reduce_scatter(o: Operands) -> Outputs:
+    kind = o.param("reduceType", "sum")
+    each = ranks(o)
+    parts = [p.tensor(0).chunk(len(each))[o.param("rank", 0)] for p in each]
+    if kind == "sum":
+        return {"output.0": summed([_whole(p) for p in parts], o.unit)}
+    if kind not in ("max", "min"):
+        raise Declined(f"reduceType {kind[:20]!r} has no reference")
+    stack = torch.stack(parts)
+    return {"output.0": copied(stack.amax(0) if kind == "max" else stack.amin(0))}
+
+
+@operator("BroadcastOperation")
+def broadcast(o: Operands) -> Outputs:
+    root = o.param("rankRoot", 0)
+    each = ranks(o)
+    if not 0 <= root < len(each):
+        raise Declined(f"rankRoot {root} is none of {len(each)} ranks")
+    return dict.fromkeys(("output.0", "inplace.0"), copied(each[root].tensor(0)))
+
+
+def _product(o: Operands, x: Tensor | None = None) -> Expected:
+    left, weight = matrices(o, False, o.param("transWeight", True))
+    left = left if x is None else x
+    quant = o.param("quantType", _UNQUANTISED)
+    if quant == _UNQUANTISED:
+        return multiplied(left, weight)
+    if quant not in (_PER_TENSOR, _PER_CHANNEL) or o.param("outDataType", UNDEFINED) not in ACL:
+        raise Declined(f"quantType {quant} of a product over ranks has no reference")
+    return dequantised(o, left, weight, o.maybe(2), o.tensor(3), None)
+
+
+@operator("LinearParallelOperation")
+def linear_parallel(o: Operands) -> Outputs:
+    """(x, weight, residual where there is one), or of codes (x, weight, bias, scale, residual)"""
+    kind, found = o.param("type", ALL_REDUCE), {}
+    if kind == ALONE:
+        y = _product(o)
+    elif kind == ALL_GATHER:
+        x = torch.cat([p.tensor(0) for p in ranks(o)])
+        y = _product(o, x)
+        if o.param("keepIntermediate", False):
+            found["output.1"] = copied(x)
+    elif kind in (ALL_REDUCE, REDUCE_SCATTER):
+        each = ranks(o)
+        y = summed([_product(p) for p in each], o.unit)
+        if kind == REDUCE_SCATTER:
+            rank = o.param("rank", 0)
+            parts = (None if t is None else t.chunk(len(each))[rank] for t in (y.value, y.noise, y.bound))
+            value, noise, bound = parts
+            y = Expected(value, noise, bound=bound)
+    else:
+        raise Declined(f"type {kind} of a product over ranks has no reference")
+    if o.param("hasResidual", False):
+        y = added(y, _whole(o.tensor(2 if o.param("quantType", _UNQUANTISED) == _UNQUANTISED else 4)))
+    return {"output.0": reshaped(y, o.output().shape), **found}

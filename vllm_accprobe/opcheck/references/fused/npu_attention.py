@@ -1,5 +1,25 @@
 """Fused attention of torch_npu in all its layouts and sparse modes, and its gradient.
 
+Which key a query of a fused attention sees: atten_mask, and what sparse_mode and the tokens' windows make of it.
+
+The problem: one argument is a whole mask in some modes and a compressed triangle in others, and then the mode alone
+says who sees whom. The idea: a rule per mode, on indices, in parts that fit into memory.
+Source: torch_npu's document of npu_fusion_attention, table of sparse_mode, and CANN's of aclnnFlashAttentionScore, for
+Sq queries i and Skv keys j: without atten_mask all see all, whatever the mode; 0, 1 and 5: the mask as it is (in mode 0
+the band i - pre <= j <= i + next must lie outside of it too); 2: j <= i; 3: j <= i + Skv - Sq; 4: a band from the lower
+right corner, i - pre <= j - (Skv - Sq) <= i + next; 6: as 3, or j < prefix; 7 (TND): as 3, the last sample as 4;
+8: as 2, the first sample as 4. msprobe's benchmark function has mode 4's band from the upper left, which is the same
+for Sq = Skv, and makes masks where none was given.
+
+A fused attention's tensors by sample, whatever their layout, and back.
+
+The problem: query, key and value come as BSH, SBH, BSND, BNSD, or TND with the samples one after another and their
+lengths added up. The idea: a list of samples [heads, rows, size], views of what came, and the way back.
+Source: torch_npu's document of npu_fusion_attention: input_layout, actual_seq_qlen, actual_seq_kvlen (trailing zeros
+stand for samples that take no part).
+
+Fused attention of torch_npu in all its layouts and sparse modes, and its gradient.
+
 Formula: torch_npu's document of npu_fusion_attention: softmax(mask(scale * (pse + q kᵀ))) v, with pse_type 0 of the
 second version scale * q kᵀ + pse; scale is 1 unless given (msprobe's benchmark function takes 1 / sqrt(d)); fewer heads
 of keys serve several of queries; a sink is one more score a head that has no value; query_rope and key_rope are further
@@ -9,13 +29,12 @@ Dropout draws numbers that no dump has: with keep_prob below 1 the largest score
 not. Of a query that sees no key the documents give no value: zeros, the mean of v and what it would be without a mask
 are all published, and the nearest counts.
 Noise: as in torch_attention.py. Scores of some 2**24 elements are held at a time.
-Not here: layouts (attention_samples.py), masks (attention_masks.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +42,169 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected
-from vllm_accprobe.opcheck.references.fused.attention_masks import AttentionMasks, masks_of
-from vllm_accprobe.opcheck.references.fused.attention_samples import (
-    SampleLengths,
-    back,
-    by_head,
-    heads_of_keys,
-    lengths_of,
-)
 from vllm_accprobe.opcheck.references.fused.fused_calls import RANDOM, Given, fused
 from vllm_accprobe.opcheck.references.gradients import derived
+
+COMPRESSED = {2: (2048, 2048), 3: (2048, 2048), 4: (2048, 2048), 6: (3072, 2048), 7: (2048, 2048), 8: (2048, 2048)}
+"""The shape of a compressed mask, by mode."""
+
+
+@dataclass(frozen=True)
+class AttentionMasks:
+    """mode: sparse_mode; given: atten_mask as bool, None where the rule alone counts; varlen: a TND call; samples: how
+    many."""
+
+    mode: int
+    given: Any | None
+    none: bool
+    before: int
+    after: int
+    prefix: list[int] | None
+    varlen: bool
+    samples: int
+
+    def rows(self, sample: int, heads: slice, queries: slice, sq: int, skv: int) -> Any | None:
+        """bool [1 or heads, queries, skv], True where masked; None where all see all. Raises Declined."""
+        if self.none:
+            return None
+        i = torch.arange(queries.start, queries.stop).unsqueeze(1)
+        j = torch.arange(skv).unsqueeze(0)
+        if self.given is None:
+            return self._ruled(sample, i, j, sq, skv).unsqueeze(0)
+        found = self._given(self.given, sample, heads, queries, sq, skv)
+        if self.mode == 0 and (self.before < sq or self.after < skv):
+            outside = (j < i - self.before) | (j > i + self.after)
+            if bool((outside & ~found).any()):
+                raise Declined("its atten_mask lets through what pre_tockens and next_tockens leave out: the document "
+                               "does not define that")  # fmt: skip
+        return found
+
+    def _given(self, mask: Any, sample: int, heads: slice, queries: slice, sq: int, skv: int) -> Any:
+        shape = list(mask.shape)
+        while mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        if self.varlen and mask.shape[-2] >= sq and mask.shape[-1] >= skv:
+            mask = mask[..., :sq, :skv]
+        if tuple(mask.shape[-2:]) != (sq, skv):
+            raise Declined(f"atten_mask {shape} does not fit {sq} queries and {skv} keys")
+        part = mask[sample if mask.shape[0] > 1 else 0]
+        part = part[heads] if part.shape[0] > 1 else part
+        return part[:, queries]
+
+    def _ruled(self, sample: int, i: Any, j: Any, sq: int, skv: int) -> Any:
+        shift, mode = skv - sq, self.mode
+        if (mode, sample) in ((7, self.samples - 1), (8, 0)):
+            mode = 4
+        if mode in (2, 8):
+            return j > i
+        if mode in (3, 7):
+            return j > i + shift
+        if mode == 4:
+            return (j > i + shift + self.after) | (j < i + shift - self.before)
+        if self.prefix is None or sample >= len(self.prefix):
+            raise Declined("sparse_mode 6 without a prefix for each sample")
+        return (j > i + shift) & (j >= self.prefix[sample])
+
+
+def masks_of(g: Given, names: tuple[str, str], varlen: bool, samples: int) -> AttentionMasks:
+    """names: of pre_tockens and next_tockens. Raises Declined."""
+    mode, given = int(g.number("sparse_mode")), g["atten_mask"]
+    if not 0 <= mode <= 8 or (mode in (7, 8) and not varlen) or (mode == 5 and varlen):
+        raise Declined(f"sparse_mode {mode} is not defined for this layout")
+    none = given is None
+    mask = None if none else g.stored("atten_mask").bool().cpu()
+    if mask is not None and mode in COMPRESSED and tuple(mask.shape) == COMPRESSED[mode]:
+        triangle = mask[:2048]
+        if not torch.equal(triangle, torch.ones_like(triangle).triu(1)):
+            raise Declined("its compressed atten_mask is no upper triangle")
+        mask = None
+    elif mask is not None and mode in (6, 7, 8):
+        raise Declined(f"sparse_mode {mode} needs a compressed atten_mask")
+    before, after = (int(g.number(n)) for n in names)
+    return AttentionMasks(mode, mask, none, before, after, g.integers("prefix"), varlen, samples)
+
+
+LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
+
+
+@dataclass(frozen=True)
+class SampleLengths:
+    """Of each sample, its first row and the one past its last, of queries and of keys; TND's only."""
+
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+
+
+def lengths_of(g: Given, rows: int, keys: int) -> SampleLengths:
+    """Raises Declined."""
+    queries, others = g.integers("actual_seq_qlen"), g.integers("actual_seq_kvlen")
+    if queries is None or others is None or len(queries) != len(others):
+        raise Declined("a TND call without the lengths of its samples")
+    return SampleLengths(_runs(queries, rows), _runs(others, keys))
+
+
+def _runs(ends: Sequence[int], total: int) -> tuple[tuple[int, int], ...]:
+    live = list(ends)
+    while live and live[-1] == 0:
+        live.pop()
+    starts = [0, *live[:-1]]
+    if any(a > b for a, b in zip(starts, live, strict=True)) or (live and live[-1] > total):
+        raise Declined(f"lengths {list(ends)[:8]} do not fit {total} rows")
+    return tuple(zip(starts, live, strict=True))
+
+
+def by_head(x: Any, layout: str, heads: int) -> Any:
+    """[B, N, S, D], or of TND [N, T, D]. Raises Declined."""
+    dims = 3 if layout in ("BSH", "SBH", "TND") else 4
+    if layout not in LAYOUTS or x.dim() != dims:
+        raise Declined(f"a tensor {list(x.shape)} in layout {layout!r}")
+    if layout in ("BSH", "SBH"):
+        x = x if layout == "BSH" else x.transpose(0, 1)
+        if not heads or x.shape[-1] % heads:
+            raise Declined(f"{heads} heads do not fit a width of {x.shape[-1]}")
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    if layout == "BSND":
+        return x.transpose(1, 2)
+    return x if layout == "BNSD" else x.transpose(0, 1)
+
+
+def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths | None) -> Any:
+    """[N, S, D] of each sample in the layout of the output; rows of TND that no sample has are 0."""
+    if lengths is not None:
+        whole = [s.transpose(0, 1) for s in samples]
+        missing = rows - sum(len(s) for s in whole)
+        if missing:
+            whole.append(whole[0].new_zeros(missing, *whole[0].shape[1:]))
+        return torch.cat(whole)
+    x = torch.stack(list(samples))
+    if layout == "BNSD":
+        return x
+    x = x.transpose(1, 2)
+    if layout == "BSND":
+        return x
+    x = x.flatten(2)
+    return x if layout == "BSH" else x.transpose(0, 1)
+
+
+def heads_of_keys(query: Any, key: Any, layout: str, heads: int) -> int:
+    """How many heads keys have. Raises Declined."""
+    if layout not in LAYOUTS:
+        raise Declined(f"a tensor {list(query.shape)} in layout {layout!r}")
+    if layout in ("BSH", "SBH"):
+        size = query.shape[-1] // heads if heads else 0
+        found = key.shape[-1] // size if size else 0
+    else:
+        found = key.shape[1 if layout in ("BNSD", "TND") else 2] if key.dim() > 2 else 0
+    if not found or heads % found:
+        raise Declined(f"{heads} heads of queries do not fit {found} of keys")
+    return found
+
 
 _MOST = 1 << 24
 _COPIES = 8
 """Of each largest score and sum."""
 _EXP, _COARSE = 2.0**-20, 2.0**-15
-"""Relative error of an exponential: in float32, and as kernels for 16 bits take it (torch_attention.py)."""
+"""Relative error of an exponential: in float32, and as kernels for 16 bits take it (attention.py)."""
 _FEW = "head_num, input_layout"
 _REST = "inner_precise=0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0,"
 _LAST = "gen_mask_parallel=True, sync=False,"

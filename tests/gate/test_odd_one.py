@@ -1,0 +1,116 @@
+"""Which way is named, of made-up answers whose rounding lies on the logits' grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.gate import self_check
+from vllm_accprobe.gate.self_check import REQUESTS, OwnPath, SelfGate, judge
+from vllm_accprobe.gate.sending.client import Reply
+from vllm_accprobe.report.servers import self_check_json as to_json
+from vllm_accprobe.report.servers import self_check_lines as lines
+
+STEP = 2.0**-5
+WAYS = list(REQUESTS)
+
+
+def answers(
+    seed: int, *, prompts: int = 12, tokens: int = 24, wrong: dict[str, float] | None = None, only: int = 0,
+    rounding: float = 1.0, exact: tuple[str, ...] = ("alone", "again"),
+) -> dict[str, dict[str, Reply]]:  # fmt: skip
+    """By way. wrong: by way, how far its logits are off; only: of prompts from this number on. rounding: steps."""
+    found: dict[str, dict[str, Reply]] = {}
+    for n, way in enumerate(WAYS):
+        found[way.name] = {}
+        draw = np.random.default_rng((seed, n))
+        for i in range(prompts):
+            base = np.random.default_rng((seed, 77, i))
+            logits = np.floor(np.sort(base.uniform(2, 12, (tokens, 8)), axis=1)[:, ::-1] / STEP) * STEP
+            logits[:, 0] += 6.0  # no flips
+            if way.name not in exact:
+                logits = logits + np.round(draw.normal(0, rounding, logits.shape)) * STEP
+            if i >= only:
+                size = (wrong or {}).get(way.name, 0.0)
+                logits = logits + size * np.random.default_rng((seed, 5, i)).choice((-1, 1), logits.shape)
+            top = [([int(100 * k + j) for j in range(8)], [float(v) for v in row - 20]) for k, row in enumerate(logits)]
+            ids = [t[0][0] for t in top]
+            values: list[float | None] = [t[1][0] for t in top]
+            margins: list[float | None] = [t[1][0] - t[1][1] for t in top]
+            cached = 16 if way.before else 0
+            found[way.name][f"p{i}"] = Reply(f"p{i}", 0, 0.1, [1, 2, i], ids, values, top, margins, "length", cached)
+    return found
+
+
+def named(**wrong: float) -> SelfGate:
+    return judge(WAYS, answers(1, wrong=wrong))
+
+
+def test_equal_servers_pass() -> None:
+    """No false alarm in 30: what is allowed is four times what the others show, and rounding never is."""
+    assert [judge(WAYS, answers(seed)).odd for seed in range(30)] == [()] * 30
+    exact = tuple(w.name for w in WAYS)
+    gate = judge(WAYS, answers(1, exact=exact))
+    assert gate.verdict == "pass"
+    assert {f.why for f in gate.findings} == {"the same bits", "the same numbers"}
+    # Where all the others are equal to the bit, one that rounds is still within the steps of the logits.
+    assert judge(WAYS, answers(1, exact=tuple(n for n in exact if n != "scoring"))).verdict == "pass"
+
+
+@pytest.mark.parametrize("name", ["batch", "hit", "pieces", "scoring"])
+def test_the_odd_way_is_named(name: str) -> None:
+    gate = named(**{name: 0.5})
+    assert (gate.verdict, gate.odd, gate.agree) == ("fail", (name,), None)
+    assert lines(gate)[0].startswith(f"FAIL: only {name} differs: ")
+    assert to_json(gate)["odd"] == [name]
+
+
+def test_one_bit_of_the_same_request_is_a_fault() -> None:
+    said = answers(1)
+    reply = said["again"]["p3"]
+    said["again"]["p3"] = replace(reply, logprobs=[*(reply.logprobs or [])[:-1], -1.0])
+    gate = judge(WAYS, said)
+    assert gate.odd == ("again",)
+    (found,) = [f for f in gate.findings if f.ok is False]
+    assert (found.unequal, found.odd) == (1, ("p3",))
+
+
+def test_a_fault_of_few_prompts_is_seen_in_their_tokens() -> None:
+    gate = judge(WAYS, answers(1, wrong={"hit": 0.5}, only=11))
+    assert gate.odd == ("hit",)
+    assert gate.findings[2].odd == ("p11",)
+
+
+def test_two_odd_ways_and_the_odd_first_one() -> None:
+    assert (named(hit=0.5, pieces=0.5).odd, named(hit=0.5, pieces=0.5).agree) == (("hit", "pieces"), True)
+    assert lines(named(hit=0.5, pieces=-0.5))[0] == "FAIL: hit and pieces differ"
+    all_but_alone = dict.fromkeys(("batch", "hit", "pieces", "scoring"), 0.8)
+    gate = named(**all_but_alone)
+    if gate.verdict == "fail":
+        assert lines(gate)[0].endswith("one request at a time is the odd one")
+
+
+def test_what_met_the_cache_otherwise_is_left_out() -> None:
+    said = answers(1)
+    said["hit"] = {n: replace(r, cached=0) for n, r in said["hit"].items()}
+    said["batch"]["p1"] = replace(said["batch"]["p1"], cached=32)
+    gate = judge(WAYS, said, missing={"hit": "no prompt was long enough"})
+    found = {f.way.name: f for f in gate.findings}
+    assert (found["hit"].ok, found["hit"].left_out) == (None, {self_check.NO_HIT: 12})
+    assert found["batch"].left_out == {self_check.NOT_FRESH: 1}
+    assert any(line.startswith("not compared: hit: no prompt was long enough") for line in lines(gate))
+
+
+def test_another_start_may_round_otherwise() -> None:
+    """Where the way that must be equal had to be started anew, rounding is told and is no fault; more is one."""
+    ways = [*WAYS[:2], OwnPath("sync", "synchronous", "the same bits", add=("--x",)), WAYS[2]]
+    said = answers(1)
+    said["sync"] = said["hit"]
+    said["sync"] = {n: replace(r, cached=0) for n, r in said["sync"].items()}
+    gate = judge(ways, said)
+    assert gate.verdict == "pass"
+    assert "another start" in gate.findings[1].why
+    off = {n: replace(r, cached=0) for n, r in answers(1, wrong={"hit": 0.5})["hit"].items()}
+    assert judge(ways, said | {"sync": off}).odd == ("sync",)

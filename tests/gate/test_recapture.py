@@ -1,0 +1,196 @@
+"""A side once more, with a server by hand: when what is armed, what is kept, and what is gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dumps import put, writer
+from forcible_server import forcible
+from made_folders import folder
+from odd_server import odd
+
+from vllm_accprobe import arm_file
+from vllm_accprobe.gate import localize
+from vllm_accprobe.gate.localize import (
+    MEASURED,
+    PLAN,
+    Localization,
+    LocalizeError,
+    LocalizePlan,
+    LocalizeTarget,
+    Recapturing,
+    Window,
+    environment,
+)
+from vllm_accprobe.gate.sending import client, replies
+from vllm_accprobe.gate.sending.client import SendError
+from vllm_accprobe.gate.sending.replies import Sent
+
+PLAN_OF_TWO = LocalizePlan(
+    LocalizeTarget("p1", 2, 40, 0.5, 1),
+    (Window(0, ("p0",), 0, 0, (20,)), Window(1, ("p1", "p2"), 0, 2, (40, 60))),
+    ("one", "all"),
+)
+KEY = {"golden": "a", "mine": "b", "gigabytes": 1}
+
+
+class Machine:
+    """Starts servers by hand: each writes a dump, in which the row of four tokens takes 4000 bytes."""
+
+    def __init__(self) -> None:
+        self.environs: list[Mapping[str, str]] = []
+        self.asked: list[tuple[str, dict[str, Any] | None]] = []
+        self.breaks = self.empty = False
+
+    @contextlib.contextmanager
+    def served(self, command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
+        self.environs.append(environ)
+        dump = Path(environ["VLLM_ACCPROBE_DIR"])
+        if not self.empty:
+            rank = writer(dump)
+            put(rank, "head", np.zeros(4000, np.uint8), "uint8")
+            put(rank, "norm", np.ones(500, np.uint8), "uint8", event="param", step=None)
+            rank.close("test", {})
+        else:
+            writer(dump).close("test", {})
+        answers = forcible(client.WAYS)
+
+        def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+            if self.breaks and len(seen) > 6:
+                return 0, b""
+            if seen and path.startswith("/v1/completions"):
+                control = dump / arm_file.NAME
+                said = arm_file.read(control).to_json() if control.exists() else None
+                self.asked.append((seen[-1][1], said))
+            return answers(path, body)
+
+        with odd(answer, forced=True) as (url, seen):
+            yield url, ""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    monkeypatch.setattr(localize, "served", found.served)
+    return found
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Sent:
+    path = folder(tmp_path / "sent", 1, prompts=3, tokens=4, change=lambda i, r: r)
+    lines = [{"id": f"p{i}", "token_ids": list(range(20 * (i + 1)))} for i in range(3)]
+    (path / replies.PROMPTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    about = replies.read_about(path)
+    replies.write_about(path, about | {"settings": {"concurrency": 1, "top": 5}})
+    return replies.read(path)
+
+
+def how(gigabytes: float = 1.0) -> Recapturing:
+    environ = {
+        "PATH": "/bin",
+        "VLLM_ACCPROBE_REQUESTS": "x",
+        "VLLM_ACCPROBE_MODULES": "layers",
+        "VLLM_PLUGINS": "theirs",
+    }
+    return Recapturing(gigabytes, 10, 10, "", environ, lambda what, total: nullcontext(lambda done: None))
+
+
+def test_each_pass_is_armed_while_the_server_is_idle(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+    dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    for side in ("golden", "mine"):
+        machine.asked.clear()
+        dig.capture(side, "vllm serve M", golden, how())
+        off = {"on": False}
+        first = {"on": True, "requests": ["p0"], "tokens": "0"}
+        second = {"on": True, "requests": ["p1.pass1", "p2.pass1"], "tokens": "0-2"}
+        sent = [(name, said) for name, said in machine.asked if name not in (MEASURED, client.PROBE.name)]
+        assert sent == [*((f"p{i}", first) for i in range(3)), *((f"p{i}.pass1", second) for i in range(3))]
+        measured = [said for name, said in machine.asked if name == MEASURED]
+        assert measured == ([{"on": True, "requests": [MEASURED], "tokens": "0"}] if side == "golden" else [])
+        assert arm_file.read(dig.dump(side) / arm_file.NAME).to_json() == off
+        answered = dig.replies(side).passes
+        assert [sorted(p) for p in answered] == [["p0", "p1", "p2"]] * 2
+        assert answered[1]["p1"].token_ids == golden.passes[0]["p1"].token_ids  # forced
+    environ = machine.environs[0]
+    assert environ["VLLM_ACCPROBE_DIR"] == str(tmp_path / "dig" / "golden")
+    assert environ["VLLM_ACCPROBE_ARMED"] == "0"
+    assert environ["VLLM_ACCPROBE_MODULES"] == "layers"
+    assert environ["VLLM_PLUGINS"] == "theirs,accprobe"
+    assert "VLLM_ACCPROBE_REQUESTS" not in environ
+    for path in (tmp_path / "dig", dig.dump("mine"), dig.sent("mine")):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "dig" / PLAN).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pass_of_which_nothing_is_wanted_is_disarmed(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+    dig = Localization(tmp_path / "dig", KEY, replace(PLAN_OF_TWO, windows=PLAN_OF_TWO.windows[1:]))
+    dig.capture("mine", "vllm serve M", golden, how())
+    assert [said for name, said in machine.asked if name == "p2"] == [{"on": False}]
+
+
+def test_the_budget_is_measured_on_goldens_side(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+    """1000 bytes a row: 0.95 of 130 kB, less 500 of a parameter and the 4000 measured, do not hold 124 rows."""
+    dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    dig.capture("golden", "vllm serve M", golden, how(0.00013))
+    assert dig.plan.windows == (PLAN_OF_TWO.windows[0], Window(1, ("p1",), 0, 2, (40,)))
+    assert dig.plan.left == ("1 of 2 requests",)
+    again = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    assert again.plan == dig.plan  # mine is captured as golden was
+    assert again.done == ["golden"]
+    machine.asked.clear()
+    again.capture("golden", "vllm serve M", golden, how(0.00013))
+    assert machine.asked == []
+
+
+def test_what_was_begun_is_made_again_and_what_is_done_is_not(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+    dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    dig.capture("golden", "vllm serve M", golden, how())
+    machine.breaks = True
+    with pytest.raises(SendError):
+        dig.capture("mine", "vllm serve M", golden, how())
+    machine.breaks = False
+    kept = (dig.dump("golden") / "run.json").stat().st_ino
+    again = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    for side in ("golden", "mine"):
+        again.capture(side, "vllm serve M", golden, how())
+    assert Localization(tmp_path / "dig", KEY, PLAN_OF_TWO).done == ["golden", "mine"]
+    assert (dig.dump("golden") / "run.json").stat().st_ino == kept
+    other = Localization(tmp_path / "dig", KEY | {"mine": "another command"}, PLAN_OF_TWO)
+    assert other.done == []
+
+
+def test_nothing_captured_is_an_error(machine: Machine, golden: Sent, tmp_path: Path) -> None:
+    machine.empty = True
+    dig = Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    with pytest.raises(LocalizeError, match=r"nothing was captured; read .*sent-mine/engine-0\.log"):
+        dig.capture("mine", "vllm serve M", golden, how())
+    assert Localization(tmp_path / "dig", KEY, PLAN_OF_TWO).done == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"key": {}}', '{"key": {}, "plan": {"target": 3}, "done": []}'])
+def test_somebody_elses_folder(text: str, tmp_path: Path) -> None:
+    (tmp_path / "dig").mkdir()
+    (tmp_path / "dig" / PLAN).write_text(text)
+    with pytest.raises(LocalizeError, match="is not of a dig"):
+        Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    (tmp_path / "dig" / PLAN).unlink()
+    (tmp_path / "dig" / "thesis.tex").write_text("x")
+    with pytest.raises(LocalizeError, match="has other files"):
+        Localization(tmp_path / "dig", KEY, PLAN_OF_TWO)
+    assert (tmp_path / "dig" / "thesis.tex").read_text() == "x"
+
+
+def test_the_environment_keeps_what_is_the_users() -> None:
+    found = environment({"A": "1", "VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE_TOKENS": "3"}, Path("/x"), 2.5)
+    assert found == {
+        "A": "1", "VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": "/x",
+        "VLLM_ACCPROBE_ARMED": "0", "VLLM_ACCPROBE_MAX_GB": "2.5",
+    }  # fmt: skip

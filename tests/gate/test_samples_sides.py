@@ -1,0 +1,159 @@
+"""What a path of samples is read as: files and folders of both tools, and what is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from made_evaluations import choice, right, sample, write_opencompass, write_samples
+
+from vllm_accprobe.gate import evaluations
+from vllm_accprobe.gate.evaluations import SamplesError
+
+TIME = "2026-11-23T10-00-00.000001"
+
+
+def test_a_line_becomes_an_answer(tmp_path: Path) -> None:
+    path = write_samples(tmp_path / f"samples_gsm8k_cot_{TIME}.jsonl", right(3, [1], way="strict-match"))
+    side = evaluations.open_side(path)
+    assert [a.scores for a in side.answers] == [{"exact_match": 1.0}, {"exact_match": 0.0}, {"exact_match": 1.0}]
+    assert {(a.task, a.way) for a in side.answers} == {("gsm8k_cot", "strict-match")}
+    assert side.prompts(side.answers[2].place) == [
+        {"prompt": "Question: how much is 2 and 2?\nAnswer:", "max_tokens": 64, "stop": ["\n\n"]}
+    ]
+
+
+def test_older_files_have_no_hashes_no_metrics_and_no_filters(tmp_path: Path) -> None:
+    new = right(2, [])
+    old = []
+    for line in new:
+        kept = {
+            k: v for k, v in line.items() if k not in ("metrics", "filter", "doc_hash", "prompt_hash", "target_hash")
+        }
+        kept["arguments"] = [list(a.values()) for a in line["arguments"].values()]
+        old += [kept, {**kept, "exact_match": 0.0}]
+    side = evaluations.open_side(write_samples(tmp_path / "old.jsonl", old))
+    fresh = evaluations.open_side(write_samples(tmp_path / "new.jsonl", new))
+    assert [(a.way, a.scores["exact_match"]) for a in side.answers] == [("", 1), ("filter 2", 0)] * 2
+    for a, b in zip(side.answers[::2], fresh.answers, strict=True):
+        assert (a.key, a.prompt, a.target, a.response) == (b.key, b.prompt, b.target, b.response)
+        assert side.prompts(a.place) == fresh.prompts(b.place)
+
+
+def test_choices_are_prompts_with_their_continuations(tmp_path: Path) -> None:
+    side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [choice(4, {"acc": 1.0, "acc_norm": 0.0})]))
+    assert side.answers[0].scores == {"acc": 1.0, "acc_norm": 0.0}
+    assert side.prompts(side.answers[0].place) == [
+        {"prompt": "4 is odd", "max_tokens": 1}, {"prompt": "4 is even", "max_tokens": 1}
+    ]  # fmt: skip
+
+
+def test_a_chat_is_messages(tmp_path: Path) -> None:
+    line = sample(1, {"acc": 1.0})
+    messages = [{"role": "user", "content": "hello"}]
+    line["arguments"]["gen_args_0"]["arg_0"] = [json.dumps(messages)]
+    side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [line]))
+    assert side.prompts(side.answers[0].place) == [{"messages": messages, "max_tokens": 64, "stop": ["\n\n"]}]
+
+
+def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
+    path = write_samples(tmp_path / "s.jsonl", right(3, []))
+    good = path.read_bytes()
+    torn = [
+        b"{torn",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"17",
+        b'{"doc_id": 4, "doc": 1}',
+        b"",
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ]
+    path.write_bytes(b"\n".join([torn[0], good.strip(), *torn[1:]]) + b"\n" + good[:40])
+    side = evaluations.open_side(path)
+    assert len(side.answers) == 3
+    assert side.left_out == {evaluations.NO_JSON: 5, evaluations.NO_SAMPLE: 1, evaluations.NO_METRIC: 1}
+    assert [side.prompts(a.place)[0]["max_tokens"] for a in side.answers] == [64] * 3
+
+
+def test_values_that_are_no_numbers(tmp_path: Path) -> None:
+    lines = [
+        sample(i, {"a": float("nan"), "b": [1, 2], "c": True, "d": 10**400, "e": "x", "f": None}) for i in range(2)
+    ]
+    side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", lines))
+    assert side.answers[0].scores == {"a": None, "b": None, "c": 1.0, "d": None, "e": None, "f": None}
+
+
+def test_a_folder_of_the_harness(tmp_path: Path) -> None:
+    write_samples(tmp_path / f"run/model/samples_a_{TIME}.jsonl", right(2, []))
+    write_samples(tmp_path / "run/model/samples_a_2026-11-24T10-00-00.jsonl", right(3, []))
+    write_samples(tmp_path / f"run/model/samples_b_{TIME}.jsonl", right(4, []))
+    (tmp_path / "run/model/results_2026.json").write_text('{"results": {}, "configs": {}}')
+    side = evaluations.open_side(tmp_path / "run")
+    assert [a.task for a in side.answers] == ["a"] * 3 + ["b"] * 4
+    assert "of 2 files of a the newest is taken" in side.notes[0]
+    write_samples(tmp_path / f"run/other/samples_a_{TIME}.jsonl", right(2, []))
+    with pytest.raises(SamplesError, match="2 models or runs"):
+        evaluations.open_side(tmp_path / "run")
+
+
+@pytest.mark.parametrize("form", ["list", "dict", "bare"])
+@pytest.mark.parametrize("parts", [0, 2])
+def test_opencompass(form: str, parts: int, tmp_path: Path) -> None:
+    file = write_opencompass(tmp_path / "out", "gsm8k", [True, False, True], form=form, parts=parts)
+    for path in (file, tmp_path / "out", tmp_path / "out" / "results"):
+        side = evaluations.open_side(path)
+        assert side.tool == evaluations.OPENCOMPASS
+        assert [a.scores for a in side.answers] == [{"correct": 1.0}, {"correct": 0.0}, {"correct": 1.0}]
+        assert {a.task for a in side.answers} == {"gsm8k"}
+        assert not side.by_index
+        assert len({a.key for a in side.answers}) == 3
+        assert side.prompts(side.answers[2].place) == [
+            {"messages": [{"role": "user", "content": "how much is 2 and 2?"}]}
+        ]
+
+
+def test_opencompass_without_predictions_has_only_numbers(tmp_path: Path) -> None:
+    file = write_opencompass(tmp_path, "t", [True], form="bare")
+    (tmp_path / "predictions/tiny/t.json").unlink()
+    side = evaluations.open_side(file)
+    assert side.by_index
+    assert side.prompts(side.answers[0].place) == []
+
+
+def test_opencompass_of_several_runs_is_their_mean(tmp_path: Path) -> None:
+    file = write_opencompass(tmp_path, "t", [True, False])
+    value = json.loads(file.read_text())
+    value["details"][0]["correct"] = [True, False, True, True]
+    value["details"][1] = {"example_abbr": "t_1", "pred": ["5"], "answer": ["6"], "rouge1": [40.0]}
+    file.write_text(json.dumps(value))
+    assert [a.scores for a in evaluations.open_side(file).answers] == [{"correct": 0.75}, {"rouge1": 40.0}]
+
+
+WRONG = {
+    "nowhere": (None, "does not exist"),
+    "empty.jsonl": ("", "no answered question"),
+    "text.txt": ("hello\nyou\n", "is no json"),
+    "results.json": ('{"results": {}, "configs": {}}', "name the samples_"),
+    "predictions.json": ('{"0": {"origin_prompt": "x", "prediction": "y"}}', "predictions without scores"),
+    "other.json": ('{"hello": "you"}', "neither"),
+    "list.json": ("[1, 2]", "neither"),
+    "deep.json": ("[" * 200_000, "is no json"),
+    "nodetails.json": ('{"accuracy": 20.0}', "--dump-eval-details"),
+    "odd.json": ('{"details": {"0": 7, "x": {"correct": true}, "1": {"pred": 3}}}', "no answered question"),
+    "lines.jsonl": ("1\n2\n", "no answered question"),
+    "folder": (None, "no answered question"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_has_no_answers_is_one_line(name: str, tmp_path: Path) -> None:
+    text, says = WRONG[name]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    elif name == "folder":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.json").write_text("{")
+    with pytest.raises(SamplesError, match=says) as e:
+        evaluations.open_side(tmp_path / name)
+    assert name in str(e.value)

@@ -1,0 +1,146 @@
+"""Who is turned away, in which words, and that whoever may speak is served meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from online.online_certificates import Authority
+from online.online_peers import hostile
+from online.online_runs import Run, ended, free_port, serve
+from opcheck.layer_dumps import build
+
+from vllm_accprobe.online import arrivals
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("small") / "dump")
+
+
+def test_certificates_decide_on_both_sides(tmp_path: Path, small: Path) -> None:
+    """Without, expired, foreign, for another host: one line each, exit code 2; the right one is served after them."""
+    ours, foreign, port = Authority(), Authority("a stranger"), free_port()
+    receive = serve(tmp_path / "out", port, "--tls", str(ours.folder(tmp_path / "server", "server")))
+    clients = {
+        "plain": None,
+        "expired": ours.folder(tmp_path / "expired", "client", expired=True),
+        "foreign": foreign.folder(tmp_path / "foreign", "client", trusts=ours),
+        "distrust": foreign.folder(tmp_path / "distrust", "client"),
+    }
+    heard = {
+        "plain": "rank 0: the receiver refuses: it wants TLS: name the folder of certificates with --tls",
+        "expired": "refuses this side: its own certificate has expired",
+        "foreign": "refuses this side: its own certificate is not signed by this ca.crt",
+        "distrust": f"127.0.0.1:{port}: its certificate refused: ",  # OpenSSL's words go on
+    }
+    with ended(receive):
+        for name, folder in clients.items():
+            more = ["--tls", str(folder)] if folder else []
+            send = Run("send", str(small), "--port", str(port), "--patience", "5", *more)
+            assert send.code() == 2, name
+            assert heard[name] in send.said, name
+            assert len(send.lines) == 1, name
+        good = Run("send", str(small), "--port", str(port), "--tls", str(ours.folder(tmp_path / "client", "client")))
+        assert good.code() == 0, good.said
+        assert receive.code() == 0, receive.said
+    refused = [line for line in receive.lines if line.startswith("refused 127.0.0.1: ")]
+    assert any("certificate has expired" in line for line in refused)
+    assert any("certificate refused: " in line and "expired" not in line for line in refused)
+
+
+def test_a_certificate_for_another_host_and_no_certificate(tmp_path: Path, small: Path) -> None:
+    ours, port = Authority(), free_port()
+    server = ours.folder(tmp_path / "server", "server", names=("gpu-machine",))
+    client = ours.folder(tmp_path / "client", "client")
+    receive = serve(tmp_path / "out", port, "--tls", str(server))
+    with ended(receive):
+        send = Run("send", str(small), "--port", str(port), "--tls", str(client))
+        assert send.code() == 2
+        assert "certificate refused: IP address mismatch, certificate is not valid for '127.0.0.1'" in send.said
+        assert len(send.lines) == 1
+        bare = ssl.create_default_context(cafile=str(client / "ca.crt"))
+        bare.check_hostname = False
+        with socket.create_connection(("127.0.0.1", port), 5) as plain, bare.wrap_socket(plain) as line:
+            line.settimeout(5)
+            with pytest.raises(ssl.SSLError):  # TLS 1.3 tells a client when it reads
+                line.recv(1)
+        receive.until("refused 127.0.0.1: it showed no certificate")
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_hostile_peer_takes_no_memory_and_nobodys_turn(tmp_path: Path, small: Path, secured: bool) -> None:
+    """With ``secured`` it has a certificate of ours: then only its words are wrong."""
+    ours, port, stop, context, more = Authority(), free_port(), threading.Event(), None, [[], []]
+    if secured:
+        more = [["--tls", str(ours.folder(tmp_path / side, side))] for side in ("server", "client")]
+        context = ssl.create_default_context(cafile=str(tmp_path / "client/ca.crt"))
+        context.check_hostname = False
+        context.load_cert_chain(tmp_path / "client/client.crt", tmp_path / "client/client.key")
+    receive = serve(tmp_path / "out", port, *more[0])
+    peers = [threading.Thread(target=hostile, args=(port, stop, context), daemon=True) for _ in range(3)]
+    with ended(receive):
+        for peer in peers:
+            peer.start()
+        time.sleep(1)
+        before = receive.rss_kb()
+        time.sleep(2)
+        after = receive.rss_kb()
+        send = Run("send", str(small), "--port", str(port), *more[1])
+        assert send.code(60) == 0, send.said
+        stop.set()
+        assert receive.code() == 0, receive.said
+    assert after - before < 30_000
+    refused = [line for line in receive.lines if line.startswith("refused")]
+    assert any("1,152,921,504,606,846,976 bytes" in line for line in refused)
+    assert len(refused) < 40  # each reason once, and once more with its count
+
+
+def test_a_rank_that_lies(tmp_path: Path) -> None:
+    """One that may speak, and then leaves a gap, goes beyond its room, or ends elsewhere: refused in words, and what
+    came before stays."""
+    port = free_port()
+    receive = serve(tmp_path / "out", port, "--max-gb", "0.001", "--ranks", "0")
+    hello = arrivals.words(arrivals.HELLO, {"protocol": 1, "rank": 0, "totals": None})
+    line = arrivals.placed(arrivals.JOURNAL_FRAME, 0, 0, b'{"event":"start","schema":1}\n')
+    lies = {
+        "segment 3 goes on at byte 1,152,921,504,606,846,976, where 0 are here":
+            arrivals.placed(arrivals.DATA, 3, 1 << 60, b"x"),
+        "segment 1,048,576 is beyond": arrivals.placed(arrivals.DATA, 1 << 20, 0, b"x"),
+        "the end is not where the journal ends": arrivals.words(arrivals.END, {"journal": 77}),
+        "budget of 0.001 GB for a rank is spent": [*arrivals.placed(arrivals.DATA, 0, 0, b"x" * 999_000),
+                                                  *arrivals.placed(arrivals.DATA, 0, 999_000, b"x" * 99_000)],
+        "a piece that no sender sends": arrivals.words(arrivals.HELLO, {}),
+    }  # fmt: skip
+    with ended(receive):
+        for said, parts in lies.items():
+            with socket.create_connection(("127.0.0.1", port), 5) as s:
+                s.sendall(b"".join([*hello, *line, arrivals.head(arrivals.SYNC, 0), *parts]))
+                s.settimeout(10)
+                heard = b""
+                with suppress(OSError):
+                    while block := s.recv(1 << 16):
+                        heard += block
+            assert said.encode() in heard.replace(b"1048576", b"1,048,576"), said
+    assert (tmp_path / "out/received/rank0000/journal.jsonl").read_bytes() == bytes(line[1])
+
+
+def test_what_a_line_brought_before_it_broke_stays(tmp_path: Path) -> None:
+    """Also without a SYNC: else a line that often breaks would carry the same bytes for ever."""
+    port = free_port()
+    line = arrivals.placed(arrivals.JOURNAL_FRAME, 0, 0, b'{"event":"start","schema":1}\n')
+    receive = serve(tmp_path / "out", port, "--ranks", "0")
+    with ended(receive):
+        with socket.create_connection(("127.0.0.1", port), 5) as s:
+            hello = arrivals.words(arrivals.HELLO, {"protocol": 1, "rank": 0, "totals": None})
+            s.sendall(b"".join([*hello, *line, arrivals.head(arrivals.DATA, 99)]))
+            s.shutdown(socket.SHUT_WR)
+            while s.recv(1 << 16):  # closed with answers unread, the line would be reset, and lose what was on its way
+                pass
+        receive.until("the line broke")
+        assert (tmp_path / "out/received/rank0000/journal.jsonl").read_bytes() == bytes(line[1])

@@ -1,0 +1,72 @@
+"""Parameters from a checkpoint: the piece that a rank had, and whether it is what was loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_accprobe.capture.taps import params as captured
+from vllm_accprobe.dump.schema import Layout, Record, Stats
+from vllm_accprobe.opcheck.calls import parameters
+from vllm_accprobe.opcheck.calls.parameters import Checkpoint, Share
+
+HIDDEN = 16
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    shapes = {"q_proj": (16, HIDDEN), "k_proj": (4, HIDDEN), "v_proj": (4, HIDDEN), "o_proj": (HIDDEN, 16)}
+    found = {f"model.a.{n}.weight": torch.randn(*s, generator=g).bfloat16() for n, s in shapes.items()}
+    return found | {"lm_head.weight": torch.randn(10, HIDDEN, generator=g).bfloat16()}
+
+
+@pytest.fixture
+def checkpoint(tensors: dict[str, torch.Tensor], tmp_path: Path) -> Checkpoint:
+    save_file(tensors, tmp_path / "model.safetensors")
+    return Checkpoint(tmp_path)
+
+
+def test_a_rank_has_its_rows_its_columns_and_its_key_heads(
+    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]
+) -> None:  # fmt: skip
+    q, k, v, o = (tensors[f"model.a.{n}_proj.weight"] for n in "qkvo")
+    for rank in range(2):
+        own = checkpoint.get("model.a.qkv_proj", "weight", Share((12, HIDDEN), rank, 2))
+        assert torch.equal(own, torch.cat([x.chunk(2)[rank] for x in (q, k, v)]))
+        own = checkpoint.get("model.a.o_proj", "weight", Share((HIDDEN, 8), rank, 2))
+        assert torch.equal(own, o.chunk(2, 1)[rank])
+        own = checkpoint.get("lm_head", "weight", Share((8, HIDDEN), rank, 2))
+        padded = torch.cat((tensors["lm_head.weight"], torch.zeros(6, HIDDEN).bfloat16()))
+        assert torch.equal(own, padded.chunk(2)[rank])
+    for rank in range(8):  # two key heads of two rows for eight ranks
+        own = checkpoint.get("model.a.qkv_proj", "weight", Share((6, HIDDEN), rank, 8))
+        assert torch.equal(own, torch.cat((q.chunk(8)[rank], k.chunk(2)[rank // 4], v.chunk(2)[rank // 4])))
+    whole = torch.cat((q, k, v))
+    assert torch.equal(checkpoint.get("model.a.qkv_proj", "weight", Share((24, HIDDEN))), whole)
+    assert torch.equal(checkpoint.get("model.a.qkv_proj", "weight"), whole)
+    assert checkpoint.get("model.a.qkv_proj", "weight", Share((13, HIDDEN), 0, 2)) is None
+
+
+def record(t: torch.Tensor) -> Record:
+    low, high = (float(x) for x in t.aminmax())
+    stats = Stats(t.numel(), low, high, 0.0, 0.0, 0, 0)
+    return Record(0, None, "a", "Linear", "param.weight", 0, 0, "bfloat16", tuple(t.shape), None, 0, stats, None,
+                  Layout("replicated"), None, captured.sample_hash(t))  # fmt: skip
+
+
+def test_what_was_loaded_is_known_by_its_fingerprint(tensors: dict[str, torch.Tensor]) -> None:
+    assert parameters._SAMPLE == captured.SAMPLE
+    t = tensors["model.a.q_proj.weight"]
+    assert parameters._same_fingerprint(t, record(t))
+    other = t.clone()
+    other[3, 5] += 1
+    assert not parameters._same_fingerprint(other, record(t))
+    large = torch.randn(200, 100, generator=torch.Generator().manual_seed(2)).bfloat16()
+    other = large.clone()
+    other.view(-1)[1] = 100.0  # between two numbers of the sample
+    assert captured.sample_hash(other) == captured.sample_hash(large)
+    assert not parameters._same_fingerprint(other, record(large))

@@ -1,0 +1,394 @@
+"""The first NaN, Inf or overflow of a running model, found as it appears, at a cost that lets it stay on.
+
+The first NaN, Inf or overflow of a running model, found as it appears, at a cost that lets it stay on.
+
+The problem: a NaN is seen at the end of an answer, and was made in one step of one layer of one rank; storing all
+tensors to find it is out of the question, and looking at every tensor stops a device at every operator. The idea: each
+module's floating outputs go through ONE fused reduction (aminmax: NaN, Inf and values at the dtype's end all show in
+it), on the real rows only.
+
+- In host memory the two numbers are read at once. The call is still running in Python, so its inputs and outputs are at
+  hand as they were, and nothing has to be held for later.
+- On a device the numbers go into a buffer that is copied to the host once per step and read when it has arrived, one or
+  two steps later. To have the tensors then, the step's calls are held by reference (no copy) up to ``hold_bytes``: a
+  decode step of some tens of requests on a 60-layer model fits, a long prefill does not. What was not held is said,
+  and that tap is ARMED: its calls, and only its, are held in all later steps, so that a fault that comes again is kept.
+
+Inputs that a module changes in place (it gives back the same memory) are cloned before the call, from its third call
+on. A tensor that a module hands on as a child gave it (the same object, checked during the call) is not checked again.
+
+What errcheck does around one call of one watched module.
+
+The problem: the work is done hundreds of times per step, nearly always for nothing. The idea: before the call only
+inputs that it is known to change in place are looked at (cloned); after it each floating output is reduced once,
+unless a child has handed it on; whatever else may be of interest is put together when something is bad, or, on a
+device, held by reference.
+
+Not here: what counts as bad (bad_values.py), the device's buffer (bad_values.py), vLLM (observer.py), what is written
+(findings.py), which modules there are (hooks.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
+from vllm_accprobe.capture.errcheck.bad_values import (
+    BAD,
+    FP8_SHARE,
+    FP8_TOPS,
+    GOOD,
+    LIMITS,
+    UNCHECKED,
+    UNKNOWN,
+    Alarm,
+    Badness,
+    BadnessRule,
+    Check,
+    HeldCall,
+    Input,
+    PendingStep,
+    Slots,
+    WatchedStep,
+    is_mask,
+    memory,
+    padded_rows,
+    real_rows,
+)
+from vllm_accprobe.capture.ops.dispatch import Paused, listened
+from vllm_accprobe.capture.taps.arguments import outputs
+from vllm_accprobe.capture.taps.hooks import Tap
+from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.schema import Module
+
+NAN, OVERFLOW = "nan", "overflow"
+_BEHIND = 2
+"""Steps that may be waiting for their numbers; the device is that far behind before anybody waits for it."""
+
+
+class Watch:
+    """Watches the modules of one model, between ``begin`` and ``end`` of a step; ``found`` gets the step's Alarm.
+
+    Args:
+        kinds: of "nan" and "overflow", what is an error.
+        say: gets one line when the watch itself breaks.
+        device: where the model computes. deferred: read numbers as on a device, also for host memory (tests).
+        hold_bytes: how much of a step may be held by reference (devices only).
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[str, ...],
+        found: Callable[[Alarm], None],
+        say: Callable[[str], None],
+        device: torch.device | None = None,
+        deferred: bool = False,
+        hold_bytes: int = 1 << 28,
+    ):
+        device = device or torch.device("cpu")
+        self.rule = BadnessRule(NAN in kinds, OVERFLOW in kinds)
+        self.now: WatchedStep | None = None
+        self.dead: str | None = None
+        self.hold_bytes = hold_bytes
+        self.armed: str | None = None
+        self.waiting: deque[PendingStep] = deque()
+        # What makes it a TapOwner (hooks.py):
+        self.config = ProbeConfig()
+        self.fired: set[str] = set()
+        self.modules: dict[str, Module] = {}
+        self.skipped: Counter[str] = Counter()
+        self._found = found
+        self._say = say
+        self._device = device
+        self.deferred = deferred or device.type != "cpu"
+        self._slots: Slots | None = Slots(device) if self.deferred else None
+
+    def module(self, module: Module) -> None:
+        self.modules[module.tap] = module
+
+    def skip(self, tap: str, reason: str) -> None:
+        self.skipped[reason] += 1
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def begin(self, step: WatchedStep) -> None:
+        if self.dead is None:
+            self.now = step
+
+    def end(self) -> None:
+        """The step's last tap has run (or an alarm has ended it)."""
+        step, self.now = self.now, None
+        if step is None or self._slots is None or self.dead is not None:
+            return
+        try:
+            self.waiting.append(PendingStep(step, *self._slots.fetch(step.checks)))
+            self.poll()
+        except Exception as error:
+            self.fail("the end of a step", error)
+
+    def poll(self, wait: bool = False) -> None:
+        """Reads the numbers of steps that have arrived; with ``wait`` those of all."""
+        while self.waiting and self._slots is not None:
+            first = self.waiting[0]
+            if first.event is not None:
+                if not wait and len(self.waiting) <= _BEHIND and not first.event.query():
+                    return
+                first.event.synchronize()
+            self.waiting.popleft()
+            try:
+                self._read(first)
+            finally:
+                self._slots.give_back(first.hosts)
+
+    def fail(self, where: str, error: BaseException) -> None:
+        """Ends the watch because it is itself broken. Never raises."""
+        self.now = None
+        self.waiting.clear()
+        if self.dead is None:
+            self.dead = f"errcheck failed at {where}: {type(error).__name__}: {error}"
+            self._say(f"{self.dead}; it is off, serving goes on")
+
+    # --- calls -------------------------------------------------------------------------------------------------
+
+    def is_bad(self, tensor: torch.Tensor, part: str) -> bool:
+        """One reduction, read at once."""
+        limit = LIMITS.get(tensor.dtype)
+        if limit is None:
+            return tensor.dtype in FP8_TOPS and bool(self._fp8(tensor) > 0)
+        pair = torch.aminmax(tensor)
+        high = pair[1].item()
+        if not self.rule.overflow:
+            return high != high
+        # NaN is in both numbers; comparing with it is false.
+        return not (high < limit and (part == HEAD or pair[0].item() > -limit))
+
+    def defer(self, step: WatchedStep, tensor: torch.Tensor, check: Check) -> None:
+        """One reduction into the buffer; its numbers are read when the step's have arrived."""
+        assert self._slots is not None
+        if tensor.dtype in LIMITS:
+            if tensor.requires_grad:  # outside of vLLM
+                tensor = tensor.detach()
+            torch.aminmax(tensor, out=self._slots.take(step.checks, tensor.dtype, check))
+        elif tensor.dtype in FP8_TOPS:
+            low, high = self._slots.take(step.checks, torch.float32, check)
+            low.fill_(0.0)
+            high.copy_(self._fp8(tensor))
+
+    def _fp8(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Infinity where the tensor is bad, else 0: without waiting for a device."""
+        bits = tensor.contiguous().view(torch.uint8) & 0x7F
+        top = FP8_TOPS[tensor.dtype]
+        bad = (bits > top).any()
+        if self.rule.overflow:
+            bad = bad | ((bits >= top).float().mean() > FP8_SHARE)
+        return torch.where(bad, torch.inf, 0.0)
+
+    def _assess(self, step: WatchedStep, tensor: torch.Tensor, part: str) -> Badness:
+        return self.rule.assess(real_rows(step, tensor) if part == LANGUAGE else tensor, part)
+
+    def alarm(self, step: WatchedStep, check: Check) -> Alarm | None:
+        """Everything about a bad check; None if its counts say that nothing is wrong after all."""
+        call = check.call
+        common = (step, check.order, check.name, check.cls, check.part, check.number, check.role)
+        if call is None:
+            self.armed = check.name
+            return Alarm(*common, None, (), (), check.before)
+        results = tuple(outputs(call.result))
+        bad = self._assess(step, dict(results)[check.role], check.part)
+        if not bad:
+            return None
+        own = {memory(tensor) for _, tensor in results}
+        inputs = []
+        for role, tensor in call.tap.inputs(call.args, call.kwargs):
+            found = call.copies.get(role) if call.copies is not None else None
+            if found is None and memory(tensor) in own:
+                inputs.append(Input(role, None, UNKNOWN))
+                continue
+            tensor = tensor if found is None else found
+            if not tensor.is_floating_point():
+                inputs.append(Input(role, tensor, UNCHECKED))
+                continue
+            counts = self._assess(step, tensor, check.part)
+            if is_mask(role):  # -inf belongs there
+                counts = Badness(counts.nan)
+            was = step.seen.get(id(tensor))
+            if counts and was is not None and was[1] <= call.begun and was[0]() is tensor:
+                # It was good when it was checked as an output, and has been changed in place since (deferred mode).
+                inputs.append(Input(role, None, GOOD))
+            else:
+                inputs.append(Input(role, tensor, BAD if counts else GOOD, counts))
+        return Alarm(*common, bad, results, tuple(inputs), check.before)
+
+    def raise_alarm(self, step: WatchedStep, check: Check) -> None:
+        """Tells ``found``, and leaves the rest of the step alone: what follows a bad value is bad."""
+        alarm = self.alarm(step, check)
+        if alarm is None:
+            return
+        if self.now is step:
+            self.now = None
+        self._found(alarm)
+
+    def _read(self, pending: PendingStep) -> None:
+        """Finds the first bad number of a step."""
+        first: Check | None = None
+        for dtype, numbers in pending.hosts.items():
+            limit = LIMITS[dtype]
+            checks = pending.step.checks[dtype]
+            low, high = numbers[0, : len(checks)], numbers[1, : len(checks)]
+            if not len(checks) or (bool(low.min() > -limit) and bool(high.max() < limit)):
+                continue
+            for check, a, b in zip(checks, low.tolist(), high.tolist(), strict=True):
+                if self.rule.overflow:
+                    bad = not (b < limit and (check.part == HEAD or a > -limit))
+                else:
+                    bad = b != b
+                if bad and (first is None or check.order < first.order):
+                    first = check
+        if first is not None:
+            self.raise_alarm(pending.step, first)
+
+
+_LEARNING = 2
+"""Calls after which it is believed to be known which inputs a module changes in place."""
+
+
+def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` with its outputs checked while a step is watched; otherwise one attribute and a branch."""
+    is_compiling = torch.compiler.is_compiling
+    known = getattr(original, "__accprobe__", None)
+    if isinstance(known, Tap):  # a capture's wrapper takes anything: the names are those of what is inside
+        tap.inputs = known.inputs
+    owner = getattr(original, "__self__", None)
+    place = TapWatch(watch, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
+    aside = Paused()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        step = watch.now
+        if step is None:
+            return original(*args, **kwargs)
+        try:
+            if listened():
+                with aside:
+                    entered = place.enter(step, args, kwargs)
+            else:
+                entered = place.enter(step, args, kwargs)
+        except Exception as error:
+            watch.fail(tap.names[0], error)
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        try:
+            if listened():
+                with aside:
+                    place.leave(step, entered, args, kwargs, result)
+            else:
+                place.leave(step, entered, args, kwargs, result)
+        except Exception as error:
+            watch.fail(tap.names[0], error)
+        return result
+
+    return forward
+
+
+class TapWatch:
+    """The watch's side of one tap: what it has learnt about in-place changes, and the work around a call.
+
+    leaf: the module has no children; others change nothing that a child does not change before them."""
+
+    __slots__ = ("calls", "inplace", "tap", "watch")
+
+    def __init__(self, watch: Watch, tap: Tap, leaf: bool):
+        self.watch = watch
+        self.tap = tap
+        self.calls = 0 if leaf else _LEARNING
+        self.inplace: frozenset[str] = frozenset()
+
+    def enter(
+        self, step: WatchedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, int, int, str | None, dict[str, torch.Tensor] | None]:
+        tap = self.tap
+        name = tap.names[0] if len(tap.names) == 1 else tap.name(step.stack)
+        number = step.calls.get(name, 0)
+        step.calls[name] = number + 1
+        before = step.inside
+        if tap.is_root:
+            step.inside = LANGUAGE
+            step.padded = padded_rows(step.rows, tap.inputs(args, kwargs))
+        elif tap.parts[name] == HEAD:
+            step.inside = HEAD
+        step.stack.append(name)
+        copies = None
+        if self.inplace:
+            found = tap.inputs(args, kwargs)
+            copies = {role: tensor.clone() for role, tensor in found if role in self.inplace}
+        return name, number, step.order, before, copies
+
+    def leave(
+        self,
+        step: WatchedStep,
+        entered: tuple[str, int, int, str | None, dict[str, torch.Tensor] | None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        name, number, begun, before, copies = entered
+        tap, watch = self.tap, self.watch
+        part = HEAD if step.inside == HEAD else tap.parts[name]
+        if step.stack and step.stack[-1] == name:
+            step.stack.pop()
+        step.inside = before
+        if watch.now is not step:  # an alarm inside this call
+            return
+        results = outputs(result)
+        if self.calls < _LEARNING:
+            self.calls += 1
+            self._learn(args, kwargs, results)
+        seen, held, call = step.seen, False, None
+        for role, tensor in results:
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            number_of = id(tensor)
+            known = seen.get(number_of)
+            if known is not None and known[0]() is not tensor:
+                known = None
+            if known is not None and known[2] > begun:
+                continue
+            step.order = order = step.order + 1
+            x = tensor if step.padded == step.rows or part != LANGUAGE else real_rows(step, tensor)
+            if watch.deferred:
+                if not held:
+                    held = True
+                    if self._may_hold(step, name, results):
+                        call = HeldCall(tap, args, kwargs, result, copies, begun)
+                watch.defer(step, x, Check(order, name, number, role, part, tap.cls, step.last, call))
+            elif watch.is_bad(x, part):
+                call = HeldCall(tap, args, kwargs, result, copies, begun)
+                watch.raise_alarm(step, Check(order, name, number, role, part, tap.cls, step.last, call))
+                if watch.now is not step:
+                    return
+            if known is None:
+                seen[number_of] = (weakref.ref(tensor), order, order)
+            else:
+                seen[number_of] = (known[0], known[1], order)
+            step.last = name
+
+    def _may_hold(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
+        """Whether this call may be held until the numbers are there."""
+        watch = self.watch
+        if watch.armed == name:
+            return True
+        for _, tensor in results:
+            step.held += tensor.nbytes
+        return step.held <= watch.hold_bytes
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]) -> None:
+        own = {memory(tensor) for _, tensor in results}
+        shared = [r for r, t in self.tap.inputs(args, kwargs) if t.is_floating_point() and memory(t) in own]
+        if shared:
+            self.inplace = self.inplace | frozenset(shared)

@@ -1,0 +1,359 @@
+"""``set_label`` and ``gen_id``: from a label in a model's source to a record in the dump.
+
+From a label in a model's source to whoever captures: ``set_label``, ``gen_id``, and ``bind`` for those who take.
+
+The problem: labels stay in a model's source, also in production, and in code that torch.compile compiles. The idea:
+while nothing captures, a call is one look at a global and a branch; what captures (a vLLM worker with the probe, a
+`Probe`, or `set_task_id` in a plain script) hands its taker to `bind`. The global is a small number, because
+torch.compile guards numbers and not functions: compiled code notices when labels are turned on or off.
+
+What ``set_label`` does while a session captures: the tensor becomes a record, the path of a file a promise.
+
+The problem: a label is an ordinary call somewhere in a model, with a tensor of unknown rows, in the middle of a step or
+outside of one, perhaps while torch.compile traces; the file that it names is written by somebody else, later. The idea:
+inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` in role ``pta`` or ``acl``, with the rows
+of the part of the model that is running; a path becomes a ``label`` line at once, and the file is copied into the dump
+as soon as it must be complete: when its task or the capture ends. Where torch.compile insists on whole graphs (vLLM), a
+label that it traces is left out and counted; elsewhere it stays an ordinary call.
+
+Not here: tasks of a plain script (plain_script.py), where libraries put files (dump/label_files.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, StepState
+from vllm_accprobe.dump.journal import LABEL, LABEL_ENDINGS
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file
+from vllm_accprobe.dump.label_files import locate as locate
+from vllm_accprobe.dump.schema import rank_dir
+
+TASK_ENV = "AIT_CMP_TASK_ID"
+"""Accelerator libraries read it, and write their files into a directory of this name."""
+_COMPILED = "data_compiled"
+Taker = Callable[[str, str, Any, "str | None"], None]
+Traced = Callable[[str, str], None]
+_NOTHING, _CAPTURES, _WHOLE_GRAPHS = 0, 1, 2
+
+_mode = _NOTHING  # the one thing that a call looks at while nothing captures
+_takers: list[tuple[Taker, Traced | None]] = []
+_take: Any = None  # see _prepare
+_note: Any = None
+_numbers = itertools.count()
+
+
+def set_label(data_src: str, data_id: str, data_val: Any = None, tensor_path: str | None = None) -> None:
+    """Labels one side of a pair.
+
+    Args:
+        data_src: "pta", the reference, or "acl", the accelerator's own.
+        data_id: what `gen_id` gave; the same for both sides.
+        data_val: the tensor, any dtype and shape; both sides need as many elements. Its rows are known inside vLLM.
+        tensor_path: instead of a value: the file that the accelerator's library writes, now or later, or the end of
+            its path. An ATB ``.bin``, or ``.npy``, ``.pt``, ``.pth``, ``.safetensors``.
+
+    Does nothing unless something captures. Never raises; what is wrong is said once and counted in the dump.
+    """
+    mode = _mode
+    if mode:
+        if mode == _WHOLE_GRAPHS and is_compiling():
+            _note(data_src, data_id)
+        else:
+            _take(data_src, data_id, data_val, tensor_path)
+
+
+def gen_id(name: str | None = None) -> str:
+    """An id for a pair: ``name`` itself, which is then the same on every machine and in every run, or a new one made of
+    the time. A name that is used again in the same step is told apart by the order of the calls."""
+    if name is not None:
+        return name
+    if is_compiling():  # the clock would break the graph; labels of one id are told apart by their order
+        return _COMPILED
+    if not _mode:
+        return f"data_{next(_numbers)}"  # nobody will see it; asking the clock takes five times as long
+    return f"data_{time.time_ns() / 1e9:.6f}_{next(_numbers)}"
+
+
+def taken() -> bool:
+    """Whether labels go to anybody."""
+    return _mode != _NOTHING
+
+
+def bind(taker: Taker, traced: Traced | None = None) -> None:
+    """From now on labels go to ``taker`` too, until `unbind`: each dump that is open has all of them.
+
+    traced: given where the engine compiles whole graphs, in which no label may break one: it is told, while
+    torch.compile traces, of each label that is left out there. Elsewhere a label is an eager part of compiled code.
+    """
+    global _take
+    if traced is not None or "torch._dynamo" in sys.modules:
+        _prepare()
+    elif _take is None:
+        _take = _first_take
+    _takers.append((taker, traced))
+    _choose()
+
+
+def others(taker: Taker) -> bool:
+    """Whether labels go to somebody else too."""
+    return any(one is not taker for one, _ in _takers)
+
+
+def unbind(taker: Taker) -> None:
+    _takers[:] = [pair for pair in _takers if pair[0] is not taker]
+    _choose()
+
+
+def _choose() -> None:
+    global _mode
+    whole = any(traced is not None for _, traced in _takers)
+    _mode = _WHOLE_GRAPHS if whole else _CAPTURES if _takers else _NOTHING
+
+
+def _prepare() -> None:
+    """Makes what compiled code may call. It needs torch._dynamo, whose import takes a second that captures without
+    torch.compile can do without."""
+    global _take, _note
+    if _note is None:
+        _take = torch.compiler.disable(_to_taker)
+        _note = torch._dynamo.assume_constant_result(_to_traced)  # called while tracing, not by the graph
+
+
+def _first_take(source: str, name: str, value: Any, path: str | None) -> None:
+    if "torch._dynamo" not in sys.modules:
+        _to_taker(source, name, value, path)
+        return
+    _prepare()
+    _take(source, name, value, path)
+
+
+def _to_taker(source: str, name: str, value: Any, path: str | None) -> None:
+    for taker, _ in tuple(_takers):
+        taker(source, name, value, path)
+
+
+def _to_traced(source: str, name: str) -> None:
+    for _, traced in tuple(_takers):
+        if traced is not None:
+            traced(source, name)
+
+
+_MAX_ID = 400
+_MANY = 512
+"""Labels that wait for their files before those of earlier steps are looked for."""
+_CLOSE_S = 10.0
+"""How long a capture that ends looks for files: a server's processes are given half a minute to end."""
+ROOT_ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
+"""Environment variables that name the directories accelerator libraries write to."""
+
+
+class Labels:
+    """The labels of one session, from ``open`` to ``close``.
+
+    parts: gives the part of the model (session.LANGUAGE ...) of each tap, for labels outside the language model's
+    forward. whole_graphs: the engine compiles with fullgraph, where a label must leave no trace. outside: labels
+    outside of a step are counted as skipped (a script's; an engine's warm-up makes many).
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        root: Path,
+        rank: int,
+        *,
+        parts: Callable[[], dict[str, str]] = dict,
+        whole_graphs: bool = False,
+        outside: bool = True,
+    ):
+        self._session = session
+        self._directory = root / rank_dir(rank)
+        self._rank = rank
+        self._parts = parts
+        self._known: dict[str, str] | None = None
+        self._outside = outside
+        self._said: set[str] = set()
+        self._pending: list[Label] = []
+        self._next_look = _MANY
+        self._above: dict[str, Path] = {}  # by path: the directory in which executions are numbered
+        self._executions: dict[str, int] = {}
+        self._files = 0
+        self._copied = 0
+        self._taker = self.take  # one object: a bound method is a new one each time it is asked for
+        self._whole_graphs = whole_graphs
+
+    def open(self) -> None:
+        bind(self._taker, self._traced if self._whole_graphs else None)
+
+    def close(self) -> None:
+        """Collects the files that labels named. To be called before the sink is closed. Never raises."""
+        unbind(self._taker)
+        try:
+            self.collect(final=True)
+        except Exception as error:
+            self._session.fail("collecting the labels' files", error)
+
+    # --- one label ---------------------------------------------------------------------------------------------
+
+    def take(self, source: str, name: str, value: Any, path: str | None) -> None:
+        """What ``set_label`` was given. Never raises."""
+        session = self._session
+        state = session.state
+        if value is None and isinstance(path, (str, os.PathLike)):
+            # Counted in every call: the library numbers its executions, warm-up and steps that nobody asked for too.
+            self._executions[os.fspath(path)] = self._executions.get(os.fspath(path), -1) + 1
+        if state is None:
+            if self._outside and session.dead is None:
+                session.sink.skip(f"{LABEL_TAP}{name}"[:_MAX_ID], "a label outside of the model's forward")
+            return
+        state.taking += 1  # copies that are made here are none of the model's operators
+        try:
+            wrong = _wrong(source, name, value, path)
+            if wrong:
+                self._refuse(f"{LABEL_TAP}{name}"[:_MAX_ID], wrong)
+            elif value is not None:
+                tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+                tap = LABEL_TAP + name
+                call = self._call(state, tap, source)
+                session.fired.add(tap)
+                session.record(state, tap, "label", source, call, self._where_taken(tensor.detach()), self._part(state))
+            else:
+                self._promise(state, source, LABEL_TAP + name, os.fspath(path or ""))
+        except Exception as error:
+            session.fail(f"set_label({source!r}, {name!r})", error)
+        finally:
+            state.taking -= 1
+
+    def _where_taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the side, host or device, whose tensors this session takes."""
+        if self._session.sink.direct:
+            return tensor.cpu()
+        return tensor.to(torch.accelerator.current_accelerator()) if tensor.device.type == "cpu" else tensor
+
+    def _traced(self, source: str, name: str) -> None:
+        self._session.sink.skip(f"{LABEL_TAP}{name}"[:_MAX_ID], "a label inside a compiled graph", source)
+
+    def _refuse(self, tap: str, reason: str) -> None:
+        self._session.sink.skip(tap, reason)
+        if reason not in self._said:
+            self._said.add(reason)
+            self._session.say(f"set_label: {reason} (at {tap}); the label is left out")
+
+    def _call(self, state: StepState, tap: str, source: str) -> int:
+        key = f"{tap}\0{source}"
+        call = state.calls.get(key, 0)
+        state.calls[key] = call + 1
+        return call
+
+    def _part(self, state: StepState) -> str:
+        """Whose rows a tensor has that is labelled here."""
+        if state.inside is not None or not state.stack:
+            return HEAD if state.inside == HEAD else LANGUAGE
+        if self._known is None:
+            self._known = self._parts()
+        return VISION if self._known.get(state.stack[-1]) == VISION else LANGUAGE
+
+    # --- labels that are files ---------------------------------------------------------------------------------
+
+    def _promise(self, state: StepState, source: str, tap: str, path: str) -> None:
+        task = os.environ.get(TASK_ENV, "")
+        call = self._call(state, tap, source)
+        label = Label(self._rank, state.number, tap, source, call, path, os.getpid(), task, self._executions[path])
+        if len(self._pending) >= self._next_look:
+            self.collect(before=state.number)
+            self._next_look = 2 * len(self._pending) + _MANY  # where nothing comes, looking must not become the work
+        self._pending.append(label)
+        self._session.fired.add(tap)
+        self._line(label)
+
+    def collect(self, *, final: bool = False, before: int | None = None) -> None:
+        """Copies the files that are there by now. ``final``: of those that are not, the journal says why. ``before``:
+        only of steps in front of this one, whose files nobody writes any more."""
+        waiting, self._pending = self._pending, []
+        deadline = time.monotonic() + _CLOSE_S
+        roots = [Path(value) for name in ROOT_ENVS if (value := os.environ.get(name))]
+        roots += [self._directory.parent / "atb", self._directory.parent / "ait_dump", Path.cwd()]
+        for label in waiting:
+            if before is not None and label.step >= before:
+                self._pending.append(label)
+                continue
+            if time.monotonic() > deadline:
+                file, reason = None, f"looking for files took longer than {_CLOSE_S:.0f} s"
+            else:
+                file, reason = self._place(label, roots)
+            ending = file.suffix.lower().lstrip(".") if file is not None else ""
+            if file is not None and ending not in LABEL_ENDINGS:
+                file, reason = None, f"a file of unknown kind: expected .{', .'.join(LABEL_ENDINGS)}"
+            if file is not None:
+                reason = self._copy(file, ending)
+            if not reason:
+                self._line(dataclasses.replace(label, file=self._files, ending=ending))
+                self._files += 1
+            elif final:
+                self._line(dataclasses.replace(label, reason=reason))
+            else:
+                self._pending.append(label)
+
+    def _place(self, label: Label, roots: list[Path]) -> tuple[Path | None, str]:
+        """This process was told the path by its own program: an absolute one needs no root."""
+        path = Path(label.path)
+        if path.is_absolute():
+            return (path, "") if path.is_file() else (None, "its file was not found")
+        above = self._above.get(label.path)
+        if above is not None:  # where the last execution's was, and without a search, unless there is none
+            found, _ = locate(label, [above / str(label.execution)])
+            if found is not None:
+                return found, ""
+        found, reason = locate(label, [root for root in roots if root.is_dir()])
+        if found is not None:
+            front = found.parents[len(path.parts) - 1]
+            if front.name == str(label.execution):
+                self._above[label.path] = front.parent
+        return found, reason
+
+    def _copy(self, file: Path, ending: str) -> str:
+        """Copies into the dump, within what is left of the budget; why not, or ""."""
+        sink = self._session.sink
+        size = file.stat().st_size
+        left = self._session.config.budget_bytes - sink.writer.bytes_written - self._copied
+        if size > left:
+            return "its file is larger than what is left of the budget"
+        target = self._directory / label_file(self._files, ending)
+        try:
+            with open(file, "rb") as source, os.fdopen(os.open(target, _NEW, 0o600), "wb") as copy:
+                shutil.copyfileobj(source, copy, 4 << 20)
+        except OSError as error:
+            target.unlink(missing_ok=True)
+            return f"its file could not be copied: {error.strerror or error}"
+        self._copied += size
+        return ""
+
+    def _line(self, label: Label) -> None:
+        self._session.sink.line(LABEL.to_line(label))
+
+
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+
+
+def _wrong(source: Any, name: Any, value: Any, path: Any) -> str:
+    """What is wrong with a label's arguments, or ""."""
+    if source not in (PTA, ACL):
+        return f"data_src is {str(source)[:40]!r}, not 'pta' or 'acl'"
+    if not isinstance(name, str) or not name or len(name) > _MAX_ID:
+        return "data_id is not what gen_id() gives: a short text"
+    if value is None and not path:
+        return "neither data_val nor tensor_path is given"
+    if value is None and not isinstance(path, (str, os.PathLike)):
+        return "tensor_path is no path"
+    return ""

@@ -1,0 +1,260 @@
+"""Teacher forcing inside vLLM: a request names the tokens that it is answered with.
+
+A line for each engine step: which requests it computed, from where, and how many tokens.
+
+The problem: whether a token was computed in a second chunk, in a batch of nine or after a prefix hit, only the engine
+knows, and a client that sees a gap needs it for each token. The idea: a line in a file; the step itself only adds a
+string to a list, a thread writes what has come together, so that a killed engine loses at most a tenth of a second.
+No token ids are in it.
+
+Puts the asked tokens in place of the sampled ones, before anybody gathers a log-probability.
+
+The problem: the next step must read the asked token, and the answer must have that token's log-probability under this
+server's own distribution. The idea: both generations of runners have a sampler whose ``sample`` chooses the tokens,
+and gather log-probabilities of what it returns; so its result is changed, on the sampler's instance. Which token a row
+is to get follows from the scheduler's numbers alone (computed before, and computed now), which are right with
+asynchronous scheduling, chunks, prefix hits and after preemption; a row in the middle of a prompt gets none, and the
+engine throws its sample away.
+
+Forcing inside vLLM: the observer that knows which requests name their tokens, and writes down the steps.
+
+The problem: a request's tokens are known when the scheduler first names it, and are needed in each of its steps by a
+sampler that knows no requests; where forcing is impossible (speculative decoding, a runner without a sampler) serving
+must go on. The idea: an observer beside those of a capture, on every rank, because each rank of a tensor-parallel group
+samples for itself. A request that could not be forced is answered as any other: the client compares the tokens
+that it gets with those that it named, and sees it.
+
+Not here: reading it (gate/sending/replies.py), what a step is (vllm/runner.py), what a request asks for
+(sampling.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_accprobe.capture.core.recording import at_exit
+from vllm_accprobe.capture.core.rows import Scheduled, external_ids
+from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.vllm.attach import observe
+from vllm_accprobe.capture.vllm.relied_on import unsampled
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.sampling import NamedTokens, asked
+from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, guesses
+from vllm_accprobe.config import ProbeConfig
+
+_WAIT_S = 0.1
+"""chosen: lines come together for so long; what kill -9 may cost."""
+
+
+def log_name(rank: int) -> str:
+    return f"steps-rank{rank}.jsonl"
+
+
+class StepLog:
+    """Adds lines to a file, 0600, that may have lines of an earlier engine. Raises OSError where it cannot be made."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = path
+        self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self._lines: list[str] = []
+        self._some = threading.Event()
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._broken = False
+        self._thread: threading.Thread | None = None
+        at_exit(self.close)
+
+    def add(self, step: int, requests: Sequence[tuple[str, int, int]]) -> None:
+        """requests: (the client's id, tokens computed before, tokens of this step)."""
+        if self._broken or self._end.is_set():
+            return
+        self._lines.append(json.dumps({"step": step, "requests": requests}, separators=(",", ":")) + "\n")
+        if self._thread is None:  # only now: a thread would not survive a fork
+            self._thread = threading.Thread(target=self._work, name="accprobe-steps", daemon=True)
+            self._thread.start()
+        self._some.set()
+
+    def close(self) -> None:
+        """What was added is in the file. Safe to call twice; never raises."""
+        self._end.set()
+        self._some.set()
+        self._write()
+
+    def _work(self) -> None:
+        while not self._end.is_set():
+            self._some.wait()
+            self._end.wait(_WAIT_S)
+            self._some.clear()
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            taken, self._lines = self._lines, []
+            left = memoryview("".join(taken).encode())
+            try:
+                while left and not self._broken:
+                    left = left[os.write(self._file, left) :]
+            except OSError as error:
+                self._broken = True
+                say(f"{self.path}: {error.strerror or error}: no steps are written any more; serving goes on")
+
+
+def wrap(sampler: Any, around: Callable[..., Any]) -> bool:
+    """Calls ``around(original, logits, ...)`` in place of ``sampler.sample``; False where there is no such method."""
+    original = getattr(sampler, "sample", None)
+    if not callable(original):
+        return False
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    sampler.__dict__["sample"] = sample  # an nn.Module (V1) looks there, too
+    return True
+
+
+def named(rows: Sequence[Scheduled], asked: dict[str, NamedTokens]) -> list[int]:
+    """The token that each row is to get, -1 where the sampled one stays."""
+    found = ((row, asked.get(row.internal)) for row in rows)
+    return [-1 if one is None else one.at(row.start + row.n) for row, one in found]
+
+
+def replaced(result: Any, tokens: Sequence[int]) -> Any:
+    """``result`` of a sampler (token ids [rows], or a tuple that begins with them) with ``tokens`` in place.
+
+    Raises RuntimeError where there are not as many rows.
+    """
+    sampled = result if isinstance(result, torch.Tensor) else result[0]
+    if sampled.numel() != len(tokens):
+        raise RuntimeError(f"the sampler has {sampled.numel()} rows, the batch {len(tokens)}")
+    wanted = _on(torch.tensor(tokens, dtype=sampled.dtype), sampled.device).view(sampled.shape)
+    changed = torch.where(wanted >= 0, wanted, sampled)
+    return changed if isinstance(result, torch.Tensor) else (changed, *result[1:])
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    if device.type == "cpu":
+        return tensor
+    try:
+        tensor = tensor.pin_memory()
+    except RuntimeError:  # a device whose host memory cannot be pinned
+        return tensor.to(device)
+    return tensor.to(device, non_blocking=True)
+
+
+def attach(wrapper: Any) -> ForcingObserver | None:
+    """Called in each worker after init_device. Never raises."""
+    failed = "forcing could not attach ({}): it is off on this rank; serving goes on"
+    return observe(wrapper, ForcingObserver, ForcingObserver.without, failed, ForcingObserver)
+
+
+class ForcingObserver(StepObserver):
+    """The forced requests of one rank, and its steps where it is the first of a replica."""
+
+    without = "no request can be forced"
+
+    def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
+        self._adapter = adapter
+        self._asked: dict[str, NamedTokens] = {}
+        self._names: dict[str, str] = {}
+        self._in_step = self._wrapped = self._said = False
+        self._why = "its model is not loaded"
+        self._log: StepLog | None = None
+        if config.force_dir and first_of_replica(adapter.parallel):
+            self._log = StepLog(Path(config.force_dir) / log_name(adapter.parallel["rank"]))
+
+    @property
+    def awake(self) -> bool:
+        return self._wrapped
+
+    def loaded(self) -> None:
+        if self._wrapped:
+            return  # weights were loaded anew
+        self._wrapped, self._why = True, ""
+        if guesses(getattr(self._adapter.runner, "vllm_config", None)):
+            self._why = "with speculative decoding the tokens of a step depend on what was guessed"
+        elif unsampled(self._adapter.runner):
+            self._why = unsampled(self._adapter.runner)
+        elif not wrap(getattr(self._adapter.runner, "sampler", None), self._sample):
+            self._why = f"the sampler of {type(self._adapter.runner).__name__} has no method `sample`"
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: EngineStep) -> None:
+        self._in_step = step.number is not None
+        for new in step.new:
+            try:
+                one = asked(new.extra, new.length)
+            except ValueError as error:
+                self._refuse(str(error))
+                continue
+            if one is not None and self._why:
+                self._refuse(self._why)
+            elif one is not None:
+                self._asked[new.name] = one
+        if self._log is not None and step.number is not None:
+            begins = step.starts()
+            self._log.add(step.number, [(self._sent(name), begins.get(name, 0), n) for name, n in step.counts.items()])
+        for name in step.finished:
+            self._asked.pop(name, None)
+            self._names.pop(name, None)
+
+    def end_step(self) -> None:
+        self._in_step = False
+
+    def _sent(self, name: str) -> str:
+        """As the client calls the request."""
+        known = self._names.get(name)
+        if known is None:
+            known = self._names[name] = external_ids(name)[-1]
+        return known
+
+    def _sample(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not self._asked or not self._in_step or self._why:
+            return result
+        try:
+            logits = args[0] if args else kwargs["logits"]
+            tokens = named(self._adapter.batch.rows(), self._known(int(logits.shape[-1])))
+            return replaced(result, tokens) if max(tokens, default=-1) >= 0 else result
+        except Exception as error:
+            self.failed("forcing", error)
+            return result
+
+    def _known(self, vocabulary: int) -> dict[str, NamedTokens]:
+        """The requests whose tokens this model has: another id would be read from beyond its embedding."""
+        for name in [name for name, one in self._asked.items() if one.largest >= vocabulary]:
+            del self._asked[name]
+            self._refuse(f"it names a token that this model, with {vocabulary} of them, does not have")
+        return self._asked
+
+    def _refuse(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            say(f"a request that names its tokens is answered as any other: {why} (said once)")
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def failed(self, where: str, error: BaseException) -> None:
+        if not self._why:
+            self._why = f"{where} failed ({type(error).__name__}: {error})"
+            say(f"{self._why}: no request is forced any more; serving goes on")
+
+    def close(self, reason: str) -> None:
+        if self._log is not None:
+            self._log.close()
+
+
+def first_of_replica(parallel: dict[str, Any]) -> bool:
+    """Whether no other rank of this replica is before it: all of them have the same steps."""
+    replica, replicas = parallel["dp"]
+    ranks = parallel["world_size"] // max(replicas, 1)
+    return bool(parallel["rank"] == replica * ranks)

@@ -1,1 +1,0 @@
-"""Which calls of vLLM change weights, and what they change."""

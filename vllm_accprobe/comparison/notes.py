@@ -1,0 +1,501 @@
+"""What a comparison notes beside its verdict: constants, dumps without tensors, other standards.
+
+What two dumps and the plan say by themselves, whatever the verdict: notes, and why there is nothing to compare.
+
+The problem: other prompts, another model or a rank that stopped early explain a difference better than any operator.
+The idea: pure functions from dumps and plan to sentences, said before all numbers.
+
+Modules that were built with other numbers: an epsilon, a softmax scale, a window.
+
+The problem: a constant that is wrong in mine's module is right for mine's own replay, which reads it there; and where
+its effect is small, no limit of a comparison shows it. The idea: what both dumps recorded of the same module is laid
+side by side, and a number of a formula that differs is an origin of its own kind, ``setting``: the module computes what
+it was built to compute, and who built it is wrong. Sizes differ between machines that are right (ranks, packing, block
+sizes), so only numbers that go into a formula count, by their names. A number that is recorded at several places (an
+attention and its backend) is one finding, at the innermost.
+Where it cannot matter, it is a note: no tensor of the module, nor of what contains it, was compared, or its outputs are
+equal. Whether it matters where they are not, a replay with both values tells (opcheck/proof/prove.py).
+
+What is said before the verdict: rows that became NaN, rows that went to other experts, modules with other constants.
+
+The problem: a step from numbers to NaN, or a choice that nobody could check, is lost among thousands of pairs. The
+idea: each is counted where it is judged, and said once, in a note, which every report puts first.
+
+Dumps without a tensor to compare: what their ledgers of states and their weights' lives say all the same.
+
+The problem: a ledger of states is a dump without tensors, and so is a server's that was loaded, reloaded and never
+asked; a comparison of two such found "nothing" and hid what they had found. The idea: where neither side captured a
+tensor, mine's ledger, or the weights that were compared, are the comparison. Where tensors were captured and none has a
+partner, that stays "nothing could be compared", since whoever wanted them compared must not read PASS; but a finding of
+mine's own is told, and fails.
+
+A comparison under another tool's standard: its columns beside ours, its word as the status.
+
+The problem: the verdict shall be the other tool's and everything else stay readable. The idea: judged as always first;
+then the tool's rule (standards/) gives each pair its cells and its word. An error fails the pair, a warning is told and
+passes; where a tool has no verdict, ours stays. Origins, floors, flipped tokens and the shape of the error
+are ours in any case, and a note says what our own standard made of it.
+
+Not here: the words of what was measured and judged (messages.py), what was recorded (capture/), the other notes
+(messages.py), the counting (judge/origins.py, judge/routing.py), what they say (comparison/states.py, judge/weights/),
+the rules.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from vllm_accprobe.align.requests import what_differs
+from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.measure.measured import ComparisonContext
+from vllm_accprobe.comparison.measure.read import UNREAD
+from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
+from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.comparison.result import Comparison, Foreign
+from vllm_accprobe.comparison.states import cache_notes, findings, watched
+from vllm_accprobe.dump.reader import Dump, nearest
+from vllm_accprobe.dump.schema import SamplingParameters
+from vllm_accprobe.judge.floor import flow_unit
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.routing import Rerouted
+from vllm_accprobe.judge.weights import wrong_weights
+from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
+from vllm_accprobe.standards.declaration import NO_VERDICT, OF_PAIRS, SKIPPED, Cell, NamedStandard, Numbers, PairRule
+from vllm_accprobe.standards.finding import ERROR, WARNING
+
+ALL_SKIPPED = "all pairs were skipped"
+
+
+def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
+    """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
+    out: list[str] = []
+    names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
+    if all(names) and names[0] != names[1]:
+        out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
+    for g, m in plan.requests.different:
+        lengths = f" ({g.prompt_len} and {m.prompt_len})" if g.prompt != m.prompt else ""
+        out.append(f"request {g.id!r} has {what_differs(g, m)}{lengths}: not compared")
+    for side, left in (("golden", plan.requests.only_golden), ("mine", plan.requests.only_mine)):
+        if left:
+            out.append(f"{len(left)} requests have no partner and were not compared: only in {side}")
+    out += plan.notes
+    out += _parameters(plan)
+    out += _dtypes(plan)
+    out += cache_notes(dumps)
+    if odd := plan.odd_copies():
+        out.append(f"{odd} tensors that all ranks should hold alike differ between the ranks of golden")
+    for side, dump in zip(("golden", "mine"), dumps, strict=True):
+        out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
+        out += [f"{side}: {problem}" for problem in dump.problems]
+        if dump.errors:
+            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
+        out += [f"{side}: {said}" for said in taps_effect(dump.run)]
+    return out
+
+
+def taps_effect(run: dict[str, Any]) -> list[str]:
+    """What `accprobe doctor --graphs` has found of the taps of this very run, if it was one of its runs: a sentence.
+    run: run.json, perhaps a stranger's."""
+    changed: Any = run
+    for key in ("engine", "graphs", "changed"):
+        changed = changed.get(key) if isinstance(changed, dict) else None
+    if not isinstance(changed, dict):
+        return []
+    if changed.get("repeats") is not True:
+        return ["two runs without taps differed already: whether its taps change the result is not known"]
+    wrong = [word for word in ("tokens", "top_logits", "logits", "root") if changed.get(word) is True]
+    if not wrong:
+        return ["its taps changed no bit of the result (accprobe doctor --graphs)"]
+    far, module = changed.get("root_rel_l2"), changed.get("module")
+    much = f" by {far:.2g} (relative L2)" if isinstance(far, float) and "root" in wrong else ""
+    where = f", first where a tap stands at {_printable(module)}" if isinstance(module, str) else ""
+    return [f"ITS TAPS CHANGED THE RESULT{much}: {', '.join(wrong)}{where}; compare without that tap (docs/doctor.md)"]
+
+
+def _first_error(dump: Any) -> str:
+    e = dump.errors[0]
+    return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
+
+
+def _parameters(plan: Plan) -> list[str]:
+    """One sentence where requests ask the sampler for something else: their tokens may then rightly differ. Grammars
+    and the like are told by the lines of masks."""
+    found = [
+        (m, g.sampling, m.sampling)
+        for g, m, _ in plan.requests.pairs
+        if g.sampling is not None and m.sampling is not None and g.sampling.digest != m.sampling.digest
+        and g.sampling.also == m.sampling.also
+    ]  # fmt: skip
+    if not found:
+        return []
+    request, golden, mine = found[0]
+    fields = [f for f in SamplingParameters.__dataclass_fields__ if f not in ("digest", "prompt")]
+    differ = [f for f in fields if getattr(golden, f) != getattr(mine, f)]
+    lists = [f for f in differ if isinstance(getattr(golden, f), tuple) or isinstance(getattr(mine, f), tuple)]
+    said = [f"{f} {getattr(golden, f)} in golden, {getattr(mine, f)} in mine" for f in differ if f not in lists] + lists
+    more = f", and {len(found) - 1} more requests" if len(found) > 1 else ""
+    what = "; ".join(f.replace("_", " ") for f in said) or "lists too long to be written down"
+    return [f"request {request.id!r}{more}: other sampling parameters ({what}): flipped tokens are not judged"]
+
+
+def _dtypes(plan: Plan) -> list[str]:
+    """One sentence where the two runs compute in different precisions."""
+    units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
+    mixed: Counter[tuple[str, str]] = Counter()
+    for u in units:
+        pair = (u.golden[0].first.dtype, u.mine[0].first.dtype)
+        if pair[0] != pair[1] and rounding_unit(pair[0]) and rounding_unit(pair[1]):
+            mixed[pair] += 1
+    if not mixed:
+        return []
+    (g, m), n = mixed.most_common(1)[0]
+    coarse = max((g, m), key=lambda d: flow_unit([d]))
+    return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
+
+
+def _examples(dumps: tuple[Any, Any]) -> list[str]:
+    """A tap of either dump, one with values of the model where there is one."""
+    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
+    return [_printable(tap) for tap in found]
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name[:120])
+
+
+def unmatched(dumps: tuple[Any, Any], taps: str) -> str:
+    """One line for NothingCompared where globs over taps left nothing: what is meant, perhaps."""
+    known = [sorted({r.tap for r in dump.records}) for dump in dumps]
+    both = sorted(set(known[0]) & set(known[1])) or known[1] or known[0]
+    near = [_printable(name) for name in nearest(taps.split(","), both)]
+    hint = f"; the nearest: {', '.join(near)}" if near else ""
+    return f"nothing could be compared: --taps {_printable(taps)!r} matches no tap that both dumps have{hint}"
+
+
+def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
+    """One line for NothingCompared: the likeliest reason first."""
+    golden, mine = dumps
+    if not golden.records or not mine.records:
+        empty = golden if not golden.records else mine
+        why = "; ".join(empty.problems) or "none captured"
+        return f"nothing could be compared: {empty.path} holds no tensors ({why})"
+    if plan.requests.different and not plan.requests.pairs:
+        what = what_differs(*plan.requests.different[0])
+        return f"nothing could be compared: the requests have the same ids but {what}"
+    if not plan.names.pairs:
+        there = _examples(dumps)
+        return (
+            "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
+            f"golden has {there[0]}, mine {there[1]}, for example"
+        )
+    if golden.requests and mine.requests and not plan.requests.pairs:
+        return "nothing could be compared: no request of one dump has the same prompt as one of the other"
+    reasons = ", ".join(f"{reason} ({n})" for reason, n in skipped.most_common(3))
+    why = next((f": {d.unread[0]}" for d in dumps if skipped.get(UNREAD) and d.unread), "")
+    return f"nothing could be compared: {reasons or ALL_SKIPPED}{why}"
+
+
+SETTING = "setting"
+"""The role of an origin that is a constant, and the kind of its cause."""
+_FORMULA = re.compile(r"(^|[._])(eps|epsilon|scale|scaling|scaling_factor|base|theta|soft_?cap|sliding_window|window|"
+                      r"alpha|beta|limit|mscale|top_?k|renormalize|has_sink|is_neox_style)($|_)")  # fmt: skip
+_OF_CACHES = ("_k_scale_float", "_v_scale_float", "_q_scale_float", "_prob_scale_float")
+"""Scales of an 8-bit cache: numbers of a formula only beside another cache of that format."""
+_DIGITS = 1e-6
+"""Chosen: relative; a float32 and a float64 of the same constant are nearer."""
+_NOTHING = ("request", "position", "phase", "created", "propagated", "floor", "tier", "times", "chance", "layers",
+            "worst")  # fmt: skip
+_NOTES = 3
+Differs = tuple[str, Any, Any]
+"""(attribute, mine's value, golden's)."""
+
+
+def differing(golden: Dump, mine: Dump) -> dict[str, str]:
+    """Tap → ``variance_epsilon is 0.02, golden has 1e-06``, of the modules that both dumps know."""
+    return {
+        tap: "; ".join(f"{name} is {value}, golden has {theirs}" for name, value, theirs in other)
+        for tap, other in other_values(golden, mine).items()
+    }
+
+
+def other_values(golden: Dump, mine: Dump) -> dict[str, list[Differs]]:
+    """Tap → its constants that are not golden's."""
+    theirs, own = _attributes(golden), _attributes(mine)
+    found: dict[str, list[Differs]] = {}
+    for tap, attrs in own.items():
+        other = [
+            (name, value, theirs[tap][name])
+            for name, value in attrs.items()
+            if _FORMULA.search(name)
+            and name in theirs.get(tap, {})
+            and _differ(theirs[tap][name], value)
+            and not (name in _OF_CACHES and theirs[tap].get("kv_cache_dtype") != attrs.get("kv_cache_dtype"))
+        ]
+        if other:
+            found[tap] = other
+    said = {tap: _once(tap, other, found) for tap, other in found.items()}
+    return {tap: other for tap, other in said.items() if other}
+
+
+def _once(tap: str, other: list[Differs], found: Mapping[str, list[Differs]]) -> list[Differs]:
+    """Without what a module inside ``tap`` has, too, and what ``tap`` records under two names."""
+    inner = {one[1:] for t, d in found.items() if t.startswith(tap + ".") for one in d}
+    kept: dict[tuple[Any, Any], Differs] = {}
+    for one in other:
+        if one[1:] not in inner:
+            kept.setdefault(one[1:], one)
+    return list(kept.values())
+
+
+def with_constants(
+    origins: Iterable[tuple[int, dict[str, Any]]], settings: Mapping[str, str], classes: Mapping[str, str],
+    pairs: Iterable[Pair],
+) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
+    """``origins``, (place in the data flow, compare.json's entry), with an entry for each tap of ``settings`` (as
+    `differing`'s) that may matter; a module that is an origin already, or stands for one inside that was not captured,
+    is given the cause instead. classes: by tap."""
+    places: dict[str, tuple[int, bool]] = {}
+    for p in pairs:
+        if p.status != SKIP:
+            order, same = places.get(p.tap, (p.order, True))
+            places[p.tap] = min(order, p.order), same and (p.identical or not _result(p))
+    known = {str(o["module"]): o for _, o in origins}
+    found = list(origins)
+    for tap, said in settings.items():
+        near = _nearest(tap, places)
+        stands = tap if tap in known else next((t for t in near if t in known and tap.startswith(t + ".")), None)
+        if stands is not None:
+            said = said if stands == tap else f"{tap}: {said}"
+            known[stands] |= {"setting": said, "cause": cause(said)}
+            continue
+        if all(places[t][1] for t in near):  # nothing was compared there, or it computes the same
+            continue
+        entry: dict[str, Any] = dict.fromkeys(_NOTHING)
+        entry |= {"module": tap, "class": classes.get(tap, ""), "role": SETTING, "evidence": "values", "rows": 0,
+                  "nonfinite": 0, "shape": "", "setting": said, "cause": cause(said)}  # fmt: skip
+        found.append((min(places[t][0] for t in near), entry))
+    return found
+
+
+def cause(said: str) -> dict[str, Any]:
+    """An origin's ``cause``, of a module with other constants."""
+    return {"kind": SETTING, "sentence": said}
+
+
+def with_effects(result: Comparison, effects: Mapping[str, Mapping[str, Any]]) -> Comparison:
+    """``result`` with what a replay with both values has found (opcheck/proof/prove.py), by tap: ``matters``,
+    None where that is not known, and ``times``, how many times what rounding allows an output moves. A constant that
+    does not matter is a note."""
+    origins, notes = [], []
+    for o in result.origins:
+        found, other = effects.get(str(o["module"])), o.get("cause")
+        if found is None or found.get("matters") is None or not isinstance(other, Mapping) or other["kind"] != SETTING:
+            origins.append(o)
+            continue
+        said, matters = str(other["sentence"]), bool(found["matters"])
+        how = f"with golden's value its outputs move by {found['times']:.2g} times what rounding allows (replay)"
+        if not matters and o.get("role") == SETTING:
+            notes.append(f"replay: {o['module']}: {said}, which does not matter here: {how}")
+            continue
+        origins.append({**o, "cause": {**other, "sentence": f"{said}; {how}", "matters": matters}})
+    if len(origins) == len(result.origins):
+        return replace(result, origins=origins)
+    open_ = origins or wrong_weights(result.weights) or any(p.status == FAIL for p in result.pairs)
+    shown = notes[:_NOTES] + ([f"replay: {len(notes) - _NOTES} more such constants"] if notes[_NOTES:] else [])
+    return replace(result, origins=origins, notes=[*shown, *result.notes], verdict=result.verdict if open_ else PASS)
+
+
+def effects_of(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What JSON kept of a replay's effects. Raises TypeError and ValueError for anything else."""
+    found = {}
+    for tap, one in value.items():
+        matters = one["matters"]
+        if not (matters is None or isinstance(matters, bool)):
+            raise TypeError("whether a constant matters is no word")
+        found[str(tap)] = {"matters": matters, "times": float(one["times"])}
+    return found
+
+
+def _result(pair: Pair) -> bool:
+    return pair.role.startswith(("output", "inplace"))
+
+
+def _nearest(tap: str, places: Mapping[str, Any]) -> list[str]:
+    """The taps whose tensors show what ``tap`` computes: itself, else those inside, else the innermost around it."""
+    if tap in places:
+        return [tap]
+    if inside := [t for t in places if t.startswith(tap + ".")]:
+        return inside
+    around = [t for t in places if tap.startswith(t + ".")]
+    return [max(around, key=len)] if around else []
+
+
+def _attributes(dump: Dump) -> dict[str, Mapping[str, Any]]:
+    return {m.tap: m.attrs for modules in dump.modules.values() for m in modules}
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+        return type(a) is type(b) and isinstance(a, (bool, str)) and a != b
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a != b and not (a != a and b != b)
+    return abs(a - b) > _DIGITS * max(abs(a), abs(b))
+
+
+_NAMED = 3
+
+
+def remarks(origins: Sequence[Mapping[str, Any]], rerouted: Rerouted) -> list[str]:
+    """The notes. origins: of compare.json."""
+    return [*nonfinite_steps(origins), *choices(rerouted)]
+
+
+def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many operators make NaN or infinity of numbers, and in how many rows."""
+    found = [(o["module"], o["nonfinite"]) for o in origins if o.get("nonfinite")]
+    if not found:
+        return []
+    rows = sum(n for _, n in found)
+    which = ", ".join(f"{tap} ({n})" for tap, n in found[:_NAMED])
+    which += f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    steps = "1 operator turns" if len(found) == 1 else f"{len(found)} operators turn"
+    return [f"{steps} finite inputs into NaN or infinity, in {counted(rows, 'row')}: {which}"]
+
+
+def choices(rerouted: Rerouted) -> list[str]:
+    """What must be known of chosen experts: wrong choices, and those that no margin shows to be right or wrong."""
+    out = []
+    if rerouted.wrong:
+        why = "mine leaves an expert to which its own router gives a clearly higher logit"
+        out.append(f"wrong experts are chosen in {counted(rerouted.wrong, 'row')}: {why}")
+    if rerouted.unruled:
+        why = "golden itself does not take its highest logits (groups, a bias), so no margin shows a near tie"
+        out.append(f"{counted(rerouted.unruled, 'row')} went to other experts and are not judged from there on: {why}")
+    if rerouted.unknown:
+        why = "without the router's logits in both dumps nothing shows a near tie; capture the router (gate), too"
+        out.append(f"{counted(rerouted.unknown, 'row')} went to other experts, which counts as an error: {why}")
+    return out
+
+
+def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
+    """What must be known of mixtures of experts whose routing is not in both dumps. origins: those it may explain."""
+    if not routers or not origins:
+        return []
+    what = "an origin is" if origins == 1 else f"{origins} origins are"
+    which = routers[0] + (f" and {len(routers) - 1} more" if len(routers) > 1 else "")
+    return [
+        f"{what} no proof: which experts rows went to is not known ({which}), and one that a near tie sends elsewhere "
+        "differs as much; capture the router's logits (gate) in both, for compiled graphs without "
+        "VLLM_ACCPROBE_GRAPH_MB=0"
+    ]
+
+
+def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> list[str]:
+    """Modules that were built with other constants, which nothing that was compared can show. settings:
+    constants_differ.differing's; origins: the taps whose constants are origins."""
+    left = {tap: said for tap, said in settings.items() if tap not in origins}
+    if not left:
+        return []
+    first, said = next(iter(left.items()))
+    which = "1 module was" if len(left) == 1 else f"{len(left)} modules were, each,"
+    return [
+        f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"
+    ]
+
+
+def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
+    """The sentence that is said of a comparison without pairs; "" where there is nothing to compare at all. units:
+    whether any tensor of one side has one of the other, by name."""
+    seen = setting.coverage
+    captured = units or bool(seen.get("taps_only_golden") or seen.get("taps_only_mine"))
+    mine = watched(setting.states, "mine")
+    weights = setting.weights.get("compared", 0) or setting.weights.get("told", 0)
+    wrong = findings(setting.states, "mine")
+    said = [f"mine's ledger of states ({_looked(mine)})"] if mine else ["mine's ledger of states"] if wrong else []
+    said += [f"{weights:,} weights"] if weights else []
+    found = wrong or wrong_weights(setting.weights)
+    if not said or (captured and not found):
+        return ""
+    because = why.removeprefix("nothing could be compared: ")
+    return f"no tensors were compared ({because}): this is about " + " and ".join(said)
+
+
+def _looked(mine: Mapping[str, Any]) -> str:
+    steps = max(int(one.get("steps", 0)) for one in mine.values())
+    return f"{steps:,} steps"
+
+
+def apply(result: Comparison, standard: NamedStandard) -> Comparison:
+    """``result`` with pairs, verdict and further columns by ``standard``'s rule for pairs."""
+    name, rule = standard.name, standard.pairs
+    if rule is None:
+        raise ValueError(f"{name} has no rule for pairs")
+    cells, pairs = [], []
+    said: Counter[str] = Counter()
+    for pair in result.pairs:
+        row, changed, word = _judged(pair, name, rule)
+        said[word] += 1
+        cells.append(row)
+        pairs.append(changed)
+    verdicts = any(p.status == FAIL for p in pairs)
+    own = result.verdict.upper()
+    if said[NO_VERDICT] and not said[ERROR] and not said[PASS]:
+        note = f"standard '{name}' has no verdict of its own: the status is accprobe's"
+        verdict = result.verdict
+    else:
+        counts = ", ".join(f"{said[w]} {w}" for w in (ERROR, WARNING, PASS) if said[w])
+        note = f"status and verdict by the rules of '{name}' ({counts}); accprobe's own verdict is {own}"
+        verdict = FAIL if verdicts else PASS
+    if rule.needs_kl:
+        note += _about_kl(pairs)
+    divergence = messages.first_divergence(pairs, None) if verdict == FAIL else None
+    if divergence is not None:  # ours are other measures than the one that decided
+        place = tuple(divergence[k] for k in ("module", "role", "step"))
+        found = next(p for p in pairs if (p.tap, p.role, p.step) == place)
+        divergence |= {"metric": found.message, "value": None, "limit": None}
+    return replace(
+        result,
+        pairs=pairs,
+        verdict=verdict,
+        notes=[note, *result.notes],
+        first_divergence=result.first_divergence if verdict == result.verdict else divergence,
+        standard={"name": name, "origins by": result.standard},
+        foreign=Foreign(name, rule.columns, cells),
+    )
+
+
+def _about_kl(pairs: list[Pair]) -> str:
+    """Of which pairs there is no KL divergence: of none, where they were measured for another standard; else of
+    parameters, which are no distribution and are not measured for it."""
+    compared = [p for p in pairs if p.elements is not None or p.identical]
+    known = [p for p in compared if p.kl is not None or p.identical]
+    left = len(compared) - len(known)
+    if not left:
+        return ""
+    if not any(p.kl is not None for p in known):
+        return "; the KL divergence was not measured: compare the dumps again with this standard"
+    return f"; {len(known)} of {len(compared)} pairs have a KL divergence, parameters that differ have none"
+
+
+def _judged(pair: Pair, name: str, rule: PairRule) -> tuple[tuple[Cell, ...], Pair, str]:
+    if pair.status == SKIP or (pair.max_abs_err is None and not pair.nonfinite):
+        return (None,) * len(rule.columns), pair, SKIPPED
+    cells, word, why = rule.rule(_numbers(pair))
+    if word in (NO_VERDICT, SKIPPED):
+        return cells, pair, word
+    message = f"{name}: {word}" + (f", {why}" if why else "")
+    status = FAIL if word == ERROR else PASS
+    return cells, replace(pair, status=status, message=message if word != PASS else ""), word
+
+
+def _numbers(pair: Pair) -> Numbers:
+    elements = None if pair.elements is None else dict(zip(ELEMENT_FIELDS, pair.elements, strict=True))
+    values = {name: getattr(pair, name) for name in OF_PAIRS}
+    size = max(prod(pair.shape), pair.nonfinite or 0)
+    return Numbers.of(pair.dtype_mine or "", size, values, elements, pair.identical)

@@ -1,0 +1,305 @@
+"""What the plan knows of its units besides rows: expert choices, integer inputs, links, sources, coverage.
+
+Which logits a row's experts were chosen by, and how clearly.
+
+The problem: whether another expert is a near tie stands in the router's logits, a tensor of another tap. The idea: the
+plan gives a unit of chosen experts the groups of its router's logits; where rows differ, the logits of these rows, of
+the same step on either side, are read as well, and only what they say is kept (judge/routing.py: three numbers a row).
+Logits whose choice is not in both dumps are told how many of them are taken, and speak for themselves.
+
+Inputs that are integers on one side and fractions on the other.
+
+The problem: what one engine hands to a model as pixels of 8 bits, another hands over normalised, and comparing both
+condemns a model that is right. The idea: an input of another kind of number is left out, and counted. Whole numbers
+that a tool wrote down as floating point (ids as float32) are no other kind.
+
+Where the code of each compared module is written, on both sides.
+
+The problem: whoever fixes a culprit looks for its file, and two machines may run two files. The idea: what each capture
+wrote down of a module (capture/taps/hooks.py), by mine's name.
+
+Which tensor is handed to which: an input whose bytes are those that another tap gave out before in the same step.
+
+The problem: a dump says what went into a tap and nowhere where that came from. The idea: the bytes tell. Of every input
+those outputs of earlier taps with the same hash, in each of the first steps that have it: equal by chance (zeros, small
+integers) is equal once. Of several that remain the last one gave it out, and inside of that the deepest made it. One
+side may hand on unchanged what the other changes on the way, and one may have no hashes: each is asked, mine's answer
+holds, and a link is one side's alone only where the other has both tensors and they differ.
+
+Not here: what follows from that (judge/routing.py, flips.py), the other measures (activations.py), outputs, whose
+kind is the model's own doing, and parameters, the words (report/neighbours/), what these tensors differ by
+(verdict/neighbours.py), who stands in front where no bytes tell (judge/upstream.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.align.names import TapPair, enclosing
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread
+from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.schema import Module, Record, Stats
+from vllm_accprobe.judge import flips, routing
+from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, kind_of
+
+Place = tuple[Group, Any, np.ndarray]
+"""A group of chosen experts, how it is cut, and its rows."""
+
+
+def with_routers(units: Sequence[Unit], modules: Iterable[Module] = ()) -> list[Unit]:
+    """``units`` in order of the flow; those of chosen experts with the logits that come last before them, and logits
+    without a choice with how many of them are taken. modules: of either dump."""
+    out = _with_takes(units, modules)
+    for i, unit in enumerate(units):
+        if routing.is_choice(unit.key[1], unit.cls):
+            for other in reversed(units[:i]):
+                tap, role, call = other.key
+                fits = call == unit.key[2] and routing.is_logits(tap, role, other.cls)
+                if fits and routing.in_front_of(tap, unit.key[0]):
+                    by, bias = _chooser(unit.key[0], units, modules)
+                    out[i] = replace(unit, router=(other.golden, other.mine), chooser=by, bias=bias)
+                    break
+    return out
+
+
+def _chooser(
+    choosing: str, units: Sequence[Unit], modules: Iterable[Module]
+) -> tuple[routing.Chooser | None, tuple[Group, Group] | None]:
+    """By what the experts of tap ``choosing`` are chosen, and golden's and mine's bias, where it is not their logits
+    alone and the dumps say it."""
+    bias = next(
+        ((u.golden[0], u.mine[0]) for u in units if u.key[1].endswith("correction_bias") and u.golden and u.mine
+         and routing.in_front_of(u.key[0], choosing)), None,
+    )  # fmt: skip
+    says: dict[str, Any] = {}
+    for module in modules:
+        if "top_k" in module.attrs or "router.class" in module.attrs or "num_group" in module.attrs:
+            around = choosing.startswith(f"{module.tap}.") or routing.in_front_of(module.tap, choosing)
+            says |= module.attrs if around else {}
+    found = {name: says.get(f"router.{name}", says.get(name)) for name in _CHOICE}
+    groups, top, grouped = found["num_expert_group"], found["topk_group"], found["use_grouped_topk"]
+    groups = says.get("num_group") if groups is None else groups
+    if grouped is False or not isinstance(groups, int) or not isinstance(top, int):
+        groups = top = 1
+    if found["scoring_func"] not in ("softmax", "sigmoid") or (groups == 1 and bias is None):
+        return None, None
+    if bias is None and says.get("has_correction_bias"):
+        return None, None
+    return routing.Chooser(found["scoring_func"], groups, top), bias
+
+
+OTHER_FACTOR = "the routed scaling factor is in the experts' weights on one side, and on the other it is applied later"
+_FACTOR = "routed_scaling_factor"
+
+
+def scaled_elsewhere(units: Sequence[Unit], golden: Iterable[Module], mine: Iterable[Module]) -> frozenset[int]:
+    """Which of ``units`` are experts' weights that one side has multiplied with the model's factor, while the other
+    side multiplies the sum, and what experts make of such weights: they differ by it, and nothing is wrong. golden,
+    mine: each side's modules."""
+    taps = {u.key[0] for u in units if routing.is_weight(u.key[1], u.cls) and _differ(u, golden, mine)}
+    return frozenset(
+        i for i, u in enumerate(units)
+        if u.key[0] in taps and (routing.is_weight(u.key[1], u.cls) or u.key[1].startswith("output"))
+    )  # fmt: skip
+
+
+def _differ(unit: Unit, golden: Iterable[Module], mine: Iterable[Module]) -> bool:
+    found = [_factors(tap, modules) for tap, modules in ((unit.golden_key[0], golden), (unit.key[0], mine))]
+    (in_golden, golden_whole), (in_mine, mine_whole) = found
+    return None not in (in_golden, in_mine) and in_golden != in_mine and math.isclose(golden_whole, mine_whole)
+
+
+def _factors(tap: str, modules: Iterable[Module]) -> tuple[float | None, float]:
+    """(the factor in the weights that ``tap`` takes, None where that is not known; with the one behind it)."""
+    within, whole = None, 1.0
+    for module in modules:
+        factor = module.attrs.get(_FACTOR)
+        chooses = "top_k" in module.attrs
+        near = tap.startswith(f"{module.tap}.") or routing.in_front_of(module.tap, tap)
+        if near and isinstance(factor, (int, float)) and (chooses or "router.class" in module.attrs):
+            whole *= factor
+            within = float(factor) if chooses else within
+    return within, whole
+
+
+_CHOICE = ("scoring_func", "num_expert_group", "topk_group", "use_grouped_topk")
+
+
+def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
+    holders = {module.tap: flips.taken(module.attrs) for module in modules if "top_k" in module.attrs}
+    chosen = [u.key[0] for u in units if routing.is_choice(u.key[1], u.cls)]
+    biased = [u.key[0] for u in units if u.key[1].endswith("correction_bias")]
+    out = []
+    for unit in units:
+        tap, role, _ = unit.key
+        takes = 0
+        if holders and routing.is_logits(tap, role, unit.cls):
+            own = [holder for holder in holders if routing.in_front_of(tap, holder)]
+            block = tap.rpartition(".")[0] + "."
+            told = any(routing.in_front_of(tap, choice) for choice in chosen)
+            if own and not told and not any(bias.startswith(block) for bias in biased):
+                takes = min(holders[holder] for holder in own)
+        out.append(replace(unit, takes=takes) if takes else unit)
+    return out
+
+
+def logits_alone(golden: Any, mine: Any, takes: int) -> np.ndarray:
+    """`near_ties.undecided` of rows of logits. golden, mine: (block, rows in it)."""
+    g, m = (widen(block.data[at], block.dtype) for block, at in (golden, mine))
+    return flips.undecided(g.reshape(len(g), -1), m.reshape(len(m), -1), takes)
+
+
+def margins(
+    readers: Sequence[Any],
+    unit: Unit,
+    places: tuple[Place, Place],
+    fits: Callable[[int, Group], bool],
+    loaders: Sequence[Loader],
+) -> np.ndarray | None:
+    """`routing.margins` of some rows: float64 [rows, 3]. places: golden's and mine's. None where one side has no logits
+    of that step, or another number of experts."""
+    router = unit.router
+    assert router is not None
+    read: list[np.ndarray] = []
+    for side, (group, cut, rows) in enumerate(places):
+        logits = next((g for g in router[side] if g.where == group.where and g.readable and fits(side, g)), None)
+        if logits is None:
+            return None
+        for what, how in ((group, cut), (logits, None)):
+            block, at = readers[side].load(what, how, rows)
+            read.append(widen(block.data[at], block.dtype))
+    golden, golden_logits, mine, mine_logits = read
+    if golden_logits.shape != mine_logits.shape:
+        return None
+    by, bias = unit.chooser, _biases(unit, loaders)
+    if by is not None and not all(by.fits(golden_logits.shape[1], b) for b in bias):
+        by, bias = None, (None, None)
+    return routing.margins(golden.astype(np.int64), mine.astype(np.int64), golden_logits, mine_logits, by, bias)
+
+
+def _biases(unit: Unit, loaders: Sequence[Loader]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """What corrects the scores, float64 [experts], golden's and mine's. Of shape [0] where it cannot be read."""
+    if unit.bias is None:
+        return None, None
+    read = []
+    for loader, group in zip(loaders, unit.bias, strict=True):
+        try:
+            block = loader.load(group) if group.readable else None
+        except Unread:
+            block = None
+        values = np.zeros(0) if block is None else widen(block.data, block.dtype, as_float=True)
+        read.append(values.reshape(-1).astype(np.float64))
+    return read[0], read[1]
+
+
+_MOST = 2.0**53
+"""Beyond this, floating point has no room for every integer."""
+OTHER_KIND = "inputs of another kind of number (integers against fractions)"
+
+
+def mixed(unit: Unit, golden: Group, mine: Group) -> bool:
+    """Whether this is an input of integers on one side and of floating point on the other."""
+    kinds = {DTYPES[g.first.dtype].kind for g in (golden, mine)}
+    return unit.key[1].startswith(("input", "inplace")) and "float" in kinds and len(kinds) > 1
+
+
+def fractions(blocks: Iterable[tuple[RowBlock, np.ndarray]]) -> bool:
+    """Whether a block of floating point holds, in its rows, numbers that no integer can be: not whole, or beyond all
+    ids (what is added to scores where a mask of booleans forbids)."""
+    for block, rows in blocks:
+        if DTYPES[block.dtype].kind == "float":
+            values = widen(block.data[rows], block.dtype, as_float=True)
+            whole = (values == np.rint(values)) & (np.abs(values) <= _MOST)
+            if not (whole | np.isnan(values)).all():
+                return True
+    return False
+
+
+def fractional(stats: Stats | None) -> bool:
+    """Whether statistics alone show numbers that are not whole."""
+    return stats is not None and any(v is not None and v != round(v) for v in (stats.min, stats.max))
+
+
+Sources = dict[str, "tuple[str | None, str | None]"]
+"""Mine's tap → (golden's ``package/file.py:line``, mine's), of taps of which at least one side knows it."""
+
+
+def sources_of(pairs: Iterable[TapPair], golden: Any, mine: Any) -> Sources:
+    """pairs: of the names' plan."""
+    known = [{m.tap: m.source for ms in d.modules.values() for m in ms if m.source} for d in (golden, mine)]
+    found = {p.mine.tap: (known[0].get(p.golden.tap), known[1].get(p.mine.tap)) for p in pairs}
+    return {tap: both for tap, both in found.items() if any(both)}
+
+
+STEPS = 4
+"""Steps in which bytes must be equal; chosen: the prompt's and three of decoding, where chance would have to repeat."""
+BOTH, MINE, GOLDEN = "both", "mine", "golden"
+Links = dict[Key, "tuple[Key, str]"]
+"""An input → (whose output it is, on which side: both, unless one denies it)."""
+
+
+def links_of(units: Sequence[Unit]) -> Links:
+    """The links of all inputs of a plan that have one; keys are mine's."""
+    golden, mine = _Side(units, GOLDEN), _Side(units, MINE)
+    out: Links = {}
+    for unit in units:
+        makers = [side.maker(unit) for side in (golden, mine)]
+        maker = makers[1] or makers[0]
+        if maker is not None:
+            denied = [
+                found is None and side.denies(unit, maker) for found, side in zip(makers, (golden, mine), strict=True)
+            ]
+            out[unit.key] = maker, MINE if denied[0] else GOLDEN if denied[1] else BOTH
+    return out
+
+
+class Makers:
+    """Whose output each input is, by bytes. order: of each place in the flow; records: of it, one of each step."""
+
+    def __init__(self, order: Mapping[Key, int], records: Mapping[Key, Sequence[Record]]):
+        self._order = order
+        self.records = {key: [r for r in found if r.hash is not None] for key, found in records.items()}
+        self._makers: dict[tuple[int | None, str | None], list[Key]] = defaultdict(list)
+        for key, found in self.records.items():
+            for r in found if kind_of(key[1]) == OUTPUT else ():
+                self._makers[r.step, r.hash].append(key)
+
+    def maker(self, key: Key) -> Key | None:
+        """Whose output a tensor has the bytes of, of what came before it."""
+        seen = self.records[key][:STEPS]
+        if not seen:
+            return None
+        alike = set.intersection(*(set(self._makers.get((r.step, r.hash), ())) for r in seen))
+        made = [k for k in alike if self._order[k] < self._order[key]]
+        return _deepest(max(made, key=lambda k: (self._order[k], k)), made) if made else None
+
+
+class _Side:
+    def __init__(self, units: Sequence[Unit], side: str):
+        records = {u.key: [g.records[0] for g in getattr(u, side)] for u in units}
+        self._makers = Makers({u.key: u.order for u in units}, records)
+        self._records = self._makers.records
+
+    def maker(self, unit: Unit) -> Key | None:
+        """Whose output ``unit``, an input, is by its bytes."""
+        return self._makers.maker(unit.key) if kind_of(unit.key[1]) == INPUT else None
+
+    def denies(self, unit: Unit, maker: Key) -> bool:
+        """Whether both tensors are here in one step, of one dtype and shape, and are not equal."""
+        given = {r.step: r for r in self._records[maker]}
+        pairs = [(r, given[r.step]) for r in self._records[unit.key][:STEPS] if r.step in given]
+        return any((a.dtype, a.shape) == (b.dtype, b.shape) and a.hash != b.hash for a, b in pairs)
+
+
+def _deepest(last: Key, made: Sequence[Key]) -> Key:
+    """Of what ``last`` and the taps inside of it gave out alike, the innermost tap's."""
+    inside = [k for k in made if k[0] == last[0] or last[0] in enclosing(k[0])]
+    return max(inside, key=lambda k: (k[0].count("."), k == last, k))

@@ -1,1 +1,0 @@
-"""Units measured in other processes than the command's: of this machine, or of a Ray cluster's."""

@@ -1,1 +1,0 @@
-"""Measured units outside of memory: on disk while a comparison goes on, and as the file that is judged again."""

@@ -1,0 +1,1149 @@
+"""The journal's codec: how each kind of line is written, and how it is read, trusting nothing.
+
+From the values of a journal's line to plain objects, trusting nothing.
+
+The problem: a journal may come from a killed run, a newer release or a stranger, and analysis wants plain objects whose
+numbers it may use as sizes. The idea: types and ranges are checked, and what does not hold is a ValueError with a short
+reason; the reader counts these. Strings that repeat on every line are kept once.
+
+Operator calls in a journal: what their arguments may look like, and which of their tensors count.
+
+The problem: an operator takes tensors in lists, scalars, dtypes and devices, and somebody wants to call it again from
+these words alone. The idea: an argument is a VALUE, a small closed language of JSON:
+
+    null, true, 3, 0.5, "text"     themselves
+    {"float": "-inf"}              a number that JSON cannot say: inf, -inf, nan
+    {"complex": [re, im]}          a complex number; re and im are numbers or such a "float"
+    {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
+                                   a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
+                                   looked at; "fresh": true for memory that nobody has written to yet (an output buffer:
+                                   may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
+                                   "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
+                                   call touches some blocks: the record holds those, [n, ...], the record of role
+                                   "ids" their numbers; arguments "by" hold numbers of blocks times unit; "shape" is
+                                   the whole cache's;
+                                   "written": true for an argument that the operator may write to; "after": count,
+                                   min ... hash of what the call made of it
+    {"list": [VALUE, ...]}         a list or a tuple
+    {"slice": [1, null, 2]}, {"ellipsis": true}
+                                   of an index, in other tools' dumps (formats/); no journal has them
+    {"dtype": "bfloat16"}, {"device": "cpu"}, {"layout": "strided"}, {"memory_format": "contiguous_format"}
+    {"skipped": "<reason>", ...}   an argument that was not kept; role, dtype, shape, stride, device of a tensor stay
+
+Nothing else is let in.
+
+Weights over their life: what a journal says of each event, and of each parameter after it.
+
+The problem: weights are loaded, packed, reloaded, put to sleep, synced by a trainer and exchanged in an adapter's slot,
+and each of these can leave one of them wrong; all of them again and again would fill a disk. The idea: two kinds of
+lines, an event (`WeightEvent`) and a fingerprint (`WeightPrint`) of one tensor in one form after it: 64 bits that know
+the order of its elements, 64 that do not, and 32 for each row, which name the rows where two prints differ. The 64-bit
+sums are sums modulo 2**64 of mixed bits, so that a range of rows has its own print, made of its rows'. Elements whose
+bits are all 0 add nothing to the one without order: padding does not change it.
+
+Reads the lines of weights' lives, trusting nothing.
+
+The idea: as for tensors, fields are checked one by one, and what does not hold is a ValueError with a short reason,
+which the reader counts.
+
+A tensor's line in the journal: how it is written, and how it is read, trusting nothing.
+
+The problem: of a tensor the tap knows where it was, its bytes tell hash and statistics, and the writer where they lie,
+each a little later and perhaps on another thread, for thousands of tensors per step. The idea: what the tap knows is a
+`TensorHead`; ``line`` makes a dict of it once, when dtype and shape are decided; ``told`` is what the cell of its bytes
+adds when the line is written; ``record`` reads all of it. Written by hand, since there are thousands; so are the lines
+of which nine tenths are text from the start (dump/recorder/journal_writer.py), which a test holds to these.
+
+One description of each kind of journal line: how it is written, and how it is read, trusting nothing.
+
+The problem: keys, defaults and what is left out of a line were said where it is written and again where it is read. The
+idea: a line's keys are the fields of its dataclass (schema.py), and each is read as its type says. A `LineKind` tells
+only what differs: which keys must be there, what else a value must be, which values are no key. ``to_line`` makes the
+dict, whole and once; ``from_line`` raises ValueError with a short reason, and the reader counts these.
+JSON
+(dump/recorder/journal_writer.py). The first line, of which only the writer knows more than the reader asks
+(recorder/writer.py).
+
+What a ledger of states leaves in the journal: a line per finding, and one with what was looked at.
+
+The problem: whether a cache held what was written is found inside of a run, where bytes are, and is read long after by
+people and by `compare`, which must say "the cache, not the kernel" before it blames an operator. The idea: a finding
+is one flat line with everything that its sentence needs, so that nobody must look anything up.
+
+Not here: files (reader.py), the dataclass (schema.py), how calls are captured (capture/ops/dispatch.py), computing them
+(capture/weights/), what they mean (judge/weights/), what is written (dump/weights/), whether a payload really lies
+where the line says (reader.py), tensors' and operators' lines, how they are found (capture/states/).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import functools
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.label_files import Label
+from vllm_accprobe.dump.schema import (
+    DECODE,
+    PREFILL,
+    REPLICATED,
+    Armed,
+    End,
+    Failure,
+    Image,
+    Layout,
+    Mask,
+    Masks,
+    Module,
+    OpCall,
+    Payload,
+    Record,
+    Request,
+    RowSpace,
+    SamplingParameters,
+    Segment,
+    Skip,
+    Stats,
+    Step,
+    StepGraph,
+    Stop,
+)
+from vllm_accprobe.dump.stats import StatsCell
+
+MAX_DIMS = 32
+MAX_INT = 1 << 53
+
+Event = Mapping[str, Any]
+
+
+def integer(e: Event, key: str, default: int | None = None, top: int = MAX_INT) -> int:
+    """A whole number from 0 to ``top``. Raises ValueError."""
+    value = e.get(key, default)
+    if type(value) is not int or not 0 <= value <= top:
+        raise ValueError(f"{key} is {short(value)}, not a number from 0 to {top}")
+    return value
+
+
+def string(e: Event, key: str, default: str | None = None) -> str:
+    """Text, interned: a dump says few things often. Raises ValueError."""
+    value = e.get(key, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is {short(value)}, not a string")
+    return sys.intern(value)
+
+
+def optional_string(e: Event, key: str) -> str | None:
+    """Text or None. Raises ValueError."""
+    return None if e.get(key) is None else string(e, key)
+
+
+def optional_integer(e: Event, key: str) -> int | None:
+    """A whole number or None. Raises ValueError."""
+    return None if e.get(key) is None else integer(e, key)
+
+
+def short(value: Any) -> str:
+    """A value for a sentence, cut at 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+SEPARATOR = "::"
+"""Between the module's path and the operator in a tap."""
+_DEPTH = 6
+_WORDS = ("dtype", "device", "layout", "memory_format")
+_FLOATS = ("inf", "-inf", "nan")
+
+
+def is_operator(tap: str) -> bool:
+    """Whether a tap is an operator's and not a module's."""
+    return SEPARATOR in tap
+
+
+def op_line(
+    tap: str,
+    call: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[Any],
+    mutates: Sequence[str],
+    *,
+    step: int | None,
+    op: str,
+    seq: int,
+    module: str | None,
+    module_call: int | None,
+    slot: int | None,
+    inside: str | None = None,
+) -> dict[str, Any]:
+    """An ``op`` event, see `OpCall`. inside: the operator whose Python kernel made the call."""
+    line: dict[str, Any] = {
+        "event": "op", "step": step, "tap": tap, "op": op, "call": call, "seq": seq, "module": module, "args": args,
+        "kwargs": kwargs, "mutates": mutates,
+    }  # fmt: skip
+    if module_call is not None:
+        line["module_call"] = module_call
+    if inside is not None:
+        line["inside"] = inside
+    if slot is not None:
+        line["slot"] = slot
+    line["outputs"] = outputs
+    return line
+
+
+def about_bytes(cell: StatsCell) -> dict[str, Any]:
+    """What a tensor's description says where the tensor was looked at: those keys that its bytes tell."""
+    stats = cell.value
+    about = {} if stats is None else {name: getattr(stats, name) for name in Stats.__slots__}
+    return about if cell.hash is None else about | {"hash": cell.hash}
+
+
+def op_call(rank: int, e: Event) -> OpCall:
+    """An ``op`` event. Raises ValueError for a value that is not of the language above."""
+    kwargs = e.get("kwargs") or {}
+    mutates = e.get("mutates") or []
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"kwargs is {short(kwargs)}")
+    if not isinstance(mutates, list) or not all(isinstance(role, str) for role in mutates):
+        raise ValueError(f"mutates is {short(mutates)}")
+    for value in kwargs.values():
+        _check(value)
+    return OpCall(
+        rank=rank,
+        step=optional_integer(e, "step"),
+        tap=string(e, "tap"),
+        op=string(e, "op"),
+        call=integer(e, "call", 0),
+        seq=integer(e, "seq", 0),
+        module=optional_string(e, "module"),
+        args=_values(e, "args"),
+        kwargs=kwargs,
+        outputs=_values(e, "outputs"),
+        mutates=tuple(mutates),
+        module_call=integer(e, "module_call", 0),
+        slot=optional_integer(e, "slot"),
+        inside=optional_string(e, "inside"),
+    )
+
+
+def tensors(values: Sequence[Any] | Any) -> Iterator[dict[str, Any]]:
+    """The contents of all ``{"tensor": ...}`` in some VALUES (a list or tuple of them, or one), in order."""
+    for value in values if isinstance(values, (list, tuple)) else (values,):
+        if isinstance(value, dict):
+            if "tensor" in value:
+                yield value["tensor"]
+            elif "list" in value:
+                yield from tensors(value["list"])
+
+
+def inputs(call: OpCall) -> Iterator[dict[str, Any]]:
+    """All tensors that went in, positional ones first."""
+    yield from tensors(call.args)
+    yield from tensors(list(call.kwargs.values()))
+
+
+def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
+    """``records`` without those of calls whose place in a random sample (``slot``) was given to a later call."""
+    last: dict[tuple[str, int], OpCall] = {}
+    gone: set[tuple[int | None, str, int]] = set()
+    for call in ops:
+        if call.slot is not None:
+            old = last.get((call.op, call.slot))
+            if old is not None:
+                gone.add((old.step, old.tap, old.call))
+            last[call.op, call.slot] = call
+    return [r for r in records if (r.step, r.tap, r.call) not in gone] if gone else records
+
+
+def _values(e: Event, key: str) -> tuple[Any, ...]:
+    values = e.get(key) or []
+    if not isinstance(values, list):
+        raise ValueError(f"{key} is {short(values)}, not a list")
+    for value in values:
+        _check(value)
+    return tuple(values)
+
+
+def _check(value: Any, depth: int = 0) -> None:
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return
+    if not isinstance(value, dict) or depth > _DEPTH:
+        raise ValueError(f"an argument is {short(value)}")
+    if "skipped" in value:
+        string(value, "skipped")
+        if "role" in value:
+            _check_tensor(value)
+    elif "tensor" in value:
+        _check_tensor(value["tensor"])
+    elif "list" in value:
+        if not isinstance(value["list"], list):
+            raise ValueError(f"an argument is {short(value)}")
+        for item in value["list"]:
+            _check(item, depth + 1)
+    elif "float" in value:
+        if value["float"] not in _FLOATS:
+            raise ValueError(f"an argument is {short(value)}")
+    elif "complex" in value:
+        parts = value["complex"]
+        if not isinstance(parts, list) or len(parts) != 2 or any(type(p) not in (int, float, dict) for p in parts):
+            raise ValueError(f"an argument is {short(value)}")
+        for part in parts:
+            _check(part, depth + 1)
+    elif len(value) != 1 or not all(key in _WORDS and isinstance(word, str) for key, word in value.items()):
+        raise ValueError(f"an argument is {short(value)}")
+
+
+def _check_tensor(t: Any) -> None:
+    if not isinstance(t, dict):
+        raise ValueError(f"a tensor is {short(t)}")
+    string(t, "role")
+    string(t, "dtype")
+    string(t, "device", "")
+    optional_string(t, "hash")
+    for key in ("shape", "stride"):
+        sizes = t.get(key, [])
+        if (
+            not isinstance(sizes, list)
+            or len(sizes) > MAX_DIMS
+            or not all(type(n) is int and 0 <= n <= MAX_INT for n in sizes)
+        ):
+            raise ValueError(f"{key} of {t['role'][:60]} is {short(sizes)}")
+    blocks = t.get("blocks")
+    if blocks is not None:
+        _check_blocks(blocks, t["role"])
+    after = t.get("after")
+    if after is not None and not isinstance(after, dict):
+        raise ValueError(f"after of {t['role'][:60]} is {short(after)}")
+    for found in (t, after or {}):
+        for key in ("min", "max", "mean", "l2"):
+            if found.get(key) is not None and type(found[key]) not in (int, float):
+                raise ValueError(f"{key} of {t['role'][:60]} is {short(found[key])}")
+
+
+def _check_blocks(blocks: Any, role: str) -> None:
+    by = blocks.get("by") if isinstance(blocks, dict) and isinstance(blocks.get("ids"), str) else None
+    if not isinstance(by, list) or not all(
+        isinstance(b, list) and len(b) == 2 and isinstance(b[0], str) and type(b[1]) is int and 0 < b[1] <= MAX_INT
+        for b in by
+    ):
+        raise ValueError(f"blocks of {role[:60]} is {short(blocks)}")
+
+
+LOADED, PACKED, GIVEN, SLOT = "loaded", "packed", "given", "slot"
+"""Forms of a parameter: as the checkpoint or a sync gave it; as it lies after packing; an adapter's tensor, and the
+slot that holds it. Older dumps have ``columns`` and ``kernel`` too, which nothing reads."""
+LOAD, RELOAD, SYNC, WAKE, LORA = "load", "reload", "sync", "wake", "lora"
+"""Kinds of events. load: the first; reload: vLLM's reload_weights; sync: load_weights on the live model, or a session
+of vLLM's weight transfer; wake: after sleep; lora: an adapter is put into a slot."""
+MAX_WEIGHT_ROWS = 1 << 18
+"""Rows of a tensor that are told apart; of one with more there are the sums only."""
+Range = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEvent:
+    """``{"event": "life"}``: what happened to the weights. number: 0 for loading, then in order. step: the first that
+    computes with what it left. name: an adapter's; slot: where it was put. seconds: what the prints cost; nbytes: of
+    how many bytes. partly: only some tensors were to be written (an adapter, or less than half of a model's)."""
+
+    rank: int
+    number: int
+    kind: str
+    step: int
+    name: str = ""
+    slot: int | None = None
+    seconds: float = 0.0
+    nbytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPrint:
+    """``{"event": "weight"}``: one tensor in one form after the event ``life``.
+
+    order, bag: the sums with and without order, 16 hex digits. zeros: elements whose bits are all 0; nan: those that
+    are not numbers, None where not counted. undone: which packing was taken off before the print was made: ``""`` none,
+    ``unknown`` for an order that nobody here can undo. block: rows of one expert, 0 without experts. parts: (name,
+    first, end) of the rows of each block that have names of their own. written: (first row, end, times) of what was
+    seen to be written, None where nobody looked. raw: memory that nobody had filled before. rows: 32 bits for each row,
+    base64 of little-endian; None where there are too many, or they are those of the event before."""
+
+    rank: int
+    life: int
+    tap: str
+    cls: str
+    name: str
+    form: str
+    dtype: str
+    shape: tuple[int, ...]
+    order: str
+    bag: str
+    zeros: int = 0
+    nan: int | None = None
+    undone: str = ""
+    block: int = 0
+    parts: tuple[Range, ...] = ()
+    written: tuple[tuple[int, int, int], ...] | None = None
+    raw: bool = False
+    rows: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """``model.layers.0.mlp.down_proj.weight``."""
+        return f"{self.tap}.{self.name}"
+
+    @property
+    def count(self) -> int:
+        """How many rows it has: a tensor of one dimension has a row for each element."""
+        return row_count(self.shape)
+
+    def sums(self) -> np.ndarray | None:
+        """The rows' own 32 bits, uint32 [count], or None."""
+        return None if self.rows is None else unpack_rows(self.rows, self.count)
+
+
+def row_count(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor: all dimensions but the last; each element where there is one dimension; 1 for a number."""
+    found = 1
+    for n in shape[:-1] if len(shape) > 1 else shape:
+        found *= n
+    return found
+
+
+def pack_rows(sums: np.ndarray) -> str:
+    """uint32 [n] as base64."""
+    return base64.b64encode(np.ascontiguousarray(sums, "<u4").tobytes()).decode()
+
+
+def unpack_rows(text: str, count: int) -> np.ndarray | None:
+    """What `pack_rows` made, None for anything else: a journal may come from a stranger."""
+    if len(text) != (count * 4 + 2) // 3 * 4:
+        return None
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), "<u4").astype(np.uint32)
+    except (binascii.Error, ValueError):
+        return None
+
+
+@dataclass
+class Lives:
+    """All that one dump says of its weights: events and prints in the journals' order."""
+
+    events: list[WeightEvent] = field(default_factory=list)
+    prints: list[WeightPrint] = field(default_factory=list)
+
+
+NO_LIVES = Lives()
+"""Of dumps that say nothing of their weights. Not to be added to."""
+
+
+def event_line(event: WeightEvent) -> dict[str, Any]:
+    """The line of an event."""
+    line: dict[str, Any] = {"event": "life", "number": event.number, "kind": event.kind, "step": event.step}
+    more = {"name": event.name, "slot": event.slot, "detail": event.detail}
+    line |= {k: v for k, v in more.items() if v not in (None, "")}
+    return line | {"seconds": round(event.seconds, 6), "nbytes": event.nbytes}
+
+
+def print_line(p: WeightPrint) -> dict[str, Any]:
+    """The line of a print; what is 0 or empty is no key."""
+    line: dict[str, Any] = {
+        "event": "weight", "life": p.life, "tap": p.tap, "class": p.cls, "name": p.name, "form": p.form,
+        "dtype": p.dtype, "shape": list(p.shape), "order": p.order, "bag": p.bag,
+    }  # fmt: skip
+    more: Mapping[str, Any] = {
+        "zeros": p.zeros, "nan": p.nan, "undone": p.undone, "block": p.block, "parts": [list(x) for x in p.parts],
+        "raw": p.raw, "rows": p.rows,
+    }  # fmt: skip
+    line |= {k: v for k, v in more.items() if v}
+    if p.written is not None:
+        line["written"] = [list(x) for x in p.written]
+    return line
+
+
+_WORD = 300
+_HEX = frozenset("0123456789abcdef")
+
+
+def weight_event(rank: int, e: Event) -> WeightEvent:
+    """A ``life`` line. Raises ValueError."""
+    seconds = e.get("seconds", 0.0)
+    return WeightEvent(
+        rank,
+        integer(e, "number"),
+        string(e, "kind")[:_WORD],
+        integer(e, "step", 0),
+        string(e, "name", "")[:_WORD],
+        optional_integer(e, "slot"),
+        float(seconds) if type(seconds) in (int, float) else 0.0,
+        integer(e, "nbytes", 0),
+        string(e, "detail", "")[:_WORD],
+    )
+
+
+def weight_print(rank: int, e: Event) -> WeightPrint:
+    """A ``weight`` line. Raises ValueError."""
+    shape = tuple(_numbers(e.get("shape"), "shape"))
+    if len(shape) > MAX_DIMS or row_count(shape) > MAX_INT:
+        raise ValueError(f"shape is {short(shape)}")
+    written = e.get("written")
+    return WeightPrint(
+        rank,
+        integer(e, "life"),
+        string(e, "tap"),
+        string(e, "class", ""),
+        string(e, "name"),
+        string(e, "form"),
+        string(e, "dtype"),
+        shape,
+        _sum(e, "order"),
+        _sum(e, "bag"),
+        integer(e, "zeros", 0),
+        optional_integer(e, "nan"),
+        string(e, "undone", ""),
+        integer(e, "block", 0),
+        tuple(_parts(e.get("parts") or [])),
+        None if written is None else tuple(_triple(x) for x in _list(written, "written")),
+        bool(e.get("raw", False)),
+        optional_string(e, "rows"),
+    )
+
+
+def _list(value: Any, key: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _numbers(value: Any, key: str) -> list[int]:
+    found = _list(value, key)
+    if not all(type(v) is int and 0 <= v <= MAX_INT for v in found):
+        raise ValueError(f"{key} is {short(value)}")
+    return found
+
+
+def _triple(value: Any) -> tuple[int, int, int]:
+    first, end, times = [*_numbers(value, "written"), 0, 0, 0][:3]
+    return first, end, times
+
+
+def _parts(value: Any) -> list[Range]:
+    found: list[Range] = []
+    for part in _list(value, "parts"):
+        if not isinstance(part, list) or len(part) != 3 or not isinstance(part[0], str):
+            raise ValueError(f"parts is {short(value)}")
+        first, end = _numbers(part[1:], "parts")
+        found.append((part[0][:_WORD], first, end))
+    return found
+
+
+def _sum(e: Event, key: str) -> str:
+    value = string(e, key)
+    if len(value) != 16 or not _HEX.issuperset(value):
+        raise ValueError(f"{key} is {short(value)}, not 16 hex digits")
+    return value
+
+
+class TensorHead(NamedTuple):
+    """What a tap knows of a tensor, see `Record`. step: None of a parameter. layout: as `Layout.to_event` gives it,
+    None for a whole tensor. (No dataclass: those that are frozen take five times as long to make.)"""
+
+    step: int | None
+    tap: str
+    cls: str
+    role: str
+    call: int = 0
+    seq: int = 0
+    rows: str | None = None
+    row_dim: int = 0
+    layout: Mapping[str, Any] | None = None
+    mutated: bool = False
+    sample: str | None = None
+
+    def line(self, dtype: str, shape: Sequence[int]) -> dict[str, Any]:
+        """The line without what its bytes tell."""
+        step, tap, cls, role, call, seq, rows, row_dim, layout, mutated, sample = self
+        line: dict[str, Any] = {"event": "param"} if step is None else {"event": "tensor", "step": step}
+        line |= {
+            "tap": tap, "class": cls, "role": role, "call": call, "seq": seq, "rows": rows, "row_dim": row_dim,
+        }  # fmt: skip
+        form: dict[str, Any] = {"dtype": dtype, "shape": shape}
+        if step is None:
+            line |= form
+            form = {}
+        if sample is not None:
+            line["sample"] = sample
+        if layout is not None:
+            line["layout"] = layout
+        if mutated:
+            line["mutated"] = True
+        return line | form
+
+
+def told(cell: StatsCell) -> dict[str, Any]:
+    """What the bytes tell, and where they lie, as far as it is known by now."""
+    line: dict[str, Any] = {} if cell.hash is None else {"hash": cell.hash}
+    line["stats"] = cell.value
+    payload = cell.payload
+    if payload is not None:
+        line |= {"seg": payload.seg, "off": payload.off, "nbytes": payload.nbytes}
+    return line
+
+
+def last(line: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """The same line with ``keys``, as far as it has them, at its end: some lines have always had another order."""
+    return {k: v for k, v in line.items() if k not in keys} | {k: line[k] for k in keys if k in line}
+
+
+def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
+    """A ``tensor`` or ``param`` event. The payload's size is checked against dtype and shape, not against a file.
+    ``layouts`` remembers those seen before: a dump has thousands of lines and a dozen layouts."""
+    dtype = string(e, "dtype")
+    info = DTYPES.get(dtype)
+    if info is None:
+        raise ValueError(f"dtype {dtype[:40]} is not known to this release")
+    raw_shape = e.get("shape")
+    if not isinstance(raw_shape, list) or len(raw_shape) > MAX_DIMS:
+        raise ValueError(f"shape is {short(raw_shape)}")
+    for d in raw_shape:
+        if type(d) is not int or not 0 <= d <= MAX_INT:
+            raise ValueError(f"shape is {short(raw_shape)}")
+    shape = tuple(raw_shape)
+    size = math.prod(shape) * info.itemsize
+    if size >= 1 << 60 or (size == 0 and math.prod(max(d, 1) for d in shape) >= 1 << 56):
+        raise ValueError(f"shape is {short(raw_shape)}")
+    payload = None
+    if e.get("seg") is not None:
+        payload = Payload(integer(e, "seg"), integer(e, "off"), integer(e, "nbytes"))
+        if size != payload.nbytes:
+            raise ValueError(f"{payload.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
+    row_dim = e.get("row_dim", 0)
+    if type(row_dim) is not int or not 0 <= row_dim <= max(len(shape) - 1, 0):
+        raise ValueError(f"row_dim is {short(row_dim)} for shape {list(shape)}")
+    return Record(
+        rank=rank,
+        step=None if e["event"] == "param" else integer(e, "step"),
+        tap=string(e, "tap"),
+        cls=string(e, "class", ""),
+        role=string(e, "role"),
+        call=integer(e, "call", 0),
+        seq=integer(e, "seq", 0),
+        dtype=dtype,
+        shape=shape,
+        rows=optional_string(e, "rows"),
+        row_dim=row_dim,
+        stats=_stats(e.get("stats")),
+        hash=optional_string(e, "hash"),
+        layout=_layout(e.get("layout"), layouts),
+        payload=payload,
+        sample=optional_string(e, "sample"),
+        mutated=bool(e.get("mutated", False)),
+    )
+
+
+def _stats(e: Any) -> Stats | None:
+    if e is None:
+        return None
+    if not isinstance(e, dict):
+        raise ValueError(f"stats is {short(e)}")
+    return Stats(
+        count=integer(e, "count"),
+        min=_finite(e.get("min")),
+        max=_finite(e.get("max")),
+        mean=_finite(e.get("mean")),
+        l2=_finite(e.get("l2")),
+        nan=integer(e, "nan", 0),
+        inf=integer(e, "inf", 0),
+    )
+
+
+def _finite(value: Any) -> float | None:
+    """Infinity and NaN, which JSON cannot say, are as good as missing."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    return float(value) if type(value) is int and abs(value) <= MAX_INT else None
+
+
+def _layout(e: Any, known: dict[str, Layout]) -> Layout:
+    if not e:
+        return REPLICATED
+    key = repr(e)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _new_layout(e)
+    return found
+
+
+def _new_layout(e: Any) -> Layout:
+    if not isinstance(e, dict):
+        raise ValueError(f"layout is {short(e)}")
+    string(e, "kind")
+    index, size = integer(e, "index", 0), integer(e, "size", 1)
+    parts = e.get("parts") or []
+    whole = type(e.get("dim") or 0) is int and isinstance(parts, list)
+    if not whole or not all(_is_pair(p) for p in parts) or not 0 <= index < max(size, 1):
+        raise ValueError(f"layout is {short(e)}")
+    optional_integer(e, "valid")
+    return Layout.from_event(e)
+
+
+def _is_pair(p: Any) -> bool:
+    return isinstance(p, list) and len(p) == 2 and all(type(v) is int and 0 <= v <= MAX_INT for v in p)
+
+
+MAX_ROWS = 1 << 26
+"""Stored rows of one row space, and elements along any dimension of a vision item: more is no step of a model."""
+LABEL_ENDINGS = ("bin", "npy", "npz", "pt", "pth", "safetensors")
+"""Kinds of files that labels may name."""
+MAX_NUMBER = 1e9
+"""Of a sampling parameter: more than any sampler takes."""
+MAX_LISTED = 1 << 16
+"""Tokens of one list of a request's sampling parameters: more than any vocabulary's part that capture writes down."""
+_EVENT_LINES_WORD = 200
+"""Characters of a word that says what masked logits: it stands in sentences."""
+_EMPTY: dict[str, Any] = {"int": 0, "str": ""}
+Reader = Callable[[Event, str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LineKind:
+    """One kind of line, or of an object within a line.
+
+    event: its name, "" for an object within a line; type: its dataclass, whose field ``cls`` is the key ``class``.
+    needs: keys that must be there; others have their field's default, or 0 and "". given: fields that no line has.
+    readers, writers: of fields of which the type does not say enough. left_out: values that are no key. order: the
+    fields' in a line, where it is another one. whole: reads a line whose keys depend on each other, in place of these.
+    """
+
+    event: str
+    type: Callable[..., Any]
+    needs: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    writers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    left_out: tuple[Any, ...] = (None, ())
+    order: tuple[str, ...] = ()
+    whole: Callable[[Event], Any] | None = None
+
+    def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
+        """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
+        here whether they have a value."""
+        keys, values, odd = self._written
+        line: dict[str, Any] = {"event": self.event} if self.event else {}
+        line.update(zip(keys, values(value), strict=True))
+        for key, write in odd:
+            if line[key] in self.left_out:
+                del line[key]
+            else:
+                line[key] = write(line[key])
+        for key in unknown:
+            del line[key]
+        return line
+
+    def from_line(self, e: Event, **given: Any) -> Any:
+        """The value of a line. given: the fields that no line has. Raises ValueError."""
+        if self.whole is not None:
+            return self.whole(e)
+        return self.type(**{name: read(e, key) for name, key, read in self._read}, **given)
+
+    @functools.cached_property
+    def _fields(self) -> list[dataclasses.Field[Any]]:
+        return [f for f in dataclasses.fields(self.type) if f.name not in self.given]  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _written(self) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
+        """Keys, what gives their values, and (key, writer) of those whose value is not always written as it is."""
+        types = {f.name: str(f.type) for f in self._fields}
+        names = self.order or tuple(types)
+        as_it_is = {"int", "float", "str"} - {type(no).__name__ for no in self.left_out}
+        odd = [n for n in names if n in self.writers or types[n] not in as_it_is]
+        return (
+            [_key(n) for n in names],
+            operator.attrgetter(*names),
+            [(_key(n), self.writers.get(n, _plain)) for n in odd],
+        )
+
+    @functools.cached_property
+    def _read(self) -> list[tuple[str, str, Reader]]:
+        """(field, key, what reads it)."""
+        return [(f.name, _key(f.name), self.readers.get(f.name) or self._reader(f)) for f in self._fields]
+
+    def _reader(self, f: dataclasses.Field[Any]) -> Reader:
+        if f.type == "int | None":
+            return optional_integer
+        if f.type == "str | None":
+            return optional_string
+        if str(f.type).startswith("Mapping"):
+            return _mapping
+        default = f.default if f.default is not dataclasses.MISSING else _EMPTY[str(f.type)]
+        read = integer if f.type == "int" else string
+        return functools.partial(read, default=None if _key(f.name) in self.needs else default)
+
+
+def _key(field: str) -> str:
+    return "class" if field == "cls" else field
+
+
+def _plain(value: Any) -> Any:
+    """A field's value in a line."""
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    within = _WITHIN.get(type(value))
+    return value if within is None else within.to_line(value)
+
+
+def _mapping(e: Event, key: str) -> dict[str, Any]:
+    value = e.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _counts(e: Event, key: str) -> dict[str, int]:
+    value = _mapping(e, key)
+    if not all(type(v) is int for v in value.values()):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _time(e: Event, key: str) -> float:
+    value = e.get(key, 0.0)
+    return float(value) if type(value) in (int, float) else 0.0
+
+
+def _step_graph(e: Event, key: str) -> StepGraph | None:
+    value = _mapping(e, key)
+    return STEP_GRAPH.from_line(value) if value else None
+
+
+def _phase(e: Event, key: str) -> str:
+    phase = string(e, key, PREFILL)
+    if phase not in (PREFILL, DECODE):
+        raise ValueError(f"{key} is {short(phase)}")
+    return phase
+
+
+def _ending(e: Event, key: str) -> str:
+    ending = string(e, key, "")
+    if e.get("file") is not None and ending not in LABEL_ENDINGS:
+        raise ValueError(f"{key} is {short(ending)}")
+    return ending
+
+
+def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _request_images(e: Event, key: str) -> tuple[Image, ...]:
+    return tuple(IMAGE.from_line(i) for i in _dicts(e, key))
+
+
+def _number(e: Event, key: str, default: float) -> float:
+    value = e.get(key, default)
+    if type(value) not in (int, float) or not abs(value) < MAX_NUMBER:
+        raise ValueError(f"{key} is {short(value)}, not a number")
+    return float(value)
+
+
+def _tokens(value: Any, key: str) -> tuple[int, ...]:
+    whole = isinstance(value, list) and all(type(v) is int and 0 <= v <= MAX_INT for v in value)
+    if not whole or len(value) > MAX_LISTED:
+        raise ValueError(f"{key} is {short(value)}, not a list of tokens")
+    return tuple(value)
+
+
+def _bias(value: Any, key: str) -> tuple[tuple[int, float], ...]:
+    pairs = isinstance(value, list) and all(type(v) is list and len(v) == 2 for v in value)
+    if not pairs or len(value) > MAX_LISTED:
+        raise ValueError(f"{key} is {short(value)}, not a list of pairs")
+    return tuple((integer({"token": t}, "token"), _number({"bias": b}, "bias", 0.0)) for t, b in value)
+
+
+def _words(value: Any, key: str) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list) or len(value) > MAX_LISTED:
+        raise ValueError(f"{key} is {short(value)}, not a list")
+    return tuple(_tokens(v, key) for v in value if v)
+
+
+def _sampling(e: Event, key: str) -> SamplingParameters | None:
+    """Of keys that are not there the defaults hold."""
+    line = e.get(key)
+    if line is None:
+        return None
+    if not isinstance(line, dict):
+        raise ValueError(f"{key} is {short(line)}")
+    usual, values = SamplingParameters(), dict[str, Any]()
+    for f in dataclasses.fields(SamplingParameters):
+        value, default = line.get(f.name), getattr(usual, f.name)
+        if value is None:
+            values[f.name] = default
+        elif f.name in _SAMPLING_LISTS:
+            values[f.name] = _SAMPLING_LISTS[f.name](value, f.name)
+        elif f.type == "float":
+            values[f.name] = _number(line, f.name, default)
+        elif f.type == "str":
+            values[f.name] = string(line, f.name)[:_EVENT_LINES_WORD]
+        elif type(value) is not int or abs(value) > 1 << 64:  # a seed may be any
+            raise ValueError(f"{f.name} is {short(value)}, not a whole number")
+        else:
+            values[f.name] = value
+    return SamplingParameters(**values)
+
+
+def _sampling_words(sampling: SamplingParameters) -> dict[str, Any]:
+    usual = SamplingParameters()
+    values = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
+    return {name: _plain(value) for name, value in values.items() if value != getattr(usual, name)}
+
+
+def _row_space(e: Event) -> RowSpace:
+    segments = tuple(SEGMENT.from_line(s) for s in _dicts(e, "segments"))
+    padding = _ROWS(e, "padding") if e.get("padding") is not None else None
+    total = sum(s.n for s in segments) + (padding or 0)
+    if total > MAX_ROWS:
+        raise ValueError(f"{total} rows in one step")
+    ids = e.get("ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) <= MAX_INT for i in ids):
+        raise ValueError("ids is not a list of token ids")
+    if ids and len(ids) != total:
+        raise ValueError(f"{len(ids)} token ids for {total} rows")
+    return RowSpace(
+        integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, tuple(ids), padding
+    )
+
+
+def _masked(e: Event, key: str) -> dict[int, Mask]:
+    return {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}
+
+
+def _masked_words(masked: Mapping[int, Mask]) -> list[dict[str, Any]]:
+    return [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]
+
+
+def _masked_by(e: Event, key: str) -> tuple[str, ...]:
+    by = e.get(key) or []
+    if not isinstance(by, list) or not all(isinstance(word, str) for word in by):
+        raise ValueError(f"{key} is {short(by)}")
+    return tuple(sys.intern(w[:_EVENT_LINES_WORD]) for w in by)
+
+
+_SAMPLING_LISTS: dict[str, Callable[[Any, str], Any]] = {
+    "bias": _bias, "allowed": _tokens, "stop": _tokens, "bad_words": _words, "prompt": _tokens,
+    "also": lambda value, key: _masked_by({key: value}, key),
+}  # fmt: skip
+_ROWS = functools.partial(integer, top=MAX_ROWS)
+IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
+SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
+MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
+REQUEST = LineKind(
+    "request", Request, needs=("req", "id"), readers={"images": _request_images, "sampling": _sampling},
+    writers={"sampling": _sampling_words},
+)  # fmt: skip
+ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments", "padding"), whole=_row_space)
+STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _ROWS})
+STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": _step_graph})
+MODULE = LineKind("module", Module, needs=("tap",))
+MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
+SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
+ARMED = LineKind("armed", Armed, needs=("step", "on"), left_out=(None,))
+STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
+ERROR = LineKind("error", Failure, left_out=())
+END = LineKind("end", End, readers={"skipped": _counts})
+LABEL = LineKind(
+    "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
+    left_out=(None, ""),
+)  # fmt: skip
+KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL)}
+"""Besides ``start``, ``tensor``, ``param``, ``op``, and ``error``, which is read as it is, whatever else it says."""
+_WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}
+
+
+FREED, STALE, OTHER, LATE, CHANGED, METADATA, STRANGE, FOREIGN, UNWRITTEN = (
+    "freed", "stale", "other", "late", "changed", "metadata", "strange", "foreign", "unwritten",
+)  # fmt: skip
+KINDS_OF_FINDINGS = {
+    FREED: "a block freed while it is still read",
+    STALE: "a stale slot",
+    OTHER: "the state of another request",
+    LATE: "a copy that came late",
+    CHANGED: "bytes that nobody wrote",
+    METADATA: "stale metadata",
+    STRANGE: "a prefix hit of other tokens",
+    FOREIGN: "a prefix hit of another context",
+    UNWRITTEN: "a state that was not written",
+}
+"""What a finding is, by its word in the journal."""
+HITS = (STRANGE, FOREIGN)
+"""Kinds that say all that is known in their own words: who reads what of whom."""
+MOST_FINDINGS = 200
+"""Lines of one rank; further findings are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFinding:
+    """``{"event": "state"}``: what a kernel read, or was given, is not what the schedule demands.
+
+    kind: of KINDS_OF_FINDINGS; cache: ``kv`` or ``state``. layer: the first in which it was seen, "" where it is
+    true of all of a group; layers: in how many. block: of the scheduler, slot: within the cache where a row is meant.
+    request: who reads, by its external id; low, high: its positions there, both included, None where not known.
+    writer: who wrote last, "" for nobody known; written: in which step; wrote_low, wrote_high: which positions.
+    between: what happened to the block since, a sentence each; how: what is known of the bytes or the numbers.
+    part: which state of a recurrent layer; first: the first layer of the group, where ``layer`` is "".
+    """
+
+    step: int
+    kind: str
+    cache: str
+    group: int
+    layer: str
+    layers: int
+    block: int
+    request: str
+    how: str
+    slot: int | None = None
+    low: int | None = None
+    high: int | None = None
+    writer: str = ""
+    written: int | None = None
+    wrote_low: int | None = None
+    wrote_high: int | None = None
+    between: tuple[str, ...] = ()
+    part: str = ""
+    first: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRows:
+    """``n`` positions from ``low`` on whose cached rows request ``owner`` (the journal's number) computed; -1: nobody
+    knows who, or a request that the capture was not told of."""
+
+    low: int
+    n: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """``{"event": "cached"}``: request ``req`` begins, or goes on, in ``step`` behind positions that it finds in the
+    cache: whose rows they are. why: what is wrong with that, "" for nothing."""
+
+    step: int
+    req: int
+    runs: tuple[CachedRows, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTotals:
+    """``{"event": "states"}``: what a rank's ledger has looked at. mode: owners (no bytes), events, sample or full;
+    layers: under watch; steps; hashed: blocks of layers hashed after a write; checked: of those, compared again;
+    held: numbers of metadata compared with the schedule; findings: in all, of which those beyond MOST_FINDINGS have no
+    line. events: how often what happened; skipped: what is not watched, and how many layers or steps that are."""
+
+    mode: str
+    layers: int
+    steps: int
+    hashed: int
+    checked: int
+    held: int
+    findings: int
+    events: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+
+def _kind(e: Event, key: str) -> str:
+    kind = e.get(key)
+    if kind not in KINDS_OF_FINDINGS:
+        raise ValueError(f"{key} is {short(kind)}")
+    return str(kind)
+
+
+def _texts(e: Event, key: str) -> tuple[str, ...]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return tuple(v[:200] for v in value[:8])
+
+
+def _state_lines_counts(e: Event, key: str) -> dict[str, int]:
+    value: Any = e.get(key) or {}
+    if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+def _owner(e: Event, key: str) -> int:
+    value = e.get(key)
+    if type(value) is not int or not -1 <= value <= MAX_INT:
+        raise ValueError(f"{key} is {short(value)}")
+    return value
+
+
+FINDING = LineKind(
+    "state", StateFinding, needs=("step", "kind", "block"), readers={"kind": _kind, "between": _texts},
+    left_out=(None, (), ""),
+)  # fmt: skip
+TOTALS = LineKind("states", StateTotals, needs=("mode",),
+                  readers={"events": _state_lines_counts, "skipped": _state_lines_counts})  # fmt: skip
+RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={"owner": _owner})
+
+
+def _runs(e: Event, key: str) -> tuple[CachedRows, ...]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return tuple(RUN.from_line(v) for v in value)
+
+
+CACHED = LineKind(
+    "cached", CachedPrefix, needs=("step", "req"), left_out=(None, (), ""),
+    readers={"runs": _runs}, writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
+)  # fmt: skip
+STATE_KINDS = {kind.event: kind for kind in (FINDING, TOTALS, CACHED)}
+
+
+def where(found: StateFinding) -> str:
+    """``layer model.layers.0.self_attn.attn and 3 more, block 7, slot 229``."""
+    slot = "" if found.slot is None else f", slot {found.slot}"
+    return f"{_layers(found)}, block {found.block}{slot}"
+
+
+def _layers(found: StateFinding) -> str:
+    layers = f" and {found.layers - 1} more" if found.layers > 1 else ""
+    whole = f"all {found.layers} layers" if found.layers != 1 else "the one layer"
+    part = f" ({found.part})" if found.part else ""
+    return f"layer {found.layer}{part}{layers}" if found.layer else f"{whole} of cache group {found.group}"
+
+
+def sentence(found: StateFinding) -> str:
+    """What a finding says, without "the cache, not the kernel"."""
+    reads = f"request '{found.request}'" + _positions(found.low, found.high)
+    last = "nobody is known to have written there"
+    if found.writer:
+        last = f"written last by request '{found.writer}' in step {found.written}"
+        last += _positions(found.wrote_low, found.wrote_high)
+    between = "; ".join(found.between) if found.between else "nothing"
+    what = KINDS_OF_FINDINGS[found.kind]
+    if found.kind in HITS:
+        return f"{what}: step {found.step}, {_layers(found)}: {found.how}"
+    return f"{what}: step {found.step}, {where(found)}, read by {reads}: {found.how}; {last}; since then: {between}"
+
+
+def _positions(low: int | None, high: int | None) -> str:
+    if low is None or high is None:
+        return ""
+    return f" (position {low})" if low == high else f" (positions {low} to {high})"

@@ -1,0 +1,433 @@
+"""What the writer appends: journal lines, run.json, and what is on its way.
+
+Adds to run.json what is known only afterwards, in one piece: a reader sees the old file or the new one.
+
+The hash by which a journal line names bytes, taken from memory.
+
+Apart from statistics (stats.py), which readers of a dump import, too: they need no xxhash.
+
+Page-aligned staging memory for the writer.
+
+The problem: writes past the page cache need page-aligned addresses, and fresh memory costs more than the copy into it.
+The idea: a few anonymous maps, made once, touched once and used in turn.
+
+Journal lines: how an event becomes one line of JSON, and the file they are appended to.
+
+The problem: an event is a dict that may hold dataclasses of schema.py, cells that are filled later and numbers that
+JSON has no word for, and a disk that fills up in the middle of a line must not spoil the lines after it. The idea:
+one encoder that never raises, and a file that is cut back to its last whole line after a failed write; a small
+reserve file is kept until then, so that there is room for the line that says what happened.
+
+run.json: what is true of all ranks of a run, written once.
+
+Tensor lines that are text from the start.
+
+The problem: hundreds of tensors per step each become a journal line while a model waits, and nine tenths of such a line
+are the same at every call of a tap. The idea: the part that stays is encoded once, as a template; a line on its way is
+a template, three numbers and the cell of its bytes (TemplateLine), and text only when it is written.
+
+Whether somebody still writes to a dump that is about to be closed, and waiting for them.
+
+The problem: a front end that ends its engine must not kill it while a rank is writing its last lines, nor wait for half
+a minute for an engine that hangs and has nothing to write any more. The idea: a writer holds a lock on its journal
+until it has closed it or died, and a rank of errcheck says in its report that it has closed it.
+
+What is on its way through the writer: lines, and the batches in which they travel with the bytes.
+
+Not here: writing it the first time (writer.py), who waits for whom (writer.py), when a line is written (writer.py),
+what stands in it (the capture room), what a tensor's line says (dump/journal.py), who keeps templates
+(capture/core/session.py), or in a report (findings.py), and what becomes of them (disk_threads.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import json
+import math
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import xxhash
+
+from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.findings import ErrcheckError, alive, read
+from vllm_accprobe.dump.journal import TensorHead, last, told
+from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, SCHEMA, Payload
+from vllm_accprobe.dump.segment import HEADER_BYTES, HeaderEntry, SegmentFile, entry_key, entry_room, write_all
+from vllm_accprobe.dump.stats import StatsCell, in_words
+
+
+def amend_graphs(root: Path, facts: dict[str, Any]) -> None:
+    """Sets ``facts`` in ``engine.graphs`` of the dump at ``root``. Raises OSError; ValueError: run.json is damaged."""
+    path = root / RUN_JSON
+    run = json.loads(path.read_text(encoding="utf-8"))
+    run.setdefault("engine", {}).setdefault("graphs", {}).update(facts)
+    part = root / f".{RUN_JSON}.{os.getpid()}"
+    with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+        file.write(json.dumps(run, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def digest(parts: Sequence[tuple[int, int]]) -> str:
+    """xxh3-128 over the memory regions (address, bytes) one after the other, 32 hex digits."""
+    if len(parts) == 1 and parts[0][1]:
+        address, nbytes = parts[0]
+        return xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address))
+    hasher = xxhash.xxh3_128()
+    for address, nbytes in parts:
+        if nbytes:
+            hasher.update((ctypes.c_char * nbytes).from_address(address))
+    return hasher.hexdigest()
+
+
+_HELD = 1 << 20
+"""Bytes up to which a copy keeps the GIL: given up for a microsecond, it may be milliseconds until it is back."""
+_copy_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
+
+class AlignedBlock:
+    """``size`` bytes: ``array`` (uint8) and ``view`` show the same memory at ``address``."""
+
+    __slots__ = ("_map", "address", "array", "size", "view")
+
+    def __init__(self, size: int):
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._map = mmap.mmap(-1, size, **private)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)  # halves the CPU time of a write past the page cache
+            except OSError:
+                pass
+        self.size = size
+        self.array = np.frombuffer(self._map, dtype=np.uint8)
+        self.array[::4096] = 0  # the first touch of a page costs microseconds: not while a request waits
+        self.view = memoryview(self._map)
+        self.address = self.array.ctypes.data
+
+    def fill(self, at: int, source: int, nbytes: int) -> None:
+        """Copies ``nbytes`` bytes from the address ``source`` to ``at``; while many are copied, the GIL is free."""
+        if nbytes <= _HELD:
+            _copy_held(self.address + at, source, nbytes)
+        else:
+            ctypes.memmove(self.address + at, source, nbytes)
+
+    def zero(self, start: int, nbytes: int) -> None:
+        """Gaps are zeros: nothing that lay here before reaches the disk."""
+        if nbytes > 0:
+            ctypes.memset(self.address + start, 0, nbytes)
+
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
+
+
+_RESERVE = ".reserve"
+_RESERVE_BYTES = 64 << 10
+
+
+def plain(value: Any) -> Any:
+    """``value`` in words that JSON has: dataclasses become dicts without their None fields, cells what they hold,
+    numbers of numpy plain ones, NaN and infinity strings, anything else its ``str``."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, StatsCell):
+        return plain(value.value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {k: plain(v) for k, v in fields.items() if v is not None}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return plain(value.item())
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        return plain(value.tolist())
+    return str(value)
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=plain)
+
+
+def _cell(value: Any) -> Any:
+    """What orjson asks for: a cell is its statistics, a dataclass that it writes by itself."""
+    if type(value) is StatsCell:
+        return value.value
+    raise TypeError  # the slow way knows
+
+
+def encode(event: Mapping[str, Any]) -> bytes:
+    """One line, with its newline. A cell gives its statistics."""
+    if event.get("event") in ("tensor", "op"):
+        try:  # the kinds of line that are written thousands of times; their numbers are finite by construction
+            return orjson.dumps(event, _cell, orjson.OPT_APPEND_NEWLINE)
+        except TypeError:
+            pass
+    try:
+        text = _ENCODER.encode(event)
+    except (ValueError, TypeError):  # NaN, a key that is no string, a circle: take the slow way round
+        text = _ENCODER.encode(plain(event))
+    return text.encode() + b"\n"
+
+
+def statistics(cell: StatsCell) -> str:
+    """What stands behind ``"stats":`` in a line about the bytes of ``cell``."""
+    if cell.sums is None:
+        return _ENCODER.encode(plain(cell.value))
+    return str(orjson.dumps(in_words(cell.sums)), "ascii")
+
+
+class JournalFile:
+    """Append-only; every method raises OSError as the system gives it. ``size`` counts the whole lines' bytes."""
+
+    def __init__(self, directory: Path):
+        self._reserve: Path | None = directory / _RESERVE
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
+        self._fd = os.open(directory / JOURNAL, flags, 0o600)
+        self.size = 0
+        lock(self._fd)  # held until this process ends, however it ends: repair keeps away meanwhile
+        fd = os.open(self._reserve, flags, 0o600)
+        try:
+            write_all(fd, bytes(_RESERVE_BYTES), 0)
+        finally:
+            os.close(fd)
+
+    def append(self, data: bytes) -> None:
+        """All of ``data`` or, with OSError, nothing of it."""
+        try:
+            write_all(self._fd, data, self.size)
+        except OSError:
+            try:
+                os.ftruncate(self._fd, self.size)
+            except OSError:
+                pass
+            raise
+        self.size += len(data)
+
+    def release_reserve(self) -> None:
+        """Gives the reserved room back to the file system, for the last lines."""
+        if self._reserve is not None:
+            self._reserve.unlink(missing_ok=True)
+            self._reserve = None
+
+    def close(self) -> None:
+        """Syncs and closes the file; later calls do nothing. Raises OSError."""
+        if self._fd >= 0:
+            try:
+                os.fsync(self._fd)
+            finally:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def lock(fd: int) -> bool:
+    """Claims a journal for writing; False when another process has it. True where the file system has no locks."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def remove_reserve(directory: Path) -> None:
+    """For a killed run, which left it behind."""
+    (directory / _RESERVE).unlink(missing_ok=True)
+
+
+def write_run_json(root: Path, run: Mapping[str, Any]) -> bool:
+    """Creates ``root/run.json`` in one piece, 0600, with ``schema`` added; True if this call made it, False if it was
+    there (of several ranks the first wins). Raises OSError where it cannot be written."""
+    root = Path(root)
+    if not root.is_dir():
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    text = json.dumps(plain({"schema": SCHEMA, **run}), indent=1) + "\n"
+    temporary = root / f".{RUN_JSON}.{secrets.token_hex(4)}"
+    fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    try:
+        with os.fdopen(fd, "w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(fd)
+        try:
+            os.link(temporary, root / RUN_JSON)  # unlike rename, this fails where somebody was faster
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links on this file system
+            fd = os.open(root / RUN_JSON, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(fd, "w") as f:
+                f.write(text)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+_CHANGES = ("step", "call", "seq")
+
+
+class TensorTemplate:
+    """head: of the tensors' lines, whatever its step, call and seq. ``nbytes``: size of the payload. ``room``: header
+    bytes that an entry takes."""
+
+    __slots__ = ("dtype", "nbytes", "role", "room", "shape", "tap", "text")
+
+    def __init__(self, head: TensorHead, dtype: str, shape: tuple[int, ...], nbytes: int):
+        line = last(head.line(dtype, shape), "layout", "mutated")
+        self.text = encode({k: v for k, v in line.items() if k not in _CHANGES}).decode()[:-2]
+        self.tap, self.role = head.tap, head.role
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = nbytes
+        self.room = entry_room(head.tap, head.role, len(shape))
+
+    def entry(self, step: int, call: int, payload: Payload) -> HeaderEntry:
+        """The tensor's entry in a segment's header."""
+        key = entry_key(step, self.tap, self.role, call)
+        return HeaderEntry(key, self.dtype, self.shape, payload.off, payload.nbytes)
+
+
+TemplateLine = tuple[TensorTemplate, int, int, int, StatsCell]
+"""A tensor's line: template, step, call, seq, and the cell that has its hash, and by now place and statistics."""
+
+
+def spell(line: TemplateLine) -> bytes:
+    """The line as it is written."""
+    template, step, call, seq, cell = line
+    return f'{template.text},"call":{call},"seq":{seq},"step":{step}{cell.text or _spell(cell)}'.encode()
+
+
+def _spell(cell: StatsCell) -> str:
+    """What every line about the same bytes ends with."""
+    payload = cell.payload
+    place = "" if payload is None else f'"seg":{payload.seg},"off":{payload.off},"nbytes":{payload.nbytes},'
+    cell.text = f',"hash":"{cell.hash}",{place}"stats":{statistics(cell)}}}\n'
+    return cell.text
+
+
+GRACE_S = 30.0
+"""How long a front end waits for an engine that has been told to end and still writes its dump, at least."""
+SETTLE_S = 5.0
+"""How long it waits for one that has closed its dump, or never had one, at least."""
+
+
+def end(procs: Sequence[Any], timeout: float, root: str) -> None:
+    """Tells processes (multiprocessing's) to end and waits for them: ``timeout`` seconds, and longer while they write
+    to the dump ``root`` ("" for none)."""
+    begin = time.monotonic()
+    for process in procs:
+        if process.is_alive():
+            process.terminate()
+    while (running := [process for process in procs if process.is_alive()]) and time.monotonic() - begin < max(
+        timeout, GRACE_S
+    ):
+        if time.monotonic() - begin >= max(timeout, SETTLE_S) and not (root and writing(Path(root))):
+            return
+        running[0].join(0.2)
+
+
+def writing(root: Path) -> bool:
+    """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
+    beside it (``root.2`` ...). Never raises."""
+    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), beside(root))
+    return any(_written(place) for dump in dumps for place in (dump, dump / "errcheck"))
+
+
+def _written(dump: Path) -> bool:
+    try:
+        journals = list(dump.glob(f"rank*/{JOURNAL}"))
+        return any(map(_locked, journals)) or alive(read(dump))
+    except (OSError, ErrcheckError):
+        return False
+
+
+def _locked(journal: Path) -> bool:
+    fd = os.open(journal, os.O_RDONLY)
+    try:
+        return not lock(fd)
+    finally:
+        os.close(fd)
+
+
+Event = dict[str, Any]
+
+
+class TensorLine:
+    """A tensor's line on its way: ``event``, which was decided once and stays as it is, and the ``cell`` of its bytes,
+    which says the rest when the line is written."""
+
+    __slots__ = ("cell", "event")
+
+    def __init__(self, event: Mapping[str, Any], cell: StatsCell):
+        self.event = event
+        self.cell = cell
+
+    def whole(self) -> Event:
+        """The line as it is written; its bytes have all passed by now."""
+        cell = self.cell
+        if cell.payload is not None:
+            cell.settle()
+        return {**self.event, **told(cell)}
+
+    def entry(self, payload: Payload) -> HeaderEntry:
+        """The tensor's entry in the segment's header."""
+        e = self.event
+        key = entry_key(e.get("step"), e["tap"], e["role"], e.get("call", 0))
+        return HeaderEntry(key, str(e["dtype"]), tuple(e["shape"]), payload.off, payload.nbytes)
+
+
+Line = TensorLine | Event | Callable[[], Event | None] | TemplateLine
+
+
+class OpenSegment:
+    """A segment: the producer knows where it ``end``s and how much ``room`` its header has left, the disk thread has
+    the ``file``, the journal thread the header's ``entries``."""
+
+    __slots__ = ("end", "entries", "file", "index", "room")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.end = 0
+        self.room = HEADER_BYTES - 256
+        self.entries: list[HeaderEntry] = []
+        self.file: SegmentFile | None = None
+
+
+class WriteBatch:
+    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (the
+    payload's cell, start, stop), the lines to be written when they are on disk, and those of them that ``brought``
+    their bytes. ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what
+    happened there."""
+
+    __slots__ = ("block", "born", "brought", "error", "last", "lines", "pieces", "segment", "used", "written")
+
+    def __init__(self) -> None:
+        self.block: AlignedBlock | None = None
+        self.segment: OpenSegment | None = None
+        self.used = 0
+        self.born = time.monotonic()
+        self.last = False
+        self.lines: list[Line] = []
+        self.brought: list[TensorLine | TemplateLine] = []
+        self.pieces: list[tuple[StatsCell, int, int]] = []
+        self.written = False
+        self.error: BaseException | None = None

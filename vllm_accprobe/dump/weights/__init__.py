@@ -1,1 +1,0 @@
-"""The words of weights over their life, and how their lines are read."""

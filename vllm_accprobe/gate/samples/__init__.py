@@ -1,1 +1,0 @@
-"""Two runs of an evaluation, question by question: readers, pairs, statistics, and the questions that flipped."""

@@ -1,1 +1,0 @@
-"""A trainer's log-probabilities as golden: train against rollout."""

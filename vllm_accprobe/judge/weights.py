@@ -1,0 +1,573 @@
+"""What the fingerprints of weights say: within one run, between two, and over their history.
+
+A finding about weights, as a plain value.
+
+What a dump says of each parameter, put in order: one state for each event.
+
+The problem: lines come as they were made, rows only where they are new, and a parameter that lies as it was given has
+one line for both. The idea: a `State` holds all forms of one parameter after one event, its rows filled in from the
+last line with the same sum; a `History` is the states of one rank's parameter.
+
+What is wrong with weights by one dump alone.
+
+The problem: most faults of a sync show without a golden: a shard that loading wrote and a reload did not, an adapter's
+slot that holds the one before, a scale that is zero. A parameter that merely stays the same is none: trainers freeze
+some, and small steps round to nothing. The idea: what loading wrote is what a whole reload writes, row by row and time
+by time; what packing changed at loading it changes again. Each rule names the first event at which it holds, and
+nothing is said of what was not looked at.
+
+Golden's weights against mine's, event by event: from which on they differ.
+
+The problem: kernels pack weights in forms of their own, so what lies in memory cannot be compared between machines, and
+one wrong parameter explains everything behind it. The idea: the k-th event of a kind meets the k-th of the same kind;
+there the parameter is compared as it was given, or where a packing was taken off; else without order, where the shapes
+are one. The first event at which it differs is named, and whether mine's was written there at all. Parameters that are
+cut otherwise, or have other dtypes, are counted and not compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.journal import (
+    GIVEN,
+    LOAD,
+    LOADED,
+    LORA,
+    PACKED,
+    RELOAD,
+    SLOT,
+    SYNC,
+    WAKE,
+    Lives,
+    WeightEvent,
+    WeightPrint,
+)
+from vllm_accprobe.dump.journal import MAX_WEIGHT_ROWS as MAX_ROWS
+from vllm_accprobe.judge.constants import FEW_LISTED, WEIGHTS_WHOLE
+
+NOT_WRITTEN, UNFILLED, ZERO, NAN = "not written", "never filled", "zero", "NaN"
+EXCHANGED, VALUE, NOT_PACKED, SLEEP, OLD_ADAPTER, DIFFERS = (
+    "exchanged", "value", "not packed again", "sleep", "old adapter", "differs",
+)  # fmt: skip
+BOTH = "both"
+"""The side of a fault that golden and mine have alike: it is no difference between them."""
+
+
+@dataclass(frozen=True)
+class WeightFault:
+    """what: one of the words above. side: ``golden``, ``mine`` or BOTH, "" for what is between them. event: in words;
+    number: of the event in its own dump. rows: in words, "" for all. says: the whole sentence."""
+
+    what: str
+    side: str
+    rank: int
+    tap: str
+    name: str
+    event: str
+    number: int
+    rows: str
+    says: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in compare.json; ``module`` and ``parameter`` as everywhere there."""
+        found = asdict(self)
+        return {"module": found.pop("tap"), "parameter": found.pop("name")} | found
+
+
+def wrong_weights(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of compare.json's ``weights``: the findings that tell golden and mine apart."""
+    return [f for f in found.get("findings") or [] if f["side"] != BOTH]
+
+
+_COMPUTED = ("cos_sin_cache", "inv_freq", "cos_cached", "sin_cached", "position_ids")
+Place = tuple[int, str, str]
+"""Rank, tap, name."""
+
+
+@dataclass
+class State:
+    """One parameter after one event: its prints by form."""
+
+    event: WeightEvent
+    forms: dict[str, WeightPrint] = field(default_factory=dict)
+
+    @property
+    def given(self) -> WeightPrint | None:
+        """As it was given by this event, where it was looked at."""
+        return self.forms.get(LOADED)
+
+    @property
+    def lies(self) -> WeightPrint | None:
+        """As it lies after the event: what was not packed lies as it was given."""
+        return self.forms.get(PACKED) or self.forms.get(LOADED)
+
+    @property
+    def any(self) -> WeightPrint:
+        return next(iter(self.forms.values()))
+
+    def written(self) -> np.ndarray | None:
+        """How often each row was written, int64 [rows]; None where nobody looked."""
+        p = self.given or self.lies
+        return None if p is None else times(p)
+
+
+@dataclass
+class LivesInOrder:
+    """One dump's lives. events: in order, by rank; states: by place, in the order of events."""
+
+    events: dict[int, list[WeightEvent]] = field(default_factory=dict)
+    states: dict[Place, list[State]] = field(default_factory=dict)
+
+    @cached_property
+    def at(self) -> dict[tuple[int, int], dict[Place, State]]:
+        """(rank, number) → the states after that event."""
+        found: dict[tuple[int, int], dict[Place, State]] = {}
+        for place, states in self.states.items():
+            for state in states:
+                found.setdefault((state.event.rank, state.event.number), {})[place] = state
+        return found
+
+
+def side_of(lives: Lives) -> LivesInOrder:
+    """Both put in order. Prints without an event (the run was killed before its line) are left out."""
+    side = LivesInOrder()
+    events = {(e.rank, e.number): e for e in lives.events}
+    for e in sorted(events.values(), key=lambda e: e.number):
+        side.events.setdefault(e.rank, []).append(e)
+    rows: dict[tuple[int, str, str, str, str], str] = {}
+    for p in lives.prints:
+        event = events.get((p.rank, p.life))
+        if event is None:
+            continue
+        key = (p.rank, p.tap, p.name, p.form, p.order)
+        if p.rows is not None:
+            rows[key] = p.rows
+        elif key in rows:
+            p = replace(p, rows=rows[key])
+        states = side.states.setdefault((p.rank, p.tap, p.name), [])
+        if not states or states[-1].event.number != p.life:
+            states.append(State(event))
+        states[-1].forms[p.form] = p
+    return side
+
+
+def is_computed(name: str) -> bool:
+    """Tables and numbers that an engine computes for itself: those with a private name, too."""
+    return name.startswith("_") or any(word in name for word in _COMPUTED)
+
+
+def times(p: WeightPrint) -> np.ndarray | None:
+    """`State.written` of a print."""
+    if p.written is None:
+        return None
+    found = np.zeros(p.count if p.count <= MAX_ROWS else 1, np.int64)  # of one with more rows: whether any was
+    for first, end, n in p.written:
+        found[first:end] = n
+    return found
+
+
+def differing(a: WeightPrint, b: WeightPrint) -> np.ndarray | None:
+    """Rows in which two prints of one shape differ; None where they cannot be told."""
+    if a.shape != b.shape:
+        return None
+    x, y = a.sums(), b.sums()
+    return None if x is None or y is None else np.flatnonzero(x != y)
+
+
+def exchanged(a: WeightPrint, b: WeightPrint) -> tuple[int, int] | None:
+    """The two rows of which each holds the other's elements, where these are the only ones that differ."""
+    rows, x, y = differing(a, b), a.sums(), b.sums()
+    if rows is None or x is None or y is None or len(rows) != 2:
+        return None
+    i, j = map(int, rows)
+    return (i, j) if x[i] == y[j] and x[j] == y[i] else None
+
+
+def named(p: WeightPrint, rows: np.ndarray) -> str:
+    """Rows in words: ``k``, ``up of expert 3``, ``rows 4, 17``, ``rows 0-63``. "" for all of them."""
+    if not len(rows) or len(rows) == p.count:
+        return ""
+    block = p.block or p.count
+    blocks = sorted({int(r) // block for r in rows})
+    within = {int(r) % block for r in rows}
+    per_block = len(rows) == len(blocks) * len(within)
+    part = next((name for name, first, end in p.parts if within == set(range(first, end))), "")
+    of = f"expert{'s' * (len(blocks) > 1)} {_listed(blocks)}" if p.block else ""
+    if p.block and per_block and len(within) == block:
+        return of
+    if part and per_block:
+        return f"{part} of {of}" if of else part
+    what = "row" if len(p.shape) > 1 else "element"
+    if p.block and len(blocks) == 1:
+        return f"{what}{'s' * (len(within) > 1)} {_listed(sorted(within))} of {of}"
+    return f"{what}{'s' * (len(rows) > 1)} {_listed([int(r) for r in rows])}"
+
+
+def named_pair(p: WeightPrint, pair: tuple[int, int]) -> str:
+    """Two rows in words: ``rows 3 and 17``, of one expert counted within it."""
+    i, j = pair
+    if p.block and i // p.block == j // p.block:
+        i, j = i % p.block, j % p.block
+    return f"{'rows' if len(p.shape) > 1 else 'elements'} {i} and {j}"
+
+
+def _listed(numbers: list[int]) -> str:
+    """``3``, ``4, 17``, ``0-63``, ``1, 5, 9, 12 and 20 more``."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]}-{numbers[-1]}"
+    shown = ", ".join(map(str, numbers[:FEW_LISTED]))
+    return shown if len(numbers) <= FEW_LISTED else f"{shown} and {len(numbers) - FEW_LISTED} more"
+
+
+def spoken(event: WeightEvent, events: list[WeightEvent]) -> str:
+    """An event in words: ``loading``, ``reload 2``, ``putting adapter 'a' into slot 0``."""
+    if event.kind == LOAD:
+        return "loading"
+    if event.kind == LORA:
+        return f"putting adapter {event.name!r} into slot {event.slot}"
+    nth = sum(e.kind == event.kind and e.number <= event.number for e in events)
+    return f"{event.kind} {nth}"
+
+
+Make = Callable[[str, Place, str, str], WeightFault]
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def faults_within(side: LivesInOrder, which: str) -> list[WeightFault]:
+    """All findings, the earliest event first, each parameter once for each kind of fault."""
+    found: list[WeightFault] = []
+    for rank, events in sorted(side.events.items()):
+        for event in events:
+            found += _of_event(side, rank, events, event, which)
+    seen: set[tuple[str, int, str, str]] = set()
+    first = []
+    for f in found:
+        key = (f.what, f.rank, f.tap, f.name)
+        if key not in seen:
+            seen.add(key)
+            first.append(f)
+    return first
+
+
+def _of_event(
+    side: LivesInOrder, rank: int, events: list[WeightEvent], event: WeightEvent, which: str
+) -> Iterator[WeightFault]:
+    states = side.at.get((rank, event.number), {})
+    when = spoken(event, events)
+
+    def fault(what: str, place: Place, rows: str, says: str) -> WeightFault:
+        tap, name = place[1:]
+        of = f" ({rows})" if rows else ""
+        return WeightFault(what, which, rank, tap, name, when, event.number, rows, f"{tap}.{name}{of} {says}")
+
+    if event.kind == LORA:
+        for place, state in states.items():
+            yield from _slot(side, place, state, fault)
+        return
+    unwritten = _unwritten(side, rank, event, states) if event.kind in (RELOAD, SYNC) else {}
+    for place, state in states.items():
+        if is_computed(place[2]):
+            continue
+        history = [s for s in side.states[place] if s.event.number < event.number and s.event.kind != LORA]
+        if place in unwritten:
+            rows = unwritten[place]
+            p = state.given or state.lies
+            assert p is not None
+            stays = " and holds what it held before" if _stays(history, p, rows) else ""
+            says = f"was not written by {when}, as loading had written it{stays}"
+            yield fault(NOT_WRITTEN, place, named(p, rows), says)
+            continue
+        yield from _scale(place, state, when, fault)
+        yield from _packing(place, state, history, event, when, fault)
+        a, b = history[-1].lies if history else None, state.lies
+        if event.kind == WAKE and a is not None and b is not None and a.shape == b.shape and a.order != b.order:
+            yield fault(SLEEP, place, named(b, _rows(a, b)), f"is not after {when} what it was before sleep")
+
+
+def _rows(a: WeightPrint, b: WeightPrint) -> np.ndarray:
+    rows = differing(a, b)
+    return np.zeros(0, np.int64) if rows is None else rows
+
+
+def _stays(history: list[State], p: WeightPrint, rows: np.ndarray) -> bool:
+    before = next((q for s in reversed(history) for q in (s.forms.get(p.form),) if q is not None), None)
+    changed = None if before is None else differing(before, p)
+    return changed is not None and not np.isin(rows, changed).any()
+
+
+def _unwritten(
+    side: LivesInOrder, rank: int, event: WeightEvent, states: dict[Place, State]
+) -> dict[Place, np.ndarray]:
+    """Rows that loading wrote and this event did not, of an event that means to write all; of another one those of
+    tensors and modules that it began to write."""
+    first = {p: s for (r, n), at in side.at.items() if r == rank and n == 0 for p, s in at.items()}
+    written, missing = 0, {}
+    touched: Counter[str] = Counter()
+    for place, state in states.items():
+        if is_computed(place[2]) or place not in first:
+            continue
+        before, now = first[place].written(), state.written()
+        if before is None or not before.any():
+            continue
+        if now is None:  # it lies in a form that nobody could look at
+            continue
+        if len(now) != len(before):
+            now = np.full(len(before), int(now.any()))
+        if now.any():
+            written += 1
+            touched[place[1]] += 1
+        rows = np.flatnonzero((before > 0) & (now == 0))
+        if len(rows):
+            missing[place] = rows
+    total = written + sum(len(rows) == _count(states[p]) for p, rows in missing.items())
+    if not written:
+        return {}
+    if written >= WEIGHTS_WHOLE * total:
+        return missing
+    return {p: rows for p, rows in missing.items() if touched[p[1]] or len(rows) < _count(states[p])}
+
+
+def _count(state: State) -> int:
+    return state.any.count
+
+
+def _scale(place: Place, state: State, when: str, make: Make) -> Iterator[WeightFault]:
+    p = state.given or state.lies
+    if p is None or "scale" not in place[2] or not p.count:
+        return
+    if p.zeros and p.zeros == _elements(p):
+        yield make(ZERO, place, "", f"is zero after {when}: whatever it scales is lost")
+    elif p.nan:
+        yield make(NAN, place, "", f"holds {p.nan} NaN after {when}")
+    elif p.raw and p.written is not None and state.event.kind == LOAD:
+        now = state.written()
+        rows = np.flatnonzero(now == 0) if now is not None else np.zeros(0, np.int64)
+        if len(rows) and now is not None and now.any():
+            yield make(
+                UNFILLED, place, named(p, rows), f"was never filled by {when}: it holds what the memory held before"
+            )
+
+
+def _elements(p: WeightPrint) -> int:
+    found = 1
+    for n in p.shape:
+        found *= n
+    return found
+
+
+def _packing(
+    place: Place, state: State, history: list[State], event: WeightEvent, when: str, make: Make
+) -> Iterator[WeightFault]:
+    given, lies = state.given, state.lies
+    packed = lies if lies is not None and lies is not given else None
+    if given is not None and packed is not None and given.dtype == packed.dtype and given.dtype in _FLOATS:
+        pair = exchanged(given, packed)
+        if given.order == packed.order and given.shape == packed.shape:
+            pass
+        elif given.bag != packed.bag:
+            if "scale" not in place[2]:
+                rows = named(packed, _rows(given, packed))
+                says = f"was changed by packing at {when}: not only the order of its elements"
+                yield make(VALUE, place, rows, says)
+        elif pair is not None or packed.undone not in ("", "unknown"):
+            what = f"{named_pair(packed, pair)} were exchanged" if pair else "elements changed places"
+            rows = named(packed, _rows(given, packed))
+            yield make(EXCHANGED, place, rows, f"was packed wrong at {when}: {what}")
+    yield from _again(place, state, history, when, make)
+
+
+def _again(place: Place, state: State, history: list[State], when: str, make: Make) -> Iterator[WeightFault]:
+    """What was packed into another order at loading, and lies in the checkpoint's now."""
+    first = next((s for s in history if s.event.kind == LOAD), None)
+    if first is None or first.given is None or first.lies is None or first.lies is first.given:
+        return
+    was, now = first.lies, state.lies
+    # it lies exactly as it was given: nothing packed it
+    if was.undone and now is not None and now is state.given and (now.shape, now.dtype) == (was.shape, was.dtype):
+        order = "" if was.undone == "unknown" else f" ({was.undone})"
+        packer = f"loading had packed it{order}, and nothing did again"
+        says = f"lies in the checkpoint's order after {when}: {packer}"
+        yield make(NOT_PACKED, place, "", says)
+
+
+def _slot(side: LivesInOrder, place: Place, state: State, make: Make) -> Iterator[WeightFault]:
+    given, slot = state.forms.get(GIVEN), state.forms.get(SLOT)
+    if given is None or slot is None or given.bag == slot.bag:
+        return
+    rank, event = place[0], state.event
+    before = [s for s in side.states[place] if s.event.slot == event.slot and s.event.number < event.number]
+    same = next((s for s in reversed(before) if (p := s.forms.get(SLOT)) and p.order == slot.order), None)
+    of = f"adapter {event.name!r} in slot {event.slot} of rank {rank}"
+    if same is not None:
+        whose = f"adapter {same.event.name!r}" if same.event.name != event.name else "an earlier version"
+        says = f"was left as {whose} had it: {of} was not written there"
+    else:
+        says = f"is not what {of} was to put there"
+    yield make(OLD_ADAPTER, place, "", says)
+
+
+OTHER_FORM, OTHER_CUT, ONE_SIDE = "packed by other kernels", "cut otherwise, or of another dtype", "in one dump only"
+Key = tuple[int, str, str, int]
+"""Rank, kind, an adapter's name, and which of these events."""
+
+
+def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
+    """What compare.json says of weights; {} where neither dump tells of them. ``findings``: first what is between the
+    two, each with what mine's own life says of it, then what else one of them shows alone. Where only one dump tells
+    of its weights (the other is another tool's, or older), what it shows alone is all that there is; ``told`` counts
+    the weights of such a mine."""
+    if not golden.prints or not mine.prints:
+        return _one_side(golden, mine)
+    sides = side_of(golden), side_of(mine)
+    alone = [faults_within(side, which) for side, which in zip(sides, ("golden", "mine"), strict=True)]
+    skipped: Counter[str] = Counter()
+    between, compared = _between(*sides, skipped)
+    own = {(f.rank, f.tap, f.name): f for f in reversed(alone[1])}
+    known = {(f.rank, f.tap, f.name) for f in alone[0]}
+    between = [f for f in between if not _follows(f, own.values(), sides[1])]
+    # What mine's own life explains is said by that; a fault that both have cannot be what is between them.
+    explained = [own.get((f.rank, f.tap, f.name), f) for f in between]
+    rest = [f for f in alone[1] if f not in explained and (f.rank, f.tap, f.name) not in known]
+    both = [f for f in alone[1] if (f.rank, f.tap, f.name) in known and f not in explained]
+    theirs = [f for f in alone[0] if (f.rank, f.tap, f.name) not in {(g.rank, g.tap, g.name) for g in both}]
+    faults = sorted(dict.fromkeys([*explained, *rest]), key=lambda f: (f.number, f.what == DIFFERS)) + theirs
+    faults += [replace(f, side=BOTH) for f in both]
+    return {
+        "events": {which: _events(side) for which, side in zip(("golden", "mine"), sides, strict=True)},
+        "compared": compared,
+        "not_compared": dict(skipped),
+        "findings": [f.to_dict() for f in faults],
+    }
+
+
+def _one_side(golden: Lives, mine: Lives) -> dict[str, Any]:
+    """`weights_between` where at most one of the two tells of its weights."""
+    if not golden.prints and not mine.prints:
+        return {}
+    which, lives = ("mine", mine) if mine.prints else ("golden", golden)
+    side = side_of(lives)
+    return {
+        "events": {which: _events(side)},
+        "compared": 0,
+        "told": len(side.states) if which == "mine" else 0,
+        "not_compared": {ONE_SIDE: len(side.states)},
+        "findings": [f.to_dict() for f in faults_within(side, which)],
+    }
+
+
+def _follows(fault: WeightFault, own: Iterable[WeightFault], mine: LivesInOrder) -> bool:
+    """Whether the tensor is none of the checkpoint's, and made of another one of its module, which is wrong since the
+    same event: packing computes column sums of scale times weight, for example."""
+    if not any((f.rank, f.tap, f.number) == (fault.rank, fault.tap, fault.number) for f in own):
+        return False
+    # At loading: a reload copies into the tensors that there are.
+    written = mine.states[fault.rank, fault.tap, fault.name][0].written()
+    return written is not None and not written.any()
+
+
+def _events(side: LivesInOrder) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "number": e.number, "event": spoken(e, events), "step": e.step, "seconds": e.seconds}
+        for rank, events in sorted(side.events.items())
+        for e in events
+    ]
+
+
+def _keys(side: LivesInOrder) -> dict[Key, WeightEvent]:
+    found: dict[Key, WeightEvent] = {}
+    for rank, events in side.events.items():
+        nth: Counter[tuple[str, str]] = Counter()
+        for e in events:
+            name = e.name if e.kind == LORA else ""
+            found[rank, e.kind, name, nth[e.kind, name]] = e
+            nth[e.kind, name] += 1
+    return found
+
+
+def _between(golden: LivesInOrder, mine: LivesInOrder, skipped: Counter[str]) -> tuple[list[WeightFault], int]:
+    events = _keys(golden), _keys(mine)
+    found: dict[Place, WeightFault] = {}
+    compared: set[Place] = set()
+    before: dict[Place, tuple[State, State, str]] = {}
+    why: dict[Place, str] = defaultdict(str)
+    for key, event in sorted(events[1].items(), key=lambda x: x[1].number):
+        theirs = events[0].get(key)
+        if theirs is None:
+            continue
+        when = spoken(event, mine.events[event.rank])
+        states = golden.at.get((theirs.rank, theirs.number), {}), mine.at.get((event.rank, event.number), {})
+        for place in states[0].keys() & states[1].keys():
+            if place in found or is_computed(place[2]):
+                continue
+            g, m = states[0][place], states[1][place]
+            pair, reason = _comparable(g, m)
+            if pair is None:
+                why[place] = reason
+                continue
+            compared.add(place)
+            if not _same(*pair):
+                found[place] = _fault(place, pair, when, event.number, before.get(place), (g, m))
+            else:
+                before[place] = g, m, when
+        if event.number == 0:
+            skipped[ONE_SIDE] += len(states[0].keys() ^ states[1].keys())
+    for place, reason in why.items():
+        if place not in compared:
+            skipped[reason] += 1
+    return list(found.values()), len(compared)
+
+
+def _comparable(g: State, m: State) -> tuple[tuple[WeightPrint, WeightPrint] | None, str]:
+    """The two prints to compare, or why there are none."""
+    a, b = g.given, m.given
+    if a is None or b is None:
+        a, b = g.lies or g.forms.get(SLOT), m.lies or m.forms.get(SLOT)
+    if a is None or b is None:
+        return None, ONE_SIDE
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return None, OTHER_CUT
+    if a.undone != b.undone and "unknown" in (a.undone, b.undone) and a.bag != b.bag:
+        return None, OTHER_FORM
+    return (a, b), ""
+
+
+def _same(a: WeightPrint, b: WeightPrint) -> bool:
+    if "unknown" in (a.undone, b.undone):
+        return a.bag == b.bag
+    return a.order == b.order
+
+
+def _fault(
+    place: Place,
+    pair: tuple[WeightPrint, WeightPrint],
+    when: str,
+    number: int,
+    before: tuple[State, State, str] | None,
+    states: tuple[State, State],
+) -> WeightFault:
+    rank, tap, name = place
+    rows = differing(*pair)
+    where = named(pair[1], np.zeros(0, np.int64) if rows is None else rows)
+    if (swapped := exchanged(*pair)) is not None:
+        how = f": {named_pair(pair[1], swapped)} are exchanged"
+    elif pair[0].bag == pair[1].bag:
+        how = ": the same elements in another order"
+    else:
+        how = ""
+    if before is None:
+        says = f"differs from golden's at {when}{how}"
+    else:
+        says = f"is golden's after {before[2]} and differs after {when}{how}"
+        last = (before[0].given or before[0].lies, before[1].given or before[1].lies)
+        changed = [a is not None and a.form == b.form and a.order != b.order for a, b in zip(last, pair, strict=True)]
+        if changed == [True, False]:
+            says += ": golden's changed there and mine's did not"
+    of = f" ({where})" if where else ""
+    return WeightFault(DIFFERS, "", rank, tap, name, when, number, where, f"{tap}.{name}{of} {says}")

@@ -1,0 +1,580 @@
+"""A dump over the line: connections, certificates, sender and receiver.
+
+One connection, piece by piece, with a deadline for each.
+
+The problem: a socket's timeout starts anew with each byte, so that a peer that sends one a minute holds its place for
+ever. The idea: whoever waits for a piece says until when all of it must be there; the buffer is made for a length that
+the limits allow.
+
+Peers that are turned away: one line each, and a count where they do not stop.
+
+The problem: one line for each of a stranger's ten thousand connections fills the log that is to name the one sender
+whose certificate has expired. The idea: the first of an address and a reason is said, the others are counted and said
+with the end.
+
+Who may speak with whom: certificates on both sides, or nobody but this machine.
+
+The problem: captured tensors are users' prompts, and a receiver that takes anything from anybody is a hole. The idea:
+Python's own TLS, at least 1.2, where each side shows a certificate that the same ca.crt signed, and the sender checks
+that the receiver's is for the host that it called. Without a folder of certificates the line is plain, and then both
+ends must be this machine.
+
+Takes lines, says who may speak, and puts what they bring where it belongs.
+
+The problem: whoever can reach the port can connect: with no certificate, with a foreign one, with garbage, with half a
+line, ten thousand times. The idea: a peer has seconds for TLS and its first words, and memory for what the limits say;
+of those that have not said who they are only so many are kept, the oldest of them goes first, so that an honest one,
+which needs milliseconds, always comes through. A thread for each rank reads, writes and answers; it reads nothing while
+it writes, or waits for the checks.
+
+Sends the ranks of a dump to a receiver, over lines that may break.
+
+The problem: the receiver may be slower than the capture, restarted or out of reach for a while; the process that serves
+must feel none of it. The idea: a process of its own that reads what is on the disk, a thread and a connection for each
+rank. After at most four megabytes it asks for an answer, and sends no more than sixteen ahead of the answers: that the
+receiver does not read is how it says wait. Whatever breaks, the next connection begins with what the receiver has. Not
+here: what is sent (arrivals.py), what it comes to (arrivals.py).
+
+Not here: the pieces (arrivals.py), what the pieces mean (arrivals.py, arrivals.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import RUN_JSON
+from vllm_accprobe.online import arrivals
+from vllm_accprobe.online import arrivals as frames
+from vllm_accprobe.online.arrivals import (
+    END,
+    HAVE,
+    HELLO,
+    PROTOCOL,
+    READY,
+    REFUSED,
+    RUN,
+    SYNC,
+    WELCOME,
+    WORDS,
+    ArrivedRanks,
+    FrameError,
+    MirrorError,
+    RankArrival,
+    RankTail,
+    TailError,
+)
+from vllm_accprobe.online.keys import Endpoint
+
+HALF_S = 30.0
+"""Chosen: for the rest of a piece that has begun; a megabyte over a line of 300 kbit/s."""
+
+
+class Broken(Exception):
+    """The line is broken, or the other side says nothing any more: another connection may go on."""
+
+
+class Wire:
+    """A socket, with or without TLS, that pieces go through."""
+
+    def __init__(self, plain: socket.socket):
+        self.socket = plain
+        self._back = b""
+
+    def unread(self, first: bytes) -> None:
+        """Bytes that somebody has read already, and that come first again."""
+        self._back = first + self._back
+
+    def send(self, parts: Iterable[bytes | memoryview], within: float = HALF_S) -> None:
+        """Raises Broken."""
+        try:
+            self.socket.settimeout(within)
+            for part in parts:
+                self.socket.sendall(part)
+        except (OSError, ValueError) as error:
+            raise Broken(_why(error)) from None
+
+    def receive(self, within: float, most: int | None = None) -> tuple[int, bytearray]:
+        """The next piece, whose first byte comes ``within`` seconds. Raises Broken and FrameError."""
+        first = self._exactly(1, time.monotonic() + within)
+        until = time.monotonic() + min(HALF_S, within)
+        kind, length = arrivals.length_of(bytes(first + self._exactly(arrivals.HEAD.size - 1, until)), most)
+        return kind, self._exactly(length, until)
+
+    def _exactly(self, n: int, until: float) -> bytearray:
+        found = bytearray(n)
+        view, done = memoryview(found), min(n, len(self._back))
+        view[:done], self._back = self._back[:done], self._back[done:]
+        while done < n:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise Broken("half a piece, and then nothing" if done else "nothing came")
+            try:
+                self.socket.settimeout(left)
+                got = self.socket.recv_into(view[done:])
+            except TimeoutError:
+                continue
+            except (OSError, ValueError) as error:
+                raise Broken(_why(error)) from None
+            if not got:
+                raise Broken("the other side has closed the line")
+            done += got
+        return found
+
+    def refuse(self, why: str, again: bool = False) -> None:
+        """Says why and closes. again: another try may go better. Never raises."""
+        try:
+            self.send(arrivals.words(arrivals.REFUSED, {"why": why[:500], "again": again}), 2.0)
+        except (Broken, FrameError):
+            pass
+        self.close()
+
+    def close(self) -> None:
+        """Closes so that what was said last arrives: what the other side still sends is read for a moment."""
+        try:
+            self.socket.settimeout(0.3)
+            self.socket.shutdown(socket.SHUT_WR)
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until and self.socket.recv(1 << 16):
+                pass
+        except (OSError, ValueError):
+            pass
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends the connection at once, also where another thread waits for it."""
+        for end in (lambda: self.socket.shutdown(socket.SHUT_RDWR), self.socket.close):
+            try:
+                end()
+            except (OSError, ValueError):
+                pass
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+_KINDS = 200
+"""Chosen: pairs of address and reason that are told apart; beyond them all are one."""
+
+
+class Refusals:
+    """say: gets a line."""
+
+    def __init__(self, say: Callable[[str], object]):
+        self._say = say
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, address: str, why: str) -> None:
+        why = " ".join(why.split())[:200]
+        with self._lock:
+            key = address, why
+            if key not in self._seen and len(self._seen) >= _KINDS:
+                key = "others", ""
+            self._seen[key] += 1
+            first = self._seen[key] == 1
+        if first:
+            self._say(f"refused {address}: {why}" if why else "further peers are refused; they are counted")
+
+    @property
+    def total(self) -> int:
+        return self._seen.total()
+
+    def lines(self) -> list[str]:
+        """For the end: how often, where a reason came more than once."""
+        return [f"refused {where}, {n:,} times{': ' + why if why else ''}"
+                for (where, why), n in self._seen.most_common(10) if n > 1]  # fmt: skip
+
+
+CA = "ca.crt"
+SERVER, CLIENT = "server", "client"
+_ALERTS = {
+    "CERTIFICATE_REQUIRED": "it showed no certificate", "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no certificate",
+    "CERTIFICATE_EXPIRED": "its certificate has expired", "UNKNOWN_CA": "its certificate is not signed by this ca.crt",
+    "BAD_CERTIFICATE": "its certificate is not accepted", "CERTIFICATE_UNKNOWN": "its certificate is not accepted",
+    "HTTP_REQUEST": "it speaks HTTP, not TLS", "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "it speaks no TLS from 1.2 on", "UNEXPECTED_EOF": "it closed the line",
+    "HTTPS_PROXY_REQUEST": "it speaks HTTP, not TLS", "UNSUPPORTED_CERTIFICATE": "its certificate is for another use",
+}  # fmt: skip
+
+
+class TlsError(Exception):
+    """One line: what is wrong with the certificates here, or with the other side's."""
+
+
+def context(folder: Path, side: str) -> ssl.SSLContext:
+    """folder: has ca.crt and SIDE.crt, SIDE.key; side: SERVER or CLIENT. Raises TlsError."""
+    names = [folder / name for name in (CA, f"{side}.crt", f"{side}.key")]
+    missing = [path.name for path in names if not path.is_file()]
+    if missing:
+        more = " (msprobe's server.key and server.crt alone hide the line, and prove to nobody who is there)"
+        raise TlsError(f"{folder} has no {', no '.join(missing)}: docs/online.md tells how to make them"
+                       f"{more if CA in missing or side == CLIENT else ''}")  # fmt: skip
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == SERVER else ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.verify_mode = ssl.CERT_REQUIRED  # of the client, too; the client's context checks the host's name besides
+    ca, crt, key = map(str, names)
+    pair = f"{side}.crt and {side}.key", lambda: made.load_cert_chain(crt, key, password=lambda: "")
+    for what, load in ((CA, lambda: made.load_verify_locations(ca)), pair):
+        try:
+            load()
+        except (ssl.SSLError, OSError, ValueError, TypeError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise TlsError(f"{folder}: {what} cannot be used: {str(reason).lower().replace('_', ' ')}") from None
+    return made
+
+
+def told(error: Exception) -> str:
+    """Why a handshake failed, or a line that had just begun, in words of the one who was refused or refuses."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate refused: {error.verify_message.rstrip('.')}"
+    if isinstance(error, TimeoutError):
+        return "no handshake in time"
+    reason = str(getattr(error, "reason", "") or "")
+    for word, said in _ALERTS.items():
+        if word in reason:
+            return said
+    return reason.lower().replace("_", " ") or str(getattr(error, "strerror", None) or error or "it closed the line")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the other side's TLS refused this one's certificate: trying again would not help."""
+    return isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in str(getattr(error, "reason", ""))
+
+
+def require_loopback(host: str, what: str) -> None:
+    """Raises TlsError where ``host`` is not this machine alone."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as error:
+        raise TlsError(f"{what} {host}: {getattr(error, 'strerror', None) or error}") from None
+    if not all(ipaddress.ip_address(str(a).partition("%")[0]).is_loopback for a in found):
+        raise TlsError(f"{what} {host} is not this machine, and without certificates nothing goes over a network: name "
+                       "their folder with --tls (msprobe's tls_path)")  # fmt: skip
+
+
+FIRST_S = 10.0
+"""Chosen: for TLS, and again for the first words."""
+SILENT_S = 60.0
+"""Chosen: without a word; a sender says so every ten seconds that it is there."""
+UNKNOWN = 128
+"""Chosen: peers that have not said who they are, at once."""
+KNOWN = 1024
+"""Chosen: ranks at once."""
+_TURN_S = 60.0
+
+
+class Receiver:
+    """Listens at ``endpoint`` (port 0: any) until `close`. Raises OSError, TlsError."""
+
+    def __init__(self, endpoint: Endpoint, arrivals: ArrivedRanks, say: Callable[[str], object]):
+        self.arrivals, self._say = arrivals, say
+        self.refusals = Refusals(say)
+        self._context = context(endpoint.tls, SERVER) if endpoint.tls is not None else None
+        if self._context is None:
+            require_loopback(endpoint.host, "--host")
+        family = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((endpoint.host, endpoint.port), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._unknown: dict[Wire, None] = {}
+        self._known: dict[Wire, None] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="accprobe-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no more lines, and ends those that are there."""
+        self.arrivals.stop.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            open_ones = [*self._unknown, *self._known]
+        for wire in open_ones:
+            wire.cut()
+
+    def _accept(self) -> None:
+        while not self.arrivals.stop.is_set():
+            try:
+                plain, address = self._listener.accept()
+            except OSError:
+                if self.arrivals.stop.wait(0.05) or self._listener.fileno() < 0:
+                    return
+                continue  # no file handle is left, perhaps: those that are open go on
+            wire = Wire(plain)
+            with self._lock:
+                oldest = next(iter(self._unknown)) if len(self._unknown) >= UNKNOWN else None
+                if oldest is not None:
+                    self._unknown.pop(oldest)
+                self._unknown[wire] = None
+            if oldest is not None:
+                oldest.cut()
+            threading.Thread(target=self._peer, args=(wire, str(address[0])), daemon=True).start()
+
+    def _peer(self, wire: Wire, address: str) -> None:
+        try:
+            self._greeted(wire, address)
+        except Exception as error:  # whatever one peer brings about, the others are served
+            self.refusals.add(address, f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._unknown.pop(wire, None)
+                self._known.pop(wire, None)
+            wire.cut()
+
+    def _greeted(self, wire: Wire, address: str) -> None:
+        if self._context is not None and not self._secured(wire, address):
+            return
+        try:
+            wire.send([frames.head(READY, 0)], FIRST_S)
+            kind, body = wire.receive(FIRST_S, WORDS)
+            if kind == READY:  # over a plain line the sender speaks first
+                kind, body = wire.receive(FIRST_S, WORDS)
+            if kind != HELLO:
+                raise FrameError("its first words are no greeting")
+            rank, arrival = self.arrivals.begin(frames.said_in(body))
+        except Broken as why:
+            self.refusals.add(address, str(why))
+            return
+        except (FrameError, MirrorError, OSError) as why:
+            self.refusals.add(address, str(why))
+            wire.refuse(str(why))
+            return
+        with self._lock:
+            if self._unknown.pop(wire, 0) == 0 or len(self._known) >= KNOWN:  # it was the oldest, and had to go
+                return
+            self._known[wire] = None
+        self._rank(wire, rank, arrival, address)
+
+    def _secured(self, wire: Wire, address: str) -> bool:
+        assert self._context is not None
+        plain = wire.socket
+        try:
+            plain.settimeout(FIRST_S)
+            if plain.recv(len(frames.MAGIC), socket.MSG_PEEK) == frames.MAGIC:  # a sender of ours, without TLS
+                self.refusals.add(address, "it does not speak TLS")
+                wire.refuse("it wants TLS: name the folder of certificates with --tls")
+                return False
+            wire.socket = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            wire.socket.do_handshake()  # type: ignore[attr-defined]
+        except (OSError, ValueError) as error:
+            self.refusals.add(address, told(error))
+            if isinstance(error, ssl.SSLError):
+                wire.close()  # its alert is to arrive
+            return False
+        return True
+
+    def _rank(self, wire: Wire, rank: int, arrival: RankArrival, address: str) -> None:
+        """Everything that one line brings."""
+        before, arrival.wire = arrival.wire, wire
+        if before is not None:
+            before.cut()  # a line that nobody speaks on any more: its sender has made a new one
+        if not arrival.turn.acquire(timeout=_TURN_S):
+            wire.refuse(f"rank {rank} is still being written by another line", again=True)
+            return
+        try:
+            arrival.mirror.drop()
+            have = arrival.mirror.have()
+            self._say(f"rank {rank}: a line from {address}" + (f", on from byte {have['journal']:,} of its journal"
+                                                             if have["journal"] else ""))  # fmt: skip
+            wire.send(frames.words(WELCOME, have))
+            while not self.arrivals.stop.is_set():
+                kind, body = wire.receive(SILENT_S)
+                answer = arrival.apply(kind, body)
+                if kind in (SYNC, END) and answer is not None:
+                    self.arrivals.room()
+                    wire.send(frames.words(HAVE, answer))
+                    if kind == END:
+                        self._say(f"rank {rank}: all is here, {arrival.mirror.nbytes / 1e6:,.1f} MB")
+                        return
+        except Broken as why:
+            with contextlib.suppress(OSError):
+                arrival.mirror.sync()  # all of it came in order: a line that often breaks is to get somewhere
+            if not arrival.ended and arrival.wire is wire and not self.arrivals.stop.is_set():
+                self._say(f"rank {rank}: the line broke ({why})")
+        except (FrameError, MirrorError, OSError) as why:
+            self.refusals.add(address, f"rank {rank}: {why}")
+            wire.refuse(str(why))
+        finally:
+            arrival.turn.release()
+
+
+FIRST_SYNC, SYNC_BYTES, SYNC_S = 256 << 10, 4 << 20, 0.5
+"""Chosen: bytes and seconds between two SYNCs; on a new line the first number, which doubles up to the second."""
+AHEAD = 4
+"""Chosen: SYNCs without an answer."""
+POLL_S = 0.05
+ALIVE_S = 10.0
+"""Chosen: a line with nothing to say says so this often."""
+ANSWER_S = 900.0
+"""Chosen: how long a receiver may make a sender wait: it checks, and takes nothing while much is unchecked."""
+IDLE_S = 30.0
+"""Chosen: a journal that nobody has locked and that does not grow is over after this time."""
+
+
+class NotSent(DumpError):
+    """One line: why a rank was not sent."""
+
+
+class RankSender:
+    """Sends one rank. totals: outputs and taps (chance.Budget's) of this rank where the dump is complete, else None;
+    follow: until the journal ends; patience: seconds without a connection after which it is given up; say: gets lines.
+    """
+
+    def __init__(
+        self, dump: Path, rank: int, endpoint: Endpoint, *, totals: tuple[int, int] | None, follow: bool,
+        patience: float, say: Callable[[str], object], stop: threading.Event,
+    ):  # fmt: skip
+        self.dump, self.rank, self.endpoint, self.totals, self.follow = dump, rank, endpoint, totals, follow
+        self.patience, self._say, self._stop = patience, say, stop
+        self.context = context(endpoint.tls, CLIENT) if endpoint.tls is not None else None
+        self.bytes = self.connections = 0
+        self.tail = RankTail(dump, rank)
+
+    def run(self) -> None:
+        """Raises NotSent."""
+        lost = time.monotonic()
+        pause, why = 0.1, ""
+        while not self._stop.is_set():
+            try:
+                wire = self._connect()
+            except (Broken, OSError) as error:
+                why = str(getattr(error, "strerror", None) or error)
+                if time.monotonic() - lost > self.patience:
+                    where = f"{self.endpoint.host}:{self.endpoint.port}"
+                    raise NotSent(f"rank {self.rank}: no line to {where} for {self.patience:.0f} s: {why}") from None
+                self._stop.wait(pause)
+                pause = min(pause * 2, 2.0)
+                continue
+            self.connections += 1
+            if self.connections > 1:
+                self._say(f"rank {self.rank}: connected again")
+            try:
+                self._serve(wire)
+                wire.close()
+                return
+            except Broken as error:
+                self._say(f"rank {self.rank}: the line broke ({error}): connecting again")
+                wire.cut()
+                lost, pause = time.monotonic(), 0.1
+                self._stop.wait(pause)
+            except (FrameError, TailError, OSError) as error:
+                wire.cut()
+                raise NotSent(f"rank {self.rank}: {error}") from None
+
+    def _connect(self) -> Wire:
+        """A line on which the receiver is READY. Raises Broken, OSError; NotSent where it refuses."""
+        end = self.endpoint
+        plain = socket.create_connection((end.host, end.port), timeout=10.0)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.context is None:
+            wire = Wire(plain)
+            wire.send([arrivals.head(READY, 0)])  # a receiver that awaits TLS answers this at once
+            return self._ready(wire)
+        try:
+            return self._ready(Wire(self.context.wrap_socket(plain, server_hostname=end.host)))
+        except ssl.SSLError as error:
+            plain.close()
+            if is_refusal(error):
+                raise NotSent(_refused(end, error)) from None
+            if "WRONG_VERSION" in str(error.reason):
+                raise NotSent(f"{end.host}:{end.port} does not speak TLS: leave --tls away, or give it one") from None
+            raise Broken(told(error)) from None
+
+    def _ready(self, wire: Wire) -> Wire:
+        """TLS 1.3 tells a client only now that its certificate was refused."""
+        try:
+            wire.socket.settimeout(15.0)
+            first = wire.socket.recv(1)
+            if not first:
+                raise Broken("the receiver closed the line")
+            wire.unread(first)
+            kind, body = wire.receive(15.0)
+        except ssl.SSLError as error:
+            wire.cut()
+            if is_refusal(error):
+                raise NotSent(_refused(self.endpoint, error)) from None
+            raise Broken(told(error)) from None
+        except FrameError:
+            wire.cut()
+            raise NotSent(f"{self.endpoint.host}:{self.endpoint.port} is no receiver of accprobe") from None
+        self._expect(kind, body, READY)
+        return wire
+
+    def _expect(self, kind: int, body: bytearray, wanted: int) -> dict[str, Any]:
+        if kind == REFUSED:
+            said = arrivals.said_in(body)
+            if said.get("again") is True:
+                raise Broken(str(said.get("why"))[:500])
+            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(said.get('why'))[:500]}")
+        if kind != wanted:
+            raise FrameError("the receiver answers something else than was asked")
+        return arrivals.said_in(body) if body else {}
+
+    def _serve(self, wire: Wire) -> None:
+        said: dict[str, Any] = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals}
+        wire.send(arrivals.words(HELLO, said))
+        self.tail.begin(self._expect(*wire.receive(ANSWER_S), WELCOME))
+        try:
+            text = (self.dump / RUN_JSON).read_bytes()[: arrivals.CHUNK + 1]
+            if len(text) <= arrivals.CHUNK:
+                wire.send([arrivals.head(RUN, len(text)), text])
+        except FileNotFoundError:
+            pass
+        waiting, unsaid, most = 0, 0, FIRST_SYNC
+        quiet = heard = time.monotonic()
+        while not self._stop.is_set():
+            for parts, n in self.tail.pieces():
+                wire.send(parts, ANSWER_S)
+                self.bytes += n
+                unsaid += n
+                if unsaid >= most or time.monotonic() - heard > SYNC_S:
+                    waiting, unsaid, heard = self._ask(wire, waiting), 0, time.monotonic()
+                    most = min(most * 2, SYNC_BYTES)
+                    while waiting >= AHEAD:
+                        waiting = self._hear(wire, waiting)
+                quiet = time.monotonic()
+                if self._stop.is_set():
+                    return
+            now = time.monotonic()
+            if unsaid or now - heard > ALIVE_S:
+                waiting, unsaid, heard = self._ask(wire, waiting), 0, now
+            while waiting:
+                waiting = self._hear(wire, waiting)
+            if self._over(now - quiet):
+                wire.send(arrivals.words(END, {"journal": self.tail.at}))
+                self._expect(*wire.receive(ANSWER_S), HAVE)
+                return
+            self._stop.wait(POLL_S)
+
+    def _over(self, quiet: float) -> bool:
+        if not self.follow or self.tail.ended:
+            return True
+        if quiet > IDLE_S and self.tail.abandoned():
+            self._say(f"rank {self.rank}: its journal has no end and nobody writes it any more: sent as it is")
+            return True
+        return False
+
+    def _ask(self, wire: Wire, waiting: int) -> int:
+        wire.send([arrivals.head(SYNC, 0)], ANSWER_S)
+        return waiting + 1
+
+    def _hear(self, wire: Wire, waiting: int) -> int:
+        self._expect(*wire.receive(ANSWER_S), HAVE)
+        return waiting - 1
+
+
+def _refused(end: Endpoint, error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{end.host}:{end.port}: its {told(error)}"
+    said = told(error).replace("it showed", "this side showed").replace("its certificate", "its own certificate")
+    return f"{end.host}:{end.port} refuses this side: {said}"

@@ -1,0 +1,753 @@
+"""msprobe's pre-check: its options and configuration, its files of both stages, and its recorded gradients.
+
+Options of opcheck that msprobe's acc_check, multi_acc_check and run_ut have, in msprobe's spelling.
+
+The problem: a script says ``-api_info ./dump.json -d 0 1 2 3 -n 32 -j``, where one hyphen begins a whole word, a list
+has no commas and ``-j`` is a flag, which here is a number of processes. The idea: their meaning is msprobe's own: its
+limits, its files, and with ``-d`` what the operators compute here.
+
+Which calls a pre-check leaves out: by lists of API names, and those that another call stands for.
+
+The problem: msprobe's lists name APIs (``linear``), not places; a model makes the same call in every layer. The idea: a
+call is known by the names under which msprobe's documents would know it; and calls of one rank whose operator,
+arguments and tensors' shapes and dtypes are equal, whatever their values' range, are checked once, the first of them
+standing for the others ("same parameters and structures except the maximum and minimum values"). What is left out is a
+row with the reason.
+
+msprobe's config.json or config.yaml, as its pre-check takes it with ``-config``.
+
+The problem: a user has a file whose keys are split between capture, pre-check and online pre-check, and one that is
+ignored without a word changes what is checked. The idea: each key is taken, or one line says what to use instead; what
+cannot be both ignored and right (an online run, a list that is none) is refused. Sources: msprobe's documents of
+config.yaml and of the blocks ``run_ut`` and ``acc_check`` of config.json.
+
+msprobe's own files of a pre-check, from ours: accuracy_checking_result_<time>.csv and ..._details_<time>.csv.
+
+The problem: msprobe's second stage, and people's scripts, read these two files by name and header. The idea: rows of
+opcheck.csv, in msprobe's columns and words, one for each output, and one for each call of its worst. A call that
+msprobe recorded keeps its name; another gets one of the same form, ``<where>.<API>.<n>``, and its place in the message.
+What release 26.2 reads decides two things: an empty cell is one space, and of a float16, bfloat16 or float32 output
+``相对误差错误率`` stays empty, because its second stage takes a number there for an 8-bit input. MindSpore's files have
+columns of their own. Sources: the documents' tables and the headers that 26.2 writes.
+
+msprobe's files of its second stage: api_precision_compare_details_<time>.csv and ..._result_<time>.csv.
+
+The problem: scripts that read msprobe's verdict on two machines know these two files. The idea: what opdiff judges is
+written once more, in msprobe's columns, in the words of release 26.2; an empty cell is one space, as there. A measure
+that was not judged by the API's algorithm stays empty.
+
+Whether a check leaves msprobe's files, and their life: begun with it, whole at its end.
+
+The problem: which files a check writes follows from what it was asked for, and from the dump's framework. The idea: one
+small object that the command asks at the beginning and at the end; it is empty where no file of msprobe's is meant.
+
+Gradients that msprobe recorded: what a backward pass gave, against float64's from the same gradient coming in.
+
+The problem: a record ``Functional.linear.3.backward`` has the gradient of the output that came in and some gradients
+that went out, without saying of what: msprobe hooks the last node of autograd's graph that made the output, so that of
+a composite function they are no gradients of its arguments at all, and those of a product come as bias, input and
+transposed weight. The idea: the forward call of the same number is made again, from its recorded inputs, in float64;
+the last node of that graph is asked with the recorded gradient, and gives the same list in the same order. Where the
+shapes are others, gradients of the arguments in their order are tried; where these are others, too, the row says so.
+Of statistics everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
+
+Not here: the options' names (cli/aliases.py), globs over places (calls/records.py), online runs, reading
+(opcheck/diff.py), the judging (opcheck/diff.py), opdiff's own files (opcheck/diff.py), gradients of what has no record
+of them (opcheck/run/replay.py), those of fused operators, which are of their arguments (opcheck/calls/records.py,
+references/gradients.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.opcheck.calls.operator_calls import NotKept, op_call
+from vllm_accprobe.opcheck.calls.random_inputs import WEAKER
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.compat import CompatError
+from vllm_accprobe.opcheck.floors.output_rows import matrix, numbers
+from vllm_accprobe.opcheck.floors.rounding import judge
+from vllm_accprobe.opcheck.measures import measure
+from vllm_accprobe.opcheck.plain_csv import inert, write_rows
+from vllm_accprobe.opcheck.reference import BACKWARD, Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references import api
+from vllm_accprobe.opcheck.references.gradients import SavedOutputs, leaves_of, noise_of
+from vllm_accprobe.opcheck.run import synthetic_inputs
+from vllm_accprobe.opcheck.run.replay import Options, by_standard
+from vllm_accprobe.opcheck.run.result_row import OURS, SKIP, STRICT, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.table import judged, message_of
+from vllm_accprobe.standards.msprobe import api_of
+
+_MOST_DEVICES = 64
+
+
+@dataclass(frozen=True)
+class Precheck:
+    """What msprobe's words ask for. msprobe: whether its limits and files are meant where nothing else is
+    named; stamp: the time in the names of its files; out: where those are that are continued, None for a new check;
+    save: where failed calls go, None for nowhere."""
+
+    dump: Path | None
+    msprobe: bool = False
+    devices: tuple[str, ...] = ()
+    once: bool = False
+    stamp: str = ""
+    out: Path | None = None
+    save: Path | None = None
+    jit: bool = False
+    config: CheckConfig | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def resumed(self) -> bool:
+        return self.out is not None
+
+
+def read_options(
+    dump: Path | None, api_info: Path | None, config: Path | None, once: bool, device: str, csv_path: Path | None,
+    save: bool, jit: bool,
+) -> Precheck:  # fmt: skip
+    """Raises CompatError."""
+
+    if api_info is not None:
+        if dump is not None:
+            raise CompatError("-api_info and DUMP: name the dump once")
+        dump = api_info
+    stamp, out = time.strftime("%Y%m%d%H%M%S"), None
+    if csv_path is not None:
+        found = stamp_of(csv_path)
+        if found is None:
+            raise CompatError(f"-csv_path: {csv_path} is not called accuracy_checking_result_<14 digits>.csv")
+        if not csv_path.is_file():
+            raise CompatError(f"-csv_path: {csv_path} does not exist")
+        stamp, out = found, csv_path.parent
+    try:
+        found_config = read_config(config) if config is not None else None
+    except CheckConfigError as why:
+        raise CompatError(str(why)) from None
+    where = None
+    if save:
+        where = Path(found_config.error_data_path if found_config else "./") / f"ut_error_data{stamp}"
+    notes = [f"-config: {note}" for note in (found_config.notes if found_config else ())]
+    msprobe = api_info is not None or csv_path is not None
+    return Precheck(dump, msprobe, _devices(device), once, stamp, out, where, jit, found_config, tuple(notes))
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not found:
+        raise CompatError("--device: name devices, e.g. cpu, cuda:1, or 0,1")
+    for name in found:
+        if not re.fullmatch(r"\d{1,4}|[a-z]+(?::\d{1,4})?", name, re.ASCII):
+            raise CompatError(f"--device: {name[:40]!r} is no device: cpu, cuda:1, or a number")
+    if len(set(found)) != len(found) or len(found) > _MOST_DEVICES:
+        raise CompatError(f"--device: each device once, and at most {_MOST_DEVICES} of them")
+    return found
+
+
+Place = tuple[int, str, "int | None", int]
+"""Rank, tap, step, ordinal."""
+_VALUES = ("count", "min", "max", "mean", "l2", "nan", "inf", "hash", "after")
+"""Of a tensor's VALUE (dump/journal.py): what its elements tell."""
+
+
+def names_of(cls: str) -> set[str]:
+    """The API names of a class or operator: ``Functional.linear`` is linear, ``aten.mm.default`` mm."""
+    rest = cls.removeprefix("torch.ops.").partition(".")[2]
+    return {cls, api_of(cls), *([rest, rest.partition(".")[0]] if rest else [])}
+
+
+def left_out(cls: str, white: Sequence[str], black: Sequence[str]) -> str:
+    """Why the lists leave an API out, "" where they do not. One that is in both lists is left out."""
+    names = names_of(cls)
+    if names & set(black):
+        return "in black_list"
+    return "" if not white or names & set(white) else "not in white_list"
+
+
+def duplicates(calls: Calls) -> dict[Place, str]:
+    """Each call that an earlier one stands for, and that one's name."""
+    first: dict[str, str] = {}
+    found: dict[Place, str] = {}
+    for _, place, cls, signature in sorted(_signatures(calls), key=lambda s: s[0]):
+        key = f"{place[0]}|{cls}|{signature}"
+        name = f"{place[1]}, step {place[2]}, call {place[3]}"
+        if key in first:
+            found[place] = first[key]
+        else:
+            first[key] = name
+    return found
+
+
+def _signatures(calls: Calls) -> list[tuple[tuple[int, int, int], Place, str, str]]:
+    found = []
+    for (rank, tap), ops in calls.ops.items():
+        for op in ops:
+            text = json.dumps([[_plain(a) for a in op.args], {k: _plain(v) for k, v in op.kwargs.items()}], default=str)
+            found.append(((rank, op.step or 0, op.seq), (rank, tap, op.step, op.call), op.op, text))
+    for (rank, tap), by_call in calls.by_tap.items():
+        module = calls.modules.get(rank, {}).get(tap)
+        cls = calls.cls_of(rank, tap)
+        backward = tap.startswith("backward.")
+        for (step, call), records in by_call.items():
+            goes_in = sorted((r.role, r.dtype, r.shape) for r in records.values() if backward or r.role[:5] == "input")
+            text = json.dumps([backward, goes_in, module.attrs if module else {}], default=str, sort_keys=True)
+            seq = min(r.seq for r in records.values())
+            found.append(((rank, step or 0, seq), (rank, tap, step, call), cls, text))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A VALUE without what its tensors' elements tell."""
+    if not isinstance(value, Mapping):
+        return value
+    if "list" in value:
+        return {"list": [_plain(v) for v in value["list"]]}
+    inner = value.get("tensor", value)
+    kept = {k: v for k, v in inner.items() if k not in (*_VALUES, "param", "skipped")}
+    return {"tensor": kept} if "tensor" in value or "skipped" in value else kept
+
+
+TASKS = ("acc_check", "run_ut")
+_MOST = 1 << 20
+_LIST = ("white_list", "black_list")
+_ONLINE = ("nfs_path", "host", "port", "rank_list", "tls_path", "is_benchmark_device", "online_run_ut")
+_CAPTURE = ("dump_path", "rank", "step", "level", "async_dump", "extra_info", "tensor", "statistics", "overflow_check",
+            "seed", "is_deterministic", "enable_dataloader", "free_benchmark", "grad_probe", "structure")  # fmt: skip
+DIGITS = 14
+"""msprobe's default of ``precision``."""
+
+
+class CheckConfigError(ValueError):
+    """One line: which file, which key, what is wrong. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """white_list, black_list: API names that alone are checked, and that are not; error_data_path: under which failed
+    calls are saved; precision: decimal places of a number in msprobe's csv files; notes: a line for each key that has
+    no effect."""
+
+    white_list: tuple[str, ...] = ()
+    black_list: tuple[str, ...] = ()
+    error_data_path: str = "./"
+    precision: int = DIGITS
+    notes: tuple[str, ...] = ()
+
+
+def read_config(path: Path) -> CheckConfig:
+    """The file's settings. Raises CheckConfigError."""
+    tree = _tree(path)
+    task = tree.get("task")
+    blocks = [t for t in TASKS if isinstance(tree.get(t), Mapping)]
+    notes = []
+    if task is not None and task not in TASKS:
+        if not blocks:
+            raise CheckConfigError(f"{path}: task is {str(task)[:40]!r}, which captures; a pre-check's is acc_check")
+        notes.append(f"task {str(task)[:40]!r} captures: only the block {blocks[0]} is read")
+    block = dict(tree[task if task in blocks else blocks[0]]) if blocks else {}
+    block |= {k: v for k, v in tree.items() if k not in (*TASKS, "task") and k not in block}
+    if block.get("is_online") or block.get("online_run_ut"):
+        raise CheckConfigError(f"{path}: is_online is set: `accprobe online serve -config {path}` checks calls as they "
+                               "come; without is_online a dump is checked")  # fmt: skip
+    found: dict[str, Any] = {}
+    for key, value in block.items():
+        if key in _LIST:
+            found[key] = _names(path, key, value)
+        elif key == "error_data_path":
+            if not isinstance(value, str) or not value or "\0" in value:
+                raise CheckConfigError(f"{path}: error_data_path is no path")
+            found[key] = value
+        elif key == "precision":
+            if type(value) is not int or not 0 <= value <= 20:
+                raise CheckConfigError(f"{path}: precision is {str(value)[:20]!r}: decimal places, from 0 to 20")
+            found[key] = value
+        else:
+            notes.append(_note(key))
+    return CheckConfig(**found, notes=tuple(n for n in notes if n))
+
+
+def _note(key: str) -> str:
+    key = str(key)[:60]
+    if key == "is_online":
+        return ""  # false, which is what it is here
+    if key in _ONLINE:
+        return f"{key}: of an online pre-check, without effect here; see `accprobe online`"
+    if key in _CAPTURE:
+        return f"{key}: of capture, without effect here; PrecisionDebugger takes it"
+    if key == "quantization_api_list":
+        return "quantization_api_list: msprobe 26.2's own list holds here, whatever the file says"
+    return f"{key}: not known here, without effect"
+
+
+def _names(path: Path, key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+        raise CheckConfigError(f'{path}: {key} is no list of API names; for example ["conv1d", "linear"]')
+    return tuple(value)
+
+
+def _tree(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _MOST:
+            raise CheckConfigError(f"{path}: larger than a configuration is")
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix in (".yaml", ".yml"):
+            tree = _yaml(path, text)
+        else:
+            tree = json.loads(text)
+    except OSError as e:
+        raise CheckConfigError(f"-config {path}: {e.strerror or e}") from None
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, CheckConfigError):
+            raise
+        raise CheckConfigError(f"{path} is no JSON: {str(e)[:100]}") from None
+    if not isinstance(tree, dict):
+        raise CheckConfigError(f"{path}: not the settings of a pre-check, which are a JSON object")
+    return tree
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        raise CheckConfigError(f"{path}: no YAML reader is installed (PyYAML); write the same keys as JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as e:
+        raise CheckConfigError(f"{path} is no YAML: {' '.join(str(e).split())[:100]}") from None
+
+
+CHECK_RESULT = ("API name", "Forward Test Success", "Backward Test Success", "Message")
+_LABELS = {
+    "cosine": "余弦相似度", "max_abs_err": "最大绝对误差", "dual_100": "双百指标", "dual_1000": "双千指标",
+    "dual_10000": "双万指标", "binary_err_ratio": "二进制一致错误率", "error_balance": "误差均衡性",
+    "normal_rmse": "均方根误差", "small_value_err_ratio": "小值域错误占比", "normal_max_rel_err": "相对误差最大值",
+    "normal_mean_rel_err": "相对误差平均值", "inf_nan_err_ratio": "inf/nan错误率", "rel_err_ratio": "相对误差错误率",
+    "abs_err_ratio": "绝对误差错误率", "ulp_max": "ULP误差最大值", "ulp_mean": "ULP误差平均值",
+    "ulp_share": "ULP误差大于阈值占比",
+}  # fmt: skip
+CHECK_DETAILS = ("API Name", "Bench Dtype", "DEVICE Dtype", "Shape", *_LABELS.values(), "Status", "Message")
+_MINDSPORE = {"cosine": "Cosine", "max_abs_err": "MaxAbsErr", "max_rel_err": "MaxRelativeErr"}
+MINDSPORE_RESULT = ("API Name", *CHECK_RESULT[1:])
+MINDSPORE_DETAILS = ("API Name", "Bench Dtype", "Tested Dtype", "Shape", *_MINDSPORE.values(), "Status", "Message")
+EMPTY = " "
+"""msprobe's cell that holds nothing; its readers ask for a string of spaces."""
+_STATUS = {"pass": "pass", "warning": "warning", "fail": "error", "error": "error", "skip": "SKIP"}
+_WORST = ("error", "warning", "pass")
+_FLOATS = ("float16", "bfloat16", "float32")
+_NAMED = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
+_STAMP = re.compile(r"accuracy_checking_result_(\d{14})\.csv", re.ASCII)
+_ODD = re.compile(r"[^A-Za-z0-9_]")
+CallKey = tuple[str, str, str, str]
+"""Rank, step, tap, ordinal, as the csv has them."""
+
+
+def stamp_of(path: Path) -> str | None:
+    """The time in the name of a result file; None where the name is none of msprobe's."""
+    match = _STAMP.fullmatch(path.name)
+    return match[1] if match else None
+
+
+def check_paths(out: Path, stamp: str) -> tuple[Path, Path]:
+    """The result file and the details file of one check."""
+    return out / f"accuracy_checking_result_{stamp}.csv", out / f"accuracy_checking_details_{stamp}.csv"
+
+
+def recorded_names(records: Iterable[Any]) -> dict[CallKey, str]:
+    """The names that msprobe gave to calls, from a dump's records."""
+    found: dict[CallKey, str] = {}
+    for r in records:
+        if match := _NAMED.match(r.name):
+            found[str(r.rank), "" if r.step is None else str(r.step), r.tap, str(r.call)] = match[1]
+    return found
+
+
+def begin_check(out: Path, stamp: str, mindspore: bool) -> list[Path]:
+    """Both files with their headers alone, so that an interrupted check can be named and gone on with; those that were
+    not there. Raises OSError."""
+    result, details = check_paths(out, stamp)
+    made = []
+    for path, header in ((result, _result_header(mindspore)), (details, _details_header(mindspore))):
+        if not path.exists():
+            write_rows(path, header, ())
+            made.append(path)
+    return made
+
+
+def write_check(table: Path, out: Path, stamp: str, names: Mapping[CallKey, str], digits: int, mindspore: bool) -> None:
+    """Both files from opcheck.csv. digits: decimal places. Raises OSError."""
+    named = _Names(names)
+    result, details = check_paths(out, stamp)
+    calls: dict[str, _CallWords] = {}
+    with table.open(encoding="utf-8", newline="") as f:
+        for row in csv.DictReader(f):
+            if row["step"] == "":
+                continue  # a stored parameter is no call
+            name, backward = named.of(row)
+            call = calls.setdefault(name, _CallWords())
+            status = _STATUS.get(row["status"], "error")
+            way = call.backward if backward else call.forward
+            if status != "pass" and row["message"]:
+                call.messages.append(row["message"])
+            full = f"{name}.{'backward' if backward else 'forward'}.output.{len(way)}"
+            way.append((status, _details(full, row, status, digits, mindspore)))
+    # msprobe's second stage takes all rows of a call from one place, its gradients behind it
+    write_rows(details, _details_header(mindspore), (r for c in calls.values() for _, r in (*c.forward, *c.backward)))
+    lines = ([name, _worst(c.forward), _worst(c.backward), "; ".join(dict.fromkeys(c.messages))[:1000]]
+             for name, c in calls.items())  # fmt: skip
+    write_rows(result, _result_header(mindspore), lines)
+
+
+class _CallWords:
+    """The status and the row of each of a call's outputs, and what was said of those that did not pass."""
+
+    def __init__(self) -> None:
+        self.forward: list[tuple[str, list[str]]] = []
+        self.backward: list[tuple[str, list[str]]] = []
+        self.messages: list[str] = []
+
+
+class _Names:
+    """A name of msprobe's form for each call, the same for all its rows."""
+
+    def __init__(self, recorded: Mapping[CallKey, str]):
+        self._recorded = recorded
+        self._given: dict[CallKey, str] = {}
+        self._count: Counter[str] = Counter()
+
+    def of(self, row: Mapping[str, str]) -> tuple[str, bool]:
+        """(name, whether it is of gradients)."""
+        backward = row["role"].startswith("grad") or row["tap"].startswith("backward.")
+        call = row["rank"], row["step"], row["tap"], row["call"]
+        if call in self._recorded:
+            return self._recorded[call], backward
+        if call not in self._given:
+            op = row["op"]
+            kind = "Aten" if op.startswith("aten.") else "NPU" if ".npu" in op or op.startswith("npu.") else "Module"
+            kind = "Torch" if "." in op and kind == "Module" else kind
+            base = f"{kind}.{_ODD.sub('_', api_of(op)) or 'call'}"
+            self._given[call] = f"{base}.{self._count[base]}"
+            self._count[base] += 1
+        return self._given[call], backward
+
+
+def _details(name: str, row: Mapping[str, str], status: str, digits: int, mindspore: bool) -> list[str]:
+    dtype = f"torch.{row['dtype']}" if row["dtype"] else EMPTY
+    bench = "torch.float64" if "float" in row["dtype"] else dtype
+    shape = f"({row['shape'].strip('[]')}{',' * (row['shape'].count(',') == 0 and row['shape'] != '[]')})"
+    measured = row["elements"] != ""
+    labels = _MINDSPORE if mindspore else _LABELS
+    cells = []
+    for label in labels:
+        text = row.get(label, "")
+        left = label == "rel_err_ratio" and row["dtype"] in _FLOATS
+        left = left or (not mindspore and "float" not in row["dtype"] and label != "binary_err_ratio")
+        cells.append(EMPTY if left or not measured or text == "" else f"{float(text):.{digits}f}")
+    said = f"{row['tap']}, step {row['step']}" + (f": {row['message']}" if row["message"] else "")
+    return [name, bench, dtype, shape if measured else EMPTY, *cells, status, said]
+
+
+def _worst(rows: Sequence[tuple[str, list[str]]]) -> str:
+    statuses = [status for status, _ in rows]
+    if not statuses:
+        return EMPTY
+    return next((s for s in _WORST if s in statuses), "SKIP")
+
+
+def _result_header(mindspore: bool) -> tuple[str, ...]:
+    return MINDSPORE_RESULT if mindspore else CHECK_RESULT
+
+
+def _details_header(mindspore: bool) -> tuple[str, ...]:
+    return MINDSPORE_DETAILS if mindspore else CHECK_DETAILS
+
+
+_PAIRS = {
+    "small_value_ratio": ("小值域错误比值", "小值域判定结果"), "rmse_ratio": ("均方根误差比值", "均方根误差判定结果"),
+    "max_rel_ratio": ("相对误差最大值比值", "相对误差最大值判定结果"),
+    "mean_rel_ratio": ("相对误差平均值比值", "相对误差平均值判定结果"),
+    "error_balance_ratio": ("误差均衡性比值", "误差均衡性判定结果"),
+    "inf_nan_err_ratio": ("inf/nan错误率", "inf/nan判定结果"), "rel_err_ratio": ("相对误差错误率", "相对误差判定结果"),
+    "abs_err_ratio": ("绝对误差错误率", "绝对误差判定结果"),
+    "binary_err_ratio": ("二进制一致错误率", "二进制一致错误率判定结果"),
+}  # fmt: skip
+_ULP = {"ulp_mean": "ULP误差平均值", "ulp_share": "ULP误差大于阈值占比", "ulp_share_ratio": "ULP误差大于阈值占比比值"}
+_ULP_STATUS = "ULP误差判定结果"
+_DUAL = ("双千指标", "双千指标判定结果")
+COMPARE_DETAILS = (
+    "API Name", *(c for pair in _PAIRS.values() for c in pair), *_ULP.values(), _ULP_STATUS, *_DUAL, "比对结果",
+    "比对算法", "Message",
+)  # fmt: skip
+COMPARE_RESULT = ("API Name", "Forward Test Success", "Backward Test Success", "Message")
+_ALGORITHMS = {
+    "absolute threshold": "绝对阈值法", "benchmark ratio": "标杆比对法", "binary consistency": "二进制一致法",
+    "ULP": "ULP误差比对法", "dual-1000": "双千指标法", "accumulative error": "累积误差比对法",
+}  # fmt: skip
+_WORD = {"skip": "SKIP"}
+
+
+class CompareFiles:
+    """Gathers what is judged, and writes both files in ``out``. name: how the API of a row is called."""
+
+    def __init__(self, out: Path, stamp: str, digits: int = 14):
+        self.paths = tuple(out / f"api_precision_compare_{kind}_{stamp}.csv" for kind in ("result", "details"))
+        self._digits = digits
+        self._rows: list[list[str]] = []
+
+    def add(self, c: Any) -> None:
+        """c: diff/verdicts.Compared. An output that one file alone has is no row of msprobe's."""
+        if c.side:
+            return
+        judged = {j.name: j for j in c.finding.judged}
+        cells = []
+        for name in _PAIRS:
+            found = judged.get(name)
+            cells += [self._number(found), _word(found.status) if found else EMPTY]
+        cells += [self._number(judged.get(name)) for name in _ULP]
+        share = judged.get("ulp_share")
+        cells.append(_word(share.status) if share else EMPTY)
+        dual = judged.get("dual_1000")
+        cells += [self._number(dual), _word(dual.status) if dual else EMPTY]
+        algorithm = _ALGORITHMS.get(c.finding.algorithm, c.finding.algorithm) or EMPTY
+        end = [_word(c.finding.status), algorithm, c.finding.message]
+        self._rows.append([inert(x) for x in (".".join(c.row.key), *cells, *end)])
+
+    def _number(self, judged: Any) -> str:
+        if judged is None or judged.value is None:
+            return EMPTY
+        return f"{judged.value:.{self._digits}f}" if math.isfinite(judged.value) else str(judged.value)
+
+    def write(self, totals: Any) -> Sequence[Path]:
+        """totals: diff/verdicts.DiffTotals. Raises OSError."""
+        result, details = self.paths
+        write_rows(details, COMPARE_DETAILS, self._rows)
+        calls = ([inert(".".join(key)), *(_word(s) for s in call.statuses), call.message]
+                 for key, call in totals.calls.items())  # fmt: skip
+        write_rows(result, COMPARE_RESULT, calls)
+        return self.paths
+
+
+def _word(status: str) -> str:
+    return _WORD.get(status, status) or EMPTY
+
+
+STANDARDS = ("msprobe", "msprobe-1.0", "mindspore")
+_HEAD = 1 << 20
+
+
+@dataclass(frozen=True)
+class PrecheckFiles:
+    """dump: its path, "" for no files; mindspore: whether they are MindSpore's."""
+
+    dump: str = ""
+    stamp: str = ""
+    digits: int = DIGITS
+    mindspore: bool = False
+
+    @contextlib.contextmanager
+    def begun(self, out: Path, going_on: Path) -> Iterator[None]:
+        """The files' headers while a check runs. A check that is refused before it has begun leaves none of them: a
+        header alone would be taken for a check to go on with. going_on: what a begun check has left. Raises OSError."""
+        if not self.dump:
+            yield
+            return
+        new = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        made = begin_check(out, self.stamp, self.mindspore)
+        try:
+            yield
+        except BaseException:
+            if not going_on.exists():
+                for path in made:
+                    path.unlink(missing_ok=True)
+                if new:
+                    with contextlib.suppress(OSError):  # not empty: something else came
+                        out.rmdir()
+            raise
+
+    def write(self, out: Path) -> list[Path]:
+        """What was written. Raises OSError, DumpError."""
+        if not self.dump:
+            return []
+        from vllm_accprobe.formats.common.sniff import open_dump
+
+        names = recorded_names(open_dump(Path(self.dump)).records)
+        write_check(out / "opcheck.csv", out, self.stamp, names, self.digits, self.mindspore)
+        return list(check_paths(out, self.stamp))
+
+
+def of(check: Any, standard: str, dump: str) -> PrecheckFiles:
+    """check: cli/spelling/precheck_options.Precheck; dump: the dump's path, "" where there is none."""
+    if standard not in STANDARDS or not dump:
+        return PrecheckFiles()
+    digits = check.config.precision if check.config is not None else DIGITS
+    return PrecheckFiles(dump, check.stamp, digits, standard == "mindspore")
+
+
+def framework_of(dump: Path | None) -> str:
+    """``pytorch`` or ``mindspore``, as the first dump.json says; "" where there is none that says so."""
+    if dump is None:
+        return ""
+    file = dump if dump.is_file() else next(iter(sorted(dump.rglob("dump.json"))), None)
+    try:
+        if file is None:
+            return ""
+        with file.open(encoding="utf-8", errors="replace") as f:
+            head = f.read(_HEAD)
+        at = head.find('"framework"')
+        return str(json.JSONDecoder().raw_decode(head[head.index(":", at) + 1 :].lstrip())[0]) if at >= 0 else ""
+    except (OSError, ValueError, StopIteration):
+        return ""
+
+
+_KEY = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
+
+
+def is_recorded_gradient(captured: Captured) -> bool:
+    """Whether a call is a backward record's, of a function of torch (and not of a fused operator or a module)."""
+    return captured.tap.startswith(BACKWARD) and _api(captured).rpartition(".")[0] in api.TORCH_HEADS
+
+
+def _api(captured: Captured) -> str:
+    return captured.what.cls.removeprefix(BACKWARD)
+
+
+def forwards(calls: Calls) -> dict[tuple[int, int | None, str], tuple[str, int]]:
+    """(rank, step, msprobe's name of an API's call) → its forward's tap and ordinal."""
+    found = {}
+    for (rank, tap), by_call in calls.op_records.items():
+        for (step, call), records in by_call.items():
+            for record in records.values():
+                if match := _KEY.match(record.name):
+                    found[rank, step, match[1]] = tap, call
+                    break
+    return found
+
+
+class _Lacking(Exception):
+    """Why there is no gradient to hold a record against."""
+
+
+class RecordedGradients:
+    """Of one dump. here: gradients are made on ``device`` even where they were recorded with their values."""
+
+    def __init__(self, calls: Calls, references: References, device: str, seed: int, here: bool):
+        self.calls, self.references, self.device, self.seed, self.here = calls, references, device, seed, here
+        self._forwards = forwards(calls)
+
+    def check(self, captured: Captured, options: Options) -> Iterator[CheckResult]:
+        """A row for each recorded gradient, role ``grad.output.k``; one that says why there is none."""
+        c = replace(captured, what=replace(captured.what, cls=_api(captured)))
+        try:
+            found, drawn = self._found(c)
+        except (_Lacking, Declined, NotKept, RuntimeError, TypeError, ValueError, NotImplementedError) as why:
+            text = why.reason if isinstance(why, Declined) else " ".join(str(why).split())[:160]
+            seq = max((r.seq for r in c.records.values()), default=c.seq)
+            said = f"no gradient: {text}"
+            yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, said, status=SKIP, role="grad.")
+            return
+        for role, exact, mine, noise in found:
+            dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
+            reference, given = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
+            v = judge(reference, given, dtype, noise=matrix(noise, 0), common=unit(dtype))
+            measures = measure(reference.numpy(), given.numpy(), dtype)
+            message = message_of(v, None, None, Expected(exact), len(given))
+            what = f"grad.{role}", dtype, shape, c.records[role].seq
+            row = judged(c, what, v, measures, (len(given), len(given), ""), message)
+            if options.standard not in (OURS, STRICT):
+                row = by_standard(row, options.standard)
+            yield replace(row, message=f"{row.message}; {WEAKER}".lstrip("; ")) if drawn else row
+
+    def _found(self, c: Captured) -> tuple[list[tuple[str, Any, Any, Any]], bool]:
+        match = next((m for r in c.records.values() if (m := _KEY.match(r.name))), None)
+        place = self._forwards.get((c.rank, c.step, match[1])) if match else None
+        if place is None:
+            raise _Lacking("its forward call was not captured")
+        drawn = any(r.payload is None for r in c.records.values())
+        generator = torch.Generator().manual_seed(self.seed)
+        call = self._forward(c, place, generator)
+        up = [self._incoming(r, generator) for role, r in sorted(c.records.items()) if role.startswith("input.")]
+        outgoing = {role: r for role, r in c.records.items() if role.startswith("output.")}
+        if len(up) != 1 or not outgoing:
+            raise _Lacking(f"{len(up)} gradients came in and {len(outgoing)} went out where one and some are needed")
+        shapes = {int(role.split(".")[1]): tuple(r.shape) for role, r in outgoing.items()}
+        step = unit(str(up[0].dtype).removeprefix("torch."))
+        exact = _gradients(call, up[0], torch.float64, "cpu", shapes, 0.0)
+        moved = _gradients(call, up[0], torch.float64, "cpu", shapes, 1.0)
+        made = drawn or self.here
+        mine = _gradients(call, up[0], None, self.device, shapes, 0.0) if made else {}
+        found = []
+        for role, record in sorted(outgoing.items()):
+            k = int(role.split(".")[1])
+            given = mine[k].to("cpu") if made else self.calls.read(record)
+            found.append((role, exact[k], given, noise_of(exact[k], moved[k], step)))
+        return found, drawn
+
+    def _forward(self, c: Captured, place: tuple[str, int], generator: Any) -> Call:
+        tap, number = place
+        op = next(o for o in self.calls.ops[c.rank, tap] if (o.step, o.call) == (c.step, number))
+        records = self.calls.op_records[c.rank, tap][c.step, number]
+        forward = Captured(tap, c.rank, c.step, number, Call(tap, op.op), records)
+        try:
+            return op_call(op, records, self.calls.read, partial(self.calls.parameters.record, c.rank, c.step))
+        except NotKept:
+            return synthetic_inputs.drawn_call(self.calls, forward, generator)
+
+    def _incoming(self, record: Any, generator: Any) -> Any:
+        if record.payload is not None:
+            return self.calls.read(record)
+        return synthetic_inputs.drawn_tensor(record, generator)
+
+
+def _gradients(
+    call: Call, up: Any, dtype: Any, device: str, shapes: Mapping[int, tuple[int, ...]], move: float
+) -> dict[int, Any]:  # fmt: skip
+    """What went out, by its number. dtype: None for the call's own; move: of what goes in, in roundings. Raises
+    _Lacking, Declined."""
+    given, leaves = leaves_of(call, dtype, device, move)
+    ready = api.ready(given)
+    with SavedOutputs(call.outputs, None if dtype is None or move else up.dtype) as kept:
+        output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
+    output = output[0] if isinstance(output, (list, tuple)) else output
+    if dtype is not None and not move:
+        kept.made = {"output.0": output}
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        raise _Lacking("its output does not depend on a floating input")
+    step = move * unit(str(up.dtype).removeprefix("torch."))
+    wanted = up.to(device=device, dtype=output.dtype).reshape(output.shape)
+    if move:
+        sign = torch.randint(0, 2, wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+        wanted = wanted * (1.0 + step * (2.0 * sign - 1.0))
+    arguments = torch.autograd.grad(output, list(leaves.values()), wanted, allow_unused=True, retain_graph=True)
+    node = output.grad_fn(wanted)
+    for found in (node if isinstance(node, tuple) else (node,), arguments):
+        fitted = {k: _fitted(found[k] if k < len(found) else None, s) for k, s in shapes.items()}
+        if all(g is not None for g in fitted.values()):
+            return fitted
+    seen = ", ".join(str(list(s)) for s in shapes.values())
+    raise _Lacking(f"the recorded gradients ({seen}) are of a step inside it that this torch does not make")
+
+
+def _fitted(gradient: Any, shape: tuple[int, ...]) -> Any | None:
+    """A gradient of this shape; one of what was broadcast is added up first, as autograd does behind the node."""
+    if gradient is None or len(shape) > gradient.dim():
+        return None
+    places = zip(reversed(shape), reversed(gradient.shape), strict=False)
+    if any(n not in (1, m) for n, m in places):
+        return None
+    return gradient.detach().sum_to_size(shape)

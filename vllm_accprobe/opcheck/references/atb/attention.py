@@ -1,0 +1,517 @@
+"""Attention and caches of ATB: SelfAttention, PagedAttention, ReshapeAndCache, and their masks.
+
+Masks of ATB's attention operators, as what is added to scores.
+
+The problem: a mask is a tensor whose meaning follows from maskType, from its dtype and from its shape. The idea: what
+is added to the scores of one request, float64 [heads or 1, queries, keys]. Formulas: NORM: the tensor itself; where it
+holds ones in place of negative numbers (bfloat16's convention) a one hides; 2 dimensions for all requests, 3 and 4 with
+a request or a head first. A NORM mask that is smaller than the request, and NORM_COMPRESS, stand for the lower
+triangle. ALIBI: the tensor itself, biases and hidden keys together; SLIDING_WINDOW: keys at distance < windowSize;
+CAUSAL: the lower triangle. The compressed forms of alibi are declined: their tiles are a kernel's own.
+
+SelfAttention of ATB: requests one after the other in a batch, with and without a cache of keys and values.
+
+Formula: softmax(clamp(qkScale q' k) + mask) v [Vaswani et al., arXiv 1706.03762], q' = qScale q, heads shared as in GQA
+[Ainslie et al., arXiv 2305.13245]; the error as references/attention.py has it. Inputs, in this order, each where the
+parameters ask for it: PA_ENCODER: query, key, value, mask, lengths, slopes; value is the first mlaVHeadSize channels of
+key where that is set. PREFIX_ENCODER: query, key and value caches in blocks, block tables, mask, lengths of queries, of
+keys, slopes. Else: query, key, value, key cache, value cache, mask, lengths with the past (tokenOffset), lengths,
+layer: caches [layers, requests, most, heads * d]; key and value are written to them behind the past, and then looked
+back at; with kvcacheCfg K_BYPASS_V_BYPASS there are no key and value, and the caches hold all. batchRunStatusEnable:
+requests whose status is 0 have no rows. Declined: LogN scales, int8 inputs, BNSD, caches of a window's length.
+
+Caches of ATB: PagedAttention over blocks, ReshapeAndCache, KvCache, BlockCopy.
+
+Formulas: attention: attention.py's; a request's keys are the rows 0 to its length of the blocks that its row of
+the block table names [Kwon et al., arXiv 2309.06180]; one query for each request, or with CALC_TYPE_SPEC as many as its
+length of queries says, the last of them the last key. Blocks are [blocks, slots, kv heads, d], or NZ, [blocks, kv heads
+* d / 16, slots, 16]; int8 blocks are (code + offset) * scale of the channel. Inputs, each where the parameters ask for
+it: query, key cache, value cache (not with mlaVHeadSize), block tables, lengths, mask, status of requests, scale and
+offset of keys, of values, lengths of queries. ReshapeAndCache (key, value, key cache, value cache, slots; with
+K_CACHE_V_BYPASS key, key cache, slots): slot s is block s // size, row s % size; below 0: nothing; with compressed
+heads, for head h of request r the last wins[r, h] rows of it. KvCache (new, layer, cache, lengths with the past,
+lengths). BlockCopy (key cache, value cache, source blocks, target blocks, sums of how many targets a source has).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, gamma
+from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
+from vllm_accprobe.opcheck.references.atb.moving import within
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, copied, operator
+from vllm_accprobe.opcheck.references.paged.caches import NZ, TOKENS
+from vllm_accprobe.opcheck.references.paged.paged_attention import past
+from vllm_accprobe.opcheck.references.parts import unit_of
+
+Tensor = Any  # a torch.Tensor
+(NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)
+SLOPES = (ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT)
+Mask = Callable[[int, int, int], "Tensor | None"]
+"""(request, queries, keys) → what is added, None for nothing."""
+
+
+def causal(queries: int, keys: int, window: int = 0) -> Tensor:
+    """0 where a query sees a key, the last query being the last key; else minus infinity."""
+    at = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
+    hidden = (at < 0) | (at >= window) if window else at < 0
+    return torch.zeros(queries, keys, dtype=torch.float64).masked_fill(hidden, -math.inf)
+
+
+def mask_of(o: Operands, kind: int, tensor: Tensor | None, heads: int, batch: int, window: int) -> Mask:
+    """Raises Declined for a kind, or a shape, that has no reference."""
+    if kind == NONE:
+        return lambda i, n, m: None
+    if kind in (NORM_COMPRESS, CAUSAL):
+        return lambda i, n, m: causal(n, m)
+    if kind in (WINDOW, WINDOW_COMPRESS):
+        if window <= 0:
+            raise Declined("windowSize was not recorded")
+        return lambda i, n, m: causal(n, m, window)
+    if kind not in (NORM, ALIBI):
+        raise Declined(f"maskType {kind} has no reference")
+    if tensor is None:
+        raise Declined("its mask was not captured")
+    added = tensor.double()
+    if added.dim() == 4 and added.shape[-1] == 16 and added.shape[1] * 16 >= added.shape[2] > 16:
+        added = from_nz(added)
+    if kind == NORM and bool((added > 0).any()):
+        if bool((added < 0).any()):
+            raise Declined("its mask both adds and takes away")
+        added = torch.where(added > 0, -math.inf, 0.0)
+    return lambda i, n, m: _cut(added, kind, heads, batch, i, n, m)
+
+
+def _cut(added: Tensor, kind: int, heads: int, batch: int, i: int, n: int, m: int) -> Tensor:
+    """The part of request i: its first n rows and m columns; one row for all where it has one."""
+    if added.dim() == 4:
+        part = added[i if len(added) == batch else 0] if len(added) in (1, batch) else None
+    elif added.dim() == 3:
+        by_head = kind == ALIBI and len(added) == heads
+        if by_head and heads == batch > 1 and added.shape[1] == 1:
+            raise Declined("whether its mask is one of heads or of requests cannot be told")
+        part = added if by_head else added[i : i + 1] if len(added) == batch else added if len(added) == 1 else None
+    else:
+        part = added.unsqueeze(0) if added.dim() == 2 else None
+    if part is None or len(part) not in (1, heads):
+        raise Declined(f"a mask {list(added.shape)} does not fit {batch} requests of {heads} heads")
+    if kind == NORM and n > part.shape[1] > 1:
+        return causal(n, m)
+    if part.shape[2] < m or (part.shape[1] < n and part.shape[1] != 1):
+        raise Declined(f"a mask {list(added.shape)} is smaller than {n} queries and {m} keys")
+    return part[:, :n, :m]
+
+
+  # a torch.Tensor
+ENCODER, DECODER, PA_ENCODER, PREFIX = 1, 2, 3, 4
+_BYPASS = 1
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """What is done to scores. scale; rounded: that a kernel may round them to, 0.0 for float32; low, high: that they
+    are clamped to, None for not at all."""
+
+    scale: float
+    rounded: float = 0.0
+    low: float | None = None
+    high: float | None = None
+
+    def scores(self, q: Tensor, k: Tensor, added: Tensor | None) -> Tensor:
+        """float64 [heads, n, m] of q [n, heads, d] and k [m, heads, d]."""
+        found = torch.einsum("nhd,mhd->hnm", q, k) * self.scale
+        if self.low is not None and self.high is not None:
+            found = found.clamp(self.low, self.high)
+        return found if added is None else found + added
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, added: Tensor | None, unit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, noise, bound), float64 [n, heads, e], as references/attention.py's attend has them: q [n, heads, d], k
+    [m, kv heads, d], v [m, kv heads, e]."""
+    heads, kv = q.shape[1], k.shape[1]
+    if not kv or heads % kv:
+        raise Declined("query heads are no multiple of key heads")
+    k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
+    s = rule.scores(q, k, added)
+    p = torch.nan_to_num(torch.softmax(s, -1))
+    by_head = v.transpose(0, 1)
+    out, sizes = (p @ by_head).transpose(0, 1), (p @ by_head.abs()).transpose(0, 1)
+    own = ROUNDED * unit
+    # a score off by e moves a probability by e of itself
+    moved = ROUNDED * rule.rounded * torch.where(p > 0, s, 0.0).abs()
+    noise = (p * p * (own * own + 2.0 * moved * moved) @ (by_head * by_head)).sqrt().transpose(0, 1)
+    largest = abs(rule.scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(0)
+    if added is not None:
+        largest = largest + torch.where(p > 0, added.expand_as(p), 0.0).abs().amax(-1).T
+    score = (gamma(q.shape[-1] + 8) + 4.0 * SUM + 2.0 * rule.rounded) * largest.unsqueeze(-1)
+    relative = unit + APPROXIMATE + 2.0 * score
+    return out, noise, relative * (sizes + out.abs()) + gamma(k.shape[0] + 8) * sizes
+
+
+@dataclass
+class BatchRows:
+    """Outputs of requests, put together: [tokens, heads, e] each."""
+
+    value: Tensor
+    noise: Tensor
+    bound: Tensor
+    known: Tensor
+
+    @classmethod
+    def empty(cls, tokens: int, heads: int, width: int) -> BatchRows:
+        value, noise, bound = (torch.zeros(tokens, heads, width, dtype=torch.float64) for _ in range(3))
+        return cls(value, noise, bound, torch.zeros(tokens, dtype=torch.bool))
+
+    def put(self, begin: int, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        end = begin + len(found[0])
+        for whole, part in zip((self.value, self.noise, self.bound), found, strict=True):
+            whole[begin:end] = part
+        self.known[begin:end] = True
+
+    def expected(self, like: Tensor, heads: int) -> Expected:
+        """Raises Declined where that is not what was captured."""
+        if like.numel() != self.value.numel() or (like.dim() and len(like) != len(self.known) and not self.known.all()):
+            raise Declined(f"an output {list(self.value.shape)} where {list(like.shape)} was captured")
+        value, noise, bound = (t.reshape(like.shape) for t in (self.value, self.noise, self.bound))
+        rows = None if bool(self.known.all()) else self.known
+        return Expected(value, noise, rows=rows, reason="no row of a request", bound=bound, groups=heads)
+
+
+def lengths(t: Tensor, rows: int) -> list[int]:
+    """Of requests in a batch of ``rows`` rows; raises Declined."""
+    found = [int(n) for n in t.reshape(-1)]
+    if any(n < 0 for n in found) or sum(found) > rows:
+        raise Declined(f"lengths of {sum(found)} rows where there are {rows}")
+    return found
+
+
+def _plain(o: Operands) -> None:
+    """Raises Declined for what has no reference."""
+    for name, what in (("scaleType", "a LogN scale"), ("quantType", "int8 queries, keys and values"),
+                       ("inputLayout", "the layout BNSD"), ("cacheType", "a cache of a window's length")):  # fmt: skip
+        if o.param(name, 0):
+            raise Declined(f"{what} has no reference")
+
+
+def rule_of(o: Operands, scale: float) -> ScoreRule:
+    """With kernelType 0 products of float16 are float16 [ATB's declaration of KernelType]."""
+    rounded = unit_of(o.tensor(0)) if o.tensor(0).dtype == torch.float16 and not o.param("kernelType", 0) else 0.0
+    if o.param("clampType", 0):
+        return ScoreRule(scale, rounded, o.param("clampMin", 0.0), o.param("clampMax", 0.0))
+    return ScoreRule(scale, rounded)
+
+
+def _calc(o: Operands) -> int:
+    """calcType; where nothing tells it, what so many inputs can only be."""
+    if o.has("calcType"):
+        return o.param("calcType", 0)
+    return PA_ENCODER if o.param("kvcacheCfg", 0) != _BYPASS and len(o) <= 5 else 0
+
+
+def _mask_kind(o: Operands, at: int) -> int:
+    if o.has("maskType") or o.maybe(at) is None:
+        return o.param("maskType", 0)
+    return NORM if o.tensor(at).is_floating_point() else NONE
+
+
+@operator("SelfAttentionOperation")
+def self_attention(o: Operands) -> Outputs:
+    _plain(o)
+    calc = _calc(o)
+    if calc == PREFIX:
+        return {"output.0": _prefix(o)}
+    if calc == PA_ENCODER:
+        return {"output.0": _pa_encoder(o)}
+    return _with_cache(o, calc)
+
+
+def _heads(o: Operands) -> tuple[int, int]:
+    heads = o.param("headNum", 0)
+    kv = o.param("kvHeadNum", 0) or heads
+    if heads <= 0 or kv <= 0:
+        raise Declined(f"headNum {heads}, kvHeadNum {kv}")
+    return heads, kv
+
+
+def _split(t: Tensor, heads: int) -> Tensor:
+    """[tokens, heads * d], [tokens, heads, d] or [batch, tokens, heads, d] as float64 [tokens, heads, d]."""
+    tokens = t.shape[:2].numel() if t.dim() == 4 else len(t)
+    if t.numel() % (tokens * heads or 1):
+        raise Declined(f"{list(t.shape)} is not cut by {heads} heads")
+    return t.double().reshape(tokens, heads, -1)
+
+
+def _pa_encoder(o: Operands) -> Expected:
+    heads, kv = _heads(o)
+    latent = o.param("mlaVHeadSize", 0)
+    at = 2 if latent else 3
+    q, k = _split(o.tensor(0), heads), _split(o.tensor(1), kv)
+    v = k[..., :latent] if latent else _split(o.tensor(2), kv)
+    kind = _mask_kind(o, at)
+    mask = o.tensor(at) if kind != NONE else None
+    given = o.tensor(at + (kind != NONE))
+    o.exactly(at + (kind != NONE) + 1)
+    # [2, batch]: of queries and of keys
+    pair = given.dim() == 2 and len(given) == 2
+    own, theirs = (lengths(given[j], len(t)) for j, t in enumerate((q, k))) if pair else (lengths(given, len(q)),) * 2
+    if sum(theirs) > len(k):
+        raise Declined(f"lengths of {sum(theirs)} keys where there are {len(k)}")
+    add = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0))
+    out = BatchRows.empty(len(q), heads, v.shape[-1])
+    # qScale is not the encoder's [ATB's published runner]
+    rule, unit, i, j = rule_of(o, o.param("qkScale", 1.0)), unit_of(o.tensor(0)), 0, 0
+    for r, (n, m) in enumerate(zip(own, theirs, strict=True)):
+        if n:
+            out.put(i, attended(q[i : i + n], k[j : j + m], v[j : j + m], rule, add(r, n, m), unit))
+        i, j = i + n, j + m
+    return out.expected(o.output(), heads)
+
+
+def _prefix(o: Operands) -> Expected:
+    """Keys and values [blocks, slots, kv heads, d]."""
+    heads, kv = _heads(o)
+    kind = o.param("maskType", 0)
+    at = 4 if kind == CAUSAL else 5
+    q, keys, values, table = _split(o.tensor(0), heads), o.wide(1), o.wide(2), o.tensor(3)
+    own, theirs = lengths(o.tensor(at), len(q)), [int(n) for n in o.tensor(at + 1).reshape(-1)]
+    if len(theirs) != len(own) or kind not in (CAUSAL, NORM_COMPRESS):
+        raise Declined(f"maskType {kind} of a prefix has no reference")
+    out, rule, unit, i = (
+        BatchRows.empty(len(q), heads, values.shape[-1]),
+        rule_of(o, o.param("qkScale", 1.0)),
+        unit_of(o.tensor(0)),
+        0,
+    )
+    for r, (n, m) in enumerate(zip(own, theirs, strict=True)):
+        if n > m:
+            raise Declined("more queries than keys")
+        if n:
+            k, v = (past(t, table[r], m).reshape(m, kv, -1) for t in (keys, values))
+            out.put(i, attended(q[i : i + n], k, v, rule, causal(n, m), unit))
+        i += n
+    return out.expected(o.output(), heads)
+
+
+def _with_cache(o: Operands, calc: int) -> Outputs:
+    heads, kv = _heads(o)
+    bypass = o.param("kvcacheCfg", 0) == _BYPASS
+    kind = o.param("maskType", 0)
+    masked = kind != NONE and not (calc == DECODER and kind == WINDOW)
+    at = 1 if bypass else 3
+    keys, values = o.tensor(at), o.tensor(at + 1)
+    mask = o.tensor(at + 2) if masked else None
+    at += 2 + masked
+    offsets, q = [int(n) for n in o.tensor(at).reshape(-1)], _split(o.tensor(0), heads)
+    own, layer = lengths(o.tensor(at + 1), len(q)), int(o.tensor(at + 2).reshape(-1)[0])
+    o.exactly(at + 3 + o.param("batchRunStatusEnable", False))
+    if len(offsets) != len(own):
+        raise Declined("as many lengths with the past as without were expected")
+    active = [True] * len(own)
+    if o.param("batchRunStatusEnable", False):
+        active = [bool(n) for n in o.tensor(at + 3).reshape(-1)][: len(own)]
+    if not bypass:
+        keys, values = (_written(c, o.tensor(k), layer, offsets, own, active) for k, c in ((1, keys), (2, values)))
+    add = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0))
+    rule = rule_of(o, o.param("qkScale", 1.0) * (o.param("qScale", 1.0) or 1.0))
+    if keys.shape[-1] != kv * q.shape[-1] or values.shape[-1] % kv:
+        raise Declined(f"caches {list(keys.shape)} do not fit {kv} key heads and queries of width {q.shape[-1]}")
+    out, unit, i = BatchRows.empty(len(q), heads, values.shape[-1] // kv), unit_of(o.tensor(0)), 0
+    for r, (n, m) in enumerate(zip(own, offsets, strict=True)):
+        if n and active[r]:
+            if m < n:
+                raise Declined("fewer keys than queries")
+            k, v = (_rows_of(c, layer, r, m, kv) for c in (keys, values))
+            out.put(i, attended(q[i : i + n], k, v, rule, add(r, n, m), unit))
+        i += n
+    found = {"output.0": out.expected(o.output(), heads)}
+    return found if bypass else {**found, "inplace.3": copied(keys), "inplace.4": copied(values)}
+
+
+def _rows_of(cache: Tensor, layer: int, r: int, m: int, kv: int) -> Tensor:
+    """The first m rows of request r, float64 [m, kv heads, d]; cache [layers, requests, most, kv * d], or without
+    layers."""
+    if (cache.dim() == 4 and layer >= len(cache)) or cache.dim() not in (3, 4):
+        raise Declined(f"layer {layer} of a cache {list(cache.shape)} has no reference")
+    rows = cache[layer] if cache.dim() == 4 else cache
+    if r >= len(rows) or m > rows.shape[1] or rows.shape[2] % kv:
+        raise Declined("a request is longer than its cache")
+    return rows[r, :m].double().reshape(m, kv, -1)
+
+
+def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: list[int], active: list[bool]) -> Tensor:
+    """The cache with the requests' new rows behind their past."""
+    if cache.dim() != 4 or layer >= len(cache) or len(own) > cache.shape[1]:
+        raise Declined(f"a cache {list(cache.shape)} has no reference")
+    rows = new.reshape(-1, cache.shape[-1])
+    found, i = cache.clone(), 0
+    for r, (m, n) in enumerate(zip(offsets, own, strict=True)):
+        if m < n or m > cache.shape[2] or i + n > len(rows):
+            raise Declined("a request is longer than its cache")
+        if active[r]:
+            found[layer, r, m - n : m] = rows[i : i + n].to(cache.dtype)
+        i += n
+    return found
+
+
+  # a torch.Tensor
+_DEQUANT = 1
+_NORM, _ALIBI, _SPEC, _FREE, _COMPRESS = range(1, 6)
+_MASKS = {0: NONE, _NORM: NORM, _ALIBI: ALIBI, _SPEC: NORM}
+
+
+def _blocks(cache: Tensor, kv: int, width: int | None = None) -> Tensor:
+    """[blocks, slots, kv heads, d]"""
+    if cache.dim() != 4:
+        raise Declined(f"blocks {list(cache.shape)} are in no layout that is known here")
+    if cache.shape[2] == kv and (width is None or cache.shape[3] == width):
+        return cache
+    if cache.shape[3] != 16 or (cache.shape[1] * 16) % kv:
+        raise Declined(f"blocks {list(cache.shape)} are in no layout that is known here")
+    return NZ.rows(cache, cache.shape[2], kv, cache.shape[1] * 16 // kv)
+
+
+def _dequantised(cache: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """(code + offset) * scale of the channel, float64."""
+    shape = (1, 1, *cache.shape[2:])
+    wide = cache.double()
+    wide = wide if offset is None else wide + offset.double().reshape(shape)
+    return wide * scale_of(scale).reshape(shape)
+
+
+@operator("PagedAttentionOperation")
+def paged_attention(o: Operands) -> Outputs:
+    heads = o.param("headNum", 0)
+    kv = o.param("kvHeadNum", 0) or heads
+    quant, latent = o.param("quantType", 0), o.param("mlaVHeadSize", 0)
+    kind = o.param("maskType", 0)
+    for name, what in (("compressType", "compressed heads"), ("scaleType", "a LogN scale"),
+                       ("inputLayout", "the layout BNSD")):  # fmt: skip
+        if o.param(name, 0):
+            raise Declined(f"{what} has no reference")
+    if heads <= 0 or kv <= 0 or quant not in (0, _DEQUANT) or kind not in _MASKS:
+        raise Declined(f"headNum {heads}, kvHeadNum {kv}, quantType {quant}, maskType {kind}: no reference")
+    rest: Iterator[int] = iter(range(2 if latent else 3, 32))
+    q = o.wide(0).reshape(len(o.tensor(0)), heads, -1)
+    keys = _blocks(o.tensor(1), kv, q.shape[-1])
+    values = keys[..., :latent] if latent else _blocks(o.tensor(2), kv)
+    table, counts = o.tensor(next(rest)), [int(n) for n in o.tensor(next(rest)).reshape(-1)]
+    mask = o.tensor(next(rest)) if kind else None
+    status = o.tensor(next(rest)) if o.param("batchRunStatusEnable", False) else None
+    if quant == _DEQUANT:
+        each = 2 if o.param("hasQuantOffset", False) else 1
+        k_scale, *k_off = [o.tensor(next(rest)) for _ in range(each)]
+        v_scale, *v_off = [o.tensor(next(rest)) for _ in range(each)]
+        keys, values = _dequantised(keys, k_scale, *k_off or [None]), _dequantised(values, v_scale, *v_off or [None])
+    many = o.param("calcType", 0) == 1
+    own = lengths(o.tensor(next(rest)), len(q)) if many else [1] * min(len(counts), len(q))
+    o.exactly(next(rest))
+    if len(own) > len(counts) or len(table) < len(own):
+        raise Declined("as many lengths and rows of the block table as requests were expected")
+    return {"output.0": _over_blocks(o, q, (keys, values), table, counts, own, mask, _MASKS[kind], status)}
+
+
+def _over_blocks(
+    o: Operands, q: Tensor, blocks: tuple[Tensor, Tensor], table: Tensor, counts: list[int], own: list[int],
+    mask: Tensor | None, kind: int, status: Tensor | None,
+) -> Expected:  # fmt: skip
+    heads, unit = q.shape[1], unit_of(o.tensor(0))
+    out = BatchRows.empty(len(q), heads, blocks[1].shape[-1])
+    add = mask_of(o, kind, mask, heads, len(own), 0)
+    rule, i = rule_of(o, o.param("qkScale", 1.0) * (o.param("qScale", 0.0) or 1.0)), 0
+    for r, (n, m) in enumerate(zip(own, counts, strict=False)):
+        on = status is None or bool(status.reshape(-1)[r])
+        if n and m and on:
+            k, v = (past(t, table[r], m).double() for t in blocks)
+            added = add(r, n, m)
+            if added is None and n > 1:
+                raise Declined("several queries of a request without a mask have no reference")
+            out.put(i, attended(q[i : i + n], k, v, rule, added, unit))
+        i += n
+    return out.expected(o.output(), heads)
+
+
+@operator("ReshapeAndCacheOperation")
+def reshape_and_cache(o: Operands) -> Outputs:
+    alone, kind = o.param("kvCacheCfg", 0) == 1, o.param("compressType", 0)
+    pairs = [(0, 1)] if alone else [(0, 2), (1, 3)]
+    slots = o.tensor(2 if alone else 4).reshape(-1).long()
+    if kind not in (0, 1):
+        raise Declined(f"compressType {kind} has no reference")
+    found: dict[str, Expected] = {}
+    for place, (new, cache) in enumerate(pairs):
+        rows, held = o.tensor(new), o.tensor(cache)
+        if rows.dim() != 3:
+            raise Declined(f"{list(rows.shape)} is not [tokens, heads, d]")
+        y = _compressed(o, rows, held, slots) if kind else _put(rows, held, slots, o.param("kvCacheCfg", 0) == 2)
+        found |= dict.fromkeys((f"output.{place}", f"inplace.{cache}"), copied(y))
+    return found
+
+
+def _put(rows: Tensor, cache: Tensor, slots: Tensor, nz: bool) -> Tensor:
+    heads, width = rows.shape[1:]
+    nz = nz or (cache.shape[-1] in (16, 32) and tuple(cache.shape[-2:]) != (heads, width))
+    if nz and (cache.shape[-1] != 16 or heads * width % 16):
+        raise Declined(f"blocks {list(cache.shape)} are in no layout that is known here")
+    layout, size = (NZ, cache.shape[2]) if nz else (TOKENS, cache.shape[1])
+    held = layout.rows(cache, size, heads, width).clone()
+    flat = held.reshape(-1, heads, width)
+    at = slots[: len(rows)] >= 0
+    flat[within(slots[: len(rows)][at], len(flat))] = rows[: len(slots)][at].to(cache.dtype)
+    return layout.packed(flat.reshape(held.shape), cache)
+
+
+def _compressed(o: Operands, rows: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+    """Each head's own rows: slots and wins [requests * heads], blocks [blocks, slots, 1, d]."""
+    heads = rows.shape[1]
+    wins, ends = o.tensor(5).reshape(-1).long(), o.tensor(6).reshape(-1).long().cumsum(0)
+    if len(wins) != len(slots) or len(slots) != len(ends) * heads:
+        raise Declined("its windows do not fit its slots")
+    found = cache.clone()
+    flat = found.reshape(-1, *cache.shape[2:])
+    for i, (slot, win) in enumerate(zip(slots.tolist(), wins.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        end = int(ends[i // heads])
+        if win < 0 or end - win < 0 or end > len(rows) or slot + win > len(flat):
+            raise Declined("a window lies outside of its rows or blocks")
+        flat[slot : slot + win] = rows[end - win : end, i % heads].reshape(win, *flat.shape[1:]).to(cache.dtype)
+    return found
+
+
+@operator("KvCacheOperation")
+def kv_cache(o: Operands) -> Outputs:
+    new, layer, cache = o.tensor(0), int(o.tensor(1).reshape(-1)[0]), o.tensor(2).clone()
+    offsets, own = ([int(n) for n in o.tensor(k).reshape(-1)] for k in (3, 4))
+    if cache.dim() != 4 or not 0 <= layer < len(cache) or len(own) > cache.shape[1] or len(offsets) < len(own):
+        raise Declined(f"a cache {list(cache.shape)} has no reference")
+    i = 0
+    for r, n in enumerate(own):
+        begin = offsets[r] - n
+        if n < 0 or begin < 0 or offsets[r] > cache.shape[2] or i + n > len(new):
+            raise Declined("a request is longer than its cache")
+        cache[layer, r, begin : begin + n] = new[i : i + n].reshape(n, -1).to(cache.dtype)
+        i += n
+    return dict.fromkeys(("inplace.2", "output.0"), copied(cache))
+
+
+@operator("BlockCopyOperation")
+def block_copy(o: Operands) -> Outputs:
+    """In place: blocks of both caches."""
+    keys, values = (o.tensor(k).clone() for k in (0, 1))
+    source, target = (within(o.tensor(k).reshape(-1), len(keys)) for k in (2, 3))
+    ends = o.tensor(4).reshape(-1).long()
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    if len(counts) != len(source) or bool((counts < 0).any()) or int(counts.sum()) != len(target):
+        raise Declined("its sums do not fit its blocks")
+    own = source.repeat_interleave(counts)
+    for cache in (keys, values):
+        cache[target] = cache[own]
+    return {"inplace.0": copied(keys), "inplace.1": copied(values)}

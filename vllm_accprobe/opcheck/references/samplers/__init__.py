@@ -1,1 +1,0 @@
-"""References of what stands between logits and a token: penalties, filters, a choice by given noise."""

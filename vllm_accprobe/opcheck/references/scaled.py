@@ -1,0 +1,272 @@
+"""Operators on numbers of 8 and 4 bits with scales.
+
+Numbers of 8 bits with scales: turning numbers into codes, and products of codes (W8A8).
+
+Formula: q = round(x / s), clamped, plus a zero point where there is one; y = sa sb (A B - z colsum(B)) + bias
+[B. Jacob et al., arXiv 1712.05877, equation 7]; scales of a tensor, a token (row) or a channel (column), or of blocks
+[DeepSeek-V3, arXiv 2412.19437, section 3.3]. Dynamic scales: largest of a row (or tensor) over the largest code; with a
+zero point (max - min) / 255. A code is right within half a step of x / s for the scale that was captured beside it
+(opcheck/references/paged/caches.py); the scale itself must be right, too. Sums of int8 products are exact, of fp8's in
+float32.
+
+Operators on numbers of 4 bits with scales of blocks: MXFP4 and NVFP4. Formulas: codes.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, only, reference
+from vllm_accprobe.opcheck.references.linear import biased, product
+from vllm_accprobe.opcheck.references.paged.caches import coded
+from vllm_accprobe.opcheck.references.parts import reshaped
+from vllm_accprobe.opcheck.references.quantised import (
+    E2M1,
+    NV_BLOCK,
+    cut_off,
+    from_tiles,
+    mxfp4,
+    nvfp4,
+    scaled,
+    unpacked,
+)
+from vllm_accprobe.opcheck.references.recurrent import arguments, given, place_of
+
+Tensor = Any  # a torch.Tensor
+_SCALE = 2.0**-20
+"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row."""
+
+
+def _rows(scale: Tensor, like: Tensor) -> Tensor:
+    """Scales of A [m, k] as they multiply it: of all, of rows, or of rows and blocks of columns."""
+    scale = scale.double()
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.numel() == len(like):
+        return scale.reshape(-1, 1)
+    if scale.dim() == 2 and len(scale) == len(like):
+        size = -(-like.shape[1] // scale.shape[1])
+        size = (
+            1 << (size - 1).bit_length()
+            if -(-like.shape[1] // (1 << (size - 1).bit_length())) == scale.shape[1]
+            else size
+        )
+        return scale.repeat_interleave(size, 1)[:, : like.shape[1]]
+    raise Declined(f"scales {list(scale.shape)} do not fit {list(like.shape)}")
+
+
+def _product(call: Call, f: Any, role: str, azp: Tensor | None, adjusted: Tensor | None) -> dict[str, Expected]:
+    a, b, scale_a, scale_b = given(f, "a", "b", "scale_a", "scale_b")
+    left = a * _rows(scale_a, a)
+    right = scaled(b.T, scale_b.T if scale_b.dim() == 2 and scale_b.numel() not in (1, b.shape[1]) else scale_b)
+    y = product(left, right)
+    if adjusted is not None:
+        shift = adjusted.double().reshape(1, -1) * (1.0 if azp is None else azp.double().reshape(-1, 1))
+        columns = scale_b.reshape(1, -1) if scale_b.numel() > 1 else scale_b.reshape(())
+        off = shift * _rows(scale_a, a) * columns
+        size = 2.0**-22 * off.abs()
+        assert y.noise is not None
+        assert y.bound is not None
+        y = Expected(y.value - off, (y.noise**2 + size**2).sqrt(), bound=y.bound + 2.0 * size)
+    bias = f["bias"]
+    y = biased(y, bias.double() if isinstance(bias, torch.Tensor) else None, call.unit)
+    return {role: reshaped(y, call.outputs[role].shape)}
+
+
+_MM = "out a b scale_a scale_b bias"
+_AZP = "out a b scale_a scale_b azp_adj azp bias"
+
+
+@reference("torch.ops._C.cutlass_scaled_mm", "torch.ops.*.cutlass_scaled_mm")
+def scaled_product(call: Call) -> dict[str, Expected]:
+    """(out [m, n], a [m, k], b [k, n], scales, bias)"""
+    f = arguments(call, _MM)
+    return _product(call, f, place_of(call, _MM, "out"), None, None)
+
+
+@reference("torch.ops._C.cutlass_scaled_mm_azp", "torch.ops.*.cutlass_scaled_mm_azp")
+def scaled_product_with_zero(call: Call) -> dict[str, Expected]:
+    """The same with azp_adj [n], the columns' sums of b, times azp [m] where that is given, else times the tensor's
+    zero point already."""
+    f = arguments(call, _AZP)
+    return _product(call, f, place_of(call, _AZP, "out"), f["azp"], f["azp_adj"])
+
+
+_ONEDNN = "out a scale_a azp azp_adj bias handler"
+
+
+@reference("torch.ops._C.onednn_scaled_mm")
+def onednn(call: Call) -> dict[str, Expected]:
+    """(out, a, scale of a or none, azp, azp_adj, bias, handle): the weight, its scale, and a static scale of a are
+    those of the module that called it; azp_adj [n] are the columns' sums times their scales, which a call without azp
+    is given too and does not use."""
+    f = dict(arguments(call, _ONEDNN))
+    weight, scale_b = call.params.get("weight"), call.params.get("weight_scale")
+    if weight is None or not weight.numel() or scale_b is None:
+        raise Declined("the weight of the module that called it was packed or not captured")
+    if weight.shape[1] == f["a"].shape[-1]:  # [outputs, inputs], as the checkpoint has it; a square one as well
+        weight = weight.T
+    if weight.shape[0] != f["a"].shape[-1]:
+        raise Declined("the weight of the module that called it does not fit")
+    scale_a = f["scale_a"] if f["scale_a"] is not None else call.params.get("input_scale")
+    f |= {"b": weight, "scale_b": scale_b, "scale_a": scale_a}
+    role, sums = place_of(call, _ONEDNN, "out"), None
+    if f["azp"] is not None:
+        sums = f["azp_adj"].double().reshape(-1) / scale_b.double().reshape(-1)
+    found = _product(call, f, role, f["azp"], sums)
+    return only(found, note=_cut_off(f, found[role].value, call.outputs[role]))
+
+
+def _cut_off(f: Any, y: Tensor, mine: Tensor) -> str:
+    """Why a product of codes without a zero point is off, where it is this; else nothing (quantised.py)."""
+    a, b = f["a"].reshape(-1, f["a"].shape[-1]), f["b"]
+    if f["azp"] is not None:
+        return ""
+    right = _rows(f["scale_b"], b.T).expand(b.shape[1], 1).reshape(-1)
+    left = _rows(f["scale_a"], a).expand(len(a), 1).reshape(-1)
+    return cut_off(a, b, left, right, y.reshape(len(a), -1), mine.reshape(len(a), -1))
+
+
+_QUANT = "out input scale azp"
+_FP8 = "out input scale scale_ub"
+
+
+@reference(
+    "torch.ops._C.static_scaled_int8_quant", "torch.ops._C.static_scaled_fp8_quant",
+    "torch.ops.*.static_scaled_int8_quant", "torch.ops.*.static_scaled_fp8_quant",
+)  # fmt: skip
+def static(call: Call) -> dict[str, Expected]:
+    """(out, input, scale, azp): codes for a given scale."""
+    f = arguments(call, _QUANT)
+    role = place_of(call, _QUANT, "out")
+    integer = f["out"].dtype == torch.int8
+    zero = f["azp"] if integer else None
+    return {role: _codes(f["input"], f["scale"], zero, call.outputs[role])}
+
+
+def _codes(x: Tensor, scale: Tensor, zero: Tensor | None, mine: Tensor) -> Expected:
+    by = _rows(scale, x.reshape(-1, x.shape[-1]))
+    exact = x.double() / (by if by.dim() == 0 else by.reshape(*x.shape[:-1], 1))
+    if zero is not None:
+        exact = exact + (zero.double().reshape(()) if zero.numel() == 1 else zero.double().reshape(*x.shape[:-1], 1))
+    found = coded(exact, mine, mine.dtype)
+    return Expected(found.double() if mine.is_floating_point() else found.long(), unit=0.0)
+
+
+@reference(
+    "torch.ops._C.dynamic_scaled_int8_quant", "torch.ops._C.dynamic_scaled_fp8_quant",
+    "torch.ops._C.dynamic_per_token_scaled_fp8_quant", "torch.ops.*.dynamic_scaled_int8_quant",
+    "torch.ops.*.dynamic_per_token_scaled_fp8_quant", "torch.ops.*.dynamic_scaled_fp8_quant",
+)  # fmt: skip
+def dynamic(call: Call) -> dict[str, Expected]:
+    """(out, input, scale, azp): the scale of each row, or of all for ``dynamic_scaled_fp8_quant``, and the codes."""
+    names = _QUANT if "int8" in call.cls else _FP8
+    f = arguments(call, names)
+    x, role = f["input"].double(), place_of(call, names, "out")
+    if f.get("scale_ub") is not None:
+        raise Declined("a scale with an upper limit has no reference")
+    mine, given_scale = call.outputs[role], call.outputs.get(place_of(call, names, "scale"))
+    if given_scale is None:
+        raise Declined("the scale that it found was not captured")
+    rows = x.reshape(-1, x.shape[-1])
+    if given_scale.numel() == 1:
+        rows = rows.reshape(1, -1)
+    top = 127.0 if mine.dtype == torch.int8 else torch.finfo(mine.dtype).max
+    zero, found = None, {}
+    if f.get("azp") is not None:
+        size = (rows.amax(1) - rows.amin(1)) / 255.0
+        azp = place_of(call, names, "azp")
+        zero = call.outputs.get(azp)
+        if zero is None:
+            raise Declined("the zero point that it found was not captured")
+        exact = -128.0 - rows.amin(1) / size
+        near = (zero.double().reshape(-1) - exact).abs() <= 0.5 + 2.0**-10
+        found[azp] = Expected(torch.where(near, zero.reshape(-1).long(), exact.round().long()).reshape(zero.shape))
+    else:
+        size = rows.abs().amax(1) / top
+    value = size.reshape(given_scale.shape)
+    least = torch.where(value == 0, given_scale.double(), value)  # a row of zeros may have any scale
+    found[place_of(call, names, "scale")] = Expected(least, _SCALE * least.abs())
+    found[role] = _codes(f["input"], given_scale, zero, mine)
+    return found
+
+
+_SLACK = 1.0 + 2.0**-8
+"""Chosen: how far beyond the nearest code's distance another may lie: in the middle of two, either is right."""
+_SCALED = 2.0**-10
+"""Chosen: relative error of a number over its scale: kernels multiply by an approximate reciprocal."""
+
+
+@reference("torch.ops.vllm.dequant_mxfp4", "torch.ops.*.dequant_mxfp4")
+def dequantised(call: Call) -> Expected:
+    """(codes, exponents, dtype): the numbers themselves."""
+    f = arguments(call, "x scale float_dtype")
+    out = call.outputs["output.0"]
+    return Expected(mxfp4(f["x"], f["scale"]).reshape(out.shape), unit=0.0 if out.dtype != torch.float16 else None)
+
+
+_FOUR_BITS_MM = "out a b block_scale_a block_scale_b alpha"
+
+
+@reference("torch.ops._C.cutlass_scaled_fp4_mm", "torch.ops.*.cutlass_scaled_fp4_mm")
+def nvfp4_product(call: Call) -> dict[str, Expected]:
+    """(out [m, n], a uint8 [m, k / 2], b uint8 [n, k / 2], scales in tiles, alpha): alpha a b'."""
+    f = arguments(call, _FOUR_BITS_MM)
+    sides = []
+    for name in ("a", "b"):
+        codes, scales = f[name], f[f"block_scale_{name}"]
+        rows, columns = codes.shape[0], codes.shape[1] * 2 // NV_BLOCK
+        sides.append(nvfp4(codes, from_tiles(scales.view(torch.uint8), rows, columns).contiguous(), 1.0))
+    y = product(sides[0] * float(f["alpha"]), sides[1])
+    return {place_of(call, _FOUR_BITS_MM, "out"): y}
+
+
+_FOUR_BITS_QUANT = "input global_scale swizzled output output_scale"
+
+
+@reference("torch.ops._C.scaled_fp4_quant", "torch.ops.*.scaled_fp4_quant")
+def quantised(call: Call) -> dict[str, Expected]:
+    """(input [m, n], global_scale, in tiles or not; output uint8 [m, n / 2], output_scale): the scale of 16 numbers is
+    their largest over 6, times global_scale, in e4m3; a code is the number times global_scale over its scale."""
+    f = arguments(call, _FOUR_BITS_QUANT)
+    roles = [place_of(call, _FOUR_BITS_QUANT, n) for n in ("output", "output_scale")]
+    if not all(role in call.outputs for role in roles):
+        roles = ["output.0", "output.1"]
+    codes, held = (call.outputs.get(role) for role in roles)
+    if codes is None or held is None:
+        raise Declined("its codes and scales were not captured both")
+    x = f["input"].double().reshape(-1, f["input"].shape[-1]) * float(f["global_scale"])
+    rows, columns = len(x), x.shape[1] // NV_BLOCK
+    blocks = x.reshape(rows, columns, NV_BLOCK)
+    flat = held.contiguous().view(torch.uint8)
+    tiled = f["swizzled"] is None or bool(f["swizzled"])
+    places = torch.arange(flat.numel())
+    at = (from_tiles(places, rows, columns) if tiled else places.reshape(-1, columns)[:rows]).contiguous()
+    mine = flat.reshape(-1)[at].contiguous().view(torch.float8_e4m3fn)
+    right = coded(blocks.abs().amax(-1) / E2M1[-1], mine, torch.float8_e4m3fn)
+    scales = flat.reshape(-1).clone()
+    scales[at.reshape(-1)] = right.view(torch.uint8).reshape(-1)
+    wide = mine.double().unsqueeze(-1)
+    exact = torch.where(wide > 0, blocks / wide, 0.0).clamp(-E2M1[-1], E2M1[-1]).reshape(rows, -1)
+    numbers = unpacked(codes.contiguous().view(torch.uint8).reshape(rows, -1))
+    table = torch.tensor(E2M1, dtype=torch.float64)
+    nearest = (exact.abs().unsqueeze(-1) - table).abs().argmin(-1)
+    best = (exact.abs() - table[nearest]).abs()
+    good = (exact - numbers).abs() <= best * _SLACK + 2.0**-20 + _SCALED * exact.abs()
+    told = codes.contiguous().view(torch.uint8).reshape(rows, -1)
+    sign = (exact < 0).long() * 8
+    both = (nearest + sign).reshape(rows, -1, 2)
+    whole = both[..., 0] | both[..., 1] << 4
+    fits = good.reshape(rows, -1, 2).all(-1)
+    value = torch.where(fits, told.long(), whole).reshape(codes.shape)
+    return {
+        roles[0]: Expected(value if codes.dtype == torch.uint8 else value.to(torch.uint8).view(codes.dtype).double()),
+        roles[1]: Expected(_like(scales, held)),
+    }
+
+
+def _like(scales: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    y = scales.view(held.dtype).reshape(held.shape)
+    return y.double() if held.dtype.is_floating_point else y.long()

@@ -1,0 +1,334 @@
+"""Depth chart and heat map as data: each tap and each row over its limit.
+
+How far each tap is over its own limit, against depth: one point per tap, in data-flow order.
+
+The problem: an error is created in one place and carried on from there; a list of a hundred thousand pairs does not
+show where, and errors against limits of other measures show a fault below its limit. The idea: everything is drawn as
+the factor that decided (facts.severity), so that 1 is the limit of every tap and who failed is not below it: what a tap
+created over what one operator may (an origin: the factor that is said of it), and behind that what its outputs are off
+by in all, the worst row over all steps, ranks and calls.
+
+Layers by tokens: how far each row of each tap is off, in units of its limit, small enough for a page.
+
+The problem: a comparison holds millions of row errors, and what a person wants is a picture: which layer, which token.
+The idea: per request a matrix taps × tokens of one byte each, on a logarithmic scale; long requests are binned (the
+worst row of a bin counts), the worst requests come first, and what does not fit is counted. A page folds taps into
+layers and unfolds a layer again.
+
+Not here: drawing (html/chart.js); inputs, parameters and integer tensors, which have no place on an error axis, drawing
+(html/heat.js), the rows themselves (comparison/row_table.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import POSITION_BITS, POSITION_MASK
+from vllm_accprobe.comparison.pair import severity, value_of
+from vllm_accprobe.report import facts
+from vllm_accprobe.report.facts import origin_factor
+from vllm_accprobe.report.verdict_parts import tap_of
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.pair import Pair
+    from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.comparison.row_table import RowTable
+
+
+PHASES = ("prefill", "decode", "other")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|layer|block|h)\.(\d{1,6})(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One tap, in factors over its own limit: ``created`` by it, and ``prefill``, ``decode`` and ``other``, by how much
+    the worst row of each phase is off in all; None where nothing was compared or is known, 0.0 where nothing differs.
+    An error without a number (NaN, a golden of 0) is none of these and is counted in ``nonfinite``, as ``failed`` and
+    ``pairs`` count. ``origin``: its number, the culprit being 1, or None. ``layer`` is the name's layer, such as
+    ``model.layers.3``, or None outside of layers."""
+
+    tap: str
+    cls: str
+    order: int
+    layer: str | None
+    created: float | None
+    prefill: float | None
+    decode: float | None
+    other: float | None
+    origin: int | None
+    pairs: int
+    failed: int
+    nonfinite: int
+
+
+def layer_of(tap: str) -> str | None:
+    """``model.layers.3.mlp.down_proj`` → ``model.layers.3``; None for a tap outside of layers."""
+    match = _LAYER.search(tap)
+    return tap[: match.end(1)] if match else None
+
+
+def depth(comparison: Comparison) -> list[Point]:
+    """Points in data-flow order; an origin has one, whatever it was blamed for."""
+    taps: dict[str, list[Pair]] = {}
+    origins: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    for number, origin in enumerate(comparison.origins, 1):
+        origins.setdefault(tap_of(origin), (number, origin))
+    for pair in comparison.pairs:
+        if on_axis(pair) or (pair.tap in origins and pair.status == "fail"):
+            taps.setdefault(pair.tap, []).append(pair)
+    points = [_point(tap, pairs, comparison.created.get(tap), origins.get(tap)) for tap, pairs in taps.items()]
+    return sorted(points, key=lambda p: (p.order, p.tap))
+
+
+def on_axis(pair: Pair) -> bool:
+    """Whether a pair has a place on an error axis: a compared output of a floating-point dtype."""
+    if pair.status == "skip" or not pair.role.startswith(("output", "inplace")):
+        return False
+    return not str(pair.dtype_golden).startswith(("int", "uint", "bool"))
+
+
+def _point(
+    tap: str, pairs: list[Pair], created: float | None, blamed: tuple[int, Mapping[str, Any]] | None
+) -> Point:  # fmt: skip
+    worst: dict[str, float] = {}
+    for pair in pairs:
+        for phase, value in _values(pair):
+            if math.isfinite(value):
+                worst[phase] = max(worst.get(phase, 0.0), value)
+    endless = sum(severity(p) == math.inf for p in pairs)
+    if blamed is not None:
+        said = origin_factor(blamed[1])
+        created = said if said is not None and math.isfinite(said) else None
+        endless = max(endless, said == math.inf)
+    first = min(pairs, key=lambda p: p.order)
+    return Point(
+        tap=tap,
+        cls=first.cls or "",
+        order=first.order,
+        layer=layer_of(tap),
+        created=created,
+        prefill=worst.get("prefill"),
+        decode=worst.get("decode"),
+        other=worst.get("other"),
+        origin=None if blamed is None else blamed[0],
+        pairs=len(pairs),
+        failed=sum(p.status == "fail" for p in pairs),
+        nonfinite=endless,
+    )
+
+
+def _values(pair: Pair) -> list[tuple[str, float]]:
+    """(phase, factor): of a pair with rows of both phases, the worse one has what decided, the other its own rows'."""
+    split = {phase: x for phase in PHASES[:2] if (x := getattr(pair, f"{phase}_rel_l2")) is not None}
+    if pair.identical and (split or pair.phase == "mixed"):
+        return [(phase, 0.0) for phase in split or PHASES[:2]]
+    if value_of(pair) is None and pair.measured is None and pair.status != "fail":
+        return [("other", 0.0)] if pair.identical else []
+    over = 0.0 if pair.identical else severity(pair)
+    limit = pair.allowed if pair.measure == "created" else pair.limit
+    if len(split) == 2 and limit and all(map(math.isfinite, split.values())):
+        most = max(split, key=lambda phase: split[phase])
+        return [(phase, over if phase == most else min(x / limit, over)) for phase, x in split.items()]
+    phase = next(iter(split), pair.phase)
+    return [(phase if phase in PHASES[:2] else "other", over)]
+
+
+MAX_BINS = 512
+"""Columns of one request; a screen shows no more."""
+MAX_CELLS = 3_000_000
+"""Bytes of all requests' matrices."""
+MAX_REQUESTS = 200
+STRETCH = 1 << 18
+"""Rows that are looked at together."""
+MISSING, IDENTICAL, INFINITE = 0, 1, 255
+PER_DECADE, LOWEST = 30, -4.0
+"""Codes 2 to 254 are ratios on a logarithmic scale: 2 is 1e-4 and less, 30 codes to a factor of ten."""
+
+
+@dataclass(frozen=True)
+class HeatRequest:
+    """One request's rows. start: first position of each bin; step0, step1: mine's steps that computed it, -1 for none;
+    decode: whether its last row was decoding; all int32 [bins]. width: positions per bin. codes: uint8 [taps, bins].
+    worst: the largest ratio, infinite where NaNs differ."""
+
+    label: str
+    start: np.ndarray
+    step0: np.ndarray
+    step1: np.ndarray
+    decode: np.ndarray
+    width: int
+    codes: np.ndarray
+    worst: float
+
+
+@dataclass(frozen=True)
+class Heat:
+    """taps: in data-flow order; layers: of each tap, None outside of layers. requests: worst first. left_out: requests
+    that did not fit."""
+
+    taps: tuple[str, ...]
+    layers: tuple[str | None, ...]
+    requests: tuple[HeatRequest, ...]
+    left_out: int
+
+
+def encode(ratio: np.ndarray) -> np.ndarray:
+    """float [n] of error over limit → uint8 codes; NaN never passes and counts as infinite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.rint((np.log10(ratio) - LOWEST) * PER_DECADE)
+    codes = np.clip(np.nan_to_num(scaled, nan=0, posinf=0, neginf=0), 0, 252) + 2
+    codes = np.where(ratio == 0, IDENTICAL, codes)
+    return np.where(np.isfinite(ratio), codes, INFINITE).astype(np.uint8)
+
+
+def heat(comparison: Comparison, max_cells: int = MAX_CELLS, over: np.ndarray | None = None) -> Heat:
+    """Empty where the comparison keeps no errors by row. over: `factors` of it, where they are known."""
+    rows = comparison.rows
+    if rows is None or not len(rows):
+        return Heat((), (), (), 0)
+    pairs = comparison.pairs
+    order: dict[str, int] = {}
+    for p in pairs:
+        if on_axis(p) and p.limit is not None:
+            order[p.tap] = max(order.get(p.tap, p.order), p.order)  # outputs come after those of what lies inside
+    taps = sorted(order, key=lambda t: (order[t], t))
+    number = {t: i for i, t in enumerate(taps)}
+    tap_of = np.array([number[p.tap] if on_axis(p) and p.limit is not None else -1 for p in pairs], np.int64)
+    step_of = np.array([-1 if p.step is None else p.step for p in pairs], np.int64)
+    shown = _Shown(rows, factors(comparison) if over is None else over, tap_of, step_of)
+    ranked, worst = shown.ranked()
+    out = shown.requests(ranked[:MAX_REQUESTS], worst, len(taps), max_cells)
+    return Heat(tuple(taps), tuple(layer_of(t) for t in taps), tuple(out), len(ranked) - len(out))
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """The rows that are drawn, stretch by stretch: of millions of rows, a few numbers each would be most of the memory.
+
+    over: `factors`. tap, step: int64, of each pair; the tap is -1 where a pair is not drawn."""
+
+    rows: RowTable
+    over: np.ndarray
+    tap: np.ndarray
+    step: np.ndarray
+
+    def ranked(self) -> tuple[list[int], np.ndarray]:
+        """(the requests that have rows, worst first; the largest ratio of every request)."""
+        names = self.rows.requests
+        worst, count, beyond = np.zeros(len(names)), np.zeros(len(names), np.int64), np.zeros(len(names), np.int64)
+        for at in self._stretches():
+            owner, ratio = self.rows.request[at].astype(np.int64), self._ratio(at)
+            np.maximum.at(worst, owner, ratio.astype(np.float64))  # of other types it takes ten times as long
+            count += np.bincount(owner, minlength=len(names))
+            beyond += np.bincount(owner[ratio > 1], minlength=len(names))  # of those equally bad, who shows more
+        order = sorted(np.flatnonzero(count).tolist(), key=lambda r: (-worst[r], -beyond[r], names[r]))
+        return order, worst
+
+    def requests(self, ranked: Sequence[int], worst: np.ndarray, taps: int, most: int) -> list[HeatRequest]:
+        """Those of ``ranked`` that fit into ``most`` cells, the first in any case."""
+        bins = self._bins(ranked, taps, most)
+        firsts = np.cumsum([0, *(len(start) for start, _ in bins)])
+        total = int(firsts[-1])
+        starts = np.concatenate([_place(np.int64(k), start) for k, (start, _) in enumerate(bins)])
+        codes = np.zeros(taps * total, np.uint8)
+        step0, step1 = np.full(total, np.iinfo(np.int32).max), np.full(total, -1)
+        decode = np.zeros(total, np.int32)
+        for at, key in self._of(ranked[: len(bins)]):
+            column = np.searchsorted(starts, key, side="right") - 1
+            pair = self.rows.pair[at]
+            # One index is ten times as fast as two.
+            np.maximum.at(codes, self.tap[pair] * total + column, encode(self._ratio(at)))
+            np.minimum.at(step0, column, self.step[pair])
+            np.maximum.at(step1, column, self.step[pair])
+            np.maximum.at(decode, column, self.rows.decode[at].astype(np.int32))
+        matrix = codes.reshape(taps, total)
+        here = [slice(a, b) for a, b in pairwise(firsts.tolist())]
+        return [
+            HeatRequest(self.rows.requests[r], start, step0[at], step1[at], decode[at], width, matrix[:, at].copy(),
+                        float(worst[r]))
+            for r, (start, width), at in zip(ranked, bins, here, strict=False)
+        ]  # fmt: skip
+
+    def _bins(self, ranked: Sequence[int], taps: int, most: int) -> list[tuple[np.ndarray, int]]:
+        """(first position of each bin, positions of a bin) of those that fit."""
+        known = np.zeros(0, np.int64)
+        for _, key in self._of(ranked):
+            known = np.union1d(known, key)
+        out: list[tuple[np.ndarray, int]] = []
+        cells = 0
+        for positions in np.split(known & POSITION_MASK, np.searchsorted(known, _place(np.arange(1, len(ranked)), 0))):
+            width = max(1, -(-len(positions) // MAX_BINS))
+            start = positions[::width]
+            cells += taps * len(start)
+            if out and cells > most:
+                break
+            out.append((start, width))
+        return out
+
+    def _of(self, ranked: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(rows, their places, sorted by request in this order and position) of some requests, stretch by stretch."""
+        rank = np.full(len(self.rows.requests), -1, np.int64)
+        rank[list(ranked)] = np.arange(len(ranked))
+        for at in self._stretches():
+            own = rank[self.rows.request[at]]
+            at, own = at[own >= 0], own[own >= 0]
+            yield at, _place(own, self.rows.position[at])
+
+    def _stretches(self) -> Iterator[np.ndarray]:
+        for start in range(0, len(self.rows), STRETCH):
+            yield start + np.flatnonzero(self.tap[self.rows.pair[start : start + STRETCH]] >= 0)
+            self.rows.rest()
+
+    def _ratio(self, at: np.ndarray) -> np.ndarray:
+        ratio = self.over[at]
+        return np.where(np.isnan(ratio), np.inf, ratio)
+
+
+def _place(rank: Any, position: Any) -> Any:
+    return (rank << POSITION_BITS) | position
+
+
+def factors(comparison: Comparison) -> np.ndarray:
+    """float32, an entry a row of ``Comparison.rows``: how many times its limit it is off, infinite where NaNs differ,
+    NaN where a pair has no limit.
+
+    A row is measured against its tensor's limit, and a pair in which an error was created against what one operator may
+    create, all of its rows: the worst has the pair's factor and no other has more, so that one fault has one factor in
+    the sentence, the table and the picture."""
+    rows = comparison.rows
+    assert rows is not None
+    of = {i: facts.severity(p) for i, p in enumerate(comparison.pairs) if p.status == "fail" and p.measure == "created"}
+    if not of:
+        return rows.ratio
+    most = np.full(len(comparison.pairs), np.nan, np.float32)
+    most[list(of)] = list(of.values())
+    at = np.flatnonzero(~np.isnan(most)[rows.pair])
+    if not len(at):
+        return rows.ratio
+    out = rows.ratio.copy()
+    pair = rows.pair[at]
+    allowed = np.array([p.allowed or np.nan for p in comparison.pairs], np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        out[at] = np.fmin(rows.error[at] / allowed[pair], most[pair])
+    for i, own in _by_pair(at, pair):
+        worst = comparison.pairs[i]
+        named = own[rows.position[own] == worst.worst_position] if worst.worst_position is not None else own[:0]
+        named = named[[rows.requests[r] == worst.worst_request for r in rows.request[named].tolist()]]
+        if not len(named):  # the worst row is not told, or was not kept
+            named = own[[int(np.nanargmax(np.nan_to_num(rows.error[own], nan=np.inf)))]]
+        out[named] = most[i]
+    return out
+
+
+def _by_pair(at: np.ndarray, pair: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(pair, its entries) of each."""
+    order = np.argsort(pair, kind="stable")
+    numbers, first = np.unique(pair[order], return_index=True)
+    return list(zip(numbers.tolist(), np.split(at[order], first[1:]), strict=True))

@@ -1,0 +1,406 @@
+"""What the page's script draws, as compact JSON.
+
+Pairs as compact JSON columns, for the page's script.
+
+The problem: 200,000 pairs with 37 fields each must fit into one HTML file that opens in seconds. The idea: columns
+instead of rows; a column of one value is that value, text is a dictionary and indices, numbers have six digits in
+failed pairs and three in others (compare.csv has all of them), and the whole is packed. The forms, per column:
+``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or ``{"v": [number...]}``, where a number that JSON lacks is
+``"NaN"``, ``"Inf"`` or ``"-Inf"`` and a missing one null.
+
+A pair's histograms and errors over position and column as small integers for the page.
+
+The problem: 200 pairs of 500 bins as decimal numbers are megabytes. The idea: counts as they are, errors as thousandths
+of their peak, which is told beside them.
+
+An origin's neighbours as plain JSON values for the page's drawing.
+
+Tokens of the heat map as text, for whoever names a tokenizer.
+
+The problem: a dump holds token ids and no text, and a person knows a prompt by its words; a token may be a part of a
+letter, a line break, a mark that turns the writing around, or something that no vocabulary has. The idea: the model's
+``tokenizer.json`` read by the library `tokenizers` (vLLM brings it; imported only here), each id by itself, every text
+through ``safe``; the text stays in the page, nothing else keeps it.
+
+What the page shows of one pair beyond its numbers, of the tree and of the heat map, as plain JSON values.
+
+The problem: errors by row and sampled values are far more than a page can hold. The idea: the worst rows of the worst
+pairs, the samples as they are, one line per tap for the tree, and the heat map's bytes as base64; every name is made
+``safe`` on the way.
+
+Not here: what the script does with them (table.js), how they come about (comparison/measure/spreads.py), drawing, which
+they are (comparison/verdict/neighbours.py), words (report/neighbours/), the drawing (around.js), which ids there are
+(align/tokens.py), what is drawn (heat.js), what the script draws (pair.js, tree.js, heat.js).
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_accprobe.align.tokens import TokenIds
+from vllm_accprobe.comparison.pair import COLUMNS, Pair
+from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.report import facts, verdict_parts
+from vllm_accprobe.report.charts import Heat, factors
+from vllm_accprobe.report.text import nonfinite, safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.result import Comparison
+    from vllm_accprobe.comparison.row_table import ValueSpread
+    from vllm_accprobe.comparison.verdict.neighbours import Edge
+
+
+_FINE = frozenset({"cosine", "worst_row_norm_ratio", "measured"})
+"""Columns whose interesting part is their distance from 1."""
+
+_NUMBERS = frozenset(
+    {
+        "step", "rank", "cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "worst_row_rel_l2",
+        "worst_row_norm_ratio", "nonfinite", "nonfinite_mismatch", "call", "order", "rows", "prefill_rel_l2",
+        "decode_rel_l2", "max_abs_golden", "max_abs_mine", "limit", "measured", "allowed", "floor", "x_floor",
+    }
+)  # fmt: skip
+
+
+def columns_json(pairs: Sequence[Pair]) -> str:
+    """``{"n": int, "cols": {field: column}}`` as JSON text that is safe inside a script element."""
+    bad = [p.status == "fail" for p in pairs]
+    cols = ",".join(f"{json.dumps(name)}:{_column(name, list(map(attrgetter(name), pairs)), bad)}" for name in COLUMNS)
+    return f'{{"n":{len(pairs)},"cols":{{{cols}}}}}'
+
+
+def packed(text: str, level: int = 6) -> str:
+    """``text`` for a data block of the page: gzip as base64, which the page's script unpacks; the same every time."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8"), compresslevel=level, mtime=0)).decode("ascii")
+
+
+def script_json(value: Any) -> str:
+    """Any JSON value as text that cannot end a script element or start a comment in it."""
+    return inert(json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")))
+
+
+def inert(text: str) -> str:
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _column(name: str, values: list[Any], bad: list[bool]) -> str:
+    if len(set(map(id, values))) == 1 and len(set(bad)) == 1:  # written once, as it would be below
+        values, bad = values[:1], bad[:1]
+    if name in _NUMBERS:
+        short, long = (".7g", ".10g") if name in _FINE else (".3g", ".6g")
+        cells = [_number(v, long if b else short) for v, b in zip(values, bad, strict=True)]
+        if len(set(cells)) <= 1:
+            return f'{{"c":{cells[0] if cells else "null"}}}'
+        return f'{{"v":[{",".join(cells)}]}}'
+    index: dict[Any, int] = {}
+    # Keyed by value and type: True, 1 and "1" are three texts.
+    where = [index.setdefault((type(v), tuple(v) if type(v) is list else v), len(index)) for v in values]
+    texts = [_text(key, " × " if name == "shape" else ", ") for _, key in index]
+    if len(texts) <= 1:
+        return f'{{"c":{script_json(texts[0] if texts else None)}}}'
+    return f'{{"d":{script_json(texts)},"i":[{",".join(map(str, where))}]}}'
+
+
+def _number(value: Any, digits: str) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, (bool, int)):
+        return str(int(value))
+    value = float(value)
+    return format(value, digits) if math.isfinite(value) else f'"{nonfinite(value)}"'
+
+
+def _text(value: Any, between: str) -> Any:
+    """What the page shows: None and booleans as they are, a shape as ``8 × 64``, an index as ``3, 37``."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, tuple):
+        return between.join(safe(v, 40) for v in value) or "scalar"
+    return safe(value, 400)
+
+
+STEPS = 1000
+INFINITE = STEPS + 1
+
+
+def spread_json(spread: ValueSpread) -> dict[str, Any]:
+    """columns and positions: [peak, thousandths of it]; -1 for no rows, 1001 for not finite."""
+    return {
+        "range": [_plain(spread.low), _plain(spread.high)],
+        "golden": spread.golden.tolist(),
+        "mine": spread.mine.tolist(),
+        "columns": _parts(spread.columns),
+        "width": spread.width,
+        "positions": _parts(spread.positions),
+        "ends": [spread.first, spread.last],
+        "read": [spread.read, spread.rows],
+    }
+
+
+def _parts(values: np.ndarray) -> list[Any]:
+    finite = np.isfinite(values)
+    peak = float(values[finite].max(initial=0.0))
+    scaled = np.where(values < 0, -1, np.ceil(np.where(finite, values, 0) / (peak or 1.0) * STEPS))
+    return [_plain(peak), np.where(finite, scaled, INFINITE).astype(int).tolist()]
+
+
+def _plain(value: float) -> Any:
+    return nonfinite(value) or float(f"{value:.4g}")
+
+
+NEIGHBOUR_NAME = 400
+
+
+def around_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[dict[str, Any]]:
+    """An entry for each origin with neighbours. page_index: index in ``Comparison.pairs`` → index on the page."""
+    out = []
+    for origin, around in zip(comparison.origins, comparison.neighbours, strict=True):
+        if around is None:
+            continue
+        sides = {side: [_edge(e, page_index) for e in getattr(around, side)] for side in ("fed_by", "feeds")}
+        place = {"module": safe(facts.tap_of(origin), NEIGHBOUR_NAME), "tap": safe(around.tap, NEIGHBOUR_NAME)}
+        said = {"role": safe(around.role, 80), "said": verdict_parts.described(around)}
+        said["left_out"] = list(around.left_out)
+        out.append(place | said | sides)
+    return out
+
+
+def _edge(edge: Edge, page_index: Mapping[int, int]) -> dict[str, Any]:
+    return {
+        "tap": safe(edge.tap, NEIGHBOUR_NAME),
+        "role": safe(edge.role, 80),
+        "in": safe(edge.role_in, 80),
+        "by": edge.by,
+        "status": edge.status,
+        "over": None if edge.over is None else nonfinite(edge.over) or float(f"{edge.over:.4g}"),
+        "said": f"{verdict_parts.name(edge)}: {verdict_parts.error(edge)}",
+        "pair": None if edge.pair is None else page_index.get(edge.pair),
+    }
+
+
+LONGEST = 40
+"""Characters of one token on the page."""
+MAX_IN_COLUMN = 8
+"""Tokens that are told of a column of many."""
+NO_IDS = (
+    "no token ids are recorded in {}, so compare.html shows no tokens' text: only a capture in vLLM (VLLM_ACCPROBE=1) "
+    "records them"
+)
+
+
+def tokenizer_at(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a model's folder, or of its tokenizer.json; local files only. Raises CompareError,
+    one line, for what cannot be read."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise CompareError(
+            "tokenizers is not installed, which --tokenizer needs: pip install tokenizers (vLLM brings it)"
+        ) from None
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CompareError(
+            f"--tokenizer {safe(path)}: there is no {'tokenizer.json in it' if file != path else 'such file'}; "
+            "name a model's folder or its tokenizer.json, which transformers' save_pretrained writes"
+        )
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # the library has one type for all
+        raise CompareError(f"--tokenizer {safe(path)} cannot be read: {safe(e)}") from None
+
+
+class Vocabulary:
+    """A model's tokens. Raises CompareError, one line, for what cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        """path: a model's folder, or its tokenizer.json."""
+        self._tokenizer = tokenizer_at(path)
+
+    def text(self, token: int) -> str | None:
+        """What one token says, as one printable line; its entry in the vocabulary where it is only a part of a letter;
+        None for a number that is no token."""
+        if not 0 <= token < 1 << 31:
+            return None
+        entry: str | None = self._tokenizer.id_to_token(token)
+        if entry is None:
+            return None
+        if "▁" in entry:  # SentencePiece's mark of a space, which decoding one token loses
+            return safe(entry.replace("▁", " "), LONGEST)
+        said: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return safe(entry if "�" in said or not said else said, LONGEST)
+
+
+@dataclass(frozen=True)
+class TokenTexts:
+    """What the page needs. ids: of mine's requests; place: mine's path, for the line that says there are none."""
+
+    vocabulary: Vocabulary
+    ids: TokenIds
+    place: str
+    _texts: dict[int, str | None] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> str | None:
+        """A sentence where no ids were recorded."""
+        return None if self.ids else NO_IDS.format(safe(self.place))
+
+    def columns(self, label: str, start: np.ndarray, width: int) -> list[list[int]] | None:
+        """The ids in each column of a request's map, at most MAX_IN_COLUMN of each; None where none are known. start:
+        int [columns], the first position of each; width: positions to a column."""
+        known = self.ids.get(label)
+        if known is None or not len(start):
+            return None
+        positions, ids = known
+        first = np.searchsorted(positions, start)
+        last = np.searchsorted(positions, [*start[1:], int(start[-1]) + width])
+        out = [ids[a : min(b, a + MAX_IN_COLUMN)].tolist() for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        for token in {t for column in out for t in column} - self._texts.keys():
+            self._texts[token] = self.vocabulary.text(token)
+        return out
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """Of each id that a column has; ids that are no token are not there."""
+        return {str(token): text for token, text in self._texts.items() if text is not None}
+
+
+def token_texts(vocabulary: Vocabulary, mine: str | Path) -> TokenTexts:
+    """Reads mine's row maps once more. What cannot be read has no ids."""
+    from vllm_accprobe.align.tokens import token_ids
+    from vllm_accprobe.dump.files import DumpError
+    from vllm_accprobe.formats.common.sniff import open_dump
+
+    try:
+        return TokenTexts(vocabulary, token_ids(open_dump(mine)), str(mine))
+    except (DumpError, OSError):
+        return TokenTexts(vocabulary, {}, str(mine))
+
+
+NAME, COMMAND = 400, 10_000
+MAX_PAIRS = 2_000
+MAX_ROWS = 8
+
+
+def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
+    """The map begins with the first request, which shows most. tokens: what they say, where that was asked for."""
+    columns = [tokens and tokens.columns(r.label, r.start, r.width) for r in heat.requests]
+    return {
+        "texts": tokens.texts if tokens else {},
+        "taps": [safe(t, NAME) for t in heat.taps],
+        "layers": [layer and safe(layer, NAME) for layer in heat.layers],
+        "leftOut": heat.left_out,
+        "requests": [
+            {
+                "label": safe(r.label, 120),
+                "start": r.start.tolist(),
+                "step0": r.step0.tolist(),
+                "step1": r.step1.tolist(),
+                "decode": r.decode.tolist(),
+                "width": r.width,
+                "tokens": said,
+                "worst": _looks_plain(r.worst),
+                "codes": base64.b64encode(r.codes.tobytes()).decode("ascii"),
+            }
+            for r, said in zip(heat.requests, columns, strict=True)
+        ],
+    }
+
+
+def tree_json(comparison: Comparison) -> dict[str, Any]:
+    """One entry per tap: name, class, place in the data flow, worst severity of its outputs, failed and all pairs."""
+    taps: dict[str, list[Any]] = {}
+    for p in comparison.pairs:
+        entry = taps.setdefault(p.tap, [safe(p.tap, NAME), safe(p.cls or "", 80), p.order, -1.0, 0, 0])
+        entry[2] = min(entry[2], p.order)
+        if p.status == "fail" or not p.role.startswith("input"):
+            entry[3] = max(entry[3], facts.severity(p))
+        entry[4] += p.status == "fail"
+        entry[5] += 1
+    rows = sorted(taps.values(), key=lambda e: (e[2], e[0]))
+    return {
+        "taps": [[*e[:3], _looks_plain(e[3]), *e[4:]] for e in rows],
+        "origins": [safe(facts.tap_of(o), NAME) for o in comparison.origins],
+    }
+
+
+def looks_json(
+    comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None
+) -> dict[str, Any]:
+    """page_index: index in ``Comparison.pairs`` → index on the page. over: `heat.factors`, where they are known."""
+    return {
+        "rows": _worst_rows(comparison, page_index, over),
+        "samples": {
+            str(page_index[s.pair]): {
+                "golden": _values(s.golden),
+                "mine": _values(s.mine),
+                "worst": s.worst,
+                "request": None if s.request is None else safe(s.request, 120),
+                "position": s.position,
+            }
+            for s in comparison.samples
+            if s.pair in page_index
+        },
+        "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
+        "no_spread": [f"{n:,} {safe(why, NAME)}" for why, n in comparison.without_spread.items()],
+        "code": {safe(tap, NAME): verdict_parts.code(comparison.sources, tap) for tap in comparison.sources},
+        "around": around_json(comparison, page_index),
+        "again": _again(comparison),
+        "shapes": [
+            [*(safe(x or "", NAME) for x in facts.place_of(o)), safe(o["shape"], 300)]
+            for o in comparison.origins
+            if o.get("shape")
+        ],
+    }
+
+
+def _again(comparison: Comparison) -> str:
+    """The command that compares these two dumps as it was done, but for which taps."""
+    given = list(comparison.options)
+    if "--taps" in given:
+        at = given.index("--taps")
+        del given[at : at + 2]
+    return safe(shlex.join(["accprobe", "compare", comparison.golden_path, comparison.mine_path, *given]), COMMAND)
+
+
+def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None) -> dict[str, list[Any]]:
+    rows = comparison.rows
+    if rows is None or not len(rows):
+        return {}
+    pairs, over = comparison.pairs, factors(comparison) if over is None else over
+    wanted = sorted(page_index, key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:MAX_PAIRS]
+    bounds = np.searchsorted(rows.pair, np.arange(len(pairs) + 1))
+    out: dict[str, list[Any]] = {}
+    labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
+    for i in wanted:
+        rows.rest()
+        own = bounds[i] + np.flatnonzero(rows.error[bounds[i] : bounds[i + 1]])  # NaN is not 0 and stays
+        if not len(own):
+            continue
+        key = np.where(np.isnan(rows.error[own]), np.inf, rows.error[own])
+        worst = own[np.argsort(-key, kind="stable")[:MAX_ROWS]]
+        columns = (rows.request, rows.position, rows.decode, rows.error, over)
+        lines = [
+            [labels[who], at, "decode" if decode else "prefill", _looks_plain(error), _looks_plain(ratio)]
+            for who, at, decode, error, ratio in zip(*(c[worst].tolist() for c in columns), strict=True)
+        ]
+        out[str(page_index[i])] = [len(own), *lines]
+    return out
+
+
+def _values(values: np.ndarray) -> list[Any]:
+    return [_looks_plain(float(v)) for v in values]
+
+
+def _looks_plain(value: float, digits: int = 4) -> Any:
+    return nonfinite(value) or float(f"{value:.{digits}g}")

@@ -1,0 +1,339 @@
+"""Gaps, coverage, machines and an origin's neighbours in words.
+
+A gap between two taps in words: where it is, what lies in it, and the setting that would split it.
+
+The problem: an error that comes up between two taps belongs to no operator that was seen, and a name of one would send
+the reader to innocent code. The idea: wherever an origin is named, a gap is named by its two ends; one line says which
+modules lie there. Every string returned is already ``safe``.
+
+What a verdict covers, in words and as a table: checked, compared only, unseen, and the smallest error that shows.
+
+The problem: PASS is read as "all is right", whatever was looked at. The idea: beside the verdict stands whether
+operators were checked (computed again from what they read) or only compared, with the command that would check them;
+and below it a row for each class of operator, in the same words on terminal, page and markdown.
+Every string returned is ``safe``.
+
+How the two machines compute: a line for each habit, golden against mine where they differ.
+
+The problem: whoever ports an engine wants to know first how the new machine rounds, flushes and sums, and which of it
+is merely another honest way. The idea: habits of one operator, dtype and kind on both sides are one line; what differs
+comes first and says its price, what is alike is collapsed by what it says. A habit is a mapping: kind (the question),
+operator, dtype, words (the answer: "rounds toward zero"), price (units of the dtype's rounding that it can cost),
+outputs and of (how many of the operator's outputs show it), layers (modules that do).
+
+An origin's neighbours in words, for the terminal and for whoever cannot see the page's drawing.
+
+The problem: the same edge stands in a line, in a drawing and in that drawing's description. The idea: one phrase for an
+edge and one for its error. Every string returned is already ``safe``.
+
+Not here: what lies there (comparison/verdict/gaps.py), the figures (comparison/verdict/covered.py), the command
+(comparison/verdict/follow_ups.py), finding them, which edges there are (comparison/verdict/neighbours.py), the drawing
+(report/html/around.js).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_accprobe.comparison.plan.annotations import GOLDEN
+from vllm_accprobe.comparison.verdict.gaps import splitting
+from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Around, Edge
+from vllm_accprobe.report.text import MISSING, count, factor, num, safe
+
+if TYPE_CHECKING:
+    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.result import Comparison
+
+
+SHOWN_MODULES = 4
+"""Modules that a line names."""
+
+
+def gap_of(origin: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """An origin's gap, where it lies in one."""
+    gap = origin.get("gap")
+    return gap if isinstance(gap, Mapping) and gap.get("before") else None
+
+
+def tap_of(origin: Mapping[str, Any]) -> str:
+    """The tap whose tensor shows an origin's error: its module, or the end of its gap."""
+    gap = gap_of(origin)
+    return str(gap["before"] if gap else origin.get("module", "?"))
+
+
+def where(gap: Mapping[str, Any]) -> str:
+    """``between A and B``."""
+    before = safe(gap["before"])
+    return f"between {safe(gap['after'])} and {before}" if gap.get("after") else f"in front of {before}"
+
+
+def inside(comparison: Comparison, origin: Mapping[str, Any]) -> str | None:
+    """What lies in an origin's gap and how to see it, as one line; None where there is no gap."""
+    gap = gap_of(origin)
+    if gap is None:
+        return None
+    before = str(gap["before"])
+    ends = [str(gap.get("after") or "").partition("/")[0], before]
+    modules = [str(m) for m in gap.get("contains") or () if m != before]
+    code = [m for m in modules if any(end.startswith(f"{m}.") for end in ends)]
+    operators = [m for m in modules if m not in code]
+    said = [safe(m) for m in operators[:SHOWN_MODULES]]
+    said += [count(len(operators) - SHOWN_MODULES, "more module")] if len(operators) > SHOWN_MODULES else []
+    if code:
+        more = f" and {len(code) - SHOWN_MODULES} more" if code[SHOWN_MODULES:] else ""
+        what = ", ".join(safe(m) for m in code[:SHOWN_MODULES]) + more
+        said.append(f"code of {what}")
+    if before in gap["contains"]:
+        said.append(f"{safe(before)} itself, whose input was not compared")
+    text = f"not seen there: {'; '.join(said)}" if said else "no module lies there: the code between the two"
+    split = next(filter(None, (splitting(gap, run) for run in (comparison.mine_run, comparison.golden_run))), None)
+    if split is None:
+        return text
+    words = " ".join(f"VLLM_ACCPROBE_{name}={shlex.quote(value)}" for name, value in split.items()
+                     if name != "GRAPHS" or len(split) == 1)  # fmt: skip
+    return f"{text}. {safe(words, 400)} would split it"
+
+
+HEAD = ("calls", "rows", "checked", "compared only", "unseen", "all rows", "one column", "one row", "class")
+COVERS_TITLE = "what this verdict covers, by class of operator; the smallest error that would have been named"
+_SIZES = ("row", "column", "one_row")
+
+
+def head(comparison: Comparison) -> list[str]:
+    """What stands directly below the verdict where not everything was checked: a sentence, and the commands that would
+    check the rest, unless the report names them further down anyway."""
+    missing = comparison.not_checked
+    if missing is None:
+        return []
+    checked, rows = (sum(int(e.get(k) or 0) for e in entries(comparison)) for k in ("checked", "rows"))
+    how = f"checked in part: {checked:,} of {count(rows, 'row')}" if comparison.replayed else "compared, not checked"
+    said = f"{how}: {safe(missing['why'], 400)}"
+    lines = [line for line in missing["command"].splitlines() if line not in _elsewhere(comparison)]
+    return [f"{said}; this would check:", *(f"  {safe(line, 1000)}" for line in lines)] if lines else [said]
+
+
+def _elsewhere(comparison: Comparison) -> set[str]:
+    steps = [*comparison.would_decide, *comparison.next_steps]
+    return {line.partition(" --out ")[0] for step in steps for line in step["command"].splitlines()}
+
+
+def entries(comparison: Comparison) -> list[Mapping[str, Any]]:
+    """coverage.by_class; empty where a comparison does not say it."""
+    found = comparison.coverage.get("by_class")
+    return [e for e in found if isinstance(e, Mapping)] if isinstance(found, list) else []
+
+
+def totals(comparison: Comparison) -> str | None:
+    """All classes in one line."""
+    found = entries(comparison)
+    if not found:
+        return None
+    rows, checked, compared, unseen = (
+        sum(int(e.get(k) or 0) for e in found) for k in ("rows", "checked", "compared", "unseen")
+    )
+    said = f"{checked:,} of {count(rows, 'row')} of operators checked, {compared:,} compared only"
+    left = rows - checked - compared
+    said += f", {left:,} neither" if left > 0 else ""
+    return said + (f"; {count(unseen, 'module')} not seen" if unseen else "")
+
+
+def table(comparison: Comparison, n: int | None = None) -> list[tuple[str, ...]]:
+    """A row for each of the first ``n`` classes, in the columns of HEAD."""
+    return [_row(e) for e in entries(comparison)[:n]]
+
+
+def _row(e: Mapping[str, Any]) -> tuple[str, ...]:
+    numbers = [f"{int(e.get(k) or 0):,}" for k in ("calls", "rows", "checked", "compared", "unseen")]
+    sizes = e.get("smallest")
+    least = [size(sizes.get(k)) if isinstance(sizes, Mapping) else MISSING for k in _SIZES]
+    return (*numbers, *least, safe(e.get("class") or MISSING, 80))
+
+
+def size(found: object) -> str:
+    """``0.34%``; ``any`` of what must be equal to the bit."""
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        return MISSING
+    return f"{num(100.0 * found, 2)}%" if found else "any"
+
+
+Habit = Mapping[str, Any]
+FUNCTION = "function"
+"""The kind of a habit whose words are no deed: ``exponential right to 2^-20 or better``."""
+MACHINES_TITLE = "how these machines compute"
+MAX_PLACES = 4
+"""chosen: names of operators on a line of what is alike; the rest is counted."""
+_FREE = 0.005
+"""chosen: what would be shown as 0.00 units is not called a cost."""
+
+
+def machine_lines(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
+    """The section without its heading, differences first; empty where nothing is known."""
+    differ, alike = _told(machines)
+    return differ + alike
+
+
+def differing(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
+    """Of the lines those on which the two sides differ; none where only one side is known."""
+    return _told(machines)[0] if machines.get("golden") and machines.get("mine") else []
+
+
+def _told(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]]:
+    """(the lines on which the sides differ, those on which they are alike)."""
+    golden, mine = (_by_place(machines.get(side) or ()) for side in ("golden", "mine"))
+    both = bool(golden and mine)
+    differ: list[str] = []
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for place in dict.fromkeys([*mine, *golden]):
+        g, m = golden.get(place, {}), mine.get(place, {})
+        for words in [w for w in m if w in g]:
+            alike.setdefault((words, _dtype(m[words]), _price(m[words])), []).append(_operator(m[words]))
+        left = [[h for w, h in side.items() if w not in other] for side, other in ((g, m), (m, g))]
+        if len(left[0]) == len(left[1]) == 1:
+            differ.append(_against(left[0][0], left[1][0]))
+        else:  # several answers to one question, of which nobody knows which belongs to which
+            differ += [_alone("mine", h, "golden" if both else "") for h in left[1]]
+            differ += [_alone("golden", h, "mine" if both else "") for h in left[0]]
+    priced = sorted(alike.items(), key=lambda kv: not kv[0][2])  # stable: in the order of the habits otherwise
+    return differ, [
+        f"both: {words} in {_some(operators)}{dtype}" + (f": costs {price}" if price else "")
+        for (words, dtype, price), operators in priced
+    ]
+
+
+def rows(machines: Mapping[str, Sequence[Habit]]) -> list[tuple[str, ...]]:
+    """(side, operator, habit, price, outputs) of each habit, mine's first, for a table with all details."""
+    return [
+        (side, _where(h), _words(h), _price(h), _outputs(h))
+        for side in ("mine", "golden")
+        for h in machines.get(side) or ()
+    ]
+
+
+def _by_place(habits: Sequence[Habit]) -> dict[tuple[str, str, str], dict[str, Habit]]:
+    """(operator, dtype, kind) → words → habit."""
+    found: dict[tuple[str, str, str], dict[str, Habit]] = {}
+    for h in habits:
+        found.setdefault((str(h.get("operator")), str(h.get("dtype")), str(h.get("kind"))), {})[_words(h)] = h
+    return found
+
+
+def _against(golden: Habit, mine: Habit) -> str:
+    """``mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest``."""
+    return f"{_alone('mine', mine)}; {_does('golden', golden)}" + (
+        f", which costs {p}" if (p := _price(golden)) else ""
+    )
+
+
+def _alone(name: str, habit: Habit, other: str = "") -> str:
+    """other: the side that was looked at and does not show it."""
+    out = f"{_does(name, habit)} in {_where(habit)}" + (f": costs {price}" if (price := _price(habit)) else "")
+    return out + (f"; not seen in {other}" if other else "")
+
+
+def _does(name: str, habit: Habit) -> str:
+    """Words are what an operator does, but those of a function, which say how well it is computed."""
+    return f"{name}{':' * (habit.get('kind') == FUNCTION)} {_words(habit)}"
+
+
+def _words(habit: Habit) -> str:
+    return safe(habit.get("words") or habit.get("kind") or "?", 120)
+
+
+def _where(habit: Habit) -> str:
+    return _operator(habit) + _dtype(habit)
+
+
+def _operator(habit: Habit) -> str:
+    return safe(habit.get("operator") or "?", 80)
+
+
+def _dtype(habit: Habit) -> str:
+    return f" ({safe(habit['dtype'], 40)})" if habit.get("dtype") else ""
+
+
+def _price(habit: Habit) -> str:
+    price = habit.get("price")
+    if not isinstance(price, (int, float)) or isinstance(price, bool) or not price >= _FREE:
+        return ""
+    said = num(float(price), 2)
+    return f"up to {said} unit{'s' * (said != '1')}"
+
+
+def _outputs(habit: Habit) -> str:
+    seen, of, layers = (habit.get(k) for k in ("outputs", "of", "layers"))
+    out = f"{num(seen)} of {num(of)}" if seen is not None and of is not None else ""
+    return out + (f" in {count(layers, 'module')}" if out and isinstance(layers, int) else "")
+
+
+def _some(operators: Sequence[str]) -> str:
+    shown = ", ".join(operators[:MAX_PLACES])
+    return shown + (f" and {len(operators) - MAX_PLACES:,} more" if len(operators) > MAX_PLACES else "")
+
+
+SHOWN_EDGES = 3
+"""Edges of a line."""
+
+
+def error(edge: Edge) -> str:
+    """``identical``, ``0.21x its limit``, ``not compared``; of equal statistics ``no error seen``."""
+    if edge.status == IDENTICAL:
+        return IDENTICAL
+    if edge.over is None or edge.over < 0:
+        return "not compared"
+    if math.isinf(edge.over):
+        return "beyond any limit"
+    return f"{factor(edge.over)}x its limit" if edge.over else "no error seen"
+
+
+def name(edge: Edge) -> str:
+    """The tensor and, where that is not plain, how it got there."""
+    if edge.by == OWN:
+        return f"its {safe(edge.role, 80)}"
+    text = f"{safe(edge.tap)}/{safe(edge.role, 80)}"
+    if edge.by == ORDER and edge.role_in:
+        return f"its {safe(edge.role_in, 80)}, made after {text}"
+    return f"{text}, which only golden hands on as it is" if edge.by == GOLDEN else text
+
+
+def neighbour_lines(comparison: Comparison) -> list[str]:
+    """The culprit's neighbours in at most two lines; none where nothing of them was compared."""
+    around = next(iter(comparison.neighbours), None)
+    if around is None or all(e.over is None for e in (*around.fed_by, *around.feeds)):
+        return []
+    sides = zip(("fed by", "feeds"), (around.fed_by, around.feeds), around.left_out, strict=True)
+    return [f"{what}: {said}" for what, edges, left in sides if (said := _grouped(edges, left))]
+
+
+def described(around: Around) -> str:
+    """All of it as one sentence, which a screen reader says."""
+    sides = ("fed by", around.fed_by), ("feeds", around.feeds)
+    said = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]
+    return f"{safe(around.tap)}/{safe(around.role, 80)}: {'; '.join(said)}"
+
+
+def code(sources: Sources, tap: object) -> str | None:
+    """Where a module's code is: one place, or both sides' where they differ; None where neither is known."""
+    golden, mine = sources.get(str(tap), (None, None))
+    if golden is None or mine is None or golden == mine:
+        known = mine or golden
+        return None if known is None else safe(known, 300) + (" (golden)" if mine is None else "")
+    return f"{safe(mine, 300)} (golden: {safe(golden, 300)})"
+
+
+def _grouped(edges: Sequence[Edge], left_out: int) -> str:
+    """The first `SHOWN`; those that stand together and have one error say it once."""
+    said: list[tuple[list[str], str]] = []
+    for edge in edges[:SHOWN_EDGES]:
+        own = edge.by == OWN or (edge.by == ORDER and edge.role_in)
+        what, much = f"its {safe(edge.role_in or edge.role, 80)}" if own else name(edge), error(edge)
+        if not said or said[-1][1] != much:
+            said.append(([], much))
+        said[-1][0].append(what)
+    more = max(len(edges) - SHOWN_EDGES, 0) + left_out
+    groups = [f"{', '.join(names)} ({much})" for names, much in said] + (
+        [f"{more} more in compare.json"] if more else []
+    )
+    return "; ".join(groups)

@@ -1,1 +1,0 @@
-"""Which failed pairs are told first: one of each cause."""
