@@ -82,7 +82,10 @@ def test_no_class_is_declared_twice() -> None:
 
 
 def test_no_name_of_a_module_is_in_more_than_two_rooms() -> None:
-    named = Counter(f.name for f in FILES if f.name != "__init__.py")
+    """But for other tools: each has its formats, its standards, and its words for opcheck."""
+    rooms = [{f.name for f in (PACKAGE / room).glob("*.py")} for room in ("standards", "formats")]
+    tools = rooms[0] & rooms[1]
+    named = Counter(f.name for f in FILES if f.name not in {"__init__.py", *tools})
     assert [name for name, n in named.items() if n > 2] == []
 
 

@@ -71,7 +71,8 @@ def test_the_result_is_the_same(tmp_path, monkeypatch, bound):
     plain = engine.compare(golden, mine)
     monkeypatch.setattr(engine, "SpillBuffer", lambda *_: SpillBuffer(tmp_path, bound))
     judged = []
-    monkeypatch.setattr(SpillBuffer, "another", lambda self, _: judged.append(SpillBuffer(tmp_path, bound)) or judged[-1])
+    another = lambda self, _: judged.append(SpillBuffer(tmp_path, bound)) or judged[-1]  # noqa: E731
+    monkeypatch.setattr(SpillBuffer, "another", another)
     spilled = engine.compare(golden, mine)
     assert spilled.measured.shelf.on_disk > 0
     assert all(shelf.on_disk > 0 for shelf in judged)

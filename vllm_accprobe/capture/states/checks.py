@@ -153,7 +153,8 @@ def states_looks(
         found.append(MetadataCheck((first[: len(which)],), _States(some, demanded[which], holders), len(which)))
     initial = next((t for n in _INITIAL if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if initial is not None and mask is None and 0 < len(initial) <= len(rows):
-        found.append(MetadataCheck((initial,), _Initial(rows[-len(initial) :], demanded[-len(initial) :]), len(initial)))
+        last = _Initial(rows[-len(initial) :], demanded[-len(initial) :])
+        found.append(MetadataCheck((initial,), last, len(initial)))
     counts = getattr(metadata, "num_accepted_tokens", None)
     if isinstance(counts, torch.Tensor) and not slack:
         some = rows if mask is None else [row for row, drafts in zip(rows, drafting, strict=True) if drafts]

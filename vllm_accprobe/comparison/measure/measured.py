@@ -16,8 +16,8 @@ What was measured, apart from what it means: all that judging needs, without ten
 
 The problem: whoever wants other limits should not have to read a terabyte again. The idea: measuring ends in plain
 values and arrays, `Measured`; judging (judging.py) starts from them and from nothing else, so that a saved comparison
-is judged again exactly as it was the first time. A `MeasuredUnit` is all parts of one tap, role and call; a `ComparisonContext`
-is what both dumps and the plan say about the run.
+is judged again exactly as it was the first time. A `MeasuredUnit` is all parts of one tap, role and call; a
+`ComparisonContext` is what both dumps and the plan say about the run.
 
 Not here: measuring (activations.py, params.py), the files (store/), the saved comparison (store.py), interrupted ones
 (store.py), the file (store.py), limits and blame (judging.py, judge/).
@@ -334,7 +334,7 @@ class Measured:
 
 
 def places_of(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Setting.places of a plan."""
+    """ComparisonContext.places of a plan."""
     keys, steps, decode = [NO_KEYS], [NO_KEYS], [NO_FLAGS]
     for (_, step, name), rows in plan.tokens.mine.rows.items():
         keys.append(rows.keys[rows.keep])
@@ -348,7 +348,7 @@ def places_of(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def moments_of(plan: Plan) -> dict[Moment, np.ndarray]:
-    """Setting.moments of a plan: what tensors without rows speak for."""
+    """ComparisonContext.moments of a plan: what tensors without rows speak for."""
     found: dict[Moment, list[np.ndarray]] = {}
     for (cell, step, name), rows in plan.tokens.mine.rows.items():
         if name != "logits":

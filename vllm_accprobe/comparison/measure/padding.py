@@ -26,7 +26,8 @@ _LOOKED_AT = 16
 
 
 def graphs_of(dump: Any) -> dict[int, tuple[int, int]]:
-    """Setting.graphs: step → (size, rows of padding); empty for a dump of which no step was computed by a graph."""
+    """``graphs`` of a ComparisonContext: step → (size, rows of padding); empty for a dump of which no step was computed
+    by a graph."""
     found: dict[int, tuple[int, int]] = {}
     for (_, number), step in dump.steps.items():
         size = step.graph.size if step.graph is not None else 0
@@ -36,7 +37,8 @@ def graphs_of(dump: Any) -> dict[int, tuple[int, int]]:
 
 
 def padding_of(dump: Any) -> dict[str, str]:
-    """Setting.padding: tap → what stood in its rows of padding, "" for nothing of note; in the order of execution."""
+    """``padding`` of a ComparisonContext: tap → what stood in its rows of padding, "" for nothing of note; in the order
+    of execution."""
     padded: dict[str, list[Record]] = defaultdict(list)
     for r in sorted(getattr(dump, "padding", ()), key=lambda r: (_step(r), r.seq)):
         padded[r.tap].append(r)

@@ -155,7 +155,9 @@ def _made(c: Origin, look: TensorStats) -> np.ndarray:
     return made
 
 
-def _shape_rows(c: Origin, look: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen) -> shape.RowFacts:
+def _shape_rows(
+    c: Origin, look: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen
+) -> shape.RowFacts:  # fmt: skip
     at, there = places.find(look.keys)
     step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
     counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]

@@ -54,7 +54,8 @@ class _Compared:
 
 
 def by_class(
-    pairs: Sequence[Pair], setting: ComparisonContext | None, element: float, covers: Mapping[str, ModuleCover] | None = None
+    pairs: Sequence[Pair], setting: ComparisonContext | None, element: float,
+    covers: Mapping[str, ModuleCover] | None = None,
 ) -> list[dict[str, Any]]:
     """compare.json's ``coverage.by_class``, the classes with most rows first. element: an element's limit over its
     row's (standards/limits.py); covers: of a replay, by tap. ``rows`` = ``checked`` + ``compared`` + those that have

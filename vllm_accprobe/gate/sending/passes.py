@@ -116,7 +116,9 @@ def forced_lines(golden: replies.Sent) -> list[PromptLine]:
     first = golden.passes[0] if golden.passes else {}
     found = [forced for line in asked if (forced := along(line, first.get(line.name))) is not None]
     if not found:
-        raise TeacherForcingError(f"{golden.path} has no token ids to go along: its server has to be vLLM, and to have answered")
+        raise TeacherForcingError(
+            f"{golden.path} has no token ids to go along: its server has to be vLLM, and to have answered"
+        )
     return found
 
 
@@ -180,7 +182,9 @@ def _gone_on_with(sender: Sender, golden: str | None, score: bool | None, begun:
     needed = {how} | ({client.SCORED} if plan.score else set())
     for way in sorted(w for w in needed if w):
         if not sender.can(way):
-            raise TeacherForcingError(f"the folder was begun with a server that was forced ({way}), and {sender.url} cannot be")
+            raise TeacherForcingError(
+                f"the folder was begun with a server that was forced ({way}), and {sender.url} cannot be"
+            )
     return plan
 
 

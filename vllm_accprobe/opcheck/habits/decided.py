@@ -635,7 +635,9 @@ def _others(places: list[TapPlace], mine: TapPlace, usual: str) -> str:
     return f"where the other {number} {plural(usual) if len(taps) > 1 else usual}"
 
 
-def _blamed(p: TapPlace, rows: list[CheckResult], at: list[int], why: str, rounding: str | None) -> dict[int, CheckResult]:
+def _blamed(
+    p: TapPlace, rows: list[CheckResult], at: list[int], why: str, rounding: str | None
+) -> dict[int, CheckResult]:  # fmt: skip
     """The rows of a place that departs. rounding: only those that are seen to be rounded so; None: only the words of
     those that fail."""
     found: dict[int, CheckResult] = {}

@@ -244,7 +244,8 @@ class ReplayResult:
                 raise ValueError("not a replay of this version")
             blamed = tuple(_blame(b) for b in value["blamed"])
             names = [tuple(str(t) for t in value[k]) for k in ("shared", "only_golden", "right")]
-            return ReplayResult(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]), bool(value["partly"]),
+            return ReplayResult(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]),
+                         bool(value["partly"]),
                          tuple(str(n) for n in value.get("notes", ())),
                          {str(t): float(x) for t, x in value.get("truncating", {}).items()},
                          {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))

@@ -431,15 +431,18 @@ def _blame(c: CheckResult, split: Split | None) -> ReplayFinding:
     if split is not None:
         created, propagated = split.created, split.propagated
         request, position, phase = split.request, split.position, split.phase
-    return ReplayFinding(c.tap, c.cls, c.role, c.seq, request, position, created, propagated, c.severity, c.rows, c.message,
-                 c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase)  # fmt: skip
+    return ReplayFinding(
+        c.tap, c.cls, c.role, c.seq, request, position, created, propagated, c.severity, c.rows, c.message,
+        c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase,
+    )  # fmt: skip
 
 
 def _unlike(o: OutlierLayer) -> ReplayFinding:
     p = o.pooled
     said = f"all {p.rows} rows together: errors {o.times:.3g} times those of {o.peers} other layers' {p.cls}"
-    return ReplayFinding(p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, UNLIKE_KIN, o.times,
-                 o.chance)  # fmt: skip
+    return ReplayFinding(
+        p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, UNLIKE_KIN, o.times, o.chance,
+    )  # fmt: skip
 
 
 def _in_all_layers(blamed: Sequence[ReplayFinding], mine: Iterable[CheckResult]) -> list[ReplayFinding]:

@@ -78,7 +78,9 @@ class Unavailable(Exception):
 _ROLE = "grad."
 
 
-def check_backward(captured: Captured, references: References, device: str = "cpu", seed: int = 0) -> Iterator[CheckResult]:
+def check_backward(
+    captured: Captured, references: References, device: str = "cpu", seed: int = 0
+) -> Iterator[CheckResult]:  # fmt: skip
     """A row per gradient, role ``grad.input.x`` or ``grad.param.weight``; one that says why there is none."""
     call = closed(captured.what, references)
     try:

@@ -22,7 +22,7 @@ from vllm_accprobe.opcheck.compat.ait import has_id
 from vllm_accprobe.opcheck.run.replay import Unavailable
 
 if TYPE_CHECKING:
-    pass
+    from vllm_accprobe.opcheck.run.result_row import CheckResult
 
 EXACT, DEVICE, GOLDEN, AGAIN = "float64", "device", "golden", "rerun"
 _LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", "black", "once", "jit",
@@ -91,7 +91,7 @@ Tap = tuple[int, str, str]
 TOGETHER = (None, -1)
 """What begins where several calls are evaluated as one: whose fault a crash is then shows when each is alone."""
 STORED: Tap = (-1, "", "")
-Rows = Iterator["Checked"]
+Rows = Iterator["CheckResult"]
 Crashes = Mapping["tuple[int | None, int]", str]
 Begins = Callable[["int | None", int], object]
 

@@ -170,7 +170,7 @@ def around_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[d
             continue
         sides = {side: [_edge(e, page_index) for e in getattr(around, side)] for side in ("fed_by", "feeds")}
         place = {"module": safe(facts.tap_of(origin), NEIGHBOUR_NAME), "tap": safe(around.tap, NEIGHBOUR_NAME)}
-        said = {"role": safe(around.role, 80), "said": verdict_parts.described(around)}
+        said: dict[str, Any] = {"role": safe(around.role, 80), "said": verdict_parts.described(around)}
         said["left_out"] = list(around.left_out)
         out.append(place | said | sides)
     return out
