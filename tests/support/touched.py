@@ -49,11 +49,14 @@ FILES = (
 )  # fmt: skip
 """The modules that meet vLLM's objects."""
 PARTS = {
-    "dispatch.py": ["of_runner", "of_model", "_watch", "_offloads", "_caches"],
-    "placement.py": ["Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "name_of", "_inputs"],
-    "hooks.py": ["TapOwner", "Taps", "_is_head"],
-    "relied_on.py": ["Mode", "_parallel", "_context", "_pieces", "_experts", "_xlite", "_flash", "_sharded", "_verified", "_several", "refused", "unsampled", "unplaced", "in_graphs", "_first"],
-}
+    "dispatch.py": {"of_runner", "of_model", "_watch", "_offloads", "_caches"},
+    "placement.py": {"Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "name_of", "_inputs"},
+    "hooks.py": {"TapOwner", "Taps", "_is_head"},
+    "relied_on.py": {
+        "Mode", "_parallel", "_context", "_pieces", "_experts", "_xlite", "_flash", "_sharded", "_verified",
+        "_several", "refused", "unsampled", "unplaced", "in_graphs", "_first",
+    },
+}  # fmt: skip
 """Of modules that meet torch as well: the definitions that meet vLLM."""
 
 _KNOWN = (
