@@ -1,7 +1,7 @@
 """How large the planted errors really are: measured at the faulty module's output, whatever a judge says.
 
 The problem: a fault is planted by a factor; what that makes of a row depends on the row, and what was planted is
-rounded to bfloat16. A case whose error drowns in honest rounding would be no case. The idea: against a golden of the
+rounded to bfloat16. A case whose error drowns in rounding alone would be no case. The idea: against a golden of the
 same kind the faulty module has bit for bit the inputs of the golden's on a CPU with one thread, so its output's
 difference is the planted error and nothing else.
 Not here: what should be found (table.py).
@@ -21,7 +21,7 @@ from lab.generated import NEAR
 FLOOR = NEAR / 2
 """Relative L2 error that rounding to bfloat16 leaves in a row: half of generated.NEAR."""
 VISIBLE = 1.5 * FLOOR
-"""A case's worst row must be off by more. Chosen: half as much again as honest rounding."""
+"""A case's worst row must be off by more. Chosen: half as much again as rounding alone."""
 SAME_KIND = "serial"
 
 

@@ -5,7 +5,7 @@ network. The idea: every architecture is a config and a list of (tensor name, sh
 one seeded generator, with a tokenizer beside it. The deviations are chosen so that the network is alive: a linear
 layer keeps the size of what goes through it (1/sqrt(fan in)), norms have gains about 1 that differ from channel to
 channel, attention scores differ, and the output head gives logits with clear winners, so that greedy text varies with
-the prompt and honest rounding seldom flips a token.
+the prompt and rounding alone seldom flips a token.
 
 Used as a module (``make("qwen2", path)``) and as a script (``python scripts/tiny_model.py qwen2 DIR``).
 Not here: the tokenizer and the image processor (tiny_tokenizer.py); how the models are served.

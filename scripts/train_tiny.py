@@ -1,7 +1,7 @@
 """Tiny language models trained on the spot, as Hugging Face directories that vLLM serves, with nothing to download.
 
 The problem: random weights are kind to a judge. Trained ones have channels a hundred times the others, rows of
-attention that all look at one token, and layers that differ, and honest rounding is felt there as a fault is. The
+attention that all look at one token, and layers that differ, and rounding alone is felt there as a fault is. The
 idea: 160 steps of AdamW on the bytes of Python's own library, which every machine has, with the transformers library's
 models: some two minutes on one thread for four layers of width 256, and all of that comes by itself.
 

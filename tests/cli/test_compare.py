@@ -40,7 +40,7 @@ def test_pass_is_0_and_writes_the_three_files(dumps, tmp_path, capsys):
 def test_fail_is_1_and_the_culprit_stands_first(dumps, tmp_path, capsys):
     assert run(dumps / "golden", dumps / "wrong", "-o", tmp_path) == 1
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("FAIL: model.layers.1.mlp.down_proj (RowParallelLinear) creates the error: output.0")
+    assert first.startswith("FAIL: model.layers.1.mlp.down_proj (RowParallelLinear) introduces the error: output.0")
     data = json.loads((tmp_path / "compare.json").read_text())
     assert (data["verdict"], data["origins"][0]["module"]) == ("fail", "model.layers.1.mlp.down_proj")
     with open(tmp_path / "compare.csv", newline="") as f:

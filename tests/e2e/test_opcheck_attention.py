@@ -75,7 +75,7 @@ def test_a_slot_a_block_a_window_and_a_scale_that_are_wrong_are_found_where_they
     assert code == 1
     bad = {layer: [r for r in rows if r["tap"] == _AT.format(layer) and r["status"] == "fail"] for layer in range(4)}
     assert all(bad.values())
-    assert all("times honest rounding" in r["message"] for found in bad.values() for r in found)
+    assert all("times rounding alone" in r["message"] for found in bad.values() for r in found)
     # nobody before position 21 looks at its slot, nobody before 23 back over 23 positions
     assert min(int(r["position"]) for r in bad[0] if r["position"]) >= 21
     assert min(int(r["position"]) for r in bad[2] if r["position"]) >= WINDOW - 1

@@ -84,7 +84,7 @@ def test_two_factors_of_one_fault_and_two_sentences_that_deny_each_other_are_fou
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "compare.json").write_text(json.dumps({"origins": [origin]}))
     row = "m,output.0,fail,False,created,{},0.1"
-    said = "$ accprobe compare a b -o {out}/o\nFAIL: m (Linear) creates the error: x 0.3, limit 0.1 (3x)\n"
+    said = "$ accprobe compare a b -o {out}/o\nFAIL: m (Linear) introduces the error: x 0.3, limit 0.1 (3x)\n"
     for measured, factor in ((0.3, "3"), (0.28, "2.8")):
         lines = "tap,role,status,identical,measure,measured,allowed", row.format(measured)
         (tmp_path / "o" / "compare.csv").write_text("\n".join(lines) + "\n")

@@ -56,7 +56,7 @@ def test_the_culprit_and_its_token(made: Any) -> None:
     assert lines[0].startswith("  the token's gap: 0.4 nats in the gate, 0.")
     assert lines[1:4] == [
         "culprit: model.layers.2.mlp.down_proj (RowParallelLinear), layer 2, token 4 of p2 (position 63, pass 1)",
-        "  beyond chance: 12 times its floor; created error 0.05, honest rounding 0.004; only decode, scale 1.05",
+        "  beyond chance: 12 times its floor; created error 0.05, rounding alone 0.004; only decode, scale 1.05",
         "  1 other independent origin, in the comparison's report",
     ]
     assert lines[4] == "look further:"

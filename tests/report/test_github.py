@@ -8,10 +8,10 @@ from vllm_accprobe.report import markdown
 
 def test_annotations_of_a_failure():
     assert markdown.github_lines(failing()) == [
-        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: "
+        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: "
         "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
         "shape: one column, 7 of 64",
-        "::error title=accprobe%3A origin 2::lm_head (RowParallelLinear) creates the error: output.0, "
+        "::error title=accprobe%3A origin 2::lm_head (RowParallelLinear) introduces the error: output.0, "
         "request 'a', position 17 (decode), the values differ",
         "::warning title=accprobe::golden is float32, mine bfloat16",
     ]

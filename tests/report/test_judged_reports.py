@@ -5,7 +5,7 @@ import re
 from report_examples import EVIL, ORIGIN, comparison, hostile, realistic
 
 import vllm_accprobe.report.html as html
-from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER
 from vllm_accprobe.report import markdown, notebook, terminal
 
 RUN = {
@@ -22,7 +22,7 @@ def habit(operator, words, price):
 
 
 def judged():
-    odd = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4, "layers": {"in": 4, "of": 4}, "floor": 0.0525}
+    odd = {"tier": SIBLING_OUTLIER, "times": 4.0, "chance": 5e-4, "layers": {"in": 4, "of": 4}, "floor": 0.0525}
     luckless = {"tier": BEYOND_CHANCE, "times": 5.2, "chance": 1e-4, "layers": None, "module": "lm_head", "class": ""}
     luckless["floor"] = 0.21 / 5.2
     return comparison(
@@ -41,23 +41,23 @@ def judged():
 
 def test_terminal():
     assert terminal.lines(judged())[:34] == [
-        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all 4 layers, first here: "
+        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error in all 4 layers, first here: "
         "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0525 (4x)",
         "",
         "evidence: its output is further off than its inputs explain (error passed on from its inputs: 0.0021)",
-        "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
+        "outlier among sibling layers: 4 times what the same operator does in other layers (1 of 2,000)",
         "1 other independent origin, in data-flow order:",
         "  2. lm_head: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0404 (5.2x); "
         "beyond chance, 5.2x; shape: all rows",
         "",
-        "by chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines",
+        "by chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons with rounding alone",
         "",
         "this would decide:",
         "  nothing was replayed; a replay tells which operator is wrong for its own inputs:",
         "    accprobe compare golden mine --replay",
         "  a second run of golden's side, batched in another way, shows what honest runs differ by:",
         "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL",
-        "    accprobe calibrate golden golden-again --out golden-floor",
+        "    accprobe compare golden golden-again --calibrate golden-floor",
         "    accprobe compare golden mine --floor golden-floor",
         "  8 rows compared, too few to tell a habit from an accident: send both sides more and longer requests:",
         "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve MODEL",
@@ -103,13 +103,13 @@ def test_markdown():
         "| # | origin | class | where | created / limit | evidence | shape of the error | floor that it breaks |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
-        "| 0.21 / 0.0525 (4x) | `jump` |   | `unlike its kin: 4 times what the same operator does in other layers "
-        "(1 of 2,000), in all 4 layers` |",
+        "| 0.21 / 0.0525 (4x) | `jump` |   | `outlier among sibling layers: 4 times what the same operator does in "
+        "other layers (1 of 2,000), in all 4 layers` |",
         "| 2 | `lm_head` |   | `output.0, request 'a', position 17 (decode)` | 0.21 / 0.0404 (5.2x) | `jump` "
-        "| `all rows` | `beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 "
+        "| `all rows` | `beyond chance: 5.2 times its floor; rounding alone shows such a thing in 1 of 10,000 "
         "comparisons` |",
         "",
-        "By chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines.",
+        "By chance: the limits name an origin, of whatever size, in 1 of 1,100 comparisons with rounding alone.",
         "",
         "### This would decide",
         "",
@@ -120,7 +120,7 @@ def test_markdown():
         "`a second run of golden's side, batched in another way, shows what honest runs differ by`:",
         "",
         "    VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL",
-        "    accprobe calibrate golden golden-again --out golden-floor",
+        "    accprobe compare golden golden-again --calibrate golden-floor",
         "    accprobe compare golden mine --floor golden-floor",
         "",
         "`8 rows compared, too few to tell a habit from an accident: send both sides more and longer requests`:",
@@ -138,12 +138,13 @@ def test_markdown():
 
 def test_annotations():
     assert markdown.github_lines(judged()) == [
-        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all "
-        "4 layers, first here: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.0525 (4x); "
-        "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
-        "::error title=accprobe%3A origin 2::lm_head creates the error: output.0, request 'a', position 17 (decode), "
-        "row relative L2 0.21, limit 0.0404 (5.2x); beyond chance: 5.2 times its floor; honest machines show such a "
-        "thing in 1 of 10,000 comparisons; shape: all rows",
+        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error in "
+        "all 4 layers, first here: output.0, request 'a', position 17 (decode), row relative L2 0.21, limit "
+        "0.0525 (4x); "
+        "outlier among sibling layers: 4 times what the same operator does in other layers (1 of 2,000)",
+        "::error title=accprobe%3A origin 2::lm_head introduces the error: output.0, request 'a', position 17 "
+        "(decode), row relative L2 0.21, limit 0.0404 (5.2x); beyond chance: 5.2 times its floor; rounding alone shows "
+        "such a thing in 1 of 10,000 comparisons; shape: all rows",
         "::notice title=accprobe%3A this would decide::nothing was replayed; a replay tells which operator is wrong "
         "for its own inputs: accprobe compare golden mine --replay",
         "::notice title=accprobe%3A this would decide::a second run of golden's side, batched in another way, shows "
@@ -158,7 +159,8 @@ def test_annotations():
 
 def test_notebook():
     text = notebook.repr_html(judged())
-    assert "<p>unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)</p>" in text
+    said = "outlier among sibling layers: 4 times what the same operator does in other layers (1 of 2,000)"
+    assert f"<p>{said}</p>" in text
     assert "<pre>accprobe compare golden mine --replay</pre>" in text
     assert (
         "<p>how these machines compute:</p><ul><li>mine rounds toward zero in Attention (bfloat16): costs up to 1 "
@@ -176,24 +178,26 @@ def plain(text):
 def test_page():
     said = plain(html.page(judged()))
     for block in (
-        "Evidence: jump. Its output is further off than its inputs explain. Unlike its kin: 4 times what the same "
+        "Evidence: jump. Its output is further off than its inputs explain. Outlier among sibling layers: 4 times what "
+        "the same "
         "operator does in other layers (1 of 2,000).",
         "4×",
-        "unlike its kin",
+        "outlier among sibling layers",
         "Nothing was replayed; a replay tells which operator is wrong for its own inputs.",
         "accprobe compare golden mine --replay",
         "mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest",
         "12 of 12 in 4 modules",
-        "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000), in all 4 layers",
-        "beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons",
+        "outlier among sibling layers: 4 times what the same operator does in other layers (1 of 2,000), in all 4 "
+        "layers",
+        "beyond chance: 5.2 times its floor; rounding alone shows such a thing in 1 of 10,000 comparisons",
         "Independent origins in data-flow order; the first is the culprit. By chance, the limits name an origin, of "
-        "whatever size, in 1 of 1,100 comparisons of honest machines.",
+        "whatever size, in 1 of 1,100 comparisons with rounding alone.",
         "false_alarm_rate",
     ):
         assert block in said, block
-    assert any(b.endswith("creates the error in all 4 layers, first here") for b in said)
+    assert any(b.endswith("introduces the error in all 4 layers, first here") for b in said)
     assert (
-        "<pre><code>VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL\naccprobe calibrate"
+        "<pre><code>VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-again vllm serve MODEL\naccprobe compare golden"
         in html.page(judged())
     )
 
@@ -208,7 +212,7 @@ def test_names_of_strangers_stay_names():
     """A model's path, a tap and a habit, in each report."""
     from dataclasses import replace
 
-    odd = {"tier": UNLIKE_KIN, "times": 2.0, "chance": 0.1, "layers": {"in": 2, "of": 2}}
+    odd = {"tier": SIBLING_OUTLIER, "times": 2.0, "chance": 0.1, "layers": {"in": 2, "of": 2}}
     run = RUN | {"model": {"path": EVIL}, "probe": {"task": "tensor", "parts": ["output"]}}
     result = hostile()
     result = replace(

@@ -94,7 +94,7 @@ def test_names_are_one_printable_line():
 
 
 def test_what_costs_something_comes_first_of_what_is_alike():
-    """A native kernel against AVX2's, as `accprobe calibrate --profile` gives them here."""
+    """A native kernel against AVX2's, as `accprobe compare --calibrate --profile` gives them here."""
     free = habit("QKVParallelLinear", "adds up in float32 or wider", "accumulator")
     twice = habit("RMSNorm", "rounds the normalised value to bfloat16 before the result", "twice", price=0.5)
     golden = [free, twice, habit("Attention", NEAREST)]

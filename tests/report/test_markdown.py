@@ -12,7 +12,7 @@ def test_markdown_of_a_failure():
     assert markdown.markdown_lines(failing()) == [
         "## accprobe: FAIL",
         "",
-        "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
+        "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: output.0, request 'a', "
         "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)`",
         "",
         "**Read this first**",

@@ -41,7 +41,7 @@ def test_figure_has_what_was_created_the_phases_the_limit_and_each_origin():
 def test_markup_is_small_says_the_verdict_and_holds_no_script():
     result = realistic()
     text = result._repr_html_()
-    assert "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error" in text
+    assert "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error" in text
     assert text.count("<tr>") == 11
     assert len(text) < 10_000
     bad = hostile()._repr_html_()

@@ -7,7 +7,7 @@ from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair,
 from vllm_accprobe.report import facts, terminal
 
 SENTENCE = (
-    "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error: output.0, request 'a', "
+    "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: output.0, request 'a', "
     "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)"
 )
 

@@ -5,12 +5,12 @@ import math
 import pytest
 from report_examples import ORIGIN, comparison
 
-from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.report import facts
 
 PROVEN = {"tier": PROVED, "times": 3.1, "chance": 0.0}
 LUCKLESS = {"tier": BEYOND_CHANCE, "times": 5.2, "chance": 1e-4}
-ODD = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
+ODD = {"tier": SIBLING_OUTLIER, "times": 4.0, "chance": 5e-4}
 
 
 @pytest.mark.parametrize(
@@ -19,18 +19,18 @@ ODD = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
         (PROVEN, "proved: 3.1 times the error bound of its own inputs", "proved, 3.1x"),
         (
             LUCKLESS,
-            "beyond chance: 5.2 times its floor; honest machines show such a thing in 1 of 10,000 comparisons",
+            "beyond chance: 5.2 times its floor; rounding alone shows such a thing in 1 of 10,000 comparisons",
             "beyond chance, 5.2x",
         ),
         (
             ODD,
-            "unlike its kin: 4 times what the same operator does in other layers (1 of 2,000)",
-            "unlike its kin, 4x",
+            "outlier among sibling layers: 4 times what the same operator does in other layers (1 of 2,000)",
+            "outlier among sibling layers, 4x",
         ),
         (
             ODD | {"evidence": "replay"},
-            "unlike its kin: 4 times what the same operator does in its other calls (1 of 2,000)",
-            "unlike its kin, 4x",
+            "outlier among sibling layers: 4 times what the same operator does in its other calls (1 of 2,000)",
+            "outlier among sibling layers, 4x",
         ),
         (
             {"tier": BEHIND_A_ROUTER, "times": 6.6, "chance": None},
@@ -41,9 +41,9 @@ ODD = {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
         (PROVEN | {"times": "inf"}, "proved: beyond the error bound of its own inputs", "proved"),
         (LUCKLESS | {"times": None, "chance": None}, "beyond chance: above its floor", "beyond chance"),
         (
-            {"tier": UNLIKE_KIN},
-            "unlike its kin: more than what the same operator does in other layers",
-            "unlike its kin",
+            {"tier": SIBLING_OUTLIER},
+            "outlier among sibling layers: more than what the same operator does in other layers",
+            "outlier among sibling layers",
         ),
         (
             LUCKLESS | {"times": 12345.6, "chance": None},
@@ -96,7 +96,7 @@ def test_layers(layers, words):
 def test_a_fault_of_every_layer_is_named_so_in_the_verdict():
     result = comparison(verdict="fail", origins=[ORIGIN | {"layers": {"in": 4, "of": 4}}])
     assert facts.headline(result) == (
-        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) creates the error in all 4 layers, first here: "
+        "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error in all 4 layers, first here: "
         "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x)"
     )
 
@@ -104,7 +104,7 @@ def test_a_fault_of_every_layer_is_named_so_in_the_verdict():
 def test_what_an_origin_is_worth_by_chance():
     assert facts.alarms(comparison()) is None
     assert facts.alarms(comparison(by_chance=9e-4)) == (
-        "the limits name an origin, of whatever size, in 1 of 1,100 comparisons of honest machines"
+        "the limits name an origin, of whatever size, in 1 of 1,100 comparisons with rounding alone"
     )
     assert facts.alarms(comparison(by_chance=0.0, false_alarm_rate=0.2)) == (
         "the limits name an origin, of whatever size, in fewer than 1 of 1,000,000,000,000 comparisons of honest "

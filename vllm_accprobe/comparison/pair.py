@@ -38,7 +38,7 @@ class Pair:
     whatever dtype and file they lie (NaN equals NaN); bit_identical: so are their stored bits, by hash or by reading.
     Neither where only statistics, checksums or samples were there to compare.
     measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
-    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that honest rounding
+    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that rounding alone
     and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
     units of it. elements, kl: for other tools' standards (oracle.ELEMENT_FIELDS, KL divergence); no columns.
     """

@@ -59,12 +59,12 @@ class Comparison:
     reason.
     foreign: another tool's columns, where its standard was asked for (comparison/notes.py). measured:
     what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
-    comparison of honest machines, of any origin that the judge was told to allow; by_chance: the expected number of
-    such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit], "mine":
-    [habit]}, how each side computes (report/verdict_parts.py says what a habit is). replayed: "", "partly" or "whole":
-    how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for commands
-    that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, "" where it is
-    not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
+    comparison of machines that only round, of any origin that the judge was told to allow; by_chance: the expected
+    number of such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit],
+    "mine": [habit]}, how each side computes (report/verdict_parts.py says what a habit is). replayed: "", "partly" or
+    "whole": how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for
+    commands that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, ""
+    where it is not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
     states: what the runs' own ledgers of states have found (states.py); any
     finding of mine's fails the comparison."""
 

@@ -1,8 +1,8 @@
 """The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
 
-In which dtype golden's own command makes a floor: honest rounding, measured on the machine that is trusted.
+In which dtype golden's own command makes a floor: rounding alone, measured on the machine that is trusted.
 
-The problem: where batching changes nothing, any other kernel differs "beyond batching"; the size of honest rounding is
+The problem: where batching changes nothing, any other kernel differs "beyond batching"; the size of rounding alone is
 not known beforehand. The idea: golden's model once more in another dtype rounds at the same places by another amount,
 and that gives golden's own rounding. Which dtype: mine's, if it is another than golden's, because then its rounding is
 what honest servers differ by; else one that is finer: float16 for bfloat16 (the same memory, eight times as fine),

@@ -1,4 +1,4 @@
-"""How far apart honest rounding alone may put two results: the unit in which all limits are given.
+"""How far apart rounding alone alone may put two results: the unit in which all limits are given.
 
 The problem: an error of 1e-3 is a defect in float32 and nothing in bfloat16. The idea: an operator computes in
 float32 and rounds its result once to the tensor's dtype, which moves a value by at most half a step: relative 2**-p

@@ -54,7 +54,7 @@ class Origin:
 
     hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
     trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
-    chance: the probability that honest machines show this anywhere in the comparison; None where nobody knows.
+    chance: the probability that machines that only round show this anywhere in the comparison; None where nobody knows.
     unproved: a router that nobody saw may have sent the rows elsewhere (flips.py)."""
 
     tap: str

@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_accprobe.judge import constants as c
-from vllm_accprobe.judge.statistic import BEYOND_CHANCE, RATE, UNLIKE_KIN, Chance, tail
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, RATE, SIBLING_OUTLIER, Chance, tail
 from vllm_accprobe.judge.tensor_errors import IN_MEMORY, TINY, Columns, Keeper, kind_of_place
 
 GROWTH, GAIN, COLUMNS = "growth", "gain", "columns"
@@ -213,7 +213,7 @@ class Siblings:
         at = int(bad[strength[bad].argmax()])
         far = max(abs(float(sure[at])) / bulk, _log_deviations(err, at), abs(float(sure_offset[at])))
         chance = self.chance.of_sigmas(far / c.TAILS, width)
-        return Hidden(here.err > 0, COLUMNS, float(err[bad].max()), float(strength.max()), UNLIKE_KIN, chance, bad)
+        return Hidden(here.err > 0, COLUMNS, float(err[bad].max()), float(strength.max()), SIBLING_OUTLIER, chance, bad)
 
 
 def _log_deviations(err: np.ndarray, at: int) -> float:

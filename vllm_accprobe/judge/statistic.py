@@ -18,7 +18,7 @@ What a limit is worth, the strongest first:
   Algorithms, 2nd ed., sections 3.1 and 3.3].
 - BEYOND_CHANCE: a bound that holds with a stated probability, because roundings behave as independent errors of mean
   zero [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815; I. Ipsen and H. Zhou, arXiv 1906.10465].
-- UNLIKE_KIN: this operator elsewhere: in the sibling layers, in other calls, in a calibration.
+- SIBLING_OUTLIER: this operator elsewhere: in the sibling layers, in other calls, in a calibration.
 - BEHIND_A_ROUTER: none. A router that was not captured may have sent the rows to other experts at a near tie, behind
   which two runs differ by far more than any limit (flips.py).
 
@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-PROVED, BEYOND_CHANCE, UNLIKE_KIN = "proved", "beyond chance", "unlike its kin"
+PROVED, BEYOND_CHANCE, SIBLING_OUTLIER = "proved", "beyond chance", "outlier among sibling layers"
 BEHIND_A_ROUTER = "behind an unseen router"
-TIERS = (PROVED, BEYOND_CHANCE, UNLIKE_KIN, BEHIND_A_ROUTER)
+TIERS = (PROVED, BEYOND_CHANCE, SIBLING_OUTLIER, BEHIND_A_ROUTER)
 
 RATE = 1e-3
 """chosen: one comparison, or replay, in a thousand has an origin by chance (``--false-alarm-rate``)."""

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.pair import ratio, value_of
 from vllm_accprobe.comparison.pair import severity as severity
 from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache, watched
-from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.text import MISSING, against, count, factor, num, place, safe, times
@@ -134,10 +134,10 @@ def sentence(origin: Mapping[str, Any]) -> str | None:
         return f"{PROVED}: {by or 'beyond'} the error bound of its own inputs"
     if tier == BEYOND_CHANCE:
         said = f"{BEYOND_CHANCE}: {by or 'above'} its floor"
-        return said + (f"; honest machines show such a thing in {seldom} comparisons" if seldom else "")
-    if tier == UNLIKE_KIN:
+        return said + (f"; rounding alone shows such a thing in {seldom} comparisons" if seldom else "")
+    if tier == SIBLING_OUTLIER:
         elsewhere = "in its other calls" if origin.get("evidence") == "replay" else "in other layers"
-        said = f"{UNLIKE_KIN}: {by or 'more than'} what the same operator does {elsewhere}"
+        said = f"{SIBLING_OUTLIER}: {by or 'more than'} what the same operator does {elsewhere}"
         return said + (f" ({seldom})" if seldom else "")
     if tier == BEHIND_A_ROUTER:
         return f"{tier}: {by or 'above'} its floor, as rows are that a near tie sends to other experts"
@@ -188,7 +188,7 @@ def alarms(comparison: Comparison) -> str | None:
     expected = comparison.by_chance
     if expected is None:
         return None
-    return f"the limits name an origin, of whatever size, in {odds(expected)} comparisons of honest machines"
+    return f"the limits name an origin, of whatever size, in {odds(expected)} comparisons with rounding alone"
 
 
 def origin_factor(origin: Mapping[str, Any]) -> float | None:
@@ -289,10 +289,10 @@ def over(pair: Pair) -> str:
 
 
 def accused(origin: Mapping[str, Any]) -> str:
-    """Who creates an error, and in how many layers: ``X (cls) creates the error``, of a gap ``the error is created
-    between X and Y``."""
+    """Who introduces an error, and in how many layers: ``X (cls) introduces the error``, of a gap ``the error is
+    created between X and Y``."""
     if gap := gap_of(origin):
-        return f"the error is created {between(gap)}"
+        return f"the error is introduced {between(gap)}"
     return f"{origin_title(origin)} {deed(origin)}" + (f" {n}, first here" if (n := layers(origin)) else "")
 
 
@@ -305,7 +305,7 @@ def deed(origin: Mapping[str, Any]) -> str:
         return "has another constant"
     if str(origin.get("role")).rpartition("/")[2].startswith("param."):
         return "has other weights"
-    return "differs" if origin.get("role") == FILE else "creates the error"
+    return "differs" if origin.get("role") == FILE else "introduces the error"
 
 
 def constant(origin: Mapping[str, Any]) -> str:

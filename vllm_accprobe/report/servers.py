@@ -237,7 +237,7 @@ def culprit(dug: Localized) -> list[str]:
         at.append(f"position {origin['position']}")
     found = [f"culprit: {facts.origin_title(origin)}{''.join(f', {x}' for x in at)}"]
     above = facts.sentence(origin)
-    sizes = f"created error {num(facts.origin_size(origin))}, honest rounding {num(origin.get('floor'))}"
+    sizes = f"created error {num(facts.origin_size(origin))}, rounding alone {num(origin.get('floor'))}"
     found.append("  " + "; ".join(x for x in (above, sizes, facts.layers(origin), facts.shape(origin)) if x))
     if gap := facts.gap_of(origin):
         found.append(f"  not seen there: {', '.join(safe(m) for m in gap['contains'][:_SHOWN])}")

@@ -13,10 +13,10 @@ from vllm_accprobe.cli import build
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.comparison.result import PARTLY, WHOLE, Foreign
 from vllm_accprobe.judge.flips import UNKNOWN
-from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 
 TAP = ORIGIN["module"]
-ODD = ORIGIN | {"tier": UNLIKE_KIN, "times": 4.0, "chance": 5e-4}
+ODD = ORIGIN | {"tier": SIBLING_OUTLIER, "times": 4.0, "chance": 5e-4}
 
 
 def run(dtype: str = "bfloat16", tp: int = 1, runner: str = "vllm.v1.worker.gpu_model_runner.R", **probe: Any) -> dict:
@@ -96,7 +96,7 @@ def test_a_second_golden_run_if_there_is_no_floor():
         [
             "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR='/runs/gpu a-again' vllm serve '/models/tiny qwen' "
             "--tensor-parallel-size 2",
-            "accprobe calibrate '/runs/gpu a/' '/runs/gpu a-again' --out '/runs/gpu a-floor'",
+            "accprobe compare '/runs/gpu a/' '/runs/gpu a-again' --calibrate '/runs/gpu a-floor'",
             "accprobe compare '/runs/gpu a/' mine -x --floor '/runs/gpu a-floor'",
         ],
     )

@@ -133,7 +133,7 @@ def test_the_report_names_the_two_ends(golden):
     graphs = {"tool": "accprobe", "probe": {"modules": []}, "engine": {"graphs": {"set": "default"}}}
     result = replace(result, mine_run=graphs, golden_path="g", mine_path="m")
     ends = f"between {L1}.mlp.gate_up_proj and {L1}.mlp.down_proj"
-    assert facts.headline(result).startswith(f"FAIL: the error is created {ends}: {L1}.mlp.down_proj/output.0, ")
+    assert facts.headline(result).startswith(f"FAIL: the error is introduced {ends}: {L1}.mlp.down_proj/output.0, ")
     said = terminal.other_origins(result)
     gap = next(line for line in said if line.startswith("gap: "))
     taps = f"{L1}.mlp.gate_up_proj,{L1}.mlp.act_fn,{L1}.mlp.down_proj"

@@ -64,7 +64,7 @@ def test_a_faulty_capture_fails_and_the_operator_itself_passes(tmp_path: Path, s
     failure = next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
     assert "test_Attention" in failure
     assert "captured" in failure
-    assert "times honest rounding" in done.stdout
+    assert "times rounding alone" in done.stdout
 
 
 def test_what_the_folder_cannot_do_is_one_line(tmp_path: Path, site: Path) -> None:

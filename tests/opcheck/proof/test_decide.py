@@ -9,7 +9,7 @@ from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.result import Comparison, Pair
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
-from vllm_accprobe.judge.statistic import PROVED, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import PROVED, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide
 from vllm_accprobe.opcheck.proof.explained import Explained
@@ -71,7 +71,7 @@ def test_what_is_unlike_its_kin_is_blamed_only_where_nobody_breaks_a_floor_of_hi
     odd = [OutlierLayer(p, 1.4, 1e-5, 3)]
     rows = [checked("first", "pass"), checked("third", "pass")]
     (origin,) = decide(comparison(), ReplayResult.from_json(prove([], rows, odd=odd).to_json())).origins
-    assert (origin["module"], origin["tier"], origin["times"]) == ("third", "unlike its kin", 1.4)
+    assert (origin["module"], origin["tier"], origin["times"]) == ("third", "outlier among sibling layers", 1.4)
     assert "1.4 times those of 3 other layers' C" in origin["shape"]
     (origin,) = decide(comparison(), prove([], [checked("first"), rows[1]], odd=odd)).origins
     assert origin["module"] == "first"
@@ -93,7 +93,7 @@ def test_what_rounds_toward_zero_is_said_once_for_its_class_and_side() -> None:
     cut = [replace(checked(tap, "pass"), rounding="toward zero") for tap in ("first", "second")]
     result = judged(comparison(), [checked("first", "pass")], [*cut, replace(checked("third", "pass"), cls="D")])
     (said,) = [n for n in result.notes if "toward zero" in n]
-    assert said.startswith("replay: rounds toward zero in mine: C (2 of 2 outputs of 2 modules): honest rounding")
+    assert said.startswith("replay: rounds toward zero in mine: C (2 of 2 outputs of 2 modules): rounding alone")
     assert result.verdict == "pass"
 
 
@@ -280,7 +280,7 @@ def test_a_cache_of_another_format_is_another_input(outer: str) -> None:
 
 def test_what_is_inferred_of_a_module_is_not_blamed_where_all_that_it_read_explains_its_rows() -> None:
     def said(result, params=(WEIGHT,), known=None, **origin):
-        result.origins[0].update({"role": "output.0", "created": 0.03, "tier": UNLIKE_KIN} | origin)
+        result.origins[0].update({"role": "output.0", "created": 0.03, "tier": SIBLING_OUTLIER} | origin)
         pairs = [replace(p, status="fail") if p.tap == "first" else p for p in result.pairs[:3]]
         known = known or explained("first")
         return judged(replace(result, pairs=[*pairs, *params]), [], [checked("first", "pass")], known)
@@ -308,7 +308,7 @@ def test_an_output_that_is_goldens_to_the_bit_is_never_an_origin() -> None:
 def test_a_block_is_not_cleared_by_its_last_child() -> None:
     """What is inside of it must be explained, too: here an input of a child that nothing captured computed."""
     found = comparison("first", verdict="fail")
-    found.origins[0].update({"role": "output.0", "created": 0.03, "tier": UNLIKE_KIN})
+    found.origins[0].update({"role": "output.0", "created": 0.03, "tier": SIBLING_OUTLIER})
     inner = replace(WEIGHT, tap="first.out_proj", role="input.x", step=0)
     found = replace(found, pairs=[*found.pairs, inner])
     rows = [checked("first", "pass"), checked("first.out_proj", "pass")]

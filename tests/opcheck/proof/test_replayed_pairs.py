@@ -37,7 +37,7 @@ def test_all_failed_pairs_of_the_output_and_none_above_the_blamed_row():
     assert changed(ORIGIN) == {0: ("created", 0.2, 0.01), 1: ("created", 0.3, 0.01)}
     assert changed(ORIGIN | {"created": 0.1, "position": 8}) == {0: ("created", 0.1, 0.01), 1: ("created", 0.1, 0.01)}
     said = with_replayed(pairs(), [ORIGIN])[0].message
-    assert said == "creates an error of 0.2 (limit 0.01, by replay); first seen"
+    assert said == "introduces an error of 0.2 (limit 0.01, by replay); first seen"
 
 
 def test_where_none_failed_the_worst_that_is_not_identical_does():

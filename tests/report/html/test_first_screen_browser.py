@@ -23,7 +23,7 @@ def several():
 def test_the_culprit_how_sure_and_all_pairs_in_one_sum(visit):
     page = visit(several())
     header = page.inner_text("header")
-    assert "By chance\n1 of 2,000 comparisons of honest machines" in header
+    assert "By chance\n1 of 2,000 comparisons with rounding alone" in header
     assert "beyond chance" in header
     total, parts = page.inner_text("#pair-sum").replace(",", "").split(" pairs = ")
     numbers = [int(part.split()[0]) for part in parts.split(" + ")]

@@ -73,7 +73,7 @@ def test_static_part_answers_without_a_script():
     body = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
     plain = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", body))
     for said in (
-        "FAILmodel.layers.3.mlp.down_proj RowParallelLinear creates the error",
+        "FAILmodel.layers.3.mlp.down_proj RowParallelLinear introduces the error",
         "limit 0.016",
         "13×",
         "golden is float32 and mine bfloat16",

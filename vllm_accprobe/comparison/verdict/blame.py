@@ -247,7 +247,7 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
             if mask.any() and not told and (pair.status == PASS or (math.isfinite(most) and limit > 0)):
                 gap = c.trace.gap
                 where = counted(gap, "unseen layer") if gap else "one operator"
-                does = f"shows an error that was created since {since}," if since else "creates an error"
+                does = f"shows an error that was created since {since}," if since else "introduces an error"
                 what = f"{does} of {most:.3g} (limit {limit:.2g} for {where})"
                 if c.hidden is not None:  # within fixed limits, but not what this operator does elsewhere
                     most, limit, _ = size_of(c)

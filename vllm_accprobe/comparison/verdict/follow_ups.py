@@ -20,7 +20,7 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.comparison.verdict.gaps import suspects_of
 from vllm_accprobe.judge.flips import UNKNOWN
-from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, SIBLING_OUTLIER
 
 FEW_ROWS = 32
 """chosen: a share of a few per cent of the rows, which is what a wrong tile or head touches, is one row of so many."""
@@ -140,7 +140,7 @@ def not_checked(result: Result) -> dict[str, str] | None:
 def convicted(origin: Mapping[str, Any]) -> bool:
     """Whether an origin breaks a floor that needs no further witness: any but that of its kin, and not behind
     an unseen router. An origin that does not say its tier rests on fixed limits."""
-    return origin.get("tier") not in (UNLIKE_KIN, BEHIND_A_ROUTER) or str(origin.get("role")).startswith("param.")
+    return origin.get("tier") not in (SIBLING_OUTLIER, BEHIND_A_ROUTER) or str(origin.get("role")).startswith("param.")
 
 
 _Step = tuple[str, str]

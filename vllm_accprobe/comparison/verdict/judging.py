@@ -263,7 +263,7 @@ class Holder:
         return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
 
     def rounding_floor(self, unit: MeasuredUnit, part: Part) -> float:
-        """What honest rounding piles up to by here: one unit, growing with depth as the limits do."""
+        """What rounding alone piles up to by here: one unit, growing with depth as the limits do."""
         here = max(self.unit, *(rounding_unit(d) for d in (part.dtype_golden or part.dtype_mine, part.dtype_mine)))
         return here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
 
@@ -478,7 +478,7 @@ def judge(
     rate: float = FALSE_ALARM_RATE,
 ) -> Comparison:
     """The verdict on what was measured. log: filled with errors by row. floor: what golden's own runs differ by.
-    rate: the probability of an origin anywhere in a comparison of honest machines that is allowed.
+    rate: the probability of an origin anywhere in a comparison with rounding alone that is allowed.
 
     Raises CompareError for a floor that fits nothing, and NothingCompared.
     """

@@ -1,7 +1,7 @@
 """What fed an origin and what it feeds, each with its error.
 
-The problem: "it creates the error" is believed when its inputs are seen to be right and the next tap's to be wrong. The
-idea: in front of an origin is what stands there for the judge (judge/upstream.py); an input is named by whose
+The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's to be wrong.
+The idea: in front of an origin is what stands there for the judge (judge/upstream.py); an input is named by whose
 output it is, where equal bytes tell (comparison/plan/annotations.py). An edge's error is that of the pair in the step
 of the origin's first row, or the worst step's where that is not known, and its factor is the pair's own (pair.py).
 Nearest first and at most `NEAREST`; the others are counted.

@@ -1,7 +1,7 @@
 """On which grid a tensor's numbers lie: bfloat16 numbers in a float32 tensor are rounded as bfloat16 is.
 
 The problem: HDF5, npz and numpy know no bfloat16 and no 8-bit floats, and tools that write them store float32. The unit
-of an honest rounding is then 2**-8 and not 2**-18, and a right operator is called wrong by a factor of hundreds. The
+of an rounding alone is then 2**-8 and not 2**-18, and a right operator is called wrong by a factor of hundreds. The
 idea: a value of float32 at random lies on bfloat16's grid with probability 2**-16 (16 bits of its significand must be
 0), so that n of them do with 2**-16n: where that is below 2**-64, the tensor holds numbers of the coarser dtype, and it
 becomes one of that dtype, which is exact. Everything that asks for a dtype afterwards, limits, standards, kernels that

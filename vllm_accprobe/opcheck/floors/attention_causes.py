@@ -2,7 +2,7 @@
 
 The problem: "attention is wrong at position 37" does not tell whom to ask. The idea: an attention that failed is worked
 out again under each of a few suppositions, on the rows of the request that is worst off; one under which all of these
-rows are right within honest rounding is said as a sentence. The scale is found by Gauss and Newton's steps; a window
+rows are right within rounding alone is said as a sentence. The scale is found by Gauss and Newton's steps; a window
 by sums that grow from a row's own position back; a key and value that are 0, at one position or in one aligned block,
 by what its absence does to the softmax, (Z o - sum e v) / (Z - sum e + n), for all positions at once.
 What came out may have been rounded toward zero (rounding.py), which is like a softmax scale 0.2 % too small: where the

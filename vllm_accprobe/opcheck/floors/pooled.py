@@ -414,7 +414,7 @@ class Pool:
     def _together(self, ratio: float, freedom: float, q: float) -> Breach:
         limit = MODEL * chi_square(freedom, normal(q, 1, 1))
         chance = len(MEASURES) * tail(deviations_of(ratio / MODEL, freedom), 1, 1)
-        words = f"{self._all()}: errors {ratio**0.5:.3g} times honest rounding, allowed {limit**0.5:.3g}"
+        words = f"{self._all()}: errors {ratio**0.5:.3g} times rounding alone, allowed {limit**0.5:.3g}"
         return Breach(TOGETHER, ratio**0.5, limit**0.5, -1, min(1.0, chance), words)
 
     def _scale(self, scale: float, error: float, q: float) -> Breach:
@@ -461,7 +461,7 @@ class Pool:
         floor = math.sqrt(float(variance[at]))
         shown = in_deviations(float(error[at]), float(limit[at]), floor)
         far = deviations_of(shown[0] ** 2 / MODEL, float(freedom[at])) if floor else 0.0
-        words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times honest rounding, allowed {shown[1]:.3g}"
+        words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times rounding alone, allowed {shown[1]:.3g}"
         found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, looks, 1)), words))
         return found
 

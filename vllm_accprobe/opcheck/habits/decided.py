@@ -241,7 +241,7 @@ _SHARE = 0.3
 100 % did); and where an error is shared by a whole row, some of an operator that rounds to nearest do (up to 11 %)."""
 _NO_GRID = ("float32", "float64", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64")
 """Outputs that cannot show it."""
-HONEST = "honest rounding of a machine, allowed for in their limits; opcheck's standard strict fails it"
+HONEST = "rounding of a machine, allowed for in their limits; opcheck's standard strict fails it"
 
 
 @dataclass(frozen=True, slots=True)

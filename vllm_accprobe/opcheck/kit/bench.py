@@ -150,7 +150,7 @@ def _say(v: Verdict, reference: Any, mine: Any) -> str:
         return f"{v.value:.0f} non-finite values on one side{where}"
     top = (mine.double() - reference.double()).abs()
     return (
-        f"{v.measure} error {v.value:.3g} times honest rounding, allowed {v.limit:.3g}{where}; "
+        f"{v.measure} error {v.value:.3g} times rounding alone, allowed {v.limit:.3g}{where}; "
         f"largest absolute difference {float(top.max()):.6g}"
     )
 

@@ -53,7 +53,7 @@ from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
-from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, TIERS, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER, TIERS
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
 
 
@@ -92,10 +92,10 @@ def _size(pair: Pair) -> float:
 def _said(pair: Pair, size: float, limit: float) -> str:
     """Its message, whose first clauses were about other limits."""
     rest = [x for x in pair.message.split("; ") if not x.startswith(_OTHERS)]
-    return "; ".join([f"creates an error of {size:.3g} (limit {limit:.2g}, by replay)", *filter(None, rest)])
+    return "; ".join([f"introduces an error of {size:.3g} (limit {limit:.2g}, by replay)", *filter(None, rest)])
 
 
-_OTHERS = ("creates an error of ", "row relative L2 ", "row norm is ", "an element is off by ")
+_OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ")
 """How clauses on a comparison's own limits begin (judge/verdict.py, comparison/verdict/blame.py)."""
 
 
@@ -288,7 +288,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     proved = {b.tap for b in proof.blamed} - set(same)
     blamed = sorted(
         (b for b in proof.blamed if b.tap in proved),
-        key=lambda b: (b.tier == UNLIKE_KIN, order.get(b.tap, 1 << 60), b.seq),
+        key=lambda b: (b.tier == SIBLING_OUTLIER, order.get(b.tap, 1 << 60), b.seq),
     )
     first = [_entry(b, known.get(b.tap)) for b in blamed]
     excused = {o["module"] for o in result.origins if _truncation_alone(o, proof)}

@@ -57,7 +57,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import DECODE, PREFILL, Record
 from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
-from vllm_accprobe.judge.statistic import BEYOND_CHANCE, UNLIKE_KIN
+from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
@@ -441,7 +441,8 @@ def _unlike(o: OutlierLayer) -> ReplayFinding:
     p = o.pooled
     said = f"all {p.rows} rows together: errors {o.times:.3g} times those of {o.peers} other layers' {p.cls}"
     return ReplayFinding(
-        p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, UNLIKE_KIN, o.times, o.chance,
+        p.tap, p.cls, p.role, p.seq, None, None, p.created, None, o.times, p.rows, said, SIBLING_OUTLIER, o.times,
+        o.chance,
     )  # fmt: skip
 
 

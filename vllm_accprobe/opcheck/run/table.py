@@ -130,7 +130,7 @@ def message_of(
         elif v.measure == ROUNDING:
             said.append(f"rounds {TOWARD_ZERO}: {v.value:.0%} of the numbers that tell it from rounding to nearest")
         else:
-            beyond = f"{v.severity:.3g}x its limit, {v.value:.3g} times honest rounding, allowed {v.limit:.3g}"
+            beyond = f"{v.severity:.3g}x its limit, {v.value:.3g} times rounding alone, allowed {v.limit:.3g}"
             said.append(f"{v.measure} error {beyond}{where}")
     if expected.rows is not None and checked < len(expected.rows):
         said.append(f"{len(expected.rows) - checked} rows skipped: {expected.reason}")
@@ -313,7 +313,7 @@ def _sentence(rows: Sequence[CheckResult], totals: Totals) -> str:
         others = f" (and {len(caches) - 1:,} more)" if caches[1:] else ""
         found = f"FAIL: {safe(caches[0].message, 1000)}{others}; "
     if not bad:
-        return f"{found}{share}, no output is further from its reference than honest rounding explains{more}"
+        return f"{found}{share}, no output is further from its reference than rounding explains{more}"
     wrong = [r for r in rows if r.status == FAIL and not is_cache(r)]
     first = failures(wrong)[0][0]
     n = len({r.tap for r in wrong})

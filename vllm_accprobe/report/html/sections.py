@@ -355,7 +355,7 @@ def verdict(comparison: Comparison) -> str:
     name = safe(origin.get("evidence") or MISSING)
     why = as_sentence(rests) if (rests := facts.evidence(origin)) else ""
     if seldom := facts.odds(origin.get("chance")):
-        cells.append(_fact("By chance", seldom, "comparisons of honest machines"))
+        cells.append(_fact("By chance", seldom, "comparisons with rounding alone"))
     if tier := origin.get("tier"):
         cells.append(_fact("Floor it breaks", tier))
     if said := facts.inside(comparison, origin):
@@ -376,7 +376,7 @@ def _gap(badge: str, origin: Mapping[str, Any]) -> str:
         return ""
     before = f'<code class="culprit">{breakable(gap["before"])}</code>'
     after = f"between <code>{breakable(gap['after'])}</code> and" if gap.get("after") else "in front of"
-    return f'<h1>{badge}<span><span class="does">the error is created</span> {after} {before}</span></h1>'
+    return f'<h1>{badge}<span><span class="does">the error is introduced</span> {after} {before}</span></h1>'
 
 
 def _layers(origin: Mapping[str, Any]) -> str:
