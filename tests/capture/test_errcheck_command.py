@@ -97,7 +97,7 @@ def test_reading_afterwards_and_bad_usage(tmp_path: Path, capsys: pytest.Capture
     assert main(["errcheck", "--dir", str(tmp_path), "--", "true"]) == 2
     assert "already holds a dump or findings" in capsys.readouterr().err
     assert main(["errcheck"]) == 2
-    assert "no command is given" in capsys.readouterr().err
+    assert "no command is named" in capsys.readouterr().err
     assert main(["errcheck", "--kinds", "nans", "--", "true"]) == 2
     assert "did you mean nan" in capsys.readouterr().err
     assert main(["errcheck", "--read", str(tmp_path / "none")]) == 2

@@ -230,7 +230,7 @@ def test_a_server_that_is_lost_is_one_line_and_then_unresolved(
 
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch, [PREFIX])
-    program = "from vllm_accprobe.gate.bisect import offered; offered.interpreter = lambda w, e: None; " \
+    program = "from vllm_accprobe.gate.bisect import edits; edits.interpreter = lambda w, e: None; " \
               "import sys; from vllm_accprobe.cli import main; sys.exit(main())"  # fmt: skip
     line = [sys.executable, "-c", program, *words(place)]
     with subprocess.Popen(

@@ -21,7 +21,7 @@ sys.meta_path.insert(0, Missing())
 _CAPTURE = """
 import torch
 from vllm_accprobe import Probe
-torch.manual_seed(0)
+torch.manual_seed(int(sys.argv[2]))
 model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
 with torch.no_grad(), Probe(model, dir=sys.argv[1]):
     model(torch.randn(4, 16))
@@ -37,7 +37,7 @@ def alone(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("alone") / "dump"
-    done = alone(_CAPTURE, str(at))
+    done = alone(_CAPTURE, str(at), "0")
     assert done.returncode == 0, done.stderr
     return at
 
@@ -61,6 +61,8 @@ def test_what_looks_at_a_dump_works(dump: Path, line: str) -> None:
 def test_what_compares_says_what_is_missing(dump: Path, tmp_path: Path, argv: list[str]) -> None:
     words = [w.format(dump) for w in argv]
     if argv[0] == "compare":
+        words[2] = str(tmp_path / "mine")
+        assert alone(_CAPTURE, words[2], "1").returncode == 0
         words += ["--out", str(tmp_path / "out")]
     done = alone(_MAIN, *words)
     assert done.returncode == 2

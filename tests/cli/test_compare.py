@@ -81,7 +81,7 @@ def test_the_spelling_of_ait(dumps, tmp_path, capsys):
     assert "coverage:" not in capsys.readouterr().out
     assert (tmp_path / "out" / "compare.csv").exists()
     assert run(dumps / "golden", "-gp", dumps / "golden", "-mp", dumps / "same") == 2
-    assert "GOLDEN is given twice" in capsys.readouterr().err
+    assert "GOLDEN is named twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_spelling_of_ait(dumps, tmp_path, capsys):
         ("same", ["--taps", "nothing*"], 3, "--taps 'nothing*' matches no tap that both dumps have; the nearest: "),
         ("same", ["--nonsense"], 2, "--nonsense"),
         ("same", ["-cl", "layer"], 2, "-cl: every level is compared at once"),
-        ("same", ["--soc-version", "Ascend910B"], 2, "--soc-version: no chip is asked for"),
+        ("same", ["--soc-version", "Ascend910B"], 2, "--soc-version: no chip is named"),
         ("same", ["--dtype", "fp16"], 2, "--dtype: dtypes are read from the files"),
         ("same", ["-l", "loud"], 2, "--log-level loud: known are"),
         ("same", ["--false-alarm-rate", "0"], 2, "is a probability above 0 and below 1, not 0.0"),

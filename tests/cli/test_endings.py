@@ -26,7 +26,7 @@ RUN = "import sys, time\nfrom vllm_accprobe.cli import main\n{}\nsys.exit(main()
 SLOW = {
     "compare": """
 from vllm_accprobe.comparison.measure import workers
-from vllm_accprobe.comparison.store import resume
+from vllm_accprobe.comparison import store as resume
 workers._MOST, resume.PATIENCE = 2, 0.0
 real = workers.UnitMeasurer.measure
 def slow(self, unit):
@@ -35,13 +35,13 @@ def slow(self, unit):
 workers.UnitMeasurer.measure = slow
 """,
     "opcheck": """
-from vllm_accprobe.opcheck.run import whole
-real = whole.Team.check
+from vllm_accprobe.opcheck.run import process_pool
+real = process_pool.Team.check
 def slow(self, taps):
     for rows in real(self, taps):
         yield rows
         time.sleep(1.0)
-whole.Team.check = slow
+process_pool.Team.check = slow
 """,
     "convert": """
 from vllm_accprobe.formats.write import containers

@@ -132,7 +132,7 @@ def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path,
 SLOW = """
 import sys, time
 from vllm_accprobe.comparison.measure import workers
-from vllm_accprobe.comparison.store import resume
+from vllm_accprobe.comparison import store as resume
 from vllm_accprobe.cli import main
 workers._MOST = 2
 resume.PATIENCE = 0.0

@@ -45,8 +45,8 @@ def test_on_a_full_disk_arrays_stay_in_memory(tmp_path):
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     code = (
         "import sys, numpy as np\nfrom pathlib import Path\n"
-        "from vllm_accprobe.comparison.measure.measured import Shelf\n"
-        "shelf, made = Shelf(Path(sys.argv[1]), bound=0), np.arange(1 << 19)\n"
+        "from vllm_accprobe.comparison.measure.measured import SpillBuffer\n"
+        "shelf, made = SpillBuffer(Path(sys.argv[1]), bound=0), np.arange(1 << 19)\n"
         "assert (shelf.keep(made) == made).all()\nprint(shelf.in_memory, shelf.on_disk)"
     )
     try:

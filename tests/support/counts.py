@@ -37,7 +37,7 @@ def check(result: Any, out: Path) -> dict[str, int]:
 
     for shown in (_terminal(result), _markdown(result), _page(result), _json(result)):
         assert shown == want
-    page = re.sub(r"<[^>]+>", "", html.first.pair_sum(result)).replace(" pairs", "")
+    page = re.sub(r"<[^>]+>", "", html.sections.pair_sum(result)).replace(" pairs", "")
     said = next(line for line in terminal.coverage(result) if line.startswith("  pairs: "))
     for text in (page, said.removeprefix("  pairs: "), facts.one_sum(result)):
         total, parts = text.split(" = ")

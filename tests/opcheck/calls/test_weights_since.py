@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_accprobe.dump.journal import COLUMNS, LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
+from vllm_accprobe.dump.journal import LOADED, LORA, PACKED, Lives, WeightEvent, WeightPrint
 from vllm_accprobe.opcheck.calls.parameters import WeightsSince
 
 DOWN, NORM = "model.layers.0.mlp.down_proj", "model.norm"
@@ -46,7 +46,6 @@ def test_what_an_event_does_not_mention_stays_as_it_was():
     ({(DOWN, PACKED): "p"}, ".........."),
     ({(DOWN, PACKED): "other"}, "..xxxxxxxx"),
     ({(DOWN, PACKED): "other", (DOWN, LOADED): "a"}, ".........."),
-    ({(DOWN, COLUMNS): "other"}, ".........."),
 ])  # fmt: skip
 def test_as_given_decides_and_as_packed_where_nobody_saw_it_given(forms, expected):
     since = life(("load", 0, {(DOWN, LOADED): "a", (DOWN, PACKED): "p"}), ("wake", 2, forms))
