@@ -154,7 +154,7 @@ def test_gentest_leaves_no_half_folder(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("what", "words", "line"),
     [
-        (None, ["inspect", "a b"], "interrupted; nothing was kept; begin again: accprobe summary 'a b'"),
+        (None, ["inspect", "a b"], "interrupted; nothing was kept; begin again: accprobe inspect 'a b'"),
         (("x is", "no-such"), ["x"], "interrupted; nothing was kept; begin again: accprobe x"),
         (("x is", None), ["x"], "interrupted; x is kept; go on: accprobe x"),
         (("x is", ".", ["--resume"]), ["x", "--", "y"], "interrupted; x is kept in .; go on: accprobe x --resume -- y"),
