@@ -1,4 +1,5 @@
-"""Where only vllm-accprobe-capture is installed: what captures and compares works; what needs more names in one line what it lacks."""
+"""Where only vllm-accprobe-capture is installed: capture and compare work; what needs more says in one line what it
+lacks."""
 
 from __future__ import annotations
 
