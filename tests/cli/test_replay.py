@@ -63,7 +63,7 @@ def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(
     assert json.loads((tmp_path / "out/compare.json").read_text())["origins"] == said["origins"]
     assert f"what the replay proved then ({NAME}) was kept; no tensor was read" in capsys.readouterr().err
     assert main(["compare", "--rejudge", str(tmp_path / "out"), "--no-replay", "-o", str(tmp_path / "left"), "-q"]) == 0
-    assert f"({NAME}) was left aside (--no-replay)" in capsys.readouterr().err
+    assert f"({NAME}) was left out (--no-replay)" in capsys.readouterr().err
     code, said = compared(pair, tmp_path / "without", "--no-replay")
     assert (code, said["origins"]) == (0, [])
     assert not (tmp_path / "without" / NAME).exists()

@@ -173,7 +173,7 @@ def test_mistakes_are_one_line_and_start_nothing(
         (["--set", "tokns=3", "--", f"touch {marker}"], "VLLM_ACCPROBE_TOKNS is not a setting of accprobe; did"),
         (["--set", "tokens", "--", f"touch {marker}"], "--set tokens: write NAME=VALUE"),
         (["--", "nosuchprogram"], "nosuchprogram: no such command"),
-        ([], "no command is given"),
+        ([], "no command is named"),
         (["--exec", "true", "--", "true"], "the command is given twice"),
         (["--atb-type", "onnx", "--", f"touch {marker}"], "onnx draws what model or layer writes"),
         (["--exec", f"touch {marker}", "-child", "maybe"], "--save-operation-child maybe: write True or False"),

@@ -105,7 +105,7 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     check_out(out, None, [])
     from vllm_accprobe.online.serving import Serving
     from vllm_accprobe.opcheck.run.process_pool import RunError
-    from vllm_accprobe.opcheck.run.replay import Unavailable
+    from vllm_accprobe.opcheck.run.result_row import Unavailable
 
     job = _job(out, weights, globs, what)
     serving = Serving(job, endpoint, out, wanted, budget=int(what.max_gb * 1e9),

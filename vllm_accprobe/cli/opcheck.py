@@ -158,7 +158,7 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     require_torch("opcheck", threads=bool(here["repeat"] or here["batch"] or here["named"]))
     from vllm_accprobe.opcheck.compat import msprobe as precheck_files
     from vllm_accprobe.opcheck.run.process_pool import PART, RunError, run
-    from vllm_accprobe.opcheck.run.replay import Unavailable
+    from vllm_accprobe.opcheck.run.result_row import Unavailable
 
     save = checking.save or check.save
     fields = here | ait.job() | _as_msprobe(check, checking, here)

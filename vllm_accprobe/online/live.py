@@ -56,7 +56,7 @@ class ArrivingJob(OpenJob):
         """Checks what is complete and new; says what fails. ranks: that are to come; ended: that are all here. The last
         word has how many calls were checked so far."""
         from vllm_accprobe.formats import open_dump
-        from vllm_accprobe.online.arrivals import ArrivingCalls
+        from vllm_accprobe.online.arriving import ArrivingCalls
 
         begun = time.monotonic()
         dump = open_dump(Path(self.job.dump))

@@ -37,8 +37,8 @@ from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
 from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, gap_words, largest_gap
+from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
-from vllm_accprobe.opcheck.run.table import without_verdict
 
 ROWS = "rows"
 """In Call.extra: place → dimension of the rows, of arguments that were marked by hand."""

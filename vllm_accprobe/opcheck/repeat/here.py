@@ -27,8 +27,8 @@ from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.references.parts import on
-from vllm_accprobe.opcheck.run.replay import Unavailable
 from vllm_accprobe.opcheck.run.rerun import accelerator, forward_native
+from vllm_accprobe.opcheck.run.result_row import Unavailable
 
 FUNCTION = "function"
 """In Call.extra: ``package.module:name`` of the Python function that is the kernel."""

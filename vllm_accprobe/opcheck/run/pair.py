@@ -30,9 +30,9 @@ from vllm_accprobe.opcheck.calls.batches import Outcome, evaluated
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
 from vllm_accprobe.opcheck.floors.pooled import Pooled, Pools
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.run.judged_row import merged
 from vllm_accprobe.opcheck.run.replay import Options, check_call
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
-from vllm_accprobe.opcheck.run.table import merged
 
 _GROUPS = 4096
 """At most: four bytes each, which a pipe must hold (64 KiB)."""

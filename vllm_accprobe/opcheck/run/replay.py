@@ -53,6 +53,7 @@ from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references.gradients import differentiated, exact_gradients, grad, leaves_of
+from vllm_accprobe.opcheck.run.judged_row import judged, merged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.opcheck.run.result_row import (
     CACHE,
     ERROR,
@@ -66,14 +67,8 @@ from vllm_accprobe.opcheck.run.result_row import (
     id_of,
     unchecked,
 )
-from vllm_accprobe.opcheck.run.table import judged, merged, message_of, on_grid, place_of, without_verdict
 from vllm_accprobe.standards import find
 from vllm_accprobe.standards.declaration import OUTPUT
-
-
-class Unavailable(Exception):
-    """What was asked for cannot be had on this machine; one line."""
-
 
 _ROLE = "grad."
 

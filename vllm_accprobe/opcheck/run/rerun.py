@@ -27,8 +27,8 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.parts import on
-from vllm_accprobe.opcheck.run.replay import Options, Unavailable, check_call
-from vllm_accprobe.opcheck.run.result_row import SKIP, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.replay import Options, check_call
+from vllm_accprobe.opcheck.run.result_row import SKIP, CheckResult, Unavailable, unchecked
 
 OTHER_INPUTS = "golden's call had other inputs: what differs need not have been created here"
 

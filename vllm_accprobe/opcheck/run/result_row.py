@@ -21,6 +21,10 @@ OURS, STRICT = OPERATOR, "strict"
 """Our own standards: verdict.py's; and the same without rounding toward zero (rounding.py)."""
 
 
+class Unavailable(Exception):
+    """What was requested cannot be had on this machine; one line."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """One output of one call; table.py makes opcheck.csv of it. rows: in the tensor; checked: that had a reference;

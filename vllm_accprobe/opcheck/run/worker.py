@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.children import ONE_THREAD
 from vllm_accprobe.opcheck.compat.ait import has_id
-from vllm_accprobe.opcheck.run.replay import Unavailable
+from vllm_accprobe.opcheck.run.result_row import Unavailable
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.run.result_row import CheckResult
@@ -150,8 +150,8 @@ class OpenJob:
             self.device = rerun.device_named(job.devices[0])
         if job.jit:
             self.calls.problems += rerun.compiled_operators(self.device)
+        from vllm_accprobe.opcheck.calls.recorded_gradients import RecordedGradients
         from vllm_accprobe.opcheck.compat import msprobe
-        from vllm_accprobe.opcheck.compat.msprobe import RecordedGradients
 
         self._doubles = msprobe.duplicates(self.calls) if job.once else {}
         self._gradients: Any = None
@@ -197,13 +197,13 @@ class OpenJob:
             yield from pools.rows(self.options.budget)
 
     def _check(self, captured: Any, pools: Any, outcome: Any = None) -> Iterator[Any]:
-        from vllm_accprobe.opcheck.compat import msprobe
+        from vllm_accprobe.opcheck.calls import recorded_gradients
         from vllm_accprobe.opcheck.reference import BACKWARD
         from vllm_accprobe.opcheck.references import api
         from vllm_accprobe.opcheck.run import replay, rerun, synthetic_inputs
+        from vllm_accprobe.opcheck.run.judged_row import without_verdict
         from vllm_accprobe.opcheck.run.replay import check_call
         from vllm_accprobe.opcheck.run.result_row import SKIP
-        from vllm_accprobe.opcheck.run.table import without_verdict
 
         if why := self._left_out(captured):
             yield without_verdict(captured, "", None, SKIP, why)
@@ -211,7 +211,7 @@ class OpenJob:
         if self.kernels is not None:
             yield from self._here(captured)
             return
-        if msprobe.is_recorded_gradient(captured) and not captured.crashed and not self.source:
+        if recorded_gradients.is_one(captured) and not captured.crashed and not self.source:
             yield from self._gradients.check(captured, self.options)
             return
         lacking = captured.missing and not captured.crashed and synthetic_inputs.possible(captured)
@@ -242,9 +242,9 @@ class OpenJob:
         """Rows of a call that is run by this machine's kernels; of statistics, on drawn inputs."""
         from vllm_accprobe.opcheck.repeat import by_rows, named, repeated
         from vllm_accprobe.opcheck.run import synthetic_inputs
+        from vllm_accprobe.opcheck.run.judged_row import without_verdict
         from vllm_accprobe.opcheck.run.replay import check_call
         from vllm_accprobe.opcheck.run.result_row import ERROR, SKIP, STRICT
-        from vllm_accprobe.opcheck.run.table import without_verdict
 
         if captured.missing and not captured.crashed and synthetic_inputs.possible(captured):
             captured = synthetic_inputs.drawn(self.calls, captured, self.job.seed)

@@ -1,0 +1,175 @@
+"""Gradients that msprobe recorded: what a backward pass gave, against float64's from the same gradient coming in.
+
+The problem: a record ``Functional.linear.3.backward`` has the gradient of the output that came in and some gradients
+that went out, without saying of what: msprobe hooks the last node of autograd's graph that made the output, so that of
+a composite function they are no gradients of its arguments at all, and those of a product come as bias, input and
+transposed weight. The idea: the forward call of the same number is made again, from its recorded inputs, in float64;
+the last node of that graph is asked with the recorded gradient, and gives the same list in the same order. Where the
+shapes are others, gradients of the arguments in their order are tried; where these are others, too, the row says so.
+Of statistics everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
+Not here: gradients of what has no record of them (opcheck/run/replay.py), those of fused operators, which are of their
+arguments (records.py, references/gradients.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.opcheck.calls.operator_calls import NotKept, op_call
+from vllm_accprobe.opcheck.calls.random_inputs import WEAKER
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.floors.output_rows import matrix, numbers
+from vllm_accprobe.opcheck.floors.rounding import judge
+from vllm_accprobe.opcheck.measures import measure
+from vllm_accprobe.opcheck.reference import BACKWARD, Call, Declined, Expected
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references import api
+from vllm_accprobe.opcheck.references.gradients import SavedOutputs, leaves_of, noise_of
+from vllm_accprobe.opcheck.run import synthetic_inputs
+from vllm_accprobe.opcheck.run.judged_row import judged, message_of
+from vllm_accprobe.opcheck.run.replay import Options, by_standard
+from vllm_accprobe.opcheck.run.result_row import OURS, SKIP, STRICT, CheckResult, unchecked
+
+_KEY = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
+
+
+def is_one(captured: Captured) -> bool:
+    """Whether a call is a backward record's, of a function of torch (and not of a fused operator or a module)."""
+    return captured.tap.startswith(BACKWARD) and _api(captured).rpartition(".")[0] in api.TORCH_HEADS
+
+
+def _api(captured: Captured) -> str:
+    return captured.what.cls.removeprefix(BACKWARD)
+
+
+def forwards(calls: Calls) -> dict[tuple[int, int | None, str], tuple[str, int]]:
+    """(rank, step, msprobe's name of an API's call) → its forward's tap and ordinal."""
+    found = {}
+    for (rank, tap), by_call in calls.op_records.items():
+        for (step, call), records in by_call.items():
+            for record in records.values():
+                if match := _KEY.match(record.name):
+                    found[rank, step, match[1]] = tap, call
+                    break
+    return found
+
+
+class _Lacking(Exception):
+    """Why there is no gradient to hold a record against."""
+
+
+class RecordedGradients:
+    """Of one dump. here: gradients are made on ``device`` even where they were recorded with their values."""
+
+    def __init__(self, calls: Calls, references: References, device: str, seed: int, here: bool):
+        self.calls, self.references, self.device, self.seed, self.here = calls, references, device, seed, here
+        self._forwards = forwards(calls)
+
+    def check(self, captured: Captured, options: Options) -> Iterator[CheckResult]:
+        """A row for each recorded gradient, role ``grad.output.k``; one that says why there is none."""
+        c = replace(captured, what=replace(captured.what, cls=_api(captured)))
+        try:
+            found, drawn = self._found(c)
+        except (_Lacking, Declined, NotKept, RuntimeError, TypeError, ValueError, NotImplementedError) as why:
+            text = why.reason if isinstance(why, Declined) else " ".join(str(why).split())[:160]
+            seq = max((r.seq for r in c.records.values()), default=c.seq)
+            said = f"no gradient: {text}"
+            yield unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, said, status=SKIP, role="grad.")
+            return
+        for role, exact, mine, noise in found:
+            dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
+            reference, given = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
+            v = judge(reference, given, dtype, noise=matrix(noise, 0), common=unit(dtype))
+            measures = measure(reference.numpy(), given.numpy(), dtype)
+            message = message_of(v, None, None, Expected(exact), len(given))
+            what = f"grad.{role}", dtype, shape, c.records[role].seq
+            row = judged(c, what, v, measures, (len(given), len(given), ""), message)
+            if options.standard not in (OURS, STRICT):
+                row = by_standard(row, options.standard)
+            yield replace(row, message=f"{row.message}; {WEAKER}".lstrip("; ")) if drawn else row
+
+    def _found(self, c: Captured) -> tuple[list[tuple[str, Any, Any, Any]], bool]:
+        match = next((m for r in c.records.values() if (m := _KEY.match(r.name))), None)
+        place = self._forwards.get((c.rank, c.step, match[1])) if match else None
+        if place is None:
+            raise _Lacking("its forward call was not captured")
+        drawn = any(r.payload is None for r in c.records.values())
+        generator = torch.Generator().manual_seed(self.seed)
+        call = self._forward(c, place, generator)
+        up = [self._incoming(r, generator) for role, r in sorted(c.records.items()) if role.startswith("input.")]
+        outgoing = {role: r for role, r in c.records.items() if role.startswith("output.")}
+        if len(up) != 1 or not outgoing:
+            raise _Lacking(f"{len(up)} gradients came in and {len(outgoing)} went out where one and some are needed")
+        shapes = {int(role.split(".")[1]): tuple(r.shape) for role, r in outgoing.items()}
+        step = unit(str(up[0].dtype).removeprefix("torch."))
+        exact = _gradients(call, up[0], torch.float64, "cpu", shapes, 0.0)
+        moved = _gradients(call, up[0], torch.float64, "cpu", shapes, 1.0)
+        made = drawn or self.here
+        mine = _gradients(call, up[0], None, self.device, shapes, 0.0) if made else {}
+        found = []
+        for role, record in sorted(outgoing.items()):
+            k = int(role.split(".")[1])
+            given = mine[k].to("cpu") if made else self.calls.read(record)
+            found.append((role, exact[k], given, noise_of(exact[k], moved[k], step)))
+        return found, drawn
+
+    def _forward(self, c: Captured, place: tuple[str, int], generator: Any) -> Call:
+        tap, number = place
+        op = next(o for o in self.calls.ops[c.rank, tap] if (o.step, o.call) == (c.step, number))
+        records = self.calls.op_records[c.rank, tap][c.step, number]
+        forward = Captured(tap, c.rank, c.step, number, Call(tap, op.op), records)
+        try:
+            return op_call(op, records, self.calls.read, partial(self.calls.parameters.record, c.rank, c.step))
+        except NotKept:
+            return synthetic_inputs.drawn_call(self.calls, forward, generator)
+
+    def _incoming(self, record: Any, generator: Any) -> Any:
+        if record.payload is not None:
+            return self.calls.read(record)
+        return synthetic_inputs.drawn_tensor(record, generator)
+
+
+def _gradients(
+    call: Call, up: Any, dtype: Any, device: str, shapes: Mapping[int, tuple[int, ...]], move: float
+) -> dict[int, Any]:  # fmt: skip
+    """What went out, by its number. dtype: None for the call's own; move: of what goes in, in roundings. Raises
+    _Lacking, Declined."""
+    given, leaves = leaves_of(call, dtype, device, move)
+    ready = api.ready(given)
+    with SavedOutputs(call.outputs, None if dtype is None or move else up.dtype) as kept:
+        output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
+    output = output[0] if isinstance(output, (list, tuple)) else output
+    if dtype is not None and not move:
+        kept.made = {"output.0": output}
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        raise _Lacking("its output does not depend on a floating input")
+    step = move * unit(str(up.dtype).removeprefix("torch."))
+    wanted = up.to(device=device, dtype=output.dtype).reshape(output.shape)
+    if move:
+        sign = torch.randint(0, 2, wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+        wanted = wanted * (1.0 + step * (2.0 * sign - 1.0))
+    arguments = torch.autograd.grad(output, list(leaves.values()), wanted, allow_unused=True, retain_graph=True)
+    node = output.grad_fn(wanted)
+    for found in (node if isinstance(node, tuple) else (node,), arguments):
+        fitted = {k: _fitted(found[k] if k < len(found) else None, s) for k, s in shapes.items()}
+        if all(g is not None for g in fitted.values()):
+            return fitted
+    seen = ", ".join(str(list(s)) for s in shapes.values())
+    raise _Lacking(f"the recorded gradients ({seen}) are of a step inside it that this torch does not make")
+
+
+def _fitted(gradient: Any, shape: tuple[int, ...]) -> Any | None:
+    """A gradient of this shape; one of what was broadcast is added up first, as autograd does behind the node."""
+    if gradient is None or len(shape) > gradient.dim():
+        return None
+    places = zip(reversed(shape), reversed(gradient.shape), strict=False)
+    if any(n not in (1, m) for n, m in places):
+        return None
+    return gradient.detach().sum_to_size(shape)
