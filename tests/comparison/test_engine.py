@@ -235,7 +235,7 @@ def test_of_taps_that_were_asked_for_outputs_that_pass_have_a_spread_too(on_disk
     [
         ({"MAX_BYTES": 0}, "above 0 MB"),
         ({"LEAST_BYTES": 0, "SHARE": 10**9}, "beyond a 1000000000th of the bytes that were compared"),
-        ({"MAX_PAIRS": 3}, "after the 3 worst"),
+        ({"MAX_SPREAD_PAIRS": 3}, "after the 3 worst"),
     ],
 )
 def test_what_has_no_spread_is_counted_by_its_reason(on_disk, monkeypatch, bound, why):
@@ -243,7 +243,7 @@ def test_what_has_no_spread_is_counted_by_its_reason(on_disk, monkeypatch, bound
     for name, value in bound.items():
         monkeypatch.setattr(spreads, name, value)
     result = compare(*on_disk)
-    assert len(result.spreads) == bound.get("MAX_PAIRS", 0)
+    assert len(result.spreads) == bound.get("MAX_SPREAD_PAIRS", 0)
     assert {s.pair for s in result.spreads} <= {s.pair for s in whole.spreads}
     lost = len(whole.spreads) - len(result.spreads)
     assert lost > 0

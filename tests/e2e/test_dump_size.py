@@ -116,7 +116,7 @@ def test_another_decoder_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = _base("AnyForCausalLM", "another")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", "--size", str(tmp_path)]) == 0
-    assert "note: another was not held against a capture" in capsys.readouterr().out
+    assert "note: another was not compared with a capture" in capsys.readouterr().out
     assert main(["inspect", "--size", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["exact"] is False
 

@@ -243,4 +243,4 @@ def test_the_commands_have_options_that_exist():
             known = {o for p in root.commands[words[1]].params for o in p.opts}
             assert {w for w in words if w.startswith("-")} <= known
             seen.add(words[1])
-    assert seen == {"compare", "calibrate", "opcheck"}
+    assert seen == {"compare", "opcheck"}
