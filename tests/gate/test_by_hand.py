@@ -24,10 +24,10 @@ def test_the_commands() -> None:
     assert lines(PLAN, Path("out/golden"), 20) == [
         f"golden, {end}",
         f"  {front.format('golden')}",
-        "  accprobe send --along out/golden --url URL --out golden-dig",
+        "  accprobe send --teacher-force out/golden --url URL --out golden-dig",
         f"mine, {end}",
         f"  {front.format('mine')}",
-        "  accprobe send --along out/golden --url URL --out mine-dig",
+        "  accprobe send --teacher-force out/golden --url URL --out mine-dig",
         "anywhere:",
         "  accprobe compare golden-dump mine-dump --out compare",
     ]

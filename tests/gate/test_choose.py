@@ -111,7 +111,7 @@ PLAN = LocalizePlan(
     (1100, [("a", 0, 6)], ["2 of 3", "filled the prefix cache"]),
     (100, [("a", 1, 6)], ["2 of 3", "filled the prefix cache", "the 100 rows of the prompt"]),
     (25, [("a", 5, 6)], ["2 of 3", "filled", "100 rows of the prompt", "the tokens before token 5"]),
-    (1, [("a", 6, 6)], ["2 of 3", "filled", "rows of the prompt", "before token 6", "GB a rank are needed (--dig-gb)"]),
+    (1, [("a", 6, 6)], ["2 of 3", "filled", "rows of the prompt", "before token 6", "GB a rank are needed (--localize-gb)"]),
 ])  # fmt: skip
 def test_what_a_budget_leaves(left: float, windows: list[Any], says: list[str]) -> None:
     plan = narrowed(PLAN, RowSizes(10.0, 0.5, left))
@@ -119,7 +119,7 @@ def test_what_a_budget_leaves(left: float, windows: list[Any], says: list[str]) 
     assert len(plan.left) == len(says)
     for said, wanted in zip(plan.left, says, strict=True):
         assert wanted in said
-    assert (RowSizes(10.0, 0.5, left).of(plan) <= left) == (not any("--dig-gb" in s for s in plan.left))
+    assert (RowSizes(10.0, 0.5, left).of(plan) <= left) == (not any("--localize-gb" in s for s in plan.left))
     assert plan.target == PLAN.target
 
 
@@ -127,4 +127,4 @@ def test_a_prompts_last_row_is_kept_whatever_it_takes() -> None:
     plan = LocalizePlan(LocalizeTarget("a", 0, 99, 0.5, 0), (Window(0, ("a",), 0, 0, (100,)),), ("one",))
     found = narrowed(plan, RowSizes(1e6, 0, 1e6))
     assert found.windows == plan.windows
-    assert found.left == ("what the budget ends before: 0.1 GB a rank are needed (--dig-gb)",)
+    assert found.left == ("what the budget ends before: 0.1 GB a rank are needed (--localize-gb)",)

@@ -17,7 +17,7 @@ from lab.judging import Pair
 
 
 def _command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["weights.py", *words])
+    monkeypatch.setattr(sys, "argv", ["faults.py", *words])
     return faults.main()
 
 

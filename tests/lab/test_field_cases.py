@@ -15,7 +15,7 @@ cd "$OUT"
 PYTHONPATH=/plant python -c 'import os; print(os.environ["PYTHONPATH"])'
 accprobe compare golden mine; echo "exit $?"
 accprobe compare golden mine --no-replay --out plain
-accprobe formats "a b"
+accprobe inspect --formats "a b"
 """
 
 

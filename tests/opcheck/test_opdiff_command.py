@@ -32,6 +32,8 @@ class Out:
         self.dir = tmp_path / "out"
         self.code = cli.main(["opdiff", *map(str, options), "--out", str(self.dir)])
         self.stdout, self.stderr = capsys.readouterr()
+        note, _, self.stderr = self.stderr.partition("\n")
+        assert note == "note: `accprobe opdiff` is now `accprobe compare GOLDEN.csv MINE.csv`"
 
     def __getattr__(self, name):
         return read(self.dir / f"{name}.csv")
@@ -402,7 +404,7 @@ def test_no_torch_is_needed(tmp_path):
         "print(json.dumps([code, sorted({n.split('.')[0] for n in sys.modules})]))"
     )
     copy = write(tmp_path / "b.csv", [row()])
-    command = [sys.executable, "-c", code, "opdiff", str(path), str(copy), "-o", str(tmp_path / "o")]
+    command = [sys.executable, "-c", code, "compare", str(path), str(copy), "-o", str(tmp_path / "o")]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     code, modules = json.loads(out.stdout.splitlines()[-1])
     assert code == 0

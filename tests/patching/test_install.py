@@ -102,7 +102,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     package = tmp_path / "accprobe_patched_example"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '1.5.0'\n")
-    (package / "observer.py").write_text(SOURCE)
+    (package / "layers.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("accprobe_patched_example.layers")
     for name in [n for n in sys.modules if n.startswith("accprobe_patched_example")]:

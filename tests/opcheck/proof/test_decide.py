@@ -93,7 +93,7 @@ def test_what_rounds_toward_zero_is_said_once_for_its_class_and_side() -> None:
     cut = [replace(checked(tap, "pass"), rounding="toward zero") for tap in ("first", "second")]
     result = judged(comparison(), [checked("first", "pass")], [*cut, replace(checked("third", "pass"), cls="D")])
     (said,) = [n for n in result.notes if "toward zero" in n]
-    assert said.startswith("replay: rounds toward zero in mine: C (2 of 2 outputs of 2 modules): rounding alone")
+    assert said.startswith("replay: rounds toward zero in mine: C (2 of 2 outputs of 2 modules): rounding of a machine")
     assert result.verdict == "pass"
 
 
