@@ -107,6 +107,6 @@ def test_what_an_origin_is_worth_by_chance():
         "the limits name an origin, of whatever size, in 1 of 1,100 comparisons with rounding alone"
     )
     assert facts.alarms(comparison(by_chance=0.0, false_alarm_rate=0.2)) == (
-        "the limits name an origin, of whatever size, in fewer than 1 of 1,000,000,000,000 comparisons of honest "
-        "machines"
+        "the limits name an origin, of whatever size, in fewer than 1 of 1,000,000,000,000 comparisons with "
+        "rounding alone"
     )

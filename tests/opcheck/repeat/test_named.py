@@ -61,7 +61,7 @@ def test_integers_below_a_number() -> None:
         (["--op", "aten.silu", "--shape", "7", "--rows", "N"], "name a smaller size"),
         (["--op", "aten.silu", "--shape", "7", "--rows", "1,N", "--repeat", "3"], "choose one"),
         (["--op", "aten.silu", "--shape", "7", "--repeat", "3", "--kl"], "--kl does not go with"),
-        (["--shape", "7"], "--shape and --with belong to --op"),
+        (["--shape", "7"], "--shape and --with go with --op"),
         ([], "DUMP is missing"),
     ],
 )
