@@ -174,7 +174,7 @@ def test_mistakes_are_one_line_and_start_nothing(
         (["--set", "tokens", "--", f"touch {marker}"], "--set tokens: write NAME=VALUE"),
         (["--", "nosuchprogram"], "nosuchprogram: no such command"),
         ([], "no command is named"),
-        (["--exec", "true", "--", "true"], "the command is given twice"),
+        (["--exec", "true", "--", "true"], "the command is named twice"),
         (["--atb-type", "onnx", "--", f"touch {marker}"], "onnx draws what model or layer writes"),
         (["--exec", f"touch {marker}", "-child", "maybe"], "--save-operation-child maybe: write True or False"),
         (["-seed", "3", "--", f"touch {marker}"], "-seed: the probe changes no seed"),
