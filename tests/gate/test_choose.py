@@ -111,7 +111,8 @@ PLAN = LocalizePlan(
     (1100, [("a", 0, 6)], ["2 of 3", "filled the prefix cache"]),
     (100, [("a", 1, 6)], ["2 of 3", "filled the prefix cache", "the 100 rows of the prompt"]),
     (25, [("a", 5, 6)], ["2 of 3", "filled", "100 rows of the prompt", "the tokens before token 5"]),
-    (1, [("a", 6, 6)], ["2 of 3", "filled", "rows of the prompt", "before token 6", "GB a rank are needed (--localize-gb)"]),
+    (1, [("a", 6, 6)], ["2 of 3", "filled", "rows of the prompt", "before token 6",
+                         "GB a rank are needed (--localize-gb)"]),
 ])  # fmt: skip
 def test_what_a_budget_leaves(left: float, windows: list[Any], says: list[str]) -> None:
     plan = narrowed(PLAN, RowSizes(10.0, 0.5, left))
