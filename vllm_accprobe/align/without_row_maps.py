@@ -374,7 +374,7 @@ def _torch_and_atb(torch: Any, other: Any, types: Mapping[str, tuple[str, ...]])
     lines = ["mapping: operators of an ATB graph and modules of a torch model, by their types and order"]
     for taps in _graphs(other.records):
         forest = atb.tree(taps, other.topology)
-        matches, said = atb_torch.atb_to_torch(forest, _graph_pairs_modules(torch), shapes, types)
+        matches, said = atb_torch.atb_to_torch(forest, _modules_of(torch), shapes, types)
         lines += [s for s in said if s not in lines]
         for m in matches:
             sources = tuple(place for s in m.torch if (place := _recorded(s, have)) is not None)
@@ -398,7 +398,7 @@ def _graphs(records: Iterable[Record]) -> list[list[str]]:
     return [list(taps) for taps in dict.fromkeys(tuple(sorted(t)) for t in by_step.values())]
 
 
-def _graph_pairs_modules(dump: Any) -> list[tuple[str, str]]:
+def _modules_of(dump: Any) -> list[tuple[str, str]]:
     """(tap, class) in the order in which they ran, those that never did behind them."""
     ran = sorted((r for r in dump.records if r.step is not None), key=lambda r: (r.step, r.rank, r.seq))
     classes = {r.tap: r.cls for r in (*ran, *(r for r in dump.records if r.step is None)) if r.tap != ROOT_TAP}

@@ -1079,7 +1079,7 @@ def _texts(e: Event, key: str) -> tuple[str, ...]:
     return tuple(v[:200] for v in value[:8])
 
 
-def _state_lines_counts(e: Event, key: str) -> dict[str, int]:
+def _finding_counts(e: Event, key: str) -> dict[str, int]:
     value: Any = e.get(key) or {}
     if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
         raise ValueError(f"{key} is {short(value)}")
@@ -1098,7 +1098,7 @@ FINDING = LineKind(
     left_out=(None, (), ""),
 )  # fmt: skip
 TOTALS = LineKind("states", StateTotals, needs=("mode",),
-                  readers={"events": _state_lines_counts, "skipped": _state_lines_counts})  # fmt: skip
+                  readers={"events": _finding_counts, "skipped": _finding_counts})  # fmt: skip
 RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={"owner": _owner})
 
 

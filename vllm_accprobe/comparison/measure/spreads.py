@@ -145,7 +145,7 @@ def take_spreads(
     many of such pairs have none, by reason). asked: these taps were asked for, so that outputs which pass and are not
     identical have one, too."""
     units = {u.key: u for u in plan.units}
-    chosen, left_out = _spreads_chosen(pairs, origins, asked)
+    chosen, left_out = _pairs_to_spread(pairs, origins, asked)
     left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
     out = []
     for i in chosen:
@@ -160,7 +160,7 @@ def take_spreads(
     return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
 
 
-def _spreads_chosen(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
+def _pairs_to_spread(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
     """The failed pairs, the origins' before the others, then the origins' others, then, where ``asked``, all others;
     the largest error over its limit first. And what is beyond `MAX_PAIRS`."""
 
@@ -197,13 +197,13 @@ def _one(
     if size > left:
         return f"beyond a {SHARE}th of the bytes that were compared"
     try:
-        spread = _spreads_spread(index, group, sides, *found, plan, loaders)
+        spread = _spread_of(index, group, sides, *found, plan, loaders)
     except Unread:
         spread = None
     return (spread, size) if spread is not None else "values that cannot be read"
 
 
-def _spreads_spread(
+def _spread_of(
     index: int, group: Group, sides: Sequence[Group], keys: np.ndarray, error: np.ndarray, plan: Plan,
     loaders: tuple[Loader, Loader],
 ) -> ValueSpread | None:  # fmt: skip
@@ -211,7 +211,7 @@ def _spreads_spread(
     blocks = []
     chosen = _some(keys, error, max(1, MAX_VALUES // max(1, _width(group))))
     for golden in reversed(sides):
-        rows = _spreads_find(plan.tokens.golden, golden, chosen), _spreads_find(plan.tokens.mine, group, chosen)
+        rows = _rows_at(plan.tokens.golden, golden, chosen), _rows_at(plan.tokens.mine, group, chosen)
         both = (rows[0] >= 0) & (rows[1] >= 0)
         if not both.any():
             continue
@@ -284,7 +284,7 @@ def _some(keys: np.ndarray, error: np.ndarray, limit: int) -> np.ndarray:
     return np.unique(keys[np.union1d(worst, spread)])
 
 
-def _spreads_find(side: SideRows, group: Group, keys: np.ndarray) -> np.ndarray:
+def _rows_at(side: SideRows, group: Group, keys: np.ndarray) -> np.ndarray:
     """int64 [n]: the row of each of ``keys``, the last where there are several, -1 where there is none."""
     out = np.full(len(keys), -1)
     rows = None if group.where is None else side.rows.get(group.where)

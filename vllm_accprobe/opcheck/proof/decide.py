@@ -118,10 +118,10 @@ def rounded_caches(caches: Mapping[str, OtherCache], right: Collection[str]) -> 
     groups: dict[tuple[str, str], list[str]] = {}
     for tap, (side, kind, *_) in caches.items():
         groups.setdefault((side, kind), []).append(tap)
-    return [_rounded_caches_said(side, kind, taps, caches, right) for (side, kind), taps in groups.items()]
+    return [_cache_note(side, kind, taps, caches, right) for (side, kind), taps in groups.items()]
 
 
-def _rounded_caches_said(
+def _cache_note(
     side: str, kind: str, taps: list[str], caches: Mapping[str, OtherCache], right: Collection[str]
 ) -> str:  # fmt: skip
     wrong = [tap for tap in taps if tap not in right]

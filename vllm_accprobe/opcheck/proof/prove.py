@@ -302,11 +302,11 @@ def _moved(
     second = references.evaluate(replace(call, attrs=given) if own else replace(call, parent=given))
     if isinstance(first, Declined) or isinstance(second, Declined):
         return None
-    most = max((times for times in _other_constants_outputs(captured, first, second)), default=0.0)
+    most = max((times for times in _effect_by_output(captured, first, second)), default=0.0)
     return most, given.read & set(golden)
 
 
-def _other_constants_outputs(
+def _effect_by_output(
     captured: Captured, first: Mapping[str, Expected], second: Mapping[str, Expected]
 ) -> Iterator[float]:  # fmt: skip
     for role, output in captured.what.outputs.items():
