@@ -352,8 +352,9 @@ def _few(stretch: Stretch, rows: np.ndarray) -> bool:
     if len(at) < _LOOKED // 16:
         return False
     at = at[np.linspace(0, len(at) - 1, min(len(at), _LOOKED)).astype(np.int64)]
-    pairs = np.stack([golden[at], mine[at]], axis=1)
-    return len(np.unique(pairs, axis=0)) < _NEW * len(at)
+    pairs = np.empty(len(at), np.complex128)  # sorted as numbers: rows of two are sorted forty times more slowly
+    pairs.real, pairs.imag = golden[at], mine[at]
+    return len(np.unique(pairs)) < _NEW * len(at)
 
 
 _MOST = 1 << 20
