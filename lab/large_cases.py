@@ -9,6 +9,7 @@ it has, and the hash of its name the half it is in. Groups:
     drawn       one fault in one layer
     everywhere  the same fault in all layers; the first layer's is to be named
     clean       no fault: other batches and chunks, another dtype, other kernels
+    real        4 layers with the shapes of a model of 7 billion parameters, 2,000 rows, weights in the checkpoint only
 
 Not here: the models (large_models.py), engines (large_runs.py), judging (large_judge.py).
 """
@@ -20,15 +21,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from support.engine import Ask
+from support.prompts import prompts
+
 from lab.cases import HANDWRITTEN, HELD_OUT, TUNED, half
 from lab.generated import draws
-from lab.large_models import EXPERTS, HEAD, INNER, LAYERS, SOFT_CAP, WIDTH, WINDOW
+from lab.large_models import EXPERTS, HEAD, INNER, LAYERS, REAL, SOFT_CAP, WIDTH, WINDOW
 from lab.places import Fault, Place, attention, dense_model, ends, experts, mlp
 from lab.ways import TEXT
 
 KERNELS = ("native", "avx2")
 ASKS = TEXT
 """481 prompt tokens and 42 that are decoded, as in the small laboratory: a pair with a float32 golden has 1.6 GB."""
+REAL_ASKS = [Ask(ids, 8) for ids in prompts(900, 500, 300, 150, 70, 31)]
+"""1,951 prompt tokens and 42 that are decoded."""
 _ROWS = ("prefill", "decode", "position>=100", "position>=200", "position:45", "chunk>=2", "row>=64", "batch>=4")
 SIZES = {TUNED: 24, HELD_OUT: 32}
 """Drawn faults by half. Chosen: 60 and a few more in all, half of them held out."""
@@ -36,17 +42,22 @@ SIZES = {TUNED: 24, HELD_OUT: 32}
 
 @dataclass(frozen=True)
 class Way:
-    """How requests reach an engine, and the engine's arguments."""
+    """How requests reach an engine, the engine's arguments, and its environment."""
 
     how: str = "serial"
     engine: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
 
+_REAL_CACHE = {"kv_cache_memory_bytes": 1 << 29}
+_ACTIVATIONS = {"VLLM_ACCPROBE_PARTS": "input,output"}
 WAYS = {
     "float32": Way(engine={"dtype": "float32"}),
     "serial": Way(),
     "mixed": Way("together", {"max_num_batched_tokens": 96}),
     "chunks": Way("staggered", {"max_num_batched_tokens": 48}),
+    "real-float32": Way(engine={"dtype": "float32", **_REAL_CACHE}, env=_ACTIVATIONS),
+    "real": Way("together", {"max_num_batched_tokens": 512, **_REAL_CACHE}, _ACTIVATIONS),
 }
 GOLDENS = ("float32", "serial")
 
@@ -60,6 +71,10 @@ class Run:
     way: str
     faults: tuple[Fault, ...] = ()
     fault_name: str = ""
+
+    @property
+    def asks(self) -> list[Ask]:
+        return REAL_ASKS if self.model == REAL else ASKS
 
     @property
     def name(self) -> str:
@@ -360,4 +375,16 @@ CLEAN = [
     *[pair for model in ("llama", "qwen2") for pair in _cleans(model, [*_FEW, *_MORE])],
     *[pair for model in ("mixtral", "gemma2") for pair in _cleans(model, _FEW)],
 ]
-PAIRS: list[Pair] = [*ISSUE, *EVERYWHERE, *_filled(), *CLEAN]
+
+
+def _real(name: str, faults: Sequence[Fault], expected: tuple[str, ...]) -> Pair:
+    mine = Run(REAL, "native", "real", tuple(faults), name if faults else "")
+    return Pair(name, "real", Run(REAL, "native", "real-float32"), mine, expected)
+
+
+_SCALED = f"{_L}.2.self_attn.attn"
+REAL_SHAPES = [
+    _real("real-clean", [], ()),
+    _real("real-softmax-scale", [{"kind": "attn", "module": _SCALED, "factor": 1.02}], (_SCALED,)),
+]
+PAIRS: list[Pair] = [*ISSUE, *EVERYWHERE, *_filled(), *CLEAN, *REAL_SHAPES]

@@ -1,4 +1,5 @@
 """The models of the large laboratory: 16 layers of width 1,024, random weights; a capture has 0.6 GB, or 1 in float32.
+One has the shapes of a model of 7 billion parameters in 4 layers: 1.6 GB of weights, or 3.2 in float32.
 
 The problem: a pair of tiny models is replayed whole, so it says nothing about a replay that has to choose. The idea:
 the shapes of scripts/tiny_model.py, widened: 16 heads of 64 channels, 4 of keys and values, with the same deviations of
@@ -38,6 +39,16 @@ _GEMMA2: dict[str, Any] = {
 }
 
 
+REAL = "llama-7b"
+_REAL: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+
+
 def _gemma2(c: dict[str, Any]) -> Iterator[Weight]:
     """Norms in front of and behind attention and MLP; the head is the embedding."""
     h, heads, kv, d = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
@@ -63,6 +74,7 @@ def _wide(name: str, **more: Any) -> TinyModel:
 MODELS: dict[str, TinyModel] = {
     "llama": _wide("llama"),
     "qwen2": _wide("qwen2"),
+    REAL: _wide("llama", **_REAL),
     "mixtral": _wide("mixtral", intermediate_size=EXPERT_INNER, num_local_experts=EXPERTS, num_experts_per_tok=2),
     "gemma2": TinyModel(
         tiny_model.MODELS["llama"].config
@@ -73,7 +85,8 @@ MODELS: dict[str, TinyModel] = {
         mean_gain=0.0,  # vLLM adds 1 to them
     ),
 }
-"""``llama``, ``qwen2`` (biases of q, k and v): dense. ``mixtral``: 8 experts. ``gemma2``: soft cap, windows."""
+"""``llama``, ``llama-7b``, ``qwen2`` (biases of q, k and v): dense. ``mixtral``: 8 experts. ``gemma2``: soft cap,
+windows."""
 
 
 def make(name: str, path: Path) -> Path:

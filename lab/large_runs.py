@@ -20,7 +20,7 @@ from support import kernels
 from support.engine import EngineHost
 
 from lab import large_models
-from lab.large_cases import ASKS, WAYS, Run
+from lab.large_cases import WAYS, Run
 
 NEEDS_GB = 6.0
 """Room that a run may need: three times what a capture of float32 takes."""
@@ -58,7 +58,8 @@ class Runs:
         out = self.at(run)
         out.parent.mkdir(parents=True, exist_ok=True)
         faults = [dict(fault) for fault in run.faults]
-        self._host(run.kernels).capture(model, ASKS, out=out, fault=faults, how=way.how, **_ENGINE, **way.engine)
+        engine = _ENGINE | way.engine
+        self._host(run.kernels).capture(model, run.asks, out=out, fault=faults, how=way.how, env=way.env, **engine)
         self._done(run).write_text(_text(run))
         return True
 
@@ -90,6 +91,7 @@ def possible(name: str) -> bool:
 
 def _text(run: Run) -> str:
     """All that a run is made of, but for the kinds' code."""
-    made_of = [large_models.MODELS[run.model].config, asdict(WAYS[run.way]), [asdict(ask) for ask in ASKS], _ENGINE]
+    way = {k: v for k, v in asdict(WAYS[run.way]).items() if v or k != "env"}
+    made_of = [large_models.MODELS[run.model].config, way, [asdict(ask) for ask in run.asks], _ENGINE]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
     return json.dumps(asdict(run) | {"made of": digest}, sort_keys=True)

@@ -227,9 +227,7 @@ def strange_hit(llm: Any, donor: str = "a") -> Before:
 # --- whose blocks a prefix hit brings ---------------------------------------------------------------------------------
 
 
-def hit_of(
-    llm: Any, columns: Sequence[tuple[str, int]], victim: str = "b", tokens: int | None = None
-) -> Before:
+def hit_of(llm: Any, columns: Sequence[tuple[str, int]], victim: str = "b", tokens: int | None = None) -> Before:
     """A prefix hit gives ``victim`` the blocks that others hold, (request, column of its table) each; also of requests
     that have ended by then, whose blocks may be others' now."""
     scheduler = lab.scheduler_of(llm)

@@ -387,11 +387,17 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
-    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told."""
+    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told; ``(13x, by
+    its gain)`` where another measure than the row's error decided, by which both numbers are so far apart."""
     limit, factor, size = origin.get("floor"), origin_times(origin), origin_size(origin)
     later = "up to " if num(size) != num(created) else ""
     text = f"{later}{num(size)}" + ("" if limit is None else f", limit {num(limit)}")
-    return text + (f" ({factor})" if factor else "")
+    by = _DECIDED.get(str(origin.get("decided_by")), "")
+    return text + (f" ({factor}{by})" if factor else "")
+
+
+_DECIDED = {"gain": ", by its gain", "column": ", by a column", "element": ", by an element"}
+"""Measures of a replay (docs/opcheck.md) that are not the row's error."""
 
 
 def created_as(origin: Mapping[str, Any]) -> str:

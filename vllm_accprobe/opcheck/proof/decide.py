@@ -181,7 +181,8 @@ class ReplayFinding:
     propagated: what came in with its inputs (prove.py), None where that is not known; where it is, created,
     request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
     tier, times, chance: which floor it breaks, by how much, and how likely rounding alone breaks it (statistic.py),
-    chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None."""
+    chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None; measure: what is
+    furthest beyond its limit (floors/verdict.py), "" where that is not known."""
 
     tap: str
     cls: str
@@ -199,6 +200,7 @@ class ReplayFinding:
     chance: float | None = None
     layers: Mapping[str, int] | None = None
     phase: str | None = None
+    measure: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,8 @@ def _blame(value: Mapping[str, Any]) -> ReplayFinding:
         raise TypeError("a number is none")
     if blame.tier not in TIERS or not isinstance(blame.times, (int, float)):
         raise TypeError("its floor is none that we know")
-    if not isinstance(blame.phase, (str, type(None))):
-        raise TypeError("a phase is no word")
+    if not isinstance(blame.phase, (str, type(None))) or not isinstance(blame.measure, str):
+        raise TypeError("a phase or a measure is no word")
     if not isinstance(blame.chance, (int, float, type(None))):
         raise TypeError("a chance is no number")
     if blame.layers is not None and not (isinstance(blame.layers, dict) and set(blame.layers) == {"in", "of"}):
@@ -484,6 +486,7 @@ def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
     """compare.json's entry of an origin; where the comparison had found it, its words stay."""
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}
+    at |= {"decided_by": b.measure} if b.measure else {}
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:

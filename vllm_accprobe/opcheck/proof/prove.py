@@ -433,7 +433,7 @@ def _blame(c: CheckResult, split: Split | None) -> ReplayFinding:
         request, position, phase = split.request, split.position, split.phase
     return ReplayFinding(
         c.tap, c.cls, c.role, c.seq, request, position, created, propagated, c.severity, c.rows, c.message,
-        c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase,
+        c.tier or BEYOND_CHANCE, c.severity, c.chance, phase=phase, measure=c.measure or "",
     )  # fmt: skip
 
 
