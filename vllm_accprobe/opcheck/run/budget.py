@@ -43,6 +43,9 @@ _EASILY = 0.25
 """Chosen: of the time, what may begin without waiting for the comparison."""
 _SURE = 0.7
 """Chosen: of the time, what is planned: two processes wait for one another, and files are read."""
+_MORE_TIME = 8.0
+"""Chosen: so many times what there is time for is planned. A machine that was busy when its speed was measured, and is
+idle now, does more than was expected; planning all of a huge dump would take the time itself."""
 _PER_CALL = 4e-4
 """Measured: seconds of Python for an output, whatever its size."""
 _MORE = 1.8
@@ -259,7 +262,7 @@ class _Choice:
         for may still be done if there is after all."""
         for stretch in stretches:
             over = not self._left(1.0)
-            if over and not self._left(2.0):
+            if over and not self._left(_MORE_TIME):
                 return
             for tap in self._by_tap:
                 self._take(tap, stretch, None, True, over)
