@@ -1,22 +1,12 @@
-"""Tensors that no engine stored, made of some that it did, and found from the values.
+"""Tensors that no engine stored, made of some that it did, and relations found from values.
 
-What a model's source computed between two modules, found from the values on both sides.
-
-The problem: a residual sum, a gate's product or the split of a joined projection is a line of Python that no module
-boundary shows, and a graph without it falls apart. The idea: each of these is exact. A slice has the very bits; a sum
-or a product of two tensors of one dtype is rounded once (IEEE 754), so that computing it here gives the same bits. It
-is tried on the first rows or on all, and all bits must agree: what only nearly fits is no relation.
-
-Tensors that no engine stored, made of some that it did.
-
-The problem: what one engine computes at one place, another computes at three, or never has in one piece. The idea: a
-`Derived` record stands among the others of its dump and says of which records it is made and how; a `View` is a dump
-with such records in it, and makes their values when they are read. Whoever compares need not know.
-Formulas: joining and adding as numpy does; ``rope`` is x * cos + rotate_half(x) * sin on each head of the size of cos
-[Su et al., RoFormer, arXiv 2104.09864, in the half-split form of GPT-NeoX], in float32.
-
-Not here: where the tensors come from (topology/data_flow.py, opcheck/proof/explained.py), which tensors are wanted
-(names.py).
+The problem: what one engine computes at one place another computes at three; a residual sum or a split is a line of
+Python that no module boundary shows. The idea: a `Derived` record says of which records it is made and how; a `View` is
+a dump with such records and makes their values when they are read. `Relations` finds a slice, picked rows, a sum or a
+product of earlier tensors: each is exact or rounded once (IEEE 754), so that all bits must agree. Formulas: joining and
+adding as numpy does; ``rope`` is x * cos + rotate_half(x) * sin on each head of the size of cos [Su et al., RoFormer,
+arXiv 2104.09864, in the half-split form of GPT-NeoX], in float32. Not here: which tensors are wanted (names.py,
+topology/data_flow.py, opcheck/proof/explained.py).
 """
 
 from __future__ import annotations

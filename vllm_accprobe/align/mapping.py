@@ -1,10 +1,9 @@
-"""Which place of the golden a place of mine is, said by rules: a user's file, or the built-in tables.
+"""Rules that say which place of golden a place of mine is: a user's file, or a built-in table.
 
-The problem: two engines build one model from other modules: one projection here is three there, a residual is added
-here inside a norm and there between layers. The idea: a rule names a place of mine by a pattern and says, as templates,
-of which golden tensors the same values are made: one, several joined or added, transposed. Patterns and templates are
-strings that are only matched and filled in, never run.
-Not here: the built-in rules (vllm_hf.py), applying rules to dumps (names.py).
+The problem: two engines build one model from other modules: one projection here is three there. The idea: a rule names
+a place of mine by a pattern and says, as templates, of which golden tensors its values are made: one, several joined or
+added, transposed. Patterns and templates are strings that are only matched and filled in, never run. Not here: the
+built-in rules (engines/), applying rules to dumps (names.py).
 """
 
 from __future__ import annotations

@@ -1,31 +1,11 @@
 """Dumps without row maps: whole tensors meet by step, by file, or by what the tools' own files say.
 
-Dumps without row maps: whole tensors meet, step by step and rank by rank.
-
-The problem: other tools do not write down which row is which token. The idea: where one side has no row maps, neither
-is used: the tensors of a step are compared as they are, flattened. Steps pair by their numbers where one tool wrote
-both dumps, by order where two tools did, which count from 0 or from 1. To all that comes after, a step is one row: of
-one subject per rank, at the step's place, so that what went wrong in one step may explain the next through attention.
-Ranks whose layout nobody wrote down meet rank by rank where both sides have the same ranks; else their pieces are
-joined as align/ranks.py can. From the step on whose token ids (or other whole numbers that go in first) differ, the
-runs are about different texts: those steps are left out, and said.
-
-A folder of files beside a tool's dump: a file is the tensor whose name it bears.
-
-The problem: somebody saves tensors under another tool's names (a torch_xray dataset's as .npy, msprobe's .pt in one
-folder, an archive with a module's path for a key), or a single file is one dataset of an .h5; a file has no step and no
-role, so no place of the two would pair. The idea: a file whose path without its ending is a tensor's name in the other
-dump, or ends with it, takes that tensor's place; of one name in many steps and ranks, the directories above say which.
-Names are the tool's own spelling, ``<tap>.<role>``, and a tap with one output. What bears no such name stays as it is.
-
-Dumps of two tools, or of two graphs of one tool, that share no names: what their own files say about each other.
-
-The problem: an ATB graph numbers operators, torch names modules, the graph engine joins the names of what it fuses. The
-idea: who knows a format knows which of its places is which of another's (align/engines/atb_torch.py, atb.py,
-torchair.py); here that knowledge becomes rules for names as they stand, which names.py applies like any other.
-
-Not here: names (names.py), shapes that differ (comparison/measure/activations.py), opening (formats/folder.py,
-single.py), the pairing of what has places (names.py), patterns (mapping.py, vllm_hf.py).
+The problem: other tools do not record which row is which token, name files as they like, and share no names with each
+other. The idea: where one side has no row maps neither is used: the tensors of a step are compared whole, steps by
+number within one tool and else by order, up to the step whose input ids differ; a step is one row. A file takes the
+place of the tensor whose name its path ends with. Between ATB, torch, GE and FX, what each format knows of another's
+places becomes rules for names (names.py). Not here: patterns (mapping.py), opening (formats/), which ATB operator is
+which module (engines/atb_torch.py).
 """
 
 from __future__ import annotations
@@ -44,8 +24,7 @@ import numpy as np
 from vllm_accprobe.align.derived import View, read
 from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import RoleRule, Rules, Source, TapRule
-from vllm_accprobe.align.requests import RequestPlan
-from vllm_accprobe.align.tokens import Cell, Rows, SideRows, Space, TokenPlan, make_key
+from vllm_accprobe.align.tokens import Cell, RequestPlan, Rows, SideRows, Space, TokenPlan, make_key
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, Record
 from vllm_accprobe.formats import atb, torchair

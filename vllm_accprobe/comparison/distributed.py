@@ -1,28 +1,10 @@
-"""Units measured by threads, by other processes of this machine, or by a Ray cluster.
+"""Units measured by processes of this machine (``--jobs``) or by a Ray cluster, in the order of the plan.
 
-Batches of units, done somewhere else by workers that may die, in the order of the plan.
-
-The problem: a worker is killed (no memory, a machine that goes away), and neither that nor the order in which workers
-end may change the outcome, nor may what is ready early pile up behind one slow batch. The idea: a `Crew` only starts a
-task and tells which one ended; here is kept which tasks wait, how often one was lost (LOST times more it is done again)
-and what is ready but not yet due; no task begins that is further ahead than a fixed number.
-
-Units measured by processes of this machine: ``--jobs N``.
-
-The problem: threads share one interpreter, and a file that kills the process which reads it (a bad disk, no memory)
-takes the command along. The idea: N children (children.py), each with its own files, buffers and one thread, are given
-a batch at a time; one that is killed is replaced, and its batch done again. A thread for each child writes to it and
-waits, so that none waits for another; everything else is distributed.py's, as on a cluster.
-
-Units measured on the machines of a Ray cluster.
-
-The problem: a dump of many machines is large, and each machine has its own ranks' files on its own disk. The idea: each
-machine is asked once which files of both dumps it can read; a batch of units goes to a worker on a machine that holds
-all that it needs, and only metrics come back. A worker that dies is replaced on its machine.
-The plan is made where the command runs, from all journals: they must be readable there.
-
-Not here: what they do (worker.py), what a child does (worker.py), the order, what a worker does (worker.py), the plan
-(plan/).
+The problem: a worker may be killed, which must change neither the outcome nor its order, and each machine of a cluster
+has its own files. The idea: a `Crew` starts tasks and reports which one ended; `in_order` keeps what waits, repeats a
+lost task LOST times and bounds how far workers run in front. Processes are children with a thread each for their pipes;
+cluster machines are asked once which files they can read, and get the batches for which they have all files. Not here:
+what a worker does (worker.py), the plan (plan/), which is made where the command runs.
 """
 
 from __future__ import annotations
@@ -45,7 +27,7 @@ from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.workers import CACHE, batches
+from vllm_accprobe.comparison.measure.measurer import CACHE, batches
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.comparison.worker import Briefing, Station, heard, receive, send, side_of

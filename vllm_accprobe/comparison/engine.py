@@ -1,8 +1,8 @@
-"""Two dumps in, a Comparison out: measuring.
+"""Two dumps in, a `Comparison` out.
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
-the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (units.py, workers.py, activations.py, coverage.py), the verdict (judging.py).
+the plan's units are measured by workers into plain values (measure/measured.py), from which judging.py makes the
+result. Not here: the plan (plan/), one unit (measure/measurer.py), the verdict (verdict/judging.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.comparison import notes
+from vllm_accprobe.comparison.coverage import coverage
+from vllm_accprobe.comparison.gaps import taps_of
 from vllm_accprobe.comparison.measure.measured import (
     ComparisonContext,
     Measured,
@@ -25,21 +27,18 @@ from vllm_accprobe.comparison.measure.measured import (
     moments_of,
     places_of,
 )
+from vllm_accprobe.comparison.measure.measurer import measure_all, unit_bytes
 from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.measure.sampler_rows import RequestedRows, best_logits
-from vllm_accprobe.comparison.measure.spreads import take_samples, take_spreads
-from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
 from vllm_accprobe.comparison.notes import differing
-from vllm_accprobe.comparison.plan.annotations import links_of, sources_of
-from vllm_accprobe.comparison.plan.coverage import coverage
+from vllm_accprobe.comparison.plan.relations import links_of, sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
-from vllm_accprobe.comparison.row_table import BOUND, RowLog
+from vllm_accprobe.comparison.row_table import BOUND, RowLog, take_samples, take_spreads
 from vllm_accprobe.comparison.states import states_of
 from vllm_accprobe.comparison.store import Finished, identity
-from vllm_accprobe.comparison.verdict.gaps import taps_of
 from vllm_accprobe.comparison.verdict.judging import gather, judge
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump

@@ -1,17 +1,8 @@
-"""The words of a result: pairs, notes and messages.
+"""The words of a result: pairs, first divergence, flips, weights, images.
 
-What is not the same on both sides and no error of either: masks of logits, ways of hashing images.
-
-The problem: a grammar gives another token, a release another hash of the same picture; a reader must learn of both, and
-nobody be blamed. The idea: one sentence for each, with what differs and on which side.
-
-The words of a result: pairs, notes and messages.
-
-The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
-functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
-
-Not here: how it is told that nobody is to blame (judge/flips.py, align/requests.py), what both dumps say by themselves
-(notes.py), and what is wrong (judge/).
+The problem: the same facts are read in a table, a terminal and a page. The idea: pure functions from what was measured
+to finished rows and sentences; each names the thing, the number and the limit, once. Not here: what both dumps say by
+themselves (notes.py), what is wrong (judge/).
 """
 
 from __future__ import annotations
@@ -24,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.activations import said as figures_said
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.row_table import RowTable
-from vllm_accprobe.judge import flips
-from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
+from vllm_accprobe.judge import near_ties as flips
+from vllm_accprobe.judge.tensor_errors import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels.formulas import Metrics
 from vllm_accprobe.standards.limits import Limits
 

@@ -1,44 +1,11 @@
-"""What a comparison notes beside its verdict: constants, dumps without tensors, other standards.
+"""Notes beside the verdict: what explains a difference better than any operator, or leaves nothing to compare.
 
-What two dumps and the plan say by themselves, whatever the verdict: notes, and why there is nothing to compare.
-
-The problem: other prompts, another model or a rank that stopped early explain a difference better than any operator.
-The idea: pure functions from dumps and plan to sentences, said before all numbers.
-
-Modules that were built with other numbers: an epsilon, a softmax scale, a window.
-
-The problem: a constant that is wrong in mine's module is right for mine's own replay, which reads it there; and where
-its effect is small, no limit of a comparison shows it. The idea: what both dumps recorded of the same module is laid
-side by side, and a number of a formula that differs is an origin of its own kind, ``setting``: the module computes what
-it was built to compute, and who built it is wrong. Sizes differ between machines that are right (ranks, packing, block
-sizes), so only numbers that go into a formula count, by their names. A number that is recorded at several places (an
-attention and its backend) is one finding, at the innermost.
-Where it cannot matter, it is a note: no tensor of the module, nor of what contains it, was compared, or its outputs are
-equal. Whether it matters where they are not, a replay with both values tells (opcheck/proof/prove.py).
-
-What is said before the verdict: rows that became NaN, rows that went to other experts, modules with other constants.
-
-The problem: a step from numbers to NaN, or a choice that nobody could check, is lost among thousands of pairs. The
-idea: each is counted where it is judged, and said once, in a note, which every report puts first.
-
-Dumps without a tensor to compare: what their ledgers of states and their weights' lives say all the same.
-
-The problem: a ledger of states is a dump without tensors, and so is a server's that was loaded, reloaded and never
-asked; a comparison of two such found "nothing" and hid what they had found. The idea: where neither side captured a
-tensor, mine's ledger, or the weights that were compared, are the comparison. Where tensors were captured and none has a
-partner, that stays "nothing could be compared", since whoever wanted them compared must not read PASS; but a finding of
-mine's own is told, and fails.
-
-A comparison under another tool's standard: its columns beside ours, its word as the status.
-
-The problem: the verdict shall be the other tool's and everything else stay readable. The idea: judged as always first;
-then the tool's rule (standards/) gives each pair its cells and its word. An error fails the pair, a warning is told and
-passes; where a tool has no verdict, ours stays. Origins, floors, flipped tokens and the shape of the error
-are ours in any case, and a note says what our own standard made of it.
-
-Not here: the words of what was measured and judged (messages.py), what was recorded (capture/), the other notes
-(messages.py), the counting (judge/origins.py, judge/routing.py), what they say (comparison/states.py, judge/weights/),
-the rules.
+The problem: other prompts, another model, a rank that stopped early or a module with another constant explain more than
+any tensor. The idea: pure functions from dumps and plan to sentences, which every report puts first. Constants that go
+into a formula and differ are origins of their own kind, ``setting``, unless nothing that was compared shows them. Dumps
+without a common tensor may still be compared by their ledgers of states and their weights. Another tool's standard
+gives pairs its columns and status (`apply`); origins and floors stay ours. Not here: words of pairs and flips
+(messages.py), the counting (judge/near_ties.py), the rules (standards/).
 """
 
 from __future__ import annotations
@@ -51,7 +18,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from vllm_accprobe.align.requests import what_differs
+from vllm_accprobe.align.tokens import what_differs
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.read import UNREAD
@@ -63,7 +30,7 @@ from vllm_accprobe.dump.reader import Dump, nearest
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.routing import Rerouted
+from vllm_accprobe.judge.near_ties import Rerouted
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
 from vllm_accprobe.standards.declaration import NO_VERDICT, OF_PAIRS, SKIPPED, Cell, NamedStandard, Numbers, PairRule
@@ -404,9 +371,7 @@ def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> lis
         return []
     first, said = next(iter(left.items()))
     which = "1 module was" if len(left) == 1 else f"{len(left)} modules were, each,"
-    return [
-        f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"
-    ]
+    return [f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"]
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:

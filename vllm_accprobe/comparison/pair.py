@@ -1,17 +1,8 @@
 """One row of compare.csv, how many there are of each kind, and how many times its limit a pair reaches.
 
-One row of compare.csv, and how many there are of each kind.
-
-The problem: what a pair of tensors came to is read by the table, the page and the exit code alike. The idea: a frozen
-value of plain numbers and words, whose fields are the columns; one place counts them.
-
-How many times its limit a pair reaches: the one factor that table, page, terminal and neighbours of an origin show.
-
-The problem: a pair is judged by one of several measures, each with a limit of its own. The idea: whatever decided is
-divided by what it was held against, and infinite is what no limit allows.
-
-Not here: the whole result (result.py), how the numbers come about (engine.py), what they mean (judge/), the words
-(report/facts.py).
+The problem: table, page, terminal and exit code must show one status and one factor for a pair. The idea: a frozen
+value whose fields are the columns; one place counts them; `severity` divides what decided by its own limit. Not here:
+the whole result (result.py), how the numbers come about (engine.py), the words (report/facts.py).
 """
 
 from __future__ import annotations

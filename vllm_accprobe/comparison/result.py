@@ -1,8 +1,8 @@
 """What a comparison found: the values that the engine makes and the reports read.
 
-The problem: verdict, table, page and exit code must all say the same thing. The idea: they read one frozen
-value, `Comparison`, of plain numbers, strings and lists; nothing is computed twice and nothing needs a tensor again.
-Not here: one pair (pair.py), how the numbers come about (engine.py), what they mean (judge/), how they look (report/).
+The problem: verdict, table, page and exit code must all say the same thing. The idea: they read one frozen value,
+`Comparison`, of plain numbers, strings and lists; nothing needs a tensor again. Not here: one pair (pair.py), how the
+numbers come about (engine.py), what they mean (judge/), words (report/).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
-    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.row_table import RowTable, ValueSample, ValueSpread
 
 __all__ = [

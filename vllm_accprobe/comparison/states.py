@@ -1,10 +1,9 @@
 """What the ledgers of states of two runs say: "the cache, not the kernel".
 
-The problem: an operator that computes rightly with a wrong state looks as if it created an error, or creates none that
-a comparison sees. The idea: what a run's own ledger has found (docs/state-checks.md) needs no other run; it
-goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say: it is the
-first origin. What golden's ledger has found as well is no difference, and is a note. Not here:
-how states are watched (capture/states/), the sentence of one finding (dump/journal.py).
+The problem: an operator that computes rightly with a wrong state appears to create an error, or creates none that a
+comparison sees. The idea: what a run's own ledger has found (docs/state-checks.md) needs no other run: mine's first
+finding is the first origin and fails the comparison; what golden's ledger has found as well is a note. Not here: how
+states are watched (capture/states/), the sentence of a finding (dump/journal.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What another process does: it reads the dumps itself, measures the units that it is told, and answers in bytes.
+"""What another process does: it opens the dumps, measures the units that it gets, and answers in bytes.
 
-The problem: a worker begins with nothing, must not hold more of a dump than the command would, and what it finds out
-beside the numbers (files that cannot be read) must not be lost. The idea: a `Station` is made of what the command knows
-already (`Briefing`: where the files are, the row maps), so that nothing is planned twice; its answer to a batch is
-frames of bytes (comparison/store.py): the units, and the sentences. `main` is a process of this machine that has one.
-What a worker is told comes from the process that started it, as a pickle of the plan's values through a pipe that only
-these two have (Ray does the same); nothing that comes from a dump, and nothing that a worker says, is unpickled.
-Not here: who starts it, and whether it lives (distributed.py, distributed.py).
+The problem: a worker begins with nothing, must hold no more of a dump than the command would, and must report files
+that cannot be read. The idea: a `Station` is made from a `Briefing` (where the files are, the row maps), so that
+nothing is planned twice; it answers a batch with frames of bytes (store.py). The briefing is a pickle from the parent
+process through a pipe that only these two have; nothing that comes from a dump, or from a worker, is unpickled. Not
+here: who starts it, and whether it lives (distributed.py).
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from typing import Any, BinaryIO
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.measurer import CACHE, UnitMeasurer
 from vllm_accprobe.comparison.measure.read import unread
-from vllm_accprobe.comparison.measure.workers import CACHE, UnitMeasurer
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.comparison.result import CompareError

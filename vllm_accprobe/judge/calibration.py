@@ -1,13 +1,10 @@
-"""What honest runs of one model differ by, tap by tap: a measured floor, and the file that holds it.
+"""A measured floor: what correct runs of one model differ by, tap by tap, and the file that holds it.
 
-The problem: a model of rounding knows dtypes and depths, but not that this model amplifies at layer 30 or that its
-router sits on near ties. The idea: golden's own side is run twice, with other batches, another reduction order or
-another dtype, and compared with itself; what that shows at each tap is honest by definition. It is small (a few numbers
-per tap), so it is made once on the reference machine and carried to the other as a file.
-How it is used: errors are told in units of it; a limit is never below MARGIN times it; an origin that golden's own runs
-show too, and as strongly, is none. It never makes a limit tighter: two runs of one machine differ by less than two
-machines may.
-Not here: making one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py).
+The problem: a model of rounding knows dtypes and depths, not that this model amplifies at layer 30. The idea: golden's
+side is run twice, with other batches, reduction order or dtype, and compared with itself. The result is a few numbers
+per tap, made once on the reference machine and carried to the other as a file. A limit is never below MARGIN times the
+floor, an origin that golden's own runs show as strongly is none; a floor never makes a limit tighter. Not here: making
+one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py).
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
 """Every number of the judge, with where it comes from.
 
-The problem: a limit that was tuned on one machine condemns or misses on another, and nobody can tell which number
-it was. The idea: a number is *derived* (a formula), *measured* (a script remakes it, with the figure that it gave)
-or *chosen* (a reason), and stands here with that word; a test reads this file and the rest of the room, and fails
-for a number that has no source or stands elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from
-clean pairs.
-
-u is one rounding of the tensor's dtype (floor.py). What is allowed depends on how many questions are asked, so that
-most limits are no numbers at all but quantiles at one rate of false alarms (statistic.py). Not here: units of
-rounding by dtype (floor.py), the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
+The problem: nobody can tell which tuned number condemned an operator on another machine. The idea: each is *derived* (a
+formula), *measured* (a script remakes it) or *chosen* (a reason) and stands here with that word; a test fails for a
+number without a source or elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from clean pairs. u is
+one rounding of the tensor's dtype (floor.py). Most limits are quantiles at one false-alarm rate (statistic.py). Not
+here: the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
 """
 
 from __future__ import annotations
 
 import math
 
-from vllm_accprobe.standards.constants import TRUNCATED as TRUNCATED
-from vllm_accprobe.standards.constants import TRUNCATIONS as TRUNCATIONS
+from vllm_accprobe.standards.limits import TRUNCATED as TRUNCATED
+from vllm_accprobe.standards.limits import TRUNCATIONS as TRUNCATIONS
 
 # --- one rate of false alarms ----------------------------------------------------------------------------------------
 

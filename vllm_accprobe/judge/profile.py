@@ -1,11 +1,9 @@
 """How a machine computes, as a few sentences and a small file that can be carried to another machine.
 
-The problem: whoever brings a model up on a new card sees thousands of small differences, and most of them come from a
-handful of decisions of that card: how results are rounded, how wide sums are, what is rounded on the way. The idea: a
-`Habit` is one such decision of one operator in one dtype, from a closed list, in words, with its price and with what it
-was seen in; a `Profile` is all of them of one dump, with the host they were seen on. A habit is told once and is no
-fault at the default standard; nothing that is not on this list is ever excused for being everywhere.
-Not here: how a habit is recognised and decided (opcheck/habits/decided.py), who is blamed for departing from one.
+The problem: whoever brings a model up on a new card sees thousands of small differences, most of which come from a few
+decisions of that card. The idea: a `Habit` is one such decision of one operator in one dtype, from a closed list, with
+its price; a `Profile` is all of them of one dump. A habit is reported once and is no fault at the default standard. Not
+here: how a habit is recognised and decided (opcheck/habits/decided.py).
 """
 
 from __future__ import annotations

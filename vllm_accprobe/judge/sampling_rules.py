@@ -1,16 +1,14 @@
 """What a request's own parameters make of its logits, and which token they let the sampler take.
 
-The problem: a token is right or wrong only by its own request's temperature, filters, seed, penalties, biases and word
-lists, and by the very logits that the model gave; two runs that differ do not tell which of them is wrong, and two that
-agree may both be. The idea: one row of logits is processed again in float64 from what the dump has of its request, and
-what the engine's processors left, and the token that it took, either lie within rounding of that or do not. Where the
-noise that draws tokens is known, a seed names the very token; elsewhere a token must be one that the filters keep.
+The problem: a token is right or wrong only by its own request's temperature, filters, seed, penalties and word lists.
+The idea: one row of logits is processed again in float64; what the engine's processors left, and its token, either lie
+within rounding of that or do not. Where the noise of draws is known, a seed names the token; else the filters bound it.
 
 Order and formulas are vLLM's [vllm/v1/sample/sampler.py: allowed tokens, bad words, a minimum of tokens, biases,
 penalties; then temperature, min-p, top-k, top-p]. Repetition: N. Keskar et al., CTRL, arXiv 1909.05858, section 4.1.
 Presence and frequency: OpenAI's API reference. Top-p: A. Holtzman et al., arXiv 1904.09751. Min-p: M. Nguyen et al.,
 arXiv 2407.01082. The draw: argmax of x plus Gumbel noise [L. Devroye, 1986]. Not here: what a dump has of a row
-(align/tokens.py), what a flipped token then means (flips.py), vendors' operators (opcheck/references/samplers/).
+(align/tokens.py), what a flipped token means (near_ties.py), vendors' operators (opcheck/references/samplers/).
 """
 
 from __future__ import annotations
@@ -406,7 +404,6 @@ class _Check:
         nth = f"draw {self.row.generated + 1} of seed {asks.seed} by {filters(asks)}"
         told = f"{nth} is token {should}, not {token}"
         return replace(found, token=WRONG, why_token=told, should=should)
-
 
     def _blamed(self, found: RowCheck, told: str, should: int) -> RowCheck | None:
         """The processors, where a wrong way of theirs gives the token, and what was seen of what they left."""

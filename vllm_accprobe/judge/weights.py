@@ -1,28 +1,11 @@
-"""What the fingerprints of weights say: within one run, between two, and over their history.
+"""What the fingerprints of weights show: within one run, between two runs, and from which event on.
 
-A finding about weights, as a plain value.
-
-What a dump says of each parameter, put in order: one state for each event.
-
-The problem: lines come as they were made, rows only where they are new, and a parameter that lies as it was given has
-one line for both. The idea: a `State` holds all forms of one parameter after one event, its rows filled in from the
-last line with the same sum; a `History` is the states of one rank's parameter.
-
-What is wrong with weights by one dump alone.
-
-The problem: most faults of a sync show without a golden: a shard that loading wrote and a reload did not, an adapter's
-slot that holds the one before, a scale that is zero. A parameter that merely stays the same is none: trainers freeze
-some, and small steps round to nothing. The idea: what loading wrote is what a whole reload writes, row by row and time
-by time; what packing changed at loading it changes again. Each rule names the first event at which it holds, and
-nothing is said of what was not looked at.
-
-Golden's weights against mine's, event by event: from which on they differ.
-
-The problem: kernels pack weights in forms of their own, so what lies in memory cannot be compared between machines, and
-one wrong parameter explains everything behind it. The idea: the k-th event of a kind meets the k-th of the same kind;
-there the parameter is compared as it was given, or where a packing was taken off; else without order, where the shapes
-are one. The first event at which it differs is named, and whether mine's was written there at all. Parameters that are
-cut otherwise, or have other dtypes, are counted and not compared.
+The problem: one wrong parameter explains everything behind it, and kernels pack weights in forms of their own. The
+idea: journal lines become one `State` per parameter and event. Within one run (`faults_within`), what loading wrote a
+whole reload must write again, row by row, and what loading packed it must pack again; a parameter that stays the same
+is no fault. Between two runs (`weights_between`), the k-th event of a kind is compared with the k-th, as loaded or
+unpacked, else without order; the first event at which a parameter differs is named. Other cuts and dtypes are counted.
+Not here: how fingerprints are taken (capture/weights/), the journal's lines (dump/journal.py).
 """
 
 from __future__ import annotations

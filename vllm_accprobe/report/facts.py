@@ -1,40 +1,9 @@
 """What a comparison says, in sentences and picks that do not depend on where they are shown.
 
-Whose each pair is: an origin's own, or what its error became further on; and all of them in one sum.
-
-The problem: "968 of 2,760 pairs failed" says how far an error has spread, and not in how many places it is made. The
-idea: a failed pair of a tensor that an origin is blamed for is its own, any other one is propagated; with those that
-pass and those that are skipped they add up to all.
-
-Words of a command line that can be copied: quoted paths, and names of a dump as globs.
-
-The problem: a name comes from a dump and may hold a blank, a quote, a star, a comma or a line break, and an option may
-take a list of globs. The idea: a path or an exact name is quoted, or there is no command with it at all; in a glob,
-whatever would mean something there becomes ``?``, which stands for any one character.
-
-Which floor an origin breaks, by how much, and how likely that is by chance, in plain words.
-
-The problem: "13 times the limit" convicts or merely puzzles, depending on where the limit comes from. The idea: each of
-the tiers (judge/statistic.py) has one sentence, made here from an origin's fields and from nothing else, for all
-reports alike; what an origin does not say is left out.
-
-What a comparison says, in sentences and picks that do not depend on where they are shown.
-
-The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, the counts and
-how bad a pair is are made once, here, as plain values.
-Every string returned is already ``safe``.
-
-The worst failed pairs, one for each cause.
-
-The problem: a fault in one operator fails at every step, rank and request and in all that is computed from it, and the
-ten worst of all pairs are then ten rows of one fault, while a second one, a tenth as large, is on no list. The idea:
-pairs of one tap are one cause, and so are those of an origin that is in several layers; each is told by its worst pair,
-and how many more are like it. Origins go first: another tap that fails only shows what reached it.
-The page's table has all pairs.
-
-Not here: how an origin is found (judge/), which commands are worth typing (follow_ups.py), the floors (judge/,
-opcheck/), the layout, judging (judge/), layout (terminal.py, html/), how bad a pair is (facts.severity), the layout
-(terminal.py, markdown.py, notebook.py).
+The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, counts, how bad a
+pair is, which limit an origin breaks and how likely that is by chance, and the worst pair of each cause are made once,
+here, as plain values. A failed pair is an origin's own or propagated. Every string returned is `safe`. Not here:
+judging (judge/), which commands are worth typing (follow_ups.py), layout (terminal.py, html/, markdown.py).
 """
 
 from __future__ import annotations

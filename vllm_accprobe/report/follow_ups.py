@@ -1,12 +1,9 @@
 """What to type next, as commands that run as they are printed.
 
-The problem: a report names the operator that is wrong, and the reader must find out by himself which of twenty commands
-brings him on, and how his paths, this operator's name and the wrong row are spelled there. The idea: from a finished
-comparison, without opening anything, at most five steps are derived, the most useful first: the call as a test for
-whoever owns the kernel, its check, the wrong row on both sides, its layer alone. What cannot work with these dumps is
-not offered: a test of a call only where a replay has found it wrong, so that it has its tensors and a reference; where
-inputs were not captured, the capture that would have them. Terminal, page, markdown and compare.json (``next``) show
-the same. Not here: what decides an open answer, the spelling (facts.py).
+The problem: a report names the operator that is wrong, and the reader must find which command helps and how paths,
+names and the wrong row are spelled there. The idea: from a finished comparison at most five steps follow, the most
+useful first: the call as a test, its check, the wrong row on both sides, its layer alone. What cannot work with these
+dumps is not offered. Not here: what decides an open answer (comparison/verdict/follow_ups.py), spelling (facts.py).
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.comparison.gaps import splitting
 from vllm_accprobe.comparison.pair import severity
 from vllm_accprobe.comparison.verdict.follow_ups import DumpFacts
-from vllm_accprobe.comparison.verdict.gaps import splitting
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report.charts import layer_of
 from vllm_accprobe.report.facts import glob_of, line_of, operators, own_pairs, path_word, wrong_states

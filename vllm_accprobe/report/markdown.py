@@ -1,19 +1,9 @@
 """The comparison as Markdown and for GitHub Actions.
 
-The comparison as GitHub-flavoured Markdown: for a pull request, a step summary, a ticket.
-
-The problem: names come from dumps, and Markdown has many ways to turn a name into markup. The idea: names and messages
-stand in code spans whose fence is longer than any run of backticks in them, everything else is our own words and
-numbers; pipes are escaped because tables split at them even there.
-
-The comparison for GitHub Actions: annotations on the log, a summary on the run's page.
-
-The problem: a workflow command is a line of the log, ``::error title=T::message``, so a name from a dump with a newline
-or ``::`` in it could issue commands of its own. The idea: everything that is printed is ``safe`` (one line, printable)
-and then escaped as the runner unescapes it: %, CR, LF everywhere, and ``:`` and ``,`` in properties [actions/toolkit,
-packages/core/src/command.ts].
-
-Not here: what is said (facts.py).
+The problem: names come from dumps; Markdown has many ways to turn one into markup, and a workflow command is a line of
+the log. The idea: names stand in code spans with a fence longer than any run of backticks in them, pipes escaped; what
+is printed as a command is one `safe` line, escaped as the runner unescapes it: %, CR, LF, and ``:`` and ``,`` in
+properties [actions/toolkit, packages/core/src/command.ts]. Not here: what is said (facts.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A comparison in a notebook: a data frame, a figure, and a few lines of HTML where the cell's result is shown.
+"""A comparison in a notebook: a data frame, a figure, and a few lines of HTML.
 
-The problem: who explores a comparison wants its numbers in the tools of a notebook, not in a page. The idea: three
-functions behind the methods of ``Comparison``; pandas and plotly are imported when they are called. The HTML is small
-and has no script, because notebooks are mailed and committed. Not here: the whole page (html/).
+The problem: who explores a comparison wants its numbers in the tools of a notebook. The idea: three functions behind
+the methods of ``Comparison``; pandas and plotly are imported when they are called; the HTML has no script.
 """
 
 from __future__ import annotations

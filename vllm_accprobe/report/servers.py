@@ -1,23 +1,8 @@
 """Results of gate, localize, self-check, eval-diff and bisect as lines and JSON.
 
-Two servers' log-probabilities as lines and json.
-
-What a dig found, as lines: what was captured, whether the fault showed, the culprit, and what to type next.
-
-Train against rollout, as lines and json.
-
-One server against itself, as lines and json.
-
-Two runs of an evaluation as lines and as a table.
-
-The problem: two accuracies side by side ask to be read as a drop. The idea: one sentence for each metric that says both
-counts, whether the difference is more than chance, how large it may be, and how many questions would show it.
-
-A bisection's plan and result as lines and json.
-
-Not here: the measures (gate/measure/), the facts (gate/localize.py), sentences about an origin that compare's
-reports share (report/facts.py), the measures (gate/trainer.py), what is concluded (gate/self_check.py), the
-statistics (gate/samples/), the search (gate/bisect/).
+The problem: two accuracies side by side ask to be read as a drop, and a gap without its floor as a fault. The idea:
+pure functions from results to lines and plain values; one sentence for each metric says both counts, whether the
+difference exceeds chance, and what would have been seen. Not here: measures and conclusions (gate/).
 """
 
 from __future__ import annotations

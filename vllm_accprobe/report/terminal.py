@@ -1,9 +1,9 @@
 """The comparison as lines of text: verdict and culprit first, then what supports them.
 
-The problem: the reader wants to know what is wrong, where and how much, in the first line, also in a pipe or a CI log.
-The idea: each section is a pure function from a Comparison to lines; ``lines`` puts them in order, ``render`` only
-colours and prints. What is left out is counted, and the line says where to see it. Not here: sentences and picks that
-the page shows too (facts.py).
+The problem: the reader wants to know what is wrong, where and how much, in the first line, also in a CI log. The idea:
+each section is a pure function from a `Comparison` to lines; ``lines`` puts them in order, ``render`` colours and
+prints. What is left out is counted, and the line says where to see it. Not here: sentences that the page shows too
+(facts.py).
 """
 
 from __future__ import annotations

@@ -1,34 +1,10 @@
-"""Gaps, coverage, machines and an origin's neighbours in words.
+"""Parts of a report that every output words alike: gaps, coverage, machines, an origin's neighbours.
 
-A gap between two taps in words: where it is, what lies in it, and the setting that would split it.
-
-The problem: an error that comes up between two taps belongs to no operator that was seen, and a name of one would send
-the reader to innocent code. The idea: wherever an origin is named, a gap is named by its two ends; one line says which
-modules lie there. Every string returned is already ``safe``.
-
-What a verdict covers, in words and as a table: checked, compared only, unseen, and the smallest error that shows.
-
-The problem: PASS is read as "all is right", whatever was looked at. The idea: beside the verdict stands whether
-operators were checked (computed again from what they read) or only compared, with the command that would check them;
-and below it a row for each class of operator, in the same words on terminal, page and markdown.
-Every string returned is ``safe``.
-
-How the two machines compute: a line for each habit, golden against mine where they differ.
-
-The problem: whoever ports an engine wants to know first how the new machine rounds, flushes and sums, and which of it
-is merely another honest way. The idea: habits of one operator, dtype and kind on both sides are one line; what differs
-comes first and says its price, what is alike is collapsed by what it says. A habit is a mapping: kind (the question),
-operator, dtype, words (the answer: "rounds toward zero"), price (units of the dtype's rounding that it can cost),
-outputs and of (how many of the operator's outputs show it), layers (modules that do).
-
-An origin's neighbours in words, for the terminal and for whoever cannot see the page's drawing.
-
-The problem: the same edge stands in a line, in a drawing and in that drawing's description. The idea: one phrase for an
-edge and one for its error. Every string returned is already ``safe``.
-
-Not here: what lies there (comparison/verdict/gaps.py), the figures (comparison/verdict/covered.py), the command
-(comparison/verdict/follow_ups.py), finding them, which edges there are (comparison/verdict/neighbours.py), the drawing
-(report/html/around.js).
+The problem: the same fact stands on terminal, page and in markdown, and names come from dumps. The idea: one phrase for
+each, here: a gap is named by its two ends; below the verdict stands whether operators were checked or only compared,
+and a row per class; habits of one operator on both sides are one line, differences first; an edge is one phrase with
+its error. Every string returned is `safe`. Not here: the figures (comparison/coverage.py, comparison/gaps.py,
+comparison/verdict/), layout.
 """
 
 from __future__ import annotations
@@ -38,13 +14,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.plan.annotations import GOLDEN
-from vllm_accprobe.comparison.verdict.gaps import splitting
+from vllm_accprobe.comparison.gaps import splitting
+from vllm_accprobe.comparison.plan.relations import GOLDEN
 from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Around, Edge
 from vllm_accprobe.report.text import MISSING, count, factor, num, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.result import Comparison
 
 

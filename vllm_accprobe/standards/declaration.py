@@ -1,9 +1,8 @@
-"""What a standard's file says: its names, and for each what it judges and how.
+"""What a standard's file declares: its names, and for each what it judges and how.
 
-The problem: compare has pairs of whole tensors, opcheck one output against its reference, opdiff the same output of two
+The problem: compare has pairs of whole tensors, opcheck one output against its reference, opdiff one output of two
 machines; a tool's rule may fit one of them or all. The idea: a `NamedStandard` has a place for each, and what is empty
-it cannot judge. The rules are plain functions from numbers to words, made of what was measured anyway.
-Not here: the rules (one file each), how they are found (__init__.py).
+it cannot judge; rules are plain functions from numbers to words. Not here: the rules (one file each), finding them.
 """
 
 from __future__ import annotations

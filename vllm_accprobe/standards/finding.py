@@ -1,8 +1,7 @@
-"""What a standard says about one output, and what it was said from.
+"""What a standard says about one output, and from which numbers.
 
-The problem: a verdict without its numbers cannot be argued with, and rows must be sorted by how bad they are. The
-idea: a `RuleFinding` carries each number that was held against a limit, as a `Judged`; status, message and severity
-follow from those. Not here: the limits (one file per standard).
+The problem: a verdict without its numbers cannot be argued with. The idea: a `RuleFinding` carries each number that had
+a limit, as a `Judged`; status, message and severity follow from those. Not here: the limits (one file per standard).
 """
 
 from __future__ import annotations

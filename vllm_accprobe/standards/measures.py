@@ -1,8 +1,7 @@
 """The measures of one output against its reference: their names, as opcheck.csv has them, and what each is.
 
-The problem: every standard counts something of its own, and a csv that another machine wrote must mean the same. The
-idea: one dataclass that all of them read; a standard says which of its fields it looks at. g is the reference, m is
-mine, d = m - g; CURRENT, V1 and ACCUMULATIVE are dtype_limits.py's limits of what a small value is.
+The problem: a csv that another machine wrote must mean the same. The idea: one dataclass that all standards read. g is
+the reference, m is mine, d = m - g; CURRENT, V1 and ACCUMULATIVE are dtype_limits.py's limits of what a small value is.
 Not here: how they are measured (opcheck/measures.py). Needs neither numpy nor torch.
 """
 

@@ -1,33 +1,13 @@
-"""msprobe's standards: cosine and the dual metrics by dtype; of two machines the ratios of msprobe's second stage.
+"""msprobe's standards: cosine and dual metrics by dtype; of two machines, ratios of their distances from the CPU.
 
-Which of msprobe's algorithms and monitoring levels an operator falls under.
-
-The problem: msprobe's documents choose the algorithm by the name of a PyTorch API, and the level by another list;
-captured calls are called `aten.mm.default`, `QKVParallelLinear` or `torch.ops.npu.npu_rms_norm`. The idea: a call's
-name is brought to the API's name (`api_of`), an operation in place is its twin's, and the lists are data. The
-documents say which algorithms there are, that dual-1000 is for conv1d and conv2d only, that integers and booleans are
-compared bit by bit, and the levels; the other lists are the release's api_precision_standard.yaml. msprobe 26.2's code
-judges every float output by the benchmark ratio whatever the lists say: the documents are followed here.
-
-msprobe's two-sided standard: mine's distance from the CPU against golden's distance from the same CPU.
-
-The problem: a kernel that rounds is never equal to its reference, and how much rounding an operator may show is best
-told by a machine that is trusted. The idea: six algorithms, chosen by operator and dtype, each of
-some measures of one side or the ratio of both sides' measures. Two releases of the rules: `CURRENT`, with levels L0,
-L1 and L2 and no warnings, and `V1` (1.0.4), one level with warnings above 1. Sources: the documents of
-api_precision_compare_details.csv of both releases; where they leave open what a ratio to nothing is, msprobe 26.2
-(a smallest divisor by dtype) and, for 1.0.4, plain division, 0 / 0 being 1. Where msprobe's code differs, the documents
-are followed (docs/opcheck.md). Beyond the documents: a NaN or infinity that mine has and the CPU has not is
-an error unless golden has it too, and a measure that is itself NaN or infinite on both sides is no agreement.
-
-msprobe: cosine, largest error, then the dual metrics by dtype; of two machines the ratios of msprobe_ratios.py.
-
-Sources: the documents of accuracy_checking_details.csv, section "API Pre-check Metrics" (release 1.0 in Chinese, the
-present one in English; the rules of one side against its benchmark are the same in both, the columns' names are each
-document's own). Where msprobe's code differs, the documents are followed: its code judges float outputs by benchmark
-ratios that need a second machine's csv, which these rules do not.
-
-Not here: where the measures come from (opcheck/diff.py).
+One side: the documents of accuracy_checking_details.csv, section "API Pre-check Metrics" (release 1.0 in Chinese, the
+present one in English). Two machines: six algorithms, chosen by operator and dtype (`api_of` brings a call to its API's
+name; the lists are api_precision_standard.yaml's), in two releases: `CURRENT`, levels L0 to L2 without warnings, and
+`V1` (1.0.4), one level with warnings above 1; sources are the documents of api_precision_compare_details.csv. Where
+they leave open what a ratio to nothing is: msprobe 26.2's smallest divisor by dtype, and for 1.0.4 plain division, 0 /
+0 being 1. Where msprobe's code differs, the documents are followed (docs/opcheck.md). Beyond them: a NaN or infinity
+that mine has and the CPU has not is an error unless golden has it too. Not here: measuring (opcheck/measures.py,
+opcheck/diff.py).
 """
 
 from __future__ import annotations
@@ -453,9 +433,7 @@ def _exact(m: Measures, op: str) -> RuleFinding:
     return of("binary consistency", [Judged("binary_err_ratio", rate, 0.0, ERROR if bad else PASS, bad)])
 
 
-def machines(
-    release: Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None
-) -> RuleFinding:
+def machines(release: Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:
     """Mine's distance from the CPU against golden's; of two dtypes, what judges mine alone."""
     theirs = golden.values
     if golden.dtype != mine.dtype:

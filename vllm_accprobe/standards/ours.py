@@ -6,7 +6,7 @@ toward zero fails; of two machines it is what both csv files say themselves.
 
 from __future__ import annotations
 
-from vllm_accprobe.standards import constants as c
+from vllm_accprobe.standards import limits as c
 from vllm_accprobe.standards.declaration import MachineRule, MachineSide, NamedStandard
 from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Judged, RuleFinding, skip
 from vllm_accprobe.standards.limits import Standard

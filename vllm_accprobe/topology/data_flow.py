@@ -1,21 +1,10 @@
-"""Which call feeds which, from the tensors that a dump recorded.
+"""Which call feeds which, from the tensors that a dump recorded, as a graph.
 
-The calls of one step of one rank, with what tells their tensors apart, and which call stands inside which.
-
-The problem: which tensor feeds which is nowhere written; but a tensor that one module gave and another took has the
-same bytes. The idea: a tensor is known by the hash of its bytes: the capture's, or one that is computed here where the
-dump has values and no hash; where only statistics were stored, by dtype, shape and these. A call of a module is its
-tensors under one tap and call; of an operator, what its line names.
-
-Which call feeds which, from the tensors that a dump recorded.
-
-The problem: a dump has the inputs and outputs of modules and operators, and no edges; what a model's source computes
-between two modules (a residual sum, a split) was recorded by nobody. The idea: an input is the latest earlier output of
-equal bytes, or the model's own input. What no call gave is looked for among what the caller had (derived.py). Where
-that finds nothing, a module gets it from a node ``NotRecorded``, which is drawn behind what nobody else took and says
-that this is a guess; an operator gets it from outside, as a weight or a constant would come.
-
-Not here: what is computed between calls (align/derived.py), files (model_graph.py).
+The problem: a dump has inputs and outputs of calls, and no edges; what source code computes between two modules was
+recorded by nobody. The idea: a tensor is known by the hash of its bytes, or by dtype, shape and statistics; an input is
+the latest earlier output of equal bytes, or the model's own input. What no call gave is searched among what the caller
+had (align/derived.py); what is still missing comes from a node ``NotRecorded`` that says it is a guess, and for an
+operator from outside. Not here: files (model_graph.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A model's tree of modules, or of ATB's operators, as lines for a terminal.
 
-The problem: sixty layers of ten modules each are six hundred lines, of which fifteen say something. The idea: a tree of
-names, classes and shapes, in which neighbours whose insides are alike share one line, and a level below which nothing
-is opened. Not here: which tensor feeds which (data_flow.py).
+The problem: sixty layers of ten modules each are six hundred lines, of which fifteen say something. The idea:
+neighbours that are alike inside share one line, and nothing is opened below a level. Not here: what feeds what
+(data_flow.py).
 """
 
 from __future__ import annotations

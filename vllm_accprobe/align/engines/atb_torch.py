@@ -1,12 +1,11 @@
 """Which operator of an ATB graph is which module of a torch model.
 
-The problem: the two share no name, and torch's tree is written in the order of declaration, not of execution. The idea:
-an operator's part in its layer is told by what it is and where it stands: linear layers before the attention core are
-q, k and v (or all of them in one), the first one behind it is o, of those behind the second norm the last is down; a
-module's part is told by its name and by what encloses it. Equal parts of equal layers pair. Where a module has a bias
-and the operator has not, the addition behind it is what must be compared. The user's op mapping (ATB's types → torch's
-classes) pairs what is left by order, and overrules a pair that it does not allow.
-Not here: the graph (atb.py), applying what is found here (align/without_row_maps.py).
+The problem: the two share no name, and torch's tree is in the order of declaration, not of execution. The idea: an
+operator's part in its layer follows from its type and place: linear layers before the attention core are q, k and v,
+the first behind it is o, of those behind the second norm the last is down; a module's part follows from its name. Equal
+parts of equal layers pair. Where only the module has a bias, the addition behind the operator is compared. The user's
+op mapping (ATB's types → torch's classes) pairs the rest by order, and overrules. Not here: the graph (formats/atb.py),
+applying what is found (without_row_maps.py).
 """
 
 from __future__ import annotations

@@ -1,20 +1,9 @@
-"""Whether processors and sampler did what a row's request asks, and what is known of flipped tokens.
+"""What both dumps know of rows of logits: requests' parameters, masks, and the best logits of flipped tokens.
 
-Whether each side's processors and sampler did what the request of a row asks.
-
-The problem: where tokens flip, or processors left other logits, both sides' bytes say only that they differ; which of
-them is wrong follows from the request's own parameters, the model's logits and the tokens before. The idea: all that a
-dump has of the row goes to judge/sampling_rules.py, once for each side, and comes back as plain values that a saved
-comparison keeps. Rows whose processed logits are the same bits on both sides are not looked at: there is nothing to
-explain.
-
-What both dumps recorded about the logits that a flipped token was sampled from.
-
-The problem: whether a sampler was wrong depends on what it was given: the model's logits, and what grammars, word lists
-or penalties had made of them. The idea: for each flip, the best logits of its row on both sides, what masked them, and
-the best that were left, as plain values that a saved comparison keeps.
-
-Not here: what a flip means (judge/flips.py), what follows (judge/flips.py).
+The problem: where tokens flip, both sides' bytes say only that they differ; who is wrong follows from the request's
+parameters, the model's logits, what grammars or penalties left of them, and earlier tokens. The idea: each side's row
+goes to judge/sampling_rules.py, and comes back as plain values that a saved comparison keeps. Rows whose processed
+logits are the same bits on both sides are left out. Not here: what a flip means (judge/near_ties.py).
 """
 
 from __future__ import annotations
@@ -26,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.requests import identity
-from vllm_accprobe.align.tokens import Flip, SampledHistory
+from vllm_accprobe.align.tokens import Flip, SampledHistory, identity
 from vllm_accprobe.comparison.measure.read import Loader, Unread
 from vllm_accprobe.comparison.plan.unit import (
     MASKED_IDS,

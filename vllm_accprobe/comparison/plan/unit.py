@@ -1,23 +1,10 @@
-"""What is compared at one place: a unit of the plan, and how the ranks' pieces make a whole.
+"""What is compared at one place: a `Unit` of the plan, and how ranks' records make a whole.
 
-The records of several ranks as groups, each with the way in which its pieces make a whole.
-
-The problem: a layout may be written down, be unknown, or be that of a merged projection; the other side's shape may
-tell. The idea: a `Group` is one side's records of one tensor in one step, and `merged` makes the groups of one place on
-both sides, each with a plan for joining its pieces or the reason why there is none.
-
-What is compared at one place: a unit of the plan, and the sampler's own places.
-
-Partial sums that the model used as they were.
-
-The problem: a row-parallel layer that was told to leave its all-reduce to somebody else, who does not do it either, has
-outputs that are written down as partial sums; added up they are right, and the model went on with one rank's share. The
-idea: the bytes tell. A norm reads whole hidden states; where what a norm read is, bit for bit, what was to be added up,
-nobody added it up, and each rank's share is compared as the value that it was taken for.
-
-Not here: the plans for joining (align/ranks.py, align/ranks.py), which records belong together (units.py), which
-units there are (units.py), measuring (measure/), how partial sums are added (align/ranks.py), copies that differ
-(read.py).
+The problem: a layout may be recorded, be unknown, or be a merged projection's; and a row-parallel layer may leave its
+all-reduce to nobody. The idea: a `Group` is one side's records of one tensor in one step, with a plan for joining its
+pieces or the reason why there is none (`merged`); the other side's shape may tell. Where a norm reads, bit for bit, a
+rank's partial sum, nobody summed it, and each share is compared as it was used (`loose`). Not here: the joining plans
+(align/ranks.py), which units there are (units.py), measuring (measure/).
 """
 
 from __future__ import annotations
@@ -29,9 +16,9 @@ from typing import Any
 
 from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
 from vllm_accprobe.align.tokens import Space
-from vllm_accprobe.dump.schema import OWN, Layout, Record
-from vllm_accprobe.judge.flow import Key
-from vllm_accprobe.judge.routing import Chooser
+from vllm_accprobe.dump.schema import DEALT, OWN, Layout, Record
+from vllm_accprobe.judge.near_ties import Chooser
+from vllm_accprobe.judge.upstream import Key
 
 DEALT_OUT = "of images that were dealt out to ranks, and without rows"
 Moment = tuple[int, "int | None"]
@@ -192,7 +179,7 @@ class Unit:
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
     (judge/upstream.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
     chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
-    (judge/routing.py). takes: of a router's logits, how many of the highest are taken, where the choice
+    (judge/near_ties.py). takes: of a router's logits, how many of the highest are taken, where the choice
     itself is not in both dumps; else 0."""
 
     key: Key
@@ -248,3 +235,11 @@ def _reads_whole(r: Record) -> bool:
 
 def _at(r: Record) -> tuple[int, int | None, str]:
     return r.rank, r.step, r.hash or ""
+
+
+TEXT = "text"
+
+
+def family(space: str) -> str:
+    """Rows of tokens and of logits are the same rows; a vision space's are its own, whatever rank computed them."""
+    return space.partition(DEALT)[0] if space.startswith("vision") else TEXT

@@ -2,9 +2,7 @@
 
 The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
 idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
-pairs agree with it, so that no table calls a culprit clean.
-Not here: the finding itself (judge/origins.py, judge/flips.py), what was recorded of a flipped token
-(sampler_rows.py).
+pairs agree with it. Not here: the finding itself (judge/), what was recorded of a flip (measure/sampler_rows.py).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
-from vllm_accprobe.judge import flips as rules
+from vllm_accprobe.judge import near_ties as rules
 from vllm_accprobe.judge import shape
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest

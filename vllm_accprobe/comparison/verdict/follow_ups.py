@@ -1,11 +1,9 @@
 """What would decide, as commands, where a comparison leaves its answer open.
 
-The problem: "no operator stands out" or "odd for its kind" is the end of what these two captures can say, and the
-reader does not know which further run would say more. The idea: from the plain values of a finished comparison it is
-derived what is missing (a replay, the inputs to replay with, a second run of golden's side, a golden in float32, rows,
-values, logits), and each gap becomes a sentence and the commands that close it, with the paths of these two dumps.
-Nothing is said where the answer is closed: a pass without holes, or an origin that breaks a floor which convicts.
-Not here: the finding (judge/), how it is shown (report/).
+The problem: "no operator stands out" is all that these two captures can say, and the reader does not know which further
+run would say more. The idea: from a finished comparison it is derived what is missing (a replay, inputs, a second run,
+a float32 golden, rows, logits); each gap is a sentence and the commands that close it, with these dumps' paths. Nothing
+is said where the answer is closed. Not here: the finding (judge/), how it is shown (report/).
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
+from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
-from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
-from vllm_accprobe.comparison.verdict.gaps import suspects_of
-from vllm_accprobe.judge.flips import UNKNOWN
+from vllm_accprobe.judge.near_ties import ROWS_AFTER, UNKNOWN
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, SIBLING_OUTLIER
 
 FEW_ROWS = 32
@@ -279,7 +276,7 @@ class _Case:
     def _unjudged(self) -> Iterator[_Step]:
         skipped = self.result.coverage.get("skipped") or {}
         compared = int(self.result.coverage.get("rows_compared") or 0)
-        ties, flips = int(skipped.get(NEAR_TIE) or 0), int(skipped.get(AFTER_FLIP) or 0)
+        ties, flips = int(skipped.get(ROWS_AFTER) or 0), int(skipped.get(AFTER_FLIP) or 0)
         # Rows after a near tie were compared and then left unjudged; those after a flip were never compared.
         if ties + flips > MOST * (compared + flips):
             yield (

@@ -1,39 +1,11 @@
-"""A measured comparison in, a Comparison out.
+"""A measured comparison in, a `Comparison` out.
 
-Rows of one part that a router sent to other experts, and those that come after one.
-
-The problem: a row behind a near tie has other values than golden's and no error; it must neither fail its pair nor
-teach blame anything, and a tensor without rows does not say which part of it is such a row's. The idea: before a part
-is judged, its errors are forgiven where a near tie explains them, and what was left out is said.
-
-The rows of a place that have an error, of all its tensors, as one trace wants them.
-
-The problem: a place has one tensor per step, with rows, without, or with one number that stands for all; blame wants
-one list of rows. The idea: the rows with an error of all parts, one after the other, each with what is known of it.
-
-All tensors of one place held against their limits at once.
-
-The problem: a dump has hundreds of thousands of tensors, and a dozen numpy calls for each of them cost more than
-reading them did. The idea: what is one number per row is worked out over the row tables of a whole unit, joined; what
-is one number per tensor, over all tensors with as many rows; limits follow from dtype and width, of which a unit has
-one.
-
-Measured floors: from further runs of golden's own side to what honest runs differ by.
-
-The problem: the best measure of honest differences is golden against itself, and the second run may be a dump on this
-machine or a file from another. The idea: a dump is compared with the golden like any other, and what its pairs and
-origins say is the floor; a calibration made earlier is just read.
-
-A measured comparison in, a Comparison out.
-
-The problem: limits, blame, ties and words must meet in one result, and the same result must come from a file as from
-the tensors. The idea: one pass in order of the data flow, unit by unit: hold each part against the limits, keep the
-pair (words and numbers) and its trace (errors by row); then blame from the traces, flips from the samplers' best
-logits, and the verdict from all of it.
-
-Not here: what is a near tie (judge/routing.py), how large an error is (judge/verdict.py), the union of rows
-(align/tokens.py), the order in which units are judged, how a floor is used and stored (judge/calibration.py),
-measuring (engine.py), each of those matters (judge/, blame.py, coverage.py, messages.py).
+The problem: limits, origins, near ties and words must meet in one result, and a saved file must give the same result as
+the tensors. The idea: one pass in data-flow order. Row tables of a unit are joined and held against their limits at
+once (`Holder`); rows behind a router's near tie are forgiven (`settle`); each part becomes a pair (words and numbers)
+and its rows with an error one `TensorErrors`. Then origins, flips and the verdict follow. A measured floor comes from
+further runs of golden's side, compared with golden like any dump (`gather`). Not here: each rule (judge/), words
+(comparison/messages.py), measuring (comparison/engine.py).
 """
 
 from __future__ import annotations
@@ -49,17 +21,17 @@ import numpy as np
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison import notes as constants_differ
+from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
+from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
-from vllm_accprobe.comparison.measure.params import is_computed
+from vllm_accprobe.comparison.measure.measurer import is_computed
 from vllm_accprobe.comparison.notes import ALL_SKIPPED, other_settings, remarks, unseen_routing, without_tensors
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
-from vllm_accprobe.comparison.plan.coverage import finished
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
-from vllm_accprobe.comparison.verdict import blame, covered
-from vllm_accprobe.comparison.verdict.gaps import Gap, GapFinder, entry_of, taps_of
+from vllm_accprobe.comparison.verdict import blame
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MARGIN,
@@ -72,16 +44,24 @@ from vllm_accprobe.judge.calibration import (
     joined,
     load,
 )
-from vllm_accprobe.judge.flips import behind, unknown_routers
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.near_ties import Rerouted, behind, choices_first, is_choice, is_logits, unknown_routers
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
-from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_logits
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
-from vllm_accprobe.judge.tensor_errors import TensorErrors, kind_of
-from vllm_accprobe.judge.verdict import NONFINITE, RowErrors, Worst, alike, row_errors, rows_of, worst_of_each
+from vllm_accprobe.judge.tensor_errors import (
+    NONFINITE,
+    RowErrors,
+    TensorErrors,
+    Worst,
+    alike,
+    kind_of,
+    row_errors,
+    rows_of,
+    worst_of_each,
+)
+from vllm_accprobe.judge.upstream import Tree
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard, narrowest
@@ -552,7 +532,7 @@ class _Judge:
             mine_run=setting.mine_run,
             pairs=pairs,
             coverage=finished(setting.coverage, self.rerouted)
-            | {covered.KEY: covered.by_class(pairs, setting, self.standard.element)},
+            | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
@@ -563,7 +543,10 @@ class _Judge:
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
-            by_chance=self.rate, states=setting.states, weights=setting.weights, created=told,
+            by_chance=self.rate,
+            states=setting.states,
+            weights=setting.weights,
+            created=told,
         )
 
     def _why_nothing(self) -> str:

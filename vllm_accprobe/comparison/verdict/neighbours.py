@@ -1,11 +1,9 @@
 """What fed an origin and what it feeds, each with its error.
 
-The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's to be wrong.
-The idea: in front of an origin is what stands there for the judge (judge/upstream.py); an input is named by whose
-output it is, where equal bytes tell (comparison/plan/annotations.py). An edge's error is that of the pair in the step
-of the origin's first row, or the worst step's where that is not known, and its factor is the pair's own (pair.py).
-Nearest first and at most `NEAREST`; the others are counted.
-Not here: who is an origin (blame.py), how an edge looks (report/).
+The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's wrong. The
+idea: upstream edges are those of the judge (judge/upstream.py), named by whose output they are where equal bytes tell
+(plan/relations.py). An edge's error is its pair's in the step of the origin's first row, else the worst step's. Nearest
+first, at most `NEAREST`; the others are counted. Not here: who is an origin (blame.py), drawing (report/).
 """
 
 from __future__ import annotations
@@ -22,14 +20,13 @@ from vllm_accprobe.align.tokens import NO_ROWS
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
 from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
-from vllm_accprobe.judge.flow import Key, Tree
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.upstream import Upstream
+from vllm_accprobe.judge.upstream import Key, Tree, Upstream
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
     from vllm_accprobe.comparison.pair import Pair
-    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.row_table import RowTable
 
 NEAREST = 8
@@ -55,7 +52,7 @@ class Edge:
     tap, role: whose output it is, or who takes it in, in mine's spelling. role_in: as what the origin takes it in, ""
     where it is none of its own inputs and parameters. error: of the pair's worst row, or of the whole tensor, relative
     L2; over: how many times its limit. status: identical, pass, fail, or skip for what was not compared. by: both, mine
-    or golden, the sides whose equal bytes tell (comparison/plan/annotations.py); own or order. pair: index into
+    or golden, the sides whose equal bytes tell (comparison/plan/relations.py); own or order. pair: index into
     ``Comparison.pairs``, None without one.
     """
 

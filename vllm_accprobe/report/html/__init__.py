@@ -1,11 +1,8 @@
 """compare.html: one self-contained page that answers "what is wrong, where, how much" on its first screen.
 
-The problem: the page is opened offline, from a mail or a ticket, and shows names that a stranger's dump has chosen.
-The idea: a template with few holes; everything static is escaped HTML made in sections.py, everything for the script is
-JSON in a data block, and a content security policy lets run only the scripts whose hashes it names and no request
-leave the page. Its charts are drawn by its own scripts as SVG (draw.js): a chart library is two megabytes and most of
-the time until a page stands. Data are gzip as base64, so that 200,000 pairs are a few megabytes. Not here: what is said
-(facts.py), the pairs' compact form (data.py), the error over depth (charts.py), rows and tokens (charts.py, data.py).
+The problem: the page is opened offline, from a mail or a ticket. The idea: a template with few holes: escaped HTML
+(sections.py), and JSON in a data block for the page's own scripts, which draw SVG; a chart library is two megabytes.
+Data are gzip as base64. Not here: what is said (facts.py), the compact form (data.py), charts' data (charts.py).
 """
 
 from __future__ import annotations

@@ -1,32 +1,9 @@
 """The page's static parts as escaped HTML, and how the page is put together.
 
-How a page is put together: its files, its policy, its holes.
-
 The problem: a page holds names that a stranger's dump has chosen, and its scripts must be the only ones that run. The
-idea: a content security policy names the hash of each script and allows no request; a template's holes are filled in
-one pass, so that what is filled in is never looked at again.
-
-What the page's sections are made of: text that is safe, sentences, tables.
-
-The problem: names come from dumps of strangers. The idea: `escaped` is the only way from a value to markup.
-
-What would decide, how the machines compute, and what the heat map leaves out, as parts of the page.
-
-The problem: both are lists of whatever length, and commands must be copied as they are. The idea: as in sections.py,
-finished markup in which every value is escaped; a command keeps its lines and is never wrapped.
-
-What the first screen adds to the verdict: all origins by number, all pairs in one sum, and what to type next.
-
-The problem: a reader opens the page to decide, and what he needs is where to look, how sure that is, and which command
-brings him on. The idea: origins as buttons that open their pairs (and as a table further down), and commands as they
-are typed, each beside a button that copies it; every value is escaped, and a command is never shortened.
-
-The page's static parts as escaped HTML: all that can be read without a script.
-
-The idea: a function for each section, which returns finished markup.
-
-Not here: the sentences (report/verdict_parts.py, comparison/verdict/follow_ups.py), the choice of commands
-(report/next/), what the buttons do (first.js), layout (page.html, page.css), pairs and chart (table.js, chart.js).
+idea: `escaped` is the only way from a value to markup; a function per section returns finished markup; a content
+security policy names the hash of each script and allows no request; a template's holes are filled in one pass. Commands
+keep their lines and are never shortened. Not here: sentences (facts.py, verdict_parts.py), what the script does (*.js).
 """
 
 from __future__ import annotations
@@ -133,7 +110,7 @@ def wrong_states(comparison: Comparison) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
     return (
         '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">Further findings of the ledger of states'
-        f'</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
+        f"</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, 'states')}</section>"
     )
 
 

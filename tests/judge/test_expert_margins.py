@@ -8,7 +8,7 @@ import pytest
 
 from vllm_accprobe.align.tokens import RowSet, make_key
 from vllm_accprobe.comparison.notes import remarks
-from vllm_accprobe.judge.routing import (
+from vllm_accprobe.judge.near_ties import (
     Choices,
     Chooser,
     Rerouted,

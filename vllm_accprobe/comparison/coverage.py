@@ -1,28 +1,88 @@
-"""What a verdict covers, by operator class: checked, compared only, unseen, and the smallest error that shows there.
+"""What a comparison covers: rows and skips, and by operator class what was checked, compared only or unseen.
 
-The problem: a PASS on three operators of thirty is not a PASS on thirty, and a check that would have missed an error of
-ten per cent is none. The idea: each module of mine is counted once, under its class: rows that a replay checked, rows
-that were only compared with golden's, and modules of which neither is true. Beside it stands the smallest error that
-would have been named: by the floors of the replay where it checked (opcheck/proof/prove.py), and else by the limits
-that the pairs were compared with, of the module where these are widest.
-Not here: how it is shown (report/verdict_parts.py).
+The problem: comparing half of the rows in silence looks like a pass, and so does a check that would have missed an
+error of ten per cent. The idea: rows are counted once each, as sets of keys, and every skip under its reason. Each
+module of mine is counted once under its class, with the smallest error that would have been named: by the floors of the
+replay where it checked (opcheck/proof/prove.py), else by the limits of its pairs. Not here: why a pair was skipped
+(measure/measurer.py), how it is shown (report/verdict_parts.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from vllm_accprobe.align.tokens import RowSet, SideRows
 from vllm_accprobe.comparison.pair import SKIP, Pair
-from vllm_accprobe.standards import constants as c
+from vllm_accprobe.comparison.plan.unit import TEXT, family
+from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.judge.near_ties import ROWS_AFTER, Rerouted
+from vllm_accprobe.standards.limits import ELEMENT
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import ComparisonContext
     from vllm_accprobe.comparison.result import Comparison
 
-KEY = "by_class"
+
+UNRULED = "choices of experts left out: golden does not take its highest logits, which tell no margin then"
+UNKNOWN = "choices of experts that differ without the router's logits in both dumps: no near tie is shown"
+NOBODYS = "tensors of a captured graph's rows of padding, which are nobody's"
+_NONE = np.zeros(0, np.int64)
+
+
+def coverage(
+    plan: Plan, dumps: Sequence[Any], compared: Mapping[str, Collection[RowSet]], skipped: Counter[str]
+) -> dict[str, Any]:
+    """compare.json's coverage, but for what judging adds (see `finished`).
+
+    compared: family → the rows that some pair compared, each set once."""
+    sides = [_rows(plan.tokens.golden), _rows(plan.tokens.mine)]
+    both, golden, mine = 0, 0, 0
+    # A vision space that only one side has is another way to cut the same images; its tensors are skipped by name.
+    shared = (sides[0].keys() & sides[1].keys()) | {TEXT}
+    for name in sorted(shared):
+        g, m = (s.get(name, _NONE) for s in sides)
+        both += len(np.unique(np.concatenate([_NONE, *(rows.keys for rows in compared.get(name, ()))])))
+        golden += len(np.setdiff1d(g, m, assume_unique=True))
+        mine += len(np.setdiff1d(m, g, assume_unique=True))
+    reasons: Counter[str] = Counter({k: n for k, n in plan.tokens.skipped.items() if n})
+    reasons.update(plan.skipped)
+    reasons.update(skipped)
+    for side, dump in zip(("golden", "mine"), dumps, strict=True):
+        for skip in dump.skips:
+            reasons[f"{side}: {skip.reason}"] += skip.count
+        if dump.padding:
+            reasons[f"{side}: {NOBODYS}"] += len(dump.padding)
+    return {
+        "rows_compared": both,
+        "rows_only_golden": golden,
+        "rows_only_mine": mine,
+        "taps_only_golden": plan.names.only_golden,
+        "taps_only_mine": plan.names.only_mine,
+        "skipped": dict(reasons),
+    }
+
+
+def finished(measured: Mapping[str, Any], rerouted: Rerouted) -> dict[str, Any]:
+    """``coverage`` with what judging adds: rows after a router's near tie, and choices without a margin."""
+    counts = {ROWS_AFTER: rerouted.rows, UNRULED: rerouted.unruled, UNKNOWN: rerouted.unknown}
+    skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
+    return dict(measured) | {"skipped": skipped}
+
+
+def _rows(side: SideRows) -> dict[str, np.ndarray]:
+    found: dict[str, list[np.ndarray]] = {}
+    for (_, _, name), rows in side.rows.items():
+        found.setdefault(family(name), []).append(rows.keys[rows.keep])
+    return {name: np.unique(np.concatenate(keys)) for name, keys in found.items()}
+
+
+BY_CLASS = "by_class"
 """In compare.json's coverage."""
 _NEVER_CALLED = frozenset(("ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "PPMissingLayer"))
 """Classes of modules that hold others, or nothing, and are not called."""
@@ -54,7 +114,9 @@ class _Compared:
 
 
 def by_class(
-    pairs: Sequence[Pair], setting: ComparisonContext | None, element: float,
+    pairs: Sequence[Pair],
+    setting: ComparisonContext | None,
+    element: float,
     covers: Mapping[str, ModuleCover] | None = None,
 ) -> list[dict[str, Any]]:
     """compare.json's ``coverage.by_class``, the classes with most rows first. element: an element's limit over its
@@ -87,8 +149,8 @@ def with_covers(result: Comparison, covers: Mapping[str, ModuleCover]) -> Compar
     """``result`` with what its replay checked."""
     limits = result.standard.get("origins by", result.standard)
     setting = None if result.measured is None else result.measured.setting
-    found = by_class(result.pairs, setting, float(limits.get("element", c.ELEMENT)), covers)
-    return replace(result, coverage=result.coverage | {KEY: found})
+    found = by_class(result.pairs, setting, float(limits.get("element", ELEMENT)), covers)
+    return replace(result, coverage=result.coverage | {BY_CLASS: found})
 
 
 def _entry(
