@@ -167,7 +167,6 @@ class Derived(Record):
 
     @property
     def name(self) -> str:
-        """As its own engine spells it, with what was done to it."""
         return self.label
 
 
@@ -314,7 +313,6 @@ class View:
         return getattr(self._dump, name)
 
     def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
-        """As dump.reader's: the stored bits, or those that are made of stored ones."""
         return read(self._dump, record, out)
 
 

@@ -169,7 +169,9 @@ def parse_mapping(data: Any, origin: str) -> Rules:
         raise MappingError(f"{origin}: expected a mapping of patterns to templates")
     if not all(isinstance(k, str) for k in data):
         raise MappingError(f"{origin}: keys must be strings")
-    ours = isinstance(data.get("rename"), Mapping) or _is_rules(data.get("rules"))
+    listed = data.get("rules")
+    listed = isinstance(listed, list) and any(isinstance(rule, Mapping) for rule in listed)
+    ours = isinstance(data.get("rename"), Mapping) or listed
     if ours and (odd := sorted(set(data) - {"rename", "rules"})):
         raise MappingError(f"{origin}: {odd[0]!r} beside 'rename' and 'rules' is not known: put patterns into 'rules'")
     if not set(data) <= {"rename", "rules"}:
@@ -185,10 +187,6 @@ def parse_mapping(data: Any, origin: str) -> Rules:
             raise MappingError(f"{origin}: rename {pattern!r}: the new name must be a string")
         pairs.append(Rename(pattern, target))
     return Rules(origin, tuple(pairs), tuple(_rule(r, f"{origin}: rule {i + 1}") for i, r in enumerate(rules)))
-
-
-def _is_rules(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(rule, Mapping) for rule in value)
 
 
 def _types(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

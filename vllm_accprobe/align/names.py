@@ -292,8 +292,6 @@ def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[
 
 
 class _Records:
-    """Records by place and moment; roles of each tap in order of first appearance."""
-
     def __init__(self, records: Iterable[Record]):
         self.records = list(records)
         self.places: dict[Place, dict[_Moment, Record]] = defaultdict(dict)

@@ -24,8 +24,6 @@ TAKEN_FOR_COPIES = "layout unknown: ranks of one shape"
 
 @dataclass(frozen=True, slots=True)
 class RankPiece:
-    """One rank's piece."""
-
     rank: int
     layout: Layout
     shape: tuple[int, ...]

@@ -60,7 +60,6 @@ class RequestPlan:
         )  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The plan in sentences: how many requests paired by which rule, and who is left."""
         rules: dict[str, int] = defaultdict(int)
         for _, _, rule in self.pairs:
             rules[rule] += 1
@@ -129,17 +128,11 @@ def pair_requests(golden: list[Request], mine: list[Request]) -> RequestPlan:
             match(rule, key)
     by_id = {r.id: r for r in left[0]}
     different = [(by_id[m.id], m) for m in left[1] if m.id in by_id]
-    images = [(g, m) for g, m, _ in pairs if _images_differ(g, m)]
+    images = [(g, m) for g, m, _ in pairs if len(g.images) != len(m.images) or any(
+        a.hash and b.hash and a.hash != b.hash for a, b in zip(g.images, m.images, strict=True))]  # fmt: skip
     order = {id(r): i for i, r in enumerate(golden)}
     pairs.sort(key=lambda p: order[id(p[0])])
     return RequestPlan(pairs, left[0], left[1], different, images)
-
-
-def _images_differ(golden: Request, mine: Request) -> bool:
-    """Where both hashes are known; a capture outside vLLM does not know them."""
-    if len(golden.images) != len(mine.images):
-        return True
-    return any(g.hash and m.hash and g.hash != m.hash for g, m in zip(golden.images, mine.images, strict=True))
 
 
 def _images(request: Request) -> tuple[str, ...]:
@@ -163,13 +156,11 @@ class RowSet:
 
     @cached_property
     def phase(self) -> str | None:
-        """prefill, decode or mixed; None where it is not known."""
         if not len(self.decode):
             return None
         return DECODE if self.decode.all() else MIXED if self.decode.any() else PREFILL
 
     def only(self, mask: np.ndarray) -> RowSet:
-        """Those of ``mask``, bool [n], whatever their phase."""
         return RowSet(self.keys[mask])
 
 
@@ -187,7 +178,7 @@ class Union:
 
 
 class Unions:
-    """The last few unions that were asked for."""
+    """The last few unions that were requested."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[RowSet, ...], Union] = {}
@@ -222,12 +213,10 @@ POSITION_MASK = (1 << POSITION_BITS) - 1
 
 
 def subject(keys: np.ndarray) -> np.ndarray:
-    """Subjects of row keys: int64 of any shape to the same."""
     return keys >> POSITION_BITS
 
 
 def position(keys: np.ndarray) -> np.ndarray:
-    """Positions of row keys: int64 of any shape to the same."""
     return keys & POSITION_MASK
 
 
@@ -358,8 +347,6 @@ def _put(seen: dict[int, list[tuple[np.ndarray, np.ndarray]]], space: RowSpace, 
 
 
 class SampledHistory:
-    """Of one rank of ``dump``."""
-
     def __init__(self, dump: Any, rank: int):
         self._dump, self._rank = dump, rank
         self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
@@ -511,11 +498,9 @@ class TokenPlan:
     """vision subject → the text places it fills: (text subject, first position, placeholders)."""
 
     def name(self, key: int) -> tuple[str, int]:
-        """(request label, position) of a key."""
         return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
     def lines(self) -> list[str]:
-        """The plan in sentences: tokens compared, requests that flip, rows left out and why."""
         lines = [f"tokens: {self.tokens_compared} sampled tokens compared, {len(self.flips)} requests flip"]
         return lines + [f"rows: {n} {what} left out" for what, n in self.skipped.items() if n]
 

@@ -37,7 +37,7 @@ OTHER_INPUTS = "tensors in steps after what goes in differs"
 NO_STEP = "tensors in steps that golden does not have"
 NO_STEP_MINE = "tensors of golden in steps that mine does not have"
 _LOOKS = 3
-"""Places of whole numbers that are looked at in each step."""
+"""Places of whole numbers that are examined in each step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class StepTokens(TokenPlan):
     said: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The plan in sentences."""
         return list(self.said)
 
 
@@ -66,8 +65,6 @@ class StepPlan:
 
 
 class Rowless(View):
-    """A dump whose rows are not used."""
-
     def __init__(self, dump: Any):
         super().__init__(dump, [r if r.rows is None else replace(r, rows=None) for r in dump.records])
         self.rows: dict[Any, Any] = {}
@@ -83,7 +80,11 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
     steps = [sorted({r.step for r in s.records if r.step is not None}) for s in sides]
     same_tool = golden.run.get("format") == mine.run.get("format")
     pairs, how = pair_steps(steps[0], steps[1], same_tool)
-    names = [f"{n} ({_tool(d)})" for n, d, w in zip(("golden", "mine"), (golden, mine), without, strict=True) if w]
+    names = [
+        f"{n} ({d.run.get('format') or 'accprobe'})"
+        for n, d, w in zip(("golden", "mine"), (golden, mine), without, strict=True)
+        if w
+    ]
     said = [f"rows: no row map in {' or '.join(names)}: tensors are compared as wholes, step by step"]
     said.append(f"steps: {len(pairs)} paired by {how}" + _shift(pairs))
     left = [len(s) - len(pairs) for s in steps]
@@ -120,7 +121,6 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
 
 
 def _keep(side: Rowless, without: set[int]) -> int:
-    """Takes the tensors of some steps out of ``side``; how many there were."""
     before = len(side.records)
     side.records = [r for r in side.records if r.step not in without]
     return before - len(side.records)
@@ -140,7 +140,6 @@ def _other_inputs(sides: tuple[Rowless, Rowless], pairs: list[tuple[int, int]]) 
 
 
 def _numbers_in(side: Rowless) -> dict[Any, dict[int, Record]]:
-    """Inputs that are whole numbers, those that go in first in front: place → step → record of the first rank."""
     found: dict[Any, dict[int, Record]] = {}
     for r in sorted(side.records, key=lambda r: (r.seq, r.rank)):
         if r.step is not None and r.role.startswith("input") and DTYPES[r.dtype].kind == "int" and r.call == 0:
@@ -173,16 +172,11 @@ def _shift(pairs: list[tuple[int, int]]) -> str:
 
 
 def _cells(sides: tuple[Rowless, Rowless]) -> tuple[Callable[[Record], Cell], list[Cell]]:
-    """Rank by rank where both sides have the same ranks and nobody knows a tensor's layout on either side."""
     ranks = [tuple(s.ranks) for s in sides]
     if ranks[0] != ranks[1] or len(ranks[0]) < 2:
         return (lambda r: 0), [0]
     known = {(r.tap, r.role, r.call) for s in sides for r in s.records if r.layout.kind != "unknown"}
     return (lambda r: 0 if (r.tap, r.role, r.call) in known else r.rank), sorted({0, *ranks[0]})
-
-
-def _tool(dump: Any) -> str:
-    return str(dump.run.get("format") or "accprobe")
 
 
 _NUMBERED = re.compile(r"(step|rank)?[=_-]?(\d{1,9})", re.ASCII)
@@ -296,8 +290,6 @@ Pairs = dict[Place, tuple[tuple[Place, ...], str]]
 
 
 def meet(golden: Any, mine: Any, rules: Rules | None) -> tuple[Rules, bool, list[str]] | None:
-    """(rules, whether they say how golden's places are made of mine's, lines to say) for two dumps that need it; None
-    for others, or where the user's own rules are for them."""
     kinds = [str(getattr(d, "family", "")) for d in (golden, mine)]
     if "" in kinds and _alike(golden, mine):
         return None
@@ -346,7 +338,6 @@ def _places(records: Iterable[Record]) -> dict[Place, Record]:
 
 
 def _torch_and_atb(torch: Any, other: Any, types: Mapping[str, tuple[str, ...]]) -> tuple[Pairs, list[str]]:
-    """ATB's places as made of torch's."""
     have, wanted = _places(torch.records), _places(other.records)
     shapes = {place: r.shape for place, r in wanted.items()}
     pairs: Pairs = {}
@@ -369,7 +360,6 @@ def _called(place: Place) -> str:
 
 
 def _graphs(records: Iterable[Record]) -> list[list[str]]:
-    """The taps of each different graph: prompt and decoding may run two."""
     by_step: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     for r in records:
         if r.step is not None:
@@ -439,7 +429,6 @@ def _forest(dump: Any) -> list[atb.Node]:
 
 
 def _fx_and_ge(fx: Any, ge: Any) -> tuple[Pairs, list[str]]:
-    """GE's places as made of FX's: outputs by the names in the graph, inputs by their order."""
     have, wanted = _places(fx.records), _places(ge.records)
     nodes = {op: node for (op, _), (node, _) in ge.fx.items()}
     pairs: Pairs = {}

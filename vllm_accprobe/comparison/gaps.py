@@ -44,7 +44,6 @@ class Untapped:
     classes: Mapping[str, str] = field(default_factory=dict)
 
     def plain(self) -> list[Any]:
-        """As JSON."""
         return [[[k, list(made)] for k, made in self.flow.items()], list(self.modules), dict(self.classes)]
 
     @staticmethod
@@ -78,7 +77,9 @@ def untapped_of(
         classes |= {found[0].tap: found[0].cls for found in records.values() if found[0].cls}
         known = [k for k in ran[side] if k in records]
         flow = _FlowOfDump(records, known, classes).named(compared[side], taps if side == 0 else {})
-    return Untapped(flow, tuple(t for t in listed if not _is_container(t, listed)), classes)
+    # A module that holds numbered ones is a container and computes nothing.
+    containers = {up for t in listed for at, up in pairwise((t, *enclosing(t))) if at.rpartition(".")[2].isdecimal()}
+    return Untapped(flow, tuple(t for t in listed if t not in containers), classes)
 
 
 def _hidden(keys: Iterable[Key], compared: Mapping[Key, Key]) -> set[str]:
@@ -94,15 +95,7 @@ def _in_tree(dump: Any, taps: Iterable[str]) -> list[str]:
     return sorted(taps, key=lambda t: (known.get(t, len(known) + listed.get(t, 0)), t))
 
 
-def _is_container(tap: str, taps: Iterable[str]) -> bool:
-    """Whether a module holds numbered ones, and computes nothing."""
-    start = f"{tap}."
-    return any(t.startswith(start) and t[len(start) :].partition(".")[0].isdecimal() for t in taps)
-
-
 class _FlowOfDump:
-    """What each tensor of one dump was made of."""
-
     def __init__(self, records: Records, order: Sequence[Key], classes: Mapping[str, str]):
         self._order = {key: i for i, key in enumerate(order)}
         self._first = {k: records[k][0] for k in order}
@@ -118,9 +111,6 @@ class _FlowOfDump:
         self._tree, self._fronts = tree, Upstream(made, tree)
         self._traces = {(t.tap, t.role, t.call): t for t in made}
 
-    def _is_float(self, key: Key) -> bool:
-        return "float" in self._first[key].dtype
-
     def _whole_of(self, trace: TensorErrors) -> Key | None:
         """The nearest output before an input whose rows are wider: q, k and v are slices of one product."""
         if trace.kind != INPUT:
@@ -132,8 +122,6 @@ class _FlowOfDump:
         return None if last is None else (last.tap, last.role, last.call)
 
     def named(self, compared: Mapping[Key, Key], taps: Mapping[str, str]) -> dict[Key, tuple[Key, ...]]:
-        """The flow in mine's names."""
-
         def name(key: Key) -> Key:
             return compared.get(key) or (taps.get(key[0], key[0]), key[1], key[2])
 
@@ -148,7 +136,7 @@ class _FlowOfDump:
                 maker = None
         if maker is not None:
             return [maker]
-        if trace.kind == INPUT and not self._is_float(key):
+        if trace.kind == INPUT and "float" not in self._first[key].dtype:
             return []  # positions and ids come from outside
         whole = self._whole_of(trace)
         if whole is not None:
@@ -157,7 +145,6 @@ class _FlowOfDump:
 
 
 def _width(record: Record) -> int:
-    """Elements of a row."""
     rest = [n for i, n in enumerate(record.shape) if i != record.row_dim]
     return math.prod(rest)
 
@@ -208,7 +195,6 @@ class Gap:
         return next((up for up in ends[0] if up and up in ends[1]), ROOT_TAP)
 
     def plain(self) -> dict[str, Any]:
-        """compare.json's ``origins[].gap``."""
         return {"after": self.after or None, "before": self.before, "contains": list(self.contains)}
 
 
@@ -221,10 +207,8 @@ class _Front:
 
 
 class GapFinder:
-    """The gaps of one comparison. traces: of all compared tensors."""
-
     def __init__(self, untapped: Untapped, traces: Sequence[TensorErrors], tree: Tree):
-        self.untapped, self._tree = untapped, tree
+        self.untapped, self._upstream = untapped, Upstream(traces, tree)
         self._traces = sorted(traces, key=lambda t: t.order)
         self._by_key = {(t.tap, t.role, t.call): t for t in traces}
         self._outputs = {t.tap for t in traces if t.kind == OUTPUT}
@@ -256,16 +240,8 @@ class GapFinder:
         return frozenset(up for child in self._outputs | self._inputs for up in enclosing(child))
 
     def _fed(self, sink: TensorErrors) -> bool:
-        """Whether what went into the operator was compared."""
-        own = [t for t in self._of_tap.get(sink.tap, ()) if t.kind == INPUT]
+        own = self._upstream.by_tap[sink.tap][INPUT]
         return is_fed([t for t in own if t.call == sink.call] or own)
-
-    @cached_property
-    def _of_tap(self) -> Mapping[str, list[TensorErrors]]:
-        found: dict[str, list[TensorErrors]] = {}
-        for t in self._traces:
-            found.setdefault(t.tap, []).append(t)
-        return found
 
     # --- by the flow -------------------------------------------------------------------------------------------
 
@@ -312,7 +288,8 @@ class GapFinder:
             taker, blind = todo.pop()
             made = flow.get(taker, ())
             # Behind a norm a factor of its only input is not seen, up to where that input was a sum.
-            blind = vouching and len(made) == 1 and (blind or (taker != key and self._is_norm(taker)))
+            norm = kind_of(taker[1]) == OUTPUT and bool(_NORM.search(self.untapped.classes.get(taker[0]) or taker[0]))
+            blind = vouching and len(made) == 1 and (blind or (taker != key and norm))
             for maker in made:
                 if not blind:
                     passed.update(self._bodies(maker, taker))
@@ -326,9 +303,6 @@ class GapFinder:
                     todo.append((maker, blind))
         return _Front(frozenset(ends), frozenset(passed))
 
-    def _is_norm(self, key: Key) -> bool:
-        return kind_of(key[1]) == OUTPUT and bool(_NORM.search(self.untapped.classes.get(key[0]) or key[0]))
-
     def _bodies(self, maker: Key, taker: Key) -> Iterator[_Place]:
         left, entered = bodies(maker, taker)
         yield from ((m, LEFT, 0) for m in left if m not in self._outputs)
@@ -337,15 +311,11 @@ class GapFinder:
     # --- by the tree -------------------------------------------------------------------------------------------
 
     def _by_tree(self, sink: TensorErrors) -> tuple[str, tuple[str, ...]]:
-        given = [t for t in self._tree_fronts.before(sink) if t.kind == OUTPUT and t.order < sink.order]
+        given = [t for t in self._upstream.before(sink) if t.kind == OUTPUT and t.order < sink.order]
         last = max(given, key=lambda t: t.order, default=None)
         if last is None:
             return "", ()
         return last.tap, tuple(self._between(last.tap, sink.tap))
-
-    @cached_property
-    def _tree_fronts(self) -> Upstream:
-        return Upstream(self._traces, self._tree)
 
     def _between(self, after: str, before: str) -> list[str]:
         """Modules that nobody saw and that may stand between two taps: numbered blocks between theirs, and what the
@@ -386,7 +356,7 @@ def entry_of(
     entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str], settings: Mapping[str, str]
 ) -> dict[str, Any]:
     """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role
-    that of the tensor that shows the error, behind its tap's name. settings: as constants_differ.differing's; what is
+    that of the tensor that shows the error, behind its tap's name. settings: as notes.differing's; what is
     known of a module in the gap stands in the entry."""
     if gap is None:
         return entry | {"gap": None}
@@ -436,7 +406,6 @@ def splitting(gap: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _globs(gap: Mapping[str, Any]) -> list[str]:
-    """Globs over what lies in a gap."""
     inside = [str(m) for m in gap["contains"] if m != gap["before"]]
     if len(inside) <= _MANY:
         return [_glob(m) for m in inside]

@@ -66,7 +66,6 @@ def places(dump: Dump) -> dict[SideKey, Record | Label]:
 
 
 def sides_of(dump: Dump, roots: Sequence[Path]) -> dict[SideKey, LabelSide]:
-    """Every label of ``dump``. roots: directories in which a labelled file may lie."""
     return {
         key: _in_file(dump, one, roots) if isinstance(one, Label) else _stored(dump, one)
         for key, one in places(dump).items()
@@ -143,7 +142,6 @@ class LabelView:
 
 
 def _rows_of(golden: tuple[int, ...], mine: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, width)."""
     size = math.prod(golden)
     width = golden[-1] if golden == mine and len(golden) > 1 else size
     return (size // width, width) if size // width <= _MAX_ROWS else (1, size)
@@ -238,7 +236,6 @@ def compare_labels(
 
 
 def _begun(name: str, step: int, rank: int, call: int, golden: LabelSide | None, mine: LabelSide | None) -> LabelPair:
-    """A pair as far as it is known without its values: all of it, or `_UNMEASURED`."""
     pair = LabelPair(name, step, rank, call, golden, mine, SKIP)
     if golden is None or mine is None:
         return replace(pair, reason=f"no {ACL if mine is None else PTA} label with this id")

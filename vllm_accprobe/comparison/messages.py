@@ -72,7 +72,7 @@ NOBODY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PairFacts:
     """What a pair says besides names and limits. metrics: None where values were not read. floor: (floor, where that
     comes from, error in units of it). note: said behind everything else."""
 
@@ -88,9 +88,8 @@ def join(*parts: str) -> str:
 
 
 def make_pair(
-    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, facts: Facts
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, facts: PairFacts
 ) -> Pair:
-    """The row of compare.csv of a part that was compared."""
     worst = facts.worst
     err, rows = worst.err, len(errors.err)
     wrong = err is not None and not err <= limits.row
@@ -150,7 +149,6 @@ def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
 
 
 def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
-    """With the place of the largest error; nothing where nothing was read."""
     if part.identical:
         cosine, relative = (None, None) if part.zero else (1.0, 0.0)
         m = Metrics(cosine, 0.0, 0.0, 0.0, relative, relative, part.nonfinite, 0)
@@ -169,7 +167,6 @@ def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
 
 
 def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
-    """The pair of sampled tokens: a difference is what its flips were found to be."""
     if not verdicts:
         return replace(pair, status=PASS, message="", limit=0.0)
     counts = Counter(verdicts)
@@ -201,7 +198,8 @@ def sampler_origin(
 
 def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dict[str, Any] | None:
     """The first failing pair in the order of the data flow, earliest step first; and in it, where ``rows`` tells, the
-    first row beyond the limit. metric ``row_error`` is a row's number in verdict.py's unit, a relative L2 error."""
+    first row beyond the limit. metric ``row_error`` is a row's number in tensor_errors.py's unit, a relative L2
+    error."""
     failing = [i for i, p in enumerate(pairs) if p.status == FAIL]
     if not failing:
         return None
@@ -238,7 +236,6 @@ def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dic
 
 
 def weights(found: dict[str, Any], most: int = 3) -> list[str]:
-    """What must be said before anything else: weights that are not what they should be. found: Setting.weights."""
     faults = found.get("findings") or []
     out = [f"the weights, not the kernel: {_whose(f)}{f['says']}" for f in faults[:most]]
     events = [one["event"] for one in found.get("events", {}).get("mine") or []]
@@ -259,7 +256,7 @@ def notes(
     replicas: int,
     origins: Sequence[Any] = (),
 ) -> list[str]:
-    """What must be said before any number: different weights first, then ``static`` (beforehand.notes)."""
+    """What must be said before any number: different weights first, then ``static`` (notes.plan_notes)."""
     out: list[str] = []
     params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
     wrong = [p for p in params if p.status == FAIL]

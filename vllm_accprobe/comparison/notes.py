@@ -40,7 +40,6 @@ ALL_SKIPPED = "all pairs were skipped"
 
 
 def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
-    """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
     out: list[str] = []
     names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
     if all(names) and names[0] != names[1]:
@@ -60,8 +59,9 @@ def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     for side, dump in zip(("golden", "mine"), dumps, strict=True):
         out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
         out += [f"{side}: {problem}" for problem in dump.problems]
-        if dump.errors:
-            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
+        for error in dump.errors[:1]:
+            first = f"{error.get('where', '?')}: {str(error.get('message', ''))[:200]}"
+            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {first}")
         out += [f"{side}: {said}" for said in taps_effect(dump.run)]
     return out
 
@@ -83,11 +83,6 @@ def taps_effect(run: dict[str, Any]) -> list[str]:
     much = f" by {far:.2g} (relative L2)" if isinstance(far, float) and "root" in wrong else ""
     where = f", first where a tap stands at {_printable(module)}" if isinstance(module, str) else ""
     return [f"ITS TAPS CHANGED THE RESULT{much}: {', '.join(wrong)}{where}; compare without that tap (docs/doctor.md)"]
-
-
-def _first_error(dump: Any) -> str:
-    e = dump.errors[0]
-    return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
 
 
 def _parameters(plan: Plan) -> list[str]:
@@ -112,7 +107,6 @@ def _parameters(plan: Plan) -> list[str]:
 
 
 def _dtypes(plan: Plan) -> list[str]:
-    """One sentence where the two runs compute in different precisions."""
     units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
     mixed: Counter[tuple[str, str]] = Counter()
     for u in units:
@@ -124,12 +118,6 @@ def _dtypes(plan: Plan) -> list[str]:
     (g, m), n = mixed.most_common(1)[0]
     coarse = max((g, m), key=lambda d: flow_unit([d]))
     return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
-
-
-def _examples(dumps: tuple[Any, Any]) -> list[str]:
-    """A tap of either dump, one with values of the model where there is one."""
-    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
-    return [_printable(tap) for tap in found]
 
 
 def _printable(name: str) -> str:
@@ -156,7 +144,7 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
         what = what_differs(*plan.requests.different[0])
         return f"nothing could be compared: the requests have the same ids but {what}"
     if not plan.names.pairs:
-        there = _examples(dumps)
+        there = [_printable(next((r for r in d.records if r.step is not None), d.records[0]).tap) for d in dumps]
         return (
             "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
             f"golden has {there[0]}, mine {there[1]}, for example"
@@ -184,7 +172,6 @@ Differs = tuple[str, Any, Any]
 
 
 def differing(golden: Dump, mine: Dump) -> dict[str, str]:
-    """Tap → ``variance_epsilon is 0.02, golden has 1e-06``, of the modules that both dumps know."""
     return {
         tap: "; ".join(f"{name} is {value}, golden has {theirs}" for name, value, theirs in other)
         for tap, other in other_values(golden, mine).items()
@@ -231,7 +218,7 @@ def with_constants(
     for p in pairs:
         if p.status != SKIP:
             order, same = places.get(p.tap, (p.order, True))
-            places[p.tap] = min(order, p.order), same and (p.identical or not _result(p))
+            places[p.tap] = min(order, p.order), same and (p.identical or not p.role.startswith(("output", "inplace")))
     known = {str(o["module"]): o for _, o in origins}
     found = list(origins)
     for tap, said in settings.items():
@@ -251,7 +238,6 @@ def with_constants(
 
 
 def cause(said: str) -> dict[str, Any]:
-    """An origin's ``cause``, of a module with other constants."""
     return {"kind": SETTING, "sentence": said}
 
 
@@ -289,10 +275,6 @@ def effects_of(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _result(pair: Pair) -> bool:
-    return pair.role.startswith(("output", "inplace"))
-
-
 def _nearest(tap: str, places: Mapping[str, Any]) -> list[str]:
     """The taps whose tensors show what ``tap`` computes: itself, else those inside, else the innermost around it."""
     if tap in places:
@@ -318,13 +300,7 @@ def _differ(a: Any, b: Any) -> bool:
 _NAMED = 3
 
 
-def remarks(origins: Sequence[Mapping[str, Any]], rerouted: Rerouted) -> list[str]:
-    """The notes. origins: of compare.json."""
-    return [*nonfinite_steps(origins), *choices(rerouted)]
-
-
 def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many operators make NaN or infinity of numbers, and in how many rows."""
     found = [(o["module"], o["nonfinite"]) for o in origins if o.get("nonfinite")]
     if not found:
         return []
@@ -336,7 +312,6 @@ def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def choices(rerouted: Rerouted) -> list[str]:
-    """What must be known of chosen experts: wrong choices, and those that no margin shows to be right or wrong."""
     out = []
     if rerouted.wrong:
         why = "mine leaves an expert to which its own router gives a clearly higher logit"
@@ -365,7 +340,7 @@ def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
 
 def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> list[str]:
     """Modules that were built with other constants, which nothing that was compared can show. settings:
-    constants_differ.differing's; origins: the taps whose constants are origins."""
+    notes.differing's; origins: the taps whose constants are origins."""
     left = {tap: said for tap, said in settings.items() if tap not in origins}
     if not left:
         return []
@@ -382,18 +357,14 @@ def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
     mine = watched(setting.states, "mine")
     weights = setting.weights.get("compared", 0) or setting.weights.get("told", 0)
     wrong = findings(setting.states, "mine")
-    said = [f"mine's ledger of states ({_looked(mine)})"] if mine else ["mine's ledger of states"] if wrong else []
+    steps = max((int(one.get("steps", 0)) for one in mine.values()), default=0)
+    said = [f"mine's ledger of states ({steps:,} steps)"] if mine else ["mine's ledger of states"] if wrong else []
     said += [f"{weights:,} weights"] if weights else []
     found = wrong or wrong_weights(setting.weights)
     if not said or (captured and not found):
         return ""
     because = why.removeprefix("nothing could be compared: ")
     return f"no tensors were compared ({because}): this is about " + " and ".join(said)
-
-
-def _looked(mine: Mapping[str, Any]) -> str:
-    steps = max(int(one.get("steps", 0)) for one in mine.values())
-    return f"{steps:,} steps"
 
 
 def apply(result: Comparison, standard: NamedStandard) -> Comparison:

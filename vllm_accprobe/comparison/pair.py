@@ -25,13 +25,14 @@ class Pair:
     status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
     rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
     phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
-    limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: the numbers compared are equal, in
+    limit: what worst_row_rel_l2 was compared with (0.0: exact equality). identical: the numbers compared are equal, in
     whatever dtype and file they lie (NaN equals NaN); bit_identical: so are their stored bits, by hash or by reading.
     Neither where only statistics, checksums or samples were there to compare.
-    measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
-    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that rounding alone
-    and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
-    units of it. elements, kl: for other tools' standards (oracle.ELEMENT_FIELDS, KL divergence); no columns.
+    measure, measured, allowed: which measure decided (judge.tensor_errors.METRICS, or ``created``), its value in the
+    row that decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that
+    rounding alone and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor:
+    worst_row_rel_l2 in units of it. elements, kl: for other tools' standards (kernels.definition.ELEMENT_FIELDS, KL
+    divergence); no columns.
     """
 
     golden: str

@@ -39,7 +39,7 @@ class RowTable:
 
     pair: int32, ascending, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``,
     or ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
-    image. decode: bool. error: float32, in units of a relative L2 error (judge/tensor_errors.py), 0 where the numbers agree,
+    image. decode: bool. error: float32, in units of a relative L2 error, 0 where the numbers agree,
     infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
     entries at all where every row of every pair agrees.
     """
@@ -123,17 +123,14 @@ class RowLog:
         self._entries[_name(pair)] = (keys, self.shelf.keep(error), decode)
 
     def worst_key(self, pair: Pair) -> tuple[int, np.ndarray] | None:
-        """(key of the row with the largest error, all keys of the pair), or None for a pair without rows."""
         entry = self._entries.get(_name(pair))
         return None if entry is None else (int(entry[0][int(entry[1].argmax())]), entry[0])
 
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
-        """(keys, errors) of the pair's rows, or None for a pair without rows."""
         entry = self._entries.get(_name(pair))
         return None if entry is None or not len(entry[0]) else entry[:2]
 
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
-        """``pairs`` in their final order, with their final limits."""
         found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
         if not any(entry[1].any() for _, entry, _ in found):  # all agrees: no row has anything to tell
             found = []
@@ -188,7 +185,6 @@ MAX_SAMPLED_PAIRS = 64
 def take_samples(
     plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, limit: int = MAX_SAMPLED_PAIRS
 ) -> tuple[ValueSample, ...]:
-    """Samples of up to ``limit`` failed pairs, in the order of ``pairs``."""
     units = {u.key: u for u in plan.units}
     out = []
     for i in _chosen(pairs, limit):
@@ -205,7 +201,6 @@ def take_samples(
 
 
 def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
-    """The worst failed pair of each tensor's name, in data-flow order; then other failed pairs, in that order too."""
     best: dict[tuple[str, str, int], int] = {}
     for i, p in enumerate(pairs):
         if p.status == FAIL and p.rows:
@@ -287,7 +282,7 @@ def take_spreads(
     *, asked: bool = False,
 ) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
     """(spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``; how
-    many of such pairs have none, by reason). asked: these taps were asked for, so that outputs which pass and are not
+    many of such pairs have none, by reason). asked: these taps were requested, so that outputs which pass and are not
     identical have one, too."""
     units = {u.key: u for u in plan.units}
     chosen, left_out = _pairs_to_spread(pairs, origins, asked)
@@ -327,7 +322,6 @@ def _pairs_to_spread(pairs: Sequence[Pair], origins: Collection[str], asked: boo
 def _one(
     index: int, pair: Pair, unit: Unit | None, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog, left: int
 ) -> tuple[ValueSpread, int] | str:
-    """The pair's spread and the bytes read for it, or why there is none. left: bytes that may be read."""
     found = log.errors(pair)
     named = (g for g in unit.mine if (g.first.step, g.first.name) == (pair.step, pair.mine)) if unit else ()
     group = next((g for g in named if g.merge), None)
@@ -446,12 +440,10 @@ def _shape(group: Group) -> tuple[int, ...]:
 
 
 def _bytes(group: Group) -> int:
-    """Of the whole tensor, its pieces joined."""
     return int(np.prod(_shape(group), dtype=np.float64)) * DTYPES[group.first.dtype].itemsize
 
 
 def _fits(group: Group) -> bool:
-    """Whether it can be read within the bound, and holds numbers that have an order."""
     kind = DTYPES[group.first.dtype].kind
     return bool(group.readable and group.merge and kind != "complex" and _bytes(group) <= MAX_BYTES)
 

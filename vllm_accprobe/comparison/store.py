@@ -47,7 +47,7 @@ Get = Callable[[Any], Any]
 """The array that lies there."""
 
 
-def say(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
+def to_lists(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
     """``units`` as JSON (see `plain`)."""
     known: dict[RowSet, list[Any]] = {}
 
@@ -63,7 +63,7 @@ def say(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
     return out
 
 
-def hear(said: Sequence[Any], get: Get, rows_at: Callable[[list[Any]], RowSet]) -> list[MeasuredUnit]:
+def from_lists(said: Sequence[Any], get: Get, rows_at: Callable[[list[Any]], RowSet]) -> list[MeasuredUnit]:
     """The units that `say` made ``said`` of. rows_at: `rows_of` the arrays at two places. Raises ValueError, or what
     Python says of a list that is none of ours, for anything else."""
     units = []
@@ -112,9 +112,8 @@ Known = dict[tuple[bytes, bytes], RowSet]
 
 
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
-    """One frame."""
     out = _Arrays()
-    said = say(units, out.put)
+    said = to_lists(units, out.put)
     return frame({"units": said, "arrays": out.described}, b"".join(out.data))
 
 
@@ -134,7 +133,7 @@ def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> lis
 
     try:
         arrays = [_array(data, dtype, shape, start) for dtype, shape, start in text["arrays"]]
-        return hear(text["units"], lambda i: None if i is None else arrays[i], rows_at)
+        return from_lists(text["units"], lambda i: None if i is None else arrays[i], rows_at)
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise ValueError(f"not a frame of measured units: {e}") from None
 
@@ -239,7 +238,6 @@ class _Writer:
 
 
 def save(measured: Measured, directory: Path) -> Path:
-    """Writes ``directory``/measured.npz (replacing an older one whole) and returns its path."""
     out = _Writer()
     s = measured.setting
     setting = {f.name: getattr(s, f.name) for f in names_of(ComparisonContext) if f.name not in ("places", "moments")}
@@ -255,7 +253,7 @@ def save(measured: Measured, directory: Path) -> Path:
         "untapped": s.untapped.plain(),
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
-    units = [said for u in measured.each() for said in say([u], out.put)]
+    units = [said for u in measured.each() for said in to_lists([u], out.put)]
     text = json.dumps({"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain)
     path, part = directory / MEASURED, directory / (MEASURED + ".part")
     shelf = measured.shelf
@@ -316,7 +314,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
             known[name] = rows_of(*map(get, where))
         return known[name]
 
-    return Measured(ComparisonContext(**raw), hear(meta["units"], get, rows_at))
+    return Measured(ComparisonContext(**raw), from_lists(meta["units"], get, rows_at))
 
 
 def _sources(golden: Any, mine: Any) -> tuple[str | None, str | None]:
@@ -426,7 +424,6 @@ class Finished:
         self.close()
 
     def _read(self, identity: str) -> int:
-        """How much of the file is of use."""
         size = os.fstat(self._fd).st_size
         if not size:
             return 0
@@ -460,5 +457,4 @@ def _pieces(units: Sequence[MeasuredUnit]) -> Iterator[list[MeasuredUnit]]:
 
 
 def forget(directory: Path) -> None:
-    """Removes the file: the results are written."""
     (directory / UNFINISHED).unlink(missing_ok=True)

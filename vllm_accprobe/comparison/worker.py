@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class DumpPlaces:
     """Where one dump's tensors are. data: of our own dumps, each (rank, segment); print: of another tool's, which has
     to be opened again, what its tensors were (`_print`); else ""."""
 
@@ -50,32 +50,31 @@ class Whereabouts:
 class Briefing:
     """What a worker has to know before it measures. cache: bytes of whole tensors that it may keep."""
 
-    places: tuple[Whereabouts, Whereabouts]
+    places: tuple[DumpPlaces, DumpPlaces]
     rows: tuple[SideRows, SideRows]
     kl: bool
     cache: int = CACHE
 
 
-def side_of(dump: Any) -> Whereabouts:
+def side_of(dump: Any) -> DumpPlaces:
     """Raises CompareError for a dump that lies in no file."""
     if isinstance(dump, ForeignDump):
-        return Whereabouts(dump.path, {}, _print(dump))
+        return DumpPlaces(dump.path, {}, _print(dump))
     if not getattr(dump, "data", None) and any(r.payload is not None for r in dump.records):
         raise CompareError(f"{dump.path} was not opened from files: only this process can compare it")
-    return Whereabouts(dump.path, dict(getattr(dump, "data", {})))
+    return DumpPlaces(dump.path, dict(getattr(dump, "data", {})))
 
 
 class Station:
     """Raises DumpError where a dump cannot be opened, or is another than it was."""
 
-    def __init__(self, told: Briefing):
-        self._dumps = tuple(_open(side) for side in told.places)
+    def __init__(self, briefing: Briefing):
+        self._dumps = tuple(_open(side) for side in briefing.places)
         golden, mine = self._dumps
-        self._measurer = UnitMeasurer((golden, mine), Indices(told.rows), told.cache, kl=told.kl)
+        self._measurer = UnitMeasurer((golden, mine), Indices(briefing.rows), briefing.cache, kl=briefing.kl)
         self._said = [len(d.unread) for d in self._dumps]
 
     def answer(self, units: Sequence[Unit]) -> bytes:
-        """For `heard`."""
         try:
             found = store.pack([self._measurer.measure(u) for u in units])
         except DumpError as error:
@@ -85,8 +84,8 @@ class Station:
         return found + store.frame({"unread": fresh})
 
 
-def heard(answer: bytes, dumps: tuple[Any, Any], known: store.Known) -> list[MeasuredUnit]:
-    """The units of a `Station`'s answer; what it could not read is remembered in ``dumps``. known: see wire.unpack.
+def units_of_answer(answer: bytes, dumps: tuple[Any, Any], known: store.Known) -> list[MeasuredUnit]:
+    """The units of a `Station`'s answer; what it could not read is remembered in ``dumps``. known: see store.unpack.
     Raises DumpError."""
     (text, data, _), *rest = store.frames(answer)
     if "error" in text:
@@ -98,7 +97,6 @@ def heard(answer: bytes, dumps: tuple[Any, Any], known: store.Known) -> list[Mea
 
 
 def send(pipe: BinaryIO, message: bytes) -> None:
-    """Raises OSError."""
     pipe.write(_LENGTH.pack(len(message)))
     pipe.write(message)
     pipe.flush()
@@ -132,7 +130,7 @@ def main() -> None:
             return
 
 
-def _open(side: Whereabouts) -> Any:
+def _open(side: DumpPlaces) -> Any:
     if not side.print:
         return reopen(side.path, side.data)
     dump = open_dump(side.path)
@@ -142,7 +140,7 @@ def _open(side: Whereabouts) -> Any:
 
 
 def _print(dump: ForeignDump) -> str:
-    """Equal for two openings of one dump: by these numbers its tensors are asked for."""
+    """Equal for two openings of one dump: by these numbers its tensors are requested."""
     known = hashlib.blake2b(digest_size=16)
     for record in sorted((r for r in dump.records if r.payload is not None), key=lambda r: r.payload.off):  # type: ignore[union-attr]
         known.update(repr((record.payload, record.name, record.dtype, record.shape)).encode(errors="surrogatepass"))

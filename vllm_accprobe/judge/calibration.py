@@ -23,7 +23,7 @@ NAME = "calibration.json"
 KIND = "accprobe calibration"
 VERSION = 1
 MARGIN = FLOOR_MARGIN
-"""How much further than two honest runs of one machine an honest run of another may be."""
+"""How much further than two correct runs of one machine an correct run of another may be."""
 PHASES = ("prefill", "decode", "any")
 SECOND_RUN, FLOAT32, MODEL = "second golden run", "float32 golden", "rounding model"
 _MOST_BYTES = 256 << 20
@@ -57,7 +57,6 @@ class Calibration:
         return value if value > 0 else None
 
     def excuses(self, tap: str, worst: float) -> bool:
-        """Whether golden's own runs create an error as large at this tap."""
         return tap in self.origins and worst <= MARGIN * self.origins[tap]
 
     def save(self, directory: Path) -> Path:
@@ -110,17 +109,16 @@ def load(path: Path) -> Calibration:
             raise ValueError("it is not one of accprobe's")
         if raw.get("version") != VERSION or raw.get("phases") != list(PHASES):
             raise ValueError("it is of another version")
-        floors = {(str(tap), str(role)): _phases(values) for tap, role, values in raw["floors"]}
+        floors = {
+            (str(tap), str(role)): {p: _number(v) for p, v in zip(PHASES, values, strict=True) if v is not None}
+            for tap, role, values in raw["floors"]
+        }
         origins = {str(tap): _number(worst) for tap, worst in dict(raw["origins"]).items()}
         texts = str(raw["model"]), str(raw["dtype"]), tuple(str(r) for r in raw["runs"])
         return Calibration(floors, origins, *texts, FLOAT32 if raw.get("source") == FLOAT32 else SECOND_RUN)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise CalibrationError(f"{path} cannot be read as a calibration ({str(e)[:100]}): make it anew with "
                                "`accprobe compare --calibrate`") from None  # fmt: skip
-
-
-def _phases(values: Any) -> dict[str, float]:
-    return {phase: _number(v) for phase, v in zip(PHASES, values, strict=True) if v is not None}
 
 
 def _number(value: Any) -> float:

@@ -41,7 +41,7 @@ LEAST_SPREAD = 0.05
 
 # --- what an operator creates, in u -----------------------------------------------------------------------------------
 
-LEAST_HONEST = 0.5
+LEAST_CREATED = 0.5
 """derived: rounding to nearest leaves errors uniform in half a step: rms 0.58 of it, 0.3 to 0.6 u. Errors below are no
 measure of anything, and are counted as this."""
 TWO_ROUNDINGS = math.sqrt(2.0 / 3.0)
@@ -61,7 +61,7 @@ between them some more."""
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 COLUMN = 5.0
-"""chosen: times the typical column's error. In honest tensors columns differ by how large their values are."""
+"""chosen: times the typical column's error. In correct tensors columns differ by how large their values are."""
 COLUMN_LEAST = 1.5
 """derived: u; a column whose one weight was rounded otherwise is off by 1 u, and its own rounding adds 0.58."""
 COLUMN_SIBLINGS = 1.6
@@ -91,11 +91,11 @@ COLUMN_SMALL = 0.25
 # --- blame ------------------------------------------------------------------------------------------------------------
 
 AFTER_ANOTHER = 3.0
-"""chosen: how strong a hidden sign must be behind another origin: a fault's traces are no honest noise."""
+"""chosen: how strong a hidden sign must be behind another origin: a fault's traces are no correct noise."""
 COLUMNS_AFTER_ANOTHER = 2.0
 """chosen: the same for columns, which a fault upstream spreads over all of."""
 FLOOR_MARGIN = 3.0
-"""chosen: how much further than two honest runs of one machine an honest run of another may be."""
+"""chosen: how much further than two correct runs of one machine an correct run of another may be."""
 
 # --- flipped tokens ---------------------------------------------------------------------------------------------------
 

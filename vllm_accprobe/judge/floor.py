@@ -27,7 +27,7 @@ _ACTIVATIONS = ("bfloat16", "float16", "float32", "float64")
 
 
 def unit(dtype: str) -> float:
-    """The relative error of one honest result in ``dtype`` (torch's name); 0.0 for dtypes compared exactly."""
+    """The relative error of one correct result in ``dtype`` (torch's name); 0.0 for dtypes compared exactly."""
     return _ROUNDING.get(dtype, 0.0)
 
 

@@ -31,7 +31,7 @@ _WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")
 ROWS_AFTER = "rows after a router's near tie"
 """Why such rows are skipped, in compare.json's coverage."""
 _BEYOND = 64
-"""Numbers of experts without a logit that are told apart; a dump may claim any."""
+"""Numbers of experts without a logit that are distinguished; a dump may claim any."""
 _LOGITS = re.compile(r"router_?logits$|gating_?output$")
 _GATE = re.compile(r"(^|\.)(gate|router)$")
 
@@ -218,7 +218,7 @@ class Rerouted:
         return (near & ~said.unknown | said.tie) & ~said.wrong, said.wrong
 
     def undecided(self, keys: np.ndarray, found: np.ndarray, rounding: float, near: np.ndarray) -> np.ndarray:
-        """bool [len(keys)]: rows that rounding alone may have sent to other experts. found: what near_ties.undecided
+        """bool [len(keys)]: rows that rounding alone may have sent to other experts. found: what undecided
         says of them; near: whether their logits differ by no more than the limit."""
         said = Choices.of(found, len(keys), rounding)
         return ~said.unknown & (near | said.tie)
@@ -261,7 +261,7 @@ def taken(attrs: Mapping[str, Any]) -> int:
 
 
 def undecided(golden: np.ndarray, mine: np.ndarray, k: int) -> np.ndarray:
-    """How far each side was from taking other experts: float64 [rows, 3], as `routing.margins`.
+    """How far each side was from taking other experts: float64 [rows, 3], as `margins`.
 
     golden, mine: float [rows, experts], the logits. NaN where both take the same k highest and neither side's k-th
     equals the next, where the two sides' logits are equal, and where one is not finite.
@@ -322,8 +322,6 @@ FAILED = (SAMPLED, PROCESSED, GOLDEN_SAMPLED, GOLDEN_PROCESSED)
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best logits of one row, descending, and their ids."""
-
     logits: np.ndarray
     ids: np.ndarray
 

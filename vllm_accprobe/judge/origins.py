@@ -47,8 +47,8 @@ class Origin:
 
     hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
     trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
-    chance: the probability that machines that only round show this anywhere in the comparison; None where nobody knows.
-    unproved: a router that nobody saw may have sent the rows elsewhere (flips.py)."""
+    chance: the probability that machines that only round show this anywhere in the comparison; None where it is not
+    known. unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py)."""
 
     tap: str
     trace: TensorErrors
@@ -146,7 +146,6 @@ class _Search:
         self.siblings = Siblings(list(self.stats.values()), self.rate, self.keeper)
 
     def resting(self) -> Iterator[tuple[tuple[str, TensorErrors], TensorStats]]:
-        """``stats`` one after the other: their rows need not fit into memory."""
         for entry in self.stats.items():
             yield entry
             self.keeper.rest()
@@ -175,7 +174,6 @@ class _Search:
                 self._check(tap, sink, self.upstream.earlier(sink), True, [])
 
     def _blamed_below(self, tap: str) -> list[TensorErrors]:
-        """What descendants created, as sources of unlimited error."""
         out = []
         todo = list(self.tree.children.get(tap, []))
         while todo:
@@ -215,7 +213,7 @@ class _Search:
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             wrong = keys[created], err[created], explained[created]
-            seen = any(source is not sink for source in (*sources, *below))  # else nobody knows what went in
+            seen = any(source is not sink for source in (*sources, *below))  # else it is not known what went in
             self.found[tap].append(Origin(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE))
         else:
             self._check_hidden(tap, sink, below)
@@ -272,7 +270,7 @@ def owner(tap: str, sink: TensorErrors) -> str:
 
 
 def _sure(created: list[Origin]) -> list[Origin]:
-    """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
+    """Without signs that are weak where something before has been found: a fault's traces are no correct noise."""
     out: list[Origin] = []
     for one in created:
         least = COLUMNS_AFTER_ANOTHER if one.hidden is not None and one.hidden.how == COLUMNS else AFTER_ANOTHER

@@ -34,7 +34,7 @@ _MOST, _LONGEST = 10_000, 500
 class Habit:
     """One decision of a machine. kind: of KINDS; operator: a module's class or an operator's name; dtype: torch's name;
     words: for people, complete with `operator` before them; price: what it can do to one result, in roundings of the
-    dtype (2**-8 for bfloat16), 0.0 for what everybody does; outputs, of: that show it, of those that were looked at;
+    dtype (2**-8 for bfloat16), 0.0 for what everybody does; outputs, of: that show it, of those that were examined;
     layers: modules that show it."""
 
     kind: str

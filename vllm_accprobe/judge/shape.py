@@ -269,7 +269,8 @@ NO_GRAPH = 0
 @dataclass(frozen=True)
 class GraphRows:
     """Rows of one place, arrays of one length. step: of mine; size: of the graph that computed it, NO_GRAPH, or -1
-    where nobody knows; padding: rows of it that are nobody's; request, position: as RowFacts'; bad: whether wrong."""
+    where it is not known; padding: rows of it that are nobody's; request, position: as RowFacts'; bad: whether
+    wrong."""
 
     step: np.ndarray
     size: np.ndarray

@@ -54,12 +54,10 @@ class TensorStats:
 
     @property
     def kind(self) -> str:
-        """What it has in common with the same operator in other layers."""
         return kind_of_place(self.tap, self.role)
 
     @cached_property
     def fit(self) -> bool:
-        """Whether something can be learned from it: enough rows, and numbers."""
         return len(self.keys) >= c.FEW and bool(np.isfinite(np.median(self.err)))
 
     @cached_property
@@ -120,10 +118,9 @@ class Siblings:
         """float64 [places]: what each place adds to the typical row's error, relative L2, or the least that rounding
         leaves."""
         fit = (one for kind in self.by_kind.values() for one in kind if one.fit)
-        return np.array([max(one.made, c.LEAST_HONEST * one.unit) for one in fit])
+        return np.array([max(one.made, c.LEAST_CREATED * one.unit) for one in fit])
 
     def judge(self, here: TensorStats) -> Hidden | None:
-        """The strongest sign of an error that ``here`` makes itself, or None."""
         enough = here.unit and here.width >= c.NARROW and len(here.keys) >= c.FEW
         if not (enough and here.differs and np.isfinite(here.err).all()):
             return None

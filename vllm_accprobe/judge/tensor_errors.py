@@ -40,17 +40,14 @@ class Columns:
 
     @property
     def rows(self) -> float:
-        """How many rows were summed up."""
         return float(self.sums[4].max())
 
     @cached_property
     def signs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `column_signs`."""
         return column_signs(self.sums)
 
     @cached_property
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `column_offsets`."""
         return column_offsets(self.sums)
 
     @cached_property
@@ -63,7 +60,6 @@ class Columns:
 
     @cached_property
     def most_sure(self) -> float:
-        """Of the slopes, in standard errors."""
         return float(np.abs(self.signs[2]).max())
 
     @cached_property
@@ -115,8 +111,6 @@ class Keeper(Protocol):
 
 
 class InMemory:
-    """A `Keeper` that leaves everything where it is."""
-
     def keep(self, array: np.ndarray) -> np.ndarray:
         return array
 
@@ -138,7 +132,7 @@ class TensorErrors:
     relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
     values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
-    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
+    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (upstream.py).
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
     statistics of independent ones describe.
@@ -171,7 +165,6 @@ class TensorErrors:
 
     @property
     def of_tensors(self) -> bool:
-        """Whether no row has an error of its own."""
         return len(self.shared) > 0 and bool((self.shared >= 0).all())
 
     def largest(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -186,7 +179,6 @@ class TensorErrors:
 
     @cached_property
     def by_column(self) -> Columns | None:
-        """What ``columns`` say, worked out once for all that ask."""
         return None if self.columns is None else Columns(self.columns)
 
     @property
@@ -253,8 +245,8 @@ class Worst:
 def row_errors(
     table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False, inside: float | None = None
 ) -> RowErrors:
-    """table: float64 [n, 11] (oracle.ROW_FIELDS); floor: norm below which a row's own norm is no measure; inside: the
-    narrowest that the rows were in the operator (limits.narrowest), where that is not ``width``."""
+    """table: float64 [n, 11] (kernels.definition.ROW_FIELDS); floor: norm below which a row's own norm is no measure;
+    inside: the narrowest that the rows were in the operator (limits.narrowest), where that is not ``width``."""
     rel = definition.row_rel_l2(table, floor)
     ratio = definition.row_norm_ratio(table, floor)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -283,14 +275,9 @@ def row_errors(
 def value_and_limit(errors: RowErrors, row: int, limits: Limits) -> tuple[str, float, float]:
     """(metric, value, limit) of one row in the measure that decided it, for a sentence or compare.json."""
     measure = int(errors.measure[row])
-    name = METRICS[measure]
-    if measure == RATIO:
-        return name, float(errors.ratio[row]), limits.ratio
-    if measure == ELEMENT:
-        return name, float(errors.peak[row]), limits.element
-    if measure in (EXACTLY, NONFINITE):
-        return name, float(errors.rel[row]), 0.0
-    return name, float(errors.rel[row]), limits.row
+    of_row, exactly = (errors.rel, limits.row), (errors.rel, 0.0)
+    values, limit = (of_row, (errors.ratio, limits.ratio), (errors.peak, limits.element), exactly, exactly)[measure]
+    return METRICS[measure], float(values[row]), limit
 
 
 def describe(metric: str, value: float, limit: float) -> str:
@@ -316,12 +303,11 @@ def alike(value: float, *, exact: bool) -> RowErrors:
 
 def rows_of(errors: RowErrors, at: slice | np.ndarray) -> RowErrors:
     """Some of the rows; of a slice the same numbers, not a copy."""
-    e = errors
-    return RowErrors(e.rel[at], e.ratio[at], e.peak[at], e.err[at], e.measure[at], e.gain[at])
+    return RowErrors(*(getattr(errors, name)[at] for name in RowErrors.__slots__))
 
 
 def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:
-    """A Worst of each, without the phases: those with as many rows are looked through together."""
+    """A Worst of each, without the phases: those with as many rows are searched together."""
     out = [Worst()] * len(found)
     by_rows: dict[int, list[int]] = defaultdict(list)
     for i, errors in enumerate(found):

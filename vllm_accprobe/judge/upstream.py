@@ -114,12 +114,15 @@ class Tree:
         tree = Tree(classes)
         known = set(taps)
         for tap in taps:
-            tree.parent[tap] = _parent(tap, known)
+            above = () if tap == ROOT_TAP else (*enclosing(tap), ROOT_TAP)
+            tree.parent[tap] = next((up for up in above if up in known), None)
         for tap, up in list(tree.parent.items()):
-            if up is not None and spans:
-                around = [s for s in taps if s != tap and tree.parent[s] == up and _during(spans, tap, s)]
-                if around:
-                    tree.parent[tap] = min(around, key=lambda s: spans[s][1] - spans[s][0])
+            if up is not None and spans and tap in spans:
+                first, last = spans[tap]
+                siblings = [s for s in taps if s != tap and tree.parent[s] == up and s in spans]
+                callers = [s for s in siblings if spans[s][0] < first and last < spans[s][1]]
+                if callers:
+                    tree.parent[tap] = min(callers, key=lambda s: spans[s][1] - spans[s][0])
         for tap in taps:
             tree.children.setdefault(tree.parent[tap], []).append(tap)
         for tap in sorted(dict.fromkeys(taps), key=lambda t: -len(tree.above(t))):
@@ -129,26 +132,12 @@ class Tree:
         return tree
 
     def above(self, tap: str) -> list[str]:
-        """The taps that enclose ``tap``, nearest first."""
         out = []
         up = self.parent.get(tap)
         while up is not None:
             out.append(up)
             up = self.parent.get(up)
         return out
-
-
-def _during(spans: Mapping[str, tuple[int, int]], tap: str, other: str) -> bool:
-    """Whether ``tap`` ran while ``other`` ran."""
-    if tap not in spans or other not in spans:
-        return False
-    return spans[other][0] < spans[tap][0] and spans[tap][1] < spans[other][1]
-
-
-def _parent(tap: str, known: set[str]) -> str | None:
-    if tap == ROOT_TAP:
-        return None
-    return next((up for up in (*enclosing(tap), ROOT_TAP) if up in known), None)
 
 
 def mixes(tap: str, cls: str) -> bool:
@@ -241,7 +230,6 @@ def unseen_taps(dump: Any) -> list[str]:
 
 
 def _earlier(block: str, other: str) -> bool:
-    """Whether two blocks stand in one container, ``block`` first."""
     (here, _, n), (there, _, m) = block.rpartition("."), other.rpartition(".")
     return here == there and int(n) < int(m)
 
@@ -371,7 +359,6 @@ class Influence:
 
 
 def _edges(keys: np.ndarray) -> np.ndarray:
-    """Where each request begins in sorted ``keys``."""
     who = subject(keys)
     return np.flatnonzero(np.append(True, who[1:] != who[:-1])) if len(keys) else np.zeros(0, np.int64)
 
@@ -409,7 +396,6 @@ def _causal_anywhere(rows: np.ndarray, values: np.ndarray, seen: np.ndarray, key
 
 
 def _stretch(keys: np.ndarray, who: int) -> slice:
-    """Where the rows of one request lie in sorted ``keys``."""
     first, last = np.searchsorted(keys, [who << 32, (who + 1) << 32])
     return slice(int(first), int(last))
 
@@ -519,7 +505,7 @@ class Upstream:
         return self._inside(up, sink) if up is not None else self.earlier(sink)
 
     def earlier(self, sink: TensorErrors) -> list[TensorErrors]:
-        """In order: what stands in front of the next place begins with the same (prefixes.py)."""
+        """In order: what stands in front of the next place begins with the same (Prefixes)."""
         return self._given_out[: bisect_left(self._given_out, sink.order, key=_order)]
 
     def _silent(self, tap: str) -> list[TensorErrors]:
@@ -547,11 +533,9 @@ class Upstream:
 
     @cached_property
     def _takes_inputs(self) -> bool:
-        """Whether inputs of modules that gave something out were captured."""
         return any(kinds[INPUT] and kinds[OUTPUT] for kinds in self.by_tap.values())
 
     def unfed(self, tap: str, sink: TensorErrors) -> bool:
-        """Whether a leaf's output is compared and nothing that went into the leaf."""
         leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
         inputs = self.by_tap[tap][INPUT]
         return leaf and not is_fed([t for t in inputs if t.call == sink.call] or inputs)

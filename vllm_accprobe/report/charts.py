@@ -75,7 +75,6 @@ def depth(comparison: Comparison) -> list[Point]:
 
 
 def on_axis(pair: Pair) -> bool:
-    """Whether a pair has a place on an error axis: a compared output of a floating-point dtype."""
     if pair.status == "skip" or not pair.role.startswith(("output", "inplace")):
         return False
     return not str(pair.dtype_golden).startswith(("int", "uint", "bool"))
@@ -133,7 +132,7 @@ MAX_CELLS = 3_000_000
 """Bytes of all requests' matrices."""
 MAX_REQUESTS = 200
 STRETCH = 1 << 18
-"""Rows that are looked at together."""
+"""Rows that are examined together."""
 MISSING, IDENTICAL, INFINITE = 0, 1, 255
 PER_DECADE, LOWEST = 30, -4.0
 """Codes 2 to 254 are ratios on a logarithmic scale: 2 is 1e-4 and less, 30 codes to a factor of ten."""
@@ -315,7 +314,6 @@ def factors(comparison: Comparison) -> np.ndarray:
 
 
 def _by_pair(at: np.ndarray, pair: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(pair, its entries) of each."""
     order = np.argsort(pair, kind="stable")
     numbers, first = np.unique(pair[order], return_index=True)
     return list(zip(numbers.tolist(), np.split(at[order], first[1:]), strict=True))

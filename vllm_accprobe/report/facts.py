@@ -42,7 +42,6 @@ def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
 
 
 def of_origins(comparison: Comparison) -> Callable[[Pair], bool]:
-    """Whether a pair is one of an origin's own."""
     modules = {str(o.get("module")) for o in comparison.origins if not o.get("gap")}
     others = {role for o in comparison.origins if "/" in (role := str(o.get("role")))}
     return lambda p: p.tap in modules or f"{p.tap}/{p.role}" in others
@@ -111,6 +110,17 @@ def sentence(origin: Mapping[str, Any]) -> str | None:
     if tier == BEHIND_A_ROUTER:
         return f"{tier}: {by or 'above'} its floor, as rows are that a near tie sends to other experts"
     return safe(tier, 60) if tier else None
+
+
+def optional_columns(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """(heading, a text of each origin) of the columns that a table of origins has only where an origin fills one."""
+    origins = comparison.origins
+    found = {
+        "constant": [constant(o) for o in origins], "shape": [shape(o) or "" for o in origins],
+        "in graphs": [graph(o) or "" for o in origins], "in the gap": [inside(comparison, o) or "" for o in origins],
+        "floor that it breaks": [whole(o) for o in origins],
+    }  # fmt: skip
+    return [(name, texts) for name, texts in found.items() if any(texts)]
 
 
 def whole(origin: Mapping[str, Any]) -> str:
@@ -228,7 +238,6 @@ SHORT = {
 
 
 def decided(pair: Pair) -> tuple[str, float | None, float | None]:
-    """(what a pair was judged by, its value, its own limit): a word for a narrow column, and two numbers."""
     if pair.measure in SHORT and pair.measured is not None:
         return SHORT[pair.measure], pair.measured, pair.allowed
     return "row L2" if pair.worst_row_rel_l2 is not None else "rel L2", value_of(pair), pair.limit
@@ -257,7 +266,7 @@ def over(pair: Pair) -> str:
     return "∞" if found == math.inf else times(found, 1.0) or MISSING
 
 
-def accused(origin: Mapping[str, Any]) -> str:
+def introduced_by(origin: Mapping[str, Any]) -> str:
     """Who introduces an error, and in how many layers: ``X (cls) introduces the error``, of a gap ``the error is
     created between X and Y``."""
     if gap := gap_of(origin):
@@ -266,7 +275,7 @@ def accused(origin: Mapping[str, Any]) -> str:
 
 
 def deed(origin: Mapping[str, Any]) -> str:
-    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything, and
+    """What an origin does. A file's tensor, of which it is not known what went in, is not said to create anything, and
     a module with another constant, or with other weights, computes what it was built to."""
     if is_cache(origin):
         return "is wrong"
@@ -311,7 +320,6 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def place_of(origin: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(tap, role) of the tensor that shows an origin's error."""
     gap = gap_of(origin)
     if gap is None:
         return origin.get("module"), origin.get("role")
@@ -330,7 +338,6 @@ def evidence(origin: Mapping[str, Any]) -> str:
 
 
 def origin_name(origin: Mapping[str, Any]) -> str:
-    """An origin's module without its class, or where its gap is."""
     gap = gap_of(origin)
     return between(gap) if gap else str(origin.get("module", "?"))
 
@@ -382,7 +389,6 @@ def graph(origin: Mapping[str, Any]) -> str | None:
 
 
 def divergence(comparison: Comparison) -> str | None:
-    """The first divergence as one line without its heading, or None."""
     d = comparison.first_divergence
     if not d:
         return None
@@ -433,12 +439,10 @@ def _told_instead(comparison: Comparison) -> list[str]:
 
 
 def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
-    """The findings of a side's own ledger of states, a sentence each."""
     return [safe(one.get("sentence") or "", 1000) for one in findings(comparison.states, side)]
 
 
 def operators(comparison: Comparison) -> list[dict[str, Any]]:
-    """The origins that are operators: all but a cache."""
     return [o for o in comparison.origins if not is_cache(o)]
 
 
@@ -452,7 +456,7 @@ def _failure(comparison: Comparison, c: Counts) -> str:
         return f"the weights, not the kernel: {where}{safe(faults[0]['says'], 400)}{others}"
     if comparison.origins:
         origin = comparison.origins[0]
-        return f"{accused(origin)}: {origin_detail(comparison, origin)}"
+        return f"{introduced_by(origin)}: {origin_detail(comparison, origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"
     if c.failed:
@@ -513,7 +517,7 @@ class FailedCause:
 def causes(comparison: Comparison) -> list[FailedCause]:
     """All of them, origins first, and then the worst first; equals in data-flow order."""
     is_own, own = of_origins(comparison), set()
-    spread = {_form(o["module"]) for o in comparison.origins if _in_layers(o)}
+    spread = {_form(o["module"]) for o in comparison.origins if layers(o) and isinstance(o.get("module"), str)}
     found: dict[str, tuple[tuple[float, int, int], Pair]] = {}
     pairs: dict[str, int] = {}
     for p in comparison.pairs:
@@ -542,10 +546,6 @@ def title(comparison: Comparison, shown: int, found: Sequence[FailedCause]) -> s
     what = " and ".join(words for n, words in ((own, count(own, "cause")), (behind, reached)) if n)
     some = f"the {shown} worst" if len(found) > shown else "worst first"
     return f"{what}, of {count(failed, 'failed pair')}, {some}"
-
-
-def _in_layers(origin: Mapping[str, Any]) -> bool:
-    return layers(origin) is not None and isinstance(origin.get("module"), str)
 
 
 def _form(tap: str) -> str:

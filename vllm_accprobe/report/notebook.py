@@ -25,8 +25,6 @@ COLOURS = {"prefill": "#1d5fbf", "decode": "#b25a00", "other": "#5b4a9e"}
 
 
 def to_pandas(comparison: Comparison) -> Any:
-    """A pandas.DataFrame with a row per pair and the columns of compare.csv: integers as Int64 (with missing values),
-    measures as float64 (NaN where missing)."""
     import pandas as pd
 
     frame = pd.DataFrame({name: [getattr(p, name) for p in comparison.pairs] for name in COLUMNS}, columns=COLUMNS)
@@ -69,7 +67,6 @@ def plot_depth(comparison: Comparison) -> Any:
 
 
 def repr_html(comparison: Comparison) -> str:
-    """A few lines of HTML without script or style sheet: verdict, origins, the worst pairs."""
     colour = "#17703f" if comparison.verdict == "pass" else "#b3261e"
     out = [f'<div><p><strong style="color:{colour}">{escaped(facts.headline(comparison), 1000)}</strong></p>']
     out += [f"<p>note: {escaped(note, 1000)}</p>" for note in comparison.notes[:5]]

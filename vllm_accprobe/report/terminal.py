@@ -25,7 +25,6 @@ QUIET, NORMAL, FULL = 0, 1, 2
 
 
 def lines(comparison: Comparison, verbosity: int = NORMAL) -> list[str]:
-    """The whole report, sections separated by an empty line."""
     return [line for _, line in _styled(comparison, verbosity)]
 
 
@@ -123,7 +122,6 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
 
 
 def _other(comparison: Comparison, number: int, origin: Any) -> str:
-    """number: of the origin, the culprit being the first, as everywhere."""
     said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
@@ -140,13 +138,11 @@ def _evidence(origin: Any) -> str:
 
 
 def alarms(comparison: Comparison, full: bool = False) -> list[str]:
-    """How likely an origin is by chance alone."""
     line = facts.alarms(comparison)
     return [f"by chance: {line}"] if line else []
 
 
 def deciding(comparison: Comparison, full: bool = False, n: int = 3) -> list[str]:
-    """Where the answer is open, which commands would close it, at most ``n``."""
     steps = comparison.would_decide
     if not steps:
         return []
@@ -159,13 +155,11 @@ def _command(step: Mapping[str, str]) -> list[str]:
 
 
 def next_commands(comparison: Comparison) -> list[str]:
-    """What to type next after a failure, each line as it is typed."""
     steps = comparison.next_steps
     return ["next:", *(line for step in steps for line in _command(step))] if steps else []
 
 
 def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
-    """Habits of both machines, differences first."""
     found = verdict_parts.machine_lines(comparison.machines)
     where = "compare.html, or compare.json, machines"
     said = _list(found, None if full else n, where, lambda line: [f"  {line}"])
@@ -178,7 +172,6 @@ def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
 
 
 def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
-    """A table of the ``n`` worst causes, a failed pair of each."""
     if not comparison.counts.failed:
         return []
     head = ("x limit", "measure", "value", "limit", "cosine", "step", "pair")
@@ -248,7 +241,6 @@ def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
 
 
 def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str]:
-    """What the verdict covers: by class below a PASS, in a line below a FAIL."""
     total = verdict_parts.totals(comparison)
     if total is None:
         return []
@@ -262,5 +254,4 @@ def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str
 
 
 def plan(comparison: Comparison) -> list[str]:
-    """How names, tokens and ranks were paired."""
     return ["plan:", *(f"  {safe(line, 1000)}" for line in comparison.plan)] if comparison.plan else []

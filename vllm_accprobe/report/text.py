@@ -49,7 +49,6 @@ def count(n: int, one: str, many: str | None = None) -> str:
 
 
 def capital(text: str) -> str:
-    """With a capital."""
     return text[:1].upper() + text[1:]
 
 

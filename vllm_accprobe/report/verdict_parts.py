@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.gaps import splitting
 from vllm_accprobe.comparison.plan.relations import GOLDEN
-from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Around, Edge
+from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Edge, OriginNeighbours
 from vllm_accprobe.report.text import MISSING, count, factor, num, safe
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ SHOWN_MODULES = 4
 
 
 def gap_of(origin: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """An origin's gap, where it lies in one."""
     gap = origin.get("gap")
     return gap if isinstance(gap, Mapping) and gap.get("before") else None
 
@@ -87,13 +86,10 @@ def head(comparison: Comparison) -> list[str]:
     checked, rows = (sum(int(e.get(k) or 0) for e in entries(comparison)) for k in ("checked", "rows"))
     how = f"checked in part: {checked:,} of {count(rows, 'row')}" if comparison.replayed else "compared, not checked"
     said = f"{how}: {safe(missing['why'], 400)}"
-    lines = [line for line in missing["command"].splitlines() if line not in _elsewhere(comparison)]
+    named = [step["command"] for step in (*comparison.would_decide, *comparison.next_steps)]
+    elsewhere = {line.partition(" --out ")[0] for command in named for line in command.splitlines()}
+    lines = [line for line in missing["command"].splitlines() if line not in elsewhere]
     return [f"{said}; this would check:", *(f"  {safe(line, 1000)}" for line in lines)] if lines else [said]
-
-
-def _elsewhere(comparison: Comparison) -> set[str]:
-    steps = [*comparison.would_decide, *comparison.next_steps]
-    return {line.partition(" --out ")[0] for step in steps for line in step["command"].splitlines()}
 
 
 def entries(comparison: Comparison) -> list[Mapping[str, Any]]:
@@ -103,7 +99,6 @@ def entries(comparison: Comparison) -> list[Mapping[str, Any]]:
 
 
 def totals(comparison: Comparison) -> str | None:
-    """All classes in one line."""
     found = entries(comparison)
     if not found:
         return None
@@ -169,7 +164,7 @@ def _told(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]
         left = [[h for w, h in side.items() if w not in other] for side, other in ((g, m), (m, g))]
         if len(left[0]) == len(left[1]) == 1:
             differ.append(_against(left[0][0], left[1][0]))
-        else:  # several answers to one question, of which nobody knows which belongs to which
+        else:  # several answers to one question, of which it is not known which belongs to which
             differ += [_alone("mine", h, "golden" if both else "") for h in left[1]]
             differ += [_alone("golden", h, "mine" if both else "") for h in left[0]]
     priced = sorted(alike.items(), key=lambda kv: not kv[0][2])  # stable: in the order of the habits otherwise
@@ -189,7 +184,6 @@ def rows(machines: Mapping[str, Sequence[Habit]]) -> list[tuple[str, ...]]:
 
 
 def _by_place(habits: Sequence[Habit]) -> dict[tuple[str, str, str], dict[str, Habit]]:
-    """(operator, dtype, kind) → words → habit."""
     found: dict[tuple[str, str, str], dict[str, Habit]] = {}
     for h in habits:
         found.setdefault((str(h.get("operator")), str(h.get("dtype")), str(h.get("kind"))), {})[_words(h)] = h
@@ -204,7 +198,7 @@ def _against(golden: Habit, mine: Habit) -> str:
 
 
 def _alone(name: str, habit: Habit, other: str = "") -> str:
-    """other: the side that was looked at and does not show it."""
+    """other: the side that was examined and does not show it."""
     out = f"{_does(name, habit)} in {_where(habit)}" + (f": costs {price}" if (price := _price(habit)) else "")
     return out + (f"; not seen in {other}" if other else "")
 
@@ -283,7 +277,7 @@ def neighbour_lines(comparison: Comparison) -> list[str]:
     return [f"{what}: {said}" for what, edges, left in sides if (said := _grouped(edges, left))]
 
 
-def described(around: Around) -> str:
+def described(around: OriginNeighbours) -> str:
     """All of it as one sentence, which a screen reader says."""
     sides = ("fed by", around.fed_by), ("feeds", around.feeds)
     said = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]

@@ -15,19 +15,6 @@ from functools import cache
 
 from vllm_accprobe.standards.declaration import MACHINES, OUTPUT, PAIRS, NamedStandard
 
-__all__ = [
-    "COMMANDS",
-    "GROUP",
-    "MACHINES",
-    "OUTPUT",
-    "PAIRS",
-    "NamedStandard",
-    "UnknownStandard",
-    "built_in",
-    "find",
-    "names",
-]
-
 GROUP = "vllm_accprobe.standards"
 """The group of entry points; each names a module that has STANDARDS."""
 COMMANDS = {PAIRS: "compare", OUTPUT: "opcheck", MACHINES: "compare of two tables"}
@@ -53,7 +40,6 @@ def find(name: str, what: str) -> NamedStandard:
 
 
 def names(what: str) -> tuple[str, ...]:
-    """Of the standards of this package that judge ``what``: our own first, then by name."""
     return _that(built_in().values(), what)
 
 

@@ -45,7 +45,7 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class RuleFinding:
     """status: pass, warning, error or skip; algorithm: by which rule; message: "" or what decided, in one line;
-    judged: all that was held against limits, also what does not count for the status."""
+    judged: all that was compared with limits, also what does not count for the status."""
 
     status: str
     algorithm: str
@@ -77,7 +77,6 @@ def of(algorithm: str, judged: Sequence[Judged], *, advisory: Sequence[Judged] =
 
 
 def skip(algorithm: str, reason: str) -> RuleFinding:
-    """Nothing was judged."""
     return RuleFinding(SKIP, algorithm, reason)
 
 

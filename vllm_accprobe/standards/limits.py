@@ -27,7 +27,7 @@ probabilities and what it gives out (`accprobe compare DUMP --calibrate OUT --pr
 
 CREATED = 4.0
 """chosen: u that one operator may add to a row: four roundings to the same side, of inputs, weights, an intermediate
-and the result. Measured, scripts/judge_constants.py created: the typical row of 3,677 honest places adds 0.6 u at the
+and the result. Measured, scripts/judge_constants.py created: the typical row of 3,677 correct places adds 0.6 u at the
 90th percentile, 2.1 at the 99th and 3.5 in the worst (weights that were trained, attention)."""
 TOTAL = 8.0
 """chosen: u that may have piled up before the first layer. Clean TP=2 against TP=1 has 5.7, 4.1, 6.5 and 6.2 u after
@@ -47,7 +47,7 @@ mean zero."""
 EXPERTS_NARROWER = 4.0
 """chosen: an expert's intermediate is about a quarter as wide as what it gives out in DeepSeek-V3 and Qwen3-Next (2,048
 of 7,168, 512 of 2,048), less narrow in others; its noise averages over so few. Measured, scripts/simulate_experts.py:
-a row's norm scatters by 3.2 to 4.6 u / sqrt(intermediate) between two honest kernels."""
+a row's norm scatters by 3.2 to 4.6 u / sqrt(intermediate) between two correct kernels."""
 ROW_DEVIATIONS = 5.0
 """derived: standard deviations that one row of a million reaches."""
 ELEMENT = 8.0
@@ -59,7 +59,7 @@ STRICT_CREATED, STRICT_TOTAL, STRICT_AMPLIFICATION = 1.0, 2.0, 2.0
 
 
 _SCATTER = math.sqrt(3.0 * (TRUNCATED - TRUNCATED**2))
-"""derived: of a row's norm ratio after one truncation, in units, times sqrt(width): the variance of one element's loss (steps
+"""derived: of a row's norm ratio after a truncation, in u, times sqrt(width): the variance of one element's loss (steps
 uniform in [0, 2) units: 4/3 of the mean of 1 / m**2, which is 3 / (8 ln 2)), times 3, as squares of normal values weigh
 the elements."""
 
@@ -98,22 +98,12 @@ def narrowest(tap: str, cls: str, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """The numbers that limits are made of.
+    """The numbers that limits follow from: the constants above, by name.
 
-    created: units that one operator may add to a row. total: units that may have piled up before the first layer;
-    growth: exponent of (1 + depth) by which that grows; depth counts layers.
-    amplification: how much of its inputs' relative error an operator may pass on; wild: the same for inputs that are
-    beyond the limit themselves, because what a fault leaves behind is no random noise; garbage: inputs further off than
-    this explain any output.
-    ratio_share, ratio_width: the norm ratio's limit is the row's times min(1, mean + noise), where mean is the larger
-    of ratio_share and of what truncations take off a norm, and noise is ratio_width / sqrt(width) and the truncations'
-    own, in quadrature. The two are added: a machine that rounds toward zero has roundings of mean zero as well, and so
-    has the one that it is compared with.
-    truncations: how often a result may have been rounded toward zero on its way through one operator. 2 is measured:
-    vLLM's AVX2 attention truncates its probabilities and what it gives out, its experts their activation and that.
-    element: the element's limit is the row's times this.
-    row_floor: rows whose norm is below this part of the tap's median norm are measured against that part; narrow rows,
-    where sums cancel more often, against 1 / sqrt(width) more of it.
+    The norm ratio's limit is the row's times min(1, mean + noise), where mean is the larger of ratio_share and of what
+    truncations take off a norm, and noise is ratio_width / sqrt(width) and the truncations' own, in quadrature. The two
+    are added: a machine that rounds toward zero has roundings of mean zero as well. Narrow rows, where sums cancel more
+    often, have 1 / sqrt(width) more of row_floor.
     """
 
     name: str = "accprobe"
@@ -156,7 +146,6 @@ class Standard:
         return min(1.0, mean + noise)
 
     def to_dict(self, unit: float, layers: int) -> dict[str, Any]:
-        """For compare.json: the numbers, and the limits they come to in this comparison."""
         last = self.total_limits(unit, 1 << 20, layers)
         return asdict(self) | {
             "unit": unit,

@@ -36,7 +36,7 @@ class Measures:
     ulp_*: |d| in steps of mine's dtype at g, 2**(max(floor(log2 |g|), smallest exponent) - mantissa), and for g = 0 of
     1.0; ulp_share: above 32 for float32, above 1 for coarser dtypes. ait_share: with |m / g - 1| within ait's
     tolerance. above_1e_n: |d| > 10**-n. kl: KL divergence of softmax(g) from softmax(m) over the whole tensor, where
-    asked for."""
+    requested."""
 
     FIELDS: ClassVar[tuple[str, ...]]
 

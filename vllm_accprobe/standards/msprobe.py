@@ -44,7 +44,6 @@ from vllm_accprobe.standards.two_machines import dtypes_differ
 ABSOLUTE, BENCHMARK, BINARY, ULP, DUAL_1000, ACCUMULATIVE = (
     "absolute threshold", "benchmark ratio", "binary consistency", "ULP", "dual-1000", "accumulative error",
 )  # fmt: skip
-API_ALGORITHMS = (ABSOLUTE, BENCHMARK, BINARY, ULP, DUAL_1000, ACCUMULATIVE)
 UNSUPPORTED = ("float64", "complex32", "complex64", "complex128")
 """Dtypes that the two-sided standard does not judge."""
 
@@ -175,8 +174,8 @@ _BOTH = (BENCHMARK, ULP)
 def judge(
     release: Release, golden: Values, mine: Values, api: str, dtype: str, algorithm: str | None = None
 ) -> RuleFinding:
-    """golden, mine: measures of one output on each machine against the CPU; api: msprobe_apis.api_of's name; dtype:
-    mine's; algorithm: one of msprobe_apis.ALGORITHMS instead of the documents' choice for ``api``."""
+    """golden, mine: measures of one output on each machine against the CPU; api: api_of's name; dtype:
+    mine's; algorithm: one of ALGORITHMS instead of the documents' choice for ``api``."""
     chosen = algorithm or algorithm_of(api, dtype)
     if chosen is None:
         return skip("", f"{dtype} is not judged by this standard")

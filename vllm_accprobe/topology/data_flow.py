@@ -118,7 +118,6 @@ def _home(c: TapCall, taps: set[str]) -> str:
 
 
 def _complete(found: dict[tuple[str, int], TapCall], key: tuple[str, int], op: OpCall) -> None:
-    """Adds the tensors that only the operator's line names."""
     call = found.setdefault(key, TapCall(op.tap, op.op, op.call, op.seq, op.seq))
     call.cls = op.op
     call.begin = min(call.begin, op.seq)
@@ -139,8 +138,6 @@ def _named(t: dict[str, Any]) -> CallTensor:
 
 
 class _Identities:
-    """What tells records apart; each tensor is read once."""
-
     def __init__(self, dump: Dump, tick: Tick):
         self._dump, self._tick = dump, tick
 
@@ -219,7 +216,7 @@ def graph_of(
     """One step of one rank as a graph; by default the step that shows most taps.
 
     level: how deep modules are opened, 1 for what the model itself calls; None: to the innermost call, operators where
-    they were captured. tick: called per tensor that is looked at. Raises DumpError where there is nothing to draw.
+    they were captured. tick: called per tensor that is examined. Raises DumpError where there is nothing to draw.
     """
     if rank is None or step is None:
         among = [r for r in dump.records if r.step is not None and rank in (None, r.rank) and step in (None, r.step)]
@@ -325,7 +322,6 @@ class _Drawing:
         return self.made.get(seen.key) or self.borders.get(seen.key)
 
     def _border(self, name: str, seen: CallTensor) -> str:
-        """An input of the whole."""
         known = self.borders.get(seen.key) if seen.key is not None else None
         if known is None:
             known = self._tensor(name, seen)
@@ -335,7 +331,6 @@ class _Drawing:
         return known
 
     def _between(self, c: TapCall, missing: Sequence[CallTensor]) -> list[str]:
-        """Names for what ``c`` takes and nobody gave."""
         had = self._had(c)
         out = [""] * len(missing)
         unknown: list[tuple[int, CallTensor]] = []
@@ -407,7 +402,7 @@ class _Drawing:
 _MOST = 64
 """Tensors that code between two modules is looked for among: the last ones (chosen)."""
 _BACK = 4096
-"""Calls before a module that are looked at for them (chosen)."""
+"""Calls before a module that are examined for them (chosen)."""
 _LARGEST = 100_000
 """Calls that are drawn (chosen): Netron asks before it opens a tenth of that."""
 

@@ -28,8 +28,8 @@ from vllm_accprobe.formats.io.plain_file import read_json, read_text
 
 @dataclass(frozen=True)
 class GraphTensor:
-    """name: unique in the graph; dtype: torch's name, "" where nobody knows; shape: None where nobody knows; note: one
-    line for whoever looks at it."""
+    """name: unique in the graph; dtype: torch's name, "" where it is not known; shape: None where it is not known;
+    note: one line for whoever looks at it."""
 
     name: str
     dtype: str = ""
@@ -168,7 +168,6 @@ def write_onnx(graph: ModelGraph, path: Path) -> None:
 
 
 def to_onnx(graph: ModelGraph) -> Any:
-    """An ``onnx.ModelProto``, checked. Raises DumpError."""
     try:
         import onnx
         from onnx import checker, helper
@@ -224,8 +223,8 @@ def _plain(value: Any) -> bool:
 
 
 def _value(onnx: Any, t: GraphTensor) -> Any:
-    """A dtype that ONNX lacks, or that nobody knows, is written as bytes, a shape that nobody knows as one dimension of
-    that name: the checker wants both. The tensor's line says so."""
+    """A dtype that ONNX lacks, or that it is not known, is written as bytes, a shape that it is not known as one
+    dimension of that name: the checker wants both. The tensor's line says so."""
     element = getattr(onnx.TensorProto, _ELEMENTS.get(t.dtype, "UINT8"), onnx.TensorProto.UINT8)
     notes = [] if t.dtype in _ELEMENTS else [f"dtype: {t.dtype or 'not known'}"]
     notes += ["shape: not known"] if t.shape is None else []

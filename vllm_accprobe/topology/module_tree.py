@@ -38,7 +38,6 @@ class Branch:
 
 
 def of_dump(dump: Dump, rank: int | None = None, step: int | None = None) -> Branch:
-    """The tree of one rank, with the shapes of one step: by default where most taps were seen."""
     records = [r for r in dump.records if rank in (None, r.rank) and step in (None, r.step)]
     place = fullest(records, ())
     own = rank if rank is not None else place[0] if place else next(iter(dump.ranks), 0)

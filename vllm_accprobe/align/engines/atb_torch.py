@@ -130,7 +130,6 @@ class _Finder:
             self.put(node.tap, "param.weight", [(taps[0], "param.weight")], f"weight of {part}")
 
     def elementwise(self, leaves: Sequence[Node], have: Mapping[str, str]) -> None:
-        """Biases that are added, the split of what was fused, gate times up, the residual stream."""
         residual = False
         for before, n in pairwise(leaves):
             kind = n.param.get("elewiseType")
@@ -156,7 +155,6 @@ class _Finder:
         return any("bias" in name.lower() for name in n.names)
 
     def ends(self, forest: Sequence[Node], layers: Sequence[Node], modules: Sequence[tuple[str, str]]) -> None:
-        """Embedding, last norm and head, which stand before and behind the layers."""
         level = next(level for level in _levels(forest) if layers[0] in level)
         front = [x for n in level[: level.index(layers[0])] for x in n.leaves()]
         back = [x for n in level[level.index(layers[-1]) + 1 :] for x in n.leaves()]
@@ -223,7 +221,6 @@ def _levels(forest: Sequence[Node]) -> list[Sequence[Node]]:
 
 
 def torch_layers(taps: Iterable[str]) -> list[str]:
-    """The members of the outermost numbered list that has most of them, in order."""
     lists: dict[str, set[int]] = defaultdict(set)
     for tap in taps:
         names = tap.split(".")
@@ -248,7 +245,6 @@ def part_of(tap: str) -> str:
 
 
 def _operators(leaves: Sequence[Node], have: Mapping[str, str]) -> list[tuple[Node, str]]:
-    """What each operator of a layer is."""
     core = next((i for i, n in enumerate(leaves) if _CORE.search(n.kind)), None)
     if core is None:
         return []

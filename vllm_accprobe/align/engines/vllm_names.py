@@ -48,7 +48,6 @@ def _cat(mine: str | None, *places: tuple[str, str | None]) -> RoleRule:
 
 
 def _fused(whole: str, *parts: str) -> TapRule:
-    """A projection and its parameters, joined from modules beside one another."""
     first, *others = parts
     label = f"{whole} ← {', '.join(parts)}"
     return _rule(label, f"**.{whole}", _cat(None, (f"**.{first}", None), *((f"{{1}}.{o}", None) for o in others)))
@@ -64,7 +63,6 @@ _HERE = "{1}.layers.{2}.self_attn."
 
 
 def _rotary(q: str, k: str) -> list[TapRule]:
-    """The rotary embedding and what attention reads, with q and k from these modules."""
     q, k, v = _HERE + q, _HERE + k, _HERE + "v_proj"
     turned = [_rope(f"{kind}.{a}", q) for kind, a in (("output", "0"), ("inplace", "query"))]
     turned += [_rope(f"{kind}.{a}", k) for kind, a in (("output", "1"), ("inplace", "key"))]
@@ -286,7 +284,6 @@ def _has_one(found: tuple[str, set[str]] | None) -> bool:
 
 
 def _outputs(records: Iterable[Record]) -> dict[str, tuple[str, set[str]]]:
-    """Of taps called experts: class and outputs."""
     found: dict[str, tuple[str, set[str]]] = {}
     for r in records:
         if r.tap.endswith("experts") and r.role.startswith("output."):

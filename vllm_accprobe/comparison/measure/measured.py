@@ -115,7 +115,6 @@ class Part:
         return part
 
     def meet(self, golden: Group) -> None:
-        """Learns which tensor of golden it is held against."""
         self.golden, self.dtype_golden = golden.first.name, golden.first.dtype
 
     def agree(self, golden: Group, mine: Group) -> None:
@@ -149,11 +148,9 @@ class SpillBuffer:
         self.on_disk = 0
 
     def another(self, bound: int) -> SpillBuffer:
-        """One of its own for other arrays, in the same directory."""
         return SpillBuffer(self._directory, bound)
 
     def keep(self, array: np.ndarray) -> np.ndarray:
-        """The same numbers, in memory or on disk."""
         where = self._mapped(array.size, array.dtype)
         if where is None:
             return array
@@ -162,7 +159,6 @@ class SpillBuffer:
         return kept
 
     def empty(self, n: int, dtype: type) -> np.ndarray:
-        """An array [n] to be filled, in memory or on disk."""
         where = self._mapped(n, np.dtype(dtype))
         return np.empty(n, dtype) if where is None else where
 
@@ -227,7 +223,6 @@ class MeasuredUnit:
 
     @classmethod
     def of(cls, unit: Unit, parts: Sequence[Part] = ()) -> MeasuredUnit:
-        """What the plan says of ``unit``, with what was measured of it so far."""
         place = unit.key, unit.cls, unit.rule, unit.order, unit.depth
         return cls(*place, unit.is_param, unit.vision, list(parts), gap=unit.gap)
 
@@ -253,8 +248,8 @@ class ComparisonContext:
     padding: what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
-    hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
-    as judge.weights.between's. links: as comparison/plan/relations.py's. sources: as
+    hashes; rehashed: as RequestPlan's. settings: as notes.differing's. states: as comparison/states.py's. weights:
+    as judge.weights.weights_between's. links: as comparison/plan/relations.py's. sources: as
     comparison/plan/relations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
     dump names them. untapped: as plan/untapped.py's.
     """
@@ -296,7 +291,6 @@ class ComparisonContext:
     untapped: Untapped = NOTHING
 
     def name(self, key: int) -> tuple[str, int]:
-        """(request label, position) of a row key."""
         return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
 
@@ -317,7 +311,6 @@ class Measured:
 
 
 def places_of(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ComparisonContext.places of a plan."""
     keys, steps, decode = [NO_KEYS], [NO_KEYS], [NO_FLAGS]
     for (_, step, name), rows in plan.tokens.mine.rows.items():
         keys.append(rows.keys[rows.keep])
@@ -331,7 +324,6 @@ def places_of(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def moments_of(plan: Plan) -> dict[Moment, np.ndarray]:
-    """ComparisonContext.moments of a plan: what tensors without rows speak for."""
     found: dict[Moment, list[np.ndarray]] = {}
     for (cell, step, name), rows in plan.tokens.mine.rows.items():
         if name != "logits":

@@ -24,26 +24,8 @@ import numpy as np
 
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, stats_of
-from vllm_accprobe.comparison.measure.read import (
-    UNREAD,
-    Loader,
-    RowBlock,
-    RowReader,
-    Stretch,
-    Unread,
-    checksums,
-    common,
-    cut_shape,
-    figures,
-    find_cut,
-    row_bytes,
-    same_weights,
-    settle,
-    statistics_error,
-    statistics_of,
-    stretches,
-)
 from vllm_accprobe.comparison.plan import relations
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices
@@ -77,12 +59,11 @@ class Reading:
         self.part.meet(golden[0])
 
     def sums(self) -> np.ndarray:
-        """``elements``, to be added to."""
         if self.elements is None:
             self.elements = np.zeros(len(definition.ELEMENT_FIELDS))
         return self.elements
 
-    def table(self, stretch: Stretch, *, again: bool = False) -> np.ndarray:
+    def table(self, stretch: read.Stretch, *, again: bool = False) -> np.ndarray:
         """The row table of a stretch, and its share of the sums over elements. again: another copy of rows that were
         read; nothing is added."""
         if self._unordered:
@@ -95,13 +76,12 @@ class Reading:
             found[(golden[golden_rows] < 0).any(1) | (mine[mine_rows] < 0).any(1)] = 0.0
         return found
 
-    def add_softmax(self, stretch: Stretch) -> None:
-        """What the KL divergence needs, where it was asked for."""
+    def add_softmax(self, stretch: read.Stretch) -> None:
         if self.kl:
             sums = definition.softmax_sums(*stretch.numbers)
             self.softmax = sums if self.softmax is None else definition.joined_softmax_sums(self.softmax, sums)
 
-    def add_columns(self, table: np.ndarray, stretch: Stretch) -> None:
+    def add_columns(self, table: np.ndarray, stretch: read.Stretch) -> None:
         """The sums by which a fault is told from rounding (kernels/structure.py). table: the stretch's."""
         rows = np.flatnonzero(table[:, definition.DD])
         if not len(rows) or self._unordered or not stretch.floats:
@@ -111,7 +91,7 @@ class Reading:
         sums = kernel.structure_sums(*stretch.only(rows).bits, widen)
         self.structure = sums if self.structure is None else self.structure + sums
 
-    def look(self, table: np.ndarray, places: np.ndarray, stretch: Stretch, segment: int | None = None) -> None:
+    def look(self, table: np.ndarray, places: np.ndarray, stretch: read.Stretch, segment: int | None = None) -> None:
         """Whether all bits are equal so far, and the element with the largest error. places: int64 [n], where the rows
         of ``table`` stand in the part. segment: of a single row, where kernel.row found the error."""
         part = self.part
@@ -136,20 +116,19 @@ class Reading:
         return self.part
 
     def unread(self) -> Reading:
-        """Nothing of a pair that was read in part."""
         bare = Reading(self.group, self.unit, self.kl)
-        bare.part = Part.of(self.group, *self.golden[:1], whole=self.part.whole, skip=UNREAD)
+        bare.part = Part.of(self.group, *self.golden[:1], whole=self.part.whole, skip=read.UNREAD)
         bare.part.feature = self.part.feature
         return bare
 
 
 _LOOKED, _NEW = 4096, 0.25
-"""Chosen: elements that are looked at, and the part of those that differ which differ in their own way. A bfloat16
+"""Chosen: elements that are examined, and the part of those that differ which differ in their own way. A bfloat16
 tensor has some thousand different values, each with some differences (0.5 and more); pixels have 256 (0.2)."""
 
 
-def _few(stretch: Stretch, rows: np.ndarray) -> bool:
-    """Whether the same number differs in the same way again and again: pixels, a table. Some ``rows`` are looked at."""
+def _few(stretch: read.Stretch, rows: np.ndarray) -> bool:
+    """Whether the same number differs in the same way again and again: pixels, a table. Some ``rows`` are examined."""
     width = stretch.mine.data.shape[1]
     some = rows[np.unique(np.linspace(0, len(rows) - 1, max(_LOOKED // max(width, 1), 8)).astype(np.int64))]
     golden, mine = (side.reshape(-1)[:_MOST_ELEMENTS] for side in stretch.only(some).numbers)
@@ -162,7 +141,7 @@ def _few(stretch: Stretch, rows: np.ndarray) -> bool:
 
 
 _MOST_ELEMENTS = 1 << 20
-"""Elements of wide rows that are looked at, at most."""
+"""Elements of wide rows that are examined, at most."""
 
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
@@ -183,11 +162,13 @@ from the routing of all others."""
 class Measurer:
     """Measures units of one plan, in one thread. Holds nothing between units but buffers and indices of row keys."""
 
-    def __init__(self, dumps: tuple[Any, Any], loaders: tuple[Loader, Loader], indices: Indices, kl: bool = False):
+    def __init__(
+        self, dumps: tuple[Any, Any], loaders: tuple[read.Loader, read.Loader], indices: Indices, kl: bool = False
+    ):
         """kl: also take what the KL divergence needs, which costs as much as everything else."""
         self.kl = kl
         self.golden, self.mine = loaders
-        self.rows = RowReader(dumps[0], loaders[0]), RowReader(dumps[1], loaders[1])
+        self.rows = read.RowReader(dumps[0], loaders[0]), read.RowReader(dumps[1], loaders[1])
         self.sides, self.indices = indices.sides, indices
 
     def measure(self, unit: Unit) -> MeasuredUnit:
@@ -216,7 +197,7 @@ class Measurer:
                         self._whole(reading, usable)
                     else:
                         self._rows(reading, with_rows, wheres)
-                except Unread:
+                except read.Unread:
                     reading = reading.unread()
             found.add(reading.done(), reading.structure)
         self.golden.forget()
@@ -244,7 +225,7 @@ class Measurer:
         reading.meet([golden[i] for i in met.used])
         part.rows = met.rows
         first = reading.golden[0]
-        cuts = find_cut(first, group)
+        cuts = read.find_cut(first, group)
         shapes = [_feature(g, c) for g, c in zip((first, group), cuts, strict=True)]
         part.feature = shapes[1]
         if prod(shapes[0]) != prod(shapes[1]):
@@ -270,10 +251,10 @@ class Measurer:
                 return
         table: np.ndarray | None = None
         for i, places in zip(met.used, met.places, strict=True):
-            size = max(row_bytes(golden[i]), row_bytes(group))
-            for some in stretches(places, size):
+            size = max(read.row_bytes(golden[i]), read.row_bytes(group))
+            for some in read.stretches(places, size):
                 here = self.rows[0].load(golden[i], cuts[0], row[some])
-                stretch = Stretch(*here, *self.rows[1].load(group, cuts[1], kept[some]))
+                stretch = read.Stretch(*here, *self.rows[1].load(group, cuts[1], kept[some]))
                 found = reading.table(stretch)
                 if len(some) == len(kept):
                     table = found
@@ -309,16 +290,16 @@ class Measurer:
 
     def _statistics(self, reading: Reading, golden: Group) -> None:
         group, part, unit = reading.group, reading.part, reading.unit
-        g = statistics_of(golden, self.golden)
-        m = statistics_of(group, self.mine)
+        g = read.statistics_of(golden, self.golden)
+        m = read.statistics_of(group, self.mine)
         if relations.mixed(unit, golden, group) and (relations.fractional(g) or relations.fractional(m)):
             part.skip = relations.OTHER_KIND
             return
-        if g is not None and m is not None and common(g, m):
-            part.stats = statistics_error(g, m)
-            part.figures = figures(g), figures(m)
+        if g is not None and m is not None and read.common(g, m):
+            part.stats = read.statistics_error(g, m)
+            part.figures = read.figures(g), read.figures(m)
             return
-        equal = checksums(golden, group)
+        equal = read.checksums(golden, group)
         if equal is None:
             part.skip = NO_PAYLOAD
         else:
@@ -334,7 +315,7 @@ class Measurer:
         if not same:
             part.skip = OTHER_BATCH
             return
-        if group.moment in self.indices.left_out:  # which part of it is of such rows, nobody knows
+        if group.moment in self.indices.left_out:  # which part of it is of such rows, it is not known
             part.skip = NO_ROWS_LEFT
             return
         partner = same[-1]
@@ -357,11 +338,13 @@ class Measurer:
                 part.skip = relations.OTHER_KIND
                 return
             one = np.zeros(1, np.int64)
-            flat = [RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
+            flat = [read.RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
             bits = flat[0].data[0], flat[0].dtype, flat[1].data[0], flat[1].dtype
             found, segment = kernel.row(*bits, widen, elements=reading.sums())
-            part.table, settled, part.replicas = settle((self.golden, self.mine), (partner, group), flat, found[None])
-            stretch = Stretch(settled[0], one, settled[1], one)
+            part.table, settled, part.replicas = read.settle(
+                (self.golden, self.mine), (partner, group), flat, found[None]
+            )
+            stretch = read.Stretch(settled[0], one, settled[1], one)
             reading.add_softmax(stretch)
             reading.look(part.table, one, stretch, segment if settled is flat else None)
 
@@ -381,7 +364,7 @@ class Measurer:
             if block.data.shape[1] != part.width:
                 continue
             for theirs, mask in golden:
-                stretch = Stretch(self.golden.load(theirs, cuts[0]), row[mask], block, kept[mask])
+                stretch = read.Stretch(self.golden.load(theirs, cuts[0]), row[mask], block, kept[mask])
                 other = reading.table(stretch, again=True)
                 places = np.flatnonzero(mask)
                 worse = (other[:, definition.DD] > part.table[places, definition.DD]) | (
@@ -394,7 +377,7 @@ class Measurer:
 
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
     assert group.merge is not None
-    shape = cut_shape(group.merge.shape, cut)
+    shape = read.cut_shape(group.merge.shape, cut)
     dim = group.row_dim
     return shape[:dim] + shape[dim + 1 :]
 
@@ -421,11 +404,9 @@ CACHE = 256 << 20
 
 
 class UnitMeasurer:
-    """Measures units of one plan in one thread: from a unit of the plan to plain values."""
-
     def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = CACHE, *, kl: bool = False):
         """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: see Measurer."""
-        self.loaders = Loader(dumps[0], cache), Loader(dumps[1], cache // 4)
+        self.loaders = read.Loader(dumps[0], cache), read.Loader(dumps[1], cache // 4)
         self._measurer = Measurer(dumps, self.loaders, indices, kl)
 
     def measure(self, unit: Unit) -> MeasuredUnit:
@@ -458,7 +439,8 @@ def measure_all(
     dumps: tuple[Any, Any], indices: Indices, units: Sequence[Unit], threads: int | None = None, *, kl: bool = False
 ) -> Iterator[list[MeasuredUnit]]:
     """The results of ``units``, in order, batch by batch. threads: as many as there are processors, at most 16."""
-    n = min(threads or _processors(), 16)
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    n = min(threads or (len(affinity(0)) if affinity else os.cpu_count() or 1), 16)
     free: queue.SimpleQueue[UnitMeasurer] = queue.SimpleQueue()
     for _ in range(n):
         free.put(UnitMeasurer(dumps, indices, CACHE // n, kl=kl))
@@ -487,13 +469,6 @@ def _in_order(work: Any, tasks: Iterable[Any], threads: int) -> Iterator[Any]:
         pool.shutdown(cancel_futures=True)
 
 
-def _processors() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
-
-
 PACKED = "packed or quantised parameters of different dtypes"
 ELSEWHERE_CUT = "fingerprints of parameters that are cut differently over ranks"
 _COMPUTED = re.compile(r"cos_sin_cache|inv_freq|cos_cached|sin_cached|sinusoid|position_ids|attn_bias_cache")
@@ -504,28 +479,28 @@ def is_computed(role: str) -> bool:
     return bool(_COMPUTED.search(role))
 
 
-def compare_params(unit: Unit, golden: Loader, mine: Loader, standard: Standard) -> list[Part]:
+def compare_params(unit: Unit, golden: read.Loader, mine: read.Loader, standard: Standard) -> list[Part]:
     """Compares a parameter: one group on either side, or, where ranks are compared one by one, one for each rank."""
     found = []
     for m in unit.mine if len(unit.golden) > 1 else unit.mine[-1:]:
         g = next((g for g in unit.golden if g.moment == m.moment), unit.golden[-1])
         try:
             found.append(_compare(Part.of(m, g, whole=True), g, m, golden, mine, standard))
-        except Unread:
-            found.append(Part.of(m, g, whole=True, skip=UNREAD))
+        except read.Unread:
+            found.append(Part.of(m, g, whole=True, skip=read.UNREAD))
         finally:
             golden.forget()
             mine.forget()
     return found
 
 
-def _compare(part: Part, g: Group, m: Group, golden: Loader, mine: Loader, standard: Standard) -> Part:
+def _compare(part: Part, g: Group, m: Group, golden: read.Loader, mine: read.Loader, standard: Standard) -> Part:
     if g.merge is None or m.merge is None:
         return _skipped(part, m.problem or g.problem)
     if "complex" in DTYPES[g.first.dtype].kind + DTYPES[m.first.dtype].kind:
         return _skipped(part, UNKNOWN_DTYPE)
-    cuts = find_cut(g, m)
-    shapes = cut_shape(g.merge.shape, cuts[0]), cut_shape(m.merge.shape, cuts[1])
+    cuts = read.find_cut(g, m)
+    shapes = read.cut_shape(g.merge.shape, cuts[0]), read.cut_shape(m.merge.shape, cuts[1])
     part.feature = shapes[1]
     if shapes[0] != shapes[1]:
         return _skipped(part, f"parameters: {OTHER_WIDTH}")
@@ -549,7 +524,7 @@ def _compare(part: Part, g: Group, m: Group, golden: Loader, mine: Loader, stand
     if differ.any():
         r = int(part.table[:, definition.MAX_D].argmax())
         part.worst = (r, *kernel.locate(data[0][r], data[2], data[1][r], data[2], widen))
-    part.same_bits = not differ.any() and Stretch(a, at, b, at).same_bits()
+    part.same_bits = not differ.any() and read.Stretch(a, at, b, at).same_bits()
     return _decided(part, not differ.any(), "values")
 
 
@@ -563,7 +538,7 @@ def _decided(part: Part, equal: bool, by: str) -> Part:
     return part
 
 
-def _one_number(a: RowBlock, b: RowBlock) -> bool:
+def _one_number(a: read.RowBlock, b: read.RowBlock) -> bool:
     """Whether each element of both can be the same number rounded to float16 and to bfloat16. Neither dtype holds all
     values of the other: float16 loses the last bits of what is small (below 2**-14), bfloat16 those of everything."""
     step = max((1 << 22) // max(a.data.shape[1], 1), 1)
@@ -590,19 +565,19 @@ def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
         part.stats = (0.0 if equal else float("inf"), 0.0)
         return _decided(part, equal, "hash of a sample")
     if all(x.stats and y.stats for x, y in pairs):
-        errors = [statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
+        errors = [read.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
         part.stats = max(e[0] for e in errors), max(e[1] for e in errors)
         if len(pairs) == 1 and pairs[0][0].stats and pairs[0][1].stats:
-            part.figures = figures(pairs[0][0].stats), figures(pairs[0][1].stats)
+            part.figures = read.figures(pairs[0][0].stats), read.figures(pairs[0][1].stats)
         allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
-        if checksums(g, m) is False:
+        if read.checksums(g, m) is False:
             return _decided(part, False, "checksums")
-        known = [same_weights(x, y, allowed) for x, y in pairs]
+        known = [read.same_weights(x, y, allowed) for x, y in pairs]
         if None not in known:
             return _decided(part, all(known), "statistics")
         error = max(part.stats[0], part.stats[1] / standard.element)
         return _decided(part, error <= allowed, "statistics")
-    same = checksums(g, m)
+    same = read.checksums(g, m)
     if same is not None:
         part.stats = 0.0 if same else float("inf"), 0.0
         return _decided(part, same, "checksums")
@@ -610,7 +585,6 @@ def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
 
 
 def _common(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> tuple[np.ndarray, np.ndarray, str]:
-    """Both in one dtype: the coarser one's, to which the finer is rounded."""
     if a_dtype == b_dtype:
         return a, b, a_dtype
     target = max((a_dtype, b_dtype), key=lambda d: DTYPES[d].eps)

@@ -71,7 +71,6 @@ def _largest(stats: Stats | None) -> float:
 
 
 def _left(dump: Any, padded: list[Record], real: list[Record]) -> bool:
-    """Whether most of the rows looked at are, bit for bit, a real row of an earlier step."""
     known: dict[Record, list[bytes]] = {}
 
     def rows_of(record: Record) -> list[bytes]:

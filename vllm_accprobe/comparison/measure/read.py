@@ -54,7 +54,6 @@ class Stretch:
 
     @property
     def numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Widened, [n, width] each."""
         golden, g_dtype, g_rows, mine, m_dtype, m_rows = self.bits
         return widen(golden[g_rows], g_dtype), widen(mine[m_rows], m_dtype)
 
@@ -63,14 +62,7 @@ class Stretch:
         return all(DTYPES[b.dtype].kind == "float" for b in (self.golden, self.mine))
 
     def only(self, some: np.ndarray) -> Stretch:
-        """Those of ``some``, int64 indices."""
         return Stretch(self.golden, self.golden_rows[some], self.mine, self.mine_rows[some])
-
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """One of them as floating point, [width] each."""
-        sides = (self.golden, self.golden_rows), (self.mine, self.mine_rows)
-        golden, mine = (widen(b.data[rows[i]], b.dtype, as_float=True) for b, rows in sides)
-        return golden, mine
 
     def same_bits(self) -> bool:
         """Whether they hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
@@ -150,7 +142,6 @@ class Loader:
         self._bytes = 0
 
     def replica(self, group: Group, member: int) -> RowBlock:
-        """The copy that another rank holds of a replicated tensor."""
         return self._rows(group, self._read(group, member), group.records[member].dtype, None)
 
     def _make(self, group: Group, cut: tuple[int, int] | None) -> RowBlock:
@@ -166,7 +157,6 @@ class Loader:
         return self._rows(group, whole, dtype, cut)
 
     def _read(self, group: Group, member: int) -> np.ndarray:
-        """Raises Unread."""
         try:
             data = read(self._dump, group.records[member])
         except (DumpError, OSError) as error:
@@ -222,17 +212,16 @@ def settle(
         if not odd:
             continue
         if group.merge is not None and group.merge.note == TAKEN_FOR_COPIES:
-            trial = _with(flat, side, _sum([flat[side], *(block for _, block in copies)]))
-            found = _table(trial)
+            trial, found = _trial(flat, side, _sum([flat[side], *(block for _, block in copies)]))
             if trial[side].data.dtype == np.float64 and found[0, definition.DD] < NEARER * table[0, definition.DD]:
                 table, flat, said = found, trial, SUMMED
                 continue
         for rank, block in odd if side else ():
-            trial = _with(flat, side, block)
-            found = _table(trial)
-            said = said or f"ranks differ (rank {rank} from rank {group.first.rank})"
-            if _error(found) > _error(table):
-                table, flat, said = found, trial, f"ranks differ (rank {rank} from rank {group.first.rank})"
+            trial, found = _trial(flat, side, block)
+            differ = f"ranks differ (rank {rank} from rank {group.first.rank})"
+            said = said or differ
+            if tuple(found[0, _BY_ERROR]) > tuple(table[0, _BY_ERROR]):
+                table, flat, said = found, trial, differ
     return table, flat, said
 
 
@@ -249,7 +238,6 @@ def _copies(loader: Loader, group: Group) -> Iterator[tuple[int, RowBlock]]:
 
 
 def _equal(a: RowBlock, b: RowBlock) -> bool:
-    """By their bits, so that NaN equals NaN."""
     return a.data.shape == b.data.shape and a.data.tobytes() == b.data.tobytes()
 
 
@@ -261,17 +249,13 @@ def _sum(blocks: list[RowBlock]) -> RowBlock:
     return RowBlock(total, "float64", first.feature)
 
 
-def _with(flat: list[RowBlock], side: int, block: RowBlock) -> list[RowBlock]:
-    return [block if i == side else b for i, b in enumerate(flat)]
+def _trial(flat: list[RowBlock], side: int, block: RowBlock) -> tuple[list[RowBlock], np.ndarray]:
+    """(``flat`` with another block of a side, its row table)."""
+    blocks, one = [block if i == side else b for i, b in enumerate(flat)], np.zeros(1, np.int64)
+    return blocks, rows.wide_rows(*Stretch(blocks[0], one, blocks[1], one).bits, widen)
 
 
-def _table(flat: list[RowBlock]) -> np.ndarray:
-    one = np.zeros(1, np.int64)
-    return rows.wide_rows(*Stretch(flat[0], one, flat[1], one).bits, widen)
-
-
-def _error(table: np.ndarray) -> tuple[float, float]:
-    return float(table[0, definition.MISMATCH]), float(table[0, definition.DD])
+_BY_ERROR = [definition.MISMATCH, definition.DD]
 
 
 Figures = tuple["float | None", ...]
@@ -447,7 +431,6 @@ def stretches(places: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
 
 
 def row_bytes(group: Group) -> int:
-    """Bytes of one row of the whole tensor."""
     shape = group.merge.shape if group.merge else ()
     rows = shape[group.row_dim] if shape else 1
     return prod(shape) * DTYPES[group.first.dtype].itemsize // max(rows, 1)

@@ -1,4 +1,4 @@
-"""How units of the plan relate: routers of chosen experts, inputs of another kind, whose output an input is, source files.
+"""How units of the plan relate: routers of chosen experts, inputs of another kind, origins of inputs, source files.
 
 The problem: whether another expert is a near tie stands in another tap's logits; a dump does not say where an input
 came from; integers on one side may be fractions on the other. The idea: a unit of chosen experts gets its router's
@@ -128,7 +128,7 @@ def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
 
 
 def logits_alone(golden: Any, mine: Any, takes: int) -> np.ndarray:
-    """`near_ties.undecided` of rows of logits. golden, mine: (block, rows in it)."""
+    """`undecided` of rows of logits. golden, mine: (block, rows in it)."""
     g, m = (widen(block.data[at], block.dtype) for block, at in (golden, mine))
     return near_ties.undecided(g.reshape(len(g), -1), m.reshape(len(m), -1), takes)
 
@@ -140,7 +140,7 @@ def margins(
     fits: Callable[[int, Group], bool],
     loaders: Sequence[Loader],
 ) -> np.ndarray | None:
-    """`routing.margins` of some rows: float64 [rows, 3]. places: golden's and mine's. None where one side has no logits
+    """`margins` of some rows: float64 [rows, 3]. places: golden's and mine's. None where one side has no logits
     of that step, or another number of experts."""
     router = unit.router
     assert router is not None
@@ -182,7 +182,6 @@ OTHER_KIND = "inputs of another kind of number (integers against fractions)"
 
 
 def mixed(unit: Unit, golden: Group, mine: Group) -> bool:
-    """Whether this is an input of integers on one side and of floating point on the other."""
     kinds = {DTYPES[g.first.dtype].kind for g in (golden, mine)}
     return unit.key[1].startswith(("input", "inplace")) and "float" in kinds and len(kinds) > 1
 
@@ -200,7 +199,6 @@ def fractions(blocks: Iterable[tuple[RowBlock, np.ndarray]]) -> bool:
 
 
 def fractional(stats: Stats | None) -> bool:
-    """Whether statistics alone show numbers that are not whole."""
     return stats is not None and any(v is not None and v != round(v) for v in (stats.min, stats.max))
 
 
@@ -209,7 +207,6 @@ Sources = dict[str, "tuple[str | None, str | None]"]
 
 
 def sources_of(pairs: Iterable[TapPair], golden: Any, mine: Any) -> Sources:
-    """pairs: of the names' plan."""
     known = [{m.tap: m.source for ms in d.modules.values() for m in ms if m.source} for d in (golden, mine)]
     found = {p.mine.tap: (known[0].get(p.golden.tap), known[1].get(p.mine.tap)) for p in pairs}
     return {tap: both for tap, both in found.items() if any(both)}
@@ -223,7 +220,6 @@ Links = dict[Key, "tuple[Key, str]"]
 
 
 def links_of(units: Sequence[Unit]) -> Links:
-    """The links of all inputs of a plan that have one; keys are mine's."""
     golden, mine = _Side(units, GOLDEN), _Side(units, MINE)
     out: Links = {}
     for unit in units:
@@ -255,7 +251,12 @@ class Makers:
             return None
         alike = set.intersection(*(set(self._makers.get((r.step, r.hash), ())) for r in seen))
         made = [k for k in alike if self._order[k] < self._order[key]]
-        return _deepest(max(made, key=lambda k: (self._order[k], k)), made) if made else None
+        if not made:
+            return None
+        last = max(made, key=lambda k: (self._order[k], k))
+        # Of what it and the taps inside of it gave out alike, the innermost tap's.
+        inside = [k for k in made if k[0] == last[0] or last[0] in enclosing(k[0])]
+        return max(inside, key=lambda k: (k[0].count("."), k == last, k))
 
 
 class _Side:
@@ -265,7 +266,6 @@ class _Side:
         self._records = self._makers.records
 
     def maker(self, unit: Unit) -> Key | None:
-        """Whose output ``unit``, an input, is by its bytes."""
         return self._makers.maker(unit.key) if kind_of(unit.key[1]) == INPUT else None
 
     def denies(self, unit: Unit, maker: Key) -> bool:
@@ -273,9 +273,3 @@ class _Side:
         given = {r.step: r for r in self._records[maker]}
         pairs = [(r, given[r.step]) for r in self._records[unit.key][:STEPS] if r.step in given]
         return any((a.dtype, a.shape) == (b.dtype, b.shape) and a.hash != b.hash for a, b in pairs)
-
-
-def _deepest(last: Key, made: Sequence[Key]) -> Key:
-    """Of what ``last`` and the taps inside of it gave out alike, the innermost tap's."""
-    inside = [k for k in made if k[0] == last[0] or last[0] in enclosing(k[0])]
-    return max(inside, key=lambda k: (k[0].count("."), k == last, k))

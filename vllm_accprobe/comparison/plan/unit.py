@@ -29,7 +29,7 @@ Moment = tuple[int, "int | None"]
 class Group:
     """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why.
 
-    Told by identity, because it stands in the name of what is kept of it (measure/read.py)."""
+    Compared by identity, because it stands in the name of what is kept of it (measure/read.py)."""
 
     records: tuple[Record, ...]
     moment: Moment
@@ -66,7 +66,6 @@ class Joining:
     partners: tuple[Mapping[int, int], Mapping[int, int]] | None = None
 
     def hint(self, side: int, moment: Moment, others: Mapping[Moment, dict[int, Record]]) -> Record | None:
-        """A tensor of one rank on the other side, whose shape may tell how to join the pieces at ``moment``."""
         if self.partners is not None and moment[1] is not None:
             step = self.partners[side].get(moment[1])
             return _hint(by for (_, s), by in others.items() if s == step)
@@ -169,7 +168,7 @@ TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_id
 MASKED_LOGITS, MASKED_IDS = "output.masked_logits", "output.masked_ids"
 """What masks left of the logits, in steps with any: two runs need not mask alike."""
 LOOKED_UP = (TOP_IDS, MASKED_LOGITS, MASKED_IDS)
-"""Roles of the sampler that are looked at where a token flips, and not compared."""
+"""Roles of the sampler that are examined where a token flips, and not compared."""
 
 
 @dataclass(frozen=True)
@@ -211,13 +210,13 @@ Loose = frozenset[tuple[int, "int | None", str]]
 
 
 def loose(dump: Any) -> Loose:
-    """Those of ``dump``; none where it has no hashes or one rank."""
     if len(dump.ranks) < 2:
         return frozenset()
     shares = {_at(r) for r in dump.records if r.layout.kind == "partial" and r.layout.size > 1 and r.hash}
     if not shares:
         return frozenset()
-    return frozenset(_at(r) for r in dump.records if _reads_whole(r) and _at(r) in shares)
+    norms = (r for r in dump.records if r.role.startswith("input") and r.hash and "norm" in r.cls.lower())
+    return frozenset(_at(r) for r in norms if r.layout.kind == "replicated" and _at(r) in shares)
 
 
 def unsummed_taps(dump: Any, found: Loose) -> list[str]:
@@ -227,10 +226,6 @@ def unsummed_taps(dump: Any, found: Loose) -> list[str]:
         if r.layout.kind == "partial" and r.hash and _at(r) in found:
             last.setdefault(_at(r), r.tap)
     return list(dict.fromkeys(last.values()))
-
-
-def _reads_whole(r: Record) -> bool:
-    return r.role.startswith("input") and r.layout.kind == "replicated" and "norm" in r.cls.lower() and bool(r.hash)
 
 
 def _at(r: Record) -> tuple[int, int | None, str]:

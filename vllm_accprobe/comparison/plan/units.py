@@ -37,7 +37,6 @@ from vllm_accprobe.comparison.plan.unit import (
     SAMPLER,
     TOKEN,
     WHOLE,
-    Group,
     Joining,
     Loose,
     Moment,
@@ -90,8 +89,6 @@ def set_apart(golden: Any, mine: Any) -> tuple[Any, Any, Counter[str]]:
 
 
 class _OperatorFacts:
-    """What the decision needs of one dump."""
-
     def __init__(self, dump: Any):
         # Another tool's API records (msprobe) are the model's own calls, named by module: nothing of them is set apart.
         ops = [call for call in getattr(dump, "ops", ()) if is_operator(call.tap)]
@@ -118,8 +115,6 @@ class _OperatorFacts:
 
 
 def _reasons(side: _OperatorFacts, other: _OperatorFacts) -> Callable[[Record], str | None]:
-    """Why a record of ``side`` is left out, or None."""
-
     def reason(r: Record) -> str | None:
         if r.tap not in side.taps:
             return None
@@ -234,7 +229,6 @@ class Indices:
 
 
 def _batches(side: SideRows) -> dict[tuple[int, int | None], Any]:
-    """What each step computed, as a value that is equal for equal batches."""
     out: dict[tuple[int, int | None], Any] = {}
     for where in sorted(side.rows, key=lambda w: (w[0], w[1], w[2])):
         if where[2] != "logits":
@@ -260,7 +254,8 @@ class Plan:
     def odd_copies(self) -> int:
         """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
         measured, because they can be errors."""
-        return sum(_copies_differ(g) for u in self.units for g in u.golden)
+        copies = ((g, c) for u in self.units for g in u.golden for c in (g.merge.copies if g.merge else ()))
+        return len({id(g) for g, c in copies if len({g.records[i].hash for i in c} - {None}) > 1})
 
     def lines(self) -> list[str]:
         lines = self.requests.lines() + self.tokens.lines() + self.mapped + self.names.lines()
@@ -347,7 +342,6 @@ def _untapped(
     units: Sequence[Unit], sides: Sequence[_Placed], orders: Sequence[Sequence[Key]], names: NamePlan,
     dumps: tuple[Any, Any],
 ) -> Untapped:  # fmt: skip
-    """What lies between the compared tensors and was not compared."""
     ran = [u for u in units if not u.is_param]
     compared = {u.golden_key: u.key for u in ran}, {u.key: u.key for u in ran}
     taps = {p.golden.tap: p.mine.tap for p in names.pairs}
@@ -355,8 +349,6 @@ def _untapped(
 
 
 class _Placed:
-    """One dump's records by (tap, role, call) and moment."""
-
     def __init__(self, groups: dict[Key, dict[Moment, dict[int, Record]]]):
         self.groups = groups
         self._calls: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -364,12 +356,11 @@ class _Placed:
             self._calls[(tap, role)].append(call)
 
     def of_one_rank(self) -> dict[Key, list[Record]]:
-        """Of each place that ran, a record of each step: its lowest rank's."""
-        found = {
-            key: [by[min(by)] for (_, step), by in sorted(moments.items(), key=_when) if step is not None]
-            for key, moments in self.groups.items()
-        }
-        return {key: records for key, records in found.items() if records}
+        found: dict[Key, list[Record]] = {}
+        for key, moments in self.groups.items():
+            ran = {(cell, step): by for (cell, step), by in moments.items() if step is not None}
+            found |= {key: [ran[moment][min(ran[moment])] for moment in sorted(ran)]} if ran else {}
+        return found
 
     def calls(self, tap: str, role: str) -> list[int]:
         return sorted(self._calls[(tap, role)])
@@ -381,11 +372,6 @@ class _Placed:
         """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
         calls = self.calls(key[0], key[1]) if any_call else [key[2]]
         return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
-
-
-def _when(item: tuple[Moment, Any]) -> tuple[int, int]:
-    (cell, step), _ = item
-    return cell, -1 if step is None else step
 
 
 def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
@@ -467,16 +453,8 @@ def _wanted(tap: str, taps: str | None) -> bool:
     return taps is None or matches([glob.strip() for glob in taps.split(",")], (tap,))
 
 
-def _copies_differ(group: Group) -> bool:
-    for copies in group.merge.copies if group.merge else ():
-        hashes = {group.records[i].hash for i in copies} - {None}
-        if len(hashes) > 1:
-            return True
-    return False
-
-
 def _sampled(dump: Any) -> Any:
-    """(rank, step) → sampled tokens of the logits rows, read from the dump when asked for."""
+    """(rank, step) → sampled tokens of the logits rows, read from the dump when requested."""
     records = {(r.rank, r.step): r for r in dump.records if r.tap == SAMPLER and r.role == TOKEN}
 
     def sampled(rank: int, step: int) -> Any:

@@ -35,8 +35,6 @@ Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
 
 
 class Places:
-    """Where mine computed each row."""
-
     def __init__(self, setting: ComparisonContext):
         self.known, self.steps, self.decode = setting.places
 
@@ -44,6 +42,11 @@ class Places:
         """(index into the sorted places, whether it is there) of each key."""
         at = np.minimum(np.searchsorted(self.known, keys), max(len(self.known) - 1, 0))
         return at, (self.known[at] == keys if len(self.known) else np.zeros(len(keys), bool))
+
+    def steps_of(self, keys: np.ndarray) -> np.ndarray:
+        """int64: the first step that computed each key, -1 where it is not known."""
+        at, there = self.find(keys)
+        return np.where(there, self.steps[at], -1) if len(self.known) else np.full(len(keys), -1)
 
     def earliest(self, keys: np.ndarray) -> int:
         """The index of the key that was computed first: in the earliest step, at the lowest position."""
@@ -61,7 +64,6 @@ class Places:
 def origin_entry(
     c: Origin, setting: ComparisonContext, places: Places, pairs: Compared, chosen: Chosen | None = None
 ) -> dict[str, Any]:
-    """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
     trace = c.trace
     request = where = phase = None
     at = 0
@@ -102,7 +104,6 @@ def origin_entry(
 
 
 def steps_of(created: Sequence[Origin]) -> dict[str, int]:
-    """Of each tap how many rows it makes NaN or infinite, of inputs that are neither."""
     rows: dict[str, list[np.ndarray]] = {}
     for c in created:
         if len(c.steps):
@@ -111,10 +112,10 @@ def steps_of(created: Sequence[Origin]) -> dict[str, int]:
 
 
 def size_of(c: Origin, at: int = 0) -> tuple[float, float, float]:
-    """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
+    """(error of the first row, what it was compared with, error of the worst row), as relative L2 errors.
 
     A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
-    verdict.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
+    tensor_errors.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
     """
     if c.hidden is not None:
         return c.hidden.size, c.hidden.size / c.hidden.strength, c.hidden.size
@@ -132,7 +133,6 @@ def _sizes(c: Origin) -> np.ndarray:
 
 
 def shape_of(c: Origin, setting: ComparisonContext, places: Places, chosen: Chosen) -> str:
-    """The error's shape in words (judge/shape.py)."""
     if c.trace.kind == PARAM:
         return ""
     attrs = setting.attrs.get(c.trace.tap) or setting.attrs.get(c.tap) or {}
@@ -143,28 +143,27 @@ def shape_of(c: Origin, setting: ComparisonContext, places: Places, chosen: Chos
     return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
-def _made(c: Origin, look: TensorStats) -> np.ndarray:
-    """What was created in each row of ``look``, infinite where NaN or infinity was."""
-    made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
-    made[~np.isfinite(look.err)] = np.inf
+def _made(c: Origin, stats: TensorStats) -> np.ndarray:
+    made = np.sqrt(np.maximum(stats.err**2 - np.where(np.isfinite(stats.before), stats.before, 0.0) ** 2, 0.0))
+    made[~np.isfinite(stats.err)] = np.inf
     if len(c.keys):  # the measure that condemned a row may be another one than its relative error
-        guilty = np.isin(look.keys, c.keys)
-        made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
+        blamed = np.isin(stats.keys, c.keys)
+        made[blamed & (made == 0)] = stats.err[blamed & (made == 0)]
     return made
 
 
 def _shape_rows(
-    c: Origin, look: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen
+    c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen
 ) -> shape.RowFacts:  # fmt: skip
-    at, there = places.find(look.keys)
-    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
-    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
-    made = _made(c, look)
-    who, where = subject(look.keys), position(look.keys)
-    decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
+    at, there = places.find(stats.keys)
+    step = places.steps_of(stats.keys)
+    counts = [setting.batches.get(s, (-1, -1)) for s in step.tolist()]
+    made = _made(c, stats)
+    who, where = subject(stats.keys), position(stats.keys)
+    decode = places.decode[at] & there if len(places.known) else np.zeros(len(stats.keys), bool)
     return shape.RowFacts(
         made=made,
-        gain=look.gain,
+        gain=stats.gain,
         position=where,
         request=who,
         decode=decode,
@@ -172,12 +171,11 @@ def _shape_rows(
         tokens=np.array([n for _, n in counts]),
         chunk=np.where(decode, 0, _chunks(who, step)),
         names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
-        experts=_experts(c.tap, look.keys, chosen),
+        experts=_experts(c.tap, stats.keys, chosen),
     )
 
 
 def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str, Any] | None:
-    """Which piece, captured size and padding of mine's graphs (judge/shape.py), as far as it is known."""
     engine = setting.mine_run.get("engine")
     graphs = engine.get("graphs") if isinstance(engine, dict) else None
     if not isinstance(graphs, dict) or c.trace.kind == PARAM:
@@ -191,13 +189,12 @@ def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str
     return shape.entry(found, place, stood)
 
 
-def _graph_rows(c: Origin, look: TensorStats, setting: ComparisonContext, places: Places) -> shape.GraphRows:
-    at, there = places.find(look.keys)
-    steps = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
-    known = [setting.graphs.get(int(s), (-1, 0)) for s in steps.tolist()]
-    bad = shape.bad_rows(_made(c, look)) | np.isin(look.keys, c.keys)
+def _graph_rows(c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places) -> shape.GraphRows:
+    steps = places.steps_of(stats.keys)
+    known = [setting.graphs.get(s, (-1, 0)) for s in steps.tolist()]
+    bad = shape.bad_rows(_made(c, stats)) | np.isin(stats.keys, c.keys)
     sizes, padding = (np.array([k[i] for k in known], np.int64) for i in (0, 1))
-    return shape.GraphRows(steps, sizes, padding, subject(look.keys), position(look.keys), bad)
+    return shape.GraphRows(steps, sizes, padding, subject(stats.keys), position(stats.keys), bad)
 
 
 def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
@@ -224,7 +221,7 @@ def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def unproved(c: Origin) -> Origin:
-    """An origin to which a router that nobody saw may have sent other rows: how likely that is, nobody knows."""
+    """An origin to which a router that nobody saw may have sent other rows: how likely that is, it is not known."""
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
@@ -232,12 +229,12 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
     then: one fault is so many times one limit, its origin's, wherever it is told. after: of each of ``created`` the
     beginning of the gap in which it was created, "" where there is none."""
-    guilty: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
+    blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
-        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
+        blamed.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
     out = []
     for pair, keys in pairs:
-        for c, since in guilty.get((pair.tap, pair.role, pair.call), ()):
+        for c, since in blamed.get((pair.tap, pair.role, pair.call), ()):
             mask = np.isin(c.keys, keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
@@ -297,7 +294,8 @@ def judge_flips(
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A row whose sampler or processor failed: its verdict, what judge.flips says of it, and the ways that give it."""
+    """A row whose sampler or processor failed: its verdict, what judge.near_ties says of it, and the ways that give
+    it."""
 
     key: int
     why: str

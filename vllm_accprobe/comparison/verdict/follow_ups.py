@@ -60,8 +60,6 @@ class Result(Protocol):
 
 @dataclass(frozen=True)
 class DumpFacts:
-    """One of the two dumps. name: golden or mine; path: as it was opened; run: its run.json."""
-
     name: str
     path: str
     run: Mapping[str, Any]
@@ -81,7 +79,6 @@ class DumpFacts:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The modules that the capture was told to keep to; empty for all."""
         return tuple(str(m) for m in self.of("probe", "modules") or ())
 
     @property
@@ -95,7 +92,6 @@ class DumpFacts:
         return f"{self.path.rstrip('/')}-{what}"
 
     def capture(self, what: str, dtype: str | None = None, **settings: str) -> str:
-        """The line that makes a further dump of this side. settings: VLLM_ACCPROBE_ names without that."""
         given = {"": "1", "DIR": self.again(what)} | settings
         names = " ".join(f"VLLM_ACCPROBE{'_' * bool(k)}{k}={_word(v)}" for k, v in given.items())
         if not self.ours or not str(self.of("engine", "runner") or "").startswith("vllm"):
@@ -110,14 +106,18 @@ class DumpFacts:
         return out + (f" --tensor-parallel-size {ranks}" if isinstance(ranks, int) and ranks > 1 else "")
 
 
+def dump_facts(result: Result) -> tuple[DumpFacts, DumpFacts]:
+    golden = DumpFacts("golden", result.golden_path, result.golden_run)
+    return golden, DumpFacts("mine", result.mine_path, result.mine_run)
+
+
 def would_decide(result: Result) -> list[dict[str, str]]:
     """compare.json's ``would_decide``: [{"why", "command"}], what decides most first. A command may have several lines,
     to be given one after the other; a line with # says what no command here can do. Empty where the answer is closed,
     and where another tool's standard, which knows no origins, gave it."""
     if result.foreign is not None or not (result.origins or any(p.status != SKIP for p in result.pairs)):
         return []  # another tool's, or about no tensors at all
-    case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
-                 DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
+    case = _Case(result, *dump_facts(result))
     found = case.passed() if result.verdict == PASS else case.failed()
     return [{"why": why, "command": command} for why, command in found]
 
@@ -128,15 +128,13 @@ def not_checked(result: Result) -> dict[str, str] | None:
     were compared."""
     if result.replayed == WHOLE or not any(p.status != SKIP for p in result.pairs):
         return None
-    case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
-                 DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
-    why, command = case.unchecked()
+    why, command = _Case(result, *dump_facts(result)).unchecked()
     return {"why": why, "command": command}
 
 
 def convicted(origin: Mapping[str, Any]) -> bool:
-    """Whether an origin breaks a floor that needs no further witness: any but that of its kin, and not behind
-    an unseen router. An origin that does not say its tier rests on fixed limits."""
+    """Whether an origin breaks a floor that needs no further witness: any but that of its sibling layers, and not
+    behind an unseen router. An origin that does not say its tier rests on fixed limits."""
     return origin.get("tier") not in (SIBLING_OUTLIER, BEHIND_A_ROUTER) or str(origin.get("role")).startswith("param.")
 
 
@@ -300,7 +298,6 @@ class _Case:
         return self.golden, self.mine
 
     def _judged(self) -> list[Pair]:
-        """Pairs of activations that have a verdict."""
         return [p for p in self.result.pairs if p.status != SKIP and not p.role.startswith("param.")]
 
     def _alike_upstream(self) -> float:

@@ -1,11 +1,11 @@
 """A measured comparison in, a `Comparison` out.
 
 The problem: limits, origins, near ties and words must meet in one result, and a saved file must give the same result as
-the tensors. The idea: one pass in data-flow order. Row tables of a unit are joined and held against their limits at
-once (`Holder`); rows behind a router's near tie are forgiven (`settle`); each part becomes a pair (words and numbers)
-and its rows with an error one `TensorErrors`. Then origins, flips and the verdict follow. A measured floor comes from
-further runs of golden's side, compared with golden like any dump (`gather`). Not here: each rule (judge/), words
-(comparison/messages.py), measuring (comparison/engine.py).
+the tensors. The idea: one pass in data-flow order. Row tables of a unit are joined and compared with their limits at
+once (`LimitCheck`); rows behind a router's near tie are forgiven (`settle`); each part becomes a pair (words and
+numbers) and its rows with an error one `TensorErrors`. Then origins, flips and the verdict follow. A measured floor
+comes from further runs of golden's side, compared with golden like any dump (`gather`). Not here: each rule (judge/),
+words (comparison/messages.py), measuring (comparison/engine.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
 from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
 from vllm_accprobe.comparison.measure.measurer import is_computed
-from vllm_accprobe.comparison.notes import ALL_SKIPPED, other_settings, remarks, unseen_routing, without_tensors
+from vllm_accprobe.comparison.notes import (
+    ALL_SKIPPED,
+    choices,
+    nonfinite_steps,
+    other_settings,
+    unseen_routing,
+    without_tensors,
+)
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
@@ -68,7 +75,7 @@ from vllm_accprobe.standards.limits import EXACT, Limits, Standard, narrowest
 
 
 @dataclass(frozen=True)
-class Settled:
+class RerouteNote:
     """What choices of experts make of a part. note: for its pair. left: bool [rows], which are not judged. own: keys of
     the rows whose choice is wrong by mine's own logits."""
 
@@ -80,19 +87,19 @@ class Settled:
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
     traces: Sequence[TensorErrors],
-) -> Settled:  # fmt: skip
+) -> RerouteNote:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``rerouted``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:
     of what lies before."""
     keys = rows.keys
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
         if not rerouted.after(keys).any():
-            return Settled()
+            return RerouteNote()
         _forgive(errors, np.ones(len(errors.err), bool))
         why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
-        return Settled(why, np.ones(len(keys), bool))
+        return RerouteNote(why, np.ones(len(keys), bool))
     if len(errors.err) != len(keys):
-        return Settled()
+        return RerouteNote()
     wrong = np.zeros(len(keys), bool)
     if is_choice(unit.key[1], unit.cls):
         other = np.flatnonzero(errors.err > 0)
@@ -103,15 +110,15 @@ def settle(
     mask = rerouted.after(keys) & ~wrong
     own = keys[wrong]
     if not mask.any():
-        return Settled("", None, own)
+        return RerouteNote("", None, own)
     _forgive(errors, mask)
-    return Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
+    return RerouteNote(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
 
 
 def add_undecided(
     part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float
 ) -> None:
-    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (flips.py), to
+    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (near_ties.py), to
     ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
     if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
         return
@@ -130,9 +137,7 @@ _NO_KEYS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
-
+class WrongRows:
     at: np.ndarray
     err: np.ndarray
     rel: np.ndarray
@@ -141,8 +146,9 @@ class Wrong:
     own: np.ndarray
 
 
-def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
-    """`Trace.shared` of the rows of all parts, one after the other: int64; empty where each row has its own error."""
+def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
+    """`TensorErrors.shared` of the rows of all parts, one after the other: int64; empty where each row has its own
+    error."""
     each = zip(parts, errors, rows, strict=True)
     one = [bool(len(known)) and (part.whole or len(e.err) != len(known)) for part, e, known in each]
     if not any(one):
@@ -151,9 +157,9 @@ def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -
     return np.concatenate([np.full(len(known), i) for i, known in zip(numbers, rows, strict=True)])
 
 
-def wrong_rows(
+def wrong_rows_of(
     parts: list[Part], errors: list[RowErrors], rows: list[RowSet], own: np.ndarray = _NO_KEYS
-) -> tuple[Wrong, float]:
+) -> tuple[WrongRows, float]:
     """The rows with an error, and the largest error that belongs to no row. rows: that each part speaks for. own: keys
     that are wrong whatever came in."""
     found: list[tuple[np.ndarray, ...]] = []
@@ -177,11 +183,11 @@ def wrong_rows(
         start += n
     if not found:
         none, no = np.zeros(0), np.zeros(0, bool)
-        return Wrong(np.zeros(0, np.int64), none, none, none, no, no), everywhere
-    return Wrong(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
+        return WrongRows(np.zeros(0, np.int64), none, none, none, no, no), everywhere
+    return WrongRows(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
 
 
-def by_key(wrong: Wrong, rows: Union) -> tuple[np.ndarray, Wrong]:
+def by_key(wrong: WrongRows, rows: Union) -> tuple[np.ndarray, WrongRows]:
     """(keys, each once, the rows in their order), of a key with several rows the largest error. rows: of all parts."""
     at = rows.place[wrong.at]
     if rows.distinct and len(at) == len(rows.seen):
@@ -193,7 +199,7 @@ def by_key(wrong: Wrong, rows: Union) -> tuple[np.ndarray, Wrong]:
         order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
         keys = rows.seen.keys[at[order]]
     values = (wrong.at, wrong.err, wrong.rel, wrong.gain, wrong.broken, wrong.own)
-    return keys, Wrong(*(v[order] for v in values))
+    return keys, WrongRows(*(v[order] for v in values))
 
 
 def _broken(part: Part, errors: RowErrors) -> np.ndarray:
@@ -206,7 +212,7 @@ _TOGETHER = 1 << 16
 _SAME = Worst(0, 0.0, 0.0, 1.0)
 
 
-class Holder:
+class LimitCheck:
     """unit: the model's rounding unit (judge.floor.flow_unit). floor: what golden's own runs differ by, or None."""
 
     def __init__(self, standard: Standard, unit: float, floor: Calibration | None):
@@ -215,7 +221,6 @@ class Holder:
     # --- limits ------------------------------------------------------------------------------------------------
 
     def limits(self, unit: MeasuredUnit, parts: Sequence[Part]) -> list[tuple[Limits, Limits]]:
-        """(what may have piled up, what the tap may create) at each part."""
         known: dict[tuple[str | None, str, int], tuple[Limits, Limits]] = {}
         out = []
         for part in parts:
@@ -302,7 +307,6 @@ class Holder:
     # --- one number per tensor ---------------------------------------------------------------------------------
 
     def worst(self, parts: Sequence[Part], errors: Sequence[RowErrors]) -> list[Worst]:
-        """Of each part, with its phases."""
         out: list[Worst] = [_SAME] * len(parts)
         differ = [i for i, p in enumerate(parts) if not p.identical]
         for i, found in zip(differ, worst_of_each([errors[i] for i in differ]), strict=True):
@@ -323,7 +327,6 @@ class Holder:
 
     @staticmethod
     def phase(part: Part) -> str | None:
-        """prefill, decode or mixed; None for a tensor without rows."""
         return None if part.whole else part.rows.phase
 
 
@@ -379,14 +382,14 @@ def _fails(result: Comparison, golden: Any, floor: Path) -> str:
 
 
 def calibration_of(result: Comparison, run: str) -> Calibration:
-    """What a comparison of golden with another honest run of its own side says. Raises CompareError where the two do
+    """What a comparison of golden with another correct run of its own side says. Raises CompareError where the two do
     not belong together: other weights, or logits that NaN tells apart."""
     wrong = [p for p in result.pairs if p.role.startswith("param.") and p.status == FAIL]
     if wrong:
         raise CompareError(f"it has other weights than golden ({wrong[0].tap} {wrong[0].role}): no floor of golden's")
     floors: Floors = {}
     for pair in result.pairs:
-        if _has_floor(pair):
+        if pair.status != SKIP and pair.worst_row_rel_l2 is not None and not pair.role.startswith("param."):
             here = floors.setdefault((pair.tap, pair.role), {})
             for phase, value in _values(pair):
                 here[phase] = max(value, here.get(phase, 0.0))
@@ -404,10 +407,6 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
     model, dtype = (str(about.get(k) or "") if isinstance(about, dict) else "" for k in ("class", "dtype"))
     source = FLOAT32 if 0 < units[0] < units[1] else SECOND_RUN
     return Calibration(floors, origins, model[:500], dtype[:50], (run,), source)
-
-
-def _has_floor(pair: Pair) -> bool:
-    return pair.status != SKIP and pair.worst_row_rel_l2 is not None and not pair.role.startswith("param.")
 
 
 def _values(pair: Pair) -> list[tuple[str, float]]:
@@ -482,7 +481,7 @@ class _Judge:
         setting = self.measured.setting
         self.shelf = (self.measured.shelf or SpillBuffer()).another(BOUND)
         self.unit = flow_unit(setting.dtypes)
-        self.holder, self.unions = Holder(self.standard, self.unit, self.floor), Unions()
+        self.limit_check, self.unions = LimitCheck(self.standard, self.unit, self.floor), Unions()
         self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in choices_first(self.measured.each()):
@@ -498,12 +497,14 @@ class _Judge:
         created, excused = self._not_excused(created)
         unseen = self._unseen_routers()
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
-        gaps = self._gaps(created)
+        finder = GapFinder(setting.untapped, self.traces if created else [], self.tree)
+        gaps = [finder.of(c) for c in created]
         # A tap, or a gap, is named once, by the first tensor that shows it.
         first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}
         named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
         about = {**setting.untapped.classes, **setting.classes}, setting.settings
-        origins = [(c.trace.order, entry_of(self._entry(c, places), gap, *about)) for c, gap in named]
+        entries = [blame.origin_entry(c, setting, places, self.pairs, self.chosen) for c, _ in named]
+        origins = [(c.trace.order, entry_of(e, gap, *about)) for e, (c, gap) in zip(entries, named, strict=True)]
         steps = blame.steps_of(created)
         every = in_all_layers([o["module"] for _, o in origins if not o["gap"]], {t.tap for t in self.traces})
         for (c, gap), (_, entry) in zip(named, origins, strict=True):
@@ -519,7 +520,8 @@ class _Judge:
         images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
-            *remarks([o for _, o in origins], self.rerouted),
+            *nonfinite_steps([o for _, o in origins]),
+            *choices(self.rerouted),
             *unseen_routing(unseen, open_to),
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
@@ -539,7 +541,12 @@ class _Judge:
             verdict=FAIL if any(p.status == FAIL for p in pairs) or origins or wrong_weights(setting.weights) else PASS,
             notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, origins),
             plan=setting.plan,
-            standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
+            standard=self.standard.to_dict(self.unit, setting.layers)
+            | (
+                {}
+                if self.floor is None
+                else {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
+            ),
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
@@ -556,7 +563,6 @@ class _Judge:
         return why
 
     def _not_excused(self, created: list[Origin]) -> tuple[list[Origin], str]:
-        """Without what golden's own runs create as strongly; and a sentence about these."""
         if self.floor is None:
             return created, ""
         # A calibration knows an origin in a gap by the tap that showed it.
@@ -568,7 +574,6 @@ class _Judge:
         return kept, what + ": not taken for origins"
 
     def _unseen_routers(self) -> list[str]:
-        """Modules whose experts nobody can tell, of both dumps' records."""
         units = self.measured.units
         known = [u.key[0] for u in units if is_choice(u.key[1], u.cls) or is_logits(u.key[0], u.key[1], u.cls)]
         return unknown_routers(self.measured.setting.attrs, known)
@@ -579,21 +584,6 @@ class _Judge:
         known = {(p.tap, p.role) for p, _ in self.pairs}
         if not known & set(self.floor.floors):
             raise CompareError("the floor fits none of the tensors compared: it was made with another model")
-
-    def _gaps(self, created: list[Origin]) -> list[Gap | None]:
-        """Of each origin the gap that it lies in."""
-        if not created:
-            return []
-        gaps = GapFinder(self.measured.setting.untapped, self.traces, self.tree)
-        return [gaps.of(c) for c in created]
-
-    def _entry(self, c: Origin, places: blame.Places) -> dict[str, Any]:
-        return blame.origin_entry(c, self.measured.setting, places, self.pairs, self.chosen)
-
-    def _floor_facts(self) -> dict[str, Any]:
-        if self.floor is None:
-            return {}
-        return {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
 
     def _nothing(self) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
@@ -616,9 +606,9 @@ class _Judge:
         if found:
             self.chosen[unit.key[0]] = found
         parts = [p for p in unit.parts if not p.skip]
-        limits = self.holder.limits(unit, parts)
+        limits = self.limit_check.limits(unit, parts)
         totals = [total for total, _ in limits]
-        errors = self.holder.errors(unit, parts, self.holder.row_floor(unit.parts), totals)
+        errors = self.limit_check.errors(unit, parts, self.limit_check.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
         each = zip(parts, rows, errors, strict=True)
         settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
@@ -638,17 +628,17 @@ class _Judge:
                     rows[i] = rows[i].only(~mask)
                     errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
             own = np.concatenate([s.own for s in settled])
-            wrong, everywhere = wrong_rows(parts, errors, rows, own)
+            wrong, everywhere = wrong_rows_of(parts, errors, rows, own)
             allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
             weak = any(p.stats is not None for p in parts)
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
             columns = None if any(s.left is not None for s in settled) else unit.columns
-            shared = spoken_for(parts, errors, rows)
+            shared = shared_rows(parts, errors, rows)
             self._trace(replace(unit, columns=columns), rows, wrong, created, everywhere, max(allowed, 0.0), weak,
                         shared=shared)  # fmt: skip
 
     def _trace(
-        self, unit: MeasuredUnit, keys: list[RowSet], wrong: Wrong, limit: float, everywhere: float = 0.0,
+        self, unit: MeasuredUnit, keys: list[RowSet], wrong: WrongRows, limit: float, everywhere: float = 0.0,
         allowed: float = 0.0, weak: bool = False, spoilt: bool = False, shared: np.ndarray = _NO_KEYS,
     ) -> None:  # fmt: skip
         rows = self.unions.of(keys)
@@ -660,7 +650,7 @@ class _Judge:
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
-        rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
+        rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
         signs = (keep(wrong.rel), keep(wrong.gain), rounding, unit.columns, part.width if part is not None else 1)
         if len(shared):
             shared, by_part = np.full(len(rows.seen), -1), shared
@@ -675,45 +665,45 @@ class _Judge:
             self._skip(unit, part)
             return
         limits = EXACT
-        (errors,) = self.holder.errors(unit, [part], 0.0, [limits])
+        (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
         if is_computed(unit.key[1]) and not part.equal:
-            limits = self.holder.limits(unit, [part])[0][1]
-            (errors,) = self.holder.errors(unit, [part], 0.0, [limits])
+            limits = self.limit_check.limits(unit, [part])[0][1]
+            (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
         if part.equal:  # alike but for the rounding to another dtype
             errors = replace(errors, err=np.zeros_like(errors.err))
         self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         spoilt = part.table is not None and bool(part.table[:, definition.MISMATCH].any())
-        none = wrong_rows([], [], [])[0]
+        none = wrong_rows_of([], [], [])[0]
         self._trace(unit, [], none, limits.row, worst if worst > limits.row else 0.0, spoilt=spoilt)
 
     def _facts(
         self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
-    ) -> list[messages.Facts]:
-        """What the pairs say besides names and limits."""
-        holder = self.holder
+    ) -> list[messages.PairFacts]:
+        limit_check = self.limit_check
         tables = [p.table for p in parts if p.table is not None]
         metrics = iter(definition.metrics_of_each(tables))
         out = []
-        for part, worst, limit, note in zip(parts, holder.worst(parts, errors), limits, notes, strict=True):
-            model = None if limit.exact else holder.rounding_floor(unit, part)
-            phase = holder.phase(part)
+        for part, worst, limit, note in zip(parts, limit_check.worst(parts, errors), limits, notes, strict=True):
+            model = None if limit.exact else limit_check.rounding_floor(unit, part)
+            phase = limit_check.phase(part)
             floor = floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
-            out.append(messages.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
+            out.append(messages.PairFacts(worst, None if part.table is None else next(metrics), phase, floor, note))
         return out
 
     def _rows_of(self, part: Part) -> RowSet:
-        """The rows that a part speaks for: its own, or, without rows, all of its step."""
         return self.moments.get(part.moment, NO_ROWS) if part.whole else part.rows
 
-    def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.Facts) -> None:
+    def _add(
+        self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.PairFacts
+    ) -> None:
         self.replicas += bool(part.replicas)
         pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
         self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
         self.log.add(pair, part.rows, errors.err)
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
-        self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
+        self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
 
 
 def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:

@@ -66,13 +66,12 @@ class Edge:
     pair: int | None
 
     def plain(self) -> dict[str, Any]:
-        """compare.json's entry: all but ``pair``."""
         names = ("tap", "role", "role_in", "error", "over", "status", "by")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
-class Around:
+class OriginNeighbours:
     """An origin's neighbours. tap, role: its tensor. fed_by, feeds: the edges; left_out: how many more of each."""
 
     tap: str
@@ -82,7 +81,6 @@ class Around:
     left_out: tuple[int, int] = (0, 0)
 
     def plain(self) -> dict[str, Any]:
-        """What compare.json's entry of the origin says besides."""
         out: dict[str, Any] = {name: [e.plain() for e in getattr(self, name)] for name in ("fed_by", "feeds")}
         more = zip(("fed_by_more", "feeds_more"), self.left_out, strict=True)
         return out | {name: n for name, n in more if n}
@@ -90,7 +88,7 @@ class Around:
 
 def neighbours(
     origins: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], measured: Measured | None, rows: RowTable | None
-) -> list[Around | None]:
+) -> list[OriginNeighbours | None]:
     """Of each of the ``origins`` (compare.json's) its neighbours; None where the data flow around it is not known: the
     tensor has no place in it, or nothing that was compared is next to it."""
     if measured is None or not origins:
@@ -121,7 +119,7 @@ class _Flow:
         for to, (maker, _) in self.links.items():
             self.takers[maker].append(to)
 
-    def around(self, origin: Mapping[str, Any]) -> Around | None:
+    def around(self, origin: Mapping[str, Any]) -> OriginNeighbours | None:
         if is_cache(origin):
             return None
         sink = self._sink(str(origin.get("module")), str(origin.get("role")))
@@ -136,7 +134,7 @@ class _Flow:
         if not fed and not feeds:
             return None
         more = max(len(fed) - NEAREST, 0), max(len(feeds) - NEAREST, 0)
-        return Around(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
+        return OriginNeighbours(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
 
     def _sink(self, module: str, role: str) -> TensorErrors | None:
         """The origin's tensor: its own, or, between its children, one of theirs (blame.origin_entry). What a weight
@@ -224,7 +222,7 @@ def _key(trace: TensorErrors) -> Key:
 
 
 def with_neighbours(
-    origins: Iterable[Mapping[str, Any]], around: Iterable[Around | None], sources: Sources
+    origins: Iterable[Mapping[str, Any]], around: Iterable[OriginNeighbours | None], sources: Sources
 ) -> list[dict[str, Any]]:
     """compare.json's origins: with their neighbours, and where their code is."""
     out = []

@@ -3,7 +3,7 @@
 The problem: 200,000 pairs with 37 fields, histograms and row errors must fit into one file that opens in seconds. The
 idea: columns instead of rows: ``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or ``{"v": [number...]}``, six
 digits in failed pairs and three in others; "NaN", "Inf", "-Inf" for what JSON lacks. Errors are thousandths of a peak,
-heat maps bytes in base64, the whole gzip. Tokens become text by the model's ``tokenizer.json`` where asked for. Every
+heat maps bytes in base64, the whole gzip. Tokens become text by the model's ``tokenizer.json`` where requested. Every
 name is `safe`. Not here: drawing (*.js), the values (comparison/, charts.py).
 """
 
@@ -136,7 +136,7 @@ def _plain(value: float) -> Any:
 NEIGHBOUR_NAME = 400
 
 
-def around_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[dict[str, Any]]:
+def neighbours_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[dict[str, Any]]:
     """An entry for each origin with neighbours. page_index: index in ``Comparison.pairs`` → index on the page."""
     out = []
     for origin, around in zip(comparison.origins, comparison.neighbours, strict=True):
@@ -226,7 +226,6 @@ class TokenTexts:
 
     @property
     def missing(self) -> str | None:
-        """A sentence where no ids were recorded."""
         return None if self.ids else NO_IDS.format(safe(self.place))
 
     def columns(self, label: str, start: np.ndarray, width: int) -> list[list[int]] | None:
@@ -245,7 +244,6 @@ class TokenTexts:
 
     @property
     def texts(self) -> Mapping[str, str]:
-        """Of each id that a column has; ids that are no token are not there."""
         return {str(token): text for token, text in self._texts.items() if text is not None}
 
 
@@ -267,7 +265,7 @@ MAX_ROWS = 8
 
 
 def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
-    """The map begins with the first request, which shows most. tokens: what they say, where that was asked for."""
+    """The map begins with the first request, which shows most. tokens: what they say, where that was requested."""
     columns = [tokens and tokens.columns(r.label, r.start, r.width) for r in heat.requests]
     return {
         "texts": tokens.texts if tokens else {},
@@ -309,7 +307,7 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def looks_json(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None) -> dict[str, Any]:
-    """page_index: index in ``Comparison.pairs`` → index on the page. over: `heat.factors`, where they are known."""
+    """page_index: index in ``Comparison.pairs`` → index on the page. over: `factors`, where they are known."""
     return {
         "rows": _worst_rows(comparison, page_index, over),
         "samples": {
@@ -326,7 +324,7 @@ def looks_json(comparison: Comparison, page_index: Mapping[int, int], over: np.n
         "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
         "no_spread": [f"{n:,} {safe(why, NAME)}" for why, n in comparison.without_spread.items()],
         "code": {safe(tap, NAME): verdict_parts.code(comparison.sources, tap) for tap in comparison.sources},
-        "around": around_json(comparison, page_index),
+        "around": neighbours_json(comparison, page_index),
         "again": _again(comparison),
         "shapes": [
             [*(safe(x or "", NAME) for x in facts.place_of(o)), safe(o["shape"], 300)]

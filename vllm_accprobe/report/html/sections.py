@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def policy(scripts: Iterable[str]) -> str:
-    """The content security policy that lets run these scripts, as they stand between their tags, and nothing else."""
     hashes = " ".join(
         "'sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii") + "'"
         for text in scripts
@@ -39,14 +38,13 @@ def policy(scripts: Iterable[str]) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a file of ``report/html``."""
     from importlib.resources import files
 
     return files("vllm_accprobe.report.html").joinpath(name).read_text(encoding="utf-8")
 
 
 def fill(template: str, holes: Mapping[str, str]) -> str:
-    """Each ``{{name}}`` once, in a single pass: what is filled in is never looked at again."""
+    """Each ``{{name}}`` once, in a single pass: what is filled in is never examined again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda m: holes[m[1]], template)
 
 
@@ -60,12 +58,10 @@ def escaped(value: object, limit: int = 400) -> str:
 
 
 def breakable(name: object) -> str:
-    """A module path that may wrap after its dots."""
     return escaped(name).replace(".", ".<wbr>")
 
 
 def as_sentence(text: str) -> str:
-    """With a capital and a full stop."""
     return escape(capital(text) + ".")
 
 
@@ -88,7 +84,6 @@ FEW = 4
 
 
 def deciding(comparison: Comparison) -> str:
-    """What would decide, where the answer is open: a sentence and its commands each."""
     steps = comparison.would_decide
     if not steps:
         return ""
@@ -103,7 +98,6 @@ def deciding(comparison: Comparison) -> str:
 
 
 def wrong_states(comparison: Comparison) -> str:
-    """What mine's ledger of states has found, after the first, which is the headline."""
     wrong = facts.wrong_states(comparison)[1:]
     if not wrong:
         return ""
@@ -115,7 +109,7 @@ def wrong_states(comparison: Comparison) -> str:
 
 
 def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) -> str:
-    """What the heat map leaves out, and that the page holds text where somebody has asked for it."""
+    """What the heat map leaves out, and that the page holds text where somebody has requested it."""
     total = requests + left_out
     said = [f"The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them."] if left_out else []
     if tokens:
@@ -124,7 +118,6 @@ def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) ->
 
 
 def command_lines(command: str) -> str:
-    """Commands as escaped text, a line each."""
     return "\n".join(escaped(line, 1000) for line in command.splitlines())
 
 
@@ -195,7 +188,6 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def pair_sum(comparison: Comparison) -> str:
-    """How many pairs there are of each outcome, in one sum."""
     total = f"<b>{comparison.counts.total:,}</b> pairs = "
     parts = (
         f'<span class="{_KIND.get(what.partition(" ")[0], "")}"><b>{n:,}</b> {escape(what)}</span>'
@@ -208,7 +200,6 @@ _KIND = {"fail": "bad", "pass": "good"}
 
 
 def next_commands(comparison: Comparison) -> str:
-    """What to type next, each command with a button that copies it."""
     steps = comparison.next_steps
     if not steps:
         return ""
@@ -224,7 +215,6 @@ def next_commands(comparison: Comparison) -> str:
 
 
 def origins(comparison: Comparison) -> str:
-    """The table of all origins."""
     if not comparison.origins:
         return ""
     head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "× limit", "Evidence")
@@ -242,25 +232,9 @@ def origins(comparison: Comparison) -> str:
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
-    others = [facts.constant(o) for o in comparison.origins]
-    if any(others):
-        head = (*head, "Constant")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, others, strict=False)]
-    if any(facts.shape(o) for o in comparison.origins):
-        head = (*head, "Shape")
-        rows = [(*r, escaped(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
-    graphs = [facts.graph(o) for o in comparison.origins]
-    if any(graphs):
-        head = (*head, "In graphs")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, graphs, strict=False)]
-    gaps = [facts.inside(comparison, o) for o in comparison.origins]
-    if any(gaps):
-        head = (*head, "In the gap")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, gaps, strict=False)]
-    said = [facts.whole(o) for o in comparison.origins]
-    if any(said):
-        head = (*head, "Floor that it breaks")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, said, strict=False)]
+    for name, texts in facts.optional_columns(comparison):
+        head = (*head, capital(name))
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, texts, strict=False)]
     body = html_table(head, rows, numeric={4, 5, 6, 7})
     more = more_of(len(comparison.origins), MAX_LIST, "origins")
     lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
@@ -297,7 +271,6 @@ def title(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The top of the page: badge, sentence, and the culprit's numbers."""
     passed = comparison.verdict == "pass"
     badge = f'<span class="badge">{"PASS" if passed else "FAIL"}</span>'
     if passed or not comparison.origins or facts.wrong_states(comparison):
@@ -392,7 +365,6 @@ def notes(comparison: Comparison) -> str:
 
 
 def figures(comparison: Comparison) -> str:
-    """The strip of numbers under the verdict."""
     c, cov = comparison.counts, comparison.coverage
     flipped = len(comparison.tokens.get("flipped") or ())
     only = [int(cov.get(f"rows_only_{side}") or 0) for side in ("golden", "mine")]
@@ -465,7 +437,6 @@ def not_checked(comparison: Comparison) -> str:
 
 
 def covered(comparison: Comparison) -> str:
-    """The verdict's reach by class of operator."""
     total = verdict_parts.totals(comparison)
     if total is None:
         return ""
