@@ -27,7 +27,8 @@ def with_around(*around):
 
 
 def test_a_line_each_side_of_the_culprit_alone():
-    result = with_around(OriginNeighbours("model.down", "output.0", FED, FEEDS, (0, 2)), OriginNeighbours("b", "output.0", FED, (), (0, 0)))
+    other = OriginNeighbours("b", "output.0", FED, (), (0, 0))
+    result = with_around(OriginNeighbours("model.down", "output.0", FED, FEEDS, (0, 2)), other)
     assert verdict_parts.neighbour_lines(result) == [
         "fed by: model.act/output.0 (identical); its input.key (0.21x its limit); its param.weight (identical)",
         "feeds: model.norm/input.x, which only golden hands on as it is (13x its limit); model.mlp/output.0 (beyond "

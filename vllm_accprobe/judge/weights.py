@@ -369,6 +369,7 @@ def _slot(side: WeightHistory, place: Place, state: State, make: Make) -> Iterat
 
 
 OTHER_FORM, OTHER_CUT, ONE_SIDE = "packed by other kernels", "cut otherwise, or of another dtype", "in one dump only"
+Prints = tuple[journal.WeightPrint, journal.WeightPrint]
 Key = tuple[int, str, str, int]
 """Rank, kind, an adapter's name, and which of these events."""
 
@@ -467,7 +468,7 @@ def _between(golden: WeightHistory, mine: WeightHistory, skipped: Counter[str]) 
                 continue
             compared.add(place)
             if not _same(*pair):
-                found[place] = _fault(place, pair, when, event.number, before.get(place), (g, m))
+                found[place] = _fault(place, pair, when, event.number, before.get(place))
             else:
                 before[place] = g, m, when
         if event.number == 0:
@@ -478,7 +479,7 @@ def _between(golden: WeightHistory, mine: WeightHistory, skipped: Counter[str]) 
     return list(found.values()), len(compared)
 
 
-def _comparable(g: State, m: State) -> tuple[tuple[journal.WeightPrint, journal.WeightPrint] | None, str]:
+def _comparable(g: State, m: State) -> tuple[Prints | None, str]:
     a, b = g.given, m.given
     if a is None or b is None:
         a, b = g.lies or g.forms.get(journal.SLOT), m.lies or m.forms.get(journal.SLOT)
@@ -497,14 +498,7 @@ def _same(a: journal.WeightPrint, b: journal.WeightPrint) -> bool:
     return a.order == b.order
 
 
-def _fault(
-    place: Place,
-    pair: tuple[journal.WeightPrint, journal.WeightPrint],
-    when: str,
-    number: int,
-    before: tuple[State, State, str] | None,
-    states: tuple[State, State],
-) -> WeightFault:
+def _fault(place: Place, pair: Prints, when: str, number: int, before: tuple[State, State, str] | None) -> WeightFault:
     rank, tap, name = place
     rows = differing(*pair)
     where = named(pair[1], np.zeros(0, np.int64) if rows is None else rows)

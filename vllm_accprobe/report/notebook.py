@@ -74,13 +74,14 @@ def repr_html(comparison: Comparison) -> str:
         out.append(
             f"<p>origin {i}: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
         )
-    out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := facts.sentence(o))]
-    if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
-        out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
-    if said := [s for o in comparison.origins[:1] if (s := facts.graph(o))]:
-        out.append(f"<p>in compiled and captured graphs: {escaped(said[0])}</p>")
-    if said := [s for o in comparison.origins[:1] if (s := facts.inside(comparison, o))]:
-        out.append(f"<p>gap: {escaped(said[0], 1000)}</p>")
+    for o in comparison.origins[:1]:
+        said = (
+            ("", facts.sentence(o), 400),
+            ("shape of the error: ", facts.shape(o), 400),
+            ("in compiled and captured graphs: ", facts.graph(o), 400),
+            ("gap: ", facts.inside(comparison, o), 1000),
+        )
+        out += [f"<p>{label}{escaped(text, limit)}</p>" for label, text, limit in said if text]
     for step in comparison.would_decide[:3]:
         out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
     if habits := verdict_parts.machine_lines(comparison.machines):

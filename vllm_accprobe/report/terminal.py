@@ -99,16 +99,10 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         return []
     culprit, *others = facts.operators(comparison)
     out = [_evidence(culprit)]
-    if said := facts.inside(comparison, culprit):
-        out.append(f"gap: {said}")
-    if said := facts.sentence(culprit):
-        out.append(said)
-    if said := facts.shape(culprit):
-        out.append(f"shape: {said}")
-    if said := facts.graph(culprit):
-        out.append(f"graphs: {said}")
-    if said := verdict_parts.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module")):
-        out.append(f"code: {said}")
+    where = verdict_parts.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module"))
+    said = (("gap: ", facts.inside(comparison, culprit)), ("", facts.sentence(culprit)),
+            ("shape: ", facts.shape(culprit)), ("graphs: ", facts.graph(culprit)), ("code: ", where))  # fmt: skip
+    out += [f"{label}{text}" for label, text in said if text]
     out += verdict_parts.neighbour_lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")

@@ -169,6 +169,9 @@ _NEEDS = {
     ACCUMULATIVE: ("rel_err_ratio", "abs_err_ratio", "error_balance"),
 }  # fmt: skip
 _BOTH = (BENCHMARK, ULP)
+_ERRORS = ("inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio")
+_ZERO = {ABSOLUTE: _ERRORS, ACCUMULATIVE: _ERRORS, BINARY: ("binary_err_ratio",)}
+"""Measures that must be 0."""
 
 
 def judge(
@@ -184,10 +187,11 @@ def judge(
         return skip(chosen, _missing(chosen, release, golden, mine))
     note = "" if used == chosen else f"no measures for {chosen}: judged by {used}"
     rules: dict[str, Callable[..., tuple[list[Judged], list[Judged]]]] = {
-        BENCHMARK: _benchmark, ULP: _ulp, ABSOLUTE: _absolute, BINARY: _binary, DUAL_1000: _dual_1000,
-        ACCUMULATIVE: _accumulative,
+        BENCHMARK: _benchmark, ULP: _ulp, DUAL_1000: _dual_1000, ACCUMULATIVE: _accumulative,
     }  # fmt: skip
-    judged, advisory = rules[used](release, golden, mine, api, dtype)
+    judged = [j for name in _ZERO.get(used, ()) for j in _zero(name, used, release, golden, mine)]
+    more, advisory = rules[used](release, golden, mine, api, dtype) if used in rules else ([], [])
+    judged += more
     if used in (BENCHMARK, ULP, DUAL_1000):
         judged += _broken(release, golden, mine)
     return of(used, judged, advisory=advisory, note=note)
@@ -307,17 +311,6 @@ def _zero(name: str, algorithm: str, release: Release, golden: Values, mine: Val
     return [Judged(name, value, 0.0, ERROR, f"{NAMES[name]} is {value:.4g}{beside} and must be 0")]
 
 
-def _absolute(
-    release: Release, golden: Values, mine: Values, api: str, dtype: str
-) -> tuple[list[Judged], list[Judged]]:
-    names = ("inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio")
-    return [j for n in names for j in _zero(n, ABSOLUTE, release, golden, mine)], []
-
-
-def _binary(release: Release, golden: Values, mine: Values, api: str, dtype: str) -> tuple[list[Judged], list[Judged]]:
-    return _zero("binary_err_ratio", BINARY, release, golden, mine), []
-
-
 def _dual_1000(
     release: Release, golden: Values, mine: Values, api: str, dtype: str
 ) -> tuple[list[Judged], list[Judged]]:
@@ -332,13 +325,11 @@ def _dual_1000(
 def _accumulative(
     release: Release, golden: Values, mine: Values, api: str, dtype: str
 ) -> tuple[list[Judged], list[Judged]]:
-    names = ("inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio")
-    judged = [j for n in names for j in _zero(n, ACCUMULATIVE, release, golden, mine)]
     value = mine["error_balance"]
     limit = BALANCES.get(dtype, BALANCES[""])
     good = value is not None and value <= limit
     said = "" if good else f"error balance is {value:.4g}, limit {limit:.4g}"
-    return [*judged, Judged("error_balance", value, limit, PASS if good else ERROR, said)], []
+    return [Judged("error_balance", value, limit, PASS if good else ERROR, said)], []
 
 
 COSINE, LARGEST = 0.99, 1e-3

@@ -322,20 +322,9 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
         units = [u for i, u in enumerate(units) if i not in unscaled]
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
-    ranks = (len(golden.ranks), len(mine.ranks))
-    return Plan(
-        requests,
-        tokens,
-        names,
-        units,
-        tree,
-        max((u.depth for u in units), default=0),
-        skipped,
-        ranks,
-        bridged.lines,
-        notes,
-        _untapped(units, sides, orders, names, (golden, mine)),
-    )
+    ranks, layers_passed = (len(golden.ranks), len(mine.ranks)), max((u.depth for u in units), default=0)
+    untapped = _untapped(units, sides, orders, names, (golden, mine))
+    return Plan(requests, tokens, names, units, tree, layers_passed, skipped, ranks, bridged.lines, notes, untapped)
 
 
 def _untapped(

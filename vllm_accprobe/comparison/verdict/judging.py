@@ -325,6 +325,18 @@ class LimitCheck:
             both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
         return replace(worst, prefill=both[0], decode=both[1])
 
+    def floor_of(
+        self, key: tuple[str, str, int], phase: str | None, worst: float | None, limit: float, model: float | None
+    ) -> tuple[float | None, str | None, float | None]:
+        """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst
+        row's relative L2 error; model: of rounding, or None."""
+        if worst is None or key[1].startswith("param.") or not limit:
+            return None, None, None
+        known = phase if phase in ("prefill", "decode") else None
+        measured = self.floor.floor(key[0], key[1], known) if self.floor is not None else None
+        floor, source = (measured, self.floor.source) if measured and self.floor is not None else (model, MODEL)
+        return (floor, source, worst / floor) if floor else (None, None, None)
+
     @staticmethod
     def phase(part: Part) -> str | None:
         return None if part.whole else part.rows.phase
@@ -412,24 +424,6 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
 def _values(pair: Pair) -> list[tuple[str, float]]:
     found = [("prefill", pair.prefill_rel_l2), ("decode", pair.decode_rel_l2), ("any", pair.worst_row_rel_l2)]
     return [(phase, v) for phase, v in found if v is not None and math.isfinite(v)]
-
-
-def floor_of(
-    key: tuple[str, str, int],
-    phase: str | None,
-    worst: float | None,
-    limit: float,
-    calibration: Calibration | None,
-    model: float | None,
-) -> tuple[float | None, str | None, float | None]:
-    """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst row's
-    relative L2 error; model: of rounding, or None."""
-    if worst is None or key[1].startswith("param.") or not limit:
-        return None, None, None
-    known = phase if phase in ("prefill", "decode") else None
-    measured = calibration.floor(key[0], key[1], known) if calibration is not None else None
-    floor, source = (measured, calibration.source) if measured and calibration is not None else (model, MODEL)
-    return (floor, source, worst / floor) if floor else (None, None, None)
 
 
 def sentence(calibration: Calibration | None, pairs: Sequence[Pair]) -> str:
@@ -687,7 +681,7 @@ class _Judge:
         for part, worst, limit, note in zip(parts, limit_check.worst(parts, errors), limits, notes, strict=True):
             model = None if limit.exact else limit_check.rounding_floor(unit, part)
             phase = limit_check.phase(part)
-            floor = floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
+            floor = limit_check.floor_of(unit.key, phase, worst.rel, limit.row, model)
             out.append(messages.PairFacts(worst, None if part.table is None else next(metrics), phase, floor, note))
         return out
 

@@ -308,12 +308,9 @@ def verdict(comparison: Comparison) -> str:
         cells.append(_fact("By chance", seldom, "comparisons with rounding alone"))
     if tier := origin.get("tier"):
         cells.append(_fact("Floor it breaks", tier))
-    if said := facts.inside(comparison, origin):
-        cells.append(_fact("The gap", said, None, "shape-fact"))
-    if said := facts.shape(origin):
-        cells.append(_fact("Shape of the error", said, None, "shape-fact"))
-    if said := facts.graph(origin):
-        cells.append(_fact("In compiled and captured graphs", said, None, "shape-fact"))
+    where = {"The gap": facts.inside(comparison, origin), "Shape of the error": facts.shape(origin),
+             "In compiled and captured graphs": facts.graph(origin)}  # fmt: skip
+    cells += [_fact(label, text, None, "shape-fact") for label, text in where.items() if text]
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := facts.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
