@@ -135,7 +135,7 @@ def _computes(f: np.ufunc, x: np.ndarray, y: np.ndarray, wanted: np.ndarray, dty
         exact = f(widen(x, dtype).astype(np.float64), widen(y, dtype).astype(np.float64))
         want = widen(wanted, dtype).astype(np.float64)
         if dtype == "bfloat16":
-            got = _to_bfloat16(exact.astype(np.float32))
+            got = widen(round_to_bfloat16(exact.astype(np.float32)), dtype).astype(np.float64)
         else:
             got = exact.astype(_FLOATS[dtype]).astype(np.float64)
         if not np.isfinite(want).all() or not (got == want).all():
@@ -143,11 +143,11 @@ def _computes(f: np.ufunc, x: np.ndarray, y: np.ndarray, wanted: np.ndarray, dty
         return enough <= 1 or all(np.count_nonzero(side) >= enough for side in (widen(x, dtype), widen(y, dtype), want))
 
 
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to bfloat16, ties to even, as float64."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32).astype(np.float64)
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)
 
 
 COMPUTED = -1

@@ -251,7 +251,7 @@ class ComparisonContext:
     hashes; rehashed: as RequestPlan's. settings: as notes.differing's. states: as comparison/states.py's. weights:
     as judge.weights.weights_between's. links: as comparison/plan/relations.py's. sources: as
     comparison/plan/relations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
-    dump names them. untapped: as plan/untapped.py's.
+    dump names them. untapped: as gaps.py's.
     """
 
     golden_path: str

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.comparison.measure import read
@@ -608,10 +609,3 @@ def _rounded(bits: np.ndarray, dtype: str, target: str) -> np.ndarray:
     at = np.clip(np.searchsorted(steps, values), 1, len(steps) - 1)
     nearer = np.where(values - steps[at - 1] <= steps[at] - values, at - 1, at)
     return order[nearer].astype(np.uint8)
-
-
-def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)

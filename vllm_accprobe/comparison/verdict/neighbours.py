@@ -37,7 +37,7 @@ _LOOKED_AT = 64
 """Tensors behind an origin among which its next reader is looked for where no bytes tell."""
 IDENTICAL = "identical"
 OWN, ORDER = "own", "order"
-"""How an edge is known besides by equal bytes (annotations.py): a tensor of the origin itself, of which nobody saw
+"""How an edge is known besides by equal bytes (plan/relations.py): a tensor of the origin itself, of which nobody saw
 where it came from; the place in the data flow: what is between the two nobody saw."""
 
 _Place = tuple[str, str, Key, str, str]
