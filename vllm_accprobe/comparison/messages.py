@@ -20,7 +20,7 @@ from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.row_table import RowTable
-from vllm_accprobe.judge import near_ties as flips
+from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels.formulas import Metrics
 from vllm_accprobe.standards.limits import Limits
@@ -30,7 +30,7 @@ def masked(flipped: Sequence[dict[str, Any]]) -> list[str]:
     """What is said of flips that are no errors because something masked the logits: one sentence for each way."""
     ways: dict[str, list[dict[str, Any]]] = {}
     for f in flipped:
-        if f["why"] == flips.MASKED:
+        if f["why"] == near_ties.MASKED:
             sides = [f.get("masked", {}).get(side, []) for side in ("golden", "mine")]
             ways.setdefault(_mask_said(*sides), []).append(f)
     out = []
@@ -171,7 +171,7 @@ def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
         return replace(pair, status=PASS, message="", limit=0.0)
     counts = Counter(verdicts)
     message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
-    bad = counts[flips.UPSTREAM] or any(counts[why] for why in flips.FAILED)
+    bad = counts[near_ties.UPSTREAM] or any(counts[why] for why in near_ties.FAILED)
     return replace(pair, status=FAIL if bad else PASS, message=message)
 
 
@@ -272,9 +272,9 @@ def notes(
     if grown and not origins:
         out.append(NOBODY)
     whys = Counter(f["why"] for f in flipped)
-    if whys[flips.RANDOM]:
-        out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    if whys[near_ties.RANDOM]:
+        out.append(f"{whys[near_ties.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
     out += masked(flipped)
-    if whys[flips.UNKNOWN]:
-        out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
+    if whys[near_ties.UNKNOWN]:
+        out.append(f"{whys[near_ties.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out

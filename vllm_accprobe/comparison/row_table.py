@@ -122,10 +122,6 @@ class RowLog:
             keys, error, decode = keys[bad], error[bad], decode[bad]
         self._entries[_name(pair)] = (keys, self.shelf.keep(error), decode)
 
-    def worst_key(self, pair: Pair) -> tuple[int, np.ndarray] | None:
-        entry = self._entries.get(_name(pair))
-        return None if entry is None else (int(entry[0][int(entry[1].argmax())]), entry[0])
-
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
         entry = self._entries.get(_name(pair))
         return None if entry is None or not len(entry[0]) else entry[:2]
@@ -215,11 +211,12 @@ def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
 def _sample(
     index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
 ) -> ValueSample | None:
-    found = log.worst_key(pair)
+    found = log.errors(pair)
     group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
     if found is None or group is None or not group.readable:
         return None
-    worst, keys = found
+    keys, errors = found
+    worst = int(keys[int(errors.argmax())])
     others = keys[keys != worst]
     others = others[np.unique(np.linspace(0, len(others) - 1, OTHER_ROWS).astype(int))] if len(others) else others
     first = [_row(plan, unit, group, loaders, worst)]
@@ -237,9 +234,10 @@ def _row(
     plan: Plan, unit: Unit, mine: Group, loaders: tuple[Loader, Loader], key: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """One row of both sides as float32 [width], the last computed where a side has it more than once."""
-    golden = [(g, row) for g in unit.golden if g.readable and (row := _find(plan.tokens.golden, g, key)) is not None]
-    own = _find(plan.tokens.mine, mine, key)
-    if not golden or own is None:
+    at = np.array([key])
+    golden = [(g, row) for g in unit.golden if g.readable and (row := int(_rows_at(plan.tokens.golden, g, at)[0])) >= 0]
+    own = int(_rows_at(plan.tokens.mine, mine, at)[0])
+    if not golden or own < 0:
         return None
     partner, other = golden[-1]
     out = []
@@ -250,14 +248,6 @@ def _row(
             return None
         out.append(widen(block.data[row], block.dtype, as_float=True).astype(np.float32))
     return (out[0], out[1]) if len(out[0]) == len(out[1]) else None
-
-
-def _find(side: SideRows, group: Group, key: int) -> int | None:
-    rows = None if group.where is None else side.rows.get(group.where)
-    if rows is None:
-        return None
-    at = np.flatnonzero((rows.keys == key) & rows.keep)
-    return int(at[-1]) if len(at) else None
 
 
 def _spread(row: tuple[np.ndarray, np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:

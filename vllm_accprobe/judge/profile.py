@@ -56,17 +56,24 @@ class Habit:
         if not isinstance(value, Mapping) or set(value) != {f.name for f in fields(Habit)}:
             raise ValueError("a habit has other fields than it should")
         texts = [value[n] for n in ("kind", "operator", "dtype", "words")]
-        if not all(isinstance(t, str) and len(t) <= _LONGEST and t.isprintable() for t in texts):
+        if not all(map(_is_text, texts)):
             raise ValueError("a habit's text is none, too long, or not printable")
         counts = [value[n] for n in ("outputs", "of", "layers")]
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 53 for n in counts):
             raise ValueError("a habit's count is none")
-        price = value["price"]
-        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < math.inf:
+        if not _is_number(value["price"]):
             raise ValueError("a habit's price is no number")
         if value["kind"] not in KINDS:
             raise ValueError("a habit of a kind that this version does not know")
-        return Habit(texts[0], texts[1], texts[2], texts[3], float(price), *counts)
+        return Habit(texts[0], texts[1], texts[2], texts[3], float(value["price"]), *counts)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,10 @@ class Profile:
             raise ValueError("a profile without host, units or habits")
         if max(len(host), len(units), len(habits)) > _MOST:
             raise ValueError(f"a profile has at most {_MOST} entries")
-        for text_ in (*host, *host.values(), *units):
-            if not isinstance(text_, str) or len(text_) > _LONGEST or not text_.isprintable():
-                raise ValueError("a profile's text is none, too long, or not printable")
-        for x in units.values():
-            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf:
-                raise ValueError("a profile's unit is no number")
+        if not all(map(_is_text, (*host, *host.values(), *units))):
+            raise ValueError("a profile's text is none, too long, or not printable")
+        if not all(map(_is_number, units.values())):
+            raise ValueError("a profile's unit is no number")
         return Profile(tuple(map(Habit.of_plain, habits)), host, {k: float(x) for k, x in units.items()})
 
     @staticmethod

@@ -21,8 +21,7 @@ from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
-from vllm_accprobe.judge import near_ties as rules
-from vllm_accprobe.judge import shape
+from vllm_accprobe.judge import near_ties, shape
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 from vllm_accprobe.judge.siblings import TensorStats
@@ -265,22 +264,22 @@ def judge_flips(
     for found in setting.flips:
         flip = Flip(**found["flip"])
         golden, mine = (_as_best(b) for b in found["best"])
-        sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
+        sides = [near_ties.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        asked = rules.RequestedRow.of(found.get("asked"))
-        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
-        said = asked.sentence(why) if why in rules.FAILED else ("", "")
+        asked = near_ties.RequestedRow.of(found.get("asked"))
+        why = near_ties.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
+        said = asked.sentence(why) if why in near_ties.FAILED else ("", "")
         words = ": ".join(filter(None, said))
-        entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
+        entries.append(near_ties.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
         verdicts[flip.key] = why
-        if why in rules.FAILED:
+        if why in near_ties.FAILED:
             side = asked.side(why)
             failed.append(_Failed(flip.key, why, said, asked.ways[side], asked.left[side]))
     for found in setting.processed:
-        asked = rules.RequestedRow.of(found)
+        asked = near_ties.RequestedRow.of(found)
         by_request = asked.verdict(flipped=False)
-        if by_request in rules.FAILED:
+        if by_request in near_ties.FAILED:
             why = str(by_request)
             side = asked.side(why)
             failed.append(_Failed(int(found["key"]), why, asked.sentence(why), asked.ways[side], asked.left[side]))
@@ -312,7 +311,7 @@ class _Failed:
         return bool(self.ways) and all(how == OTHER_PAST for _, how in self.ways)
 
 
-_OF_SAMPLER = {rules.PROCESSED: rules.SAMPLED, rules.GOLDEN_PROCESSED: rules.GOLDEN_SAMPLED}
+_OF_SAMPLER = {near_ties.PROCESSED: near_ties.SAMPLED, near_ties.GOLDEN_PROCESSED: near_ties.GOLDEN_SAMPLED}
 
 
 def _sampler_origins(
@@ -324,8 +323,8 @@ def _sampler_origins(
         failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
                   for row in failed]  # fmt: skip
     out = []
-    for verdicts, role in (((rules.PROCESSED, rules.GOLDEN_PROCESSED), MASKED_LOGITS),
-                           ((rules.SAMPLED, rules.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
+    for verdicts, role in (((near_ties.PROCESSED, near_ties.GOLDEN_PROCESSED), MASKED_LOGITS),
+                           ((near_ties.SAMPLED, near_ties.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
         rows = [row for row in failed if row.why in verdicts]
         if not rows:
             continue
@@ -342,8 +341,8 @@ def _sampler_origins(
     return out
 
 
-def _as_best(lists: Any) -> rules.Best | None:
-    return None if lists is None else rules.Best(*map(np.array, lists))
+def _as_best(lists: Any) -> near_ties.Best | None:
+    return None if lists is None else near_ties.Best(*map(np.array, lists))
 
 
 def _logits_agree(traces: Sequence[TensorErrors], key: int) -> bool | None:

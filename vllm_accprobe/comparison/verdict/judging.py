@@ -20,7 +20,6 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison import notes as constants_differ
 from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
 from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
@@ -31,6 +30,7 @@ from vllm_accprobe.comparison.notes import (
     nonfinite_steps,
     other_settings,
     unseen_routing,
+    with_constants,
     without_tensors,
 )
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
@@ -505,7 +505,7 @@ class _Judge:
             entry["nonfinite"] = steps.get(c.tap, 0)
             entry["layers"] = None if gap else every.get(entry["module"])
         compared = [p for p, _ in self.pairs]
-        origins = constants_differ.with_constants(origins, setting.settings, setting.modules, compared)
+        origins = with_constants(origins, setting.settings, setting.modules, compared)
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
