@@ -220,16 +220,16 @@ Links = dict[Key, "tuple[Key, str]"]
 
 
 def links_of(units: Sequence[Unit]) -> Links:
-    golden, mine = _Side(units, GOLDEN), _Side(units, MINE)
+    """The links of all inputs of a plan that have one; keys are mine's."""
+    order = {u.key: u.order for u in units}
+    sides = [Makers(order, {u.key: [g.records[0] for g in getattr(u, side)] for u in units}) for side in (GOLDEN, MINE)]
     out: Links = {}
-    for unit in units:
-        makers = [side.maker(unit) for side in (golden, mine)]
-        maker = makers[1] or makers[0]
+    for key in order:
+        found = [side.maker(key) for side in sides] if kind_of(key[1]) == INPUT else [None, None]
+        maker = found[1] or found[0]
         if maker is not None:
-            denied = [
-                found is None and side.denies(unit, maker) for found, side in zip(makers, (golden, mine), strict=True)
-            ]
-            out[unit.key] = maker, MINE if denied[0] else GOLDEN if denied[1] else BOTH
+            denied = [own is None and side.denies(key, maker) for own, side in zip(found, sides, strict=True)]
+            out[key] = maker, MINE if denied[0] else GOLDEN if denied[1] else BOTH
     return out
 
 
@@ -258,18 +258,8 @@ class Makers:
         inside = [k for k in made if k[0] == last[0] or last[0] in enclosing(k[0])]
         return max(inside, key=lambda k: (k[0].count("."), k == last, k))
 
-
-class _Side:
-    def __init__(self, units: Sequence[Unit], side: str):
-        records = {u.key: [g.records[0] for g in getattr(u, side)] for u in units}
-        self._makers = Makers({u.key: u.order for u in units}, records)
-        self._records = self._makers.records
-
-    def maker(self, unit: Unit) -> Key | None:
-        return self._makers.maker(unit.key) if kind_of(unit.key[1]) == INPUT else None
-
-    def denies(self, unit: Unit, maker: Key) -> bool:
+    def denies(self, key: Key, maker: Key) -> bool:
         """Whether both tensors are here in one step, of one dtype and shape, and are not equal."""
-        given = {r.step: r for r in self._records[maker]}
-        pairs = [(r, given[r.step]) for r in self._records[unit.key][:STEPS] if r.step in given]
+        made = {r.step: r for r in self.records[maker]}
+        pairs = [(r, made[r.step]) for r in self.records[key][:STEPS] if r.step in made]
         return any((a.dtype, a.shape) == (b.dtype, b.shape) and a.hash != b.hash for a, b in pairs)
