@@ -91,7 +91,7 @@ class _OneSide:
         if place is None or not self._compared >= {unit.TOP_LOGITS, unit.TOP_IDS}:
             return None
         best = self.best(unit.TOP_LOGITS, unit.TOP_IDS, place)
-        return None if best is None else [column.tolist() for column in best]
+        return None if best is None else [column.astype(np.float64).tolist() for column in best]
 
     def masks(self, key: int, request: Request) -> list[Any]:
         """What masked the logits of a row of ``request`` before sampling, as `RequestedRows.flips` has it."""
@@ -108,7 +108,9 @@ class _OneSide:
             left = (
                 []
                 if best is None
-                else [p for p in zip(*(x.tolist() for x in best), strict=True) if math.isfinite(p[0])]
+                else [
+                    p for p in zip(*(x.astype(np.float64).tolist() for x in best), strict=True) if math.isfinite(p[0])
+                ]
             )
             return [list(mask.by), mask.grammar, [list(column) for column in zip(*left, strict=True)] or None]
         return [[], None, None]
