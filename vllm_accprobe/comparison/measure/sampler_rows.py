@@ -104,14 +104,9 @@ class _OneSide:
             if one is None or identity(one) != who or (self._tokens.cells.get(rank, 0), step) not in made:
                 continue
             best = None if place is None else self.best(unit.MASKED_LOGITS, unit.MASKED_IDS, place)
+            columns = [] if best is None else [column.astype(np.float64).tolist() for column in best]
             # What may not be taken has no place among the best.
-            left = (
-                []
-                if best is None
-                else [
-                    p for p in zip(*(x.astype(np.float64).tolist() for x in best), strict=True) if math.isfinite(p[0])
-                ]
-            )
+            left = [p for p in zip(*columns, strict=True) if math.isfinite(p[0])]
             return [list(mask.by), mask.grammar, [list(column) for column in zip(*left, strict=True)] or None]
         return [[], None, None]
 
