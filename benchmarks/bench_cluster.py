@@ -38,7 +38,7 @@ from big_dumps import write_pair
 
 RANKS = 8
 JOBS = 2
-WORKERS = (b"vllm_accprobe.comparison.worker", b"ray::_Measurer")
+WORKERS = (b"vllm_accprobe.comparison.worker", b"ray::Station")
 ONE, BY_JOBS, BY_RAY = "one process", f"--jobs {JOBS}", "--ray, two nodes"
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_accprobe.judge.verdict import row_errors
+from vllm_accprobe.judge.tensor_errors import row_errors
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import Standard, narrowest
 

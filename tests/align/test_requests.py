@@ -1,6 +1,6 @@
 """Which request is which."""
 
-from vllm_accprobe.align.requests import pair_requests
+from vllm_accprobe.align.tokens import pair_requests
 from vllm_accprobe.dump.schema import OWN_REQUEST, Image, Request
 
 

@@ -4,8 +4,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_accprobe.align.requests import distinct, pair_requests
-from vllm_accprobe.align.tokens import AFTER_FLIP, REJECTED, SUPERSEDED, align_rows, find_cells, make_key
+from vllm_accprobe.align.tokens import (
+    AFTER_FLIP,
+    REJECTED,
+    SUPERSEDED,
+    align_rows,
+    distinct,
+    find_cells,
+    make_key,
+    pair_requests,
+)
 from vllm_accprobe.dump.schema import Request, RowSpace, Segment
 
 

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_accprobe import Probe  # noqa: E402
-from vllm_accprobe.align.requests import pair_requests  # noqa: E402
+from vllm_accprobe.align.tokens import pair_requests  # noqa: E402
 from vllm_accprobe.capture.padded_batch import images_of, language_path, towers  # noqa: E402
 from vllm_accprobe.dump.reader import open_dump  # noqa: E402
 from vllm_accprobe.dump.schema import Image, Request  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vllm_accprobe.comparison.measure.params import round_to_bfloat16
+from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import (
     DECODE,

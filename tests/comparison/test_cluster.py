@@ -43,7 +43,7 @@ def kill_one_soon(done, over):
             if entry.isdigit():
                 try:
                     with open(f"/proc/{entry}/cmdline", "rb") as f:
-                        mine = b"ray::_Measurer" in f.read()
+                        mine = b"ray::Station" in f.read()
                 except OSError:
                     continue
                 if mine:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from synthetic_model import PROMPTS, MemoryDump, capture, scaled, write
 
+from vllm_accprobe.comparison import row_table as spreads
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.measure import spreads
-from vllm_accprobe.comparison.measure.activations import NO_PAYLOAD, ROW_COUNT
+from vllm_accprobe.comparison.measure.measurer import NO_PAYLOAD, ROW_COUNT
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.comparison.result import COLUMNS, CompareError, NothingCompared, Pair
 from vllm_accprobe.dump.schema import Image, RowSpace, Segment

@@ -15,7 +15,7 @@ import torch
 from vllm_accprobe import labels, set_label, set_task_id
 from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.labelled_pairs import LabelComparison, compare_labels
-from vllm_accprobe.comparison.measure import activations
+from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.kernels import rows
 
@@ -116,7 +116,7 @@ def test_pieces_make_the_same_sums(made: Path, monkeypatch: pytest.MonkeyPatch) 
     pair(golden.flatten(), mine.flatten(), "flat")
     whole = compare(made).pairs
     for piece in (10, 40, 100):
-        monkeypatch.setattr(activations, "STRETCH", 8 * piece)
+        monkeypatch.setattr(read, "STRETCH", 8 * piece)
         monkeypatch.setattr(rows, "SEGMENT", piece)
         monkeypatch.setattr(rows, "LONGEST", piece)
         for a, b in zip(whole, compare_labels(open_dump(made)).pairs, strict=True):

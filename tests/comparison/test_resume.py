@@ -13,7 +13,7 @@ from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.measure import workers
+from vllm_accprobe.comparison.measure import measurer as workers
 from vllm_accprobe.comparison.store import UNFINISHED as NAME
 from vllm_accprobe.comparison.store import Finished, forget, identity
 from vllm_accprobe.formats import open_dump
@@ -131,7 +131,7 @@ def test_what_took_no_time_is_written_only_where_it_ended_early(dumps, tmp_path,
 
 SLOW = """
 import sys, time
-from vllm_accprobe.comparison.measure import workers
+from vllm_accprobe.comparison.measure import measurer as workers
 from vllm_accprobe.comparison import store as resume
 from vllm_accprobe.cli import main
 workers._MOST = 2

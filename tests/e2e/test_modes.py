@@ -71,7 +71,7 @@ def test_an_adapter_is_part_of_a_request_and_its_weights_are_compared(engines: E
 
 
 def test_one_prompt_with_and_without_an_adapter_is_no_pair(engines: Engines) -> None:
-    from vllm_accprobe.align.requests import distinct, pair_requests
+    from vllm_accprobe.align.tokens import distinct, pair_requests
 
     run, _ = with_adapters(engines, "modes-lora", 1)
     plain = engines.run("modes-plain", asks=[Ask(ONE, 3)])

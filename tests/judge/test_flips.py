@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import Flip
-from vllm_accprobe.judge.flips import MASKED, NEAR_TIE, RANDOM, SAMPLED, UNKNOWN, UPSTREAM, Best, Masking, judge_flip
+from vllm_accprobe.judge.near_ties import (
+    MASKED,
+    NEAR_TIE,
+    RANDOM,
+    SAMPLED,
+    UNKNOWN,
+    UPSTREAM,
+    Best,
+    Masking,
+    judge_flip,
+)
 
 
 def best(logits, ids):

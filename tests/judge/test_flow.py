@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
-from vllm_accprobe.judge.flow import Tree, add_parameters, flow_order, mixes
+from vllm_accprobe.judge.upstream import Tree, add_parameters, flow_order, mixes
 
 
 def keys(*names):

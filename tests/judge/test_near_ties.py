@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.flips import behind, taken, undecided, unknown_routers
-from vllm_accprobe.judge.routing import Rerouted
+from vllm_accprobe.judge.near_ties import Rerouted, behind, taken, undecided, unknown_routers
 
 GOLDEN = np.array([
     [3.0, 2.0, 1.99, 0.0],  # second and third nearly equal, and

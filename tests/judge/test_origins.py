@@ -7,10 +7,10 @@ import pytest
 
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins import created_over, find_origins, in_all_layers, owner
 from vllm_accprobe.judge.siblings import TensorStats
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, TensorErrors
+from vllm_accprobe.judge.upstream import Tree
 from vllm_accprobe.standards.limits import Standard
 
 ROWS = np.arange(3)

@@ -10,10 +10,9 @@ import pytest
 
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge import upstream
-from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins import find_origins
 from vllm_accprobe.judge.tensor_errors import OUTPUT, TensorErrors
-from vllm_accprobe.judge.upstream import LONG, Influence, Prefixes
+from vllm_accprobe.judge.upstream import LONG, Influence, Prefixes, Tree
 from vllm_accprobe.standards.limits import Standard
 
 ROWS = RowSet(np.arange(4))

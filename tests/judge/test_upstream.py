@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import NO_ROWS, RowSet
-from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.origins import find_origins
 from vllm_accprobe.judge.siblings import GAIN
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors
-from vllm_accprobe.judge.upstream import Upstream
+from vllm_accprobe.judge.upstream import Tree, Upstream
 from vllm_accprobe.standards.limits import Standard
 
 UNIT, ROWS = 2.0**-8, 60

@@ -22,7 +22,7 @@ from support.prompts import prompts
 from tiny_model import make
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.verdict.gaps import taps_of
+from vllm_accprobe.comparison.gaps import taps_of
 
 pytestmark = pytest.mark.engine
 

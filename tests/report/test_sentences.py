@@ -4,7 +4,7 @@ import math
 
 from report_examples import ORIGIN, comparison
 
-from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
+from vllm_accprobe.comparison.verdict.neighbours import Edge, OriginNeighbours
 from vllm_accprobe.report import terminal, verdict_parts
 
 FED = (
@@ -27,7 +27,8 @@ def with_around(*around):
 
 
 def test_a_line_each_side_of_the_culprit_alone():
-    result = with_around(Around("model.down", "output.0", FED, FEEDS, (0, 2)), Around("b", "output.0", FED, (), (0, 0)))
+    other = OriginNeighbours("b", "output.0", FED, (), (0, 0))
+    result = with_around(OriginNeighbours("model.down", "output.0", FED, FEEDS, (0, 2)), other)
     assert verdict_parts.neighbour_lines(result) == [
         "fed by: model.act/output.0 (identical); its input.key (0.21x its limit); its param.weight (identical)",
         "feeds: model.norm/input.x, which only golden hands on as it is (13x its limit); model.mlp/output.0 (beyond "
@@ -39,7 +40,7 @@ def test_a_line_each_side_of_the_culprit_alone():
 
 def test_equal_neighbours_say_their_error_once():
     weights = tuple(Edge("m", f"param.{n}", f"param.{n}", 0.0, 0.0, "identical", "own", 1) for n in ("weight", "bias"))
-    assert verdict_parts.neighbour_lines(with_around(Around("m", "output.0", weights, ()))) == [
+    assert verdict_parts.neighbour_lines(with_around(OriginNeighbours("m", "output.0", weights, ()))) == [
         "fed by: its param.weight, its param.bias (identical)"
     ]
 
@@ -49,14 +50,14 @@ def test_equal_statistics_are_no_proof_of_equal_values():
 
 
 def test_nothing_is_said_where_nothing_was_compared():
-    unknown = Around("m", "output.0", (FEEDS[2],), (FEEDS[2],))
+    unknown = OriginNeighbours("m", "output.0", (FEEDS[2],), (FEEDS[2],))
     for around in ([], [None], [unknown]):
         assert verdict_parts.neighbour_lines(with_around(*around)) == []
 
 
 def test_all_of_it_in_one_sentence_and_hostile_names_as_text():
     bad = Edge("a\x1b[31m\n<b>", "output.0\u202e", "", 0.1, 2.0, "fail", "both", 1)
-    around = Around("m\n", "output.0", FED[:2], (bad,))
+    around = OriginNeighbours("m\n", "output.0", FED[:2], (bad,))
     assert verdict_parts.described(around) == (
         "m\\n/output.0: fed by model.act/output.0 (identical), its input.key, made after model.qkv/output.0 (0.21x its "
         "limit); feeds a\\x1b[31m\\n<b>/output.0\\u202e (2x its limit)"

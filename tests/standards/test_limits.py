@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from simulate_experts import Shape, over, two_kernels
 
-from vllm_accprobe.judge.verdict import row_errors
+from vllm_accprobe.judge.tensor_errors import row_errors
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards import PAIRS, find
-from vllm_accprobe.standards.constants import TRUNCATED
-from vllm_accprobe.standards.limits import Standard, narrowest
+from vllm_accprobe.standards.limits import TRUNCATED, Standard, narrowest
 
 
 def test_limits_grow_with_the_root_of_the_depth():

@@ -1,22 +1,12 @@
-"""Tensors that no engine stored, made of some that it did, and found from the values.
+"""Tensors that no engine stored, made of some that it did, and relations found from values.
 
-What a model's source computed between two modules, found from the values on both sides.
-
-The problem: a residual sum, a gate's product or the split of a joined projection is a line of Python that no module
-boundary shows, and a graph without it falls apart. The idea: each of these is exact. A slice has the very bits; a sum
-or a product of two tensors of one dtype is rounded once (IEEE 754), so that computing it here gives the same bits. It
-is tried on the first rows or on all, and all bits must agree: what only nearly fits is no relation.
-
-Tensors that no engine stored, made of some that it did.
-
-The problem: what one engine computes at one place, another computes at three, or never has in one piece. The idea: a
-`Derived` record stands among the others of its dump and says of which records it is made and how; a `View` is a dump
-with such records in it, and makes their values when they are read. Whoever compares need not know.
-Formulas: joining and adding as numpy does; ``rope`` is x * cos + rotate_half(x) * sin on each head of the size of cos
-[Su et al., RoFormer, arXiv 2104.09864, in the half-split form of GPT-NeoX], in float32.
-
-Not here: where the tensors come from (topology/data_flow.py, opcheck/proof/explained.py), which tensors are wanted
-(names.py).
+The problem: what one engine computes at one place another computes at three; a residual sum or a split is a line of
+Python that no module boundary shows. The idea: a `Derived` record says of which records it is made and how; a `View` is
+a dump with such records and makes their values when they are read. `Relations` finds a slice, picked rows, a sum or a
+product of earlier tensors: each is exact or rounded once (IEEE 754), so that all bits must agree. Formulas: joining and
+adding as numpy does; ``rope`` is x * cos + rotate_half(x) * sin on each head of the size of cos [Su et al., RoFormer,
+arXiv 2104.09864, in the half-split form of GPT-NeoX], in float32. Not here: which tensors are wanted (names.py,
+topology/data_flow.py, opcheck/proof/explained.py).
 """
 
 from __future__ import annotations
@@ -145,7 +135,7 @@ def _computes(f: np.ufunc, x: np.ndarray, y: np.ndarray, wanted: np.ndarray, dty
         exact = f(widen(x, dtype).astype(np.float64), widen(y, dtype).astype(np.float64))
         want = widen(wanted, dtype).astype(np.float64)
         if dtype == "bfloat16":
-            got = _to_bfloat16(exact.astype(np.float32))
+            got = widen(round_to_bfloat16(exact.astype(np.float32)), dtype).astype(np.float64)
         else:
             got = exact.astype(_FLOATS[dtype]).astype(np.float64)
         if not np.isfinite(want).all() or not (got == want).all():
@@ -153,11 +143,11 @@ def _computes(f: np.ufunc, x: np.ndarray, y: np.ndarray, wanted: np.ndarray, dty
         return enough <= 1 or all(np.count_nonzero(side) >= enough for side in (widen(x, dtype), widen(y, dtype), want))
 
 
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to bfloat16, ties to even, as float64."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32).astype(np.float64)
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 values as bfloat16 bits (uint16), rounded to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16)).astype(np.uint16)
 
 
 COMPUTED = -1
@@ -177,7 +167,6 @@ class Derived(Record):
 
     @property
     def name(self) -> str:
-        """As its own engine spells it, with what was done to it."""
         return self.label
 
 
@@ -324,7 +313,6 @@ class View:
         return getattr(self._dump, name)
 
     def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
-        """As dump.reader's: the stored bits, or those that are made of stored ones."""
         return read(self._dump, record, out)
 
 

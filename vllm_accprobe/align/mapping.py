@@ -1,10 +1,9 @@
-"""Which place of the golden a place of mine is, said by rules: a user's file, or the built-in tables.
+"""Rules that say which place of golden a place of mine is: a user's file, or a built-in table.
 
-The problem: two engines build one model from other modules: one projection here is three there, a residual is added
-here inside a norm and there between layers. The idea: a rule names a place of mine by a pattern and says, as templates,
-of which golden tensors the same values are made: one, several joined or added, transposed. Patterns and templates are
-strings that are only matched and filled in, never run.
-Not here: the built-in rules (vllm_hf.py), applying rules to dumps (names.py).
+The problem: two engines build one model from other modules: one projection here is three there. The idea: a rule names
+a place of mine by a pattern and says, as templates, of which golden tensors its values are made: one, several joined or
+added, transposed. Patterns and templates are strings that are only matched and filled in, never run. Not here: the
+built-in rules (engines/), applying rules to dumps (names.py).
 """
 
 from __future__ import annotations
@@ -170,7 +169,9 @@ def parse_mapping(data: Any, origin: str) -> Rules:
         raise MappingError(f"{origin}: expected a mapping of patterns to templates")
     if not all(isinstance(k, str) for k in data):
         raise MappingError(f"{origin}: keys must be strings")
-    ours = isinstance(data.get("rename"), Mapping) or _is_rules(data.get("rules"))
+    listed = data.get("rules")
+    listed = isinstance(listed, list) and any(isinstance(rule, Mapping) for rule in listed)
+    ours = isinstance(data.get("rename"), Mapping) or listed
     if ours and (odd := sorted(set(data) - {"rename", "rules"})):
         raise MappingError(f"{origin}: {odd[0]!r} beside 'rename' and 'rules' is not known: put patterns into 'rules'")
     if not set(data) <= {"rename", "rules"}:
@@ -186,10 +187,6 @@ def parse_mapping(data: Any, origin: str) -> Rules:
             raise MappingError(f"{origin}: rename {pattern!r}: the new name must be a string")
         pairs.append(Rename(pattern, target))
     return Rules(origin, tuple(pairs), tuple(_rule(r, f"{origin}: rule {i + 1}") for i, r in enumerate(rules)))
-
-
-def _is_rules(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(rule, Mapping) for rule in value)
 
 
 def _types(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -1,21 +1,11 @@
-"""Which tap and role of the golden is which tap and role of mine.
+"""Which tap and role of golden is which tap and role of mine.
 
-Which tap of the golden is which tap of mine, and which role is which.
-
-The problem: two engines may call one place by two names: a model inside a wrapper has a prefix, a vendor's layer class
-names its arguments differently. The idea: rules from strict to loose, each pair says which one made it: the same name,
-the same name under a common prefix, the same weights or the same place among neighbours that are paired already, and,
-only where the counts agree, the order of execution. Nothing is paired twice, and what is left over is listed.
-
-Two dumps of one model in two engines, brought under one set of names.
-
-The problem: rules say how mine's places are made of golden's; records have to be found, joined and renamed, and nothing
-may be lost on the way. The idea: rules are matched against the taps that are really there, and for each place of mine
-that they can make, the golden gets a `Derived` record under mine's name (and mine one, where a sum of its own tensors
-is meant). The first rule that fits a place makes it. What a rule uses stays where mine has the same place too, and
-goes where it has none; everything else keeps its name and is paired, or listed as left over, by names.py.
-
-Not here: and ranks (ranks.py), what the rules are (mapping.py, vllm_hf.py), the values (derived.py).
+The problem: two engines may call one place by two names, and make one tensor of several. The idea: rules from strict to
+loose, and each pair says which one made it: the same name, the same name under a common prefix, the same weights or
+place among paired neighbours, and, where counts agree, the order of execution. Before that, rules of a mapping are
+matched against the taps that are there (`bridge`): for each place of mine that they make, golden gets a `Derived`
+record under mine's name; the first rule that fits a place makes it, what is left keeps its name. Not here: what the
+rules are (mapping.py, engines/), the values (derived.py).
 """
 
 from __future__ import annotations
@@ -26,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_accprobe.align.derived import Derived, View, derive
-from vllm_accprobe.align.engines import vllm_hf
-from vllm_accprobe.align.engines.vllm_releases import experts_apart, routed_alone
+from vllm_accprobe.align.engines import vllm_names
+from vllm_accprobe.align.engines.vllm_names import experts_apart, routed_alone
 from vllm_accprobe.align.mapping import ROPE, SUM, RoleRule, Rules, Source, TapRule, fill, match
 from vllm_accprobe.align.without_row_maps import meet
 from vllm_accprobe.dump.schema import Record
@@ -266,12 +256,12 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     if rules is not None:
         golden, mine, said = apply(rules, golden, mine)
         lines += said or [f"mapping: no rule of {rules.origin} fits any tap"]
-    sides = [vllm_hf.engine(d.run, [r.tap for r in d.records]) for d in (golden, mine)]
-    foreign = set(sides) == {vllm_hf.TRANSFORMERS, vllm_hf.VLLM}
+    sides = [vllm_names.engine(d.run, [r.tap for r in d.records]) for d in (golden, mine)]
+    foreign = set(sides) == {vllm_names.TRANSFORMERS, vllm_names.VLLM}
     if foreign:
         lines.append(f"mapping: golden is a dump of {sides[0]}, mine of {sides[1]}: built-in rules")
         # the rules say how vLLM's places are made, whichever side vLLM is
-        golden, mine, said = apply(vllm_hf.RULES, golden, mine, sides[0] == vllm_hf.VLLM)
+        golden, mine, said = apply(vllm_names.RULES, golden, mine, sides[0] == vllm_names.VLLM)
         lines += said
     apart = None if foreign else experts_apart(golden.records, mine.records)
     if apart is not None:
@@ -302,8 +292,6 @@ def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[
 
 
 class _Records:
-    """Records by place and moment; roles of each tap in order of first appearance."""
-
     def __init__(self, records: Iterable[Record]):
         self.records = list(records)
         self.places: dict[Place, dict[_Moment, Record]] = defaultdict(dict)

@@ -1,20 +1,11 @@
-"""From the ranks' pieces of a tensor to the whole.
-
-From the ranks' pieces of a tensor to the whole, and how to say that it cannot be done.
+"""From the ranks' pieces of a tensor to the whole, or the reason why there is none.
 
 The problem: TP=4 and TP=1 hold one tensor in different pieces, some ranks hold copies, and a merged projection is cut
 block by block. The idea: a `MergePlan`, made from layouts and shapes alone, says which members are used and how their
-blocks follow one another; a plain function carries it out on arrays. Ranks that should hold the same are listed, so
-that a difference between them is seen and not hidden by taking the first.
-
-How a merged projection is cut over ranks, where nobody wrote it down.
-
-The problem: rank 0 of two holds the first half of gate and the first half of up, and joining the ranks' pieces one
-behind the other gives neither order that a single rank has. The idea: engines call such layers by what they merge: two
-equal blocks in gate_up, and in qkv as many columns of q as the output projection beside it takes in, the rest half k
-and half v, each head of which several ranks may hold alike. Where the numbers do not come out, nothing is guessed.
-
-Not here: which records belong together (comparison/plan/units.py), reading (dump/reader.py).
+blocks follow one another; copies are listed, so that a difference between them is seen. Where nobody recorded how a
+merged projection is cut, its name tells: gate_up is two equal blocks; qkv has as many columns of q as the output
+projection takes in, the rest half k and half v. Where the numbers do not come out, nothing is guessed. Not here: which
+records belong together (comparison/plan/units.py), reading (dump/reader.py).
 """
 
 from __future__ import annotations
@@ -33,8 +24,6 @@ TAKEN_FOR_COPIES = "layout unknown: ranks of one shape"
 
 @dataclass(frozen=True, slots=True)
 class RankPiece:
-    """One rank's piece."""
-
     rank: int
     layout: Layout
     shape: tuple[int, ...]

@@ -1,58 +1,143 @@
-"""Which row of one dump is which row of the other: requests, positions, and the tokens that were read.
+"""Which row of one dump is which row of the other: requests, the tokens they took, and row keys.
 
-Rows of one tensor, and what follows from them, worked out once.
-
-The problem: hundreds of taps have the rows of the same steps, and each of them asks which phase these are and wants
-them sorted and without repetition. The idea: a `RowSet` is made once per step and handed to all taps of it; it is told
-by identity, so that it may stand in the name of what is remembered, and holds what was worked out of it. `Unions` joins
-the sets of a tap's tensors, and gives equal rows one sorted set.
-
-Which token each request took at each position, and which rows were computed on the way there.
-
-The problem: with speculation and preemption a step computes rows that never came to be. The idea: what the sampler gave
-is what was taken (the last word counts); a row is valid if it holds that token and so does every row before it in its
-run: a draft behind a rejected draft was computed in a context that never existed, even if its own token came true.
-
-Which token each request read at each position, as far as a dump says.
-
-The problem: a picture of rows by position says nothing to who knows a prompt as text. The idea: the row maps hold a
-token id per row; of each request they are put in the order of positions, and of an id that was replaced (a rejected
-draft) the last one holds.
-
-Which tokens a request had, and what it asked for, when a row of its logits was sampled.
-
-The problem: penalties, word lists and seeds depend on the request's whole past, which a dump has in pieces: the ids of
-each step's rows, what the sampler gave where only logits were captured, or, behind a prefix hit, nothing. The idea: a
-request's tokens by position from all row maps of a rank, believed where no two differ; a row then has a past, or it is
-known that it has none.
-
-Which row of one dump is which row of the other.
-
-The problem: a row is a token in some step of some batch; batches, chunks, steps, speculation, preemption and prefix
-caches differ between two runs of one prompt. The idea: a row's name is (request, position), or (image, row) in a
-vision tower, packed into one int64; everything else drops out. A row counts if its token is the one the request finally
-took at that position (a rejected draft is not) and no later step computed the same row again. From the first
-sampled token that differs between the runs, a request's rows have different inputs and are not comparable.
-
-Not here: which rows of two tensors meet (comparison/plan/units.py), ids as text (report/html/data.py), what
-follows from a past (judge/sampling_rules.py), how requests pair (requests.py), names (names.py), ranks (ranks.py),
-reading tensors (comparison/).
+The problem: engines number requests as they arrive; batches, chunks, steps, speculation, preemption and prefix caches
+differ between two runs of one prompt. The idea: a request is its prompt's hash, its adapter and, to tell twins apart,
+its id, images and ordinal; pairs are made by the strictest rule that fits, and one id with two prompts is reported. A
+row's name is (request, position), or (image, row) in a vision tower, packed into one int64. A row counts if its token
+is the one that the request finally took there, and no later step computed it again; from the first token that differs
+on, rows are not comparable. A `RowSet` is made once per step and compared by identity; `SampledHistory` is a request's
+past. Not here: which rows of two tensors meet (comparison/plan/units.py), names (names.py), ranks (ranks.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.requests import Identity, RequestPlan, identity
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.schema import DEALT, DECODE, LOGITS, PREFILL, TOKENS, Request, RowSpace, SamplingParameters
+from vllm_accprobe.dump.schema import (
+    DEALT,
+    DECODE,
+    LOGITS,
+    OWN_REQUEST,
+    PREFILL,
+    TOKENS,
+    Request,
+    RowSpace,
+    SamplingParameters,
+)
+
+_ByNumber = dict[tuple[int, int], Request]
+Identity = tuple[str, str, str, int, str]
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """pairs: (golden, mine, rule); ``label`` names a pair in reports. different: one id, two prompts or adapters."""
+
+    pairs: list[tuple[Request, Request, str]]
+    only_golden: list[Request]
+    only_mine: list[Request]
+    different: list[tuple[Request, Request]]
+    images_differ: list[tuple[Request, Request]] = field(default_factory=list)
+
+    @property
+    def rehashed(self) -> bool:
+        """Whether images differ by their hashes in every request that has any, and in nothing else that is known of
+        them: so it is where two releases hash one image in two ways."""
+        both = [(g, m) for g, m, _ in self.pairs if g.images and m.images]
+        return bool(both) and all(
+            len(g.images) == len(m.images)
+            and all(a.hash and b.hash and a.hash != b.hash and (a.pos, a.n) == (b.pos, b.n)
+                    for a, b in zip(g.images, m.images, strict=True))
+            for g, m in both
+        )  # fmt: skip
+
+    def lines(self) -> list[str]:
+        rules: dict[str, int] = defaultdict(int)
+        for _, _, rule in self.pairs:
+            rules[rule] += 1
+        lines = [f"requests: {n} paired by {rule}" for rule, n in rules.items()]
+        for side, left in (("golden", self.only_golden), ("mine", self.only_mine)):
+            if left:
+                names = ", ".join(repr(r.id) for r in left[:5]) + (", ..." if len(left) > 5 else "")
+                lines.append(f"requests: {len(left)} only in {side}: {names}")
+        lines += [f"requests: {g.id!r} has {what_differs(g, m)}, not compared" for g, m in self.different]
+        return lines
+
+
+def what_differs(golden: Request, mine: Request) -> str:
+    """Why two requests of one id are not one, in words: their prompts, or their adapters."""
+    if (golden.prompt, golden.prompt_len) != (mine.prompt, mine.prompt_len):
+        return "different prompt tokens"
+    adapters = [repr(r.adapter[:80]) if r.adapter else "none" for r in (golden, mine)]
+    return f"different adapters (golden {adapters[0]}, mine {adapters[1]})"
+
+
+def identity(request: Request) -> Identity:
+    """What makes lines of different ranks the same request."""
+    return (request.internal_id, request.id, request.prompt, request.ordinal, request.adapter or "")
+
+
+def distinct(requests: _ByNumber) -> list[Request]:
+    """Each request once, in order of first appearance, whatever the number of ranks that saw it."""
+    seen: dict[Identity, Request] = {}
+    for key in sorted(requests, key=lambda k: (k[1], k[0])):
+        seen.setdefault(identity(requests[key]), requests[key])
+    return list(seen.values())
+
+
+def pair_requests(golden: list[Request], mine: list[Request]) -> RequestPlan:
+    """Pairs by id and prompt, then by prompt, images and ordinal, then prompt and ordinal, then prompt and order; the
+    prompt with its adapter, and only then, in the same order, those of which one side knows no adapter."""
+    pairs: list[tuple[Request, Request, str]] = []
+    left = [[r for r in side if r.id != OWN_REQUEST] for side in (golden, mine)]
+
+    def match(rule: str, key: Callable[[Request], Hashable]) -> None:
+        waiting: dict[Any, list[Request]] = defaultdict(list)
+        for g in left[0]:
+            waiting[key(g)].append(g)
+        rest: list[Request] = []
+        for m in left[1]:
+            found = waiting.get(key(m))
+            if found:
+                pairs.append((found.pop(0), m, rule))
+            else:
+                rest.append(m)
+        taken = {id(g) for g, _, _ in pairs}
+        left[0], left[1] = [g for g in left[0] if id(g) not in taken], rest
+
+    rules: tuple[tuple[str, Callable[[Request], tuple[Hashable, ...]]], ...] = (
+        ("id and prompt", lambda r: (r.id, r.prompt, r.prompt_len)),
+        ("prompt, images and ordinal", lambda r: (r.prompt, r.prompt_len, _images(r), r.ordinal)),
+        ("prompt and ordinal", lambda r: (r.prompt, r.prompt_len, r.ordinal)),
+        ("prompt and order", lambda r: (r.prompt, r.prompt_len)),
+    )
+    for rule, key in rules:
+        match(rule, lambda r, key=key: (*key(r), r.adapter))  # type: ignore[misc]
+    if any(all(r.adapter is None for r in side) for side in (golden, mine)):
+        for rule, key in rules:  # first to those that have none
+            match(rule, lambda r, key=key: (*key(r), r.adapter or ""))  # type: ignore[misc]
+        for rule, key in rules:
+            match(rule, key)
+    by_id = {r.id: r for r in left[0]}
+    different = [(by_id[m.id], m) for m in left[1] if m.id in by_id]
+    images = [(g, m) for g, m, _ in pairs if len(g.images) != len(m.images) or any(
+        a.hash and b.hash and a.hash != b.hash for a, b in zip(g.images, m.images, strict=True))]  # fmt: skip
+    order = {id(r): i for i, r in enumerate(golden)}
+    pairs.sort(key=lambda p: order[id(p[0])])
+    return RequestPlan(pairs, left[0], left[1], different, images)
+
+
+def _images(request: Request) -> tuple[str, ...]:
+    return tuple(i.hash for i in request.images)
+
 
 MIXED = "mixed"
 _MOST = 64
@@ -71,13 +156,11 @@ class RowSet:
 
     @cached_property
     def phase(self) -> str | None:
-        """prefill, decode or mixed; None where it is not known."""
         if not len(self.decode):
             return None
         return DECODE if self.decode.all() else MIXED if self.decode.any() else PREFILL
 
     def only(self, mask: np.ndarray) -> RowSet:
-        """Those of ``mask``, bool [n], whatever their phase."""
         return RowSet(self.keys[mask])
 
 
@@ -95,7 +178,7 @@ class Union:
 
 
 class Unions:
-    """The last few unions that were asked for."""
+    """The last few unions that were requested."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[RowSet, ...], Union] = {}
@@ -130,12 +213,10 @@ POSITION_MASK = (1 << POSITION_BITS) - 1
 
 
 def subject(keys: np.ndarray) -> np.ndarray:
-    """Subjects of row keys: int64 of any shape to the same."""
     return keys >> POSITION_BITS
 
 
 def position(keys: np.ndarray) -> np.ndarray:
-    """Positions of row keys: int64 of any shape to the same."""
     return keys & POSITION_MASK
 
 
@@ -266,8 +347,6 @@ def _put(seen: dict[int, list[tuple[np.ndarray, np.ndarray]]], space: RowSpace, 
 
 
 class SampledHistory:
-    """Of one rank of ``dump``."""
-
     def __init__(self, dump: Any, rank: int):
         self._dump, self._rank = dump, rank
         self._tokens: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
@@ -419,11 +498,9 @@ class TokenPlan:
     """vision subject → the text places it fills: (text subject, first position, placeholders)."""
 
     def name(self, key: int) -> tuple[str, int]:
-        """(request label, position) of a key."""
         return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
     def lines(self) -> list[str]:
-        """The plan in sentences: tokens compared, requests that flip, rows left out and why."""
         lines = [f"tokens: {self.tokens_compared} sampled tokens compared, {len(self.flips)} requests flip"]
         return lines + [f"rows: {n} {what} left out" for what, n in self.skipped.items() if n]
 

@@ -1,31 +1,11 @@
 """Dumps without row maps: whole tensors meet by step, by file, or by what the tools' own files say.
 
-Dumps without row maps: whole tensors meet, step by step and rank by rank.
-
-The problem: other tools do not write down which row is which token. The idea: where one side has no row maps, neither
-is used: the tensors of a step are compared as they are, flattened. Steps pair by their numbers where one tool wrote
-both dumps, by order where two tools did, which count from 0 or from 1. To all that comes after, a step is one row: of
-one subject per rank, at the step's place, so that what went wrong in one step may explain the next through attention.
-Ranks whose layout nobody wrote down meet rank by rank where both sides have the same ranks; else their pieces are
-joined as align/ranks.py can. From the step on whose token ids (or other whole numbers that go in first) differ, the
-runs are about different texts: those steps are left out, and said.
-
-A folder of files beside a tool's dump: a file is the tensor whose name it bears.
-
-The problem: somebody saves tensors under another tool's names (a torch_xray dataset's as .npy, msprobe's .pt in one
-folder, an archive with a module's path for a key), or a single file is one dataset of an .h5; a file has no step and no
-role, so no place of the two would pair. The idea: a file whose path without its ending is a tensor's name in the other
-dump, or ends with it, takes that tensor's place; of one name in many steps and ranks, the directories above say which.
-Names are the tool's own spelling, ``<tap>.<role>``, and a tap with one output. What bears no such name stays as it is.
-
-Dumps of two tools, or of two graphs of one tool, that share no names: what their own files say about each other.
-
-The problem: an ATB graph numbers operators, torch names modules, the graph engine joins the names of what it fuses. The
-idea: who knows a format knows which of its places is which of another's (align/engines/atb_torch.py, atb.py,
-torchair.py); here that knowledge becomes rules for names as they stand, which names.py applies like any other.
-
-Not here: names (names.py), shapes that differ (comparison/measure/activations.py), opening (formats/folder.py,
-single.py), the pairing of what has places (names.py), patterns (mapping.py, vllm_hf.py).
+The problem: other tools do not record which row is which token, name files as they like, and share no names with each
+other. The idea: where one side has no row maps neither is used: the tensors of a step are compared whole, steps by
+number within one tool and else by order, up to the step whose input ids differ; a step is one row. A file takes the
+place of the tensor whose name its path ends with. Between ATB, torch, GE and FX, what each format knows of another's
+places becomes rules for names (names.py). Not here: patterns (mapping.py), opening (formats/), which ATB operator is
+which module (engines/atb_torch.py).
 """
 
 from __future__ import annotations
@@ -44,8 +24,7 @@ import numpy as np
 from vllm_accprobe.align.derived import View, read
 from vllm_accprobe.align.engines import atb_torch
 from vllm_accprobe.align.mapping import RoleRule, Rules, Source, TapRule
-from vllm_accprobe.align.requests import RequestPlan
-from vllm_accprobe.align.tokens import Cell, Rows, SideRows, Space, TokenPlan, make_key
+from vllm_accprobe.align.tokens import Cell, RequestPlan, Rows, SideRows, Space, TokenPlan, make_key
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, Record
 from vllm_accprobe.formats import atb, torchair
@@ -58,7 +37,7 @@ OTHER_INPUTS = "tensors in steps after what goes in differs"
 NO_STEP = "tensors in steps that golden does not have"
 NO_STEP_MINE = "tensors of golden in steps that mine does not have"
 _LOOKS = 3
-"""Places of whole numbers that are looked at in each step."""
+"""Places of whole numbers that are examined in each step."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +47,6 @@ class StepTokens(TokenPlan):
     said: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The plan in sentences."""
         return list(self.said)
 
 
@@ -87,8 +65,6 @@ class StepPlan:
 
 
 class Rowless(View):
-    """A dump whose rows are not used."""
-
     def __init__(self, dump: Any):
         super().__init__(dump, [r if r.rows is None else replace(r, rows=None) for r in dump.records])
         self.rows: dict[Any, Any] = {}
@@ -104,7 +80,11 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
     steps = [sorted({r.step for r in s.records if r.step is not None}) for s in sides]
     same_tool = golden.run.get("format") == mine.run.get("format")
     pairs, how = pair_steps(steps[0], steps[1], same_tool)
-    names = [f"{n} ({_tool(d)})" for n, d, w in zip(("golden", "mine"), (golden, mine), without, strict=True) if w]
+    names = [
+        f"{n} ({d.run.get('format') or 'accprobe'})"
+        for n, d, w in zip(("golden", "mine"), (golden, mine), without, strict=True)
+        if w
+    ]
     said = [f"rows: no row map in {' or '.join(names)}: tensors are compared as wholes, step by step"]
     said.append(f"steps: {len(pairs)} paired by {how}" + _shift(pairs))
     left = [len(s) - len(pairs) for s in steps]
@@ -141,7 +121,6 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
 
 
 def _keep(side: Rowless, without: set[int]) -> int:
-    """Takes the tensors of some steps out of ``side``; how many there were."""
     before = len(side.records)
     side.records = [r for r in side.records if r.step not in without]
     return before - len(side.records)
@@ -161,7 +140,6 @@ def _other_inputs(sides: tuple[Rowless, Rowless], pairs: list[tuple[int, int]]) 
 
 
 def _numbers_in(side: Rowless) -> dict[Any, dict[int, Record]]:
-    """Inputs that are whole numbers, those that go in first in front: place → step → record of the first rank."""
     found: dict[Any, dict[int, Record]] = {}
     for r in sorted(side.records, key=lambda r: (r.seq, r.rank)):
         if r.step is not None and r.role.startswith("input") and DTYPES[r.dtype].kind == "int" and r.call == 0:
@@ -194,16 +172,11 @@ def _shift(pairs: list[tuple[int, int]]) -> str:
 
 
 def _cells(sides: tuple[Rowless, Rowless]) -> tuple[Callable[[Record], Cell], list[Cell]]:
-    """Rank by rank where both sides have the same ranks and nobody knows a tensor's layout on either side."""
     ranks = [tuple(s.ranks) for s in sides]
     if ranks[0] != ranks[1] or len(ranks[0]) < 2:
         return (lambda r: 0), [0]
     known = {(r.tap, r.role, r.call) for s in sides for r in s.records if r.layout.kind != "unknown"}
     return (lambda r: 0 if (r.tap, r.role, r.call) in known else r.rank), sorted({0, *ranks[0]})
-
-
-def _tool(dump: Any) -> str:
-    return str(dump.run.get("format") or "accprobe")
 
 
 _NUMBERED = re.compile(r"(step|rank)?[=_-]?(\d{1,9})", re.ASCII)
@@ -317,8 +290,6 @@ Pairs = dict[Place, tuple[tuple[Place, ...], str]]
 
 
 def meet(golden: Any, mine: Any, rules: Rules | None) -> tuple[Rules, bool, list[str]] | None:
-    """(rules, whether they say how golden's places are made of mine's, lines to say) for two dumps that need it; None
-    for others, or where the user's own rules are for them."""
     kinds = [str(getattr(d, "family", "")) for d in (golden, mine)]
     if "" in kinds and _alike(golden, mine):
         return None
@@ -367,7 +338,6 @@ def _places(records: Iterable[Record]) -> dict[Place, Record]:
 
 
 def _torch_and_atb(torch: Any, other: Any, types: Mapping[str, tuple[str, ...]]) -> tuple[Pairs, list[str]]:
-    """ATB's places as made of torch's."""
     have, wanted = _places(torch.records), _places(other.records)
     shapes = {place: r.shape for place, r in wanted.items()}
     pairs: Pairs = {}
@@ -390,7 +360,6 @@ def _called(place: Place) -> str:
 
 
 def _graphs(records: Iterable[Record]) -> list[list[str]]:
-    """The taps of each different graph: prompt and decoding may run two."""
     by_step: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     for r in records:
         if r.step is not None:
@@ -460,7 +429,6 @@ def _forest(dump: Any) -> list[atb.Node]:
 
 
 def _fx_and_ge(fx: Any, ge: Any) -> tuple[Pairs, list[str]]:
-    """GE's places as made of FX's: outputs by the names in the graph, inputs by their order."""
     have, wanted = _places(fx.records), _places(ge.records)
     nodes = {op: node for (op, _), (node, _) in ge.fx.items()}
     pairs: Pairs = {}

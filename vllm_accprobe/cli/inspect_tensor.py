@@ -68,7 +68,7 @@ def state_lines(dump: Dump, n: int = 20) -> list[str]:
 
 def weight_lines(lives: Lives | None, whole: bool = False) -> list[str]:
     """[] of a dump that tells nothing of its weights. whole: all findings and events."""
-    from vllm_accprobe.judge.weights import faults_within, side_of, spoken
+    from vllm_accprobe.judge.weights import event_words, faults_within, side_of
     from vllm_accprobe.report.text import count, safe
 
     if lives is None or not lives.events:
@@ -82,7 +82,7 @@ def weight_lines(lives: Lives | None, whole: bool = False) -> list[str]:
     prints = Counter((p.rank, p.life) for p in lives.prints)
     for rank, events in sorted(side.events.items()):
         wrong = Counter(f.number for f in found if f.rank == rank)
-        names = [safe(spoken(e, events), 200) for e in events]
+        names = [safe(event_words(e, events), 200) for e in events]
         if not whole:
             more = f" and {len(names) - _ADAPTERS:,} more" if len(names) > _ADAPTERS else ""
             what = count(sum(wrong.values()), "finding") if wrong else "nothing wrong by this dump alone"

@@ -222,9 +222,9 @@ def what_was_kept(result: Comparison, directory: Path, replay: bool | None) -> s
 
 
 def _decided(result: Comparison, proof: ReplayResult) -> Comparison:
+    from vllm_accprobe.comparison.coverage import with_covers
     from vllm_accprobe.comparison.notes import with_effects
     from vllm_accprobe.comparison.result import PARTLY, WHOLE
-    from vllm_accprobe.comparison.verdict.covered import with_covers
     from vllm_accprobe.opcheck.proof.decide import decide, narrowed
 
     proof, notes = allowed(proof, result.false_alarm_rate)
@@ -254,8 +254,8 @@ def _torch() -> bool:
 def _wishes(result: Comparison) -> dict[str, Any]:
     """What the comparison has found: for opcheck/run/budget.py, and for opcheck/proof/explained.py the places of pairs
     that fail, and origins, which are explained whole."""
+    from vllm_accprobe.comparison.gaps import suspects_of
     from vllm_accprobe.comparison.result import FAIL
-    from vllm_accprobe.comparison.verdict.gaps import suspects_of
     from vllm_accprobe.opcheck.proof.explained import place_of
 
     failed = [p for p in result.pairs if p.status == FAIL]

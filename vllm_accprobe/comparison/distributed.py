@@ -1,28 +1,10 @@
-"""Units measured by threads, by other processes of this machine, or by a Ray cluster.
+"""Units measured by processes of this machine (``--jobs``) or by a Ray cluster, in the order of the plan.
 
-Batches of units, done somewhere else by workers that may die, in the order of the plan.
-
-The problem: a worker is killed (no memory, a machine that goes away), and neither that nor the order in which workers
-end may change the outcome, nor may what is ready early pile up behind one slow batch. The idea: a `Crew` only starts a
-task and tells which one ended; here is kept which tasks wait, how often one was lost (LOST times more it is done again)
-and what is ready but not yet due; no task begins that is further ahead than a fixed number.
-
-Units measured by processes of this machine: ``--jobs N``.
-
-The problem: threads share one interpreter, and a file that kills the process which reads it (a bad disk, no memory)
-takes the command along. The idea: N children (children.py), each with its own files, buffers and one thread, are given
-a batch at a time; one that is killed is replaced, and its batch done again. A thread for each child writes to it and
-waits, so that none waits for another; everything else is distributed.py's, as on a cluster.
-
-Units measured on the machines of a Ray cluster.
-
-The problem: a dump of many machines is large, and each machine has its own ranks' files on its own disk. The idea: each
-machine is asked once which files of both dumps it can read; a batch of units goes to a worker on a machine that holds
-all that it needs, and only metrics come back. A worker that dies is replaced on its machine.
-The plan is made where the command runs, from all journals: they must be readable there.
-
-Not here: what they do (worker.py), what a child does (worker.py), the order, what a worker does (worker.py), the plan
-(plan/).
+The problem: a worker may be killed, which must change neither the outcome nor its order, and each machine of a cluster
+has its own files. The idea: a `Crew` starts tasks and reports which one ended; `in_order` keeps what waits, repeats a
+lost task LOST times and bounds how far workers run in front. Processes are children with a thread each for their pipes;
+cluster machines are asked once which files they can read, and get the batches for which they have all files. Not here:
+what a worker does (worker.py), the plan (plan/), which is made where the command runs.
 """
 
 from __future__ import annotations
@@ -45,10 +27,10 @@ from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
-from vllm_accprobe.comparison.measure.workers import CACHE, batches
+from vllm_accprobe.comparison.measure.measurer import CACHE, batches
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.comparison.worker import Briefing, Station, heard, receive, send, side_of
+from vllm_accprobe.comparison.worker import Briefing, Station, receive, send, side_of, units_of_answer
 from vllm_accprobe.dump.schema import Record
 
 LOST = 2
@@ -88,7 +70,7 @@ def in_order(crew: Crew[T], tasks: Sequence[T]) -> Iterator[bytes]:
     ready: dict[int, bytes] = {}
     due = 0
     while due < len(tasks):
-        begun = [i for i in _within(waiting, due + crew.ahead) if crew.start(i, tasks[i])]
+        begun = [i for i in waiting if i < due + crew.ahead and crew.start(i, tasks[i])]
         for i in begun:
             waiting.remove(i)
         number, answer = crew.ended()
@@ -102,10 +84,6 @@ def in_order(crew: Crew[T], tasks: Sequence[T]) -> Iterator[bytes]:
         while due in ready:
             yield ready.pop(due)
             due += 1
-
-
-def _within(waiting: list[int], end: int) -> list[int]:
-    return [i for i in waiting if i < end]
 
 
 PROCESS_BATCH = 32 << 20
@@ -123,15 +101,15 @@ def measure_by(
     *,
     kl: bool = False,
 ) -> Iterator[list[MeasuredUnit]]:
-    """As workers.measure_all. processes: at least 1. Raises CompareError and DumpError."""
+    """As measurer.measure_all. processes: at least 1. Raises CompareError and DumpError."""
     tasks = list(batches(units, limit))
     n = max(min(processes, len(tasks)), 1)
     golden, mine = dumps
-    told = Briefing((side_of(golden), side_of(mine)), sides, kl, CACHE // n)
+    briefing = Briefing((side_of(golden), side_of(mine)), sides, kl, CACHE // n)
     known: store.Known = {}
-    with contextlib.closing(_Processes(n, pickle.dumps(told))) as crew:
+    with contextlib.closing(_Processes(n, pickle.dumps(briefing))) as crew:
         for answer in in_order(crew, tasks):
-            yield heard(answer, dumps, known)
+            yield units_of_answer(answer, dumps, known)
 
 
 class _Processes:
@@ -139,10 +117,10 @@ class _Processes:
 
     who = "processes of --jobs"
 
-    def __init__(self, n: int, told: bytes):
-        self._told, self._n = told, n
-        self._free: queue.SimpleQueue[_Measuring] = queue.SimpleQueue()
-        self._all = [_Measuring(told) for _ in range(n)]  # they import at the same time
+    def __init__(self, n: int, briefing: bytes):
+        self._briefing, self._n = briefing, n
+        self._free: queue.SimpleQueue[_ChildProcess] = queue.SimpleQueue()
+        self._all = [_ChildProcess(briefing) for _ in range(n)]  # they import at the same time
         for one in self._all:
             self._free.put(one)
         self._threads = ThreadPoolExecutor(n, "accprobe-jobs")
@@ -175,7 +153,6 @@ class _Processes:
             self._free.put(process)
 
     def close(self) -> None:
-        """Ends them, whatever they are doing."""
         self._closed = True
         for one in self._all:
             one.kill()
@@ -184,15 +161,12 @@ class _Processes:
             one.close()
 
 
-class _Measuring:
-    """One child, and its pipes."""
-
-    def __init__(self, told: bytes):
-        self._told = told
+class _ChildProcess:
+    def __init__(self, briefing: bytes):
+        self._briefing = briefing
         self.start()
 
     def start(self) -> None:
-        """Anew, where there was one."""
         self.close()
         # one thread each: they are as many as the user wants
         self._child = Child(
@@ -206,7 +180,7 @@ class _Measuring:
         with contextlib.suppress(OSError):  # it died: there will be no answer
             if self._fresh:
                 self._fresh = False
-                send(to, self._told)
+                send(to, self._briefing)
             send(to, pickle.dumps(task))
         answer = receive(back)
         return Died(how_it_ended(self._child)) if answer is None else answer
@@ -227,7 +201,6 @@ class _Measuring:
 
 
 def _binary(pipe: Any) -> BinaryIO:
-    """Of Popen's text."""
     return cast(BinaryIO, pipe.buffer)
 
 
@@ -247,15 +220,15 @@ def measure_on(
     *,
     kl: bool = False,
 ) -> Iterator[list[MeasuredUnit]]:
-    """As workers.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError, DumpError."""
+    """As measurer.measure_all. address: as for ray.init, ``auto`` or ``host:port``. Raises CompareError, DumpError."""
     ray = _ray()
     golden, mine = dumps
-    told = Briefing((side_of(golden), side_of(mine)), sides, kl)
+    briefing = Briefing((side_of(golden), side_of(mine)), sides, kl)
     with _connected(ray, address):
         known: store.Known = {}
         tasks = [_Task(b, {f for u in b for f in _files(u)}) for b in batches(units, limit)]
-        for answer in in_order(_Machines(ray, told, tasks), tasks):
-            yield heard(answer, dumps, known)
+        for answer in in_order(_Machines(ray, briefing, tasks), tasks):
+            yield units_of_answer(answer, dumps, known)
 
 
 @dataclass
@@ -276,18 +249,18 @@ class _Machines:
 
     who = "workers of the Ray cluster"
 
-    def __init__(self, ray: Any, told: Briefing, tasks: Sequence[_Task]):
+    def __init__(self, ray: Any, briefing: Briefing, tasks: Sequence[_Task]):
         self._ray = ray
         self._near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         machines = {n["NodeID"]: int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]}
         machines = {m: n for m, n in machines.items() if n > 0}
         if not machines:
             raise CompareError("the Ray cluster has no machine with processors")
-        self._paths = {(s, *key): str(x.path) for s, side in enumerate(told.places) for key, x in side.data.items()}
+        self._paths = {(s, *key): str(x.path) for s, side in enumerate(briefing.places) for key, x in side.data.items()}
         probe = ray.remote(_readable)
         asked = [probe.options(num_cpus=0, scheduling_strategy=self._at(m)).remote(self._paths) for m in machines]
         self.holds = dict(zip(machines, map(set, ray.get(asked)), strict=True))
-        self._told = ray.put(told)
+        self._briefing = ray.put(briefing)
         self._workers = [self._hire(m) for m, n in machines.items() for _ in range(n) if self.holds[m]]
         self._running: dict[Any, tuple[int, _Task, _Worker]] = {}
         for task in tasks:
@@ -323,8 +296,8 @@ class _Machines:
         return self._near(machine, soft=False)
 
     def _hire(self, machine: str) -> _Worker:
-        actor = self._ray.remote(_Measurer).options(num_cpus=1, scheduling_strategy=self._at(machine))
-        return _Worker(machine, actor.remote(self._told))
+        actor = self._ray.remote(Station).options(num_cpus=1, scheduling_strategy=self._at(machine))
+        return _Worker(machine, actor.remote(self._briefing))
 
     def _replace(self, worker: _Worker, task: _Task) -> None:
         """After a death: another worker on the same machine, unless the machine itself is gone."""
@@ -335,20 +308,14 @@ class _Machines:
         self._check(task)
 
     def _check(self, task: _Task) -> None:
-        if not any(task.files <= self.holds[w.machine] for w in self._workers):
-            raise CompareError(self._nowhere(task))
-
-    def _nowhere(self, task: _Task) -> str:
-        held = [self.holds[w.machine] for w in self._workers]
-        most: set[File] = max(held, key=lambda h: len(task.files & h), default=set())
+        files = [self.holds[w.machine] for w in self._workers]
+        if any(task.files <= held for held in files):
+            return
+        most: set[File] = max(files, key=lambda h: len(task.files & h), default=set())
         lacking = [self._paths.get(f, str(f)) for f in sorted(task.files - most)]
         tap, role, _ = task.units[0].key
-        return (f"no machine of the Ray cluster can read all files of {tap}/{role} (at best all but "
-                f"{', '.join(lacking[:2])}): put both dumps where one machine sees them")  # fmt: skip
-
-
-class _Measurer(Station):
-    """The actor: a process on some machine."""
+        raise CompareError(f"no machine of the Ray cluster can read all files of {tap}/{role} (at best all but "
+                           f"{', '.join(lacking[:2])}): put both dumps where one machine sees them")  # fmt: skip
 
 
 def _readable(paths: dict[File, str]) -> list[File]:
@@ -374,7 +341,6 @@ def _add_files(found: set[File], side: int, record: Record) -> None:
 
 
 def _line(error: Exception, which: int) -> str:
-    """Of a message of many lines: the first says what became of a worker, the last what its code raised."""
     lines = str(error).strip().splitlines()
     return lines[which].strip()[:200] if lines else type(error).__name__
 
@@ -411,7 +377,6 @@ def _away() -> Iterator[None]:
 
 @contextmanager
 def _connected(ray: Any, address: str) -> Iterator[None]:
-    """A connection for as long as it takes, unless there is one."""
     own = not ray.is_initialized()
     if own:
         try:

@@ -1,8 +1,8 @@
-"""Two dumps in, a Comparison out: measuring.
+"""Two dumps in, a `Comparison` out.
 
 The problem: reading and measuring cost minutes, judging costs seconds and is done again with other limits. The idea:
-the plan's units are measured by workers into plain values (measured.py), from which judging.py makes the result.
-Not here: each of those matters (units.py, workers.py, activations.py, coverage.py), the verdict (judging.py).
+the plan's units are measured by workers into plain values (measure/measured.py), from which judging.py makes the
+result. Not here: the plan (plan/), one unit (measure/measurer.py), the verdict (verdict/judging.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.comparison import notes
+from vllm_accprobe.comparison.coverage import coverage
+from vllm_accprobe.comparison.gaps import taps_of
 from vllm_accprobe.comparison.measure.measured import (
     ComparisonContext,
     Measured,
@@ -25,21 +27,18 @@ from vllm_accprobe.comparison.measure.measured import (
     moments_of,
     places_of,
 )
+from vllm_accprobe.comparison.measure.measurer import measure_all, unit_bytes
 from vllm_accprobe.comparison.measure.padding import graphs_of, padding_of
 from vllm_accprobe.comparison.measure.read import Loader
-from vllm_accprobe.comparison.measure.sampler_rows import RequestedRows, best_logits
-from vllm_accprobe.comparison.measure.spreads import take_samples, take_spreads
-from vllm_accprobe.comparison.measure.workers import measure_all, unit_bytes
+from vllm_accprobe.comparison.measure.sampler_rows import RequestedRows
 from vllm_accprobe.comparison.notes import differing
-from vllm_accprobe.comparison.plan.annotations import links_of, sources_of
-from vllm_accprobe.comparison.plan.coverage import coverage
+from vllm_accprobe.comparison.plan.relations import links_of, sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
-from vllm_accprobe.comparison.row_table import BOUND, RowLog
+from vllm_accprobe.comparison.row_table import BOUND, RowLog, take_samples, take_spreads
 from vllm_accprobe.comparison.states import states_of
 from vllm_accprobe.comparison.store import Finished, identity
-from vllm_accprobe.comparison.verdict.gaps import taps_of
 from vllm_accprobe.comparison.verdict.judging import gather, judge
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
@@ -76,7 +75,7 @@ def compare(
     line, and NothingCompared. resume: a directory that remembers what is measured until resume.forget is called.
     ray: address of a Ray cluster whose machines do the measuring; jobs: so many processes of this machine do it, 0:
     threads of this one. floors: further runs of golden's side, dumps or what `calibrate` made, from which is known what
-    honest runs differ by (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of honest
+    correct runs differ by (judge/calibration.py). rate: the probability of an origin anywhere in a comparison of honest
     machines, 0 < rate < 1.
     """
     check_rate(rate)
@@ -118,7 +117,7 @@ def rejudge(
     floors: Sequence[str | Path] = (),
     rate: float = FALSE_ALARM_RATE,
 ) -> Comparison:
-    """Judges a saved comparison (saved.load) again, by any standard and any rate, without tensors. floors:
+    """Judges a saved comparison (store.load) again, by any standard and any rate, without tensors. floors:
     calibrations only."""
     check_rate(rate)
     rules, other = find_standard(standard)
@@ -135,7 +134,7 @@ def check_rate(rate: float) -> None:
 
 
 def calibrate(golden: str | Path | Any, runs: Sequence[str | Path], *, failing: bool = False) -> Calibration:
-    """What golden and further honest ``runs`` of its own side differ by. failing: a run is taken for honest that fails
+    """What golden and further honest ``runs`` of its own side differ by. failing: a run is taken for correct that fails
     against golden, whose fault no comparison with this floor will see. Raises CompareError."""
     found = gather(open_both(golden, golden)[0], runs, compare, "", failing)
     if found is None:
@@ -154,7 +153,7 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
         raise NothingCompared(f"nothing could be compared: {e}") from None
     except DumpError as e:
         raise CompareError(str(e)) from None
-    for dump in opened:  # statistics may be there still, but they are not what was asked for
+    for dump in opened:  # statistics may be there still, but they are not what was requested
         if getattr(dump, "unread", None) and not any(r.payload is not None for r in dump.records):
             raise NothingCompared(f"nothing could be compared: {nothing_readable(dump)}")
     return take_names(opened[0], opened[1])
@@ -242,7 +241,6 @@ class _Run:
         return measure_on(self.ray, self.dumps, sides, units, kl=self.kl)
 
     def _note(self, unit: MeasuredUnit) -> None:
-        """What coverage needs to know of a measured unit."""
         for part in unit.parts:
             if part.skip:
                 self.skipped[part.skip] += 1
@@ -263,7 +261,7 @@ class _Run:
             notes=notes.plan_notes(self.dumps, plan),
             coverage=coverage(plan, self.dumps, self.compared, self.skipped),
             tokens_compared=tokens.tokens_compared,
-            flips=best_logits(plan, self.loaders, self.dumps, sampled),
+            flips=sampled.flips(),
             processed=sampled.processed({f.key for f in tokens.flips}),
             names=dict(tokens.names),
             images={k: list(v) for k, v in tokens.images.items()},

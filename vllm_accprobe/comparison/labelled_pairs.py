@@ -1,32 +1,162 @@
 """The pairs that a program labelled itself (``set_label``), compared within one dump.
 
-The problem: two tensors of one run, the reference ("pta") and the accelerator's own ("acl"), are to be compared for a
-table with the columns of another tool. The idea: the plan makes each pair a unit (plan/labelled.py) and the engine's
-workers measure it; from its `Part` come the formulas of msit's table (docs/labels.md) and, by rows as everywhere here,
-the verdict. What cannot be compared keeps its row, with the reason. Not here: csv and words (report/table.py),
-capture.
+The problem: two tensors of one run, the reference ("pta") and the accelerator's own ("acl"), are compared for a table
+with another tool's columns; a label is a tensor of the dump or a file, and the two may differ in shape and dtype. The
+idea: labels of one id, step, rank and call are a pair; a `LabelView` serves both sides as two views of one dump, row i
+against row i, and the engine's workers measure it. What cannot be compared keeps its row, with the reason. Not here:
+where a library puts a file (dump/label_files.py), csv and words (report/table.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from vllm_accprobe.align.ranks import ONE, MergePlan
+from vllm_accprobe.align.tokens import Rows, SideRows, Space
 from vllm_accprobe.comparison.measure.measured import Part
-from vllm_accprobe.comparison.measure.workers import measure_all
-from vllm_accprobe.comparison.plan.labelled import LabelSide, LabelView, meeting, places, sides_of
+from vllm_accprobe.comparison.measure.measurer import measure_all
+from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
 from vllm_accprobe.dump.reader import Dump, row_space
+from vllm_accprobe.dump.schema import REPLICATED, Record, rank_dir, segment_name
+from vllm_accprobe.formats import open_dump
 from vllm_accprobe.judge.floor import flow_unit, is_exact
-from vllm_accprobe.judge.verdict import describe, row_errors, value_and_limit
+from vllm_accprobe.judge.tensor_errors import describe, row_errors, value_and_limit
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard
+
+PairKey = tuple[int, int, str, int]
+"""Step, rank, id and call."""
+SideKey = tuple[int, int, str, int, str]
+"""The same and the role: `PTA`, which is golden, or `ACL`, which is mine."""
+_MAX_ROWS = 1 << 20
+"""Rows of a row table; a tensor with more is measured as one row."""
+
+
+@dataclass(frozen=True)
+class LabelSide:
+    """One side of a pair: its path for the table, dtype and shape ("" and () while unknown), where to read it."""
+
+    path: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    dump: Dump | None = None
+    record: Record | None = None
+    missing: str = ""
+    """Why it cannot be read, or ""."""
+
+
+def places(dump: Dump) -> dict[SideKey, Record | Label]:
+    """What was labelled; a file counts where both a value and a file are there."""
+    found: dict[SideKey, Record | Label] = {}
+    labelled: list[Record | Label] = [*dump.records, *dump.labels.values()]
+    for one in labelled:
+        if one.tap.startswith(LABEL_TAP) and one.step is not None and one.role in (PTA, ACL):
+            found[one.step, one.rank, one.tap[len(LABEL_TAP) :], one.call, one.role] = one
+    return found
+
+
+def sides_of(dump: Dump, roots: Sequence[Path]) -> dict[SideKey, LabelSide]:
+    return {
+        key: _in_file(dump, one, roots) if isinstance(one, Label) else _stored(dump, one)
+        for key, one in places(dump).items()
+    }
+
+
+def _stored(dump: Dump, r: Record) -> LabelSide:
+    if r.payload is None:
+        why = "only statistics were kept of it (VLLM_ACCPROBE_TASK=stats, or the payload is lost)"
+        return LabelSide(f"{rank_dir(r.rank)}/{r.step}|{r.tap}|{r.role}|{r.call}", r.dtype, r.shape, dump, r, why)
+    path = f"{rank_dir(r.rank)}/{segment_name(r.payload.seg)}:{r.step}|{r.tap}|{r.role}|{r.call}"
+    return LabelSide(path, r.dtype, r.shape, dump, r)
+
+
+def _in_file(dump: Dump, label: Label, roots: Sequence[Path]) -> LabelSide:
+    if label.file is not None:
+        inside = Path(rank_dir(label.rank)) / label_file(label.file, label.ending)
+        file, shown, missing = dump.path / inside, f"{inside}", ""
+        if file.is_symlink() or not file.is_file():
+            return LabelSide(shown, missing="its file is missing in the dump")
+    else:
+        found, missing = locate(label, roots)
+        if found is None:
+            why = label.reason if label.reason and missing == "its file was not found" else missing
+            return LabelSide(label.path, missing=f"{why}; --acl DIR names a directory to look in")
+        file, shown = found, str(found)
+    try:
+        opened = open_dump(file)
+    except DumpError as error:
+        return LabelSide(shown, missing=str(error))
+    records = [r for r in opened.records if r.payload is not None]
+    if len(records) != 1:
+        return LabelSide(shown, missing=f"its file holds {len(records)} tensors, not one")
+    return LabelSide(shown, records[0].dtype, records[0].shape, opened, records[0])
+
+
+@dataclass
+class LabelView:
+    """All labels as one dump: records by `unit_of`, read from wherever they lie. Serves as golden and as mine.
+
+    failed: why a side of a pair could not be read; problems, unread: what whoever reads a dump notes in it."""
+
+    sides: dict[SideKey, LabelSide]
+    failed: dict[PairKey, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def read(self, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+        """The stored bits in the record's shape. Raises DumpError."""
+        assert record.step is not None
+        pair = record.step, record.rank, record.tap, record.call
+        side = self.sides[(*pair, record.role)]
+        assert side.dump is not None
+        assert side.record is not None
+        try:
+            return side.dump.read(side.record, out).reshape(record.shape)
+        except (DumpError, OSError, ValueError) as error:
+            self.failed[pair] = " ".join(str(error).split())
+            raise DumpError(self.failed[pair]) from None
+
+    def unit_of(self, pair: PairKey) -> Unit:
+        """A pair whose sides have a payload and as many elements, above 0."""
+        step, rank, name, call = pair
+        golden, mine = (self.sides[(*pair, role)] for role in (PTA, ACL))
+        shape = _rows_of(golden.shape, mine.shape)
+        where = (0, 0, f"{LABEL_TAP}{shape[0]}") if shape[0] > 1 else None
+
+        def alone(role: str, side: LabelSide) -> list[Group]:
+            rows, payload = where and where[2], None if side.record is None else side.record.payload
+            known = rank, step, name, "", role, call, 0, side.dtype, shape, rows, 0, None, None, REPLICATED, payload
+            return [Group((Record(*known),), (0, None), where, MergePlan(ONE, (0,), shape))]
+
+        return Unit((name, ACL, call), (name, PTA, call), "", "", 0, 1, alone(PTA, golden), alone(ACL, mine))
+
+
+def _rows_of(golden: tuple[int, ...], mine: tuple[int, ...]) -> tuple[int, int]:
+    size = math.prod(golden)
+    width = golden[-1] if golden == mine and len(golden) > 1 else size
+    return (size // width, width) if size // width <= _MAX_ROWS else (1, size)
+
+
+def meeting(units: Iterable[Unit]) -> Indices:
+    """Row i meets row i. Units with as many rows share one space of them."""
+    rows: dict[Space, Rows] = {}
+    for group in (u.mine[0] for u in units):
+        if group.where is not None and group.where not in rows:
+            n = group.first.shape[0]
+            rows[group.where] = Rows(np.arange(n), np.ones(n, bool), np.zeros(n, bool))
+    side = SideRows(rows, {})
+    return Indices((side, side))
+
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 _UNMEASURED = ""
@@ -106,7 +236,6 @@ def compare_labels(
 
 
 def _begun(name: str, step: int, rank: int, call: int, golden: LabelSide | None, mine: LabelSide | None) -> LabelPair:
-    """A pair as far as it is known without its values: all of it, or `_UNMEASURED`."""
     pair = LabelPair(name, step, rank, call, golden, mine, SKIP)
     if golden is None or mine is None:
         return replace(pair, reason=f"no {ACL if mine is None else PTA} label with this id")

@@ -1,17 +1,8 @@
-"""The words of a result: pairs, notes and messages.
+"""The words of a result: pairs, first divergence, flips, weights, images.
 
-What is not the same on both sides and no error of either: masks of logits, ways of hashing images.
-
-The problem: a grammar gives another token, a release another hash of the same picture; a reader must learn of both, and
-nobody be blamed. The idea: one sentence for each, with what differs and on which side.
-
-The words of a result: pairs, notes and messages.
-
-The problem: the same facts are read in a table, a terminal and a page, and by people in a hurry. The idea: pure
-functions from what was measured to finished rows and sentences; each names the thing, the number and the limit, once.
-
-Not here: how it is told that nobody is to blame (judge/flips.py, align/requests.py), what both dumps say by themselves
-(notes.py), and what is wrong (judge/).
+The problem: the same facts are read in a table, a terminal and a page. The idea: pure functions from what was measured
+to finished rows and sentences; each names the thing, the number and the limit, once. Not here: what both dumps say by
+themselves (notes.py), what is wrong (judge/).
 """
 
 from __future__ import annotations
@@ -24,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.activations import said as figures_said
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
+from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.row_table import RowTable
-from vllm_accprobe.judge import flips
-from vllm_accprobe.judge.verdict import METRICS, RowErrors, Worst, describe, value_and_limit
+from vllm_accprobe.judge import near_ties
+from vllm_accprobe.judge.tensor_errors import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels.formulas import Metrics
 from vllm_accprobe.standards.limits import Limits
 
@@ -39,7 +30,7 @@ def masked(flipped: Sequence[dict[str, Any]]) -> list[str]:
     """What is said of flips that are no errors because something masked the logits: one sentence for each way."""
     ways: dict[str, list[dict[str, Any]]] = {}
     for f in flipped:
-        if f["why"] == flips.MASKED:
+        if f["why"] == near_ties.MASKED:
             sides = [f.get("masked", {}).get(side, []) for side in ("golden", "mine")]
             ways.setdefault(_mask_said(*sides), []).append(f)
     out = []
@@ -81,7 +72,7 @@ NOBODY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PairFacts:
     """What a pair says besides names and limits. metrics: None where values were not read. floor: (floor, where that
     comes from, error in units of it). note: said behind everything else."""
 
@@ -97,9 +88,8 @@ def join(*parts: str) -> str:
 
 
 def make_pair(
-    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, facts: Facts
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, facts: PairFacts
 ) -> Pair:
-    """The row of compare.csv of a part that was compared."""
     worst = facts.worst
     err, rows = worst.err, len(errors.err)
     wrong = err is not None and not err <= limits.row
@@ -159,7 +149,6 @@ def _names(unit: MeasuredUnit, part: Part) -> dict[str, Any]:
 
 
 def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
-    """With the place of the largest error; nothing where nothing was read."""
     if part.identical:
         cosine, relative = (None, None) if part.zero else (1.0, 0.0)
         m = Metrics(cosine, 0.0, 0.0, 0.0, relative, relative, part.nonfinite, 0)
@@ -178,12 +167,11 @@ def _metrics(part: Part, m: Metrics | None) -> dict[str, Any]:
 
 
 def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
-    """The pair of sampled tokens: a difference is what its flips were found to be."""
     if not verdicts:
         return replace(pair, status=PASS, message="", limit=0.0)
     counts = Counter(verdicts)
     message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
-    bad = counts[flips.UPSTREAM] or any(counts[why] for why in flips.FAILED)
+    bad = counts[near_ties.UPSTREAM] or any(counts[why] for why in near_ties.FAILED)
     return replace(pair, status=FAIL if bad else PASS, message=message)
 
 
@@ -210,7 +198,8 @@ def sampler_origin(
 
 def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dict[str, Any] | None:
     """The first failing pair in the order of the data flow, earliest step first; and in it, where ``rows`` tells, the
-    first row beyond the limit. metric ``row_error`` is a row's number in verdict.py's unit, a relative L2 error."""
+    first row beyond the limit. metric ``row_error`` is a row's number in tensor_errors.py's unit, a relative L2
+    error."""
     failing = [i for i, p in enumerate(pairs) if p.status == FAIL]
     if not failing:
         return None
@@ -247,7 +236,6 @@ def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dic
 
 
 def weights(found: dict[str, Any], most: int = 3) -> list[str]:
-    """What must be said before anything else: weights that are not what they should be. found: Setting.weights."""
     faults = found.get("findings") or []
     out = [f"the weights, not the kernel: {_whose(f)}{f['says']}" for f in faults[:most]]
     events = [one["event"] for one in found.get("events", {}).get("mine") or []]
@@ -268,7 +256,7 @@ def notes(
     replicas: int,
     origins: Sequence[Any] = (),
 ) -> list[str]:
-    """What must be said before any number: different weights first, then ``static`` (beforehand.notes)."""
+    """What must be said before any number: different weights first, then ``static`` (notes.plan_notes)."""
     out: list[str] = []
     params = [p for p in pairs if p.role.startswith("param.") and p.status != SKIP]
     wrong = [p for p in params if p.status == FAIL]
@@ -284,9 +272,9 @@ def notes(
     if grown and not origins:
         out.append(NOBODY)
     whys = Counter(f["why"] for f in flipped)
-    if whys[flips.RANDOM]:
-        out.append(f"{whys[flips.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
+    if whys[near_ties.RANDOM]:
+        out.append(f"{whys[near_ties.RANDOM]} requests were not sampled greedily: their flipped tokens are not judged")
     out += masked(flipped)
-    if whys[flips.UNKNOWN]:
-        out.append(f"{whys[flips.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
+    if whys[near_ties.UNKNOWN]:
+        out.append(f"{whys[near_ties.UNKNOWN]} flipped tokens cannot be judged: no logits were recorded")
     return out

@@ -1,44 +1,11 @@
-"""What a comparison notes beside its verdict: constants, dumps without tensors, other standards.
+"""Notes beside the verdict: what explains a difference better than any operator, or leaves nothing to compare.
 
-What two dumps and the plan say by themselves, whatever the verdict: notes, and why there is nothing to compare.
-
-The problem: other prompts, another model or a rank that stopped early explain a difference better than any operator.
-The idea: pure functions from dumps and plan to sentences, said before all numbers.
-
-Modules that were built with other numbers: an epsilon, a softmax scale, a window.
-
-The problem: a constant that is wrong in mine's module is right for mine's own replay, which reads it there; and where
-its effect is small, no limit of a comparison shows it. The idea: what both dumps recorded of the same module is laid
-side by side, and a number of a formula that differs is an origin of its own kind, ``setting``: the module computes what
-it was built to compute, and who built it is wrong. Sizes differ between machines that are right (ranks, packing, block
-sizes), so only numbers that go into a formula count, by their names. A number that is recorded at several places (an
-attention and its backend) is one finding, at the innermost.
-Where it cannot matter, it is a note: no tensor of the module, nor of what contains it, was compared, or its outputs are
-equal. Whether it matters where they are not, a replay with both values tells (opcheck/proof/prove.py).
-
-What is said before the verdict: rows that became NaN, rows that went to other experts, modules with other constants.
-
-The problem: a step from numbers to NaN, or a choice that nobody could check, is lost among thousands of pairs. The
-idea: each is counted where it is judged, and said once, in a note, which every report puts first.
-
-Dumps without a tensor to compare: what their ledgers of states and their weights' lives say all the same.
-
-The problem: a ledger of states is a dump without tensors, and so is a server's that was loaded, reloaded and never
-asked; a comparison of two such found "nothing" and hid what they had found. The idea: where neither side captured a
-tensor, mine's ledger, or the weights that were compared, are the comparison. Where tensors were captured and none has a
-partner, that stays "nothing could be compared", since whoever wanted them compared must not read PASS; but a finding of
-mine's own is told, and fails.
-
-A comparison under another tool's standard: its columns beside ours, its word as the status.
-
-The problem: the verdict shall be the other tool's and everything else stay readable. The idea: judged as always first;
-then the tool's rule (standards/) gives each pair its cells and its word. An error fails the pair, a warning is told and
-passes; where a tool has no verdict, ours stays. Origins, floors, flipped tokens and the shape of the error
-are ours in any case, and a note says what our own standard made of it.
-
-Not here: the words of what was measured and judged (messages.py), what was recorded (capture/), the other notes
-(messages.py), the counting (judge/origins.py, judge/routing.py), what they say (comparison/states.py, judge/weights/),
-the rules.
+The problem: other prompts, another model, a rank that stopped early or a module with another constant explain more than
+any tensor. The idea: pure functions from dumps and plan to sentences, which every report puts first. Constants that go
+into a formula and differ are origins of their own kind, ``setting``, unless nothing that was compared shows them. Dumps
+without a common tensor may still be compared by their ledgers of states and their weights. Another tool's standard
+gives pairs its columns and status (`apply`); origins and floors stay ours. Not here: words of pairs and flips
+(messages.py), the counting (judge/near_ties.py), the rules (standards/).
 """
 
 from __future__ import annotations
@@ -51,7 +18,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from vllm_accprobe.align.requests import what_differs
+from vllm_accprobe.align.tokens import what_differs
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
 from vllm_accprobe.comparison.measure.read import UNREAD
@@ -63,7 +30,7 @@ from vllm_accprobe.dump.reader import Dump, nearest
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.routing import Rerouted
+from vllm_accprobe.judge.near_ties import Rerouted
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels.definition import ELEMENT_FIELDS
 from vllm_accprobe.standards.declaration import NO_VERDICT, OF_PAIRS, SKIPPED, Cell, NamedStandard, Numbers, PairRule
@@ -73,7 +40,6 @@ ALL_SKIPPED = "all pairs were skipped"
 
 
 def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
-    """What is true whatever the verdict: different prompts, images, dtypes; what stopped early."""
     out: list[str] = []
     names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
     if all(names) and names[0] != names[1]:
@@ -93,8 +59,9 @@ def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     for side, dump in zip(("golden", "mine"), dumps, strict=True):
         out += [f"{side}: rank {rank} stopped early: {stop.reason}" for rank, stop in sorted(dump.stops.items())]
         out += [f"{side}: {problem}" for problem in dump.problems]
-        if dump.errors:
-            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {_first_error(dump)}")
+        for error in dump.errors[:1]:
+            first = f"{error.get('where', '?')}: {str(error.get('message', ''))[:200]}"
+            out.append(f"{side}: the probe noted {len(dump.errors)} errors of its own, first: {first}")
         out += [f"{side}: {said}" for said in taps_effect(dump.run)]
     return out
 
@@ -116,11 +83,6 @@ def taps_effect(run: dict[str, Any]) -> list[str]:
     much = f" by {far:.2g} (relative L2)" if isinstance(far, float) and "root" in wrong else ""
     where = f", first where a tap stands at {_printable(module)}" if isinstance(module, str) else ""
     return [f"ITS TAPS CHANGED THE RESULT{much}: {', '.join(wrong)}{where}; compare without that tap (docs/doctor.md)"]
-
-
-def _first_error(dump: Any) -> str:
-    e = dump.errors[0]
-    return f"{e.get('where', '?')}: {str(e.get('message', ''))[:200]}"
 
 
 def _parameters(plan: Plan) -> list[str]:
@@ -145,7 +107,6 @@ def _parameters(plan: Plan) -> list[str]:
 
 
 def _dtypes(plan: Plan) -> list[str]:
-    """One sentence where the two runs compute in different precisions."""
     units = [u for u in plan.units if not u.is_param and u.golden and u.mine]
     mixed: Counter[tuple[str, str]] = Counter()
     for u in units:
@@ -157,12 +118,6 @@ def _dtypes(plan: Plan) -> list[str]:
     (g, m), n = mixed.most_common(1)[0]
     coarse = max((g, m), key=lambda d: flow_unit([d]))
     return [f"dtypes differ ({g} in golden, {m} in mine, {n} tensors): compared exactly, with the limits of {coarse}"]
-
-
-def _examples(dumps: tuple[Any, Any]) -> list[str]:
-    """A tap of either dump, one with values of the model where there is one."""
-    found = [next((r for r in d.records if r.step is not None), d.records[0]).tap for d in dumps]
-    return [_printable(tap) for tap in found]
 
 
 def _printable(name: str) -> str:
@@ -189,7 +144,7 @@ def nothing(dumps: tuple[Any, Any], plan: Plan, skipped: Counter[str]) -> str:
         what = what_differs(*plan.requests.different[0])
         return f"nothing could be compared: the requests have the same ids but {what}"
     if not plan.names.pairs:
-        there = _examples(dumps)
+        there = [_printable(next((r for r in d.records if r.step is not None), d.records[0]).tap) for d in dumps]
         return (
             "nothing could be compared: no tap of one dump has a partner in the other (or --taps matches none); "
             f"golden has {there[0]}, mine {there[1]}, for example"
@@ -217,7 +172,6 @@ Differs = tuple[str, Any, Any]
 
 
 def differing(golden: Dump, mine: Dump) -> dict[str, str]:
-    """Tap → ``variance_epsilon is 0.02, golden has 1e-06``, of the modules that both dumps know."""
     return {
         tap: "; ".join(f"{name} is {value}, golden has {theirs}" for name, value, theirs in other)
         for tap, other in other_values(golden, mine).items()
@@ -264,7 +218,7 @@ def with_constants(
     for p in pairs:
         if p.status != SKIP:
             order, same = places.get(p.tap, (p.order, True))
-            places[p.tap] = min(order, p.order), same and (p.identical or not _result(p))
+            places[p.tap] = min(order, p.order), same and (p.identical or not p.role.startswith(("output", "inplace")))
     known = {str(o["module"]): o for _, o in origins}
     found = list(origins)
     for tap, said in settings.items():
@@ -284,7 +238,6 @@ def with_constants(
 
 
 def cause(said: str) -> dict[str, Any]:
-    """An origin's ``cause``, of a module with other constants."""
     return {"kind": SETTING, "sentence": said}
 
 
@@ -322,10 +275,6 @@ def effects_of(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _result(pair: Pair) -> bool:
-    return pair.role.startswith(("output", "inplace"))
-
-
 def _nearest(tap: str, places: Mapping[str, Any]) -> list[str]:
     """The taps whose tensors show what ``tap`` computes: itself, else those inside, else the innermost around it."""
     if tap in places:
@@ -351,13 +300,7 @@ def _differ(a: Any, b: Any) -> bool:
 _NAMED = 3
 
 
-def remarks(origins: Sequence[Mapping[str, Any]], rerouted: Rerouted) -> list[str]:
-    """The notes. origins: of compare.json."""
-    return [*nonfinite_steps(origins), *choices(rerouted)]
-
-
 def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many operators make NaN or infinity of numbers, and in how many rows."""
     found = [(o["module"], o["nonfinite"]) for o in origins if o.get("nonfinite")]
     if not found:
         return []
@@ -369,7 +312,6 @@ def nonfinite_steps(origins: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def choices(rerouted: Rerouted) -> list[str]:
-    """What must be known of chosen experts: wrong choices, and those that no margin shows to be right or wrong."""
     out = []
     if rerouted.wrong:
         why = "mine leaves an expert to which its own router gives a clearly higher logit"
@@ -398,15 +340,13 @@ def unseen_routing(routers: Sequence[str], origins: int) -> list[str]:
 
 def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> list[str]:
     """Modules that were built with other constants, which nothing that was compared can show. settings:
-    constants_differ.differing's; origins: the taps whose constants are origins."""
+    notes.differing's; origins: the taps whose constants are origins."""
     left = {tap: said for tap, said in settings.items() if tap not in origins}
     if not left:
         return []
     first, said = next(iter(left.items()))
     which = "1 module was" if len(left) == 1 else f"{len(left)} modules were, each,"
-    return [
-        f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"
-    ]
+    return [f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"]
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
@@ -417,18 +357,14 @@ def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:
     mine = watched(setting.states, "mine")
     weights = setting.weights.get("compared", 0) or setting.weights.get("told", 0)
     wrong = findings(setting.states, "mine")
-    said = [f"mine's ledger of states ({_looked(mine)})"] if mine else ["mine's ledger of states"] if wrong else []
+    steps = max((int(one.get("steps", 0)) for one in mine.values()), default=0)
+    said = [f"mine's ledger of states ({steps:,} steps)"] if mine else ["mine's ledger of states"] if wrong else []
     said += [f"{weights:,} weights"] if weights else []
     found = wrong or wrong_weights(setting.weights)
     if not said or (captured and not found):
         return ""
     because = why.removeprefix("nothing could be compared: ")
     return f"no tensors were compared ({because}): this is about " + " and ".join(said)
-
-
-def _looked(mine: Mapping[str, Any]) -> str:
-    steps = max(int(one.get("steps", 0)) for one in mine.values())
-    return f"{steps:,} steps"
 
 
 def apply(result: Comparison, standard: NamedStandard) -> Comparison:

@@ -1,17 +1,8 @@
 """One row of compare.csv, how many there are of each kind, and how many times its limit a pair reaches.
 
-One row of compare.csv, and how many there are of each kind.
-
-The problem: what a pair of tensors came to is read by the table, the page and the exit code alike. The idea: a frozen
-value of plain numbers and words, whose fields are the columns; one place counts them.
-
-How many times its limit a pair reaches: the one factor that table, page, terminal and neighbours of an origin show.
-
-The problem: a pair is judged by one of several measures, each with a limit of its own. The idea: whatever decided is
-divided by what it was held against, and infinite is what no limit allows.
-
-Not here: the whole result (result.py), how the numbers come about (engine.py), what they mean (judge/), the words
-(report/facts.py).
+The problem: table, page, terminal and exit code must show one status and one factor for a pair. The idea: a frozen
+value whose fields are the columns; one place counts them; `severity` divides what decided by its own limit. Not here:
+the whole result (result.py), how the numbers come about (engine.py), the words (report/facts.py).
 """
 
 from __future__ import annotations
@@ -34,13 +25,14 @@ class Pair:
     status: pass, fail or skip; message: why, in words. order: place in the data flow, small is early.
     rule: how the names were paired. rows: how many rows were compared (None for tensors without rows).
     phase: prefill, decode, mixed or None. worst_request, worst_position: of the worst row.
-    limit: what worst_row_rel_l2 was held against (0.0: exact equality). identical: the numbers compared are equal, in
+    limit: what worst_row_rel_l2 was compared with (0.0: exact equality). identical: the numbers compared are equal, in
     whatever dtype and file they lie (NaN equals NaN); bit_identical: so are their stored bits, by hash or by reading.
     Neither where only statistics, checksums or samples were there to compare.
-    measure, measured, allowed: which measure decided (judge.verdict.METRICS, or ``created``), its value in the row that
-    decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that rounding alone
-    and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor: worst_row_rel_l2 in
-    units of it. elements, kl: for other tools' standards (oracle.ELEMENT_FIELDS, KL divergence); no columns.
+    measure, measured, allowed: which measure decided (judge.tensor_errors.METRICS, or ``created``), its value in the
+    row that decided, and its own limit; a norm ratio may be off by ``allowed`` from 1. floor: the worst row that
+    rounding alone and batching alone would give, floor_source: how that is known (judge/calibration.py), x_floor:
+    worst_row_rel_l2 in units of it. elements, kl: for other tools' standards (kernels.definition.ELEMENT_FIELDS, KL
+    divergence); no columns.
     """
 
     golden: str

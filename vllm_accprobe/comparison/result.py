@@ -1,8 +1,8 @@
 """What a comparison found: the values that the engine makes and the reports read.
 
-The problem: verdict, table, page and exit code must all say the same thing. The idea: they read one frozen
-value, `Comparison`, of plain numbers, strings and lists; nothing is computed twice and nothing needs a tensor again.
-Not here: one pair (pair.py), how the numbers come about (engine.py), what they mean (judge/), how they look (report/).
+The problem: verdict, table, page and exit code must all say the same thing. The idea: they read one frozen value,
+`Comparison`, of plain numbers, strings and lists; nothing needs a tensor again. Not here: one pair (pair.py), how the
+numbers come about (engine.py), what they mean (judge/), words (report/).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.states import cache_origin, is_cache
 from vllm_accprobe.comparison.verdict.follow_ups import PARTLY, WHOLE, not_checked, would_decide
-from vllm_accprobe.comparison.verdict.neighbours import Around, neighbours, with_neighbours
+from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
-    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.row_table import RowTable, ValueSample, ValueSpread
 
 __all__ = [
@@ -42,8 +42,6 @@ class NothingCompared(CompareError):
 
 @dataclass(frozen=True)
 class Foreign:
-    """Another tool's columns: their names, and a row of cells for each pair."""
-
     standard: str
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -57,7 +55,7 @@ class Comparison:
     rows: errors by row; samples: some values of failed pairs; spreads: values and errors of the worst in bins
     (comparison/row_table.py); None and empty where not kept. without_spread: how many of the worst have none, by
     reason.
-    foreign: another tool's columns, where its standard was asked for (comparison/notes.py). measured:
+    foreign: another tool's columns, where its standard was requested (comparison/notes.py). measured:
     what was judged, to judge it again (comparison/measure/measured.py). false_alarm_rate: the probability, of a whole
     comparison of machines that only round, of any origin that the judge was told to allow; by_chance: the expected
     number of such origins here, at most that rate, None where nobody worked it out. machines: {"golden": [habit],
@@ -114,8 +112,7 @@ class Comparison:
         return count_pairs(self.pairs)
 
     @cached_property
-    def neighbours(self) -> list[Around | None]:
-        """What fed each origin and what it feeds (verdict/neighbours.py)."""
+    def neighbours(self) -> list[OriginNeighbours | None]:
         return neighbours(self.origins, self.pairs, self.measured, self.rows)
 
     @property
@@ -135,7 +132,7 @@ class Comparison:
 
     @cached_property
     def next_steps(self) -> list[dict[str, str]]:
-        """What to type next after a failure: [{"why", "command"}], the most useful first (report/next/)."""
+        """What to type next after a failure: [{"why", "command"}], the most useful first (report/follow_ups.py)."""
         found: list[dict[str, str]] = _report("follow_ups").next_steps(self)
         return found
 

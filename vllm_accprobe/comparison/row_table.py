@@ -1,22 +1,29 @@
-"""Errors by row and a few values, kept for whoever looks: the heat map, the worst rows of a pair, a scatter.
+"""Errors by row, samples and histograms, kept for heat map, worst rows and charts.
 
-The problem: a pair says how bad its worst row is, and a person asks which rows, and what the numbers look like. The
-idea: `RowLog` listens while pairs are made and keeps one float32 per row of outputs (of inputs only what is wrong);
-`RowTable` is the same in columns, beside the finished pairs. `ValueSample` holds some values of both sides of one pair.
-Not here: measuring and judging (engine.py); choosing and reading samples (spreads.py); drawing (report/).
+The problem: a pair says how bad its worst row is; which rows, and how the numbers are spread, it does not say. The
+idea: `RowLog` keeps one float32 per row of outputs while pairs are made; `RowTable` is the same in columns. For the
+worst failed pairs the worst row and some others are read again (`take_samples`); for origins and the worst pairs both
+sides' histograms, column errors and errors by position (`take_spreads`), until a tenth of the compared bytes is read
+again. What is left out is counted by reason. Not here: measuring and judging (engine.py), drawing (report/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import POSITION_MASK, RowSet, subject
+from vllm_accprobe.align.tokens import POSITION_MASK, RowSet, SideRows, subject
 from vllm_accprobe.comparison.measure.measured import SpillBuffer
-from vllm_accprobe.comparison.pair import Pair
+from vllm_accprobe.comparison.measure.measurer import unit_bytes
+from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_cut
+from vllm_accprobe.comparison.pair import FAIL, PASS, Pair
+from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.comparison.plan.units import Plan
+from vllm_accprobe.dump.dtypes import DTYPES, widen
 
 Names = dict[int, "tuple[str, int | None]"]
 """Subject of a row key → (request label, image index or None)."""
@@ -32,7 +39,7 @@ class RowTable:
 
     pair: int32, ascending, index into ``Comparison.pairs``. request: int32, index into ``requests``, the labels (``a``,
     or ``a, image 0`` for rows of a vision tower). position: int64, of the token in its request, or of the row in its
-    image. decode: bool. error: float32, in units of a relative L2 error (judge/verdict.py), 0 where the numbers agree,
+    image. decode: bool. error: float32, in units of a relative L2 error, 0 where the numbers agree,
     infinite where NaNs differ. ratio: float32, error over the pair's limit; NaN where the pair has none. There are no
     entries at all where every row of every pair agrees.
     """
@@ -72,7 +79,7 @@ class ValueSample:
 
 @dataclass(frozen=True)
 class ValueSpread:
-    """One pair's values and errors in bins (comparison/measure/spreads.py). pair: index into ``Comparison.pairs``.
+    """One pair's values and errors in bins (comparison/row_table.py). pair: index into ``Comparison.pairs``.
     golden, mine: int64 [bins + 3], how many values lie in equal bins from low to high, and NaN, +Inf, -Inf. columns:
     float64, the largest error of the columns in each bin, of ``width`` columns. positions: float64, the largest row
     error in each stretch from first to last; -1 without rows. read, rows: rows whose values were read, of how
@@ -115,18 +122,11 @@ class RowLog:
             keys, error, decode = keys[bad], error[bad], decode[bad]
         self._entries[_name(pair)] = (keys, self.shelf.keep(error), decode)
 
-    def worst_key(self, pair: Pair) -> tuple[int, np.ndarray] | None:
-        """(key of the row with the largest error, all keys of the pair), or None for a pair without rows."""
-        entry = self._entries.get(_name(pair))
-        return None if entry is None else (int(entry[0][int(entry[1].argmax())]), entry[0])
-
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
-        """(keys, errors) of the pair's rows, or None for a pair without rows."""
         entry = self._entries.get(_name(pair))
         return None if entry is None or not len(entry[0]) else entry[:2]
 
     def table(self, pairs: Sequence[Pair], names: Names) -> RowTable:
-        """``pairs`` in their final order, with their final limits."""
         found = [(i, self._entries[_name(p)], p.limit) for i, p in enumerate(pairs) if _name(p) in self._entries]
         if not any(entry[1].any() for _, entry, _ in found):  # all agrees: no row has anything to tell
             found = []
@@ -171,3 +171,274 @@ def row_labels(names: Names, keys: np.ndarray) -> dict[str, list[tuple[int, int]
         found = out.setdefault(_label(*names.get(who, (str(who), None))), [])
         found.append((first, first + len(part)))
     return {label: sorted(found) for label, found in out.items()}
+
+
+VALUES = 256
+OTHER_ROWS = 15
+MAX_SAMPLED_PAIRS = 64
+
+
+def take_samples(
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, limit: int = MAX_SAMPLED_PAIRS
+) -> tuple[ValueSample, ...]:
+    units = {u.key: u for u in plan.units}
+    out = []
+    for i in _chosen(pairs, limit):
+        unit = units.get((pairs[i].tap, pairs[i].role, pairs[i].call))
+        try:
+            sample = None if unit is None else _sample(i, pairs[i], unit, plan, loaders, log)
+        except Unread:
+            sample = None
+        if sample is not None:
+            out.append(sample)
+    for loader in loaders:
+        loader.forget()
+    return tuple(out)
+
+
+def _chosen(pairs: Sequence[Pair], limit: int) -> list[int]:
+    best: dict[tuple[str, str, int], int] = {}
+    for i, p in enumerate(pairs):
+        if p.status == FAIL and p.rows:
+            key = (p.tap, p.role, p.call)
+            if key not in best or (p.worst_row_rel_l2 or 0.0) > (pairs[best[key]].worst_row_rel_l2 or 0.0):
+                best[key] = i
+    first = set(best.values())
+    failed = [i for i, p in enumerate(pairs) if p.status == FAIL and p.rows]
+    return sorted(sorted(failed, key=lambda i: (i not in first, pairs[i].order))[:limit])
+
+
+def _sample(
+    index: int, pair: Pair, unit: Unit, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog
+) -> ValueSample | None:
+    found = log.errors(pair)
+    group = next((g for g in unit.mine if g.merge and (g.first.step, g.first.name) == (pair.step, pair.mine)), None)
+    if found is None or group is None or not group.readable:
+        return None
+    keys, errors = found
+    worst = int(keys[int(errors.argmax())])
+    others = keys[keys != worst]
+    others = others[np.unique(np.linspace(0, len(others) - 1, OTHER_ROWS).astype(int))] if len(others) else others
+    first = [_row(plan, unit, group, loaders, worst)]
+    rest = [_row(plan, unit, group, loaders, int(k)) for k in others]
+    if first[0] is None:
+        return None
+    share = max(1, VALUES // max(len(rest), 1))
+    parts = [_spread(r, VALUES if r is first[0] else share) for r in (*first, *rest) if r is not None]
+    golden, mine = (np.concatenate([p[side] for p in parts]) for side in (0, 1))
+    request, position = plan.tokens.name(worst)
+    return ValueSample(index, golden, mine, len(parts[0][0]), request, position)
+
+
+def _row(
+    plan: Plan, unit: Unit, mine: Group, loaders: tuple[Loader, Loader], key: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """One row of both sides as float32 [width], the last computed where a side has it more than once."""
+    at = np.array([key])
+    golden = [(g, row) for g in unit.golden if g.readable and (row := int(_rows_at(plan.tokens.golden, g, at)[0])) >= 0]
+    own = int(_rows_at(plan.tokens.mine, mine, at)[0])
+    if not golden or own < 0:
+        return None
+    partner, other = golden[-1]
+    out = []
+    places = ((partner, other), (mine, own))
+    for loader, (group, row), cut in zip(loaders, places, find_cut(partner, mine), strict=True):
+        block = loader.load(group, cut)
+        if row >= len(block.data):
+            return None
+        out.append(widen(block.data[row], block.dtype, as_float=True).astype(np.float32))
+    return (out[0], out[1]) if len(out[0]) == len(out[1]) else None
+
+
+def _spread(row: tuple[np.ndarray, np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
+    width = len(row[0])
+    chosen = np.arange(width) if width <= n else np.linspace(0, width - 1, n).astype(int)
+    return row[0][chosen], row[1][chosen]
+
+
+MAX_SPREAD_PAIRS = 200
+MAX_BYTES = 64 << 20
+"""Of one side's tensor; chosen: what the comparison's own loader keeps."""
+MAX_VALUES = 1 << 15
+"""Of one pair and side; chosen: 48 bins and 256 columns are full long before."""
+SHARE, LEAST_BYTES = 10, 64 << 20
+"""Read again is one part in SHARE of what was compared, or LEAST_BYTES where that is more; chosen: a tenth of the time
+for a look at the worst, and small comparisons have all of it."""
+BINS, COLUMNS, POSITIONS = 48, 256, 128
+
+
+def take_spreads(
+    plan: Plan, loaders: tuple[Loader, Loader], pairs: Sequence[Pair], log: RowLog, origins: Collection[str] = (),
+    *, asked: bool = False,
+) -> tuple[tuple[ValueSpread, ...], dict[str, int]]:  # fmt: skip
+    """(spreads of up to `MAX_PAIRS` pairs that fail or belong to the taps ``origins``, in the order of ``pairs``; how
+    many of such pairs have none, by reason). asked: these taps were requested, so that outputs which pass and are not
+    identical have one, too."""
+    units = {u.key: u for u in plan.units}
+    chosen, left_out = _pairs_to_spread(pairs, origins, asked)
+    left = max(LEAST_BYTES, sum(unit_bytes(u) for u in plan.units) // SHARE)
+    out = []
+    for i in chosen:
+        found = _one(i, pairs[i], units.get((pairs[i].tap, pairs[i].role, pairs[i].call)), plan, loaders, log, left)
+        for loader in loaders:
+            loader.forget()
+        if isinstance(found, str):
+            left_out[found] += 1
+            continue
+        out.append(found[0])
+        left -= found[1]
+    return tuple(sorted(out, key=lambda spread: spread.pair)), dict(sorted(left_out.items()))
+
+
+def _pairs_to_spread(pairs: Sequence[Pair], origins: Collection[str], asked: bool) -> tuple[list[int], Counter[str]]:
+    """The failed pairs, the origins' before the others, then the origins' others, then, where ``asked``, all others;
+    the largest error over its limit first. And what is beyond `MAX_PAIRS`."""
+
+    def place(i: int) -> tuple[bool, bool, float]:
+        p = pairs[i]
+        error = p.worst_row_rel_l2 if p.worst_row_rel_l2 is not None else np.inf
+        return p.status != FAIL, p.tap not in origins, -(error / p.limit if p.limit else error)
+
+    def passes(p: Pair) -> bool:  # of an input that passes no row is kept
+        return asked and p.status == PASS and not p.identical and not p.role.startswith("input")
+
+    wanted = [i for i, p in enumerate(pairs) if p.rows and (p.status == FAIL or p.tap in origins or passes(p))]
+    left_out: Counter[str] = Counter()
+    if len(wanted) > MAX_SPREAD_PAIRS:
+        left_out[f"after the {MAX_SPREAD_PAIRS} worst"] = len(wanted) - MAX_SPREAD_PAIRS
+    return sorted(wanted, key=place)[:MAX_SPREAD_PAIRS], left_out
+
+
+def _one(
+    index: int, pair: Pair, unit: Unit | None, plan: Plan, loaders: tuple[Loader, Loader], log: RowLog, left: int
+) -> tuple[ValueSpread, int] | str:
+    found = log.errors(pair)
+    named = (g for g in unit.mine if (g.first.step, g.first.name) == (pair.step, pair.mine)) if unit else ()
+    group = next((g for g in named if g.merge), None)
+    if found is None or unit is None or group is None:
+        return "no rows of requests"
+    if _bytes(group) > MAX_BYTES:
+        return f"above {MAX_BYTES >> 20} MB"
+    sides = [g for g in unit.golden if _fits(g)]
+    if not _fits(group) or not sides:
+        return "values that cannot be read"
+    size = _bytes(group) + max(map(_bytes, sides))
+    if size > left:
+        return f"beyond a {SHARE}th of the bytes that were compared"
+    try:
+        spread = _spread_of(index, group, sides, *found, plan, loaders)
+    except Unread:
+        spread = None
+    return (spread, size) if spread is not None else "values that cannot be read"
+
+
+def _spread_of(
+    index: int, group: Group, sides: Sequence[Group], keys: np.ndarray, error: np.ndarray, plan: Plan,
+    loaders: tuple[Loader, Loader],
+) -> ValueSpread | None:  # fmt: skip
+    first, last, positions = over_positions(keys & POSITION_MASK, error)
+    blocks = []
+    chosen = _some(keys, error, max(1, MAX_VALUES // max(1, _width(group))))
+    for golden in reversed(sides):
+        rows = _rows_at(plan.tokens.golden, golden, chosen), _rows_at(plan.tokens.mine, group, chosen)
+        both = (rows[0] >= 0) & (rows[1] >= 0)
+        if not both.any():
+            continue
+        cuts = find_cut(golden, group)
+        loaded = [ld.load(g, cut) for ld, g, cut in zip(loaders, (golden, group), cuts, strict=True)]
+        at = [r[both] for r in rows]
+        if any(r.max() >= len(b.data) for r, b in zip(at, loaded, strict=True)):
+            return None
+        if loaded[0].data.shape[1] != loaded[1].data.shape[1]:
+            return None
+        blocks.append(Stretch(loaded[0], at[0], loaded[1], at[1]).numbers)
+        chosen = chosen[~both]
+        if not len(chosen):
+            break
+    if not blocks:
+        return None
+    g, m = (np.concatenate([b[side] for b in blocks]).astype(np.float64) for side in (0, 1))
+    low, high, counts = histograms(g, m)
+    peaks = over_columns(g, m)
+    return ValueSpread(index, low, high, *counts, peaks, g.shape[1], first, last, positions, len(g), len(keys))
+
+
+def histograms(golden: np.ndarray, mine: np.ndarray) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:
+    """(low, high, (golden's, mine's)): int64 [BINS + 3] each, counts in BINS equal bins from low to high, then of NaN,
+    +Inf and -Inf. As numpy.histogram with that range counts."""
+    finite = [x[np.isfinite(x)] for x in (golden, mine)]
+    seen = [x for x in finite if x.size]
+    low = min((float(x.min()) for x in seen), default=0.0)
+    high = max((float(x.max()) for x in seen), default=0.0)
+    out = []
+    for x, kept in zip((golden, mine), finite, strict=True):
+        # Half of the values: the width of a range of float64's own would overflow.
+        counts = np.histogram(kept / 2, BINS, (low / 2, high / 2))[0]
+        out.append(np.append(counts, [np.isnan(x).sum(), np.isposinf(x).sum(), np.isneginf(x).sum()]))
+    return low, high, (out[0], out[1])
+
+
+def over_columns(golden: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """float64 [at most COLUMNS]: root mean square of mine - golden of each column of [n, width], over that of all of
+    golden; of the columns that share a bin, the largest. Infinite where one side alone is not finite."""
+    same = (golden == mine) | (np.isnan(golden) & np.isnan(mine))
+    with np.errstate(all="ignore"):
+        off = np.where(same, 0.0, mine - golden)
+        each = np.sqrt(np.mean(off**2, axis=0))
+        scale = np.sqrt(np.mean(golden[np.isfinite(golden)] ** 2)) if np.isfinite(golden).any() else 1.0
+        each = np.where(np.isnan(each), np.inf, each) / (scale if scale > 0 else 1.0)
+    return np.maximum.reduceat(each, _edges(len(each), COLUMNS)) if len(each) else each
+
+
+def over_positions(positions: np.ndarray, error: np.ndarray) -> tuple[int, int, np.ndarray]:
+    """(first position, last, float64 [at most POSITIONS]): the largest error of the rows in each equal stretch of
+    positions; -1 where there are none, infinite for NaN."""
+    first, last = int(positions.min()), int(positions.max())
+    n = min(POSITIONS, last - first + 1)
+    out = np.full(n, -1.0)
+    np.maximum.at(out, (positions - first) * n // (last - first + 1), np.where(np.isnan(error), np.inf, error))
+    return first, last, out
+
+
+def _edges(n: int, bins: int) -> np.ndarray:
+    return np.unique(np.arange(min(n, bins)) * n // min(n, bins))
+
+
+def _some(keys: np.ndarray, error: np.ndarray, limit: int) -> np.ndarray:
+    """All keys, or the worst quarter of ``limit`` and evenly spread others."""
+    if len(keys) <= limit:
+        return np.unique(keys)
+    worst = np.argsort(-np.nan_to_num(error, nan=np.inf), kind="stable")[: max(1, limit // 4)]
+    spread = np.linspace(0, len(keys) - 1, max(0, limit - len(worst))).astype(int)
+    return np.unique(keys[np.union1d(worst, spread)])
+
+
+def _rows_at(side: SideRows, group: Group, keys: np.ndarray) -> np.ndarray:
+    """int64 [n]: the row of each of ``keys``, the last where there are several, -1 where there is none."""
+    out = np.full(len(keys), -1)
+    rows = None if group.where is None else side.rows.get(group.where)
+    if rows is not None and len(keys):
+        kept = np.flatnonzero(rows.keep)
+        at = np.searchsorted(keys, rows.keys[kept])
+        hit = (at < len(keys)) & (keys[np.minimum(at, len(keys) - 1)] == rows.keys[kept])
+        out[at[hit]] = kept[hit]
+    return out
+
+
+def _shape(group: Group) -> tuple[int, ...]:
+    return group.merge.shape if group.merge else ()
+
+
+def _bytes(group: Group) -> int:
+    return int(np.prod(_shape(group), dtype=np.float64)) * DTYPES[group.first.dtype].itemsize
+
+
+def _fits(group: Group) -> bool:
+    kind = DTYPES[group.first.dtype].kind
+    return bool(group.readable and group.merge and kind != "complex" and _bytes(group) <= MAX_BYTES)
+
+
+def _width(group: Group) -> int:
+    shape = _shape(group)
+    rows = shape[group.row_dim] if group.where is not None and len(shape) else 1
+    return int(np.prod(shape, dtype=np.float64)) // max(1, rows)

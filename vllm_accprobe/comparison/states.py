@@ -1,10 +1,9 @@
 """What the ledgers of states of two runs say: "the cache, not the kernel".
 
-The problem: an operator that computes rightly with a wrong state looks as if it created an error, or creates none that
-a comparison sees. The idea: what a run's own ledger has found (docs/state-checks.md) needs no other run; it
-goes into the result as plain values, and a finding of mine's decides the verdict whatever the tensors say: it is the
-first origin. What golden's ledger has found as well is no difference, and is a note. Not here:
-how states are watched (capture/states/), the sentence of one finding (dump/journal.py).
+The problem: an operator that computes rightly with a wrong state appears to create an error, or creates none that a
+comparison sees. The idea: what a run's own ledger has found (docs/state-checks.md) needs no other run: mine's first
+finding is the first origin and fails the comparison; what golden's ledger has found as well is a note. Not here: how
+states are watched (capture/states/), the sentence of a finding (dump/journal.py).
 """
 
 from __future__ import annotations
@@ -26,6 +25,11 @@ CACHE = "cache"
 OWNERS = "owners"
 """The mode of the ledger that a capture has by default."""
 _CLASSES = {"kv": "KV cache", "state": "state cache"}
+ORIGIN_KEYS = (
+    "module", "class", "role", "request", "position", "phase", "created", "propagated", "floor", "evidence", "tier",
+    "times", "chance", "layers", "rows", "worst", "nonfinite", "shape", "setting", "cause", "gap",
+)  # fmt: skip
+"""Of an entry of compare.json's ``origins``, in their order."""
 
 
 def states_of(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -61,20 +65,14 @@ def _key(dump: Any, found: tuple[int, StateFinding]) -> tuple[Any, ...]:
 
 
 def watched(states: Mapping[str, Any], side: str) -> dict[str, Any]:
-    """The totals, by rank, of a ledger that somebody asked for; empty for the one that each capture has, which alone is
+    """The totals, by rank, of a ledger that somebody requested; empty for the one that each capture has, which alone is
     no comparison."""
     found = (states.get(side) or {}).get("watched") or {}
     return {rank: one for rank, one in found.items() if one.get("mode") != OWNERS}
 
 
 def findings(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
-    """The findings of a side that the other one has not; none where ``states`` says nothing of it."""
-    return [one for one in _all(states, side) if not one.get("both")]
-
-
-def _all(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
-    found = states.get(side) or {}
-    return list(found.get("findings") or ())
+    return [one for one in (states.get(side) or {}).get("findings") or () if not one.get("both")]
 
 
 def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,28 +82,17 @@ def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     one = found[0]
     low, high = one.get("low"), one.get("high")
-    return {
+    return dict.fromkeys(ORIGIN_KEYS) | {
         "module": one.get("layer") or one.get("first") or f"cache group {one.get('group')}",
         "class": _CLASSES.get(str(one.get("cache")), "cache"),
         "role": CACHE,
         "request": one.get("request") or None,
         "position": low,
-        "phase": None,
-        "created": None,
-        "propagated": None,
-        "floor": None,
         "evidence": "values",
-        "tier": None,
-        "times": None,
-        "chance": None,
-        "layers": None,
         "rows": 0 if low is None or high is None else high - low + 1,
-        "worst": None,
         "nonfinite": 0,
         "shape": str(one.get("sentence") or ""),
         "setting": "",
-        "cause": None,
-        "gap": None,
     }
 
 
@@ -142,7 +129,7 @@ def notes(states: Mapping[str, Any]) -> list[str]:
     """What is said before the verdict: a golden with a wrong cache is none, and what both runs do is no difference."""
     found = findings(states, "golden")
     said = [f"GOLDEN'S OWN CACHE WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
-    if both := [one for one in _all(states, "mine") if one.get("both")]:
+    if both := [one for one in (states.get("mine") or {}).get("findings") or () if one.get("both")]:
         more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
         said.append(f"in both runs, and so no difference between them: the cache: {both[0]['sentence']}{more}")
     return said

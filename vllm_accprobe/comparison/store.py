@@ -1,35 +1,11 @@
 """Measured units as bytes and files: what a comparison saves, resumes and sends.
 
-Measured units as JSON and arrays, and back.
-
-The problem: an interrupted comparison's file and the finished one's hold the same values, and each field that is added
-must be known to both. The idea: what a `Part` is says it once; here units become lists that JSON can hold, in which an
-array is a word for where it lies. Where that is, each file decides for itself. Rows are one value in memory, two arrays
-in a file, and are stored once for all parts that have them.
-
-Measured units as bytes, to be appended to a file or sent to another machine.
-
-The problem: results must survive a kill between any two bytes, and what comes from a file may be damaged or made up, so
-it must not be a pickle. The idea: a frame is two lengths, a hash, a JSON text and the arrays' bytes; the text says
-which stretch of the bytes is which array. A frame that is not whole is not there.
-
-A measured comparison as one file, and back: DIR/measured.npz.
-
-The problem: a hundred thousand small arrays are slow as a hundred thousand members of an archive, and a pickle may
-run anything. The idea: all arrays of one kind lie one after the other in one long array; a JSON text, stored as bytes
-beside them, says which stretch belongs where. Equal arrays (the row keys of one step) are stored once. Read with
-allow_pickle=False.
-
-A comparison that was interrupted goes on where it stopped.
-
-The problem: comparing a terabyte takes an hour, and a lost connection should not cost it. The idea: units that are
-measured are appended to a file beside the results; the same command finds them there again. The file begins with what
-the results depend on (both dumps' journals and segments by name, size and time, the choice of taps, the release); if
-any of it differs the file begins anew. It is removed when the results are written. What is done within a few seconds
-is not worth a file: it is written down only where it takes longer, or ends early.
-
-Not here: what the fields mean (comparison/measure/measured.py), what the values mean (measured.py), what the fields
-mean (measured.py).
+The problem: a saved, an interrupted and a distributed comparison hold the same values; results must survive a kill, and
+a file may be damaged or hostile. The idea: units become lists that JSON can hold, in which an array is a word for where
+it lies; sets of rows are stored once. A frame (`pack`) is two lengths, a hash, JSON and bytes: one that is not whole is
+not there. measured.npz (`save`) holds one long array per kind, read with allow_pickle=False. `Finished` appends frames
+beside the results, begins anew where dumps, choices or release changed, and writes only what takes seconds. Not here:
+what the fields mean (measure/measured.py).
 """
 
 from __future__ import annotations
@@ -51,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import RowSet
+from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
-from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.judge.upstream import Key
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
 """Part.rows: int64 [n] and bool [n]."""
@@ -71,7 +47,7 @@ Get = Callable[[Any], Any]
 """The array that lies there."""
 
 
-def say(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
+def to_lists(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
     """``units`` as JSON (see `plain`)."""
     known: dict[RowSet, list[Any]] = {}
 
@@ -87,7 +63,7 @@ def say(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
     return out
 
 
-def hear(said: Sequence[Any], get: Get, rows_at: Callable[[list[Any]], RowSet]) -> list[MeasuredUnit]:
+def from_lists(said: Sequence[Any], get: Get, rows_at: Callable[[list[Any]], RowSet]) -> list[MeasuredUnit]:
     """The units that `say` made ``said`` of. rows_at: `rows_of` the arrays at two places. Raises ValueError, or what
     Python says of a list that is none of ours, for anything else."""
     units = []
@@ -136,9 +112,8 @@ Known = dict[tuple[bytes, bytes], RowSet]
 
 
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
-    """One frame."""
     out = _Arrays()
-    said = say(units, out.put)
+    said = to_lists(units, out.put)
     return frame({"units": said, "arrays": out.described}, b"".join(out.data))
 
 
@@ -158,7 +133,7 @@ def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> lis
 
     try:
         arrays = [_array(data, dtype, shape, start) for dtype, shape, start in text["arrays"]]
-        return hear(text["units"], lambda i: None if i is None else arrays[i], rows_at)
+        return from_lists(text["units"], lambda i: None if i is None else arrays[i], rows_at)
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise ValueError(f"not a frame of measured units: {e}") from None
 
@@ -263,7 +238,6 @@ class _Writer:
 
 
 def save(measured: Measured, directory: Path) -> Path:
-    """Writes ``directory``/measured.npz (replacing an older one whole) and returns its path."""
     out = _Writer()
     s = measured.setting
     setting = {f.name: getattr(s, f.name) for f in names_of(ComparisonContext) if f.name not in ("places", "moments")}
@@ -279,10 +253,8 @@ def save(measured: Measured, directory: Path) -> Path:
         "untapped": s.untapped.plain(),
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
-    units = [said for u in measured.each() for said in say([u], out.put)]
-    text = json.dumps(
-        {"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain
-    )
+    units = [said for u in measured.each() for said in to_lists([u], out.put)]
+    text = json.dumps({"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain)
     path, part = directory / MEASURED, directory / (MEASURED + ".part")
     shelf = measured.shelf
     with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -342,7 +314,7 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
             known[name] = rows_of(*map(get, where))
         return known[name]
 
-    return Measured(ComparisonContext(**raw), hear(meta["units"], get, rows_at))
+    return Measured(ComparisonContext(**raw), from_lists(meta["units"], get, rows_at))
 
 
 def _sources(golden: Any, mine: Any) -> tuple[str | None, str | None]:
@@ -452,7 +424,6 @@ class Finished:
         self.close()
 
     def _read(self, identity: str) -> int:
-        """How much of the file is of use."""
         size = os.fstat(self._fd).st_size
         if not size:
             return 0
@@ -486,5 +457,4 @@ def _pieces(units: Sequence[MeasuredUnit]) -> Iterator[list[MeasuredUnit]]:
 
 
 def forget(directory: Path) -> None:
-    """Removes the file: the results are written."""
     (directory / UNFINISHED).unlink(missing_ok=True)

@@ -1,12 +1,10 @@
-"""What another process does: it reads the dumps itself, measures the units that it is told, and answers in bytes.
+"""What another process does: it opens the dumps, measures the units that it gets, and answers in bytes.
 
-The problem: a worker begins with nothing, must not hold more of a dump than the command would, and what it finds out
-beside the numbers (files that cannot be read) must not be lost. The idea: a `Station` is made of what the command knows
-already (`Briefing`: where the files are, the row maps), so that nothing is planned twice; its answer to a batch is
-frames of bytes (comparison/store.py): the units, and the sentences. `main` is a process of this machine that has one.
-What a worker is told comes from the process that started it, as a pickle of the plan's values through a pipe that only
-these two have (Ray does the same); nothing that comes from a dump, and nothing that a worker says, is unpickled.
-Not here: who starts it, and whether it lives (distributed.py, distributed.py).
+The problem: a worker begins with nothing, must hold no more of a dump than the command would, and must report files
+that cannot be read. The idea: a `Station` is made from a `Briefing` (where the files are, the row maps), so that
+nothing is planned twice; it answers a batch with frames of bytes (store.py). The briefing is a pickle from the parent
+process through a pipe that only these two have; nothing that comes from a dump, or from a worker, is unpickled. Not
+here: who starts it, and whether it lives (distributed.py).
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from typing import Any, BinaryIO
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.measurer import CACHE, UnitMeasurer
 from vllm_accprobe.comparison.measure.read import unread
-from vllm_accprobe.comparison.measure.workers import CACHE, UnitMeasurer
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.comparison.result import CompareError
@@ -39,7 +37,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class DumpPlaces:
     """Where one dump's tensors are. data: of our own dumps, each (rank, segment); print: of another tool's, which has
     to be opened again, what its tensors were (`_print`); else ""."""
 
@@ -52,32 +50,31 @@ class Whereabouts:
 class Briefing:
     """What a worker has to know before it measures. cache: bytes of whole tensors that it may keep."""
 
-    places: tuple[Whereabouts, Whereabouts]
+    places: tuple[DumpPlaces, DumpPlaces]
     rows: tuple[SideRows, SideRows]
     kl: bool
     cache: int = CACHE
 
 
-def side_of(dump: Any) -> Whereabouts:
+def side_of(dump: Any) -> DumpPlaces:
     """Raises CompareError for a dump that lies in no file."""
     if isinstance(dump, ForeignDump):
-        return Whereabouts(dump.path, {}, _print(dump))
+        return DumpPlaces(dump.path, {}, _print(dump))
     if not getattr(dump, "data", None) and any(r.payload is not None for r in dump.records):
         raise CompareError(f"{dump.path} was not opened from files: only this process can compare it")
-    return Whereabouts(dump.path, dict(getattr(dump, "data", {})))
+    return DumpPlaces(dump.path, dict(getattr(dump, "data", {})))
 
 
 class Station:
     """Raises DumpError where a dump cannot be opened, or is another than it was."""
 
-    def __init__(self, told: Briefing):
-        self._dumps = tuple(_open(side) for side in told.places)
+    def __init__(self, briefing: Briefing):
+        self._dumps = tuple(_open(side) for side in briefing.places)
         golden, mine = self._dumps
-        self._measurer = UnitMeasurer((golden, mine), Indices(told.rows), told.cache, kl=told.kl)
+        self._measurer = UnitMeasurer((golden, mine), Indices(briefing.rows), briefing.cache, kl=briefing.kl)
         self._said = [len(d.unread) for d in self._dumps]
 
     def answer(self, units: Sequence[Unit]) -> bytes:
-        """For `heard`."""
         try:
             found = store.pack([self._measurer.measure(u) for u in units])
         except DumpError as error:
@@ -87,8 +84,8 @@ class Station:
         return found + store.frame({"unread": fresh})
 
 
-def heard(answer: bytes, dumps: tuple[Any, Any], known: store.Known) -> list[MeasuredUnit]:
-    """The units of a `Station`'s answer; what it could not read is remembered in ``dumps``. known: see wire.unpack.
+def units_of_answer(answer: bytes, dumps: tuple[Any, Any], known: store.Known) -> list[MeasuredUnit]:
+    """The units of a `Station`'s answer; what it could not read is remembered in ``dumps``. known: see store.unpack.
     Raises DumpError."""
     (text, data, _), *rest = store.frames(answer)
     if "error" in text:
@@ -100,7 +97,6 @@ def heard(answer: bytes, dumps: tuple[Any, Any], known: store.Known) -> list[Mea
 
 
 def send(pipe: BinaryIO, message: bytes) -> None:
-    """Raises OSError."""
     pipe.write(_LENGTH.pack(len(message)))
     pipe.write(message)
     pipe.flush()
@@ -134,7 +130,7 @@ def main() -> None:
             return
 
 
-def _open(side: Whereabouts) -> Any:
+def _open(side: DumpPlaces) -> Any:
     if not side.print:
         return reopen(side.path, side.data)
     dump = open_dump(side.path)
@@ -144,7 +140,7 @@ def _open(side: Whereabouts) -> Any:
 
 
 def _print(dump: ForeignDump) -> str:
-    """Equal for two openings of one dump: by these numbers its tensors are asked for."""
+    """Equal for two openings of one dump: by these numbers its tensors are requested."""
     known = hashlib.blake2b(digest_size=16)
     for record in sorted((r for r in dump.records if r.payload is not None), key=lambda r: r.payload.off):  # type: ignore[union-attr]
         known.update(repr((record.payload, record.name, record.dtype, record.shape)).encode(errors="surrogatepass"))

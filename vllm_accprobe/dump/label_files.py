@@ -6,7 +6,7 @@ idea: every directory below the given roots is asked whether the path continues 
 is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
 looked at, whatever the path says. Roots may lie in one another (the library's directory below the current one): a file
 that is found from several is one file. Not here: copying (capture/labels.py), reading
-(comparison/plan/labelled.py).
+(comparison/labelled_pairs.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""What honest runs of one model differ by, tap by tap: a measured floor, and the file that holds it.
+"""A measured floor: what correct runs of one model differ by, tap by tap, and the file that holds it.
 
-The problem: a model of rounding knows dtypes and depths, but not that this model amplifies at layer 30 or that its
-router sits on near ties. The idea: golden's own side is run twice, with other batches, another reduction order or
-another dtype, and compared with itself; what that shows at each tap is honest by definition. It is small (a few numbers
-per tap), so it is made once on the reference machine and carried to the other as a file.
-How it is used: errors are told in units of it; a limit is never below MARGIN times it; an origin that golden's own runs
-show too, and as strongly, is none. It never makes a limit tighter: two runs of one machine differ by less than two
-machines may.
-Not here: making one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py).
+The problem: a model of rounding knows dtypes and depths, not that this model amplifies at layer 30. The idea: golden's
+side is run twice, with other batches, reduction order or dtype, and compared with itself. The result is a few numbers
+per tap, made once on the reference machine and carried to the other as a file. A limit is never below MARGIN times the
+floor, an origin that golden's own runs show as strongly is none; a floor never makes a limit tighter. Not here: making
+one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ NAME = "calibration.json"
 KIND = "accprobe calibration"
 VERSION = 1
 MARGIN = FLOOR_MARGIN
-"""How much further than two honest runs of one machine an honest run of another may be."""
+"""How much further than two correct runs of one machine an correct run of another may be."""
 PHASES = ("prefill", "decode", "any")
 SECOND_RUN, FLOAT32, MODEL = "second golden run", "float32 golden", "rounding model"
 _MOST_BYTES = 256 << 20
@@ -60,7 +57,6 @@ class Calibration:
         return value if value > 0 else None
 
     def excuses(self, tap: str, worst: float) -> bool:
-        """Whether golden's own runs create an error as large at this tap."""
         return tap in self.origins and worst <= MARGIN * self.origins[tap]
 
     def save(self, directory: Path) -> Path:
@@ -113,17 +109,16 @@ def load(path: Path) -> Calibration:
             raise ValueError("it is not one of accprobe's")
         if raw.get("version") != VERSION or raw.get("phases") != list(PHASES):
             raise ValueError("it is of another version")
-        floors = {(str(tap), str(role)): _phases(values) for tap, role, values in raw["floors"]}
+        floors = {
+            (str(tap), str(role)): {p: _number(v) for p, v in zip(PHASES, values, strict=True) if v is not None}
+            for tap, role, values in raw["floors"]
+        }
         origins = {str(tap): _number(worst) for tap, worst in dict(raw["origins"]).items()}
         texts = str(raw["model"]), str(raw["dtype"]), tuple(str(r) for r in raw["runs"])
         return Calibration(floors, origins, *texts, FLOAT32 if raw.get("source") == FLOAT32 else SECOND_RUN)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise CalibrationError(f"{path} cannot be read as a calibration ({str(e)[:100]}): make it anew with "
                                "`accprobe compare --calibrate`") from None  # fmt: skip
-
-
-def _phases(values: Any) -> dict[str, float]:
-    return {phase: _number(v) for phase, v in zip(PHASES, values, strict=True) if v is not None}
 
 
 def _number(value: Any) -> float:

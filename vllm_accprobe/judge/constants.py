@@ -1,22 +1,18 @@
 """Every number of the judge, with where it comes from.
 
-The problem: a limit that was tuned on one machine condemns or misses on another, and nobody can tell which number
-it was. The idea: a number is *derived* (a formula), *measured* (a script remakes it, with the figure that it gave)
-or *chosen* (a reason), and stands here with that word; a test reads this file and the rest of the room, and fails
-for a number that has no source or stands elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from
-clean pairs.
-
-u is one rounding of the tensor's dtype (floor.py). What is allowed depends on how many questions are asked, so that
-most limits are no numbers at all but quantiles at one rate of false alarms (statistic.py). Not here: units of
-rounding by dtype (floor.py), the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
+The problem: nobody can tell which tuned number condemned an operator on another machine. The idea: each is *derived* (a
+formula), *measured* (a script remakes it) or *chosen* (a reason) and stands here with that word; a test fails for a
+number without a source or elsewhere. ``scripts/judge_constants.py`` remakes the measured ones from clean pairs. u is
+one rounding of the tensor's dtype (floor.py). Most limits are quantiles at one false-alarm rate (statistic.py). Not
+here: the limits of a row and other tools' (standards/), bounds of memory and of hostile input.
 """
 
 from __future__ import annotations
 
 import math
 
-from vllm_accprobe.standards.constants import TRUNCATED as TRUNCATED
-from vllm_accprobe.standards.constants import TRUNCATIONS as TRUNCATIONS
+from vllm_accprobe.standards.limits import TRUNCATED as TRUNCATED
+from vllm_accprobe.standards.limits import TRUNCATIONS as TRUNCATIONS
 
 # --- one rate of false alarms ----------------------------------------------------------------------------------------
 
@@ -45,7 +41,7 @@ LEAST_SPREAD = 0.05
 
 # --- what an operator creates, in u -----------------------------------------------------------------------------------
 
-LEAST_HONEST = 0.5
+LEAST_CREATED = 0.5
 """derived: rounding to nearest leaves errors uniform in half a step: rms 0.58 of it, 0.3 to 0.6 u. Errors below are no
 measure of anything, and are counted as this."""
 TWO_ROUNDINGS = math.sqrt(2.0 / 3.0)
@@ -65,7 +61,7 @@ between them some more."""
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 COLUMN = 5.0
-"""chosen: times the typical column's error. In honest tensors columns differ by how large their values are."""
+"""chosen: times the typical column's error. In correct tensors columns differ by how large their values are."""
 COLUMN_LEAST = 1.5
 """derived: u; a column whose one weight was rounded otherwise is off by 1 u, and its own rounding adds 0.58."""
 COLUMN_SIBLINGS = 1.6
@@ -95,11 +91,11 @@ COLUMN_SMALL = 0.25
 # --- blame ------------------------------------------------------------------------------------------------------------
 
 AFTER_ANOTHER = 3.0
-"""chosen: how strong a hidden sign must be behind another origin: a fault's traces are no honest noise."""
+"""chosen: how strong a hidden sign must be behind another origin: a fault's traces are no correct noise."""
 COLUMNS_AFTER_ANOTHER = 2.0
 """chosen: the same for columns, which a fault upstream spreads over all of."""
 FLOOR_MARGIN = 3.0
-"""chosen: how much further than two honest runs of one machine an honest run of another may be."""
+"""chosen: how much further than two correct runs of one machine an correct run of another may be."""
 
 # --- flipped tokens ---------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,10 @@
-"""How far apart rounding alone alone may put two results: the unit in which all limits are given.
+"""How far apart rounding alone may put two results: the unit in which all limits are given.
 
-The problem: an error of 1e-3 is a defect in float32 and nothing in bfloat16. The idea: an operator computes in
-float32 and rounds its result once to the tensor's dtype, which moves a value by at most half a step: relative 2**-p
-for p significant bits [N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2]. For float32
-and float64 themselves nothing is rounded at the end and the order of summation decides; for that we allow 64 roundings
-(a random walk over sums of some thousands of terms, [same book, section 4.2]).
-In a model, the coarsest dtype that the data has been through counts: a bfloat16 value in a float32 tensor is no better.
-Not here: how many units are allowed (standards/limits.py).
+The problem: an error of 1e-3 is a defect in float32 and nothing in bfloat16. The idea: an operator computes in float32
+and rounds once to the tensor's dtype, by at most 2**-p for p significant bits [N. Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., theorem 2.2]. For float32 and float64 the order of summation decides: 64 roundings (a
+random walk over sums of some thousands of terms [same book, section 4.2]). In a model the coarsest dtype counts. Not
+here: how many units are allowed (standards/limits.py).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _ACTIVATIONS = ("bfloat16", "float16", "float32", "float64")
 
 
 def unit(dtype: str) -> float:
-    """The relative error of one honest result in ``dtype`` (torch's name); 0.0 for dtypes compared exactly."""
+    """The relative error of one correct result in ``dtype`` (torch's name); 0.0 for dtypes compared exactly."""
     return _ROUNDING.get(dtype, 0.0)
 
 

@@ -1,17 +1,11 @@
-"""Which taps introduce an error, rather than passing one on.
+"""Which taps introduce an error, rather than pass one on.
 
-The problem: behind the first wrong number everything is wrong, and a wrong token makes all later tokens wrong
-through attention. The idea: what is upstream of a tap is compared with what comes out, row by row. A tensor's error at
-a row is CREATED there if it exceeds the limit by more than the errors upstream explain: those of the tap's inputs and
-parameters at the rows that can influence this one. Upstream of a leaf's output are its inputs. Between the children of
-a parent (a residual addition, a reshape, a call that no hook sees) lie the children's inputs: upstream of them are the
-parent's inputs and the outputs that came before; what is created there is the parent's own doing. So the deepest
-visible module is an origin, and a parent only for what none of its children shows. What is
-within the limits is compared with the sibling layers (siblings.py).
-Besides: what each tap created at most (`created_over`), because behind a fault every tap is beyond its limit, and a
-chart of errors shows a step and then a plateau in which a second fault drowns; and whether a fault is in every layer
-(`in_all_layers`), the commonest one of a new port.
-Not here: how large an error is (verdict.py), what is upstream of what (upstream.py), flipped tokens (flips.py).
+The problem: behind the first wrong number everything is wrong. The idea: row by row, what comes out of a tap is
+compared with what is upstream of it (upstream.py). An error that exceeds the limit by more than upstream errors explain
+is created there. The deepest visible module is the origin; a parent is one only for what none of its children shows (a
+residual addition, a reshape). Errors within the limits are compared with the sibling layers (siblings.py). Also: what
+each tap creates at most (`created_over`), and whether a fault is in every layer (`in_all_layers`). Not here: how large
+an error is (tensor_errors.py), chosen experts and flipped tokens (near_ties.py).
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER
-from vllm_accprobe.judge.flow import Tree
 from vllm_accprobe.judge.siblings import COLUMNS, Hidden, Siblings, TensorStats, chance_of_size
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, RATE
 from vllm_accprobe.judge.tensor_errors import (
@@ -42,7 +35,7 @@ from vllm_accprobe.judge.tensor_errors import (
     operator_of,
     spread,
 )
-from vllm_accprobe.judge.upstream import BACKWARD, Influence, PassedOn, Prefixes, Upstream
+from vllm_accprobe.judge.upstream import BACKWARD, Influence, PassedOn, Prefixes, Tree, Upstream
 from vllm_accprobe.standards.limits import Standard
 
 _NONE = np.zeros(0, np.int64)
@@ -54,8 +47,8 @@ class Origin:
 
     hidden: the sign by which an error was found that lies within fixed limits (siblings.py). stats: all rows of the
     trace with what stood upstream of them. steps: keys of the rows where NaN or infinity comes out and none went in.
-    chance: the probability that machines that only round show this anywhere in the comparison; None where nobody knows.
-    unproved: a router that nobody saw may have sent the rows elsewhere (flips.py)."""
+    chance: the probability that machines that only round show this anywhere in the comparison; None where it is not
+    known. unproved: a router that nobody saw may have sent the rows elsewhere (near_ties.py)."""
 
     tap: str
     trace: TensorErrors
@@ -153,7 +146,6 @@ class _Search:
         self.siblings = Siblings(list(self.stats.values()), self.rate, self.keeper)
 
     def resting(self) -> Iterator[tuple[tuple[str, TensorErrors], TensorStats]]:
-        """``stats`` one after the other: their rows need not fit into memory."""
         for entry in self.stats.items():
             yield entry
             self.keeper.rest()
@@ -182,7 +174,6 @@ class _Search:
                 self._check(tap, sink, self.upstream.earlier(sink), True, [])
 
     def _blamed_below(self, tap: str) -> list[TensorErrors]:
-        """What descendants created, as sources of unlimited error."""
         out = []
         todo = list(self.tree.children.get(tap, []))
         while todo:
@@ -222,7 +213,7 @@ class _Search:
         if created.any():
             evidence = "values" if np.isinf(err[created]).any() else "jump"
             wrong = keys[created], err[created], explained[created]
-            seen = any(source is not sink for source in (*sources, *below))  # else nobody knows what went in
+            seen = any(source is not sink for source in (*sources, *below))  # else it is not known what went in
             self.found[tap].append(Origin(tap, sink, *wrong, evidence, steps=keys[steps] if seen else _NONE))
         else:
             self._check_hidden(tap, sink, below)
@@ -279,7 +270,7 @@ def owner(tap: str, sink: TensorErrors) -> str:
 
 
 def _sure(created: list[Origin]) -> list[Origin]:
-    """Without signs that are weak where something before has been found: a fault's traces are no honest noise."""
+    """Without signs that are weak where something before has been found: a fault's traces are no correct noise."""
     out: list[Origin] = []
     for one in created:
         least = COLUMNS_AFTER_ANOTHER if one.hidden is not None and one.hidden.how == COLUMNS else AFTER_ANOTHER

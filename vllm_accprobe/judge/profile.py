@@ -1,11 +1,9 @@
 """How a machine computes, as a few sentences and a small file that can be carried to another machine.
 
-The problem: whoever brings a model up on a new card sees thousands of small differences, and most of them come from a
-handful of decisions of that card: how results are rounded, how wide sums are, what is rounded on the way. The idea: a
-`Habit` is one such decision of one operator in one dtype, from a closed list, in words, with its price and with what it
-was seen in; a `Profile` is all of them of one dump, with the host they were seen on. A habit is told once and is no
-fault at the default standard; nothing that is not on this list is ever excused for being everywhere.
-Not here: how a habit is recognised and decided (opcheck/habits/decided.py), who is blamed for departing from one.
+The problem: whoever brings a model up on a new card sees thousands of small differences, most of which come from a few
+decisions of that card. The idea: a `Habit` is one such decision of one operator in one dtype, from a closed list, with
+its price; a `Profile` is all of them of one dump. A habit is reported once and is no fault at the default standard. Not
+here: how a habit is recognised and decided (opcheck/habits/decided.py).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _MOST, _LONGEST = 10_000, 500
 class Habit:
     """One decision of a machine. kind: of KINDS; operator: a module's class or an operator's name; dtype: torch's name;
     words: for people, complete with `operator` before them; price: what it can do to one result, in roundings of the
-    dtype (2**-8 for bfloat16), 0.0 for what everybody does; outputs, of: that show it, of those that were looked at;
+    dtype (2**-8 for bfloat16), 0.0 for what everybody does; outputs, of: that show it, of those that were examined;
     layers: modules that show it."""
 
     kind: str
@@ -58,17 +56,24 @@ class Habit:
         if not isinstance(value, Mapping) or set(value) != {f.name for f in fields(Habit)}:
             raise ValueError("a habit has other fields than it should")
         texts = [value[n] for n in ("kind", "operator", "dtype", "words")]
-        if not all(isinstance(t, str) and len(t) <= _LONGEST and t.isprintable() for t in texts):
+        if not all(map(_is_text, texts)):
             raise ValueError("a habit's text is none, too long, or not printable")
         counts = [value[n] for n in ("outputs", "of", "layers")]
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 53 for n in counts):
             raise ValueError("a habit's count is none")
-        price = value["price"]
-        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < math.inf:
+        if not _is_number(value["price"]):
             raise ValueError("a habit's price is no number")
         if value["kind"] not in KINDS:
             raise ValueError("a habit of a kind that this version does not know")
-        return Habit(texts[0], texts[1], texts[2], texts[3], float(price), *counts)
+        return Habit(texts[0], texts[1], texts[2], texts[3], float(value["price"]), *counts)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,10 @@ class Profile:
             raise ValueError("a profile without host, units or habits")
         if max(len(host), len(units), len(habits)) > _MOST:
             raise ValueError(f"a profile has at most {_MOST} entries")
-        for text_ in (*host, *host.values(), *units):
-            if not isinstance(text_, str) or len(text_) > _LONGEST or not text_.isprintable():
-                raise ValueError("a profile's text is none, too long, or not printable")
-        for x in units.values():
-            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf:
-                raise ValueError("a profile's unit is no number")
+        if not all(map(_is_text, (*host, *host.values(), *units))):
+            raise ValueError("a profile's text is none, too long, or not printable")
+        if not all(map(_is_number, units.values())):
+            raise ValueError("a profile's unit is no number")
         return Profile(tuple(map(Habit.of_plain, habits)), host, {k: float(x) for k, x in units.items()})
 
     @staticmethod

@@ -1,16 +1,14 @@
 """What a request's own parameters make of its logits, and which token they let the sampler take.
 
-The problem: a token is right or wrong only by its own request's temperature, filters, seed, penalties, biases and word
-lists, and by the very logits that the model gave; two runs that differ do not tell which of them is wrong, and two that
-agree may both be. The idea: one row of logits is processed again in float64 from what the dump has of its request, and
-what the engine's processors left, and the token that it took, either lie within rounding of that or do not. Where the
-noise that draws tokens is known, a seed names the very token; elsewhere a token must be one that the filters keep.
+The problem: a token is right or wrong only by its own request's temperature, filters, seed, penalties and word lists.
+The idea: one row of logits is processed again in float64; what the engine's processors left, and its token, either lie
+within rounding of that or do not. Where the noise of draws is known, a seed names the token; else the filters bound it.
 
 Order and formulas are vLLM's [vllm/v1/sample/sampler.py: allowed tokens, bad words, a minimum of tokens, biases,
 penalties; then temperature, min-p, top-k, top-p]. Repetition: N. Keskar et al., CTRL, arXiv 1909.05858, section 4.1.
 Presence and frequency: OpenAI's API reference. Top-p: A. Holtzman et al., arXiv 1904.09751. Min-p: M. Nguyen et al.,
 arXiv 2407.01082. The draw: argmax of x plus Gumbel noise [L. Devroye, 1986]. Not here: what a dump has of a row
-(align/tokens.py), what a flipped token then means (flips.py), vendors' operators (opcheck/references/samplers/).
+(align/tokens.py), what a flipped token means (near_ties.py), vendors' operators (opcheck/references/samplers/).
 """
 
 from __future__ import annotations
@@ -21,22 +19,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_accprobe.dump.schema import (
-    ALLOWED,
-    BAD_WORDS,
-    BIAS,
-    GUMBEL,
-    MIN_TOKENS,
-    NAMED_TOKENS,
-    PENALTIES,
-    TRACE,
-    SamplingParameters,
-)
+from vllm_accprobe.dump import schema
 from vllm_accprobe.judge.constants import SAMPLER_BORDER, SAMPLER_DRAW, SAMPLER_ROUND, SAMPLER_STEPS
 
 _VOCABULARY = 1 << 22
 """Chosen: more tokens than any vocabulary has, and than any answer: what a damaged dump says beyond it is not used."""
-_COMPUTED = {ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTIES}
+_COMPUTED = {schema.ALLOWED, schema.BAD_WORDS, schema.MIN_TOKENS, schema.BIAS, schema.PENALTIES}
 """What changes logits and can be computed from a request's parameters."""
 OTHER_PAST = "as if other tokens had been seen"
 """How penalties are wrong where some past, nobody's that is known, explains a row: the weakest way."""
@@ -64,7 +52,7 @@ class LogitsRow:
     what else draws are filtered, "" for nothing. broken: the model's own logits hold NaN or infinity, of which no token
     is the largest."""
 
-    asks: SamplingParameters | None
+    asks: schema.SamplingParameters | None
     raw: np.ndarray | None
     left: tuple[np.ndarray, np.ndarray] | None
     token: int | None
@@ -74,7 +62,7 @@ class LogitsRow:
     drafts: bool = False
     masked: tuple[str, ...] | None = None
     draw: Draw | None = None
-    others: tuple[tuple[SamplingParameters, np.ndarray | None], ...] = ()
+    others: tuple[tuple[schema.SamplingParameters, np.ndarray | None], ...] = ()
     scaled: bool = False
     filtered: str = ""
     broken: bool = False
@@ -143,7 +131,7 @@ def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
         raise Unknown(NO_PARAMETERS)
     if raw is None:
         raise Unknown(NO_LOGITS)
-    unwritten = [w for w in asks.also if w not in (NAMED_TOKENS, TRACE)]
+    unwritten = [w for w in asks.also if w not in (schema.NAMED_TOKENS, schema.TRACE)]
     unwritten += [w for w in row.masked or () if w not in _COMPUTED]
     if unwritten:
         raise Unknown(f"what {' and '.join(dict.fromkeys(unwritten))} changes is not in the dump")
@@ -164,7 +152,7 @@ def processed(row: LogitsRow) -> tuple[np.ndarray, np.ndarray]:
     return z, SAMPLER_STEPS * SAMPLER_ROUND * np.where(np.isfinite(size), size, 0.0)
 
 
-def _forbidden(row: LogitsRow, asks: SamplingParameters, width: int) -> np.ndarray:
+def _forbidden(row: LogitsRow, asks: schema.SamplingParameters, width: int) -> np.ndarray:
     out = np.zeros(width, bool)
     if asks.allowed is not None:
         out[:] = True
@@ -185,7 +173,7 @@ def _said(row: LogitsRow) -> np.ndarray:
     return row.output
 
 
-def _penalised(z: np.ndarray, row: LogitsRow, asks: SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
+def _penalised(z: np.ndarray, row: LogitsRow, asks: schema.SamplingParameters) -> tuple[np.ndarray, np.ndarray]:
     """(z, what adds to the size of its roundings)"""
     said = _said(row)
     counts = np.bincount(said[said < len(z)], minlength=len(z)).astype(np.float64)
@@ -203,7 +191,7 @@ def _penalised(z: np.ndarray, row: LogitsRow, asks: SamplingParameters) -> tuple
 # --- which tokens may be taken ------------------------------------------------------------------------------------
 
 
-def kept(z: np.ndarray, asks: SamplingParameters, slack: float = SAMPLER_BORDER) -> np.ndarray:
+def kept(z: np.ndarray, asks: schema.SamplingParameters, slack: float = SAMPLER_BORDER) -> np.ndarray:
     """bool [V]: the tokens that the filters may keep of processed logits. slack: below 0 those that they surely keep.
     A float32 sum may fall on either side of a limit, and equals may stand in any order."""
     x = z / asks.temperature
@@ -242,7 +230,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 def draw_of(kind: str | None, drew: str | None) -> Draw | None:
     """The noise of an engine whose sampler says ``kind``, where ours draws the same (schema.NOISE_DRAWS)."""
-    if kind != GUMBEL or not drew:
+    if kind != schema.GUMBEL or not drew:
         return None
     for words in (2, 1):
         ours = (int(_gumbel(_number(seed, 1, words), 64).argmax()) for seed in range(1, 9))
@@ -320,7 +308,7 @@ class _Check:
         ways = explained(row)
         words = ways[0][0] if ways else _scope(row, {token for token, _ in wrong}, len(z))
         if not words and _other_past(row):
-            ways = (((PENALTIES,), OTHER_PAST),)
+            ways = (((schema.PENALTIES,), OTHER_PAST),)
             words = ways[0][0]
         told = wrong[0][1]
         if not words:
@@ -340,7 +328,7 @@ class _Check:
             why = "its token was not recorded"
         elif asks is None:
             why = NO_PARAMETERS
-        elif NAMED_TOKENS in asks.also or TRACE in asks.also or TRACE in (row.masked or ()):
+        elif schema.NAMED_TOKENS in asks.also or schema.TRACE in asks.also or schema.TRACE in (row.masked or ()):
             why = FORCED
         if why or token is None or asks is None:
             return replace(found, token=UNKNOWN, why_token=why)
@@ -354,7 +342,7 @@ class _Check:
             return replace(found, token=UNKNOWN, why_token=why)
         return self._drawn(found, asks, token)
 
-    def _greedy(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
+    def _greedy(self, found: RowCheck, asks: schema.SamplingParameters, token: int) -> RowCheck:
         row = self.row
         enough = row.whole or (row.left is None and not asks.processors)  # of the best alone, the best is known
         if found.left != WRONG and self.z is not None and enough:
@@ -382,7 +370,7 @@ class _Check:
         told = f"greedy, and token {token} is {far} what was left as best, {best}"
         return replace(found, token=WRONG, why_token=told, should=best)
 
-    def _drawn(self, found: RowCheck, asks: SamplingParameters, token: int) -> RowCheck:
+    def _drawn(self, found: RowCheck, asks: schema.SamplingParameters, token: int) -> RowCheck:
         z = self.z
         assert z is not None
         may = kept(z, asks)
@@ -406,7 +394,6 @@ class _Check:
         nth = f"draw {self.row.generated + 1} of seed {asks.seed} by {filters(asks)}"
         told = f"{nth} is token {should}, not {token}"
         return replace(found, token=WRONG, why_token=told, should=should)
-
 
     def _blamed(self, found: RowCheck, told: str, should: int) -> RowCheck | None:
         """The processors, where a wrong way of theirs gives the token, and what was seen of what they left."""
@@ -432,7 +419,7 @@ def check(row: LogitsRow) -> RowCheck:
     return _Check(row).run()
 
 
-def drawn(z: np.ndarray, asks: SamplingParameters, row: LogitsRow) -> int | None:
+def drawn(z: np.ndarray, asks: schema.SamplingParameters, row: LogitsRow) -> int | None:
     """The token that the engine's noise draws of processed logits; None where it is not known, or rounding decides."""
     if asks.seed is None or row.draw is None or row.generated > _VOCABULARY:
         return None
@@ -444,8 +431,7 @@ def drawn(z: np.ndarray, asks: SamplingParameters, row: LogitsRow) -> int | None
     return next(iter(found)) if len(found) == 1 else None
 
 
-def filters(asks: SamplingParameters) -> str:
-    """What draws, in words."""
+def filters(asks: schema.SamplingParameters) -> str:
     said = [f"temperature {asks.temperature:.3g}"]
     said += [f"top-k {asks.top_k}"] if asks.top_k > 0 else []
     said += [f"top-p {asks.top_p:.3g}"] if asks.top_p < 1.0 else []
@@ -490,10 +476,10 @@ def _scope(row: LogitsRow, wrong: set[int], width: int) -> tuple[str, ...]:
     seen = {*(row.prompt.tolist() if row.prompt is not None and asks.repetition != 1.0 else ()),
             *(row.output.tolist() if row.output is not None else ())}  # fmt: skip
     scopes = (
-        (PENALTIES, seen if asks.penalised else set()),
-        (BIAS, {token for token, _ in asks.bias}),
-        (BAD_WORDS, {word[-1] for word in asks.bad_words}),
-        (MIN_TOKENS, set(asks.stop) if asks.min_tokens else set()),
+        (schema.PENALTIES, seen if asks.penalised else set()),
+        (schema.BIAS, {token for token, _ in asks.bias}),
+        (schema.BAD_WORDS, {word[-1] for word in asks.bad_words}),
+        (schema.MIN_TOKENS, set(asks.stop) if asks.min_tokens else set()),
     )
     return next(((word,) for word, scope in scopes if wrong <= scope and 2 * len(scope) < width), ())
 
@@ -505,7 +491,7 @@ def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
     for words, how, other in _variants(row):
         # Of what the best that were left do not show, penalties alone touch single tokens: a list that another request
         # has would have changed these, too, and explains any draw by chance.
-        if token and row.left is not None and words != (PENALTIES,):
+        if token and row.left is not None and words != (schema.PENALTIES,):
             continue
         try:
             z, bound = processed(other)
@@ -517,7 +503,6 @@ def explained(row: LogitsRow, token: bool = False) -> tuple[Way, ...]:
 
 
 def _taken(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> bool:
-    """Whether the engine's token is the one that follows from ``z``."""
     asks, token = row.asks, row.token
     if asks is None or token is None or not row.whole or token >= len(z):
         return False
@@ -527,11 +512,11 @@ def _taken(z: np.ndarray, bound: np.ndarray, row: LogitsRow) -> bool:
 
 
 _BY_PROCESSOR: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("repetition", "presence", "frequency"), PENALTIES),
-    (("bias",), BIAS),
-    (("allowed",), ALLOWED),
-    (("bad_words",), BAD_WORDS),
-    (("min_tokens", "stop"), MIN_TOKENS),
+    (("repetition", "presence", "frequency"), schema.PENALTIES),
+    (("bias",), schema.BIAS),
+    (("allowed",), schema.ALLOWED),
+    (("bad_words",), schema.BAD_WORDS),
+    (("min_tokens", "stop"), schema.MIN_TOKENS),
 )
 _COUNTS = np.arange(17)
 """Chosen: how often a token may have been generated, where it is asked whether any past explains a penalty."""
@@ -564,8 +549,8 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
         return
     active = asks.processors
     theirs = [other for other, _ in row.others if other.digest != asks.digest]
-    if PENALTIES in active:
-        said = (PENALTIES,)
+    if schema.PENALTIES in active:
+        said = (schema.PENALTIES,)
         if row.output is not None and len(row.output):
             yield said, "as if nothing had been generated yet", replace(row, output=_NOTHING)
             yield said, "as without the last token that was generated", replace(row, output=row.output[:-1])
@@ -576,11 +561,11 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
         for prompt in prompts if asks.repetition != 1.0 else ():
             yield said, "as if another request's prompt were its own", replace(row, prompt=prompt)
     without: Sequence[tuple[str, dict[str, object]]] = (
-        (PENALTIES, {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}),
-        (BIAS, {"bias": ()}),
-        (ALLOWED, {"allowed": None}),
-        (BAD_WORDS, {"bad_words": ()}),
-        (MIN_TOKENS, {"min_tokens": 0}),
+        (schema.PENALTIES, {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}),
+        (schema.BIAS, {"bias": ()}),
+        (schema.ALLOWED, {"allowed": None}),
+        (schema.BAD_WORDS, {"bad_words": ()}),
+        (schema.MIN_TOKENS, {"min_tokens": 0}),
     )
     for word, change in without:
         if word in active:
@@ -589,7 +574,7 @@ def _variants(row: LogitsRow) -> Iterator[tuple[tuple[str, ...], str, LogitsRow]
         for name, usual in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
             if getattr(asks, name) != usual:
                 less = replace(asks, **{name: usual})  # type: ignore[arg-type]
-                yield (PENALTIES,), f"as without the {name} penalty", replace(row, asks=less)
+                yield (schema.PENALTIES,), f"as without the {name} penalty", replace(row, asks=less)
     if len(active) > 1:
         every = {k: v for _, change in without for k, v in change.items()}
         yield active, "as without any of them", replace(row, asks=replace(asks, **every))  # type: ignore[arg-type]

@@ -1,16 +1,11 @@
 """Which rows, columns, heads, batches and graphs an error is in, in one sentence.
 
-The problem: "relative L2 0.03 at o_proj" does not tell a kernel team where to look; "only positions ≥ 1024", "head 3
+The problem: "relative L2 0.03 at o_proj" does not tell a kernel team where to search; "only positions ≥ 1024", "head 3
 of 4" or "only in steps replayed at size 8" does. The idea: rows are split into bad and good by what was created in
-them, and the simplest condition that separates them is said: a phase, one position, positions from some number on, a
-batch size, a chunk, a request, an expert. Columns likewise: one, a range, whole heads. Where the error is a multiple of
-the values, the factor is said.
-Steps of compiled and captured graphs: of the kinds of steps (replayed or not, a size, with padding) the one that
-separates wrong from right is said, where steps of both kinds were compared and chance, which deals wrong steps out to
-all alike, would hardly do the same. The unit is the step: rows of one step share their graph. Attention carries an
-error from one step into the next by keys and values; what follows such a row in its own request is no evidence against
-a kind. Next to it stands the piece of the graph that the tap lies in.
-Numbers count from 0. Not here: which tap it is (origins.py), what a batch was (comparison/).
+them, and the simplest condition that separates the two is named; so are columns, heads, and the factor where the error
+is one. For compiled and captured graphs the unit is the step: the kind of step (replayed, size, padding) is named that
+separates wrong from right and that chance would hardly give; rows that attention spoils from an earlier step are no
+evidence. Numbers count from 0. Not here: which tap it is (origins.py).
 """
 
 from __future__ import annotations
@@ -274,7 +269,8 @@ NO_GRAPH = 0
 @dataclass(frozen=True)
 class GraphRows:
     """Rows of one place, arrays of one length. step: of mine; size: of the graph that computed it, NO_GRAPH, or -1
-    where nobody knows; padding: rows of it that are nobody's; request, position: as RowFacts'; bad: whether wrong."""
+    where it is not known; padding: rows of it that are nobody's; request, position: as RowFacts'; bad: whether
+    wrong."""
 
     step: np.ndarray
     size: np.ndarray

@@ -1,15 +1,11 @@
-"""The one question that is left where nothing can be replayed: is a factor in here that the sibling layers do not have?
+"""Where nothing can be replayed: does this operator show a factor or a column that its sibling layers do not?
 
-The problem: against a float32 golden or another TP size nothing upstream is equal to the bit, so that a scale of 1.02
-or one wrong column adds less than the fixed limits to what has piled up. The idea: rounding has no direction, so that
-errors do not follow the values: the slope of mine over the golden is the one number that rounding averages out and a
-fault does not. It is tested over all rows, and of each column, where a column's error and mean offset are tested as
-well (a wrong weight need not follow the values). A number counts only beyond what chance leaves, at one rate for the
-whole comparison (statistic.py), beyond what its inputs brought, and beyond what the same operator shows in the sibling
-layers. Where the inputs are equal to the bit no sibling is needed: two roundings of one number bound the difference.
-What an operator otherwise adds without direction (more noise than its siblings, in all rows or in some) is the replay's
-to find: layers differ in it by factors, and sharp attention enlarges single rows.
-Not here: what is upstream of what (upstream.py), errors beyond fixed limits (origins.py); the sums (kernels/).
+The problem: against a float32 golden or another TP size no input is equal to the bit, so that a scale of 1.02 or one
+wrong column stays below the fixed limits. The idea: roundings have no direction, so that the slope of mine over golden
+averages out and a fault's does not. It is tested over all rows and in each column, as are a column's error and mean
+offset, at one false-alarm rate (statistic.py), beyond what inputs and sibling layers show. With inputs that are equal
+to the bit no sibling is needed: two roundings of one number bound the difference. Not here: errors beyond fixed limits
+(origins.py), the sums (kernels/).
 """
 
 from __future__ import annotations
@@ -58,12 +54,10 @@ class TensorStats:
 
     @property
     def kind(self) -> str:
-        """What it has in common with the same operator in other layers."""
         return kind_of_place(self.tap, self.role)
 
     @cached_property
     def fit(self) -> bool:
-        """Whether something can be learned from it: enough rows, and numbers."""
         return len(self.keys) >= c.FEW and bool(np.isfinite(np.median(self.err)))
 
     @cached_property
@@ -124,10 +118,9 @@ class Siblings:
         """float64 [places]: what each place adds to the typical row's error, relative L2, or the least that rounding
         leaves."""
         fit = (one for kind in self.by_kind.values() for one in kind if one.fit)
-        return np.array([max(one.made, c.LEAST_HONEST * one.unit) for one in fit])
+        return np.array([max(one.made, c.LEAST_CREATED * one.unit) for one in fit])
 
     def judge(self, here: TensorStats) -> Hidden | None:
-        """The strongest sign of an error that ``here`` makes itself, or None."""
         enough = here.unit and here.width >= c.NARROW and len(here.keys) >= c.FEW
         if not (enough and here.differs and np.isfinite(here.err).all()):
             return None

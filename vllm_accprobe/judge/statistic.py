@@ -20,7 +20,7 @@ What a limit is worth, the strongest first:
   zero [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815; I. Ipsen and H. Zhou, arXiv 1906.10465].
 - SIBLING_OUTLIER: this operator elsewhere: in the sibling layers, in other calls, in a calibration.
 - BEHIND_A_ROUTER: none. A router that was not captured may have sent the rows to other experts at a near tie, behind
-  which two runs differ by far more than any limit (flips.py).
+  which two runs differ by far more than any limit (near_ties.py).
 
 By Python's own functions, and alone, because this file is copied with the tests that gentest writes. Not here: what is
 summed (siblings.py; opcheck/floors/), the other numbers of the judge (constants.py).

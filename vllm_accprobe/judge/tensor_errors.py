@@ -1,15 +1,18 @@
-"""The errors of one tensor: row by row, and summed by column.
+"""The errors of one tensor: row by row, in one unit, and summed by column.
 
-The problem: what went into a tap and what came out must be compared, whatever steps and batches they were in.
-The idea: a `TensorErrors` is all of one (tap, role, call) as arrays sorted by row key; `Columns` holds the sums by
-column and works out what follows from them when it is first needed.
-Not here: how large an error is (verdict.py), which rows influence which (upstream.py), origins (origins.py); the sums
-(kernels/structure.py).
+The problem: a row error, a norm ratio and a lone element have three limits, and what went into a tap must be weighed
+against what came out of it. The idea: each measure is expressed in the unit of the first, a relative L2 error: what
+reaches its own limit counts as much as a row that reaches the row's (`row_errors`). A `TensorErrors` holds all of one
+(tap, role, call) as arrays sorted by row key; `Columns` holds sums by column and what follows from them. Not here: the
+limits (standards/limits.py), the sums (kernels/), which rows influence which (upstream.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Protocol
@@ -18,6 +21,8 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge import constants as c
+from vllm_accprobe.kernels import definition
+from vllm_accprobe.standards.limits import Limits, Standard
 
 TINY = 1e-300
 """Instead of 0 in a denominator."""
@@ -35,17 +40,14 @@ class Columns:
 
     @property
     def rows(self) -> float:
-        """How many rows were summed up."""
         return float(self.sums[4].max())
 
     @cached_property
     def signs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `column_signs`."""
         return column_signs(self.sums)
 
     @cached_property
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `column_offsets`."""
         return column_offsets(self.sums)
 
     @cached_property
@@ -58,7 +60,6 @@ class Columns:
 
     @cached_property
     def most_sure(self) -> float:
-        """Of the slopes, in standard errors."""
         return float(np.abs(self.signs[2]).max())
 
     @cached_property
@@ -110,8 +111,6 @@ class Keeper(Protocol):
 
 
 class InMemory:
-    """A `Keeper` that leaves everything where it is."""
-
     def keep(self, array: np.ndarray) -> np.ndarray:
         return array
 
@@ -133,7 +132,7 @@ class TensorErrors:
     relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
     values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
-    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (unseen.py).
+    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (upstream.py).
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
     statistics of independent ones describe.
@@ -166,7 +165,6 @@ class TensorErrors:
 
     @property
     def of_tensors(self) -> bool:
-        """Whether no row has an error of its own."""
         return len(self.shared) > 0 and bool((self.shared >= 0).all())
 
     def largest(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -181,7 +179,6 @@ class TensorErrors:
 
     @cached_property
     def by_column(self) -> Columns | None:
-        """What ``columns`` say, worked out once for all that ask."""
         return None if self.columns is None else Columns(self.columns)
 
     @property
@@ -213,3 +210,115 @@ def spread(wanted: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarr
         return np.asarray(values, np.float64)
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0.0)
+
+
+ROW, RATIO, ELEMENT, EXACTLY, NONFINITE = range(5)
+METRICS = ("row_rel_l2", "row_norm_ratio", "element", "exact", "nonfinite")
+
+
+@dataclass(frozen=True, slots=True)
+class RowErrors:
+    """rel, ratio: as the table shows them; gain: slope of mine over the golden, minus 1; err: in units of a
+    relative L2 error; measure: which of METRICS made err."""
+
+    rel: np.ndarray
+    ratio: np.ndarray
+    peak: np.ndarray
+    err: np.ndarray
+    measure: np.ndarray
+    gain: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """What a pair says of its rows. row, err: the first row with the largest error. rel: the largest; ratio: the one
+    furthest from 1; prefill, decode: the largest rel of each phase. None where there is no such row."""
+
+    row: int = 0
+    err: float | None = None
+    rel: float | None = None
+    ratio: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+
+
+def row_errors(
+    table: np.ndarray, floor: float, width: int, standard: Standard, *, exact: bool = False, inside: float | None = None
+) -> RowErrors:
+    """table: float64 [n, 11] (kernels.definition.ROW_FIELDS); floor: norm below which a row's own norm is no measure;
+    inside: the narrowest that the rows were in the operator (limits.narrowest), where that is not ``width``."""
+    rel = definition.row_rel_l2(table, floor)
+    ratio = definition.row_norm_ratio(table, floor)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        small = np.sqrt(table[:, definition.GG]) < floor
+        rms = floor / math.sqrt(max(width, 1))
+        gg = np.maximum(table[:, definition.GG], floor * floor)
+        gain = np.where(gg > 0, (table[:, definition.GM] - table[:, definition.GG]) / np.where(gg > 0, gg, 1.0), 0.0)
+        peak = table[:, definition.PEAK]
+        if floor > 0:
+            peak = np.where(small, table[:, definition.MAX_D] / rms, peak)
+    broken = table[:, definition.MISMATCH] > 0
+    if exact:
+        wrong = broken | (table[:, definition.MAX_D] > 0)
+        err = np.where(wrong, np.inf, 0.0)
+        return RowErrors(rel, ratio, peak, err, np.full(len(err), EXACTLY, np.int8), gain)
+    scale = standard.ratio_factor(width if inside is None else inside)
+    parts = np.stack([rel, np.abs(ratio - 1.0) / scale, peak / standard.element])
+    parts[np.isnan(parts)] = np.inf  # NaN never passes
+    measure = parts.argmax(axis=0).astype(np.int8)
+    err = parts.max(axis=0)
+    err[broken] = np.inf
+    measure[broken] = NONFINITE
+    return RowErrors(rel, ratio, peak, err, measure, gain)
+
+
+def value_and_limit(errors: RowErrors, row: int, limits: Limits) -> tuple[str, float, float]:
+    """(metric, value, limit) of one row in the measure that decided it, for a sentence or compare.json."""
+    measure = int(errors.measure[row])
+    of_row, exactly = (errors.rel, limits.row), (errors.rel, 0.0)
+    values, limit = (of_row, (errors.ratio, limits.ratio), (errors.peak, limits.element), exactly, exactly)[measure]
+    return METRICS[measure], float(values[row]), limit
+
+
+def describe(metric: str, value: float, limit: float) -> str:
+    """One clause: what is wrong with a row, and by how much."""
+    if metric == "row_norm_ratio":
+        return f"row norm is {value:.4g} times the golden's (allowed 1 ± {limit:.2g})"
+    if metric == "element":
+        return f"an element is off by {value:.3g} of its size or the row's rms (limit {limit:.2g})"
+    if metric == "exact":
+        return "values differ and must be equal"
+    if metric == "nonfinite":
+        return "NaN or infinity on one side only"
+    if math.isinf(value):
+        return "the golden's row is 0 and mine's is not"
+    return f"row relative L2 {value:.3g} (limit {limit:.2g})"
+
+
+def alike(value: float, *, exact: bool) -> RowErrors:
+    """Of a tensor of which only one number is known, which stands for all rows."""
+    err = np.array([np.inf if exact and value > 0 else value])
+    return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
+
+
+def rows_of(errors: RowErrors, at: slice | np.ndarray) -> RowErrors:
+    """Some of the rows; of a slice the same numbers, not a copy."""
+    return RowErrors(*(getattr(errors, name)[at] for name in RowErrors.__slots__))
+
+
+def worst_of_each(found: Sequence[RowErrors]) -> list[Worst]:
+    """A Worst of each, without the phases: those with as many rows are searched together."""
+    out = [Worst()] * len(found)
+    by_rows: dict[int, list[int]] = defaultdict(list)
+    for i, errors in enumerate(found):
+        by_rows[len(errors.err)].append(i)
+    for rows, these in by_rows.items():
+        if not rows:
+            continue
+        err, rel, ratio = (np.stack([getattr(found[i], name) for i in these]) for name in ("err", "rel", "ratio"))
+        lines = np.arange(len(these))
+        at, far = err.argmax(axis=1), np.abs(ratio - 1.0).argmax(axis=1)
+        columns = at, err[lines, at], rel.max(axis=1), ratio[lines, far]
+        for i, *values in zip(these, *(x.tolist() for x in columns), strict=True):
+            out[i] = Worst(*values)
+    return out

@@ -1,30 +1,13 @@
-"""What stands in front of a tensor: its inputs, their errors, and operators that nobody saw.
+"""What is upstream of a tensor: the order of the data flow, the tree of taps, and errors that may reach a row.
 
-How many layers the data has been through at a tap, and how many of them nobody saw since the tap before.
-
-The problem: limits grow with the layers passed, and an operator may add only so much; but the dump of a compiled engine
-has taps at the model's root and behind it, with a whole model of unseen operators in between, and a capture of some
-modules has gaps. The idea: a layer is a numbered block (``layers.3``). It is passed when one of its taps comes, in
-either dump; one that neither a tap nor the other dump shows is passed by what comes behind it in the model's tree. A
-layer without a compared tap, passed since the last compared tap, is a gap in front of this one. What may be created
-in a gap of n layers is what may pile up in n layers (standards.Standard.total_limits): each layer's roundings are
-independent, and so is each rounding that a compiler leaves out or adds, which differs between the two runs like any
-other; independent errors add in quadrature, so that the limit grows with sqrt(1 + n).
-
-What is upstream of a place, row by row: the tensors that may explain an error there.
-
-The problem: an error is introduced where nothing upstream explains it, and what is upstream is written down nowhere; a
-row of attention's output depends on all earlier rows of its request, a linear layer's on one, a text row on all rows of
-its image. The idea: modules enclose one another, so that there are two kinds of places. Upstream of a leaf's output are
-the same call's inputs and parameters; upstream of what lies between a parent's children, a child's input or the
-parent's own output, are the parent's inputs and what its children gave before (`Upstream`). Of each of these, one
-number for each row: the largest error of the rows that can influence it (`Influence`); rows are sorted by key, so that
-a request is a stretch and "all earlier rows" a running maximum.
-Cost: answers are kept within a bound, by traces and sets of rows, equal sets being one (align/tokens.py). Where nobody
-knows what feeds what (another tool's dump without a tree of modules), all that came before is upstream; what was worked
-out for a list of tensors is kept, and a list that begins with it goes on from there (`Prefixes`).
-
-Not here: the limits (standards/limits.py), the order of the flow (flow.py), origins (origins.py), the tree (flow.py).
+The problem: an error is introduced where nothing upstream explains it, and no dump says what is upstream; a row of
+attention depends on all earlier rows of its request, a linear layer's on one, a text row on all rows of its image. The
+idea: sequence numbers give the order (`flow_order`), paths and spans the tree (`Tree`), numbered blocks the layers
+passed (`Layers`). Upstream of a leaf's output are the call's inputs and parameters; upstream of a place between a
+parent's children are the parent's inputs and the earlier children's outputs (`Upstream`). Of each source the largest
+error that can reach a row counts (`Influence`): rows are sorted by key, so that "all earlier rows" is a running
+maximum. Where no tree is known, all earlier outputs are upstream; `Prefixes` continues from the longest list already
+worked out. Not here: limits (standards/limits.py), origins (origins.py).
 """
 
 from __future__ import annotations
@@ -33,7 +16,7 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -44,9 +27,127 @@ from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import RowSet, position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.judge.constants import NARROW
-from vllm_accprobe.judge.flow import Key, Tree
-from vllm_accprobe.judge.routing import is_choice, is_logits, is_weight
+from vllm_accprobe.judge.near_ties import is_choice, is_logits, is_weight
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, Columns, TensorErrors, spread
+
+Key = tuple[str, str, int]
+"""(tap, role, call)."""
+_MIXES = re.compile(r"attention|attn|mamba|ssm|conv|recurrent|retention|rwkv|delta|mixer|lstm|gru", re.I)
+_ROWWISE = re.compile(
+    r"linear|norm|embed|rotary|rope|act|silu|gelu|relu|mul|mlp|feedforward|ffn|moe|expert|router|gate|logits|sampler"
+    r"|lmhead|dropout|identity",
+    re.I,
+)
+
+
+def flow_order(records: Iterable[tuple[int, int, int, Key]]) -> list[Key]:
+    """Orders keys from (step, rank, seq, key) of every record that has a step."""
+    moments: dict[tuple[int, int], list[tuple[int, Key]]] = {}
+    for step, rank, seq, key in records:
+        moments.setdefault((step, rank), []).append((seq, key))
+    ordered: list[Key] = []
+    known: set[Key] = set()
+    for moment in sorted(moments):
+        if all(key in known for _, key in moments[moment]):
+            continue
+        sequence = list(dict.fromkeys(key for _, key in sorted(moments[moment], key=lambda item: item[0])))
+        fresh: list[Key] = []
+        for key in sequence:
+            if key not in known:
+                fresh.append(key)
+            elif fresh:
+                # Before what follows: the vision tower before the model, a later pipeline stage before the end.
+                at = ordered.index(key)
+                ordered[at:at] = fresh
+                fresh = []
+        if fresh:
+            previous = [k for k in sequence[: sequence.index(fresh[0])] if k in known]
+            at = ordered.index(previous[-1]) + 1 if previous else len(ordered)
+            ordered[at:at] = fresh
+        known.update(sequence)
+    return ordered
+
+
+def add_parameters(
+    ordered: Sequence[Key], parameters: Iterable[tuple[str, str]], modules: Sequence[Module]
+) -> list[Key]:
+    """Puts each (tap, role) of a parameter before its tap's first tensor, or, for a tap that never ran as a module,
+    behind the last tensor of the module that stands before it in the model's tree."""
+    by_tap: dict[str, list[Key]] = {}
+    for tap, role in parameters:
+        by_tap.setdefault(tap, []).append((tap, role, 0))
+    if not by_tap:
+        return list(ordered)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, (tap, _, _) in enumerate(ordered):
+        first.setdefault(tap, i)
+        last[tap] = i
+    put: dict[float, list[Key]] = {}
+    place = -1.0
+    index = [m.tap for m in sorted(modules, key=lambda m: m.index)]
+    for tap in index + [t for t in by_tap if t not in set(index)]:
+        if tap in by_tap:
+            put.setdefault(first[tap] - 0.5 if tap in first else place + 0.25, []).extend(by_tap.pop(tap))
+        if tap in last and tap != ROOT_TAP:
+            place = float(last[tap])
+    out = [(float(i), key) for i, key in enumerate(ordered)]
+    out += [(at, key) for at, keys in put.items() for key in keys]
+    return [key for _, key in sorted(out, key=lambda item: item[0])]  # stable: what is put at one place keeps its order
+
+
+@dataclass
+class Tree:
+    """The taps of one dump that have tensors. parent: nearest enclosing tap; children likewise; all in flow order.
+
+    A tap encloses those whose paths begin with its own, and a neighbour that runs while it runs (the logits processor
+    calls lm_head)."""
+
+    classes: Mapping[str, str]
+    parent: dict[str, str | None] = field(default_factory=dict)
+    children: dict[str | None, list[str]] = field(default_factory=dict)
+    mixing: dict[str, bool] = field(default_factory=dict)
+
+    @staticmethod
+    def of(taps: Sequence[str], classes: Mapping[str, str], spans: Mapping[str, tuple[int, int]] | None = None) -> Tree:
+        """spans: for taps with inputs and outputs, the places of the first and the last of them in the flow."""
+        tree = Tree(classes)
+        known = set(taps)
+        for tap in taps:
+            above = () if tap == ROOT_TAP else (*enclosing(tap), ROOT_TAP)
+            tree.parent[tap] = next((up for up in above if up in known), None)
+        for tap, up in list(tree.parent.items()):
+            if up is not None and spans and tap in spans:
+                first, last = spans[tap]
+                siblings = [s for s in taps if s != tap and tree.parent[s] == up and s in spans]
+                callers = [s for s in siblings if spans[s][0] < first and last < spans[s][1]]
+                if callers:
+                    tree.parent[tap] = min(callers, key=lambda s: spans[s][1] - spans[s][0])
+        for tap in taps:
+            tree.children.setdefault(tree.parent[tap], []).append(tap)
+        for tap in sorted(dict.fromkeys(taps), key=lambda t: -len(tree.above(t))):
+            cls = classes.get(tap, "")
+            inside = any(tree.mixing[c] for c in tree.children.get(tap, ()))
+            tree.mixing[tap] = inside or mixes(tap, cls)
+        return tree
+
+    def above(self, tap: str) -> list[str]:
+        out = []
+        up = self.parent.get(tap)
+        while up is not None:
+            out.append(up)
+            up = self.parent.get(up)
+        return out
+
+
+def mixes(tap: str, cls: str) -> bool:
+    """Whether a row of the output depends on other rows of the input."""
+    what = cls or tap.rpartition(".")[2].replace("_", "")
+    plain = re.search(r"norm|linear|embed|rotary|rope", what, re.I)
+    if _MIXES.search(what) and not plain:
+        return True
+    return not _ROWWISE.search(what)
+
 
 _NOWHERE, _BEHIND = 1e18, 1e19
 """Places: of what the tree does not hold, and of what comes behind even that."""
@@ -129,7 +230,6 @@ def unseen_taps(dump: Any) -> list[str]:
 
 
 def _earlier(block: str, other: str) -> bool:
-    """Whether two blocks stand in one container, ``block`` first."""
     (here, _, n), (there, _, m) = block.rpartition("."), other.rpartition(".")
     return here == there and int(n) < int(m)
 
@@ -259,7 +359,6 @@ class Influence:
 
 
 def _edges(keys: np.ndarray) -> np.ndarray:
-    """Where each request begins in sorted ``keys``."""
     who = subject(keys)
     return np.flatnonzero(np.append(True, who[1:] != who[:-1])) if len(keys) else np.zeros(0, np.int64)
 
@@ -297,7 +396,6 @@ def _causal_anywhere(rows: np.ndarray, values: np.ndarray, seen: np.ndarray, key
 
 
 def _stretch(keys: np.ndarray, who: int) -> slice:
-    """Where the rows of one request lie in sorted ``keys``."""
     first, last = np.searchsorted(keys, [who << 32, (who + 1) << 32])
     return slice(int(first), int(last))
 
@@ -407,7 +505,7 @@ class Upstream:
         return self._inside(up, sink) if up is not None else self.earlier(sink)
 
     def earlier(self, sink: TensorErrors) -> list[TensorErrors]:
-        """In order: what stands in front of the next place begins with the same (prefixes.py)."""
+        """In order: what stands in front of the next place begins with the same (Prefixes)."""
         return self._given_out[: bisect_left(self._given_out, sink.order, key=_order)]
 
     def _silent(self, tap: str) -> list[TensorErrors]:
@@ -435,11 +533,9 @@ class Upstream:
 
     @cached_property
     def _takes_inputs(self) -> bool:
-        """Whether inputs of modules that gave something out were captured."""
         return any(kinds[INPUT] and kinds[OUTPUT] for kinds in self.by_tap.values())
 
     def unfed(self, tap: str, sink: TensorErrors) -> bool:
-        """Whether a leaf's output is compared and nothing that went into the leaf."""
         leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
         inputs = self.by_tap[tap][INPUT]
         return leaf and not is_fed([t for t in inputs if t.call == sink.call] or inputs)

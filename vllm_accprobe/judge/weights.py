@@ -1,32 +1,16 @@
-"""What the fingerprints of weights say: within one run, between two, and over their history.
+"""What the fingerprints of weights show: within one run, between two runs, and from which event on.
 
-A finding about weights, as a plain value.
-
-What a dump says of each parameter, put in order: one state for each event.
-
-The problem: lines come as they were made, rows only where they are new, and a parameter that lies as it was given has
-one line for both. The idea: a `State` holds all forms of one parameter after one event, its rows filled in from the
-last line with the same sum; a `History` is the states of one rank's parameter.
-
-What is wrong with weights by one dump alone.
-
-The problem: most faults of a sync show without a golden: a shard that loading wrote and a reload did not, an adapter's
-slot that holds the one before, a scale that is zero. A parameter that merely stays the same is none: trainers freeze
-some, and small steps round to nothing. The idea: what loading wrote is what a whole reload writes, row by row and time
-by time; what packing changed at loading it changes again. Each rule names the first event at which it holds, and
-nothing is said of what was not looked at.
-
-Golden's weights against mine's, event by event: from which on they differ.
-
-The problem: kernels pack weights in forms of their own, so what lies in memory cannot be compared between machines, and
-one wrong parameter explains everything behind it. The idea: the k-th event of a kind meets the k-th of the same kind;
-there the parameter is compared as it was given, or where a packing was taken off; else without order, where the shapes
-are one. The first event at which it differs is named, and whether mine's was written there at all. Parameters that are
-cut otherwise, or have other dtypes, are counted and not compared.
+The problem: one wrong parameter explains everything behind it, and kernels pack weights in forms of their own. The
+idea: journal lines become one `State` per parameter and event. Within one run (`faults_within`), what loading wrote a
+whole reload must write again, row by row, and what loading packed it must pack again; a parameter that stays the same
+is no fault. Between two runs (`weights_between`), the k-th event of a kind is compared with the k-th, as loaded or
+unpacked, else without order; the first event at which a parameter differs is named. Other cuts and dtypes are counted.
+Not here: how fingerprints are taken (capture/weights/), the journal's lines (dump/journal.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -35,21 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.journal import (
-    GIVEN,
-    LOAD,
-    LOADED,
-    LORA,
-    PACKED,
-    RELOAD,
-    SLOT,
-    SYNC,
-    WAKE,
-    Lives,
-    WeightEvent,
-    WeightPrint,
-)
-from vllm_accprobe.dump.journal import MAX_WEIGHT_ROWS as MAX_ROWS
+from vllm_accprobe.dump import journal
 from vllm_accprobe.judge.constants import FEW_LISTED, WEIGHTS_WHOLE
 
 NOT_WRITTEN, UNFILLED, ZERO, NAN = "not written", "never filled", "zero", "NaN"
@@ -82,7 +52,6 @@ class WeightFault:
 
 
 def wrong_weights(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of compare.json's ``weights``: the findings that tell golden and mine apart."""
     return [f for f in found.get("findings") or [] if f["side"] != BOTH]
 
 
@@ -93,23 +62,20 @@ Place = tuple[int, str, str]
 
 @dataclass
 class State:
-    """One parameter after one event: its prints by form."""
-
-    event: WeightEvent
-    forms: dict[str, WeightPrint] = field(default_factory=dict)
+    event: journal.WeightEvent
+    forms: dict[str, journal.WeightPrint] = field(default_factory=dict)
 
     @property
-    def given(self) -> WeightPrint | None:
-        """As it was given by this event, where it was looked at."""
-        return self.forms.get(LOADED)
+    def given(self) -> journal.WeightPrint | None:
+        return self.forms.get(journal.LOADED)
 
     @property
-    def lies(self) -> WeightPrint | None:
+    def lies(self) -> journal.WeightPrint | None:
         """As it lies after the event: what was not packed lies as it was given."""
-        return self.forms.get(PACKED) or self.forms.get(LOADED)
+        return self.forms.get(journal.PACKED) or self.forms.get(journal.LOADED)
 
     @property
-    def any(self) -> WeightPrint:
+    def any(self) -> journal.WeightPrint:
         return next(iter(self.forms.values()))
 
     def written(self) -> np.ndarray | None:
@@ -119,15 +85,14 @@ class State:
 
 
 @dataclass
-class LivesInOrder:
+class WeightHistory:
     """One dump's lives. events: in order, by rank; states: by place, in the order of events."""
 
-    events: dict[int, list[WeightEvent]] = field(default_factory=dict)
+    events: dict[int, list[journal.WeightEvent]] = field(default_factory=dict)
     states: dict[Place, list[State]] = field(default_factory=dict)
 
     @cached_property
     def at(self) -> dict[tuple[int, int], dict[Place, State]]:
-        """(rank, number) → the states after that event."""
         found: dict[tuple[int, int], dict[Place, State]] = {}
         for place, states in self.states.items():
             for state in states:
@@ -135,9 +100,9 @@ class LivesInOrder:
         return found
 
 
-def side_of(lives: Lives) -> LivesInOrder:
+def side_of(lives: journal.Lives) -> WeightHistory:
     """Both put in order. Prints without an event (the run was killed before its line) are left out."""
-    side = LivesInOrder()
+    side = WeightHistory()
     events = {(e.rank, e.number): e for e in lives.events}
     for e in sorted(events.values(), key=lambda e: e.number):
         side.events.setdefault(e.rank, []).append(e)
@@ -163,17 +128,18 @@ def is_computed(name: str) -> bool:
     return name.startswith("_") or any(word in name for word in _COMPUTED)
 
 
-def times(p: WeightPrint) -> np.ndarray | None:
-    """`State.written` of a print."""
+def times(p: journal.WeightPrint) -> np.ndarray | None:
     if p.written is None:
         return None
-    found = np.zeros(p.count if p.count <= MAX_ROWS else 1, np.int64)  # of one with more rows: whether any was
+    found = np.zeros(
+        p.count if p.count <= journal.MAX_WEIGHT_ROWS else 1, np.int64
+    )  # of one with more rows: whether any was
     for first, end, n in p.written:
         found[first:end] = n
     return found
 
 
-def differing(a: WeightPrint, b: WeightPrint) -> np.ndarray | None:
+def differing(a: journal.WeightPrint, b: journal.WeightPrint) -> np.ndarray | None:
     """Rows in which two prints of one shape differ; None where they cannot be told."""
     if a.shape != b.shape:
         return None
@@ -181,7 +147,7 @@ def differing(a: WeightPrint, b: WeightPrint) -> np.ndarray | None:
     return None if x is None or y is None else np.flatnonzero(x != y)
 
 
-def exchanged(a: WeightPrint, b: WeightPrint) -> tuple[int, int] | None:
+def exchanged(a: journal.WeightPrint, b: journal.WeightPrint) -> tuple[int, int] | None:
     """The two rows of which each holds the other's elements, where these are the only ones that differ."""
     rows, x, y = differing(a, b), a.sums(), b.sums()
     if rows is None or x is None or y is None or len(rows) != 2:
@@ -190,7 +156,7 @@ def exchanged(a: WeightPrint, b: WeightPrint) -> tuple[int, int] | None:
     return (i, j) if x[i] == y[j] and x[j] == y[i] else None
 
 
-def named(p: WeightPrint, rows: np.ndarray) -> str:
+def named(p: journal.WeightPrint, rows: np.ndarray) -> str:
     """Rows in words: ``k``, ``up of expert 3``, ``rows 4, 17``, ``rows 0-63``. "" for all of them."""
     if not len(rows) or len(rows) == p.count:
         return ""
@@ -210,7 +176,7 @@ def named(p: WeightPrint, rows: np.ndarray) -> str:
     return f"{what}{'s' * (len(rows) > 1)} {_listed([int(r) for r in rows])}"
 
 
-def named_pair(p: WeightPrint, pair: tuple[int, int]) -> str:
+def named_pair(p: journal.WeightPrint, pair: tuple[int, int]) -> str:
     """Two rows in words: ``rows 3 and 17``, of one expert counted within it."""
     i, j = pair
     if p.block and i // p.block == j // p.block:
@@ -226,11 +192,11 @@ def _listed(numbers: list[int]) -> str:
     return shown if len(numbers) <= FEW_LISTED else f"{shown} and {len(numbers) - FEW_LISTED} more"
 
 
-def spoken(event: WeightEvent, events: list[WeightEvent]) -> str:
+def event_words(event: journal.WeightEvent, events: list[journal.WeightEvent]) -> str:
     """An event in words: ``loading``, ``reload 2``, ``putting adapter 'a' into slot 0``."""
-    if event.kind == LOAD:
+    if event.kind == journal.LOAD:
         return "loading"
-    if event.kind == LORA:
+    if event.kind == journal.LORA:
         return f"putting adapter {event.name!r} into slot {event.slot}"
     nth = sum(e.kind == event.kind and e.number <= event.number for e in events)
     return f"{event.kind} {nth}"
@@ -240,7 +206,7 @@ Make = Callable[[str, Place, str, str], WeightFault]
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
-def faults_within(side: LivesInOrder, which: str) -> list[WeightFault]:
+def faults_within(side: WeightHistory, which: str) -> list[WeightFault]:
     """All findings, the earliest event first, each parameter once for each kind of fault."""
     found: list[WeightFault] = []
     for rank, events in sorted(side.events.items()):
@@ -257,25 +223,25 @@ def faults_within(side: LivesInOrder, which: str) -> list[WeightFault]:
 
 
 def _of_event(
-    side: LivesInOrder, rank: int, events: list[WeightEvent], event: WeightEvent, which: str
+    side: WeightHistory, rank: int, events: list[journal.WeightEvent], event: journal.WeightEvent, which: str
 ) -> Iterator[WeightFault]:
     states = side.at.get((rank, event.number), {})
-    when = spoken(event, events)
+    when = event_words(event, events)
 
     def fault(what: str, place: Place, rows: str, says: str) -> WeightFault:
         tap, name = place[1:]
         of = f" ({rows})" if rows else ""
         return WeightFault(what, which, rank, tap, name, when, event.number, rows, f"{tap}.{name}{of} {says}")
 
-    if event.kind == LORA:
+    if event.kind == journal.LORA:
         for place, state in states.items():
             yield from _slot(side, place, state, fault)
         return
-    unwritten = _unwritten(side, rank, event, states) if event.kind in (RELOAD, SYNC) else {}
+    unwritten = _unwritten(side, rank, event, states) if event.kind in (journal.RELOAD, journal.SYNC) else {}
     for place, state in states.items():
         if is_computed(place[2]):
             continue
-        history = [s for s in side.states[place] if s.event.number < event.number and s.event.kind != LORA]
+        history = [s for s in side.states[place] if s.event.number < event.number and s.event.kind != journal.LORA]
         if place in unwritten:
             rows = unwritten[place]
             p = state.given or state.lies
@@ -287,23 +253,23 @@ def _of_event(
         yield from _scale(place, state, when, fault)
         yield from _packing(place, state, history, event, when, fault)
         a, b = history[-1].lies if history else None, state.lies
-        if event.kind == WAKE and a is not None and b is not None and a.shape == b.shape and a.order != b.order:
+        if event.kind == journal.WAKE and a is not None and b is not None and a.shape == b.shape and a.order != b.order:
             yield fault(SLEEP, place, named(b, _rows(a, b)), f"is not after {when} what it was before sleep")
 
 
-def _rows(a: WeightPrint, b: WeightPrint) -> np.ndarray:
+def _rows(a: journal.WeightPrint, b: journal.WeightPrint) -> np.ndarray:
     rows = differing(a, b)
     return np.zeros(0, np.int64) if rows is None else rows
 
 
-def _stays(history: list[State], p: WeightPrint, rows: np.ndarray) -> bool:
+def _stays(history: list[State], p: journal.WeightPrint, rows: np.ndarray) -> bool:
     before = next((q for s in reversed(history) for q in (s.forms.get(p.form),) if q is not None), None)
     changed = None if before is None else differing(before, p)
     return changed is not None and not np.isin(rows, changed).any()
 
 
 def _unwritten(
-    side: LivesInOrder, rank: int, event: WeightEvent, states: dict[Place, State]
+    side: WeightHistory, rank: int, event: journal.WeightEvent, states: dict[Place, State]
 ) -> dict[Place, np.ndarray]:
     """Rows that loading wrote and this event did not, of an event that means to write all; of another one those of
     tensors and modules that it began to write."""
@@ -326,27 +292,23 @@ def _unwritten(
         rows = np.flatnonzero((before > 0) & (now == 0))
         if len(rows):
             missing[place] = rows
-    total = written + sum(len(rows) == _count(states[p]) for p, rows in missing.items())
+    total = written + sum(len(rows) == states[p].any.count for p, rows in missing.items())
     if not written:
         return {}
     if written >= WEIGHTS_WHOLE * total:
         return missing
-    return {p: rows for p, rows in missing.items() if touched[p[1]] or len(rows) < _count(states[p])}
-
-
-def _count(state: State) -> int:
-    return state.any.count
+    return {p: rows for p, rows in missing.items() if touched[p[1]] or len(rows) < states[p].any.count}
 
 
 def _scale(place: Place, state: State, when: str, make: Make) -> Iterator[WeightFault]:
     p = state.given or state.lies
     if p is None or "scale" not in place[2] or not p.count:
         return
-    if p.zeros and p.zeros == _elements(p):
+    if p.zeros and p.zeros == math.prod(p.shape):
         yield make(ZERO, place, "", f"is zero after {when}: whatever it scales is lost")
     elif p.nan:
         yield make(NAN, place, "", f"holds {p.nan} NaN after {when}")
-    elif p.raw and p.written is not None and state.event.kind == LOAD:
+    elif p.raw and p.written is not None and state.event.kind == journal.LOAD:
         now = state.written()
         rows = np.flatnonzero(now == 0) if now is not None else np.zeros(0, np.int64)
         if len(rows) and now is not None and now.any():
@@ -355,15 +317,8 @@ def _scale(place: Place, state: State, when: str, make: Make) -> Iterator[Weight
             )
 
 
-def _elements(p: WeightPrint) -> int:
-    found = 1
-    for n in p.shape:
-        found *= n
-    return found
-
-
 def _packing(
-    place: Place, state: State, history: list[State], event: WeightEvent, when: str, make: Make
+    place: Place, state: State, history: list[State], event: journal.WeightEvent, when: str, make: Make
 ) -> Iterator[WeightFault]:
     given, lies = state.given, state.lies
     packed = lies if lies is not None and lies is not given else None
@@ -385,7 +340,7 @@ def _packing(
 
 def _again(place: Place, state: State, history: list[State], when: str, make: Make) -> Iterator[WeightFault]:
     """What was packed into another order at loading, and lies in the checkpoint's now."""
-    first = next((s for s in history if s.event.kind == LOAD), None)
+    first = next((s for s in history if s.event.kind == journal.LOAD), None)
     if first is None or first.given is None or first.lies is None or first.lies is first.given:
         return
     was, now = first.lies, state.lies
@@ -397,13 +352,13 @@ def _again(place: Place, state: State, history: list[State], when: str, make: Ma
         yield make(NOT_PACKED, place, "", says)
 
 
-def _slot(side: LivesInOrder, place: Place, state: State, make: Make) -> Iterator[WeightFault]:
-    given, slot = state.forms.get(GIVEN), state.forms.get(SLOT)
+def _slot(side: WeightHistory, place: Place, state: State, make: Make) -> Iterator[WeightFault]:
+    given, slot = state.forms.get(journal.GIVEN), state.forms.get(journal.SLOT)
     if given is None or slot is None or given.bag == slot.bag:
         return
     rank, event = place[0], state.event
     before = [s for s in side.states[place] if s.event.slot == event.slot and s.event.number < event.number]
-    same = next((s for s in reversed(before) if (p := s.forms.get(SLOT)) and p.order == slot.order), None)
+    same = next((s for s in reversed(before) if (p := s.forms.get(journal.SLOT)) and p.order == slot.order), None)
     of = f"adapter {event.name!r} in slot {event.slot} of rank {rank}"
     if same is not None:
         whose = f"adapter {same.event.name!r}" if same.event.name != event.name else "an earlier version"
@@ -414,11 +369,12 @@ def _slot(side: LivesInOrder, place: Place, state: State, make: Make) -> Iterato
 
 
 OTHER_FORM, OTHER_CUT, ONE_SIDE = "packed by other kernels", "cut otherwise, or of another dtype", "in one dump only"
+Prints = tuple[journal.WeightPrint, journal.WeightPrint]
 Key = tuple[int, str, str, int]
 """Rank, kind, an adapter's name, and which of these events."""
 
 
-def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
+def weights_between(golden: journal.Lives, mine: journal.Lives) -> dict[str, Any]:
     """What compare.json says of weights; {} where neither dump tells of them. ``findings``: first what is between the
     two, each with what mine's own life says of it, then what else one of them shows alone. Where only one dump tells
     of its weights (the other is another tool's, or older), what it shows alone is all that there is; ``told`` counts
@@ -447,8 +403,7 @@ def weights_between(golden: Lives, mine: Lives) -> dict[str, Any]:
     }
 
 
-def _one_side(golden: Lives, mine: Lives) -> dict[str, Any]:
-    """`weights_between` where at most one of the two tells of its weights."""
+def _one_side(golden: journal.Lives, mine: journal.Lives) -> dict[str, Any]:
     if not golden.prints and not mine.prints:
         return {}
     which, lives = ("mine", mine) if mine.prints else ("golden", golden)
@@ -462,7 +417,7 @@ def _one_side(golden: Lives, mine: Lives) -> dict[str, Any]:
     }
 
 
-def _follows(fault: WeightFault, own: Iterable[WeightFault], mine: LivesInOrder) -> bool:
+def _follows(fault: WeightFault, own: Iterable[WeightFault], mine: WeightHistory) -> bool:
     """Whether the tensor is none of the checkpoint's, and made of another one of its module, which is wrong since the
     same event: packing computes column sums of scale times weight, for example."""
     if not any((f.rank, f.tap, f.number) == (fault.rank, fault.tap, fault.number) for f in own):
@@ -472,26 +427,26 @@ def _follows(fault: WeightFault, own: Iterable[WeightFault], mine: LivesInOrder)
     return written is not None and not written.any()
 
 
-def _events(side: LivesInOrder) -> list[dict[str, Any]]:
+def _events(side: WeightHistory) -> list[dict[str, Any]]:
     return [
-        {"rank": rank, "number": e.number, "event": spoken(e, events), "step": e.step, "seconds": e.seconds}
+        {"rank": rank, "number": e.number, "event": event_words(e, events), "step": e.step, "seconds": e.seconds}
         for rank, events in sorted(side.events.items())
         for e in events
     ]
 
 
-def _keys(side: LivesInOrder) -> dict[Key, WeightEvent]:
-    found: dict[Key, WeightEvent] = {}
+def _keys(side: WeightHistory) -> dict[Key, journal.WeightEvent]:
+    found: dict[Key, journal.WeightEvent] = {}
     for rank, events in side.events.items():
         nth: Counter[tuple[str, str]] = Counter()
         for e in events:
-            name = e.name if e.kind == LORA else ""
+            name = e.name if e.kind == journal.LORA else ""
             found[rank, e.kind, name, nth[e.kind, name]] = e
             nth[e.kind, name] += 1
     return found
 
 
-def _between(golden: LivesInOrder, mine: LivesInOrder, skipped: Counter[str]) -> tuple[list[WeightFault], int]:
+def _between(golden: WeightHistory, mine: WeightHistory, skipped: Counter[str]) -> tuple[list[WeightFault], int]:
     events = _keys(golden), _keys(mine)
     found: dict[Place, WeightFault] = {}
     compared: set[Place] = set()
@@ -501,7 +456,7 @@ def _between(golden: LivesInOrder, mine: LivesInOrder, skipped: Counter[str]) ->
         theirs = events[0].get(key)
         if theirs is None:
             continue
-        when = spoken(event, mine.events[event.rank])
+        when = event_words(event, mine.events[event.rank])
         states = golden.at.get((theirs.rank, theirs.number), {}), mine.at.get((event.rank, event.number), {})
         for place in states[0].keys() & states[1].keys():
             if place in found or is_computed(place[2]):
@@ -513,7 +468,7 @@ def _between(golden: LivesInOrder, mine: LivesInOrder, skipped: Counter[str]) ->
                 continue
             compared.add(place)
             if not _same(*pair):
-                found[place] = _fault(place, pair, when, event.number, before.get(place), (g, m))
+                found[place] = _fault(place, pair, when, event.number, before.get(place))
             else:
                 before[place] = g, m, when
         if event.number == 0:
@@ -524,11 +479,10 @@ def _between(golden: LivesInOrder, mine: LivesInOrder, skipped: Counter[str]) ->
     return list(found.values()), len(compared)
 
 
-def _comparable(g: State, m: State) -> tuple[tuple[WeightPrint, WeightPrint] | None, str]:
-    """The two prints to compare, or why there are none."""
+def _comparable(g: State, m: State) -> tuple[Prints | None, str]:
     a, b = g.given, m.given
     if a is None or b is None:
-        a, b = g.lies or g.forms.get(SLOT), m.lies or m.forms.get(SLOT)
+        a, b = g.lies or g.forms.get(journal.SLOT), m.lies or m.forms.get(journal.SLOT)
     if a is None or b is None:
         return None, ONE_SIDE
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -538,20 +492,13 @@ def _comparable(g: State, m: State) -> tuple[tuple[WeightPrint, WeightPrint] | N
     return (a, b), ""
 
 
-def _same(a: WeightPrint, b: WeightPrint) -> bool:
+def _same(a: journal.WeightPrint, b: journal.WeightPrint) -> bool:
     if "unknown" in (a.undone, b.undone):
         return a.bag == b.bag
     return a.order == b.order
 
 
-def _fault(
-    place: Place,
-    pair: tuple[WeightPrint, WeightPrint],
-    when: str,
-    number: int,
-    before: tuple[State, State, str] | None,
-    states: tuple[State, State],
-) -> WeightFault:
+def _fault(place: Place, pair: Prints, when: str, number: int, before: tuple[State, State, str] | None) -> WeightFault:
     rank, tap, name = place
     rows = differing(*pair)
     where = named(pair[1], np.zeros(0, np.int64) if rows is None else rows)

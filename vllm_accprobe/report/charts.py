@@ -1,22 +1,9 @@
 """Depth chart and heat map as data: each tap and each row over its limit.
 
-How far each tap is over its own limit, against depth: one point per tap, in data-flow order.
-
-The problem: an error is created in one place and carried on from there; a list of a hundred thousand pairs does not
-show where, and errors against limits of other measures show a fault below its limit. The idea: everything is drawn as
-the factor that decided (facts.severity), so that 1 is the limit of every tap and who failed is not below it: what a tap
-created over what one operator may (an origin: the factor that is said of it), and behind that what its outputs are off
-by in all, the worst row over all steps, ranks and calls.
-
-Layers by tokens: how far each row of each tap is off, in units of its limit, small enough for a page.
-
-The problem: a comparison holds millions of row errors, and what a person wants is a picture: which layer, which token.
-The idea: per request a matrix taps × tokens of one byte each, on a logarithmic scale; long requests are binned (the
-worst row of a bin counts), the worst requests come first, and what does not fit is counted. A page folds taps into
-layers and unfolds a layer again.
-
-Not here: drawing (html/chart.js); inputs, parameters and integer tensors, which have no place on an error axis, drawing
-(html/heat.js), the rows themselves (comparison/row_table.py).
+The problem: an error is created in one place and carried on, and millions of row errors show no pattern. The idea: all
+is drawn as the factor that decided (`facts.severity`), so that 1 is every tap's limit: a point per tap with what it
+created and what its outputs are off by; per request a matrix taps x tokens of one byte each on a logarithmic scale,
+long requests binned by their worst row, worst requests first, the rest counted. Not here: drawing (html/*.js).
 """
 
 from __future__ import annotations
@@ -88,7 +75,6 @@ def depth(comparison: Comparison) -> list[Point]:
 
 
 def on_axis(pair: Pair) -> bool:
-    """Whether a pair has a place on an error axis: a compared output of a floating-point dtype."""
     if pair.status == "skip" or not pair.role.startswith(("output", "inplace")):
         return False
     return not str(pair.dtype_golden).startswith(("int", "uint", "bool"))
@@ -146,7 +132,7 @@ MAX_CELLS = 3_000_000
 """Bytes of all requests' matrices."""
 MAX_REQUESTS = 200
 STRETCH = 1 << 18
-"""Rows that are looked at together."""
+"""Rows that are examined together."""
 MISSING, IDENTICAL, INFINITE = 0, 1, 255
 PER_DECADE, LOWEST = 30, -4.0
 """Codes 2 to 254 are ratios on a logarithmic scale: 2 is 1e-4 and less, 30 codes to a factor of ten."""
@@ -328,7 +314,6 @@ def factors(comparison: Comparison) -> np.ndarray:
 
 
 def _by_pair(at: np.ndarray, pair: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(pair, its entries) of each."""
     order = np.argsort(pair, kind="stable")
     numbers, first = np.unique(pair[order], return_index=True)
     return list(zip(numbers.tolist(), np.split(at[order], first[1:]), strict=True))

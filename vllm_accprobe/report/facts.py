@@ -1,40 +1,9 @@
 """What a comparison says, in sentences and picks that do not depend on where they are shown.
 
-Whose each pair is: an origin's own, or what its error became further on; and all of them in one sum.
-
-The problem: "968 of 2,760 pairs failed" says how far an error has spread, and not in how many places it is made. The
-idea: a failed pair of a tensor that an origin is blamed for is its own, any other one is propagated; with those that
-pass and those that are skipped they add up to all.
-
-Words of a command line that can be copied: quoted paths, and names of a dump as globs.
-
-The problem: a name comes from a dump and may hold a blank, a quote, a star, a comma or a line break, and an option may
-take a list of globs. The idea: a path or an exact name is quoted, or there is no command with it at all; in a glob,
-whatever would mean something there becomes ``?``, which stands for any one character.
-
-Which floor an origin breaks, by how much, and how likely that is by chance, in plain words.
-
-The problem: "13 times the limit" convicts or merely puzzles, depending on where the limit comes from. The idea: each of
-the tiers (judge/statistic.py) has one sentence, made here from an origin's fields and from nothing else, for all
-reports alike; what an origin does not say is left out.
-
-What a comparison says, in sentences and picks that do not depend on where they are shown.
-
-The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, the counts and
-how bad a pair is are made once, here, as plain values.
-Every string returned is already ``safe``.
-
-The worst failed pairs, one for each cause.
-
-The problem: a fault in one operator fails at every step, rank and request and in all that is computed from it, and the
-ten worst of all pairs are then ten rows of one fault, while a second one, a tenth as large, is on no list. The idea:
-pairs of one tap are one cause, and so are those of an origin that is in several layers; each is told by its worst pair,
-and how many more are like it. Origins go first: another tap that fails only shows what reached it.
-The page's table has all pairs.
-
-Not here: how an origin is found (judge/), which commands are worth typing (follow_ups.py), the floors (judge/,
-opcheck/), the layout, judging (judge/), layout (terminal.py, html/), how bad a pair is (facts.severity), the layout
-(terminal.py, markdown.py, notebook.py).
+The problem: terminal, page and csv must never tell three stories. The idea: the verdict's sentence, counts, how bad a
+pair is, which limit an origin breaks and how likely that is by chance, and the worst pair of each cause are made once,
+here, as plain values. A failed pair is an origin's own or propagated. Every string returned is `safe`. Not here:
+judging (judge/), which commands are worth typing (follow_ups.py), layout (terminal.py, html/, markdown.py).
 """
 
 from __future__ import annotations
@@ -73,7 +42,6 @@ def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
 
 
 def of_origins(comparison: Comparison) -> Callable[[Pair], bool]:
-    """Whether a pair is one of an origin's own."""
     modules = {str(o.get("module")) for o in comparison.origins if not o.get("gap")}
     others = {role for o in comparison.origins if "/" in (role := str(o.get("role")))}
     return lambda p: p.tap in modules or f"{p.tap}/{p.role}" in others
@@ -142,6 +110,17 @@ def sentence(origin: Mapping[str, Any]) -> str | None:
     if tier == BEHIND_A_ROUTER:
         return f"{tier}: {by or 'above'} its floor, as rows are that a near tie sends to other experts"
     return safe(tier, 60) if tier else None
+
+
+def optional_columns(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """(heading, a text of each origin) of the columns that a table of origins has only where an origin fills one."""
+    origins = comparison.origins
+    found = {
+        "constant": [constant(o) for o in origins], "shape": [shape(o) or "" for o in origins],
+        "in graphs": [graph(o) or "" for o in origins], "in the gap": [inside(comparison, o) or "" for o in origins],
+        "floor that it breaks": [whole(o) for o in origins],
+    }  # fmt: skip
+    return [(name, texts) for name, texts in found.items() if any(texts)]
 
 
 def whole(origin: Mapping[str, Any]) -> str:
@@ -259,7 +238,6 @@ SHORT = {
 
 
 def decided(pair: Pair) -> tuple[str, float | None, float | None]:
-    """(what a pair was judged by, its value, its own limit): a word for a narrow column, and two numbers."""
     if pair.measure in SHORT and pair.measured is not None:
         return SHORT[pair.measure], pair.measured, pair.allowed
     return "row L2" if pair.worst_row_rel_l2 is not None else "rel L2", value_of(pair), pair.limit
@@ -288,7 +266,7 @@ def over(pair: Pair) -> str:
     return "∞" if found == math.inf else times(found, 1.0) or MISSING
 
 
-def accused(origin: Mapping[str, Any]) -> str:
+def introduced_by(origin: Mapping[str, Any]) -> str:
     """Who introduces an error, and in how many layers: ``X (cls) introduces the error``, of a gap ``the error is
     created between X and Y``."""
     if gap := gap_of(origin):
@@ -297,7 +275,7 @@ def accused(origin: Mapping[str, Any]) -> str:
 
 
 def deed(origin: Mapping[str, Any]) -> str:
-    """What an origin does. A file's tensor, of which nobody knows what went in, is not said to create anything, and
+    """What an origin does. A file's tensor, of which it is not known what went in, is not said to create anything, and
     a module with another constant, or with other weights, computes what it was built to."""
     if is_cache(origin):
         return "is wrong"
@@ -342,7 +320,6 @@ def infinite(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def place_of(origin: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(tap, role) of the tensor that shows an origin's error."""
     gap = gap_of(origin)
     if gap is None:
         return origin.get("module"), origin.get("role")
@@ -361,7 +338,6 @@ def evidence(origin: Mapping[str, Any]) -> str:
 
 
 def origin_name(origin: Mapping[str, Any]) -> str:
-    """An origin's module without its class, or where its gap is."""
     gap = gap_of(origin)
     return between(gap) if gap else str(origin.get("module", "?"))
 
@@ -419,7 +395,6 @@ def graph(origin: Mapping[str, Any]) -> str | None:
 
 
 def divergence(comparison: Comparison) -> str | None:
-    """The first divergence as one line without its heading, or None."""
     d = comparison.first_divergence
     if not d:
         return None
@@ -470,12 +445,10 @@ def _told_instead(comparison: Comparison) -> list[str]:
 
 
 def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
-    """The findings of a side's own ledger of states, a sentence each."""
     return [safe(one.get("sentence") or "", 1000) for one in findings(comparison.states, side)]
 
 
 def operators(comparison: Comparison) -> list[dict[str, Any]]:
-    """The origins that are operators: all but a cache."""
     return [o for o in comparison.origins if not is_cache(o)]
 
 
@@ -489,7 +462,7 @@ def _failure(comparison: Comparison, c: Counts) -> str:
         return f"the weights, not the kernel: {where}{safe(faults[0]['says'], 400)}{others}"
     if comparison.origins:
         origin = comparison.origins[0]
-        return f"{accused(origin)}: {origin_detail(comparison, origin)}"
+        return f"{introduced_by(origin)}: {origin_detail(comparison, origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"
     if c.failed:
@@ -550,7 +523,7 @@ class FailedCause:
 def causes(comparison: Comparison) -> list[FailedCause]:
     """All of them, origins first, and then the worst first; equals in data-flow order."""
     is_own, own = of_origins(comparison), set()
-    spread = {_form(o["module"]) for o in comparison.origins if _in_layers(o)}
+    spread = {_form(o["module"]) for o in comparison.origins if layers(o) and isinstance(o.get("module"), str)}
     found: dict[str, tuple[tuple[float, int, int], Pair]] = {}
     pairs: dict[str, int] = {}
     for p in comparison.pairs:
@@ -579,10 +552,6 @@ def title(comparison: Comparison, shown: int, found: Sequence[FailedCause]) -> s
     what = " and ".join(words for n, words in ((own, count(own, "cause")), (behind, reached)) if n)
     some = f"the {shown} worst" if len(found) > shown else "worst first"
     return f"{what}, of {count(failed, 'failed pair')}, {some}"
-
-
-def _in_layers(origin: Mapping[str, Any]) -> bool:
-    return layers(origin) is not None and isinstance(origin.get("module"), str)
 
 
 def _form(tap: str) -> str:

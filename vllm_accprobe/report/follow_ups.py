@@ -1,12 +1,9 @@
 """What to type next, as commands that run as they are printed.
 
-The problem: a report names the operator that is wrong, and the reader must find out by himself which of twenty commands
-brings him on, and how his paths, this operator's name and the wrong row are spelled there. The idea: from a finished
-comparison, without opening anything, at most five steps are derived, the most useful first: the call as a test for
-whoever owns the kernel, its check, the wrong row on both sides, its layer alone. What cannot work with these dumps is
-not offered: a test of a call only where a replay has found it wrong, so that it has its tensors and a reference; where
-inputs were not captured, the capture that would have them. Terminal, page, markdown and compare.json (``next``) show
-the same. Not here: what decides an open answer, the spelling (facts.py).
+The problem: a report names the operator that is wrong, and the reader must find which command helps and how paths,
+names and the wrong row are spelled there. The idea: from a finished comparison at most five steps follow, the most
+useful first: the call as a test, its check, the wrong row on both sides, its layer alone. What cannot work with these
+dumps is not offered. Not here: what decides an open answer (comparison/verdict/follow_ups.py), spelling (facts.py).
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_accprobe.comparison.gaps import splitting
 from vllm_accprobe.comparison.pair import severity
-from vllm_accprobe.comparison.verdict.follow_ups import DumpFacts
-from vllm_accprobe.comparison.verdict.gaps import splitting
+from vllm_accprobe.comparison.verdict.follow_ups import dump_facts
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report.charts import layer_of
 from vllm_accprobe.report.facts import glob_of, line_of, operators, own_pairs, path_word, wrong_states
@@ -33,7 +30,7 @@ _PRESETS = frozenset(("all", "vision", "layers", "attention", "mlp", "norm", "li
 
 
 @dataclass(frozen=True)
-class Typed:
+class NextStep:
     """why: a sentence without its full stop; commands: lines to be given one after the other."""
 
     why: str
@@ -49,12 +46,12 @@ def next_steps(comparison: Comparison) -> list[dict[str, str]]:
     return [{"why": s.why, "command": "\n".join(s.commands)} for s in found[:MOST]]
 
 
-def _steps(comparison: Comparison) -> Iterator[Typed | None]:
+def _steps(comparison: Comparison) -> Iterator[NextStep | None]:
     mine = path_word(comparison.mine_path)
     if wrong_states(comparison):
-        yield _typed("all findings of mine's ledger of states", ["accprobe", "inspect", mine, "states"])
+        yield _step("all findings of mine's ledger of states", ["accprobe", "inspect", mine, "states"])
     if any(f["side"] == "mine" for f in wrong_weights(comparison.weights)) and comparison.weights.get("told"):
-        yield _typed("the life of mine's weights, with all findings", ["accprobe", "inspect", mine, "weights"])
+        yield _step("the life of mine's weights, with all findings", ["accprobe", "inspect", mine, "weights"])
     place = _Place.of(comparison)
     if place is None:
         return
@@ -102,12 +99,9 @@ class _Place:
         return (p.tap, f"{p.tap}/{p.role}") if same else None
 
 
-def _split(comparison: Comparison, gap: Mapping[str, Any]) -> Typed | None:
+def _split(comparison: Comparison, gap: Mapping[str, Any]) -> NextStep | None:
     """Captures that see what lies in a gap, and their comparison."""
-    sides = (
-        DumpFacts("golden", comparison.golden_path, comparison.golden_run),
-        DumpFacts("mine", comparison.mine_path, comparison.mine_run),
-    )
+    sides = dump_facts(comparison)
     settings = {s.name: splitting(gap, s.run) for s in sides}
     again = {s.name: s.again("split") if settings[s.name] else s.path for s in sides}
     words = ["accprobe", "compare", *(path_word(again[s.name]) for s in sides), *_without_taps(comparison)]
@@ -115,11 +109,10 @@ def _split(comparison: Comparison, gap: Mapping[str, Any]) -> Typed | None:
     lines = [s.capture("split", **settings[s.name]) for s in sides if settings[s.name]]
     if not lines or last is None or not all(line_of([s.path]) for s in sides):
         return None
-    return Typed("a capture of what lies between the two taps tells which module it is", (*lines, last))
+    return NextStep("a capture of what lies between the two taps tells which module it is", (*lines, last))
 
 
-def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Typed | None]:
-    """Its test and its check, or how one would come to them."""
+def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[NextStep | None]:
     origin = place.origin
     if origin is not None and origin.get("gap"):
         yield _split(comparison, origin["gap"])
@@ -130,21 +123,19 @@ def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Typed | N
     if origin.get("evidence") == "replay":
         words = ["accprobe", "gentest", path_word(comparison.mine_path), "--failed", "--ops", tap]
         why = "the wrong call as a folder of tests, for whoever owns the kernel (needs torch)"
-        yield _typed(why, words + _out(out, "gentest"))
+        yield _step(why, words + _out(out, "gentest"))
         words = ["accprobe", "opcheck", path_word(comparison.mine_path), "--ops", tap]
-        yield _typed("its calls, each run again against the reference (needs torch)", words + _out(out, "opcheck"))
+        yield _step("its calls, each run again against the reference (needs torch)", words + _out(out, "opcheck"))
         return
-    if comparison.replayed or comparison.foreign is not None or "--replay" in _decided_already(comparison):
+    already = any("--replay" in step["command"] for step in comparison.would_decide)
+    if comparison.replayed or comparison.foreign is not None or already:
         return
-    sides = (
-        DumpFacts("golden", comparison.golden_path, comparison.golden_run),
-        DumpFacts("mine", comparison.mine_path, comparison.mine_run),
-    )
+    sides = dump_facts(comparison)
     if not all(s.ours for s in sides):
         return
     if all(s.inputs for s in sides):
         words = ["accprobe", "compare", *_dumps(comparison), *comparison.options, "--replay", *_out(out, "replayed")]
-        yield _typed("a replay tells whether the operator is wrong for its own inputs (needs torch)", words)
+        yield _step("a replay tells whether the operator is wrong for its own inputs (needs torch)", words)
         return
     poor = [s for s in sides if not s.inputs]
     glob = f"[{tap[0]}]{tap[1:]}" if tap in _PRESETS else tap
@@ -155,11 +146,10 @@ def _about_the_call(comparison: Comparison, place: _Place) -> Iterator[Typed | N
     lines = [s.capture("inputs", **settings) for s in poor]
     if last is not None and all(line_of([s.path]) for s in sides):
         why = "what went into the operator was not captured: with it, a replay tells whether the operator is wrong"
-        yield Typed(why, (*lines, last))
+        yield NextStep(why, (*lines, last))
 
 
-def _values(comparison: Comparison, place: _Place) -> Typed | None:
-    """The wrong row, in mine and in golden."""
+def _values(comparison: Comparison, place: _Place) -> NextStep | None:
     p = place.pair
     if p.tap.startswith("-"):
         return None
@@ -176,7 +166,7 @@ def _values(comparison: Comparison, place: _Place) -> Typed | None:
     found = tuple(line for line in lines if line is not None)
     both = "mine's and golden's" if len(found) > 1 else "the"
     what = "values of the row that is worst" if where else "values there"
-    return Typed(f"{both} {what}", found) if found else None
+    return NextStep(f"{both} {what}", found) if found else None
 
 
 def _has_row(pair: Pair) -> bool:
@@ -185,8 +175,7 @@ def _has_row(pair: Pair) -> bool:
     return known and bool(pair.worst_request) and ", image " not in str(pair.worst_request)
 
 
-def _alone(comparison: Comparison, place: _Place) -> Typed | None:
-    """The layer, or the module, compared for itself."""
+def _alone(comparison: Comparison, place: _Place) -> NextStep | None:
     golden = place.golden(comparison)
     if golden is None:
         return None
@@ -194,7 +183,7 @@ def _alone(comparison: Comparison, place: _Place) -> Typed | None:
     globs = ",".join(f"{glob_of(root)},{glob_of(root)}.*" for root in dict.fromkeys(roots))
     words = ["accprobe", "compare", *_dumps(comparison), *_without_taps(comparison), "--taps", globs]
     what = "layer" if layer_of(place.tap) else "module"
-    return _typed(f"this {what} alone", words + _out(comparison.out, "alone"))
+    return _step(f"this {what} alone", words + _out(comparison.out, "alone"))
 
 
 def _dumps(comparison: Comparison) -> list[str]:
@@ -213,11 +202,6 @@ def _out(out: str, name: str) -> list[str]:
     return ["--out", path_word(f"{out.rstrip('/')}/{name}")] if out else []
 
 
-def _typed(why: str, words: list[str]) -> Typed | None:
+def _step(why: str, words: list[str]) -> NextStep | None:
     line = line_of(words)
-    return None if line is None else Typed(why, (line,))
-
-
-def _decided_already(comparison: Comparison) -> str:
-    """The commands that stand under "this would decide"."""
-    return "\n".join(step["command"] for step in comparison.would_decide)
+    return None if line is None else NextStep(why, (line,))

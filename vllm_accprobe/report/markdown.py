@@ -1,19 +1,9 @@
 """The comparison as Markdown and for GitHub Actions.
 
-The comparison as GitHub-flavoured Markdown: for a pull request, a step summary, a ticket.
-
-The problem: names come from dumps, and Markdown has many ways to turn a name into markup. The idea: names and messages
-stand in code spans whose fence is longer than any run of backticks in them, everything else is our own words and
-numbers; pipes are escaped because tables split at them even there.
-
-The comparison for GitHub Actions: annotations on the log, a summary on the run's page.
-
-The problem: a workflow command is a line of the log, ``::error title=T::message``, so a name from a dump with a newline
-or ``::`` in it could issue commands of its own. The idea: everything that is printed is ``safe`` (one line, printable)
-and then escaped as the runner unescapes it: %, CR, LF everywhere, and ``:`` and ``,`` in properties [actions/toolkit,
-packages/core/src/command.ts].
-
-Not here: what is said (facts.py).
+The problem: names come from dumps; Markdown has many ways to turn one into markup, and a workflow command is a line of
+the log. The idea: names stand in code spans with a fence longer than any run of backticks in them, pipes escaped; what
+is printed as a command is one `safe` line, escaped as the runner unescapes it: %, CR, LF, and ``:`` and ``,`` in
+properties [actions/toolkit, packages/core/src/command.ts]. Not here: what is said (facts.py).
 """
 
 from __future__ import annotations
@@ -35,7 +25,6 @@ MAX_LIST = 10
 
 
 def code(value: object, limit: int = 200) -> str:
-    """``value`` as a code span; empty text stays empty."""
     text = safe(value, limit).strip()
     if not text:
         return ""
@@ -45,7 +34,6 @@ def code(value: object, limit: int = 200) -> str:
 
 
 def markdown_lines(comparison: Comparison) -> list[str]:
-    """The whole summary."""
     failed = comparison.verdict != "pass"
     out = [f"## accprobe: {'FAIL' if failed else 'PASS'}", "", code(facts.headline(comparison), 2000)]
     if comparison.notes:
@@ -89,22 +77,11 @@ def _origins(comparison: Comparison) -> list[str]:
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
     head: tuple[str, ...] = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
-    others = [facts.constant(o) for o in comparison.origins]
-    if any(others):
-        head = (*head, "constant")
-        rows = [(*row, code(text, 400)) for row, text in zip(rows, others, strict=False)]
-    said = [facts.whole(o) for o in comparison.origins]
-    if any(said):
-        head = (*head, "floor that it breaks")
-        rows = [(*row, code(text, 400)) for row, text in zip(rows, said, strict=False)]
-    gaps = [facts.inside(comparison, o) for o in comparison.origins]
-    if any(gaps):
-        head = (*head, "in the gap")
-        rows = [(*row, code(text or "", 400)) for row, text in zip(rows, gaps, strict=False)]
-    graphs = [facts.graph(o) for o in comparison.origins]
-    if any(graphs):
-        head = (*head, "in graphs")
-        rows = [(*row, code(text or "", 400)) for row, text in zip(rows, graphs, strict=False)]
+    more = dict(facts.optional_columns(comparison))
+    for name in ("constant", "floor that it breaks", "in the gap", "in graphs"):
+        if name in more:
+            head = (*head, name)
+            rows = [(*row, code(text, 400)) for row, text in zip(rows, more[name], strict=False)]
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
 
 
@@ -184,13 +161,10 @@ def escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def escape_property(text: str) -> str:
-    return escape_data(text).replace(":", "%3A").replace(",", "%2C")
-
-
 def command(kind: str, title: str, message: str) -> str:
     """One workflow command. kind: error, warning or notice."""
-    return f"::{kind} title={escape_property(safe(title))}::{escape_data(safe(message, 2000))}"
+    named = escape_data(safe(title)).replace(":", "%3A").replace(",", "%2C")
+    return f"::{kind} title={named}::{escape_data(safe(message, 2000))}"
 
 
 def github_lines(comparison: Comparison) -> list[str]:
@@ -204,7 +178,7 @@ def github_lines(comparison: Comparison) -> list[str]:
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
         if is_cache(origin):  # it is the headline
             continue
-        said = f"{facts.accused(origin)}: {facts.origin_detail(comparison, origin)}"
+        said = f"{facts.introduced_by(origin)}: {facts.origin_detail(comparison, origin)}"
         said += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
         said += f"; {tier}" if (tier := facts.sentence(origin)) else ""
         said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""

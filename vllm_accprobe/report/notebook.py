@@ -1,8 +1,7 @@
-"""A comparison in a notebook: a data frame, a figure, and a few lines of HTML where the cell's result is shown.
+"""A comparison in a notebook: a data frame, a figure, and a few lines of HTML.
 
-The problem: who explores a comparison wants its numbers in the tools of a notebook, not in a page. The idea: three
-functions behind the methods of ``Comparison``; pandas and plotly are imported when they are called. The HTML is small
-and has no script, because notebooks are mailed and committed. Not here: the whole page (html/).
+The problem: who explores a comparison wants its numbers in the tools of a notebook. The idea: three functions behind
+the methods of ``Comparison``; pandas and plotly are imported when they are called; the HTML has no script.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ COLOURS = {"prefill": "#1d5fbf", "decode": "#b25a00", "other": "#5b4a9e"}
 
 
 def to_pandas(comparison: Comparison) -> Any:
-    """A pandas.DataFrame with a row per pair and the columns of compare.csv: integers as Int64 (with missing values),
-    measures as float64 (NaN where missing)."""
     import pandas as pd
 
     frame = pd.DataFrame({name: [getattr(p, name) for p in comparison.pairs] for name in COLUMNS}, columns=COLUMNS)
@@ -70,7 +67,6 @@ def plot_depth(comparison: Comparison) -> Any:
 
 
 def repr_html(comparison: Comparison) -> str:
-    """A few lines of HTML without script or style sheet: verdict, origins, the worst pairs."""
     colour = "#17703f" if comparison.verdict == "pass" else "#b3261e"
     out = [f'<div><p><strong style="color:{colour}">{escaped(facts.headline(comparison), 1000)}</strong></p>']
     out += [f"<p>note: {escaped(note, 1000)}</p>" for note in comparison.notes[:5]]
@@ -78,13 +74,14 @@ def repr_html(comparison: Comparison) -> str:
         out.append(
             f"<p>origin {i}: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
         )
-    out += [f"<p>{escaped(tier)}</p>" for o in comparison.origins[:1] if (tier := facts.sentence(o))]
-    if said := [s for o in comparison.origins[:1] if (s := facts.shape(o))]:
-        out.append(f"<p>shape of the error: {escaped(said[0])}</p>")
-    if said := [s for o in comparison.origins[:1] if (s := facts.graph(o))]:
-        out.append(f"<p>in compiled and captured graphs: {escaped(said[0])}</p>")
-    if said := [s for o in comparison.origins[:1] if (s := facts.inside(comparison, o))]:
-        out.append(f"<p>gap: {escaped(said[0], 1000)}</p>")
+    for o in comparison.origins[:1]:
+        said = (
+            ("", facts.sentence(o), 400),
+            ("shape of the error: ", facts.shape(o), 400),
+            ("in compiled and captured graphs: ", facts.graph(o), 400),
+            ("gap: ", facts.inside(comparison, o), 1000),
+        )
+        out += [f"<p>{label}{escaped(text, limit)}</p>" for label, text, limit in said if text]
     for step in comparison.would_decide[:3]:
         out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
     if habits := verdict_parts.machine_lines(comparison.machines):

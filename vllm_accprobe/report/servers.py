@@ -1,23 +1,8 @@
 """Results of gate, localize, self-check, eval-diff and bisect as lines and JSON.
 
-Two servers' log-probabilities as lines and json.
-
-What a dig found, as lines: what was captured, whether the fault showed, the culprit, and what to type next.
-
-Train against rollout, as lines and json.
-
-One server against itself, as lines and json.
-
-Two runs of an evaluation as lines and as a table.
-
-The problem: two accuracies side by side ask to be read as a drop. The idea: one sentence for each metric that says both
-counts, whether the difference is more than chance, how large it may be, and how many questions would show it.
-
-A bisection's plan and result as lines and json.
-
-Not here: the measures (gate/measure/), the facts (gate/localize.py), sentences about an origin that compare's
-reports share (report/facts.py), the measures (gate/trainer.py), what is concluded (gate/self_check.py), the
-statistics (gate/samples/), the search (gate/bisect/).
+The problem: two accuracies side by side ask to be read as a drop, and a gap without its floor as a fault. The idea:
+pure functions from results to lines and plain values; one sentence for each metric says both counts, whether the
+difference exceeds chance, and what would have been seen. Not here: measures and conclusions (gate/).
 """
 
 from __future__ import annotations
@@ -80,12 +65,15 @@ def gap_lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
         "how far the log-probabilities of the chosen tokens are apart, in nats (distance and floor: root mean square",
         "over all listed tokens, of mine from the nearest right server, and of the right ones from one another):",
     ]
-    rows = [_HEADER, *(tuple(_row(c)) for c in gate.cells)]
-    widths = [max(len(r[i]) for r in rows) for i in range(len(_HEADER))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))]
-        out.append("  " + "  ".join(cells).rstrip())
-    return [*out, *_flips(gate), *_left_out(gate)]
+    return [*out, *_aligned([_HEADER, *map(_row, gate.cells)]), *_flips(gate), *_left_out(gate)]
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table whose first ``left`` columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([v.ljust(w) if i < left else v.rjust(w) for i, (v, w) in enumerate(zip(row, widths, strict=True))]
+             for row in rows)  # fmt: skip
+    return ["  " + "  ".join(row).rstrip() for row in cells]
 
 
 def headline(gate: Gate) -> str:
@@ -181,7 +169,6 @@ _SHOWN = 4
 
 
 def planned(plan: LocalizePlan) -> list[str]:
-    """What is captured."""
     t = plan.target
     word = plan.words[-1]
     found = [
@@ -196,7 +183,6 @@ def planned(plan: LocalizePlan) -> list[str]:
 
 
 def localize_lines(dug: Localized) -> list[str]:
-    """The end of a dig."""
     target = dug.plan.target
     found = []
     if dug.gap is not None:
@@ -247,7 +233,7 @@ def culprit(dug: Localized) -> list[str]:
 
 
 MAX_WORST = 5
-_RATIO_LINES_HEADER = ("", "tokens", "mean |dlogp|", "max", "k1", "k3", "ESS", "outside 1/2..2", "outside 0.8..1.2")
+_RATIO_HEADER = ("", "tokens", "mean |dlogp|", "max", "k1", "k3", "ESS", "outside 1/2..2", "outside 0.8..1.2")
 
 
 def ratio_lines(found: Ratios) -> list[str]:
@@ -260,11 +246,7 @@ def ratio_lines(found: Ratios) -> list[str]:
     if found.nonfinite:
         said = f"FAIL: {count(found.nonfinite, 'token')} without a finite log-probability; {said.partition(': ')[2]}"
     out = [f"{said} ({count(tokens, 'token')} of {count(found.sequences, 'sequence')}; server: {found.how})", ""]
-    rows = [_RATIO_LINES_HEADER, *(_ratio_lines_row(s) for s in found.spans)]
-    widths = [max(len(r[i]) for r in rows) for i in range(len(_RATIO_LINES_HEADER))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))]
-        out.append("  " + "  ".join(cells).rstrip())
+    out += _aligned([_RATIO_HEADER, *(_ratio_row(s) for s in found.spans)])
     if found.quantiles:
         out += ["", f"ratio of a token, trainer / server, at 0.1, 1, 50, 99 and 99.9%: {_listed(found.quantiles)}"]
         out += [
@@ -284,13 +266,12 @@ def _listed(values: tuple[float, ...]) -> str:
     return ", ".join(num(v) for v in values)
 
 
-def _ratio_lines_row(s: Span) -> tuple[str, ...]:
+def _ratio_row(s: Span) -> tuple[str, ...]:
     shares = [f"{v:.2%}" for v in (s.beyond, s.clipped)]
     return (s.where, f"{s.n:,}", num(s.mean), num(s.worst), num(s.k1), num(s.k3), num(s.ess, 4), *shares)
 
 
 def ratio_json(found: Ratios) -> dict[str, Any]:
-    """For programs."""
     from vllm_accprobe.gate.trainer import LIMIT, QUANTILES
 
     value = asdict(found)
@@ -300,18 +281,16 @@ def ratio_json(found: Ratios) -> dict[str, Any]:
 
 
 MAX_ODD = 5
-_SELF_LINES_HEADER = ("", "must be", "prompts", "tokens", "flips", "unequal", "mean", "worst", "allowed", "p", "")
+_SELF_HEADER = ("", "must be", "prompts", "tokens", "flips", "unequal", "mean", "worst", "allowed", "p")
 
 
 def self_check_lines(gate: SelfGate) -> list[str]:
     """The verdict with the odd one's name, a row for each way, the prompts, and what was not compared."""
     out = [_headline(gate), "", "the same answers in another way, how far the log-probabilities are apart, in nats:"]
-    rows = [_SELF_LINES_HEADER, *(_self_lines_row(f) for f in gate.findings if f.ok is not None)]
-    widths = [max(len(r[i]) for r in rows) for i in range(len(_SELF_LINES_HEADER))]
-    for row in rows:
-        left = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
-        middle = [v.rjust(w) for v, w in zip(row[2:-1], widths[2:-1], strict=True)]
-        out.append("  " + "  ".join([*left, *middle, row[-1]]).rstrip())
+    findings = [f for f in gate.findings if f.ok is not None]
+    table = _aligned([_SELF_HEADER, *(_self_row(f) for f in findings)], 2)
+    verdicts = ["", *(("PASS: " if f.ok else "FAIL: ") + f.why for f in findings)]
+    out += [f"{line}  {verdict}".rstrip() for line, verdict in zip(table, verdicts, strict=True)]
     for f in gate.findings:
         if f.odd:
             named = ", ".join(safe(name) for name in f.odd[:MAX_ODD])
@@ -336,22 +315,17 @@ def _headline(gate: SelfGate) -> str:
     odd = [f for f in known if f.way.name in gate.odd]
     if len(odd) == 1:
         return f"FAIL: only {odd[0].way.name} differs: {odd[0].way.says}: {odd[0].why} (p = {num(odd[0].p, 2)})"
-    named = _self_lines_listed(gate.odd)
+    named = f"{', '.join(gate.odd[:-1])} and {gate.odd[-1]}"
     rounding = [f for f in known if f.way.rule != "the same bits"]
     if gate.agree and len(odd) == len(rounding):
         return f"FAIL: {named} all differ from alone and agree with one another: one request at a time is the odd one"
     return f"FAIL: {named} differ" + (" from alone in the same way" if gate.agree else "")
 
 
-def _self_lines_listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _self_lines_row(f: PathFinding) -> tuple[str, ...]:
+def _self_row(f: PathFinding) -> tuple[str, ...]:
     sizes = [num(v) for v in (f.mean, f.worst, f.allowance)]
-    verdict = ("PASS: " if f.ok else "FAIL: ") + f.why
     counts = [f"{n:,}" for n in (f.prompts, f.tokens, f.flips, f.unequal)]
-    return (f.way.name, f.way.rule, *counts, *sizes, num(f.p, 2), verdict)
+    return (f.way.name, f.way.rule, *counts, *sizes, num(f.p, 2))
 
 
 def self_check_json(gate: SelfGate) -> dict[str, Any]:
@@ -464,7 +438,6 @@ def _by_task(only: Counter[tuple[str, str]]) -> list[str]:
 
 
 def write_csv(e: Evaluation, path: Path) -> None:
-    """A row for each metric. Raises OSError."""
     write_csv_lines(path, COLUMNS, map(_evaluation_row, e.contrasts))
 
 
@@ -475,7 +448,6 @@ def _evaluation_row(c: Contrast) -> tuple[object, ...]:
 
 
 def read_lines(golden: Side, mine: Side) -> list[str]:
-    """What was in the files and is no answer."""
     return [
         f"left out of {safe(side.path)}: {n:,} {what}" for side in (golden, mine) for what, n in side.left_out.items()
     ]
@@ -504,7 +476,6 @@ def nothing_compared(e: Evaluation, golden: Side, mine: Side) -> str:
 
 
 def plan_lines(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) -> list[str]:
-    """What is varied, and how many runs that takes."""
     if not axes:
         return ["nothing to vary: every setting of the command is plain already"]
     rows = [("setting", "the command", "plain"), *((a.name, a.value, a.plain) for a in axes)]
@@ -523,7 +494,6 @@ def plan_lines(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) 
 
 
 def plan_json(axes: Sequence[ServerSetting], usual: int, most: int, kept: int) -> dict[str, Any]:
-    """`plan_lines` for programs; there is no verdict."""
     return {
         "schema": 1, "verdict": None, "axes": [_axis(a) for a in axes], "runs_expected": usual, "runs_most": most,
         "kept": kept, "combinations": 2 ** len(axes),
@@ -592,7 +562,6 @@ def _cause(cause: Cause, found: Found, line: Callable[..., str]) -> list[str]:
 
 
 def dig(golden: str, mine: str) -> str:
-    """What is typed next."""
     import shlex
 
     return f"accprobe gate {shlex.quote(golden)} {shlex.quote(mine)} --localize"

@@ -1,18 +1,8 @@
-"""compare.csv, labels.csv and their lines.
+"""compare.csv, labels.csv, labels.json and the labels' lines.
 
-compare.csv: one row per pair, columns in the order of ``Pair``'s fields.
-
-The problem: people sort and filter this file in other tools, so it must be plain, complete and exact. The idea: the
-fields of the dataclass are the columns, floats are written with all their digits (``repr``), None is an empty cell,
-tuples are JSON lists (``[8, 64]``).
-
-labels.csv, labels.json and the lines on the terminal.
-
-The csv has the columns of ait's ``aclcmp`` report, in its order; what else is known (step, rank, worst row) is in
-the json.
-
-Not here: which pairs there are (comparison/), what is worth saying (facts.py), measuring and judging
-(comparison/labelled_pairs.py).
+The problem: people sort and filter these files in other tools. The idea: the fields of `Pair` are the columns; floats
+with all digits, None is an empty cell, tuples are JSON lists. labels.csv has the columns of ait's ``aclcmp`` report in
+its order. Not here: which pairs there are, measuring and judging (comparison/).
 """
 
 from __future__ import annotations
@@ -27,9 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair
+from vllm_accprobe.comparison.labelled_pairs import FAIL, PASS, SKIP, LabelComparison, LabelPair, LabelSide
 from vllm_accprobe.comparison.pair import COLUMNS, Pair
-from vllm_accprobe.comparison.plan.labelled import LabelSide
 from vllm_accprobe.report.text import count, num, safe
 from vllm_accprobe.whole_file import write_csv_lines, write_text
 

@@ -1,9 +1,9 @@
 """The comparison as lines of text: verdict and culprit first, then what supports them.
 
-The problem: the reader wants to know what is wrong, where and how much, in the first line, also in a pipe or a CI log.
-The idea: each section is a pure function from a Comparison to lines; ``lines`` puts them in order, ``render`` only
-colours and prints. What is left out is counted, and the line says where to see it. Not here: sentences and picks that
-the page shows too (facts.py).
+The problem: the reader wants to know what is wrong, where and how much, in the first line, also in a CI log. The idea:
+each section is a pure function from a `Comparison` to lines; ``lines`` puts them in order, ``render`` colours and
+prints. What is left out is counted, and the line says where to see it. Not here: sentences that the page shows too
+(facts.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ QUIET, NORMAL, FULL = 0, 1, 2
 
 
 def lines(comparison: Comparison, verbosity: int = NORMAL) -> list[str]:
-    """The whole report, sections separated by an empty line."""
     return [line for _, line in _styled(comparison, verbosity)]
 
 
@@ -100,16 +99,10 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
         return []
     culprit, *others = facts.operators(comparison)
     out = [_evidence(culprit)]
-    if said := facts.inside(comparison, culprit):
-        out.append(f"gap: {said}")
-    if said := facts.sentence(culprit):
-        out.append(said)
-    if said := facts.shape(culprit):
-        out.append(f"shape: {said}")
-    if said := facts.graph(culprit):
-        out.append(f"graphs: {said}")
-    if said := verdict_parts.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module")):
-        out.append(f"code: {said}")
+    where = verdict_parts.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module"))
+    said = (("gap: ", facts.inside(comparison, culprit)), ("", facts.sentence(culprit)),
+            ("shape: ", facts.shape(culprit)), ("graphs: ", facts.graph(culprit)), ("code: ", where))  # fmt: skip
+    out += [f"{label}{text}" for label, text in said if text]
     out += verdict_parts.neighbour_lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
@@ -123,7 +116,6 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
 
 
 def _other(comparison: Comparison, number: int, origin: Any) -> str:
-    """number: of the origin, the culprit being the first, as everywhere."""
     said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
@@ -140,13 +132,11 @@ def _evidence(origin: Any) -> str:
 
 
 def alarms(comparison: Comparison, full: bool = False) -> list[str]:
-    """How likely an origin is by chance alone."""
     line = facts.alarms(comparison)
     return [f"by chance: {line}"] if line else []
 
 
 def deciding(comparison: Comparison, full: bool = False, n: int = 3) -> list[str]:
-    """Where the answer is open, which commands would close it, at most ``n``."""
     steps = comparison.would_decide
     if not steps:
         return []
@@ -159,13 +149,11 @@ def _command(step: Mapping[str, str]) -> list[str]:
 
 
 def next_commands(comparison: Comparison) -> list[str]:
-    """What to type next after a failure, each line as it is typed."""
     steps = comparison.next_steps
     return ["next:", *(line for step in steps for line in _command(step))] if steps else []
 
 
 def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
-    """Habits of both machines, differences first."""
     found = verdict_parts.machine_lines(comparison.machines)
     where = "compare.html, or compare.json, machines"
     said = _list(found, None if full else n, where, lambda line: [f"  {line}"])
@@ -178,7 +166,6 @@ def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:
 
 
 def worst_pairs(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
-    """A table of the ``n`` worst causes, a failed pair of each."""
     if not comparison.counts.failed:
         return []
     head = ("x limit", "measure", "value", "limit", "cosine", "step", "pair")
@@ -248,7 +235,6 @@ def coverage(comparison: Comparison, full: bool = False, n: int = 3) -> list[str
 
 
 def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str]:
-    """What the verdict covers: by class below a PASS, in a line below a FAIL."""
     total = verdict_parts.totals(comparison)
     if total is None:
         return []
@@ -262,5 +248,4 @@ def covered(comparison: Comparison, full: bool = False, n: int = 12) -> list[str
 
 
 def plan(comparison: Comparison) -> list[str]:
-    """How names, tokens and ranks were paired."""
     return ["plan:", *(f"  {safe(line, 1000)}" for line in comparison.plan)] if comparison.plan else []

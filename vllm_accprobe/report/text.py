@@ -1,9 +1,7 @@
 """Strings, numbers and places as all reports spell them.
 
-The problem: names come from dumps, and a dump may come from a stranger: a tap may hold terminal escapes, newlines or
-right-to-left marks that make a report lie. The idea: every name goes through ``safe`` on its way to a reader, and
-every number through one formatter, so that terminal and page say the same. Not here: escaping for HTML (html/), and
-what is said about a comparison (facts.py).
+The problem: a name from a stranger's dump may hold terminal escapes, newlines or right-to-left marks. The idea: every
+name goes through ``safe``, every number through one formatter. Not here: escaping for HTML (html/), facts (facts.py).
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ def count(n: int, one: str, many: str | None = None) -> str:
 
 
 def capital(text: str) -> str:
-    """With a capital."""
     return text[:1].upper() + text[1:]
 
 

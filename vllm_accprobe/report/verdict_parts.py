@@ -1,34 +1,10 @@
-"""Gaps, coverage, machines and an origin's neighbours in words.
+"""Parts of a report that every output words alike: gaps, coverage, machines, an origin's neighbours.
 
-A gap between two taps in words: where it is, what lies in it, and the setting that would split it.
-
-The problem: an error that comes up between two taps belongs to no operator that was seen, and a name of one would send
-the reader to innocent code. The idea: wherever an origin is named, a gap is named by its two ends; one line says which
-modules lie there. Every string returned is already ``safe``.
-
-What a verdict covers, in words and as a table: checked, compared only, unseen, and the smallest error that shows.
-
-The problem: PASS is read as "all is right", whatever was looked at. The idea: beside the verdict stands whether
-operators were checked (computed again from what they read) or only compared, with the command that would check them;
-and below it a row for each class of operator, in the same words on terminal, page and markdown.
-Every string returned is ``safe``.
-
-How the two machines compute: a line for each habit, golden against mine where they differ.
-
-The problem: whoever ports an engine wants to know first how the new machine rounds, flushes and sums, and which of it
-is merely another honest way. The idea: habits of one operator, dtype and kind on both sides are one line; what differs
-comes first and says its price, what is alike is collapsed by what it says. A habit is a mapping: kind (the question),
-operator, dtype, words (the answer: "rounds toward zero"), price (units of the dtype's rounding that it can cost),
-outputs and of (how many of the operator's outputs show it), layers (modules that do).
-
-An origin's neighbours in words, for the terminal and for whoever cannot see the page's drawing.
-
-The problem: the same edge stands in a line, in a drawing and in that drawing's description. The idea: one phrase for an
-edge and one for its error. Every string returned is already ``safe``.
-
-Not here: what lies there (comparison/verdict/gaps.py), the figures (comparison/verdict/covered.py), the command
-(comparison/verdict/follow_ups.py), finding them, which edges there are (comparison/verdict/neighbours.py), the drawing
-(report/html/around.js).
+The problem: the same fact stands on terminal, page and in markdown, and names come from dumps. The idea: one phrase for
+each, here: a gap is named by its two ends; below the verdict stands whether operators were checked or only compared,
+and a row per class; habits of one operator on both sides are one line, differences first; an edge is one phrase with
+its error. Every string returned is `safe`. Not here: the figures (comparison/coverage.py, comparison/gaps.py,
+comparison/verdict/), layout.
 """
 
 from __future__ import annotations
@@ -36,15 +12,15 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_accprobe.comparison.plan.annotations import GOLDEN
-from vllm_accprobe.comparison.verdict.gaps import splitting
-from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Around, Edge
+from vllm_accprobe.comparison.gaps import splitting
+from vllm_accprobe.comparison.plan.relations import GOLDEN
+from vllm_accprobe.comparison.verdict.neighbours import IDENTICAL, ORDER, OWN, Edge, OriginNeighbours
 from vllm_accprobe.report.text import MISSING, count, factor, num, safe
 
 if TYPE_CHECKING:
-    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.result import Comparison
 
 
@@ -53,7 +29,6 @@ SHOWN_MODULES = 4
 
 
 def gap_of(origin: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """An origin's gap, where it lies in one."""
     gap = origin.get("gap")
     return gap if isinstance(gap, Mapping) and gap.get("before") else None
 
@@ -111,13 +86,10 @@ def head(comparison: Comparison) -> list[str]:
     checked, rows = (sum(int(e.get(k) or 0) for e in entries(comparison)) for k in ("checked", "rows"))
     how = f"checked in part: {checked:,} of {count(rows, 'row')}" if comparison.replayed else "compared, not checked"
     said = f"{how}: {safe(missing['why'], 400)}"
-    lines = [line for line in missing["command"].splitlines() if line not in _elsewhere(comparison)]
+    named = [step["command"] for step in (*comparison.would_decide, *comparison.next_steps)]
+    elsewhere = {line.partition(" --out ")[0] for command in named for line in command.splitlines()}
+    lines = [line for line in missing["command"].splitlines() if line not in elsewhere]
     return [f"{said}; this would check:", *(f"  {safe(line, 1000)}" for line in lines)] if lines else [said]
-
-
-def _elsewhere(comparison: Comparison) -> set[str]:
-    steps = [*comparison.would_decide, *comparison.next_steps]
-    return {line.partition(" --out ")[0] for step in steps for line in step["command"].splitlines()}
 
 
 def entries(comparison: Comparison) -> list[Mapping[str, Any]]:
@@ -127,7 +99,6 @@ def entries(comparison: Comparison) -> list[Mapping[str, Any]]:
 
 
 def totals(comparison: Comparison) -> str | None:
-    """All classes in one line."""
     found = entries(comparison)
     if not found:
         return None
@@ -169,19 +140,45 @@ _FREE = 0.005
 """chosen: what would be shown as 0.00 units is not called a cost."""
 
 
+class HabitWords(NamedTuple):
+    """A habit in words, each `safe`. dtype, price: "" where there is none; deed: with what separates it from a side."""
+
+    words: str
+    operator: str
+    dtype: str
+    price: str
+    deed: str
+
+    @classmethod
+    def of(cls, habit: Habit) -> HabitWords:
+        words = safe(habit.get("words") or habit.get("kind") or "?", 120)
+        cost = habit.get("price")
+        known = isinstance(cost, (int, float)) and not isinstance(cost, bool) and cost >= _FREE
+        units = num(float(cost), 2) if known and cost is not None else ""
+        # Words are what an operator does, but those of a function, which say how well it is computed.
+        deed = f"{':' * (habit.get('kind') == FUNCTION)} {words}"
+        dtype = f" ({safe(habit['dtype'], 40)})" if habit.get("dtype") else ""
+        price = f"up to {units} unit{'s' * (units != '1')}" if known else ""
+        return cls(words, safe(habit.get("operator") or "?", 80), dtype, price, deed)
+
+    def alone(self, side: str, other: str = "") -> str:
+        """other: the side that was examined and does not show it."""
+        out = f"{side}{self.deed} in {self.operator}{self.dtype}" + (f": costs {self.price}" if self.price else "")
+        return out + (f"; not seen in {other}" if other else "")
+
+
 def machine_lines(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
     """The section without its heading, differences first; empty where nothing is known."""
-    differ, alike = _told(machines)
+    differ, alike = _differ_and_alike(machines)
     return differ + alike
 
 
 def differing(machines: Mapping[str, Sequence[Habit]]) -> list[str]:
     """Of the lines those on which the two sides differ; none where only one side is known."""
-    return _told(machines)[0] if machines.get("golden") and machines.get("mine") else []
+    return _differ_and_alike(machines)[0] if machines.get("golden") and machines.get("mine") else []
 
 
-def _told(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]]:
-    """(the lines on which the sides differ, those on which they are alike)."""
+def _differ_and_alike(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]]:
     golden, mine = (_by_place(machines.get(side) or ()) for side in ("golden", "mine"))
     both = bool(golden and mine)
     differ: list[str] = []
@@ -189,13 +186,15 @@ def _told(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]
     for place in dict.fromkeys([*mine, *golden]):
         g, m = golden.get(place, {}), mine.get(place, {})
         for words in [w for w in m if w in g]:
-            alike.setdefault((words, _dtype(m[words]), _price(m[words])), []).append(_operator(m[words]))
+            alike.setdefault((words, m[words].dtype, m[words].price), []).append(m[words].operator)
         left = [[h for w, h in side.items() if w not in other] for side, other in ((g, m), (m, g))]
         if len(left[0]) == len(left[1]) == 1:
-            differ.append(_against(left[0][0], left[1][0]))
-        else:  # several answers to one question, of which nobody knows which belongs to which
-            differ += [_alone("mine", h, "golden" if both else "") for h in left[1]]
-            differ += [_alone("golden", h, "mine" if both else "") for h in left[0]]
+            theirs = left[0][0]
+            cost = f", which costs {theirs.price}" if theirs.price else ""
+            differ.append(f"{left[1][0].alone('mine')}; golden{theirs.deed}{cost}")
+        else:  # several answers to one question, of which it is not known which belongs to which
+            differ += [h.alone("mine", "golden" if both else "") for h in left[1]]
+            differ += [h.alone("golden", "mine" if both else "") for h in left[0]]
     priced = sorted(alike.items(), key=lambda kv: not kv[0][2])  # stable: in the order of the habits otherwise
     return differ, [
         f"both: {words} in {_some(operators)}{dtype}" + (f": costs {price}" if price else "")
@@ -203,69 +202,23 @@ def _told(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str], list[str]
     ]
 
 
-def rows(machines: Mapping[str, Sequence[Habit]]) -> list[tuple[str, ...]]:
-    """(side, operator, habit, price, outputs) of each habit, mine's first, for a table with all details."""
-    return [
-        (side, _where(h), _words(h), _price(h), _outputs(h))
-        for side in ("mine", "golden")
-        for h in machines.get(side) or ()
-    ]
-
-
-def _by_place(habits: Sequence[Habit]) -> dict[tuple[str, str, str], dict[str, Habit]]:
-    """(operator, dtype, kind) → words → habit."""
-    found: dict[tuple[str, str, str], dict[str, Habit]] = {}
+def _by_place(habits: Sequence[Habit]) -> dict[tuple[str, ...], dict[str, HabitWords]]:
+    found: dict[tuple[str, ...], dict[str, HabitWords]] = {}
     for h in habits:
-        found.setdefault((str(h.get("operator")), str(h.get("dtype")), str(h.get("kind"))), {})[_words(h)] = h
+        place, said = tuple(str(h.get(name)) for name in ("operator", "dtype", "kind")), HabitWords.of(h)
+        found.setdefault(place, {})[said.words] = said
     return found
 
 
-def _against(golden: Habit, mine: Habit) -> str:
-    """``mine rounds toward zero in Attention (bfloat16): costs up to 1 unit; golden rounds to nearest``."""
-    return f"{_alone('mine', mine)}; {_does('golden', golden)}" + (
-        f", which costs {p}" if (p := _price(golden)) else ""
-    )
-
-
-def _alone(name: str, habit: Habit, other: str = "") -> str:
-    """other: the side that was looked at and does not show it."""
-    out = f"{_does(name, habit)} in {_where(habit)}" + (f": costs {price}" if (price := _price(habit)) else "")
-    return out + (f"; not seen in {other}" if other else "")
-
-
-def _does(name: str, habit: Habit) -> str:
-    """Words are what an operator does, but those of a function, which say how well it is computed."""
-    return f"{name}{':' * (habit.get('kind') == FUNCTION)} {_words(habit)}"
-
-
-def _words(habit: Habit) -> str:
-    return safe(habit.get("words") or habit.get("kind") or "?", 120)
-
-
-def _where(habit: Habit) -> str:
-    return _operator(habit) + _dtype(habit)
-
-
-def _operator(habit: Habit) -> str:
-    return safe(habit.get("operator") or "?", 80)
-
-
-def _dtype(habit: Habit) -> str:
-    return f" ({safe(habit['dtype'], 40)})" if habit.get("dtype") else ""
-
-
-def _price(habit: Habit) -> str:
-    price = habit.get("price")
-    if not isinstance(price, (int, float)) or isinstance(price, bool) or not price >= _FREE:
-        return ""
-    said = num(float(price), 2)
-    return f"up to {said} unit{'s' * (said != '1')}"
-
-
-def _outputs(habit: Habit) -> str:
-    seen, of, layers = (habit.get(k) for k in ("outputs", "of", "layers"))
-    out = f"{num(seen)} of {num(of)}" if seen is not None and of is not None else ""
-    return out + (f" in {count(layers, 'module')}" if out and isinstance(layers, int) else "")
+def rows(machines: Mapping[str, Sequence[Habit]]) -> list[tuple[str, ...]]:
+    """(side, operator, habit, price, outputs) of each habit, mine's first, for a table with all details."""
+    out: list[tuple[str, ...]] = []
+    for side, habit in ((name, h) for name in ("mine", "golden") for h in machines.get(name) or ()):
+        said, (seen, of, layers) = HabitWords.of(habit), (habit.get(k) for k in ("outputs", "of", "layers"))
+        outputs = f"{num(seen)} of {num(of)}" if seen is not None and of is not None else ""
+        outputs += f" in {count(layers, 'module')}" if outputs and isinstance(layers, int) else ""
+        out.append((side, said.operator + said.dtype, said.words, said.price, outputs))
+    return out
 
 
 def _some(operators: Sequence[str]) -> str:
@@ -307,7 +260,7 @@ def neighbour_lines(comparison: Comparison) -> list[str]:
     return [f"{what}: {said}" for what, edges, left in sides if (said := _grouped(edges, left))]
 
 
-def described(around: Around) -> str:
+def described(around: OriginNeighbours) -> str:
     """All of it as one sentence, which a screen reader says."""
     sides = ("fed by", around.fed_by), ("feeds", around.feeds)
     said = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]

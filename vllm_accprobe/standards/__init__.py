@@ -1,12 +1,9 @@
 """Every standard there is, one file each, known alike to compare (of dumps and of tables) and opcheck.
 
-The problem: a verdict can be asked for under a dozen rules, of pairs of tensors, of one machine's output, of two
-machines; a rule that has to be added in several places is forgotten in one. The idea: a file of this package has
-``STANDARDS``, some `NamedStandard`s (declaration.py), and each says what it can judge; the files are found by looking.
-Another package's module is found by its entry point in the group ``vllm_accprobe.standards``, and is imported only
-where a name is none of ours. Needs neither torch nor numpy, so that ``--help`` can name them all.
-Not here: measuring (kernels/, opcheck/measures.py), who applies a rule (comparison/notes.py, opcheck/run,
-opcheck/diff).
+The problem: a rule that has to be added in several places is forgotten in one. The idea: a file of this package has
+``STANDARDS``, some `NamedStandard`s; the files are found by scanning, another package's by its entry point in the group
+``vllm_accprobe.standards``, imported only for a name that is none of ours. Needs neither torch nor numpy. Not here:
+measuring (kernels/, opcheck/measures.py), who applies a rule (comparison/notes.py, opcheck/).
 """
 
 from __future__ import annotations
@@ -17,19 +14,6 @@ from collections.abc import Iterable
 from functools import cache
 
 from vllm_accprobe.standards.declaration import MACHINES, OUTPUT, PAIRS, NamedStandard
-
-__all__ = [
-    "COMMANDS",
-    "GROUP",
-    "MACHINES",
-    "OUTPUT",
-    "PAIRS",
-    "NamedStandard",
-    "UnknownStandard",
-    "built_in",
-    "find",
-    "names",
-]
 
 GROUP = "vllm_accprobe.standards"
 """The group of entry points; each names a module that has STANDARDS."""
@@ -56,7 +40,6 @@ def find(name: str, what: str) -> NamedStandard:
 
 
 def names(what: str) -> tuple[str, ...]:
-    """Of the standards of this package that judge ``what``: our own first, then by name."""
     return _that(built_in().values(), what)
 
 

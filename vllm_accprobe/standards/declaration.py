@@ -1,9 +1,8 @@
-"""What a standard's file says: its names, and for each what it judges and how.
+"""What a standard's file declares: its names, and for each what it judges and how.
 
-The problem: compare has pairs of whole tensors, opcheck one output against its reference, opdiff the same output of two
+The problem: compare has pairs of whole tensors, opcheck one output against its reference, opdiff one output of two
 machines; a tool's rule may fit one of them or all. The idea: a `NamedStandard` has a place for each, and what is empty
-it cannot judge. The rules are plain functions from numbers to words, made of what was measured anyway.
-Not here: the rules (one file each), how they are found (__init__.py).
+it cannot judge; rules are plain functions from numbers to words. Not here: the rules (one file each), finding them.
 """
 
 from __future__ import annotations
@@ -12,30 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, RuleFinding
+from vllm_accprobe.standards.finding import ERROR as ERROR
+from vllm_accprobe.standards.finding import PASS as PASS
+from vllm_accprobe.standards.finding import WARNING as WARNING
+from vllm_accprobe.standards.finding import RuleFinding
 from vllm_accprobe.standards.measures import Measures, Values, as_measures
 
 if TYPE_CHECKING:
     from vllm_accprobe.standards.limits import Standard
-
-__all__ = [
-    "ERROR",
-    "MACHINES",
-    "NO_VERDICT",
-    "OF_PAIRS",
-    "OUTPUT",
-    "PAIRS",
-    "PASS",
-    "SKIPPED",
-    "WARNING",
-    "Cell",
-    "MachineRule",
-    "MachineSide",
-    "NamedStandard",
-    "Numbers",
-    "OutputRule",
-    "PairRule",
-]  # fmt: skip
 
 PAIRS, OUTPUT, MACHINES = "pairs of tensors", "one machine's output", "two machines"
 SKIPPED, NO_VERDICT = "SKIP", ""
@@ -81,12 +64,10 @@ class Numbers:
 
     @property
     def count(self) -> int:
-        """Of the elements that are finite on both sides."""
         return self.measures.elements - self.measures.nonfinite
 
     @property
     def broken(self) -> bool:
-        """NaN or infinity on one side only."""
         return self.measures.nonfinite_mismatch > 0
 
     def sum(self, name: str, identical: float) -> float | None:
@@ -135,7 +116,7 @@ class MachineSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MachineRule:
-    """rule: (golden, mine, api, algorithm or None); api: msprobe_apis.api_of's name; algorithm: what the user chose of
+    """rule: (golden, mine, api, algorithm or None); api: api_of's name; algorithm: what the user chose of
     ``algorithms``, which are by the names that ``--algorithm`` takes. level: of an API, "" where there are none;
     columns: further names of Judged that become columns of details.csv."""
 
@@ -150,7 +131,7 @@ class NamedStandard:
     """name: what ``--standard`` takes. limits: compare's own, by rows, in units of rounding (limits.py); pairs:
     compare's
     by another tool's rule; output: of one machine's output; floors: opcheck judges it by its own floors instead
-    (opcheck/floors/verdict.py); machines: of two machines."""
+    (opcheck/floors/tensor_errors.py); machines: of two machines."""
 
     name: str
     limits: Standard | None = None

@@ -1,8 +1,7 @@
-"""What a standard says about one output, and what it was said from.
+"""What a standard says about one output, and from which numbers.
 
-The problem: a verdict without its numbers cannot be argued with, and rows must be sorted by how bad they are. The
-idea: a `RuleFinding` carries each number that was held against a limit, as a `Judged`; status, message and severity
-follow from those. Not here: the limits (one file per standard).
+The problem: a verdict without its numbers cannot be argued with. The idea: a `RuleFinding` carries each number that had
+a limit, as a `Judged`; status, message and severity follow from those. Not here: the limits (one file per standard).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class RuleFinding:
     """status: pass, warning, error or skip; algorithm: by which rule; message: "" or what decided, in one line;
-    judged: all that was held against limits, also what does not count for the status."""
+    judged: all that was compared with limits, also what does not count for the status."""
 
     status: str
     algorithm: str
@@ -78,7 +77,6 @@ def of(algorithm: str, judged: Sequence[Judged], *, advisory: Sequence[Judged] =
 
 
 def skip(algorithm: str, reason: str) -> RuleFinding:
-    """Nothing was judged."""
     return RuleFinding(SKIP, algorithm, reason)
 
 

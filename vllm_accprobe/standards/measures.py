@@ -1,8 +1,7 @@
 """The measures of one output against its reference: their names, as opcheck.csv has them, and what each is.
 
-The problem: every standard counts something of its own, and a csv that another machine wrote must mean the same. The
-idea: one dataclass that all of them read; a standard says which of its fields it looks at. g is the reference, m is
-mine, d = m - g; CURRENT, V1 and ACCUMULATIVE are dtype_limits.py's limits of what a small value is.
+The problem: a csv that another machine wrote must mean the same. The idea: one dataclass that all standards read. g is
+the reference, m is mine, d = m - g; CURRENT, V1 and ACCUMULATIVE are dtype_limits.py's limits of what a small value is.
 Not here: how they are measured (opcheck/measures.py). Needs neither numpy nor torch.
 """
 
@@ -37,7 +36,7 @@ class Measures:
     ulp_*: |d| in steps of mine's dtype at g, 2**(max(floor(log2 |g|), smallest exponent) - mantissa), and for g = 0 of
     1.0; ulp_share: above 32 for float32, above 1 for coarser dtypes. ait_share: with |m / g - 1| within ait's
     tolerance. above_1e_n: |d| > 10**-n. kl: KL divergence of softmax(g) from softmax(m) over the whole tensor, where
-    asked for."""
+    requested."""
 
     FIELDS: ClassVar[tuple[str, ...]]
 

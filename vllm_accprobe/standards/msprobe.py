@@ -1,33 +1,13 @@
-"""msprobe's standards: cosine and the dual metrics by dtype; of two machines the ratios of msprobe's second stage.
+"""msprobe's standards: cosine and dual metrics by dtype; of two machines, ratios of their distances from the CPU.
 
-Which of msprobe's algorithms and monitoring levels an operator falls under.
-
-The problem: msprobe's documents choose the algorithm by the name of a PyTorch API, and the level by another list;
-captured calls are called `aten.mm.default`, `QKVParallelLinear` or `torch.ops.npu.npu_rms_norm`. The idea: a call's
-name is brought to the API's name (`api_of`), an operation in place is its twin's, and the lists are data. The
-documents say which algorithms there are, that dual-1000 is for conv1d and conv2d only, that integers and booleans are
-compared bit by bit, and the levels; the other lists are the release's api_precision_standard.yaml. msprobe 26.2's code
-judges every float output by the benchmark ratio whatever the lists say: the documents are followed here.
-
-msprobe's two-sided standard: mine's distance from the CPU against golden's distance from the same CPU.
-
-The problem: a kernel that rounds is never equal to its reference, and how much rounding an operator may show is best
-told by a machine that is trusted. The idea: six algorithms, chosen by operator and dtype, each of
-some measures of one side or the ratio of both sides' measures. Two releases of the rules: `CURRENT`, with levels L0,
-L1 and L2 and no warnings, and `V1` (1.0.4), one level with warnings above 1. Sources: the documents of
-api_precision_compare_details.csv of both releases; where they leave open what a ratio to nothing is, msprobe 26.2
-(a smallest divisor by dtype) and, for 1.0.4, plain division, 0 / 0 being 1. Where msprobe's code differs, the documents
-are followed (docs/opcheck.md). Beyond the documents: a NaN or infinity that mine has and the CPU has not is
-an error unless golden has it too, and a measure that is itself NaN or infinite on both sides is no agreement.
-
-msprobe: cosine, largest error, then the dual metrics by dtype; of two machines the ratios of msprobe_ratios.py.
-
-Sources: the documents of accuracy_checking_details.csv, section "API Pre-check Metrics" (release 1.0 in Chinese, the
-present one in English; the rules of one side against its benchmark are the same in both, the columns' names are each
-document's own). Where msprobe's code differs, the documents are followed: its code judges float outputs by benchmark
-ratios that need a second machine's csv, which these rules do not.
-
-Not here: where the measures come from (opcheck/diff.py).
+One side: the documents of accuracy_checking_details.csv, section "API Pre-check Metrics" (release 1.0 in Chinese, the
+present one in English). Two machines: six algorithms, chosen by operator and dtype (`api_of` brings a call to its API's
+name; the lists are api_precision_standard.yaml's), in two releases: `CURRENT`, levels L0 to L2 without warnings, and
+`V1` (1.0.4), one level with warnings above 1; sources are the documents of api_precision_compare_details.csv. Where
+they leave open what a ratio to nothing is: msprobe 26.2's smallest divisor by dtype, and for 1.0.4 plain division, 0 /
+0 being 1. Where msprobe's code differs, the documents are followed (docs/opcheck.md). Beyond them: a NaN or infinity
+that mine has and the CPU has not is an error unless golden has it too. Not here: measuring (opcheck/measures.py,
+opcheck/diff.py).
 """
 
 from __future__ import annotations
@@ -64,7 +44,6 @@ from vllm_accprobe.standards.two_machines import dtypes_differ
 ABSOLUTE, BENCHMARK, BINARY, ULP, DUAL_1000, ACCUMULATIVE = (
     "absolute threshold", "benchmark ratio", "binary consistency", "ULP", "dual-1000", "accumulative error",
 )  # fmt: skip
-API_ALGORITHMS = (ABSOLUTE, BENCHMARK, BINARY, ULP, DUAL_1000, ACCUMULATIVE)
 UNSUPPORTED = ("float64", "complex32", "complex64", "complex128")
 """Dtypes that the two-sided standard does not judge."""
 
@@ -190,13 +169,16 @@ _NEEDS = {
     ACCUMULATIVE: ("rel_err_ratio", "abs_err_ratio", "error_balance"),
 }  # fmt: skip
 _BOTH = (BENCHMARK, ULP)
+_ERRORS = ("inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio")
+_ZERO = {ABSOLUTE: _ERRORS, ACCUMULATIVE: _ERRORS, BINARY: ("binary_err_ratio",)}
+"""Measures that must be 0."""
 
 
 def judge(
     release: Release, golden: Values, mine: Values, api: str, dtype: str, algorithm: str | None = None
 ) -> RuleFinding:
-    """golden, mine: measures of one output on each machine against the CPU; api: msprobe_apis.api_of's name; dtype:
-    mine's; algorithm: one of msprobe_apis.ALGORITHMS instead of the documents' choice for ``api``."""
+    """golden, mine: measures of one output on each machine against the CPU; api: api_of's name; dtype:
+    mine's; algorithm: one of ALGORITHMS instead of the documents' choice for ``api``."""
     chosen = algorithm or algorithm_of(api, dtype)
     if chosen is None:
         return skip("", f"{dtype} is not judged by this standard")
@@ -205,10 +187,11 @@ def judge(
         return skip(chosen, _missing(chosen, release, golden, mine))
     note = "" if used == chosen else f"no measures for {chosen}: judged by {used}"
     rules: dict[str, Callable[..., tuple[list[Judged], list[Judged]]]] = {
-        BENCHMARK: _benchmark, ULP: _ulp, ABSOLUTE: _absolute, BINARY: _binary, DUAL_1000: _dual_1000,
-        ACCUMULATIVE: _accumulative,
+        BENCHMARK: _benchmark, ULP: _ulp, DUAL_1000: _dual_1000, ACCUMULATIVE: _accumulative,
     }  # fmt: skip
-    judged, advisory = rules[used](release, golden, mine, api, dtype)
+    judged = [j for name in _ZERO.get(used, ()) for j in _zero(name, used, release, golden, mine)]
+    more, advisory = rules[used](release, golden, mine, api, dtype) if used in rules else ([], [])
+    judged += more
     if used in (BENCHMARK, ULP, DUAL_1000):
         judged += _broken(release, golden, mine)
     return of(used, judged, advisory=advisory, note=note)
@@ -328,17 +311,6 @@ def _zero(name: str, algorithm: str, release: Release, golden: Values, mine: Val
     return [Judged(name, value, 0.0, ERROR, f"{NAMES[name]} is {value:.4g}{beside} and must be 0")]
 
 
-def _absolute(
-    release: Release, golden: Values, mine: Values, api: str, dtype: str
-) -> tuple[list[Judged], list[Judged]]:
-    names = ("inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio")
-    return [j for n in names for j in _zero(n, ABSOLUTE, release, golden, mine)], []
-
-
-def _binary(release: Release, golden: Values, mine: Values, api: str, dtype: str) -> tuple[list[Judged], list[Judged]]:
-    return _zero("binary_err_ratio", BINARY, release, golden, mine), []
-
-
 def _dual_1000(
     release: Release, golden: Values, mine: Values, api: str, dtype: str
 ) -> tuple[list[Judged], list[Judged]]:
@@ -353,13 +325,11 @@ def _dual_1000(
 def _accumulative(
     release: Release, golden: Values, mine: Values, api: str, dtype: str
 ) -> tuple[list[Judged], list[Judged]]:
-    names = ("inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio")
-    judged = [j for n in names for j in _zero(n, ACCUMULATIVE, release, golden, mine)]
     value = mine["error_balance"]
     limit = BALANCES.get(dtype, BALANCES[""])
     good = value is not None and value <= limit
     said = "" if good else f"error balance is {value:.4g}, limit {limit:.4g}"
-    return [*judged, Judged("error_balance", value, limit, PASS if good else ERROR, said)], []
+    return [Judged("error_balance", value, limit, PASS if good else ERROR, said)], []
 
 
 COSINE, LARGEST = 0.99, 1e-3
@@ -453,9 +423,7 @@ def _exact(m: Measures, op: str) -> RuleFinding:
     return of("binary consistency", [Judged("binary_err_ratio", rate, 0.0, ERROR if bad else PASS, bad)])
 
 
-def machines(
-    release: Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None
-) -> RuleFinding:
+def machines(release: Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:
     """Mine's distance from the CPU against golden's; of two dtypes, what judges mine alone."""
     theirs = golden.values
     if golden.dtype != mine.dtype:

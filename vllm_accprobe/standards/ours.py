@@ -1,12 +1,12 @@
 """Our own standards: limits by rows for pairs of tensors (limits.py), floors for one operator's output.
 
-Of an operator's output the verdict is opcheck/floors/verdict.py's, called ``operator``, and ``strict`` where rounding
-toward zero fails; of two machines it is what both csv files say themselves.
+Of an operator's output the verdict is opcheck/floors/tensor_errors.py's, called ``operator``, and ``strict`` where
+rounding toward zero fails; of two machines it is what both csv files say themselves.
 """
 
 from __future__ import annotations
 
-from vllm_accprobe.standards import constants as c
+from vllm_accprobe.standards import limits as c
 from vllm_accprobe.standards.declaration import MachineRule, MachineSide, NamedStandard
 from vllm_accprobe.standards.finding import ERROR, PASS, WARNING, Judged, RuleFinding, skip
 from vllm_accprobe.standards.limits import Standard

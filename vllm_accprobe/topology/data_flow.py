@@ -1,21 +1,10 @@
-"""Which call feeds which, from the tensors that a dump recorded.
+"""Which call feeds which, from the tensors that a dump recorded, as a graph.
 
-The calls of one step of one rank, with what tells their tensors apart, and which call stands inside which.
-
-The problem: which tensor feeds which is nowhere written; but a tensor that one module gave and another took has the
-same bytes. The idea: a tensor is known by the hash of its bytes: the capture's, or one that is computed here where the
-dump has values and no hash; where only statistics were stored, by dtype, shape and these. A call of a module is its
-tensors under one tap and call; of an operator, what its line names.
-
-Which call feeds which, from the tensors that a dump recorded.
-
-The problem: a dump has the inputs and outputs of modules and operators, and no edges; what a model's source computes
-between two modules (a residual sum, a split) was recorded by nobody. The idea: an input is the latest earlier output of
-equal bytes, or the model's own input. What no call gave is looked for among what the caller had (derived.py). Where
-that finds nothing, a module gets it from a node ``NotRecorded``, which is drawn behind what nobody else took and says
-that this is a guess; an operator gets it from outside, as a weight or a constant would come.
-
-Not here: what is computed between calls (align/derived.py), files (model_graph.py).
+The problem: a dump has inputs and outputs of calls, and no edges; what source code computes between two modules was
+recorded by nobody. The idea: a tensor is known by the hash of its bytes, or by dtype, shape and statistics; an input is
+the latest earlier output of equal bytes, or the model's own input. What no call gave is searched among what the caller
+had (align/derived.py); what is still missing comes from a node ``NotRecorded`` that says it is a guess, and for an
+operator from outside. Not here: files (model_graph.py).
 """
 
 from __future__ import annotations
@@ -129,7 +118,6 @@ def _home(c: TapCall, taps: set[str]) -> str:
 
 
 def _complete(found: dict[tuple[str, int], TapCall], key: tuple[str, int], op: OpCall) -> None:
-    """Adds the tensors that only the operator's line names."""
     call = found.setdefault(key, TapCall(op.tap, op.op, op.call, op.seq, op.seq))
     call.cls = op.op
     call.begin = min(call.begin, op.seq)
@@ -150,8 +138,6 @@ def _named(t: dict[str, Any]) -> CallTensor:
 
 
 class _Identities:
-    """What tells records apart; each tensor is read once."""
-
     def __init__(self, dump: Dump, tick: Tick):
         self._dump, self._tick = dump, tick
 
@@ -230,7 +216,7 @@ def graph_of(
     """One step of one rank as a graph; by default the step that shows most taps.
 
     level: how deep modules are opened, 1 for what the model itself calls; None: to the innermost call, operators where
-    they were captured. tick: called per tensor that is looked at. Raises DumpError where there is nothing to draw.
+    they were captured. tick: called per tensor that is examined. Raises DumpError where there is nothing to draw.
     """
     if rank is None or step is None:
         among = [r for r in dump.records if r.step is not None and rank in (None, r.rank) and step in (None, r.step)]
@@ -336,7 +322,6 @@ class _Drawing:
         return self.made.get(seen.key) or self.borders.get(seen.key)
 
     def _border(self, name: str, seen: CallTensor) -> str:
-        """An input of the whole."""
         known = self.borders.get(seen.key) if seen.key is not None else None
         if known is None:
             known = self._tensor(name, seen)
@@ -346,7 +331,6 @@ class _Drawing:
         return known
 
     def _between(self, c: TapCall, missing: Sequence[CallTensor]) -> list[str]:
-        """Names for what ``c`` takes and nobody gave."""
         had = self._had(c)
         out = [""] * len(missing)
         unknown: list[tuple[int, CallTensor]] = []
@@ -418,7 +402,7 @@ class _Drawing:
 _MOST = 64
 """Tensors that code between two modules is looked for among: the last ones (chosen)."""
 _BACK = 4096
-"""Calls before a module that are looked at for them (chosen)."""
+"""Calls before a module that are examined for them (chosen)."""
 _LARGEST = 100_000
 """Calls that are drawn (chosen): Netron asks before it opens a tenth of that."""
 

@@ -1,28 +1,11 @@
-"""A model as a graph: from a dump or from ATB's topology, and as an ONNX file.
+"""A model as a graph of operators or modules: from ATB's topology, and as an ONNX file.
 
-A model as a graph: operators or modules, and the tensors between them.
-
-The problem: a dump of modules, one of operators and a library's json tell the same thing in three ways, and who draws
-it should know none of them. The idea: plain values; a tensor is its name, and what takes it names it again.
-
-A model's graph as an ONNX file, which Netron and other viewers open.
-
-The problem: people want to look at a model, and every viewer reads ONNX; but ONNX's own operators say more than a dump
-knows. The idea: every node is an operator of a domain of ours, named after the module's class or the library's
-operator, so that onnx's checker asks for structure only: each tensor given once, before it is taken, with a dtype and a
-shape at the border. Weights are told as attributes: a graph of nodes with a hundred inputs shows nobody anything.
-The package ``onnx`` is an extra (``vllm-accprobe[onnx]``).
-
-ATB's topology of a model or a layer (json) as a graph, down to a level of detail.
-
-The problem: ATB writes a model as nodes in nodes; a viewer wants one flat list, and a reader sometimes only the layers.
-The idea: nodes are opened level by level down to the one asked for, as ``atb_json_to_onnx`` of ait and msit does (level
-0 is the whole model, 1 its nodes); dtypes and shapes come from the table of operators beside it, where there is one.
-A layer of one model calls its tensors what its neighbour calls its own: a name that is given twice is another tensor
-each time, and the latest before a taker is meant (model_graph.sound).
-
-Not here: where graphs come from (data_flow.py, model_graph.py), which of ATB's operators is which module
-(formats/atb.py, align/engines/atb_torch.py).
+The problem: a dump of modules, one of operators and a library's json tell the same in three ways, and every viewer
+reads ONNX, whose own operators say more than a dump knows. The idea: plain values, in which a tensor is its name
+(`ModelGraph`); `sound` orders them as viewers want. In ONNX every node is an operator of a domain of ours, so that the
+checker asks for structure only; weights are attributes. ATB's nodes are opened level by level as ``atb_json_to_onnx``
+of ait and msit does (0 is the whole model). The package ``onnx`` is an extra (``vllm-accprobe[onnx]``). Not here: dumps
+(data_flow.py).
 """
 
 from __future__ import annotations
@@ -45,8 +28,8 @@ from vllm_accprobe.formats.io.plain_file import read_json, read_text
 
 @dataclass(frozen=True)
 class GraphTensor:
-    """name: unique in the graph; dtype: torch's name, "" where nobody knows; shape: None where nobody knows; note: one
-    line for whoever looks at it."""
+    """name: unique in the graph; dtype: torch's name, "" where it is not known; shape: None where it is not known;
+    note: one line for whoever looks at it."""
 
     name: str
     dtype: str = ""
@@ -185,7 +168,6 @@ def write_onnx(graph: ModelGraph, path: Path) -> None:
 
 
 def to_onnx(graph: ModelGraph) -> Any:
-    """An ``onnx.ModelProto``, checked. Raises DumpError."""
     try:
         import onnx
         from onnx import checker, helper
@@ -241,8 +223,8 @@ def _plain(value: Any) -> bool:
 
 
 def _value(onnx: Any, t: GraphTensor) -> Any:
-    """A dtype that ONNX lacks, or that nobody knows, is written as bytes, a shape that nobody knows as one dimension of
-    that name: the checker wants both. The tensor's line says so."""
+    """A dtype that ONNX lacks, or that it is not known, is written as bytes, a shape that it is not known as one
+    dimension of that name: the checker wants both. The tensor's line says so."""
     element = getattr(onnx.TensorProto, _ELEMENTS.get(t.dtype, "UINT8"), onnx.TensorProto.UINT8)
     notes = [] if t.dtype in _ELEMENTS else [f"dtype: {t.dtype or 'not known'}"]
     notes += ["shape: not known"] if t.shape is None else []

@@ -1,8 +1,8 @@
 """A model's tree of modules, or of ATB's operators, as lines for a terminal.
 
-The problem: sixty layers of ten modules each are six hundred lines, of which fifteen say something. The idea: a tree of
-names, classes and shapes, in which neighbours whose insides are alike share one line, and a level below which nothing
-is opened. Not here: which tensor feeds which (data_flow.py).
+The problem: sixty layers of ten modules each are six hundred lines, of which fifteen say something. The idea:
+neighbours that are alike inside share one line, and nothing is opened below a level. Not here: what feeds what
+(data_flow.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Branch:
 
 
 def of_dump(dump: Dump, rank: int | None = None, step: int | None = None) -> Branch:
-    """The tree of one rank, with the shapes of one step: by default where most taps were seen."""
     records = [r for r in dump.records if rank in (None, r.rank) and step in (None, r.step)]
     place = fullest(records, ())
     own = rank if rank is not None else place[0] if place else next(iter(dump.ranks), 0)

@@ -30,8 +30,8 @@ from vllm_accprobe.capture.vllm import runner as capture_runner
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver, left_out
 from vllm_accprobe.capture.vllm.compiled import LookingOn
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.comparison.coverage import NOBODYS
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.plan.coverage import NOBODYS
 from vllm_accprobe.config import TAP_SET, ProbeConfig
 from vllm_accprobe.dump.reader import Dump, Selection, open_dump
 

@@ -4,7 +4,7 @@ import numpy as np
 from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
-from vllm_accprobe.comparison.measure.activations import Measurer, _few
+from vllm_accprobe.comparison.measure.measurer import Measurer, _few
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.kernels import structure

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure.spreads import BINS, histograms, over_columns, over_positions
+from vllm_accprobe.comparison.row_table import BINS, histograms, over_columns, over_positions
 
 RNG = np.random.default_rng(5)
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vllm_accprobe.comparison.measure.activations import common, figures, said, statistics_error
+from vllm_accprobe.comparison.measure.read import common, figures, said, statistics_error
 from vllm_accprobe.dump.schema import Stats
 
 BASE = Stats(4, -2.0, 2.0, 0.5, 4.0, 0, 0)  # rms 2

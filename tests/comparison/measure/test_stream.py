@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from vllm_accprobe.comparison.measure import activations
+from vllm_accprobe.comparison.measure import read
 
 
 def test_runs_of_whole_rows(monkeypatch):
-    monkeypatch.setattr(activations, "STRETCH", 100)
+    monkeypatch.setattr(read, "STRETCH", 100)
     places = np.array([3, 5, 8, 9, 11])
-    assert [s.tolist() for s in activations.stretches(places, 40)] == [[3, 5], [8, 9], [11]]
-    assert [s.tolist() for s in activations.stretches(places, 101)] == [[3], [5], [8], [9], [11]]
-    assert [s.tolist() for s in activations.stretches(places, 0)] == [[3, 5, 8, 9, 11]]
-    assert list(activations.stretches(places[:0], 40)) == []
+    assert [s.tolist() for s in read.stretches(places, 40)] == [[3, 5], [8, 9], [11]]
+    assert [s.tolist() for s in read.stretches(places, 101)] == [[3], [5], [8], [9], [11]]
+    assert [s.tolist() for s in read.stretches(places, 0)] == [[3, 5, 8, 9, 11]]
+    assert list(read.stretches(places[:0], 40)) == []

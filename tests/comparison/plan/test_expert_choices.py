@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_accprobe.comparison.plan.annotations import scaled_elsewhere, with_routers
+from vllm_accprobe.comparison.plan.relations import scaled_elsewhere, with_routers
 from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.dump.schema import Module
-from vllm_accprobe.judge.routing import Chooser
+from vllm_accprobe.judge.near_ties import Chooser
 
 BLOCK = "model.layers.1.mlp"
 METHOD = f"{BLOCK}.experts.routed_experts.quant_method"

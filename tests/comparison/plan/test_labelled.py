@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_accprobe.comparison.plan.labelled import LabelSide, LabelView, meeting, places
+from vllm_accprobe.comparison.labelled_pairs import LabelSide, LabelView, meeting, places
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import REPLICATED, Payload, Record

@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 from synthetic_model import capture
 
-from vllm_accprobe.comparison.plan.annotations import BOTH, GOLDEN, MINE, links_of
+from vllm_accprobe.comparison.plan.relations import BOTH, GOLDEN, MINE, links_of
 from vllm_accprobe.comparison.plan.units import make_plan
 
 LAYER = "model.layers.1"

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_accprobe.capture.torch_model import Probe  # noqa: E402
 from vllm_accprobe.comparison.engine import compare  # noqa: E402
-from vllm_accprobe.comparison.plan import operators  # noqa: E402
+from vllm_accprobe.comparison.plan import units as operators  # noqa: E402
 
 
 class Model(torch.nn.Module):

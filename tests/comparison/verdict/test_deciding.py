@@ -10,9 +10,8 @@ from report.report_examples import ORIGIN, comparison, pair
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
 from vllm_accprobe.cli import build
-from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
 from vllm_accprobe.comparison.result import PARTLY, WHOLE, Foreign
-from vllm_accprobe.judge.flips import UNKNOWN
+from vllm_accprobe.judge.near_ties import ROWS_AFTER, UNKNOWN
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 
 TAP = ORIGIN["module"]
@@ -185,14 +184,14 @@ def test_logits_if_a_flip_could_not_be_judged(make):
 
 
 def test_a_pass_most_of_whose_rows_were_not_judged():
-    holes = {"rows_compared": 100, "skipped": {NEAR_TIE: 45, AFTER_FLIP: 20}}
+    holes = {"rows_compared": 100, "skipped": {ROWS_AFTER: 45, AFTER_FLIP: 20}}
     ((why, command),) = asked(passed(coverage=holes))
     assert why == (
         "65 of 120 rows are not judged, for they come after a near tie or a flipped token: send both sides more "
         "requests, and shorter ones"
     )
     assert command[2] == "accprobe compare golden-more mine-more"
-    assert asked(passed(coverage=holes | {"skipped": {NEAR_TIE: 40, AFTER_FLIP: 20}})) == []
+    assert asked(passed(coverage=holes | {"skipped": {ROWS_AFTER: 40, AFTER_FLIP: 20}})) == []
 
 
 def test_a_pass_with_modules_that_golden_does_not_have():

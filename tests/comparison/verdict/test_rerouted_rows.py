@@ -6,8 +6,8 @@ from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
 from vllm_accprobe.comparison.notes import unseen_routing
 from vllm_accprobe.comparison.verdict.judging import add_undecided, settle
-from vllm_accprobe.judge.routing import Rerouted
-from vllm_accprobe.judge.verdict import RowErrors
+from vllm_accprobe.judge.near_ties import Rerouted
+from vllm_accprobe.judge.tensor_errors import RowErrors
 
 KEYS = np.array([(1 << 32) | i for i in range(4)])
 UNIT = MeasuredUnit(("mlp", "output.0", 0), "", "", 1, 0, False, False)

@@ -5,8 +5,8 @@ import torch
 from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
 
+from vllm_accprobe.comparison.coverage import ModuleCover, from_plain, to_plain, with_covers
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain, with_covers
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof.prove import covers, wrong

@@ -5,8 +5,8 @@ import math
 
 from report_examples import ORIGIN, comparison
 
-from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
-from vllm_accprobe.report.html.data import around_json
+from vllm_accprobe.comparison.verdict.neighbours import Edge, OriginNeighbours
+from vllm_accprobe.report.html.data import neighbours_json
 
 
 def test_an_entry_for_each_origin_that_has_neighbours_and_pairs_by_their_number_on_the_page():
@@ -15,8 +15,8 @@ def test_an_entry_for_each_origin_that_has_neighbours_and_pairs_by_their_number_
         Edge("b\x00", "param.w", "param.w", math.inf, math.inf, "fail", "own", 8),
     )
     result = comparison(origins=[ORIGIN, ORIGIN | {"module": "other"}], verdict="fail")
-    object.__setattr__(result, "neighbours", [None, Around("child", "input.x", edges, (), (1, 0))])
-    (entry,) = json.loads(json.dumps(around_json(result, {7: 3}), allow_nan=False))
+    object.__setattr__(result, "neighbours", [None, OriginNeighbours("child", "input.x", edges, (), (1, 0))])
+    (entry,) = json.loads(json.dumps(neighbours_json(result, {7: 3}), allow_nan=False))
     assert (entry["module"], entry["tap"], entry["role"], entry["left_out"]) == ("other", "child", "input.x", [1, 0])
     assert entry["feeds"] == []
     first, second = entry["fed_by"]

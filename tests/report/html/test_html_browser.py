@@ -11,7 +11,7 @@ from on_the_page import click_cell, column, shown
 from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
 
 from vllm_accprobe.comparison.row_table import ValueSpread
-from vllm_accprobe.comparison.verdict.neighbours import Around, Edge
+from vllm_accprobe.comparison.verdict.neighbours import Edge, OriginNeighbours
 from vllm_accprobe.dump.reader import matches
 
 pytestmark = pytest.mark.browser
@@ -284,7 +284,7 @@ def test_an_origins_neighbours_are_drawn_and_a_node_opens_its_pair_by_click_and_
         Edge(hostile_name, "param.weight", "param.weight", None, None, "skip", "own", None),
     )
     feeds = (Edge(layer, "output.0", "", 0.2, 13.0, "fail", "order", at[layer, "output.0"]),)
-    around = Around(result.origins[0]["module"], "output.0", fed, feeds, (2, 0))
+    around = OriginNeighbours(result.origins[0]["module"], "output.0", fed, feeds, (2, 0))
     object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
     page = visit(result)
     page.click("#body tr.fail >> nth=0")
@@ -320,7 +320,7 @@ def test_neighbours_fit_a_narrow_page(visit):
     result = realistic(layers=4, steps=5)
     names = [f"model.layers.3.mlp.some_long_name_{i}" for i in range(8)]
     fed = tuple(Edge(name, "output.0", "", 0.0, 0.0, "identical", "order", 0) for name in names)
-    around = Around(result.origins[0]["module"], "output.0", fed, ())
+    around = OriginNeighbours(result.origins[0]["module"], "output.0", fed, ())
     object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
     page = visit(result, viewport={"width": 390, "height": 800})
     page.click("#body tr.fail >> nth=0")
@@ -374,7 +374,7 @@ def test_a_modules_operators_in_order_and_where_its_code_is(visit):
 def test_without_operators_an_origin_says_how_to_capture_them(visit):
     result = realistic(layers=4, steps=5)
     edge = Edge("m", "output.0", "", None, None, "skip", "order", None)
-    around = Around(result.origins[0]["module"], "output.0", (), (edge,))
+    around = OriginNeighbours(result.origins[0]["module"], "output.0", (), (edge,))
     object.__setattr__(result, "neighbours", [around, *[None] * (len(result.origins) - 1)])
     page = visit(result)
     page.click("#body tr.fail >> nth=0")

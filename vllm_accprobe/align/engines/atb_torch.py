@@ -1,12 +1,11 @@
 """Which operator of an ATB graph is which module of a torch model.
 
-The problem: the two share no name, and torch's tree is written in the order of declaration, not of execution. The idea:
-an operator's part in its layer is told by what it is and where it stands: linear layers before the attention core are
-q, k and v (or all of them in one), the first one behind it is o, of those behind the second norm the last is down; a
-module's part is told by its name and by what encloses it. Equal parts of equal layers pair. Where a module has a bias
-and the operator has not, the addition behind it is what must be compared. The user's op mapping (ATB's types → torch's
-classes) pairs what is left by order, and overrules a pair that it does not allow.
-Not here: the graph (atb.py), applying what is found here (align/without_row_maps.py).
+The problem: the two share no name, and torch's tree is in the order of declaration, not of execution. The idea: an
+operator's part in its layer follows from its type and place: linear layers before the attention core are q, k and v,
+the first behind it is o, of those behind the second norm the last is down; a module's part follows from its name. Equal
+parts of equal layers pair. Where only the module has a bias, the addition behind the operator is compared. The user's
+op mapping (ATB's types → torch's classes) pairs the rest by order, and overrules. Not here: the graph (formats/atb.py),
+applying what is found (without_row_maps.py).
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ class _Finder:
             self.put(node.tap, "param.weight", [(taps[0], "param.weight")], f"weight of {part}")
 
     def elementwise(self, leaves: Sequence[Node], have: Mapping[str, str]) -> None:
-        """Biases that are added, the split of what was fused, gate times up, the residual stream."""
         residual = False
         for before, n in pairwise(leaves):
             kind = n.param.get("elewiseType")
@@ -157,7 +155,6 @@ class _Finder:
         return any("bias" in name.lower() for name in n.names)
 
     def ends(self, forest: Sequence[Node], layers: Sequence[Node], modules: Sequence[tuple[str, str]]) -> None:
-        """Embedding, last norm and head, which stand before and behind the layers."""
         level = next(level for level in _levels(forest) if layers[0] in level)
         front = [x for n in level[: level.index(layers[0])] for x in n.leaves()]
         back = [x for n in level[level.index(layers[-1]) + 1 :] for x in n.leaves()]
@@ -224,7 +221,6 @@ def _levels(forest: Sequence[Node]) -> list[Sequence[Node]]:
 
 
 def torch_layers(taps: Iterable[str]) -> list[str]:
-    """The members of the outermost numbered list that has most of them, in order."""
     lists: dict[str, set[int]] = defaultdict(set)
     for tap in taps:
         names = tap.split(".")
@@ -249,7 +245,6 @@ def part_of(tap: str) -> str:
 
 
 def _operators(leaves: Sequence[Node], have: Mapping[str, str]) -> list[tuple[Node, str]]:
-    """What each operator of a layer is."""
     core = next((i for i, n in enumerate(leaves) if _CORE.search(n.kind)), None)
     if core is None:
         return []

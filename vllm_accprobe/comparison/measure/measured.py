@@ -1,26 +1,10 @@
 """What was measured, apart from what it means: filled once, saved, judged again without tensors.
 
-One measured piece of a tensor pair: filled once by measuring, saved as it is, judged again from that.
-
-The problem: what is measured, what a file keeps and what is judged must be the same values, or a comparison that is
-judged again is another one. The idea: one type of plain values. It begins with what one tensor of mine says of itself,
-learns which tensor of golden it met, and is filled by whoever measures; tensors themselves stay with the measurer.
-
-Row tables on disk while a comparison of any size goes on: what was measured may be larger than memory.
-
-The problem: a row table has 88 bytes per row and tensor, which for twenty gigabytes of narrow rows is half a gigabyte,
-kept from measuring to saving. The idea: beyond a bound, tables go into unnamed files that are mapped into memory, so
-that they stay plain arrays; `rest` gives the pages back to the system, which has them on disk or in its cache.
-
-What was measured, apart from what it means: all that judging needs, without tensors.
-
-The problem: whoever wants other limits should not have to read a terabyte again. The idea: measuring ends in plain
-values and arrays, `Measured`; judging (judging.py) starts from them and from nothing else, so that a saved comparison
-is judged again exactly as it was the first time. A `MeasuredUnit` is all parts of one tap, role and call; a
-`ComparisonContext` is what both dumps and the plan say about the run.
-
-Not here: measuring (activations.py, params.py), the files (store/), the saved comparison (store.py), interrupted ones
-(store.py), the file (store.py), limits and blame (judging.py, judge/).
+The problem: what is measured, saved and judged must be the same values, and may be larger than memory. The idea: a
+`Part` is one tensor of mine against golden's rows, a `MeasuredUnit` all parts of one tap, role and call, a
+`ComparisonContext` what dumps and plan say about the run: plain values and arrays, from which alone judging starts. Row
+tables beyond a bound go to unnamed mapped files (`SpillBuffer`), whose pages `rest` gives back. Not here: measuring
+(measurer.py), the files (comparison/store.py), limits and origins (judge/).
 """
 
 from __future__ import annotations
@@ -37,14 +21,13 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import NO_ROWS, POSITION_BITS, POSITION_MASK, RowSet
-from vllm_accprobe.comparison.plan.annotations import Links, Sources
-from vllm_accprobe.comparison.plan.coverage import family
-from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit
+from vllm_accprobe.comparison.gaps import NOTHING, Untapped
+from vllm_accprobe.comparison.plan.relations import Links, Sources
+from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
 from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.dump.segment import take_room
-from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.judge.upstream import Key
 
 
 @dataclass(slots=True)
@@ -59,7 +42,7 @@ class Part:
     rows where nothing was read (identical). elements: kernels.definition.ELEMENT_FIELDS, sums over all elements for
     other tools' standards; None where values were not read. figures: golden's and mine's (max, min, mean, norm), where
     they decided. kl: KL divergence, None where not measured. choices: int64 [rows, k], the experts that mine chose, of
-    a tensor that holds such; margins: float64 [rows, 3], how clearly either side chose (judge.routing.margins), None
+    a tensor that holds such; margins: float64 [rows, 3], how clearly either side chose (judge.near_ties.margins), None
     where the router's logits are not in both dumps or all choices are alike. nonfinite: count where identical;
     own_nonfinite: whether mine's tensor holds NaN or infinity, None where nobody counted; zero: all of it is 0.
     few: its differences are few different ones that come again and again, and so no independent roundings.
@@ -132,7 +115,6 @@ class Part:
         return part
 
     def meet(self, golden: Group) -> None:
-        """Learns which tensor of golden it is held against."""
         self.golden, self.dtype_golden = golden.first.name, golden.first.dtype
 
     def agree(self, golden: Group, mine: Group) -> None:
@@ -166,11 +148,9 @@ class SpillBuffer:
         self.on_disk = 0
 
     def another(self, bound: int) -> SpillBuffer:
-        """One of its own for other arrays, in the same directory."""
         return SpillBuffer(self._directory, bound)
 
     def keep(self, array: np.ndarray) -> np.ndarray:
-        """The same numbers, in memory or on disk."""
         where = self._mapped(array.size, array.dtype)
         if where is None:
             return array
@@ -179,7 +159,6 @@ class SpillBuffer:
         return kept
 
     def empty(self, n: int, dtype: type) -> np.ndarray:
-        """An array [n] to be filled, in memory or on disk."""
         where = self._mapped(n, np.dtype(dtype))
         return np.empty(n, dtype) if where is None else where
 
@@ -244,7 +223,6 @@ class MeasuredUnit:
 
     @classmethod
     def of(cls, unit: Unit, parts: Sequence[Part] = ()) -> MeasuredUnit:
-        """What the plan says of ``unit``, with what was measured of it so far."""
         place = unit.key, unit.cls, unit.rule, unit.order, unit.depth
         return cls(*place, unit.is_param, unit.vision, list(parts), gap=unit.gap)
 
@@ -270,10 +248,10 @@ class ComparisonContext:
     padding: what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
-    hashes; rehashed: as RequestPlan's. settings: as settings.differing's. states: as comparison/states.py's. weights:
-    as judge.weights.between's. links: as comparison/plan/annotations.py's. sources: as
-    comparison/plan/annotations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
-    dump names them. untapped: as plan/untapped.py's.
+    hashes; rehashed: as RequestPlan's. settings: as notes.differing's. states: as comparison/states.py's. weights:
+    as judge.weights.weights_between's. links: as comparison/plan/relations.py's. sources: as
+    comparison/plan/relations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
+    dump names them. untapped: as gaps.py's.
     """
 
     golden_path: str
@@ -313,7 +291,6 @@ class ComparisonContext:
     untapped: Untapped = NOTHING
 
     def name(self, key: int) -> tuple[str, int]:
-        """(request label, position) of a row key."""
         return self.names[key >> POSITION_BITS][0], key & POSITION_MASK
 
 
@@ -334,7 +311,6 @@ class Measured:
 
 
 def places_of(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ComparisonContext.places of a plan."""
     keys, steps, decode = [NO_KEYS], [NO_KEYS], [NO_FLAGS]
     for (_, step, name), rows in plan.tokens.mine.rows.items():
         keys.append(rows.keys[rows.keep])
@@ -348,7 +324,6 @@ def places_of(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def moments_of(plan: Plan) -> dict[Moment, np.ndarray]:
-    """ComparisonContext.moments of a plan: what tensors without rows speak for."""
     found: dict[Moment, list[np.ndarray]] = {}
     for (cell, step, name), rows in plan.tokens.mine.rows.items():
         if name != "logits":

@@ -1,10 +1,8 @@
-"""Steps that a captured graph computed, and what stood in the rows of padding there.
+"""Steps that a captured graph computed, and what stood in their rows of padding.
 
-The problem: rows that are nobody's have no partner, so that no pair can tell of them, and half of the faults of graphs
-come from what stands in them. The idea: they are looked at in mine alone: NaN and infinity and sizes that no real row
-has by the statistics that the capture wrote, and at the first padded steps, by their bytes, whether they are what an
-earlier step has left of somebody's. Any other number may honestly stand there. Not here: whether an error goes with
-padding (judge/shape.py).
+The problem: padding rows have no partner, and half of the faults of graphs come from what stands in them. The idea: in
+mine alone, statistics show NaN, infinity and sizes that no real row has; at the first padded steps the bytes show
+whether a row is what an earlier step left. Not here: whether an error goes with padding (judge/shape.py).
 """
 
 from __future__ import annotations
@@ -73,7 +71,6 @@ def _largest(stats: Stats | None) -> float:
 
 
 def _left(dump: Any, padded: list[Record], real: list[Record]) -> bool:
-    """Whether most of the rows looked at are, bit for bit, a real row of an earlier step."""
     known: dict[Record, list[bytes]] = {}
 
     def rows_of(record: Record) -> list[bytes]:

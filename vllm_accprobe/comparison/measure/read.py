@@ -1,21 +1,11 @@
-"""From a group of records to one array of rows, and ranks' copies of one tensor.
+"""From records to arrays of rows, or to what statistics alone say.
 
-From a group of records to one array of rows.
-
-The problem: a tensor may lie in pieces on several ranks, with its rows along any dimension, and golden tensors are
-needed many times. The idea: `Loader` joins the pieces as the plan says, turns rows to the front and keeps what it made
-in a cache bounded by bytes; nothing else holds payloads, so a dump of any size is compared in the same memory.
-A payload that cannot be read (a file that is damaged inside, or closed to us) is remembered in its dump and raised as
-`Unread`: whoever compares leaves that pair out and goes on.
-
-Ranks' copies of a tensor without rows: whether they are copies at all, and which of them is worst.
-
-The problem: other tools write neither hashes, so that a wrong copy on one rank would go unseen, nor what a rank's
-tensor is, so that a partial sum looks like a copy. The idea: the copies are read; where they differ and nobody wrote
-down that they are copies, their sum is tried, and taken if it is much nearer to the other side; else the copy of mine
-that is furthest off is what is compared, because that rank goes on with it.
-
-Not here: which rows are wanted (engine.py), rows (activations.py), layouts that are known (align/ranks.py).
+The problem: a tensor may lie in pieces on several ranks, with rows along any dimension, and be larger than memory. The
+idea: `RowReader` reads only the rows that meet into one buffer that is used again; `Loader` joins whole tensors as the
+plan says, in a cache bounded by bytes. A payload that cannot be read raises `Unread` and is left out. Ranks' copies of
+a tensor without rows are read and compared: their sum is taken if much nearer, else the worst copy (`settle`). Where
+values were not stored, statistics that both sides have bound the error from below (`statistics_error`). Not here: which
+rows are wanted (measurer.py), layouts (align/ranks.py), kernels (kernels/).
 """
 
 from __future__ import annotations
@@ -23,15 +13,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.derived import read
-from vllm_accprobe.align.ranks import ONE, SUM, TAKEN_FOR_COPIES, merge
+from vllm_accprobe.align.derived import join_stats, read
+from vllm_accprobe.align.ranks import CAT, ONE, SUM, TAKEN_FOR_COPIES, merge
 from vllm_accprobe.comparison.plan.unit import Group
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.schema import Record, Stats
+from vllm_accprobe.dump.stats import tensor_stats
 from vllm_accprobe.kernels import definition, rows
 
 
@@ -61,7 +54,6 @@ class Stretch:
 
     @property
     def numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Widened, [n, width] each."""
         golden, g_dtype, g_rows, mine, m_dtype, m_rows = self.bits
         return widen(golden[g_rows], g_dtype), widen(mine[m_rows], m_dtype)
 
@@ -70,14 +62,7 @@ class Stretch:
         return all(DTYPES[b.dtype].kind == "float" for b in (self.golden, self.mine))
 
     def only(self, some: np.ndarray) -> Stretch:
-        """Those of ``some``, int64 indices."""
         return Stretch(self.golden, self.golden_rows[some], self.mine, self.mine_rows[some])
-
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """One of them as floating point, [width] each."""
-        sides = (self.golden, self.golden_rows), (self.mine, self.mine_rows)
-        golden, mine = (widen(b.data[rows[i]], b.dtype, as_float=True) for b, rows in sides)
-        return golden, mine
 
     def same_bits(self) -> bool:
         """Whether they hold the same stored bits: -0 is not 0 here, and a number of another dtype never the same."""
@@ -157,7 +142,6 @@ class Loader:
         self._bytes = 0
 
     def replica(self, group: Group, member: int) -> RowBlock:
-        """The copy that another rank holds of a replicated tensor."""
         return self._rows(group, self._read(group, member), group.records[member].dtype, None)
 
     def _make(self, group: Group, cut: tuple[int, int] | None) -> RowBlock:
@@ -173,7 +157,6 @@ class Loader:
         return self._rows(group, whole, dtype, cut)
 
     def _read(self, group: Group, member: int) -> np.ndarray:
-        """Raises Unread."""
         try:
             data = read(self._dump, group.records[member])
         except (DumpError, OSError) as error:
@@ -229,17 +212,16 @@ def settle(
         if not odd:
             continue
         if group.merge is not None and group.merge.note == TAKEN_FOR_COPIES:
-            trial = _with(flat, side, _sum([flat[side], *(block for _, block in copies)]))
-            found = _table(trial)
+            trial, found = _trial(flat, side, _sum([flat[side], *(block for _, block in copies)]))
             if trial[side].data.dtype == np.float64 and found[0, definition.DD] < NEARER * table[0, definition.DD]:
                 table, flat, said = found, trial, SUMMED
                 continue
         for rank, block in odd if side else ():
-            trial = _with(flat, side, block)
-            found = _table(trial)
-            said = said or f"ranks differ (rank {rank} from rank {group.first.rank})"
-            if _error(found) > _error(table):
-                table, flat, said = found, trial, f"ranks differ (rank {rank} from rank {group.first.rank})"
+            trial, found = _trial(flat, side, block)
+            differ = f"ranks differ (rank {rank} from rank {group.first.rank})"
+            said = said or differ
+            if tuple(found[0, _BY_ERROR]) > tuple(table[0, _BY_ERROR]):
+                table, flat, said = found, trial, differ
     return table, flat, said
 
 
@@ -256,7 +238,6 @@ def _copies(loader: Loader, group: Group) -> Iterator[tuple[int, RowBlock]]:
 
 
 def _equal(a: RowBlock, b: RowBlock) -> bool:
-    """By their bits, so that NaN equals NaN."""
     return a.data.shape == b.data.shape and a.data.tobytes() == b.data.tobytes()
 
 
@@ -268,14 +249,192 @@ def _sum(blocks: list[RowBlock]) -> RowBlock:
     return RowBlock(total, "float64", first.feature)
 
 
-def _with(flat: list[RowBlock], side: int, block: RowBlock) -> list[RowBlock]:
-    return [block if i == side else b for i, b in enumerate(flat)]
+def _trial(flat: list[RowBlock], side: int, block: RowBlock) -> tuple[list[RowBlock], np.ndarray]:
+    """(``flat`` with another block of a side, its row table)."""
+    blocks, one = [block if i == side else b for i, b in enumerate(flat)], np.zeros(1, np.int64)
+    return blocks, rows.wide_rows(*Stretch(blocks[0], one, blocks[1], one).bits, widen)
 
 
-def _table(flat: list[RowBlock]) -> np.ndarray:
-    one = np.zeros(1, np.int64)
-    return rows.wide_rows(*Stretch(flat[0], one, flat[1], one).bits, widen)
+_BY_ERROR = [definition.MISMATCH, definition.DD]
 
 
-def _error(table: np.ndarray) -> tuple[float, float]:
-    return float(table[0, definition.MISMATCH]), float(table[0, definition.DD])
+Figures = tuple["float | None", ...]
+"""max, min, mean, norm; None what a tool did not take."""
+NAMES = ("max", "min", "mean", "norm")
+_INFINITE = float("inf"), 0.0
+
+
+def statistics_of(group: Group, loader: Loader) -> Stats | None:
+    """Of the whole tensor: as recorded, of disjoint pieces together, or computed from the values."""
+    if group.merge is None:
+        return None
+    found = [group.records[i].stats for i in group.merge.use]
+    if group.merge.kind == ONE and found[0] is not None:
+        return found[0]
+    whole = [(k, 0, group.records[group.merge.use[k]].shape[group.merge.dim or 0]) for k in range(len(found))]
+    if group.merge.kind == CAT and sorted(group.merge.pieces) == whole and all(found):
+        return join_stats([s for s in found if s is not None])
+    if not group.readable:
+        return None
+    block = loader.load(group)
+    return tensor_stats(block.data, block.dtype)
+
+
+def checksums(golden: Group, mine: Group) -> bool | None:
+    """Whether the checksums of one kind that both sides have are equal; None where they have none."""
+    g, m = golden.fingerprint, mine.fingerprint
+    if g is None or m is None:
+        return None
+    kinds = [{str(h).partition(":")[0] for h in f[-1]} for f in (g, m)]
+    named = all(":" in str(h) for f in (g, m) for h in f[-1])
+    return g[-1] == m[-1] if named and kinds[0] == kinds[1] else None
+
+
+def common(golden: Stats, mine: Stats) -> bool:
+    """Whether both sides have one of the four figures, or a non-finite value."""
+    both = zip(figures(golden), figures(mine), strict=True)
+    return any(g is not None and m is not None for g, m in both) or any((golden.nan, golden.inf, mine.nan, mine.inf))
+
+
+def figures(stats: Stats) -> Figures:
+    return stats.max, stats.min, stats.mean, stats.l2
+
+
+def said(pair: tuple[Figures, ...]) -> str:
+    """``golden | mine: max 1 | 2, ...``"""
+    both = [(n, g, m) for n, g, m in zip(NAMES, *pair, strict=True) if g is not None or m is not None]
+    return "golden | mine: " + ", ".join(f"{n} {_text(g)} | {_text(m)}" for n, g, m in both) if both else ""
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.9g}"
+
+
+def same_weights(golden: Record, mine: Record, allowed: float) -> bool | None:
+    """Whether two weights of one dtype can be the same by their statistics: extremes to the bit, which no order of
+    summation changes, norm and mean within ``allowed`` roundings of the norm. None where they do not say."""
+    g, m = golden.stats, mine.stats
+    if golden.dtype != mine.dtype or g is None or m is None or None in (g.min, g.max, m.min, m.max):
+        return None
+    if (g.min, g.max) != (m.min, m.max):
+        return False
+    error = statistics_error(g, m)
+    return error[0] <= 2 * allowed
+
+
+def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
+    """How far two tensors must be apart, from statistics alone: lower bounds of (relative L2 error, lone element's).
+
+    |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes'
+    differences, in units of max(|extreme|, rms), at most the worst element's. Infinite where NaN or infinity differ.
+    A figure that one side does not have says nothing; without golden's norm its extremes are the scale.
+    """
+    if g.count != m.count or _other_count(g.nan, m.nan) or _other_count(g.inf, m.inf):
+        return _INFINITE
+    ends = [(a, b) for a, b in ((g.min, m.min), (g.max, m.max)) if a is not None and b is not None]
+    n = max(g.count - g.nan - g.inf, 1)
+    scale = max((abs(a) for a, _ in ends), default=0.0)
+    rms = g.l2 / n**0.5 if g.l2 is not None else scale
+    pairs = [*ends, *((a, b) for a, b in ((g.mean, m.mean), (g.l2, m.l2)) if a is not None and b is not None)]
+    if not rms:
+        return (0.0, 0.0) if all(a == b for a, b in pairs) else _INFINITE
+    parts = [0.0]
+    if g.l2 is not None and m.l2 is not None and g.l2:
+        parts.append(abs(m.l2 - g.l2) / g.l2)
+    if g.mean is not None and m.mean is not None:
+        parts.append(abs(m.mean - g.mean) / rms)
+    peaks = [0.0, *(abs(b - a) / max(abs(a), rms) for a, b in ends)]
+    return float(max(parts)), float(max(peaks))
+
+
+def _other_count(g: int, m: int) -> bool:
+    """Some tools say only whether there is any, which is a count of 1."""
+    return bool(g) != bool(m) or (g != m and min(g, m) > 1)
+
+
+STRETCH = 4 << 20
+"""Bytes of one side that are read at a time: fits the second-level caches together with the other side's, nearly."""
+_SPARSE = 4
+"""A stretch is read in one go only if it has at most so many times the rows that are wanted."""
+
+
+class RowReader:
+    """Rows of one dump. A block that it returns is valid until the next call."""
+
+    def __init__(self, dump: Any, loader: Loader):
+        self._dump, self._loader = dump, loader
+        self._whole = np.empty(0, np.uint8)
+        self._piece = np.empty(0, np.uint8)
+        self._read = getattr(dump, "read_rows", None)
+
+    def load(self, group: Group, cut: tuple[int, int] | None, rows: np.ndarray) -> tuple[RowBlock, np.ndarray]:
+        """(block, where the wanted ``rows`` of the group, int64 and not empty, lie in it). Raises read.Unread."""
+        start, stop = int(rows.min()), int(rows.max()) + 1
+        if cut is not None or not self._streams(group) or stop - start > max(_SPARSE * len(rows), 64):
+            return self._loader.load(group, cut), rows
+        plan = group.merge
+        assert plan is not None
+        dtype, feature = group.first.dtype, plan.shape[1:]
+        shape = (stop - start, *feature)
+        itemsize = DTYPES[dtype].storage.itemsize
+        if plan.kind == ONE:
+            self._whole = data = _room(self._whole, prod(shape) * itemsize)
+            found = self._part(group, plan.use[0], start, stop, data)
+        else:
+            found = self._join(group, start, stop, shape)
+        width = prod(feature)
+        return RowBlock(found.reshape(stop - start, width), dtype, feature), rows - start
+
+    def _streams(self, group: Group) -> bool:
+        plan = group.merge
+        if self._read is None or plan is None or group.where is None or group.row_dim != 0 or not plan.shape:
+            return False
+        used = [group.records[i] for i in plan.use]
+        if any(type(r) is not Record or r.row_dim != 0 or r.shape[0] != plan.shape[0] for r in used):
+            return False
+        return plan.kind == ONE or (plan.kind == CAT and plan.dim != 0)
+
+    def _part(self, group: Group, member: int, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        try:
+            found: np.ndarray = self._dump.read_rows(group.records[member], slice(start, stop), out)
+        except (DumpError, OSError) as error:
+            raise unread(self._dump, error) from None
+        return found
+
+    def _join(self, group: Group, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        plan = group.merge
+        assert plan is not None
+        assert plan.dim is not None
+        storage = DTYPES[group.first.dtype].storage
+        nbytes = prod(shape) * storage.itemsize
+        self._whole = _room(self._whole, nbytes)
+        whole = self._whole[:nbytes].view(storage).reshape(shape)
+        before = (slice(None),) * plan.dim
+        at = 0
+        held, part = -1, whole
+        for k, first, last in plan.pieces:
+            if k != held:
+                record = group.records[plan.use[k]]
+                rows = prod(record.shape[1:]) * storage.itemsize
+                self._piece = _room(self._piece, rows * (stop - start))
+                part, held = self._part(group, plan.use[k], start, stop, self._piece), k
+            whole[(*before, slice(at, at + last - first))] = part[(*before, slice(first, last))]
+            at += last - first
+        return whole
+
+
+def stretches(places: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
+    """``places`` (int64 [n]) cut into runs whose rows have about STRETCH bytes."""
+    step = max(STRETCH // max(row_bytes, 1), 1)
+    for start in range(0, len(places), step):
+        yield places[start : start + step]
+
+
+def row_bytes(group: Group) -> int:
+    shape = group.merge.shape if group.merge else ()
+    rows = shape[group.row_dim] if shape else 1
+    return prod(shape) * DTYPES[group.first.dtype].itemsize // max(rows, 1)
+
+
+def _room(buffer: np.ndarray, nbytes: int) -> np.ndarray:
+    return buffer if len(buffer) >= nbytes else np.empty(max(nbytes, min(2 * len(buffer), STRETCH)), np.uint8)

@@ -1,23 +1,10 @@
-"""What is compared at one place: a unit of the plan, and how the ranks' pieces make a whole.
+"""What is compared at one place: a `Unit` of the plan, and how ranks' records make a whole.
 
-The records of several ranks as groups, each with the way in which its pieces make a whole.
-
-The problem: a layout may be written down, be unknown, or be that of a merged projection; the other side's shape may
-tell. The idea: a `Group` is one side's records of one tensor in one step, and `merged` makes the groups of one place on
-both sides, each with a plan for joining its pieces or the reason why there is none.
-
-What is compared at one place: a unit of the plan, and the sampler's own places.
-
-Partial sums that the model used as they were.
-
-The problem: a row-parallel layer that was told to leave its all-reduce to somebody else, who does not do it either, has
-outputs that are written down as partial sums; added up they are right, and the model went on with one rank's share. The
-idea: the bytes tell. A norm reads whole hidden states; where what a norm read is, bit for bit, what was to be added up,
-nobody added it up, and each rank's share is compared as the value that it was taken for.
-
-Not here: the plans for joining (align/ranks.py, align/ranks.py), which records belong together (units.py), which
-units there are (units.py), measuring (measure/), how partial sums are added (align/ranks.py), copies that differ
-(read.py).
+The problem: a layout may be recorded, be unknown, or be a merged projection's; and a row-parallel layer may leave its
+all-reduce to nobody. The idea: a `Group` is one side's records of one tensor in one step, with a plan for joining its
+pieces or the reason why there is none (`merged`); the other side's shape may tell. Where a norm reads, bit for bit, a
+rank's partial sum, nobody summed it, and each share is compared as it was used (`loose`). Not here: the joining plans
+(align/ranks.py), which units there are (units.py), measuring (measure/).
 """
 
 from __future__ import annotations
@@ -29,9 +16,9 @@ from typing import Any
 
 from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
 from vllm_accprobe.align.tokens import Space
-from vllm_accprobe.dump.schema import OWN, Layout, Record
-from vllm_accprobe.judge.flow import Key
-from vllm_accprobe.judge.routing import Chooser
+from vllm_accprobe.dump.schema import DEALT, OWN, Layout, Record
+from vllm_accprobe.judge.near_ties import Chooser
+from vllm_accprobe.judge.upstream import Key
 
 DEALT_OUT = "of images that were dealt out to ranks, and without rows"
 Moment = tuple[int, "int | None"]
@@ -42,7 +29,7 @@ Moment = tuple[int, "int | None"]
 class Group:
     """One side's records of one tensor in one step, by rank. ``merge`` is None where ``problem`` says why.
 
-    Told by identity, because it stands in the name of what is kept of it (measure/read.py)."""
+    Compared by identity, because it stands in the name of what is kept of it (measure/read.py)."""
 
     records: tuple[Record, ...]
     moment: Moment
@@ -79,7 +66,6 @@ class Joining:
     partners: tuple[Mapping[int, int], Mapping[int, int]] | None = None
 
     def hint(self, side: int, moment: Moment, others: Mapping[Moment, dict[int, Record]]) -> Record | None:
-        """A tensor of one rank on the other side, whose shape may tell how to join the pieces at ``moment``."""
         if self.partners is not None and moment[1] is not None:
             step = self.partners[side].get(moment[1])
             return _hint(by for (_, s), by in others.items() if s == step)
@@ -182,7 +168,7 @@ TOKEN, TOP_LOGITS, TOP_IDS = "output.token", "output.top_logits", "output.top_id
 MASKED_LOGITS, MASKED_IDS = "output.masked_logits", "output.masked_ids"
 """What masks left of the logits, in steps with any: two runs need not mask alike."""
 LOOKED_UP = (TOP_IDS, MASKED_LOGITS, MASKED_IDS)
-"""Roles of the sampler that are looked at where a token flips, and not compared."""
+"""Roles of the sampler that are examined where a token flips, and not compared."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +178,7 @@ class Unit:
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
     (judge/upstream.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
     chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
-    (judge/routing.py). takes: of a router's logits, how many of the highest are taken, where the choice
+    (judge/near_ties.py). takes: of a router's logits, how many of the highest are taken, where the choice
     itself is not in both dumps; else 0."""
 
     key: Key
@@ -224,13 +210,13 @@ Loose = frozenset[tuple[int, "int | None", str]]
 
 
 def loose(dump: Any) -> Loose:
-    """Those of ``dump``; none where it has no hashes or one rank."""
     if len(dump.ranks) < 2:
         return frozenset()
     shares = {_at(r) for r in dump.records if r.layout.kind == "partial" and r.layout.size > 1 and r.hash}
     if not shares:
         return frozenset()
-    return frozenset(_at(r) for r in dump.records if _reads_whole(r) and _at(r) in shares)
+    norms = (r for r in dump.records if r.role.startswith("input") and r.hash and "norm" in r.cls.lower())
+    return frozenset(_at(r) for r in norms if r.layout.kind == "replicated" and _at(r) in shares)
 
 
 def unsummed_taps(dump: Any, found: Loose) -> list[str]:
@@ -242,9 +228,13 @@ def unsummed_taps(dump: Any, found: Loose) -> list[str]:
     return list(dict.fromkeys(last.values()))
 
 
-def _reads_whole(r: Record) -> bool:
-    return r.role.startswith("input") and r.layout.kind == "replicated" and "norm" in r.cls.lower() and bool(r.hash)
-
-
 def _at(r: Record) -> tuple[int, int | None, str]:
     return r.rank, r.step, r.hash or ""
+
+
+TEXT = "text"
+
+
+def family(space: str) -> str:
+    """Rows of tokens and of logits are the same rows; a vision space's are its own, whatever rank computed them."""
+    return space.partition(DEALT)[0] if space.startswith("vision") else TEXT

@@ -1,19 +1,10 @@
 """What will be compared with what, before any tensor is read.
 
-Where each row of mine lies among the golden's tensors.
-
-The problem: the rows of one tensor of mine may lie in many tensors of the golden, in any order, and every tap asks
-again. The idea: row maps belong to steps, not to taps, so an index from row key to (tensor, row) is made once per set
-of row maps and serves all taps that were captured in these steps, and so does the set of the rows that meet.
-
-What will be compared with what, before any tensor is read.
-
-The problem: a comparison that goes wrong silently pairs the wrong things. The idea: everything that is decided from
-names, row maps, layouts and shapes is decided here, as plain values that print as lines: units (unit.py), each with its
-groups (the ranks' records of one step). What cannot be compared has its reason.
-
-Not here: how rows get their keys (align/tokens.py), what is done with them (activations.py), how ranks' pieces are
-joined (unit.py), ; the rules themselves (align/).
+The problem: a comparison that goes wrong silently pairs the wrong things. The idea: everything that names, row maps,
+layouts and shapes decide is decided here, as plain values that print as lines. Tensors of operator calls that say
+nothing about the model (unwritten buffers, handles, block tables) are set apart first, each with its reason. An index
+from row key to (tensor, row) is made once per set of row maps and serves all taps of these steps (`Indices`). Not here:
+how rows get keys (align/tokens.py), joining ranks (unit.py), the rules (align/).
 """
 
 from __future__ import annotations
@@ -25,19 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.derived import Derived
+from vllm_accprobe.align.derived import Derived, View
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, TapRoles, bridge, pair_names
-from vllm_accprobe.align.requests import RequestPlan, distinct, pair_requests
-from vllm_accprobe.align.tokens import RowSet, SideRows, Space, TokenPlan, align_rows, own_cell
+from vllm_accprobe.align.tokens import (
+    RequestPlan,
+    RowSet,
+    SideRows,
+    Space,
+    TokenPlan,
+    align_rows,
+    distinct,
+    own_cell,
+    pair_requests,
+)
 from vllm_accprobe.align.without_row_maps import plan_steps
-from vllm_accprobe.comparison.plan.annotations import OTHER_FACTOR, scaled_elsewhere, with_routers
-from vllm_accprobe.comparison.plan.operators import set_apart
+from vllm_accprobe.comparison.gaps import NOTHING, Untapped, untapped_of
+from vllm_accprobe.comparison.plan.relations import OTHER_FACTOR, scaled_elsewhere, with_routers
 from vllm_accprobe.comparison.plan.unit import (
     SAMPLER,
     TOKEN,
     WHOLE,
-    Group,
     Joining,
     Loose,
     Moment,
@@ -47,12 +46,98 @@ from vllm_accprobe.comparison.plan.unit import (
     unsummed_taps,
     widths_of,
 )
-from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped, untapped_of
+from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import matches
 from vllm_accprobe.dump.schema import OWN, Module, Record
-from vllm_accprobe.judge.flow import Key, Tree, add_parameters, flow_order
-from vllm_accprobe.judge.upstream import Layers, gaps, unseen_taps
+from vllm_accprobe.judge.upstream import Key, Layers, Tree, add_parameters, flow_order, gaps, unseen_taps
+
+ONE_SIDE = "operator calls are in one of the dumps only"
+ENGINES = "an operator outside any module (the engine's own bookkeeping)"
+RANKS = "operators of several ranks"
+FRESH = "memory that nobody had written to when the operator was called"
+INTEGERS = "integers of a library's operator (handles, schedules)"
+BLOCKS = "blocks of a cache, whose numbers and other contents differ from run to run"
+SHAPES = "an operator's tensor of another shape"
+UNPAIRED = "an operator that the other side did not call there"
+
+Place = tuple["int | None", str, str, int]
+"""(step, tap, role, call)."""
+
+
+def set_apart(golden: Any, mine: Any) -> tuple[Any, Any, Counter[str]]:
+    """The two dumps without operators' tensors that say nothing about the model, and how many of mine were left out,
+    by reason (of golden, where mine has no operators at all)."""
+    sides = _OperatorFacts(golden), _OperatorFacts(mine)
+    skipped: Counter[str] = Counter()
+    if not sides[0].taps and not sides[1].taps:
+        return golden, mine, skipped
+    views = []
+    for dump, side, other in ((golden, sides[0], sides[1]), (mine, sides[1], sides[0])):
+        reason_of = _reasons(side, other)
+        kept: list[Record] = []
+        counts = skipped if dump is mine or not sides[1].taps else Counter()
+        for r in dump.records:
+            reason = reason_of(r)
+            if reason is None:
+                kept.append(r)
+            else:
+                counts[reason] += 1
+        views.append(View(dump, kept))
+    return views[0], views[1], skipped
+
+
+class _OperatorFacts:
+    def __init__(self, dump: Any):
+        # Another tool's API records (msprobe) are the model's own calls, named by module: nothing of them is set apart.
+        ops = [call for call in getattr(dump, "ops", ()) if is_operator(call.tap)]
+        self.taps = {call.tap for call in ops}
+        self.fresh: set[tuple[int, Place]] = set()
+        self.blocks: set[tuple[int, Place]] = set()
+        self.shapes: dict[Place, tuple[int, ...]] = {}
+        self.modules = False
+        self.ranks = len(dump.ranks)
+        if not ops:
+            return
+        for call in ops:
+            for tensor in inputs(call):
+                if tensor.get("fresh"):
+                    self.fresh.add((call.rank, (call.step, call.tap, tensor["role"], call.call)))
+                blocks = tensor.get("blocks")
+                for role in (tensor["role"], f"inplace.{tensor['role']}", blocks["ids"]) if blocks else ():
+                    self.blocks.add((call.rank, (call.step, call.tap, role, call.call)))
+        for r in dump.records:
+            if r.tap in self.taps:
+                self.shapes[r.step, r.tap, r.role, r.call] = r.shape
+            elif r.step is not None:
+                self.modules = True
+
+
+def _reasons(side: _OperatorFacts, other: _OperatorFacts) -> Callable[[Record], str | None]:
+    def reason(r: Record) -> str | None:
+        if r.tap not in side.taps:
+            return None
+        if not other.taps:
+            return ONE_SIDE
+        if side.modules and r.tap.startswith(SEPARATOR):
+            return ENGINES
+        if side.ranks > 1 or other.ranks > 1:
+            return RANKS
+        place = r.step, r.tap, r.role, r.call
+        if (r.rank, place) in side.fresh or (r.rank, place) in other.fresh:
+            return FRESH
+        if (r.rank, place) in side.blocks:
+            return BLOCKS
+        if DTYPES[r.dtype].kind == "int" and not r.cls.startswith("aten."):
+            return INTEGERS
+        there = other.shapes.get(place)
+        if there is None:
+            return UNPAIRED
+        return SHAPES if there != r.shape else None
+
+    return reason
+
 
 _EMPTY = np.zeros(0, np.int64)
 
@@ -144,7 +229,6 @@ class Indices:
 
 
 def _batches(side: SideRows) -> dict[tuple[int, int | None], Any]:
-    """What each step computed, as a value that is equal for equal batches."""
     out: dict[tuple[int, int | None], Any] = {}
     for where in sorted(side.rows, key=lambda w: (w[0], w[1], w[2])):
         if where[2] != "logits":
@@ -170,7 +254,8 @@ class Plan:
     def odd_copies(self) -> int:
         """Tensors of golden that several ranks should hold alike and, by their hashes, do not; those of mine are
         measured, because they can be errors."""
-        return sum(_copies_differ(g) for u in self.units for g in u.golden)
+        copies = ((g, c) for u in self.units for g in u.golden for c in (g.merge.copies if g.merge else ()))
+        return len({id(g) for g, c in copies if len({g.records[i].hash for i in c} - {None}) > 1})
 
     def lines(self) -> list[str]:
         lines = self.requests.lines() + self.tokens.lines() + self.mapped + self.names.lines()
@@ -237,27 +322,15 @@ def make_plan(golden: Any, mine: Any, *, taps: str | None = None, mapping: Rules
         units = [u for i, u in enumerate(units) if i not in unscaled]
     classes = {p.mine.tap: p.mine.cls for p in names.pairs}
     tree = Tree.of(list(dict.fromkeys(u.key[0] for u in units)), classes, _spans(units))
-    ranks = (len(golden.ranks), len(mine.ranks))
-    return Plan(
-        requests,
-        tokens,
-        names,
-        units,
-        tree,
-        max((u.depth for u in units), default=0),
-        skipped,
-        ranks,
-        bridged.lines,
-        notes,
-        _untapped(units, sides, orders, names, (golden, mine)),
-    )
+    ranks, layers_passed = (len(golden.ranks), len(mine.ranks)), max((u.depth for u in units), default=0)
+    untapped = _untapped(units, sides, orders, names, (golden, mine))
+    return Plan(requests, tokens, names, units, tree, layers_passed, skipped, ranks, bridged.lines, notes, untapped)
 
 
 def _untapped(
     units: Sequence[Unit], sides: Sequence[_Placed], orders: Sequence[Sequence[Key]], names: NamePlan,
     dumps: tuple[Any, Any],
 ) -> Untapped:  # fmt: skip
-    """What lies between the compared tensors and was not compared."""
     ran = [u for u in units if not u.is_param]
     compared = {u.golden_key: u.key for u in ran}, {u.key: u.key for u in ran}
     taps = {p.golden.tap: p.mine.tap for p in names.pairs}
@@ -265,8 +338,6 @@ def _untapped(
 
 
 class _Placed:
-    """One dump's records by (tap, role, call) and moment."""
-
     def __init__(self, groups: dict[Key, dict[Moment, dict[int, Record]]]):
         self.groups = groups
         self._calls: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -274,12 +345,11 @@ class _Placed:
             self._calls[(tap, role)].append(call)
 
     def of_one_rank(self) -> dict[Key, list[Record]]:
-        """Of each place that ran, a record of each step: its lowest rank's."""
-        found = {
-            key: [by[min(by)] for (_, step), by in sorted(moments.items(), key=_when) if step is not None]
-            for key, moments in self.groups.items()
-        }
-        return {key: records for key, records in found.items() if records}
+        found: dict[Key, list[Record]] = {}
+        for key, moments in self.groups.items():
+            ran = {(cell, step): by for (cell, step), by in moments.items() if step is not None}
+            found |= {key: [ran[moment][min(ran[moment])] for moment in sorted(ran)]} if ran else {}
+        return found
 
     def calls(self, tap: str, role: str) -> list[int]:
         return sorted(self._calls[(tap, role)])
@@ -291,11 +361,6 @@ class _Placed:
         """The groups of one key; of all calls in a vision tower, where images may be batched in another way."""
         calls = self.calls(key[0], key[1]) if any_call else [key[2]]
         return [item for c in calls for item in self.groups.get((key[0], key[1], c), {}).items()]
-
-
-def _when(item: tuple[Moment, Any]) -> tuple[int, int]:
-    (cell, step), _ = item
-    return cell, -1 if step is None else step
 
 
 def _cell_of(cells: Mapping[int, int]) -> Callable[[Record], int]:
@@ -377,16 +442,8 @@ def _wanted(tap: str, taps: str | None) -> bool:
     return taps is None or matches([glob.strip() for glob in taps.split(",")], (tap,))
 
 
-def _copies_differ(group: Group) -> bool:
-    for copies in group.merge.copies if group.merge else ():
-        hashes = {group.records[i].hash for i in copies} - {None}
-        if len(hashes) > 1:
-            return True
-    return False
-
-
 def _sampled(dump: Any) -> Any:
-    """(rank, step) → sampled tokens of the logits rows, read from the dump when asked for."""
+    """(rank, step) → sampled tokens of the logits rows, read from the dump when requested."""
     records = {(r.rank, r.step): r for r in dump.records if r.tap == SAMPLER and r.role == TOKEN}
 
     def sampled(rank: int, step: int) -> Any:

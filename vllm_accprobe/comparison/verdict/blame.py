@@ -2,9 +2,7 @@
 
 The problem: what judge/ finds is keys and arrays; a reader wants a request, a position and one entry per module. The
 idea: `Places` answers where and when a row was computed; the rest turns each finding into its entry, and makes the
-pairs agree with it, so that no table calls a culprit clean.
-Not here: the finding itself (judge/origins.py, judge/flips.py), what was recorded of a flipped token
-(sampler_rows.py).
+pairs agree with it. Not here: the finding itself (judge/), what was recorded of a flip (measure/sampler_rows.py).
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
-from vllm_accprobe.judge import flips as rules
-from vllm_accprobe.judge import shape
+from vllm_accprobe.judge import near_ties, shape
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 from vllm_accprobe.judge.siblings import TensorStats
@@ -37,8 +34,6 @@ Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
 
 
 class Places:
-    """Where mine computed each row."""
-
     def __init__(self, setting: ComparisonContext):
         self.known, self.steps, self.decode = setting.places
 
@@ -46,6 +41,11 @@ class Places:
         """(index into the sorted places, whether it is there) of each key."""
         at = np.minimum(np.searchsorted(self.known, keys), max(len(self.known) - 1, 0))
         return at, (self.known[at] == keys if len(self.known) else np.zeros(len(keys), bool))
+
+    def steps_of(self, keys: np.ndarray) -> np.ndarray:
+        """int64: the first step that computed each key, -1 where it is not known."""
+        at, there = self.find(keys)
+        return np.where(there, self.steps[at], -1) if len(self.known) else np.full(len(keys), -1)
 
     def earliest(self, keys: np.ndarray) -> int:
         """The index of the key that was computed first: in the earliest step, at the lowest position."""
@@ -63,7 +63,6 @@ class Places:
 def origin_entry(
     c: Origin, setting: ComparisonContext, places: Places, pairs: Compared, chosen: Chosen | None = None
 ) -> dict[str, Any]:
-    """compare.json's entry of an origin: its first row, and how many rows it has and how bad the worst is."""
     trace = c.trace
     request = where = phase = None
     at = 0
@@ -104,7 +103,6 @@ def origin_entry(
 
 
 def steps_of(created: Sequence[Origin]) -> dict[str, int]:
-    """Of each tap how many rows it makes NaN or infinite, of inputs that are neither."""
     rows: dict[str, list[np.ndarray]] = {}
     for c in created:
         if len(c.steps):
@@ -113,10 +111,10 @@ def steps_of(created: Sequence[Origin]) -> dict[str, int]:
 
 
 def size_of(c: Origin, at: int = 0) -> tuple[float, float, float]:
-    """(error of the first row, what it was held against, error of the worst row), as relative L2 errors.
+    """(error of the first row, what it was compared with, error of the worst row), as relative L2 errors.
 
     A row that a lone element or its norm condemned, while its relative L2 error is within the limit, is given in
-    verdict.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
+    tensor_errors.py's common unit. A hidden error is that of the rows or columns that show it, against what it took.
     """
     if c.hidden is not None:
         return c.hidden.size, c.hidden.size / c.hidden.strength, c.hidden.size
@@ -134,7 +132,6 @@ def _sizes(c: Origin) -> np.ndarray:
 
 
 def shape_of(c: Origin, setting: ComparisonContext, places: Places, chosen: Chosen) -> str:
-    """The error's shape in words (judge/shape.py)."""
     if c.trace.kind == PARAM:
         return ""
     attrs = setting.attrs.get(c.trace.tap) or setting.attrs.get(c.tap) or {}
@@ -145,28 +142,27 @@ def shape_of(c: Origin, setting: ComparisonContext, places: Places, chosen: Chos
     return shape.sentence(rows, c.trace.columns, attrs, tail="the vocabulary's tail" if logits else "")
 
 
-def _made(c: Origin, look: TensorStats) -> np.ndarray:
-    """What was created in each row of ``look``, infinite where NaN or infinity was."""
-    made = np.sqrt(np.maximum(look.err**2 - np.where(np.isfinite(look.before), look.before, 0.0) ** 2, 0.0))
-    made[~np.isfinite(look.err)] = np.inf
+def _made(c: Origin, stats: TensorStats) -> np.ndarray:
+    made = np.sqrt(np.maximum(stats.err**2 - np.where(np.isfinite(stats.before), stats.before, 0.0) ** 2, 0.0))
+    made[~np.isfinite(stats.err)] = np.inf
     if len(c.keys):  # the measure that condemned a row may be another one than its relative error
-        guilty = np.isin(look.keys, c.keys)
-        made[guilty & (made == 0)] = look.err[guilty & (made == 0)]
+        blamed = np.isin(stats.keys, c.keys)
+        made[blamed & (made == 0)] = stats.err[blamed & (made == 0)]
     return made
 
 
 def _shape_rows(
-    c: Origin, look: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen
+    c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places, chosen: Chosen
 ) -> shape.RowFacts:  # fmt: skip
-    at, there = places.find(look.keys)
-    step = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
-    counts = [setting.batches.get(int(s), (-1, -1)) for s in step.tolist()]
-    made = _made(c, look)
-    who, where = subject(look.keys), position(look.keys)
-    decode = places.decode[at] & there if len(places.known) else np.zeros(len(look.keys), bool)
+    at, there = places.find(stats.keys)
+    step = places.steps_of(stats.keys)
+    counts = [setting.batches.get(s, (-1, -1)) for s in step.tolist()]
+    made = _made(c, stats)
+    who, where = subject(stats.keys), position(stats.keys)
+    decode = places.decode[at] & there if len(places.known) else np.zeros(len(stats.keys), bool)
     return shape.RowFacts(
         made=made,
-        gain=look.gain,
+        gain=stats.gain,
         position=where,
         request=who,
         decode=decode,
@@ -174,12 +170,11 @@ def _shape_rows(
         tokens=np.array([n for _, n in counts]),
         chunk=np.where(decode, 0, _chunks(who, step)),
         names={int(s): setting.names[int(s)][0] for s in np.unique(who)},
-        experts=_experts(c.tap, look.keys, chosen),
+        experts=_experts(c.tap, stats.keys, chosen),
     )
 
 
 def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str, Any] | None:
-    """Which piece, captured size and padding of mine's graphs (judge/shape.py), as far as it is known."""
     engine = setting.mine_run.get("engine")
     graphs = engine.get("graphs") if isinstance(engine, dict) else None
     if not isinstance(graphs, dict) or c.trace.kind == PARAM:
@@ -193,13 +188,12 @@ def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str
     return shape.entry(found, place, stood)
 
 
-def _graph_rows(c: Origin, look: TensorStats, setting: ComparisonContext, places: Places) -> shape.GraphRows:
-    at, there = places.find(look.keys)
-    steps = np.where(there, places.steps[at], -1) if len(places.known) else np.full(len(look.keys), -1)
-    known = [setting.graphs.get(int(s), (-1, 0)) for s in steps.tolist()]
-    bad = shape.bad_rows(_made(c, look)) | np.isin(look.keys, c.keys)
+def _graph_rows(c: Origin, stats: TensorStats, setting: ComparisonContext, places: Places) -> shape.GraphRows:
+    steps = places.steps_of(stats.keys)
+    known = [setting.graphs.get(s, (-1, 0)) for s in steps.tolist()]
+    bad = shape.bad_rows(_made(c, stats)) | np.isin(stats.keys, c.keys)
     sizes, padding = (np.array([k[i] for k in known], np.int64) for i in (0, 1))
-    return shape.GraphRows(steps, sizes, padding, subject(look.keys), position(look.keys), bad)
+    return shape.GraphRows(steps, sizes, padding, subject(stats.keys), position(stats.keys), bad)
 
 
 def _experts(tap: str, keys: np.ndarray, chosen: Chosen) -> np.ndarray | None:
@@ -226,7 +220,7 @@ def _chunks(who: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def unproved(c: Origin) -> Origin:
-    """An origin to which a router that nobody saw may have sent other rows: how likely that is, nobody knows."""
+    """An origin to which a router that nobody saw may have sent other rows: how likely that is, it is not known."""
     return c if c.evidence == "values" else replace(c, unproved=True, chance=None)
 
 
@@ -234,12 +228,12 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
     """The pairs in which an error was created fail by what was created there, also where so much may have piled up by
     then: one fault is so many times one limit, its origin's, wherever it is told. after: of each of ``created`` the
     beginning of the gap in which it was created, "" where there is none."""
-    guilty: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
+    blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
-        guilty.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
+        blamed.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
     out = []
     for pair, keys in pairs:
-        for c, since in guilty.get((pair.tap, pair.role, pair.call), ()):
+        for c, since in blamed.get((pair.tap, pair.role, pair.call), ()):
             mask = np.isin(c.keys, keys)
             most, limit = (float(_sizes(c)[mask].max()), c.trace.limit) if mask.any() else (math.inf, 0.0)
             # NaN, and what must be equal, is beyond all limits already; of two, whoever came first has spoken.
@@ -270,22 +264,22 @@ def judge_flips(
     for found in setting.flips:
         flip = Flip(**found["flip"])
         golden, mine = (_as_best(b) for b in found["best"])
-        sides = [rules.Masking(None if by is None else tuple(by), grammar, _as_best(left))
+        sides = [near_ties.Masking(None if by is None else tuple(by), grammar, _as_best(left))
                  for by, grammar, left in found.get("masks") or [(None, None, None)] * 2]  # fmt: skip
         masks = sides[0], sides[1]
-        asked = rules.RequestedRow.of(found.get("asked"))
-        why = rules.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
-        said = asked.sentence(why) if why in rules.FAILED else ("", "")
+        asked = near_ties.RequestedRow.of(found.get("asked"))
+        why = near_ties.judge_flip(golden, mine, flip, _logits_agree(traces, flip.key), masks, asked)
+        said = asked.sentence(why) if why in near_ties.FAILED else ("", "")
         words = ": ".join(filter(None, said))
-        entries.append(rules.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
+        entries.append(near_ties.flip_entry(flip, setting.name(flip.key)[0], golden, mine, why, masks, words))
         verdicts[flip.key] = why
-        if why in rules.FAILED:
+        if why in near_ties.FAILED:
             side = asked.side(why)
             failed.append(_Failed(flip.key, why, said, asked.ways[side], asked.left[side]))
     for found in setting.processed:
-        asked = rules.RequestedRow.of(found)
+        asked = near_ties.RequestedRow.of(found)
         by_request = asked.verdict(flipped=False)
-        if by_request in rules.FAILED:
+        if by_request in near_ties.FAILED:
             why = str(by_request)
             side = asked.side(why)
             failed.append(_Failed(int(found["key"]), why, asked.sentence(why), asked.ways[side], asked.left[side]))
@@ -299,7 +293,8 @@ def judge_flips(
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A row whose sampler or processor failed: its verdict, what judge.flips says of it, and the ways that give it."""
+    """A row whose sampler or processor failed: its verdict, what judge.near_ties says of it, and the ways that give
+    it."""
 
     key: int
     why: str
@@ -316,7 +311,7 @@ class _Failed:
         return bool(self.ways) and all(how == OTHER_PAST for _, how in self.ways)
 
 
-_OF_SAMPLER = {rules.PROCESSED: rules.SAMPLED, rules.GOLDEN_PROCESSED: rules.GOLDEN_SAMPLED}
+_OF_SAMPLER = {near_ties.PROCESSED: near_ties.SAMPLED, near_ties.GOLDEN_PROCESSED: near_ties.GOLDEN_SAMPLED}
 
 
 def _sampler_origins(
@@ -328,8 +323,8 @@ def _sampler_origins(
         failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
                   for row in failed]  # fmt: skip
     out = []
-    for verdicts, role in (((rules.PROCESSED, rules.GOLDEN_PROCESSED), MASKED_LOGITS),
-                           ((rules.SAMPLED, rules.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
+    for verdicts, role in (((near_ties.PROCESSED, near_ties.GOLDEN_PROCESSED), MASKED_LOGITS),
+                           ((near_ties.SAMPLED, near_ties.GOLDEN_SAMPLED), TOKEN)):  # fmt: skip
         rows = [row for row in failed if row.why in verdicts]
         if not rows:
             continue
@@ -346,8 +341,8 @@ def _sampler_origins(
     return out
 
 
-def _as_best(lists: Any) -> rules.Best | None:
-    return None if lists is None else rules.Best(*map(np.array, lists))
+def _as_best(lists: Any) -> near_ties.Best | None:
+    return None if lists is None else near_ties.Best(*map(np.array, lists))
 
 
 def _logits_agree(traces: Sequence[TensorErrors], key: int) -> bool | None:

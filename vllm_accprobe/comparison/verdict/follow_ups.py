@@ -1,11 +1,9 @@
 """What would decide, as commands, where a comparison leaves its answer open.
 
-The problem: "no operator stands out" or "odd for its kind" is the end of what these two captures can say, and the
-reader does not know which further run would say more. The idea: from the plain values of a finished comparison it is
-derived what is missing (a replay, the inputs to replay with, a second run of golden's side, a golden in float32, rows,
-values, logits), and each gap becomes a sentence and the commands that close it, with the paths of these two dumps.
-Nothing is said where the answer is closed: a pass without holes, or an origin that breaks a floor which convicts.
-Not here: the finding (judge/), how it is shown (report/).
+The problem: "no operator stands out" is all that these two captures can say, and the reader does not know which further
+run would say more. The idea: from a finished comparison it is derived what is missing (a replay, inputs, a second run,
+a float32 golden, rows, logits); each gap is a sentence and the commands that close it, with these dumps' paths. Nothing
+is said where the answer is closed. Not here: the finding (judge/), how it is shown (report/).
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
+from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
-from vllm_accprobe.comparison.plan.coverage import NEAR_TIE
-from vllm_accprobe.comparison.verdict.gaps import suspects_of
-from vllm_accprobe.judge.flips import UNKNOWN
+from vllm_accprobe.judge.near_ties import ROWS_AFTER, UNKNOWN
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, SIBLING_OUTLIER
 
 FEW_ROWS = 32
@@ -63,8 +60,6 @@ class Result(Protocol):
 
 @dataclass(frozen=True)
 class DumpFacts:
-    """One of the two dumps. name: golden or mine; path: as it was opened; run: its run.json."""
-
     name: str
     path: str
     run: Mapping[str, Any]
@@ -84,7 +79,6 @@ class DumpFacts:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The modules that the capture was told to keep to; empty for all."""
         return tuple(str(m) for m in self.of("probe", "modules") or ())
 
     @property
@@ -98,7 +92,6 @@ class DumpFacts:
         return f"{self.path.rstrip('/')}-{what}"
 
     def capture(self, what: str, dtype: str | None = None, **settings: str) -> str:
-        """The line that makes a further dump of this side. settings: VLLM_ACCPROBE_ names without that."""
         given = {"": "1", "DIR": self.again(what)} | settings
         names = " ".join(f"VLLM_ACCPROBE{'_' * bool(k)}{k}={_word(v)}" for k, v in given.items())
         if not self.ours or not str(self.of("engine", "runner") or "").startswith("vllm"):
@@ -113,14 +106,18 @@ class DumpFacts:
         return out + (f" --tensor-parallel-size {ranks}" if isinstance(ranks, int) and ranks > 1 else "")
 
 
+def dump_facts(result: Result) -> tuple[DumpFacts, DumpFacts]:
+    golden = DumpFacts("golden", result.golden_path, result.golden_run)
+    return golden, DumpFacts("mine", result.mine_path, result.mine_run)
+
+
 def would_decide(result: Result) -> list[dict[str, str]]:
     """compare.json's ``would_decide``: [{"why", "command"}], what decides most first. A command may have several lines,
     to be given one after the other; a line with # says what no command here can do. Empty where the answer is closed,
     and where another tool's standard, which knows no origins, gave it."""
     if result.foreign is not None or not (result.origins or any(p.status != SKIP for p in result.pairs)):
         return []  # another tool's, or about no tensors at all
-    case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
-                 DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
+    case = _Case(result, *dump_facts(result))
     found = case.passed() if result.verdict == PASS else case.failed()
     return [{"why": why, "command": command} for why, command in found]
 
@@ -131,15 +128,13 @@ def not_checked(result: Result) -> dict[str, str] | None:
     were compared."""
     if result.replayed == WHOLE or not any(p.status != SKIP for p in result.pairs):
         return None
-    case = _Case(result, DumpFacts("golden", result.golden_path, result.golden_run),
-                 DumpFacts("mine", result.mine_path, result.mine_run))  # fmt: skip
-    why, command = case.unchecked()
+    why, command = _Case(result, *dump_facts(result)).unchecked()
     return {"why": why, "command": command}
 
 
 def convicted(origin: Mapping[str, Any]) -> bool:
-    """Whether an origin breaks a floor that needs no further witness: any but that of its kin, and not behind
-    an unseen router. An origin that does not say its tier rests on fixed limits."""
+    """Whether an origin breaks a floor that needs no further witness: any but that of its sibling layers, and not
+    behind an unseen router. An origin that does not say its tier rests on fixed limits."""
     return origin.get("tier") not in (SIBLING_OUTLIER, BEHIND_A_ROUTER) or str(origin.get("role")).startswith("param.")
 
 
@@ -279,7 +274,7 @@ class _Case:
     def _unjudged(self) -> Iterator[_Step]:
         skipped = self.result.coverage.get("skipped") or {}
         compared = int(self.result.coverage.get("rows_compared") or 0)
-        ties, flips = int(skipped.get(NEAR_TIE) or 0), int(skipped.get(AFTER_FLIP) or 0)
+        ties, flips = int(skipped.get(ROWS_AFTER) or 0), int(skipped.get(AFTER_FLIP) or 0)
         # Rows after a near tie were compared and then left unjudged; those after a flip were never compared.
         if ties + flips > MOST * (compared + flips):
             yield (
@@ -303,7 +298,6 @@ class _Case:
         return self.golden, self.mine
 
     def _judged(self) -> list[Pair]:
-        """Pairs of activations that have a verdict."""
         return [p for p in self.result.pairs if p.status != SKIP and not p.role.startswith("param.")]
 
     def _alike_upstream(self) -> float:

@@ -1,39 +1,11 @@
-"""A measured comparison in, a Comparison out.
+"""A measured comparison in, a `Comparison` out.
 
-Rows of one part that a router sent to other experts, and those that come after one.
-
-The problem: a row behind a near tie has other values than golden's and no error; it must neither fail its pair nor
-teach blame anything, and a tensor without rows does not say which part of it is such a row's. The idea: before a part
-is judged, its errors are forgiven where a near tie explains them, and what was left out is said.
-
-The rows of a place that have an error, of all its tensors, as one trace wants them.
-
-The problem: a place has one tensor per step, with rows, without, or with one number that stands for all; blame wants
-one list of rows. The idea: the rows with an error of all parts, one after the other, each with what is known of it.
-
-All tensors of one place held against their limits at once.
-
-The problem: a dump has hundreds of thousands of tensors, and a dozen numpy calls for each of them cost more than
-reading them did. The idea: what is one number per row is worked out over the row tables of a whole unit, joined; what
-is one number per tensor, over all tensors with as many rows; limits follow from dtype and width, of which a unit has
-one.
-
-Measured floors: from further runs of golden's own side to what honest runs differ by.
-
-The problem: the best measure of honest differences is golden against itself, and the second run may be a dump on this
-machine or a file from another. The idea: a dump is compared with the golden like any other, and what its pairs and
-origins say is the floor; a calibration made earlier is just read.
-
-A measured comparison in, a Comparison out.
-
-The problem: limits, blame, ties and words must meet in one result, and the same result must come from a file as from
-the tensors. The idea: one pass in order of the data flow, unit by unit: hold each part against the limits, keep the
-pair (words and numbers) and its trace (errors by row); then blame from the traces, flips from the samplers' best
-logits, and the verdict from all of it.
-
-Not here: what is a near tie (judge/routing.py), how large an error is (judge/verdict.py), the union of rows
-(align/tokens.py), the order in which units are judged, how a floor is used and stored (judge/calibration.py),
-measuring (engine.py), each of those matters (judge/, blame.py, coverage.py, messages.py).
+The problem: limits, origins, near ties and words must meet in one result, and a saved file must give the same result as
+the tensors. The idea: one pass in data-flow order. Row tables of a unit are joined and compared with their limits at
+once (`LimitCheck`); rows behind a router's near tie are forgiven (`settle`); each part becomes a pair (words and
+numbers) and its rows with an error one `TensorErrors`. Then origins, flips and the verdict follow. A measured floor
+comes from further runs of golden's side, compared with golden like any dump (`gather`). Not here: each rule (judge/),
+words (comparison/messages.py), measuring (comparison/engine.py).
 """
 
 from __future__ import annotations
@@ -48,18 +20,25 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison import notes as constants_differ
+from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
+from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
-from vllm_accprobe.comparison.measure.params import is_computed
-from vllm_accprobe.comparison.notes import ALL_SKIPPED, other_settings, remarks, unseen_routing, without_tensors
+from vllm_accprobe.comparison.measure.measurer import is_computed
+from vllm_accprobe.comparison.notes import (
+    ALL_SKIPPED,
+    choices,
+    nonfinite_steps,
+    other_settings,
+    unseen_routing,
+    with_constants,
+    without_tensors,
+)
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
-from vllm_accprobe.comparison.plan.coverage import finished
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
-from vllm_accprobe.comparison.verdict import blame, covered
-from vllm_accprobe.comparison.verdict.gaps import Gap, GapFinder, entry_of, taps_of
+from vllm_accprobe.comparison.verdict import blame
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MARGIN,
@@ -72,23 +51,31 @@ from vllm_accprobe.judge.calibration import (
     joined,
     load,
 )
-from vllm_accprobe.judge.flips import behind, unknown_routers
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.flow import Tree
+from vllm_accprobe.judge.near_ties import Rerouted, behind, choices_first, is_choice, is_logits, unknown_routers
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
-from vllm_accprobe.judge.routing import Rerouted, choices_first, is_choice, is_logits
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
-from vllm_accprobe.judge.tensor_errors import TensorErrors, kind_of
-from vllm_accprobe.judge.verdict import NONFINITE, RowErrors, Worst, alike, row_errors, rows_of, worst_of_each
+from vllm_accprobe.judge.tensor_errors import (
+    NONFINITE,
+    RowErrors,
+    TensorErrors,
+    Worst,
+    alike,
+    kind_of,
+    row_errors,
+    rows_of,
+    worst_of_each,
+)
+from vllm_accprobe.judge.upstream import Tree
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard, narrowest
 
 
 @dataclass(frozen=True)
-class Settled:
+class RerouteNote:
     """What choices of experts make of a part. note: for its pair. left: bool [rows], which are not judged. own: keys of
     the rows whose choice is wrong by mine's own logits."""
 
@@ -100,19 +87,19 @@ class Settled:
 def settle(
     unit: MeasuredUnit, part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float,
     traces: Sequence[TensorErrors],
-) -> Settled:  # fmt: skip
+) -> RerouteNote:  # fmt: skip
     """Finds rows sent to other experts at a near tie, adds them to ``rerouted``, and forgives, in ``errors``, the rows
     that come after one. rows: that the part speaks for; rounding: the model's unit (judge.floor.flow_unit); traces:
     of what lies before."""
     keys = rows.keys
     if part.whole:  # rows sorted by expert: one that goes elsewhere moves all others
         if not rerouted.after(keys).any():
-            return Settled()
+            return RerouteNote()
         _forgive(errors, np.ones(len(errors.err), bool))
         why = "not judged: its step has rows after a router's near tie, and it does not say which are theirs"
-        return Settled(why, np.ones(len(keys), bool))
+        return RerouteNote(why, np.ones(len(keys), bool))
     if len(errors.err) != len(keys):
-        return Settled()
+        return RerouteNote()
     wrong = np.zeros(len(keys), bool)
     if is_choice(unit.key[1], unit.cls):
         other = np.flatnonzero(errors.err > 0)
@@ -123,15 +110,15 @@ def settle(
     mask = rerouted.after(keys) & ~wrong
     own = keys[wrong]
     if not mask.any():
-        return Settled("", None, own)
+        return RerouteNote("", None, own)
     _forgive(errors, mask)
-    return Settled(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
+    return RerouteNote(f"{int(mask.sum())} rows after a router's near tie are not judged", mask, own)
 
 
 def add_undecided(
     part: Part, rows: RowSet, errors: RowErrors, rerouted: Rerouted, rounding: float, allowed: float
 ) -> None:
-    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (flips.py), to
+    """Adds rows that a near tie of these logits may have sent elsewhere, where nobody saw the choice (near_ties.py), to
     ``rerouted``: from here on they are not judged. The logits themselves are. allowed: the limit of their rows."""
     if part.margins is None or part.choices is not None or len(errors.err) != len(rows.keys):
         return
@@ -150,9 +137,7 @@ _NO_KEYS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Wrong:
-    """The rows of a unit that have an error: at, which of its keys, one part after the other; what `Trace` says."""
-
+class WrongRows:
     at: np.ndarray
     err: np.ndarray
     rel: np.ndarray
@@ -161,8 +146,9 @@ class Wrong:
     own: np.ndarray
 
 
-def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
-    """`Trace.shared` of the rows of all parts, one after the other: int64; empty where each row has its own error."""
+def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
+    """`TensorErrors.shared` of the rows of all parts, one after the other: int64; empty where each row has its own
+    error."""
     each = zip(parts, errors, rows, strict=True)
     one = [bool(len(known)) and (part.whole or len(e.err) != len(known)) for part, e, known in each]
     if not any(one):
@@ -171,9 +157,9 @@ def spoken_for(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -
     return np.concatenate([np.full(len(known), i) for i, known in zip(numbers, rows, strict=True)])
 
 
-def wrong_rows(
+def wrong_rows_of(
     parts: list[Part], errors: list[RowErrors], rows: list[RowSet], own: np.ndarray = _NO_KEYS
-) -> tuple[Wrong, float]:
+) -> tuple[WrongRows, float]:
     """The rows with an error, and the largest error that belongs to no row. rows: that each part speaks for. own: keys
     that are wrong whatever came in."""
     found: list[tuple[np.ndarray, ...]] = []
@@ -197,11 +183,11 @@ def wrong_rows(
         start += n
     if not found:
         none, no = np.zeros(0), np.zeros(0, bool)
-        return Wrong(np.zeros(0, np.int64), none, none, none, no, no), everywhere
-    return Wrong(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
+        return WrongRows(np.zeros(0, np.int64), none, none, none, no, no), everywhere
+    return WrongRows(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
 
 
-def by_key(wrong: Wrong, rows: Union) -> tuple[np.ndarray, Wrong]:
+def by_key(wrong: WrongRows, rows: Union) -> tuple[np.ndarray, WrongRows]:
     """(keys, each once, the rows in their order), of a key with several rows the largest error. rows: of all parts."""
     at = rows.place[wrong.at]
     if rows.distinct and len(at) == len(rows.seen):
@@ -213,7 +199,7 @@ def by_key(wrong: Wrong, rows: Union) -> tuple[np.ndarray, Wrong]:
         order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
         keys = rows.seen.keys[at[order]]
     values = (wrong.at, wrong.err, wrong.rel, wrong.gain, wrong.broken, wrong.own)
-    return keys, Wrong(*(v[order] for v in values))
+    return keys, WrongRows(*(v[order] for v in values))
 
 
 def _broken(part: Part, errors: RowErrors) -> np.ndarray:
@@ -226,7 +212,7 @@ _TOGETHER = 1 << 16
 _SAME = Worst(0, 0.0, 0.0, 1.0)
 
 
-class Holder:
+class LimitCheck:
     """unit: the model's rounding unit (judge.floor.flow_unit). floor: what golden's own runs differ by, or None."""
 
     def __init__(self, standard: Standard, unit: float, floor: Calibration | None):
@@ -235,7 +221,6 @@ class Holder:
     # --- limits ------------------------------------------------------------------------------------------------
 
     def limits(self, unit: MeasuredUnit, parts: Sequence[Part]) -> list[tuple[Limits, Limits]]:
-        """(what may have piled up, what the tap may create) at each part."""
         known: dict[tuple[str | None, str, int], tuple[Limits, Limits]] = {}
         out = []
         for part in parts:
@@ -322,7 +307,6 @@ class Holder:
     # --- one number per tensor ---------------------------------------------------------------------------------
 
     def worst(self, parts: Sequence[Part], errors: Sequence[RowErrors]) -> list[Worst]:
-        """Of each part, with its phases."""
         out: list[Worst] = [_SAME] * len(parts)
         differ = [i for i, p in enumerate(parts) if not p.identical]
         for i, found in zip(differ, worst_of_each([errors[i] for i in differ]), strict=True):
@@ -341,9 +325,20 @@ class Holder:
             both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
         return replace(worst, prefill=both[0], decode=both[1])
 
+    def floor_of(
+        self, key: tuple[str, str, int], phase: str | None, worst: float | None, limit: float, model: float | None
+    ) -> tuple[float | None, str | None, float | None]:
+        """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst
+        row's relative L2 error; model: of rounding, or None."""
+        if worst is None or key[1].startswith("param.") or not limit:
+            return None, None, None
+        known = phase if phase in ("prefill", "decode") else None
+        measured = self.floor.floor(key[0], key[1], known) if self.floor is not None else None
+        floor, source = (measured, self.floor.source) if measured and self.floor is not None else (model, MODEL)
+        return (floor, source, worst / floor) if floor else (None, None, None)
+
     @staticmethod
     def phase(part: Part) -> str | None:
-        """prefill, decode or mixed; None for a tensor without rows."""
         return None if part.whole else part.rows.phase
 
 
@@ -399,14 +394,14 @@ def _fails(result: Comparison, golden: Any, floor: Path) -> str:
 
 
 def calibration_of(result: Comparison, run: str) -> Calibration:
-    """What a comparison of golden with another honest run of its own side says. Raises CompareError where the two do
+    """What a comparison of golden with another correct run of its own side says. Raises CompareError where the two do
     not belong together: other weights, or logits that NaN tells apart."""
     wrong = [p for p in result.pairs if p.role.startswith("param.") and p.status == FAIL]
     if wrong:
         raise CompareError(f"it has other weights than golden ({wrong[0].tap} {wrong[0].role}): no floor of golden's")
     floors: Floors = {}
     for pair in result.pairs:
-        if _has_floor(pair):
+        if pair.status != SKIP and pair.worst_row_rel_l2 is not None and not pair.role.startswith("param."):
             here = floors.setdefault((pair.tap, pair.role), {})
             for phase, value in _values(pair):
                 here[phase] = max(value, here.get(phase, 0.0))
@@ -426,31 +421,9 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
     return Calibration(floors, origins, model[:500], dtype[:50], (run,), source)
 
 
-def _has_floor(pair: Pair) -> bool:
-    return pair.status != SKIP and pair.worst_row_rel_l2 is not None and not pair.role.startswith("param.")
-
-
 def _values(pair: Pair) -> list[tuple[str, float]]:
     found = [("prefill", pair.prefill_rel_l2), ("decode", pair.decode_rel_l2), ("any", pair.worst_row_rel_l2)]
     return [(phase, v) for phase, v in found if v is not None and math.isfinite(v)]
-
-
-def floor_of(
-    key: tuple[str, str, int],
-    phase: str | None,
-    worst: float | None,
-    limit: float,
-    calibration: Calibration | None,
-    model: float | None,
-) -> tuple[float | None, str | None, float | None]:
-    """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst row's
-    relative L2 error; model: of rounding, or None."""
-    if worst is None or key[1].startswith("param.") or not limit:
-        return None, None, None
-    known = phase if phase in ("prefill", "decode") else None
-    measured = calibration.floor(key[0], key[1], known) if calibration is not None else None
-    floor, source = (measured, calibration.source) if measured and calibration is not None else (model, MODEL)
-    return (floor, source, worst / floor) if floor else (None, None, None)
 
 
 def sentence(calibration: Calibration | None, pairs: Sequence[Pair]) -> str:
@@ -502,7 +475,7 @@ class _Judge:
         setting = self.measured.setting
         self.shelf = (self.measured.shelf or SpillBuffer()).another(BOUND)
         self.unit = flow_unit(setting.dtypes)
-        self.holder, self.unions = Holder(self.standard, self.unit, self.floor), Unions()
+        self.limit_check, self.unions = LimitCheck(self.standard, self.unit, self.floor), Unions()
         self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
         self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in choices_first(self.measured.each()):
@@ -518,19 +491,21 @@ class _Judge:
         created, excused = self._not_excused(created)
         unseen = self._unseen_routers()
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
-        gaps = self._gaps(created)
+        finder = GapFinder(setting.untapped, self.traces if created else [], self.tree)
+        gaps = [finder.of(c) for c in created]
         # A tap, or a gap, is named once, by the first tensor that shows it.
         first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}
         named = [(c, gap) for c, gap in zip(created, gaps, strict=True) if first[_name(c, gap)] is c]
         about = {**setting.untapped.classes, **setting.classes}, setting.settings
-        origins = [(c.trace.order, entry_of(self._entry(c, places), gap, *about)) for c, gap in named]
+        entries = [blame.origin_entry(c, setting, places, self.pairs, self.chosen) for c, _ in named]
+        origins = [(c.trace.order, entry_of(e, gap, *about)) for e, (c, gap) in zip(entries, named, strict=True)]
         steps = blame.steps_of(created)
         every = in_all_layers([o["module"] for _, o in origins if not o["gap"]], {t.tap for t in self.traces})
         for (c, gap), (_, entry) in zip(named, origins, strict=True):
             entry["nonfinite"] = steps.get(c.tap, 0)
             entry["layers"] = None if gap else every.get(entry["module"])
         compared = [p for p, _ in self.pairs]
-        origins = constants_differ.with_constants(origins, setting.settings, setting.modules, compared)
+        origins = with_constants(origins, setting.settings, setting.modules, compared)
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = sorted(origins + sampler, key=lambda o: o[0])
@@ -539,7 +514,8 @@ class _Judge:
         images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
-            *remarks([o for _, o in origins], self.rerouted),
+            *nonfinite_steps([o for _, o in origins]),
+            *choices(self.rerouted),
             *unseen_routing(unseen, open_to),
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
@@ -552,18 +528,26 @@ class _Judge:
             mine_run=setting.mine_run,
             pairs=pairs,
             coverage=finished(setting.coverage, self.rerouted)
-            | {covered.KEY: covered.by_class(pairs, setting, self.standard.element)},
+            | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
             origins=[o for _, o in origins],
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
             verdict=FAIL if any(p.status == FAIL for p in pairs) or origins or wrong_weights(setting.weights) else PASS,
             notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, origins),
             plan=setting.plan,
-            standard=self.standard.to_dict(self.unit, setting.layers) | self._floor_facts(),
+            standard=self.standard.to_dict(self.unit, setting.layers)
+            | (
+                {}
+                if self.floor is None
+                else {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
+            ),
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
-            by_chance=self.rate, states=setting.states, weights=setting.weights, created=told,
+            by_chance=self.rate,
+            states=setting.states,
+            weights=setting.weights,
+            created=told,
         )
 
     def _why_nothing(self) -> str:
@@ -573,7 +557,6 @@ class _Judge:
         return why
 
     def _not_excused(self, created: list[Origin]) -> tuple[list[Origin], str]:
-        """Without what golden's own runs create as strongly; and a sentence about these."""
         if self.floor is None:
             return created, ""
         # A calibration knows an origin in a gap by the tap that showed it.
@@ -585,7 +568,6 @@ class _Judge:
         return kept, what + ": not taken for origins"
 
     def _unseen_routers(self) -> list[str]:
-        """Modules whose experts nobody can tell, of both dumps' records."""
         units = self.measured.units
         known = [u.key[0] for u in units if is_choice(u.key[1], u.cls) or is_logits(u.key[0], u.key[1], u.cls)]
         return unknown_routers(self.measured.setting.attrs, known)
@@ -596,21 +578,6 @@ class _Judge:
         known = {(p.tap, p.role) for p, _ in self.pairs}
         if not known & set(self.floor.floors):
             raise CompareError("the floor fits none of the tensors compared: it was made with another model")
-
-    def _gaps(self, created: list[Origin]) -> list[Gap | None]:
-        """Of each origin the gap that it lies in."""
-        if not created:
-            return []
-        gaps = GapFinder(self.measured.setting.untapped, self.traces, self.tree)
-        return [gaps.of(c) for c in created]
-
-    def _entry(self, c: Origin, places: blame.Places) -> dict[str, Any]:
-        return blame.origin_entry(c, self.measured.setting, places, self.pairs, self.chosen)
-
-    def _floor_facts(self) -> dict[str, Any]:
-        if self.floor is None:
-            return {}
-        return {"floor": self.floor.source, "floor_runs": list(self.floor.runs), "floor_margin": MARGIN}
 
     def _nothing(self) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
@@ -633,9 +600,9 @@ class _Judge:
         if found:
             self.chosen[unit.key[0]] = found
         parts = [p for p in unit.parts if not p.skip]
-        limits = self.holder.limits(unit, parts)
+        limits = self.limit_check.limits(unit, parts)
         totals = [total for total, _ in limits]
-        errors = self.holder.errors(unit, parts, self.holder.row_floor(unit.parts), totals)
+        errors = self.limit_check.errors(unit, parts, self.limit_check.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
         each = zip(parts, rows, errors, strict=True)
         settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
@@ -655,17 +622,17 @@ class _Judge:
                     rows[i] = rows[i].only(~mask)
                     errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
             own = np.concatenate([s.own for s in settled])
-            wrong, everywhere = wrong_rows(parts, errors, rows, own)
+            wrong, everywhere = wrong_rows_of(parts, errors, rows, own)
             allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
             weak = any(p.stats is not None for p in parts)
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
             columns = None if any(s.left is not None for s in settled) else unit.columns
-            shared = spoken_for(parts, errors, rows)
+            shared = shared_rows(parts, errors, rows)
             self._trace(replace(unit, columns=columns), rows, wrong, created, everywhere, max(allowed, 0.0), weak,
                         shared=shared)  # fmt: skip
 
     def _trace(
-        self, unit: MeasuredUnit, keys: list[RowSet], wrong: Wrong, limit: float, everywhere: float = 0.0,
+        self, unit: MeasuredUnit, keys: list[RowSet], wrong: WrongRows, limit: float, everywhere: float = 0.0,
         allowed: float = 0.0, weak: bool = False, spoilt: bool = False, shared: np.ndarray = _NO_KEYS,
     ) -> None:  # fmt: skip
         rows = self.unions.of(keys)
@@ -677,7 +644,7 @@ class _Judge:
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
-        rounding = 0.0 if unread else self.holder.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
+        rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
         signs = (keep(wrong.rel), keep(wrong.gain), rounding, unit.columns, part.width if part is not None else 1)
         if len(shared):
             shared, by_part = np.full(len(rows.seen), -1), shared
@@ -692,45 +659,45 @@ class _Judge:
             self._skip(unit, part)
             return
         limits = EXACT
-        (errors,) = self.holder.errors(unit, [part], 0.0, [limits])
+        (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
         if is_computed(unit.key[1]) and not part.equal:
-            limits = self.holder.limits(unit, [part])[0][1]
-            (errors,) = self.holder.errors(unit, [part], 0.0, [limits])
+            limits = self.limit_check.limits(unit, [part])[0][1]
+            (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
         if part.equal:  # alike but for the rounding to another dtype
             errors = replace(errors, err=np.zeros_like(errors.err))
         self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         spoilt = part.table is not None and bool(part.table[:, definition.MISMATCH].any())
-        none = wrong_rows([], [], [])[0]
+        none = wrong_rows_of([], [], [])[0]
         self._trace(unit, [], none, limits.row, worst if worst > limits.row else 0.0, spoilt=spoilt)
 
     def _facts(
         self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
-    ) -> list[messages.Facts]:
-        """What the pairs say besides names and limits."""
-        holder = self.holder
+    ) -> list[messages.PairFacts]:
+        limit_check = self.limit_check
         tables = [p.table for p in parts if p.table is not None]
         metrics = iter(definition.metrics_of_each(tables))
         out = []
-        for part, worst, limit, note in zip(parts, holder.worst(parts, errors), limits, notes, strict=True):
-            model = None if limit.exact else holder.rounding_floor(unit, part)
-            phase = holder.phase(part)
-            floor = floor_of(unit.key, phase, worst.rel, limit.row, self.floor, model)
-            out.append(messages.Facts(worst, None if part.table is None else next(metrics), phase, floor, note))
+        for part, worst, limit, note in zip(parts, limit_check.worst(parts, errors), limits, notes, strict=True):
+            model = None if limit.exact else limit_check.rounding_floor(unit, part)
+            phase = limit_check.phase(part)
+            floor = limit_check.floor_of(unit.key, phase, worst.rel, limit.row, model)
+            out.append(messages.PairFacts(worst, None if part.table is None else next(metrics), phase, floor, note))
         return out
 
     def _rows_of(self, part: Part) -> RowSet:
-        """The rows that a part speaks for: its own, or, without rows, all of its step."""
         return self.moments.get(part.moment, NO_ROWS) if part.whole else part.rows
 
-    def _add(self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.Facts) -> None:
+    def _add(
+        self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.PairFacts
+    ) -> None:
         self.replicas += bool(part.replicas)
         pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
         self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
         self.log.add(pair, part.rows, errors.err)
 
     def _skip(self, unit: MeasuredUnit, part: Part) -> None:
-        self.pairs.append((messages.skipped_pair(unit, part), _NO_KEYS))
+        self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
 
 
 def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:

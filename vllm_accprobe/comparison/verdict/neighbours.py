@@ -1,11 +1,9 @@
 """What fed an origin and what it feeds, each with its error.
 
-The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's to be wrong.
-The idea: in front of an origin is what stands there for the judge (judge/upstream.py); an input is named by whose
-output it is, where equal bytes tell (comparison/plan/annotations.py). An edge's error is that of the pair in the step
-of the origin's first row, or the worst step's where that is not known, and its factor is the pair's own (pair.py).
-Nearest first and at most `NEAREST`; the others are counted.
-Not here: who is an origin (blame.py), how an edge looks (report/).
+The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's wrong. The
+idea: upstream edges are those of the judge (judge/upstream.py), named by whose output they are where equal bytes tell
+(plan/relations.py). An edge's error is its pair's in the step of the origin's first row, else the worst step's. Nearest
+first, at most `NEAREST`; the others are counted. Not here: who is an origin (blame.py), drawing (report/).
 """
 
 from __future__ import annotations
@@ -22,14 +20,13 @@ from vllm_accprobe.align.tokens import NO_ROWS
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
 from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
-from vllm_accprobe.judge.flow import Key, Tree
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.upstream import Upstream
+from vllm_accprobe.judge.upstream import Key, Tree, Upstream
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
     from vllm_accprobe.comparison.pair import Pair
-    from vllm_accprobe.comparison.plan.annotations import Sources
+    from vllm_accprobe.comparison.plan.relations import Sources
     from vllm_accprobe.comparison.row_table import RowTable
 
 NEAREST = 8
@@ -40,7 +37,7 @@ _LOOKED_AT = 64
 """Tensors behind an origin among which its next reader is looked for where no bytes tell."""
 IDENTICAL = "identical"
 OWN, ORDER = "own", "order"
-"""How an edge is known besides by equal bytes (annotations.py): a tensor of the origin itself, of which nobody saw
+"""How an edge is known besides by equal bytes (plan/relations.py): a tensor of the origin itself, of which nobody saw
 where it came from; the place in the data flow: what is between the two nobody saw."""
 
 _Place = tuple[str, str, Key, str, str]
@@ -55,7 +52,7 @@ class Edge:
     tap, role: whose output it is, or who takes it in, in mine's spelling. role_in: as what the origin takes it in, ""
     where it is none of its own inputs and parameters. error: of the pair's worst row, or of the whole tensor, relative
     L2; over: how many times its limit. status: identical, pass, fail, or skip for what was not compared. by: both, mine
-    or golden, the sides whose equal bytes tell (comparison/plan/annotations.py); own or order. pair: index into
+    or golden, the sides whose equal bytes tell (comparison/plan/relations.py); own or order. pair: index into
     ``Comparison.pairs``, None without one.
     """
 
@@ -69,13 +66,12 @@ class Edge:
     pair: int | None
 
     def plain(self) -> dict[str, Any]:
-        """compare.json's entry: all but ``pair``."""
         names = ("tap", "role", "role_in", "error", "over", "status", "by")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
-class Around:
+class OriginNeighbours:
     """An origin's neighbours. tap, role: its tensor. fed_by, feeds: the edges; left_out: how many more of each."""
 
     tap: str
@@ -85,7 +81,6 @@ class Around:
     left_out: tuple[int, int] = (0, 0)
 
     def plain(self) -> dict[str, Any]:
-        """What compare.json's entry of the origin says besides."""
         out: dict[str, Any] = {name: [e.plain() for e in getattr(self, name)] for name in ("fed_by", "feeds")}
         more = zip(("fed_by_more", "feeds_more"), self.left_out, strict=True)
         return out | {name: n for name, n in more if n}
@@ -93,7 +88,7 @@ class Around:
 
 def neighbours(
     origins: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], measured: Measured | None, rows: RowTable | None
-) -> list[Around | None]:
+) -> list[OriginNeighbours | None]:
     """Of each of the ``origins`` (compare.json's) its neighbours; None where the data flow around it is not known: the
     tensor has no place in it, or nothing that was compared is next to it."""
     if measured is None or not origins:
@@ -124,7 +119,7 @@ class _Flow:
         for to, (maker, _) in self.links.items():
             self.takers[maker].append(to)
 
-    def around(self, origin: Mapping[str, Any]) -> Around | None:
+    def around(self, origin: Mapping[str, Any]) -> OriginNeighbours | None:
         if is_cache(origin):
             return None
         sink = self._sink(str(origin.get("module")), str(origin.get("role")))
@@ -139,7 +134,7 @@ class _Flow:
         if not fed and not feeds:
             return None
         more = max(len(fed) - NEAREST, 0), max(len(feeds) - NEAREST, 0)
-        return Around(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
+        return OriginNeighbours(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
 
     def _sink(self, module: str, role: str) -> TensorErrors | None:
         """The origin's tensor: its own, or, between its children, one of theirs (blame.origin_entry). What a weight
@@ -227,7 +222,7 @@ def _key(trace: TensorErrors) -> Key:
 
 
 def with_neighbours(
-    origins: Iterable[Mapping[str, Any]], around: Iterable[Around | None], sources: Sources
+    origins: Iterable[Mapping[str, Any]], around: Iterable[OriginNeighbours | None], sources: Sources
 ) -> list[dict[str, Any]]:
     """compare.json's origins: with their neighbours, and where their code is."""
     out = []

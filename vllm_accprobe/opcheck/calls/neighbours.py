@@ -22,7 +22,7 @@ written.
 What an operator read, where its inputs were not captured: outputs of others, as the other side's bytes tell.
 
 The problem: taps in compiled graphs hold outputs alone, and an operator without its inputs cannot be run again. The
-idea: the other side, an eager golden, says by equal bytes whose output each input is (comparison/plan/annotations.py);
+idea: the other side, an eager golden, says by equal bytes whose output each input is (comparison/plan/relations.py);
 mine's own output of that name is then what mine's operator read. A call is lent its inputs only where all that golden's
 call had can be told. A compiler fuses what is computed element by element and keeps float32 in between: such an
 operator read a number that nobody rounded, and its output may be off by what half a unit of each input makes
@@ -49,11 +49,11 @@ from typing import Any
 import torch
 
 from vllm_accprobe.align.tokens import SampledHistory
-from vllm_accprobe.comparison.plan.annotations import STEPS, Makers
+from vllm_accprobe.comparison.plan.relations import STEPS, Makers
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
-from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.judge.upstream import Key
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
 from vllm_accprobe.opcheck.calls.parameters import adapter_of
 from vllm_accprobe.opcheck.calls.sampler_calls import facts_of

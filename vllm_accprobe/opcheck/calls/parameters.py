@@ -24,7 +24,7 @@ formula needs, from the dump where that is still it, else from the checkpoint, a
 where the fingerprint that the capture left (smallest and largest number, hash of a sample) is the same.
 
 Not here: whether an event left the right weights (judge/weights/), whether the dump's own parameters are right
-(comparison/measure/params.py), calls (records.py).
+(comparison/measure/measurer.py), calls (records.py).
 """
 
 from __future__ import annotations

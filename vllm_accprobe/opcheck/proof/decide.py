@@ -45,13 +45,13 @@ import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison.coverage import ModuleCover, from_plain, to_plain
 from vllm_accprobe.comparison.notes import effects_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import Comparison
-from vllm_accprobe.comparison.verdict.covered import ModuleCover, from_plain, to_plain
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.flips import NEAR_TIE, RANDOM, UPSTREAM
+from vllm_accprobe.judge.near_ties import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, PROVED, SIBLING_OUTLIER, TIERS
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, Explained, place_of
@@ -96,7 +96,7 @@ def _said(pair: Pair, size: float, limit: float) -> str:
 
 
 _OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an element is off by ")
-"""How clauses on a comparison's own limits begin (judge/verdict.py, comparison/verdict/blame.py)."""
+"""How clauses on a comparison's own limits begin (judge/tensor_errors.py, comparison/verdict/blame.py)."""
 
 
 OtherCache = tuple[str, str, float, float, float]
@@ -170,7 +170,7 @@ NAME = "replay.json"
 SCHEMA = 1
 _MOST = 64 << 20
 _OF_LOGITS = {NEAR_TIE, UPSTREAM, RANDOM}
-"""Flips (judge/flips.py) in which each side's sampler did its work, or golden drew its token."""
+"""Flips (judge/near_ties.py) in which each side's sampler did its work, or golden drew its token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ of his own, a module whose errors are unlike those of the same class in other la
 where somebody does, because what lies behind a fault has other inputs than its kin. What every layer of a class does is
 said to be in all of them.
 
-Not here: the table (comparison/verdict/covered.py), who is blamed (decide.py), which constants differ, and what follows
+Not here: the table (comparison/coverage.py), who is blamed (decide.py), which constants differ, and what follows
 (comparison/notes.py), what the proof does to a comparison (decide.py).
 """
 
@@ -47,11 +47,11 @@ import numpy as np
 
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.ranks import ONE
+from vllm_accprobe.comparison.coverage import ModuleCover
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.notes import Differs
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
-from vllm_accprobe.comparison.verdict.covered import ModuleCover
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import DECODE, PREFILL, Record

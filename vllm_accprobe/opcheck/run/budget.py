@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.align.requests import distinct, identity, pair_requests
+from vllm_accprobe.align.tokens import distinct, identity, pair_requests
 from vllm_accprobe.dump.schema import DECODE, Record, RowSpace
 from vllm_accprobe.opcheck.calls.records import Calls, Place, Runs
 from vllm_accprobe.opcheck.floors.rounding import judge

@@ -21,7 +21,7 @@ the operator itself created. `check` streams the rows; nothing is decided here a
 silently: a call without a reference is a row that says why.
 
 Not here: what could not be had (worker.py, repeat/here.py), the operators (references/), the exact gradients
-(references/gradients.py), parameters of two dumps (comparison/measure/params.py), finding the checkpoint's
+(references/gradients.py), parameters of two dumps (comparison/measure/measurer.py), finding the checkpoint's
 (opcheck/calls/parameters.py), where a call comes from (records.py), and that a row (table.py).
 """
 

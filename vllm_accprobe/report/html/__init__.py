@@ -1,11 +1,8 @@
 """compare.html: one self-contained page that answers "what is wrong, where, how much" on its first screen.
 
-The problem: the page is opened offline, from a mail or a ticket, and shows names that a stranger's dump has chosen.
-The idea: a template with few holes; everything static is escaped HTML made in sections.py, everything for the script is
-JSON in a data block, and a content security policy lets run only the scripts whose hashes it names and no request
-leave the page. Its charts are drawn by its own scripts as SVG (draw.js): a chart library is two megabytes and most of
-the time until a page stands. Data are gzip as base64, so that 200,000 pairs are a few megabytes. Not here: what is said
-(facts.py), the pairs' compact form (data.py), the error over depth (charts.py), rows and tokens (charts.py, data.py).
+The problem: the page is opened offline, from a mail or a ticket. The idea: a template with few holes: escaped HTML
+(sections.py), and JSON in a data block for the page's own scripts, which draw SVG; a chart library is two megabytes.
+Data are gzip as base64. Not here: what is said (facts.py), the compact form (data.py), charts' data (charts.py).
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts
-from vllm_accprobe.report.charts import Point, depth, factors, heat
+from vllm_accprobe.report.charts import depth, factors, heat
 from vllm_accprobe.report.html import sections
 from vllm_accprobe.report.html.data import columns_json, heat_json, looks_json, packed, script_json, tree_json
 from vllm_accprobe.report.html.sections import asset, fill, policy
@@ -63,7 +60,13 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
     over = factors(comparison) if comparison.rows is not None else None
     scripts = {f"{name}_js": asset(f"{name}.js") for name in SCRIPTS}
     view = {
-        "depth": _depth_json(points[:MAX_POINTS]),
+        # Names are made safe as in data.py, with the same length, so that a click finds the tap's pairs by its name.
+        "depth": {
+            "points": [
+                asdict(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
+                for p in points[:MAX_POINTS]
+            ]
+        },
         "heat": heat_json(heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
@@ -101,17 +104,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
 
 
 def _shown_pairs(pairs: list[Pair], limit: int) -> list[int]:
-    """Indices of the pairs on the page: all, or the worst."""
     if len(pairs) <= limit:
         return list(range(len(pairs)))
     order = sorted(range(len(pairs)), key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:limit]
     return sorted(order)
-
-
-def _depth_json(points: list[Point]) -> dict[str, object]:
-    # Names are made safe as in data.py, with the same length, so that a click finds the tap's pairs by its name.
-    shown = [
-        asdict(p) | {"tap": safe(p.tap, 400), "cls": safe(p.cls, 400), "layer": p.layer and safe(p.layer, 400)}
-        for p in points
-    ]
-    return {"points": shown}

@@ -1,36 +1,10 @@
 """What the page's script draws, as compact JSON.
 
-Pairs as compact JSON columns, for the page's script.
-
-The problem: 200,000 pairs with 37 fields each must fit into one HTML file that opens in seconds. The idea: columns
-instead of rows; a column of one value is that value, text is a dictionary and indices, numbers have six digits in
-failed pairs and three in others (compare.csv has all of them), and the whole is packed. The forms, per column:
-``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or ``{"v": [number...]}``, where a number that JSON lacks is
-``"NaN"``, ``"Inf"`` or ``"-Inf"`` and a missing one null.
-
-A pair's histograms and errors over position and column as small integers for the page.
-
-The problem: 200 pairs of 500 bins as decimal numbers are megabytes. The idea: counts as they are, errors as thousandths
-of their peak, which is told beside them.
-
-An origin's neighbours as plain JSON values for the page's drawing.
-
-Tokens of the heat map as text, for whoever names a tokenizer.
-
-The problem: a dump holds token ids and no text, and a person knows a prompt by its words; a token may be a part of a
-letter, a line break, a mark that turns the writing around, or something that no vocabulary has. The idea: the model's
-``tokenizer.json`` read by the library `tokenizers` (vLLM brings it; imported only here), each id by itself, every text
-through ``safe``; the text stays in the page, nothing else keeps it.
-
-What the page shows of one pair beyond its numbers, of the tree and of the heat map, as plain JSON values.
-
-The problem: errors by row and sampled values are far more than a page can hold. The idea: the worst rows of the worst
-pairs, the samples as they are, one line per tap for the tree, and the heat map's bytes as base64; every name is made
-``safe`` on the way.
-
-Not here: what the script does with them (table.js), how they come about (comparison/measure/spreads.py), drawing, which
-they are (comparison/verdict/neighbours.py), words (report/neighbours/), the drawing (around.js), which ids there are
-(align/tokens.py), what is drawn (heat.js), what the script draws (pair.js, tree.js, heat.js).
+The problem: 200,000 pairs with 37 fields, histograms and row errors must fit into one file that opens in seconds. The
+idea: columns instead of rows: ``{"c": value}``, ``{"d": [text...], "i": [index...]}`` or ``{"v": [number...]}``, six
+digits in failed pairs and three in others; "NaN", "Inf", "-Inf" for what JSON lacks. Errors are thousandths of a peak,
+heat maps bytes in base64, the whole gzip. Tokens become text by the model's ``tokenizer.json`` where requested. Every
+name is `safe`. Not here: drawing (*.js), the values (comparison/, charts.py).
 """
 
 from __future__ import annotations
@@ -162,7 +136,7 @@ def _plain(value: float) -> Any:
 NEIGHBOUR_NAME = 400
 
 
-def around_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[dict[str, Any]]:
+def neighbours_json(comparison: Comparison, page_index: Mapping[int, int]) -> list[dict[str, Any]]:
     """An entry for each origin with neighbours. page_index: index in ``Comparison.pairs`` → index on the page."""
     out = []
     for origin, around in zip(comparison.origins, comparison.neighbours, strict=True):
@@ -252,7 +226,6 @@ class TokenTexts:
 
     @property
     def missing(self) -> str | None:
-        """A sentence where no ids were recorded."""
         return None if self.ids else NO_IDS.format(safe(self.place))
 
     def columns(self, label: str, start: np.ndarray, width: int) -> list[list[int]] | None:
@@ -271,7 +244,6 @@ class TokenTexts:
 
     @property
     def texts(self) -> Mapping[str, str]:
-        """Of each id that a column has; ids that are no token are not there."""
         return {str(token): text for token, text in self._texts.items() if text is not None}
 
 
@@ -293,7 +265,7 @@ MAX_ROWS = 8
 
 
 def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
-    """The map begins with the first request, which shows most. tokens: what they say, where that was asked for."""
+    """The map begins with the first request, which shows most. tokens: what they say, where that was requested."""
     columns = [tokens and tokens.columns(r.label, r.start, r.width) for r in heat.requests]
     return {
         "texts": tokens.texts if tokens else {},
@@ -334,10 +306,8 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def looks_json(
-    comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None
-) -> dict[str, Any]:
-    """page_index: index in ``Comparison.pairs`` → index on the page. over: `heat.factors`, where they are known."""
+def looks_json(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None) -> dict[str, Any]:
+    """page_index: index in ``Comparison.pairs`` → index on the page. over: `factors`, where they are known."""
     return {
         "rows": _worst_rows(comparison, page_index, over),
         "samples": {
@@ -354,7 +324,7 @@ def looks_json(
         "spreads": {str(page_index[s.pair]): spread_json(s) for s in comparison.spreads if s.pair in page_index},
         "no_spread": [f"{n:,} {safe(why, NAME)}" for why, n in comparison.without_spread.items()],
         "code": {safe(tap, NAME): verdict_parts.code(comparison.sources, tap) for tap in comparison.sources},
-        "around": around_json(comparison, page_index),
+        "around": neighbours_json(comparison, page_index),
         "again": _again(comparison),
         "shapes": [
             [*(safe(x or "", NAME) for x in facts.place_of(o)), safe(o["shape"], 300)]

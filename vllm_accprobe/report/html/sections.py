@@ -1,32 +1,9 @@
 """The page's static parts as escaped HTML, and how the page is put together.
 
-How a page is put together: its files, its policy, its holes.
-
 The problem: a page holds names that a stranger's dump has chosen, and its scripts must be the only ones that run. The
-idea: a content security policy names the hash of each script and allows no request; a template's holes are filled in
-one pass, so that what is filled in is never looked at again.
-
-What the page's sections are made of: text that is safe, sentences, tables.
-
-The problem: names come from dumps of strangers. The idea: `escaped` is the only way from a value to markup.
-
-What would decide, how the machines compute, and what the heat map leaves out, as parts of the page.
-
-The problem: both are lists of whatever length, and commands must be copied as they are. The idea: as in sections.py,
-finished markup in which every value is escaped; a command keeps its lines and is never wrapped.
-
-What the first screen adds to the verdict: all origins by number, all pairs in one sum, and what to type next.
-
-The problem: a reader opens the page to decide, and what he needs is where to look, how sure that is, and which command
-brings him on. The idea: origins as buttons that open their pairs (and as a table further down), and commands as they
-are typed, each beside a button that copies it; every value is escaped, and a command is never shortened.
-
-The page's static parts as escaped HTML: all that can be read without a script.
-
-The idea: a function for each section, which returns finished markup.
-
-Not here: the sentences (report/verdict_parts.py, comparison/verdict/follow_ups.py), the choice of commands
-(report/next/), what the buttons do (first.js), layout (page.html, page.css), pairs and chart (table.js, chart.js).
+idea: `escaped` is the only way from a value to markup; a function per section returns finished markup; a content
+security policy names the hash of each script and allows no request; a template's holes are filled in one pass. Commands
+keep their lines and are never shortened. Not here: sentences (facts.py, verdict_parts.py), what the script does (*.js).
 """
 
 from __future__ import annotations
@@ -49,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def policy(scripts: Iterable[str]) -> str:
-    """The content security policy that lets run these scripts, as they stand between their tags, and nothing else."""
     hashes = " ".join(
         "'sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii") + "'"
         for text in scripts
@@ -62,14 +38,13 @@ def policy(scripts: Iterable[str]) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a file of ``report/html``."""
     from importlib.resources import files
 
     return files("vllm_accprobe.report.html").joinpath(name).read_text(encoding="utf-8")
 
 
 def fill(template: str, holes: Mapping[str, str]) -> str:
-    """Each ``{{name}}`` once, in a single pass: what is filled in is never looked at again."""
+    """Each ``{{name}}`` once, in a single pass: what is filled in is never examined again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda m: holes[m[1]], template)
 
 
@@ -83,12 +58,10 @@ def escaped(value: object, limit: int = 400) -> str:
 
 
 def breakable(name: object) -> str:
-    """A module path that may wrap after its dots."""
     return escaped(name).replace(".", ".<wbr>")
 
 
 def as_sentence(text: str) -> str:
-    """With a capital and a full stop."""
     return escape(capital(text) + ".")
 
 
@@ -111,7 +84,6 @@ FEW = 4
 
 
 def deciding(comparison: Comparison) -> str:
-    """What would decide, where the answer is open: a sentence and its commands each."""
     steps = comparison.would_decide
     if not steps:
         return ""
@@ -126,19 +98,18 @@ def deciding(comparison: Comparison) -> str:
 
 
 def wrong_states(comparison: Comparison) -> str:
-    """What mine's ledger of states has found, after the first, which is the headline."""
     wrong = facts.wrong_states(comparison)[1:]
     if not wrong:
         return ""
     items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
     return (
         '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">Further findings of the ledger of states'
-        f'</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
+        f"</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, 'states')}</section>"
     )
 
 
 def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) -> str:
-    """What the heat map leaves out, and that the page holds text where somebody has asked for it."""
+    """What the heat map leaves out, and that the page holds text where somebody has requested it."""
     total = requests + left_out
     said = [f"The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them."] if left_out else []
     if tokens:
@@ -147,7 +118,6 @@ def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) ->
 
 
 def command_lines(command: str) -> str:
-    """Commands as escaped text, a line each."""
     return "\n".join(escaped(line, 1000) for line in command.splitlines())
 
 
@@ -218,7 +188,6 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def pair_sum(comparison: Comparison) -> str:
-    """How many pairs there are of each outcome, in one sum."""
     total = f"<b>{comparison.counts.total:,}</b> pairs = "
     parts = (
         f'<span class="{_KIND.get(what.partition(" ")[0], "")}"><b>{n:,}</b> {escape(what)}</span>'
@@ -231,7 +200,6 @@ _KIND = {"fail": "bad", "pass": "good"}
 
 
 def next_commands(comparison: Comparison) -> str:
-    """What to type next, each command with a button that copies it."""
     steps = comparison.next_steps
     if not steps:
         return ""
@@ -247,7 +215,6 @@ def next_commands(comparison: Comparison) -> str:
 
 
 def origins(comparison: Comparison) -> str:
-    """The table of all origins."""
     if not comparison.origins:
         return ""
     head: tuple[str, ...] = ("#", "Module", "Tensor", "Where", "Created", "Passed on", "Limit", "× limit", "Evidence")
@@ -265,25 +232,9 @@ def origins(comparison: Comparison) -> str:
         )
         for i, o in enumerate(comparison.origins[:MAX_LIST])
     ]
-    others = [facts.constant(o) for o in comparison.origins]
-    if any(others):
-        head = (*head, "Constant")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, others, strict=False)]
-    if any(facts.shape(o) for o in comparison.origins):
-        head = (*head, "Shape")
-        rows = [(*r, escaped(facts.shape(o) or MISSING)) for r, o in zip(rows, comparison.origins, strict=False)]
-    graphs = [facts.graph(o) for o in comparison.origins]
-    if any(graphs):
-        head = (*head, "In graphs")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, graphs, strict=False)]
-    gaps = [facts.inside(comparison, o) for o in comparison.origins]
-    if any(gaps):
-        head = (*head, "In the gap")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, gaps, strict=False)]
-    said = [facts.whole(o) for o in comparison.origins]
-    if any(said):
-        head = (*head, "Floor that it breaks")
-        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, said, strict=False)]
+    for name, texts in facts.optional_columns(comparison):
+        head = (*head, capital(name))
+        rows = [(*r, escaped(text or MISSING)) for r, text in zip(rows, texts, strict=False)]
     body = html_table(head, rows, numeric={4, 5, 6, 7})
     more = more_of(len(comparison.origins), MAX_LIST, "origins")
     lead = "Independent origins in data-flow order; the first is the culprit." if len(rows) > 1 else "One origin."
@@ -320,7 +271,6 @@ def title(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison) -> str:
-    """The top of the page: badge, sentence, and the culprit's numbers."""
     passed = comparison.verdict == "pass"
     badge = f'<span class="badge">{"PASS" if passed else "FAIL"}</span>'
     if passed or not comparison.origins or facts.wrong_states(comparison):
@@ -358,12 +308,9 @@ def verdict(comparison: Comparison) -> str:
         cells.append(_fact("By chance", seldom, "comparisons with rounding alone"))
     if tier := origin.get("tier"):
         cells.append(_fact("Floor it breaks", tier))
-    if said := facts.inside(comparison, origin):
-        cells.append(_fact("The gap", said, None, "shape-fact"))
-    if said := facts.shape(origin):
-        cells.append(_fact("Shape of the error", said, None, "shape-fact"))
-    if said := facts.graph(origin):
-        cells.append(_fact("In compiled and captured graphs", said, None, "shape-fact"))
+    where = {"The gap": facts.inside(comparison, origin), "Shape of the error": facts.shape(origin),
+             "In compiled and captured graphs": facts.graph(origin)}  # fmt: skip
+    cells += [_fact(label, text, None, "shape-fact") for label, text in where.items() if text]
     facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := facts.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
@@ -415,7 +362,6 @@ def notes(comparison: Comparison) -> str:
 
 
 def figures(comparison: Comparison) -> str:
-    """The strip of numbers under the verdict."""
     c, cov = comparison.counts, comparison.coverage
     flipped = len(comparison.tokens.get("flipped") or ())
     only = [int(cov.get(f"rows_only_{side}") or 0) for side in ("golden", "mine")]
@@ -488,7 +434,6 @@ def not_checked(comparison: Comparison) -> str:
 
 
 def covered(comparison: Comparison) -> str:
-    """The verdict's reach by class of operator."""
     total = verdict_parts.totals(comparison)
     if total is None:
         return ""

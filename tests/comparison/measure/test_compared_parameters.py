@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import RankPiece, plan_merge
-from vllm_accprobe.comparison.measure.params import _rounded, compare_params, is_computed, round_to_bfloat16
+from vllm_accprobe.comparison.measure.measurer import _rounded, compare_params, is_computed
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import widen
@@ -109,7 +110,7 @@ def test_tables_that_each_run_computes_are_not_weights():
 
 
 def test_one_checkpoint_loaded_as_float16_and_as_bfloat16_has_one_weight() -> None:
-    from vllm_accprobe.comparison.measure.params import _one_number, round_to_bfloat16
+    from vllm_accprobe.comparison.measure.measurer import _one_number
     from vllm_accprobe.comparison.measure.read import RowBlock
 
     rng = np.random.default_rng(3)

@@ -1,7 +1,8 @@
 """Whose rows are counted together, and what judging adds to the counts."""
 
-from vllm_accprobe.comparison.plan.coverage import NEAR_TIE, UNKNOWN, family, finished
-from vllm_accprobe.judge.routing import Rerouted
+from vllm_accprobe.comparison.coverage import UNKNOWN, finished
+from vllm_accprobe.comparison.plan.unit import family
+from vllm_accprobe.judge.near_ties import ROWS_AFTER, Rerouted
 
 
 def test_families():
@@ -13,5 +14,5 @@ def test_what_judging_adds():
     measured = {"rows_compared": 7, "skipped": {"why": 1}}
     assert finished(measured, Rerouted()) == measured
     found = finished(measured, Rerouted(unknown=2, _seen={5, 6, 7}))
-    assert found == {"rows_compared": 7, "skipped": {"why": 1, NEAR_TIE: 3, UNKNOWN: 2}}
+    assert found == {"rows_compared": 7, "skipped": {"why": 1, ROWS_AFTER: 3, UNKNOWN: 2}}
     assert measured["skipped"] == {"why": 1}

@@ -1,253 +1,41 @@
-"""One unit's numbers: rows of mine against the golden's rows, read in stretches, or their statistics.
+"""From a unit of the plan to numbers: rows of mine against golden's rows, parameters, and many units by threads.
 
-Two tensors of which at least one was not stored: what their statistics and checksums say.
-
-The problem: statistics are all that many dumps have, tools take them in different precision and leave some out, and
-equal statistics do not prove equal tensors. The idea: only what both sides have is compared, as lower bounds of the
-error; a side that has the values but no statistics gets them computed; the four figures of both sides are said beside
-the verdict, which is marked as theirs.
-
-Stretches of rows of a dump's tensors, read into memory that is used again and again.
-
-The problem: a tensor may be larger than the memory that a comparison is given, and memory that is new to the process
-costs more than the arithmetic (two microseconds for each 4 KiB page). The idea: only the rows that meet are read, a few
-megabytes at a time, into one buffer per side and worker; pieces of several ranks are joined in it. What does not lie
-row by row (rows in a later dimension, partial sums, tensors made from others) is loaded whole, as read.py does.
-
-One tensor of mine while it is read, stretch by stretch, until its part is full.
-
-The problem: a tensor larger than memory is read a few megabytes at a time, and some of what is told of it are sums over
-all of it, which mean nothing before the last stretch. The idea: a `Reading` holds the part and these sums; the kernel
-gathers straight from the stored bits of each stretch; what was read in part is thrown away with it.
-
-One unit's numbers: for each tensor of mine, the row table against the golden's rows with the same keys.
-
-The problem: the rows of one tensor of mine may lie in many tensors of the golden, and most tensors of two runs are
-equal. The idea: an index (units.py) says where each row lies; equal hashes over equal rows end the matter without
-reading; else the rows that meet are read, a stretch at a time.
-
-Not here: what follows from the bounds (judging.py), whole tensors and their cache (read.py), the kernels (kernels/),
-limits and words (judge/, engine.py), parameters (params.py).
+The problem: the rows of one tensor may lie in many tensors of golden, a tensor may be larger than memory, and most
+pairs are equal. The idea: an index says where each row lies; equal hashes end the matter without reading, else rows
+that meet are read in stretches (read.py), and a `Reading` adds up what is a sum over all of them. Where values were not
+stored, statistics bound the error. A parameter must be equal to the bit, or after rounding the finer dtype to the
+coarser; tables that each run computes for itself may differ by rounding. Batches of units go to threads with buffers of
+their own, and results come back in the order of the plan. Not here: limits and words (judge/, verdict/), other
+processes (comparison/distributed.py).
 """
 
 from __future__ import annotations
 
+import os
+import queue
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.derived import join_stats
-from vllm_accprobe.align.ranks import CAT, ONE
+from vllm_accprobe.align.derived import round_to_bfloat16
+from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
+from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part, stats_of
-from vllm_accprobe.comparison.measure.read import (
-    UNREAD,
-    Loader,
-    RowBlock,
-    Stretch,
-    Unread,
-    cut_shape,
-    find_cut,
-    settle,
-    unread,
-)
-from vllm_accprobe.comparison.plan import annotations as choices
-from vllm_accprobe.comparison.plan import annotations as integer_inputs
+from vllm_accprobe.comparison.plan import relations
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES, widen
-from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.schema import Record, Stats
-from vllm_accprobe.dump.stats import tensor_stats
-from vllm_accprobe.judge.routing import is_choice, is_weight
+from vllm_accprobe.judge.floor import unit as rounding_unit
+from vllm_accprobe.judge.near_ties import is_choice, is_weight
 from vllm_accprobe.kernels import definition, structure
 from vllm_accprobe.kernels import rows as kernel
-from vllm_accprobe.kernels import rows as wide
-
-Figures = tuple["float | None", ...]
-"""max, min, mean, norm; None what a tool did not take."""
-NAMES = ("max", "min", "mean", "norm")
-_INFINITE = float("inf"), 0.0
-
-
-def statistics_of(group: Group, loader: Loader) -> Stats | None:
-    """Of the whole tensor: as recorded, of disjoint pieces together, or computed from the values."""
-    if group.merge is None:
-        return None
-    found = [group.records[i].stats for i in group.merge.use]
-    if group.merge.kind == ONE and found[0] is not None:
-        return found[0]
-    whole = [(k, 0, group.records[group.merge.use[k]].shape[group.merge.dim or 0]) for k in range(len(found))]
-    if group.merge.kind == CAT and sorted(group.merge.pieces) == whole and all(found):
-        return join_stats([s for s in found if s is not None])
-    if not group.readable:
-        return None
-    block = loader.load(group)
-    return tensor_stats(block.data, block.dtype)
-
-
-def checksums(golden: Group, mine: Group) -> bool | None:
-    """Whether the checksums of one kind that both sides have are equal; None where they have none."""
-    g, m = golden.fingerprint, mine.fingerprint
-    if g is None or m is None:
-        return None
-    kinds = [{str(h).partition(":")[0] for h in f[-1]} for f in (g, m)]
-    named = all(":" in str(h) for f in (g, m) for h in f[-1])
-    return g[-1] == m[-1] if named and kinds[0] == kinds[1] else None
-
-
-def common(golden: Stats, mine: Stats) -> bool:
-    """Whether both sides have one of the four figures, or a non-finite value."""
-    both = zip(figures(golden), figures(mine), strict=True)
-    return any(g is not None and m is not None for g, m in both) or any((golden.nan, golden.inf, mine.nan, mine.inf))
-
-
-def figures(stats: Stats) -> Figures:
-    return stats.max, stats.min, stats.mean, stats.l2
-
-
-def said(pair: tuple[Figures, ...]) -> str:
-    """``golden | mine: max 1 | 2, ...``"""
-    both = [(n, g, m) for n, g, m in zip(NAMES, *pair, strict=True) if g is not None or m is not None]
-    return "golden | mine: " + ", ".join(f"{n} {_text(g)} | {_text(m)}" for n, g, m in both) if both else ""
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.9g}"
-
-
-def same_weights(golden: Record, mine: Record, allowed: float) -> bool | None:
-    """Whether two weights of one dtype can be the same by their statistics: extremes to the bit, which no order of
-    summation changes, norm and mean within ``allowed`` roundings of the norm. None where they do not say."""
-    g, m = golden.stats, mine.stats
-    if golden.dtype != mine.dtype or g is None or m is None or None in (g.min, g.max, m.min, m.max):
-        return None
-    if (g.min, g.max) != (m.min, m.max):
-        return False
-    error = statistics_error(g, m)
-    return error[0] <= 2 * allowed
-
-
-def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
-    """How far two tensors must be apart, from statistics alone: lower bounds of (relative L2 error, lone element's).
-
-    |norm(m) - norm(g)| / norm(g) and |mean(m) - mean(g)| / rms(g) are at most the relative L2 error; the extremes'
-    differences, in units of max(|extreme|, rms), at most the worst element's. Infinite where NaN or infinity differ.
-    A figure that one side does not have says nothing; without golden's norm its extremes are the scale.
-    """
-    if g.count != m.count or _other_count(g.nan, m.nan) or _other_count(g.inf, m.inf):
-        return _INFINITE
-    ends = [(a, b) for a, b in ((g.min, m.min), (g.max, m.max)) if a is not None and b is not None]
-    n = max(g.count - g.nan - g.inf, 1)
-    scale = max((abs(a) for a, _ in ends), default=0.0)
-    rms = g.l2 / n**0.5 if g.l2 is not None else scale
-    pairs = [*ends, *((a, b) for a, b in ((g.mean, m.mean), (g.l2, m.l2)) if a is not None and b is not None)]
-    if not rms:
-        return (0.0, 0.0) if all(a == b for a, b in pairs) else _INFINITE
-    parts = [0.0]
-    if g.l2 is not None and m.l2 is not None and g.l2:
-        parts.append(abs(m.l2 - g.l2) / g.l2)
-    if g.mean is not None and m.mean is not None:
-        parts.append(abs(m.mean - g.mean) / rms)
-    peaks = [0.0, *(abs(b - a) / max(abs(a), rms) for a, b in ends)]
-    return float(max(parts)), float(max(peaks))
-
-
-def _other_count(g: int, m: int) -> bool:
-    """Some tools say only whether there is any, which is a count of 1."""
-    return bool(g) != bool(m) or (g != m and min(g, m) > 1)
-
-
-STRETCH = 4 << 20
-"""Bytes of one side that are read at a time: fits the second-level caches together with the other side's, nearly."""
-_SPARSE = 4
-"""A stretch is read in one go only if it has at most so many times the rows that are wanted."""
-
-
-class RowReader:
-    """Rows of one dump. A block that it returns is valid until the next call."""
-
-    def __init__(self, dump: Any, loader: Loader):
-        self._dump, self._loader = dump, loader
-        self._whole = np.empty(0, np.uint8)
-        self._piece = np.empty(0, np.uint8)
-        self._read = getattr(dump, "read_rows", None)
-
-    def load(self, group: Group, cut: tuple[int, int] | None, rows: np.ndarray) -> tuple[RowBlock, np.ndarray]:
-        """(block, where the wanted ``rows`` of the group, int64 and not empty, lie in it). Raises read.Unread."""
-        start, stop = int(rows.min()), int(rows.max()) + 1
-        if cut is not None or not self._streams(group) or stop - start > max(_SPARSE * len(rows), 64):
-            return self._loader.load(group, cut), rows
-        plan = group.merge
-        assert plan is not None
-        dtype, feature = group.first.dtype, plan.shape[1:]
-        shape = (stop - start, *feature)
-        itemsize = DTYPES[dtype].storage.itemsize
-        if plan.kind == ONE:
-            self._whole = data = _room(self._whole, prod(shape) * itemsize)
-            found = self._part(group, plan.use[0], start, stop, data)
-        else:
-            found = self._join(group, start, stop, shape)
-        width = prod(feature)
-        return RowBlock(found.reshape(stop - start, width), dtype, feature), rows - start
-
-    def _streams(self, group: Group) -> bool:
-        plan = group.merge
-        if self._read is None or plan is None or group.where is None or group.row_dim != 0 or not plan.shape:
-            return False
-        used = [group.records[i] for i in plan.use]
-        if any(type(r) is not Record or r.row_dim != 0 or r.shape[0] != plan.shape[0] for r in used):
-            return False
-        return plan.kind == ONE or (plan.kind == CAT and plan.dim != 0)
-
-    def _part(self, group: Group, member: int, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        try:
-            found: np.ndarray = self._dump.read_rows(group.records[member], slice(start, stop), out)
-        except (DumpError, OSError) as error:
-            raise unread(self._dump, error) from None
-        return found
-
-    def _join(self, group: Group, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        plan = group.merge
-        assert plan is not None
-        assert plan.dim is not None
-        storage = DTYPES[group.first.dtype].storage
-        nbytes = prod(shape) * storage.itemsize
-        self._whole = _room(self._whole, nbytes)
-        whole = self._whole[:nbytes].view(storage).reshape(shape)
-        before = (slice(None),) * plan.dim
-        at = 0
-        held, part = -1, whole
-        for k, first, last in plan.pieces:
-            if k != held:
-                record = group.records[plan.use[k]]
-                rows = prod(record.shape[1:]) * storage.itemsize
-                self._piece = _room(self._piece, rows * (stop - start))
-                part, held = self._part(group, plan.use[k], start, stop, self._piece), k
-            whole[(*before, slice(at, at + last - first))] = part[(*before, slice(first, last))]
-            at += last - first
-        return whole
-
-
-def stretches(places: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
-    """``places`` (int64 [n]) cut into runs whose rows have about STRETCH bytes."""
-    step = max(STRETCH // max(row_bytes, 1), 1)
-    for start in range(0, len(places), step):
-        yield places[start : start + step]
-
-
-def row_bytes(group: Group) -> int:
-    """Bytes of one row of the whole tensor."""
-    shape = group.merge.shape if group.merge else ()
-    rows = shape[group.row_dim] if shape else 1
-    return prod(shape) * DTYPES[group.first.dtype].itemsize // max(rows, 1)
-
-
-def _room(buffer: np.ndarray, nbytes: int) -> np.ndarray:
-    return buffer if len(buffer) >= nbytes else np.empty(max(nbytes, min(2 * len(buffer), STRETCH)), np.uint8)
+from vllm_accprobe.standards.limits import Standard
 
 
 class Reading:
@@ -272,17 +60,16 @@ class Reading:
         self.part.meet(golden[0])
 
     def sums(self) -> np.ndarray:
-        """``elements``, to be added to."""
         if self.elements is None:
             self.elements = np.zeros(len(definition.ELEMENT_FIELDS))
         return self.elements
 
-    def table(self, stretch: Stretch, *, again: bool = False) -> np.ndarray:
+    def table(self, stretch: read.Stretch, *, again: bool = False) -> np.ndarray:
         """The row table of a stretch, and its share of the sums over elements. again: another copy of rows that were
         read; nothing is added."""
         if self._unordered:
             return definition.row_table(*(np.sort(s, axis=1) for s in stretch.numbers))
-        found = wide.wide_rows(*stretch.bits, widen, elements=None if again else self.sums())
+        found = kernel.wide_rows(*stretch.bits, widen, elements=None if again else self.sums())
         if not again:
             self.add_softmax(stretch)
         if self.unit.key[:2] == (SAMPLER, TOKEN):  # -1: no token was sampled there
@@ -290,13 +77,12 @@ class Reading:
             found[(golden[golden_rows] < 0).any(1) | (mine[mine_rows] < 0).any(1)] = 0.0
         return found
 
-    def add_softmax(self, stretch: Stretch) -> None:
-        """What the KL divergence needs, where it was asked for."""
+    def add_softmax(self, stretch: read.Stretch) -> None:
         if self.kl:
             sums = definition.softmax_sums(*stretch.numbers)
             self.softmax = sums if self.softmax is None else definition.joined_softmax_sums(self.softmax, sums)
 
-    def add_columns(self, table: np.ndarray, stretch: Stretch) -> None:
+    def add_columns(self, table: np.ndarray, stretch: read.Stretch) -> None:
         """The sums by which a fault is told from rounding (kernels/structure.py). table: the stretch's."""
         rows = np.flatnonzero(table[:, definition.DD])
         if not len(rows) or self._unordered or not stretch.floats:
@@ -306,9 +92,9 @@ class Reading:
         sums = kernel.structure_sums(*stretch.only(rows).bits, widen)
         self.structure = sums if self.structure is None else self.structure + sums
 
-    def look(self, table: np.ndarray, places: np.ndarray, stretch: Stretch, segment: int | None = None) -> None:
+    def look(self, table: np.ndarray, places: np.ndarray, stretch: read.Stretch, segment: int | None = None) -> None:
         """Whether all bits are equal so far, and the element with the largest error. places: int64 [n], where the rows
-        of ``table`` stand in the part. segment: of a single row, where wide.row found the error."""
+        of ``table`` stand in the part. segment: of a single row, where kernel.row found the error."""
         part = self.part
         # Only where all numbers are equal their bits can be, and are worth a look.
         equal = not (table[:, definition.MAX_D].any() or table[:, definition.MISMATCH].any())
@@ -321,7 +107,7 @@ class Reading:
         if table[r, definition.MAX_D] > best:
             golden, g_dtype, golden_rows, mine, m_dtype, mine_rows = stretch.bits
             sides = golden[golden_rows[r]], g_dtype, mine[mine_rows[r]], m_dtype
-            part.worst = (int(places[r]), *wide.locate(*sides, widen, segment))
+            part.worst = (int(places[r]), *kernel.locate(*sides, widen, segment))
 
     def done(self) -> Part:
         if self.elements is not None:
@@ -331,23 +117,22 @@ class Reading:
         return self.part
 
     def unread(self) -> Reading:
-        """Nothing of a pair that was read in part."""
         bare = Reading(self.group, self.unit, self.kl)
-        bare.part = Part.of(self.group, *self.golden[:1], whole=self.part.whole, skip=UNREAD)
+        bare.part = Part.of(self.group, *self.golden[:1], whole=self.part.whole, skip=read.UNREAD)
         bare.part.feature = self.part.feature
         return bare
 
 
 _LOOKED, _NEW = 4096, 0.25
-"""Chosen: elements that are looked at, and the part of those that differ which differ in their own way. A bfloat16
+"""Chosen: elements that are examined, and the part of those that differ which differ in their own way. A bfloat16
 tensor has some thousand different values, each with some differences (0.5 and more); pixels have 256 (0.2)."""
 
 
-def _few(stretch: Stretch, rows: np.ndarray) -> bool:
-    """Whether the same number differs in the same way again and again: pixels, a table. Some ``rows`` are looked at."""
+def _few(stretch: read.Stretch, rows: np.ndarray) -> bool:
+    """Whether the same number differs in the same way again and again: pixels, a table. Some ``rows`` are examined."""
     width = stretch.mine.data.shape[1]
     some = rows[np.unique(np.linspace(0, len(rows) - 1, max(_LOOKED // max(width, 1), 8)).astype(np.int64))]
-    golden, mine = (side.reshape(-1)[:_MOST] for side in stretch.only(some).numbers)
+    golden, mine = (side.reshape(-1)[:_MOST_ELEMENTS] for side in stretch.only(some).numbers)
     at = np.flatnonzero(golden != mine)
     if len(at) < _LOOKED // 16:
         return False
@@ -357,8 +142,8 @@ def _few(stretch: Stretch, rows: np.ndarray) -> bool:
     return len(np.unique(pairs)) < _NEW * len(at)
 
 
-_MOST = 1 << 20
-"""Elements of wide rows that are looked at, at most."""
+_MOST_ELEMENTS = 1 << 20
+"""Elements of wide rows that are examined, at most."""
 
 
 NO_ROWS_LEFT = "only superseded rows or rows after a flipped token"
@@ -379,11 +164,13 @@ from the routing of all others."""
 class Measurer:
     """Measures units of one plan, in one thread. Holds nothing between units but buffers and indices of row keys."""
 
-    def __init__(self, dumps: tuple[Any, Any], loaders: tuple[Loader, Loader], indices: Indices, kl: bool = False):
+    def __init__(
+        self, dumps: tuple[Any, Any], loaders: tuple[read.Loader, read.Loader], indices: Indices, kl: bool = False
+    ):
         """kl: also take what the KL divergence needs, which costs as much as everything else."""
         self.kl = kl
         self.golden, self.mine = loaders
-        self.rows = RowReader(dumps[0], loaders[0]), RowReader(dumps[1], loaders[1])
+        self.rows = read.RowReader(dumps[0], loaders[0]), read.RowReader(dumps[1], loaders[1])
         self.sides, self.indices = indices.sides, indices
 
     def measure(self, unit: Unit) -> MeasuredUnit:
@@ -412,7 +199,7 @@ class Measurer:
                         self._whole(reading, usable)
                     else:
                         self._rows(reading, with_rows, wheres)
-                except Unread:
+                except read.Unread:
                     reading = reading.unread()
             found.add(reading.done(), reading.structure)
         self.golden.forget()
@@ -440,7 +227,7 @@ class Measurer:
         reading.meet([golden[i] for i in met.used])
         part.rows = met.rows
         first = reading.golden[0]
-        cuts = find_cut(first, group)
+        cuts = read.find_cut(first, group)
         shapes = [_feature(g, c) for g, c in zip((first, group), cuts, strict=True)]
         part.feature = shapes[1]
         if prod(shapes[0]) != prod(shapes[1]):
@@ -458,18 +245,18 @@ class Measurer:
                 part.skip = NO_PAYLOAD
             return
         kept, number, row = met.row, met.number, met.other
-        if integer_inputs.mixed(unit, first, group):
+        if relations.mixed(unit, first, group):
             used = zip(met.used, met.places, strict=True)
             blocks = [self.rows[0].load(golden[i], cuts[0], row[at]) for i, at in used]
-            if integer_inputs.fractions([*blocks, self.rows[1].load(group, cuts[1], kept)]):
-                part.skip = integer_inputs.OTHER_KIND
+            if relations.fractions([*blocks, self.rows[1].load(group, cuts[1], kept)]):
+                part.skip = relations.OTHER_KIND
                 return
         table: np.ndarray | None = None
         for i, places in zip(met.used, met.places, strict=True):
-            size = max(row_bytes(golden[i]), row_bytes(group))
-            for some in stretches(places, size):
+            size = max(read.row_bytes(golden[i]), read.row_bytes(group))
+            for some in read.stretches(places, size):
                 here = self.rows[0].load(golden[i], cuts[0], row[some])
-                stretch = Stretch(*here, *self.rows[1].load(group, cuts[1], kept[some]))
+                stretch = read.Stretch(*here, *self.rows[1].load(group, cuts[1], kept[some]))
                 found = reading.table(stretch)
                 if len(some) == len(kept):
                     table = found
@@ -481,10 +268,10 @@ class Measurer:
                 if (part.choices is not None or unit.takes) and found[:, definition.MAX_D].any():
                     margins = None
                     if unit.takes:
-                        margins = choices.logits_alone(here, (stretch.mine, stretch.mine_rows), unit.takes)
+                        margins = relations.logits_alone(here, (stretch.mine, stretch.mine_rows), unit.takes)
                     elif unit.router is not None:
                         chosen_at = (golden[i], cuts[0], row[some]), (group, cuts[1], kept[some])
-                        margins = choices.margins(self.rows, unit, chosen_at, self._fits, (self.golden, self.mine))
+                        margins = relations.margins(self.rows, unit, chosen_at, self._fits, (self.golden, self.mine))
                     if margins is not None:
                         part.margins = np.full((len(kept), 3), np.nan) if part.margins is None else part.margins
                         part.margins[some] = margins
@@ -505,16 +292,16 @@ class Measurer:
 
     def _statistics(self, reading: Reading, golden: Group) -> None:
         group, part, unit = reading.group, reading.part, reading.unit
-        g = statistics_of(golden, self.golden)
-        m = statistics_of(group, self.mine)
-        if integer_inputs.mixed(unit, golden, group) and (integer_inputs.fractional(g) or integer_inputs.fractional(m)):
-            part.skip = integer_inputs.OTHER_KIND
+        g = read.statistics_of(golden, self.golden)
+        m = read.statistics_of(group, self.mine)
+        if relations.mixed(unit, golden, group) and (relations.fractional(g) or relations.fractional(m)):
+            part.skip = relations.OTHER_KIND
             return
-        if g is not None and m is not None and common(g, m):
-            part.stats = statistics_error(g, m)
-            part.figures = figures(g), figures(m)
+        if g is not None and m is not None and read.common(g, m):
+            part.stats = read.statistics_error(g, m)
+            part.figures = read.figures(g), read.figures(m)
             return
-        equal = checksums(golden, group)
+        equal = read.checksums(golden, group)
         if equal is None:
             part.skip = NO_PAYLOAD
         else:
@@ -530,7 +317,7 @@ class Measurer:
         if not same:
             part.skip = OTHER_BATCH
             return
-        if group.moment in self.indices.left_out:  # which part of it is of such rows, nobody knows
+        if group.moment in self.indices.left_out:  # which part of it is of such rows, it is not known
             part.skip = NO_ROWS_LEFT
             return
         partner = same[-1]
@@ -547,17 +334,19 @@ class Measurer:
             self._statistics(reading, partner)
         else:
             g, m = self.golden.load(partner), self.mine.load(group)
-            if integer_inputs.mixed(unit, partner, group) and integer_inputs.fractions(
+            if relations.mixed(unit, partner, group) and relations.fractions(
                 (b, np.arange(len(b.data))) for b in (g, m)
             ):
-                part.skip = integer_inputs.OTHER_KIND
+                part.skip = relations.OTHER_KIND
                 return
             one = np.zeros(1, np.int64)
-            flat = [RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
+            flat = [read.RowBlock(b.data.reshape(1, -1), b.dtype, b.feature) for b in (g, m)]
             bits = flat[0].data[0], flat[0].dtype, flat[1].data[0], flat[1].dtype
-            found, segment = wide.row(*bits, widen, elements=reading.sums())
-            part.table, settled, part.replicas = settle((self.golden, self.mine), (partner, group), flat, found[None])
-            stretch = Stretch(settled[0], one, settled[1], one)
+            found, segment = kernel.row(*bits, widen, elements=reading.sums())
+            part.table, settled, part.replicas = read.settle(
+                (self.golden, self.mine), (partner, group), flat, found[None]
+            )
+            stretch = read.Stretch(settled[0], one, settled[1], one)
             reading.add_softmax(stretch)
             reading.look(part.table, one, stretch, segment if settled is flat else None)
 
@@ -577,7 +366,7 @@ class Measurer:
             if block.data.shape[1] != part.width:
                 continue
             for theirs, mask in golden:
-                stretch = Stretch(self.golden.load(theirs, cuts[0]), row[mask], block, kept[mask])
+                stretch = read.Stretch(self.golden.load(theirs, cuts[0]), row[mask], block, kept[mask])
                 other = reading.table(stretch, again=True)
                 places = np.flatnonzero(mask)
                 worse = (other[:, definition.DD] > part.table[places, definition.DD]) | (
@@ -590,7 +379,7 @@ class Measurer:
 
 def _feature(group: Group, cut: tuple[int, int] | None) -> tuple[int, ...]:
     assert group.merge is not None
-    shape = cut_shape(group.merge.shape, cut)
+    shape = read.cut_shape(group.merge.shape, cut)
     dim = group.row_dim
     return shape[:dim] + shape[dim + 1 :]
 
@@ -607,3 +396,217 @@ def _odd_replicas(group: Group) -> list[int]:
             if digest is not None and first is not None and digest != first and group.records[i].payload is not None:
                 odd.setdefault(digest, i)
     return list(odd.values())
+
+
+BATCH = 8 << 20
+"""Bytes of both sides that a thread is given at a time, or more where one unit has more."""
+_MOST = 64
+CACHE = 256 << 20
+"""Bytes of whole tensors that may be kept per side, by all threads or processes of a machine together."""
+
+
+class UnitMeasurer:
+    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = CACHE, *, kl: bool = False):
+        """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: see Measurer."""
+        self.loaders = read.Loader(dumps[0], cache), read.Loader(dumps[1], cache // 4)
+        self._measurer = Measurer(dumps, self.loaders, indices, kl)
+
+    def measure(self, unit: Unit) -> MeasuredUnit:
+        """Raises DumpError."""
+        if unit.is_param:
+            return MeasuredUnit.of(unit, compare_params(unit, *self.loaders, Standard()))
+        return self._measurer.measure(unit)
+
+
+def unit_bytes(unit: Unit) -> int:
+    """Bytes that the unit's tensors of mine have, and as much for the golden's."""
+    return 2 * sum(r.payload.nbytes for g in unit.mine for r in g.records if r.payload is not None)
+
+
+def batches(units: Sequence[Unit], limit: int = BATCH) -> Iterator[list[Unit]]:
+    """``units`` in order, in batches of at least ``limit`` bytes or 64 units."""
+    batch: list[Unit] = []
+    size = 0
+    for unit in units:
+        batch.append(unit)
+        size += unit_bytes(unit)
+        if size >= limit or len(batch) >= _MOST:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def measure_all(
+    dumps: tuple[Any, Any], indices: Indices, units: Sequence[Unit], threads: int | None = None, *, kl: bool = False
+) -> Iterator[list[MeasuredUnit]]:
+    """The results of ``units``, in order, batch by batch. threads: as many as there are processors, at most 16."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    n = min(threads or (len(affinity(0)) if affinity else os.cpu_count() or 1), 16)
+    free: queue.SimpleQueue[UnitMeasurer] = queue.SimpleQueue()
+    for _ in range(n):
+        free.put(UnitMeasurer(dumps, indices, CACHE // n, kl=kl))
+
+    def work(batch: list[Unit]) -> list[MeasuredUnit]:
+        worker = free.get()
+        try:
+            return [worker.measure(unit) for unit in batch]
+        finally:
+            free.put(worker)
+
+    yield from _in_order(work, batches(units), n)
+
+
+def _in_order(work: Any, tasks: Iterable[Any], threads: int) -> Iterator[Any]:
+    waiting: deque[Future[Any]] = deque()
+    pool = ThreadPoolExecutor(threads, "accprobe")
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+PACKED = "packed or quantised parameters of different dtypes"
+ELSEWHERE_CUT = "fingerprints of parameters that are cut differently over ranks"
+_COMPUTED = re.compile(r"cos_sin_cache|inv_freq|cos_cached|sin_cached|sinusoid|position_ids|attn_bias_cache")
+
+
+def is_computed(role: str) -> bool:
+    """Whether a buffer is computed by each run for itself rather than loaded."""
+    return bool(_COMPUTED.search(role))
+
+
+def compare_params(unit: Unit, golden: read.Loader, mine: read.Loader, standard: Standard) -> list[Part]:
+    """Compares a parameter: one group on either side, or, where ranks are compared one by one, one for each rank."""
+    found = []
+    for m in unit.mine if len(unit.golden) > 1 else unit.mine[-1:]:
+        g = next((g for g in unit.golden if g.moment == m.moment), unit.golden[-1])
+        try:
+            found.append(_compare(Part.of(m, g, whole=True), g, m, golden, mine, standard))
+        except read.Unread:
+            found.append(Part.of(m, g, whole=True, skip=read.UNREAD))
+        finally:
+            golden.forget()
+            mine.forget()
+    return found
+
+
+def _compare(part: Part, g: Group, m: Group, golden: read.Loader, mine: read.Loader, standard: Standard) -> Part:
+    if g.merge is None or m.merge is None:
+        return _skipped(part, m.problem or g.problem)
+    if "complex" in DTYPES[g.first.dtype].kind + DTYPES[m.first.dtype].kind:
+        return _skipped(part, UNKNOWN_DTYPE)
+    cuts = read.find_cut(g, m)
+    shapes = read.cut_shape(g.merge.shape, cuts[0]), read.cut_shape(m.merge.shape, cuts[1])
+    part.feature = shapes[1]
+    if shapes[0] != shapes[1]:
+        return _skipped(part, f"parameters: {OTHER_WIDTH}")
+    if g.fingerprint is not None and g.fingerprint == m.fingerprint:
+        part.agree(g, m)
+        return _decided(part, True, "hash")
+    floats = [DTYPES[x.first.dtype].kind == "float" for x in (g, m)]
+    if g.first.dtype != m.first.dtype and not all(floats):
+        return _skipped(part, PACKED)
+    if not (g.readable and m.readable):
+        return _by_sample(part, g, m, standard)
+    a, b = golden.load(g, cuts[0]), mine.load(m, cuts[1])
+    data = _common(a.data, a.dtype, b.data, b.dtype)
+    at = np.arange(len(b.data))
+    elements = np.zeros(len(definition.ELEMENT_FIELDS))
+    part.table = kernel.rows(data[0], data[2], at, data[1], data[2], at, widen, elements=elements)
+    part.elements = tuple(elements.tolist())
+    differ = (part.table[:, definition.MAX_D] > 0) | (part.table[:, definition.MISMATCH] > 0)
+    if differ.any() and {a.dtype, b.dtype} == {"float16", "bfloat16"} and _one_number(a, b):
+        return _decided(part, True, "values, as far as both dtypes hold them")
+    if differ.any():
+        r = int(part.table[:, definition.MAX_D].argmax())
+        part.worst = (r, *kernel.locate(data[0][r], data[2], data[1][r], data[2], widen))
+    part.same_bits = not differ.any() and read.Stretch(a, at, b, at).same_bits()
+    return _decided(part, not differ.any(), "values")
+
+
+def _skipped(part: Part, why: str) -> Part:
+    part.skip = why
+    return part
+
+
+def _decided(part: Part, equal: bool, by: str) -> Part:
+    part.equal, part.by = equal, by
+    return part
+
+
+def _one_number(a: read.RowBlock, b: read.RowBlock) -> bool:
+    """Whether each element of both can be the same number rounded to float16 and to bfloat16. Neither dtype holds all
+    values of the other: float16 loses the last bits of what is small (below 2**-14), bfloat16 those of everything."""
+    step = max((1 << 22) // max(a.data.shape[1], 1), 1)
+    for start in range(0, len(a.data), step):
+        x, y = (widen(s.data[start : start + step], s.dtype).astype(np.float64) for s in (a, b))
+        half = np.abs(x if a.dtype == "float16" else y)
+        brain = np.abs(y if a.dtype == "float16" else x)
+        allowed = np.maximum(half * 2.0**-11, 2.0**-25) + brain * 2.0**-8
+        with np.errstate(invalid="ignore"):
+            good = (np.abs(x - y) <= allowed) | (x == y) | (np.isnan(x) & np.isnan(y))
+        if not good.all():
+            return False
+    return True
+
+
+def _by_sample(part: Part, g: Group, m: Group, standard: Standard) -> Part:
+    assert g.merge is not None
+    assert m.merge is not None
+    if (g.merge.kind, g.merge.pieces) != (m.merge.kind, m.merge.pieces):
+        return _skipped(part, ELSEWHERE_CUT)
+    pairs = list(zip((g.records[i] for i in g.merge.use), (m.records[i] for i in m.merge.use), strict=True))
+    if g.first.dtype == m.first.dtype and all(x.sample and y.sample for x, y in pairs):
+        equal = all(x.sample == y.sample for x, y in pairs)
+        part.stats = (0.0 if equal else float("inf"), 0.0)
+        return _decided(part, equal, "hash of a sample")
+    if all(x.stats and y.stats for x, y in pairs):
+        errors = [read.statistics_error(x.stats, y.stats) for x, y in pairs if x.stats and y.stats]
+        part.stats = max(e[0] for e in errors), max(e[1] for e in errors)
+        if len(pairs) == 1 and pairs[0][0].stats and pairs[0][1].stats:
+            part.figures = read.figures(pairs[0][0].stats), read.figures(pairs[0][1].stats)
+        allowed = max(rounding_unit(g.first.dtype), rounding_unit(m.first.dtype))
+        if read.checksums(g, m) is False:
+            return _decided(part, False, "checksums")
+        known = [read.same_weights(x, y, allowed) for x, y in pairs]
+        if None not in known:
+            return _decided(part, all(known), "statistics")
+        error = max(part.stats[0], part.stats[1] / standard.element)
+        return _decided(part, error <= allowed, "statistics")
+    same = read.checksums(g, m)
+    if same is not None:
+        part.stats = 0.0 if same else float("inf"), 0.0
+        return _decided(part, same, "checksums")
+    return _skipped(part, "parameters without payload, sample or statistics" if g.merge.kind == ONE else ELSEWHERE_CUT)
+
+
+def _common(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> tuple[np.ndarray, np.ndarray, str]:
+    if a_dtype == b_dtype:
+        return a, b, a_dtype
+    target = max((a_dtype, b_dtype), key=lambda d: DTYPES[d].eps)
+    return _rounded(a, a_dtype, target), _rounded(b, b_dtype, target), target
+
+
+def _rounded(bits: np.ndarray, dtype: str, target: str) -> np.ndarray:
+    if dtype == target:
+        return bits
+    values = widen(bits, dtype)
+    if target == "bfloat16":
+        return round_to_bfloat16(values.astype(np.float32))
+    if target in ("float16", "float32", "float64"):
+        with np.errstate(over="ignore"):
+            return values.astype(DTYPES[target].storage)
+    # An 8-bit target: the nearest representable value is found by exact comparison of all 256.
+    table = widen(np.arange(256, dtype=np.uint8), target).astype(np.float64)
+    finite = np.flatnonzero(np.isfinite(table))
+    order = finite[np.argsort(table[finite], kind="stable")]
+    steps = table[order]
+    at = np.clip(np.searchsorted(steps, values), 1, len(steps) - 1)
+    nearer = np.where(values - steps[at - 1] <= steps[at] - values, at - 1, at)
+    return order[nearer].astype(np.uint8)

@@ -1,34 +1,10 @@
-"""What the plan knows of its units besides rows: expert choices, integer inputs, links, sources, coverage.
+"""How units of the plan relate: routers of chosen experts, inputs of another kind, origins of inputs, source files.
 
-Which logits a row's experts were chosen by, and how clearly.
-
-The problem: whether another expert is a near tie stands in the router's logits, a tensor of another tap. The idea: the
-plan gives a unit of chosen experts the groups of its router's logits; where rows differ, the logits of these rows, of
-the same step on either side, are read as well, and only what they say is kept (judge/routing.py: three numbers a row).
-Logits whose choice is not in both dumps are told how many of them are taken, and speak for themselves.
-
-Inputs that are integers on one side and fractions on the other.
-
-The problem: what one engine hands to a model as pixels of 8 bits, another hands over normalised, and comparing both
-condemns a model that is right. The idea: an input of another kind of number is left out, and counted. Whole numbers
-that a tool wrote down as floating point (ids as float32) are no other kind.
-
-Where the code of each compared module is written, on both sides.
-
-The problem: whoever fixes a culprit looks for its file, and two machines may run two files. The idea: what each capture
-wrote down of a module (capture/taps/hooks.py), by mine's name.
-
-Which tensor is handed to which: an input whose bytes are those that another tap gave out before in the same step.
-
-The problem: a dump says what went into a tap and nowhere where that came from. The idea: the bytes tell. Of every input
-those outputs of earlier taps with the same hash, in each of the first steps that have it: equal by chance (zeros, small
-integers) is equal once. Of several that remain the last one gave it out, and inside of that the deepest made it. One
-side may hand on unchanged what the other changes on the way, and one may have no hashes: each is asked, mine's answer
-holds, and a link is one side's alone only where the other has both tensors and they differ.
-
-Not here: what follows from that (judge/routing.py, flips.py), the other measures (activations.py), outputs, whose
-kind is the model's own doing, and parameters, the words (report/neighbours/), what these tensors differ by
-(verdict/neighbours.py), who stands in front where no bytes tell (judge/upstream.py).
+The problem: whether another expert is a near tie stands in another tap's logits; a dump does not say where an input
+came from; integers on one side may be fractions on the other. The idea: a unit of chosen experts gets its router's
+logits and chooser, logits without a recorded choice how many of them are taken. An input is the output with the same
+bytes in each of the first steps (`Makers`); a link is one side's alone where the other denies it. Inputs of another
+kind of number are left out and counted. Not here: what follows (judge/near_ties.py, verdict/neighbours.py).
 """
 
 from __future__ import annotations
@@ -46,9 +22,9 @@ from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Module, Record, Stats
-from vllm_accprobe.judge import flips, routing
-from vllm_accprobe.judge.flow import Key
+from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, kind_of
+from vllm_accprobe.judge.upstream import Key
 
 Place = tuple[Group, Any, np.ndarray]
 """A group of chosen experts, how it is cut, and its rows."""
@@ -59,11 +35,11 @@ def with_routers(units: Sequence[Unit], modules: Iterable[Module] = ()) -> list[
     without a choice with how many of them are taken. modules: of either dump."""
     out = _with_takes(units, modules)
     for i, unit in enumerate(units):
-        if routing.is_choice(unit.key[1], unit.cls):
+        if near_ties.is_choice(unit.key[1], unit.cls):
             for other in reversed(units[:i]):
                 tap, role, call = other.key
-                fits = call == unit.key[2] and routing.is_logits(tap, role, other.cls)
-                if fits and routing.in_front_of(tap, unit.key[0]):
+                fits = call == unit.key[2] and near_ties.is_logits(tap, role, other.cls)
+                if fits and near_ties.in_front_of(tap, unit.key[0]):
                     by, bias = _chooser(unit.key[0], units, modules)
                     out[i] = replace(unit, router=(other.golden, other.mine), chooser=by, bias=bias)
                     break
@@ -72,17 +48,17 @@ def with_routers(units: Sequence[Unit], modules: Iterable[Module] = ()) -> list[
 
 def _chooser(
     choosing: str, units: Sequence[Unit], modules: Iterable[Module]
-) -> tuple[routing.Chooser | None, tuple[Group, Group] | None]:
+) -> tuple[near_ties.Chooser | None, tuple[Group, Group] | None]:
     """By what the experts of tap ``choosing`` are chosen, and golden's and mine's bias, where it is not their logits
     alone and the dumps say it."""
     bias = next(
         ((u.golden[0], u.mine[0]) for u in units if u.key[1].endswith("correction_bias") and u.golden and u.mine
-         and routing.in_front_of(u.key[0], choosing)), None,
+         and near_ties.in_front_of(u.key[0], choosing)), None,
     )  # fmt: skip
     says: dict[str, Any] = {}
     for module in modules:
         if "top_k" in module.attrs or "router.class" in module.attrs or "num_group" in module.attrs:
-            around = choosing.startswith(f"{module.tap}.") or routing.in_front_of(module.tap, choosing)
+            around = choosing.startswith(f"{module.tap}.") or near_ties.in_front_of(module.tap, choosing)
             says |= module.attrs if around else {}
     found = {name: says.get(f"router.{name}", says.get(name)) for name in _CHOICE}
     groups, top, grouped = found["num_expert_group"], found["topk_group"], found["use_grouped_topk"]
@@ -93,7 +69,7 @@ def _chooser(
         return None, None
     if bias is None and says.get("has_correction_bias"):
         return None, None
-    return routing.Chooser(found["scoring_func"], groups, top), bias
+    return near_ties.Chooser(found["scoring_func"], groups, top), bias
 
 
 OTHER_FACTOR = "the routed scaling factor is in the experts' weights on one side, and on the other it is applied later"
@@ -104,10 +80,10 @@ def scaled_elsewhere(units: Sequence[Unit], golden: Iterable[Module], mine: Iter
     """Which of ``units`` are experts' weights that one side has multiplied with the model's factor, while the other
     side multiplies the sum, and what experts make of such weights: they differ by it, and nothing is wrong. golden,
     mine: each side's modules."""
-    taps = {u.key[0] for u in units if routing.is_weight(u.key[1], u.cls) and _differ(u, golden, mine)}
+    taps = {u.key[0] for u in units if near_ties.is_weight(u.key[1], u.cls) and _differ(u, golden, mine)}
     return frozenset(
         i for i, u in enumerate(units)
-        if u.key[0] in taps and (routing.is_weight(u.key[1], u.cls) or u.key[1].startswith("output"))
+        if u.key[0] in taps and (near_ties.is_weight(u.key[1], u.cls) or u.key[1].startswith("output"))
     )  # fmt: skip
 
 
@@ -123,7 +99,7 @@ def _factors(tap: str, modules: Iterable[Module]) -> tuple[float | None, float]:
     for module in modules:
         factor = module.attrs.get(_FACTOR)
         chooses = "top_k" in module.attrs
-        near = tap.startswith(f"{module.tap}.") or routing.in_front_of(module.tap, tap)
+        near = tap.startswith(f"{module.tap}.") or near_ties.in_front_of(module.tap, tap)
         if near and isinstance(factor, (int, float)) and (chooses or "router.class" in module.attrs):
             whole *= factor
             within = float(factor) if chooses else within
@@ -134,17 +110,17 @@ _CHOICE = ("scoring_func", "num_expert_group", "topk_group", "use_grouped_topk")
 
 
 def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
-    holders = {module.tap: flips.taken(module.attrs) for module in modules if "top_k" in module.attrs}
-    chosen = [u.key[0] for u in units if routing.is_choice(u.key[1], u.cls)]
+    holders = {module.tap: near_ties.taken(module.attrs) for module in modules if "top_k" in module.attrs}
+    chosen = [u.key[0] for u in units if near_ties.is_choice(u.key[1], u.cls)]
     biased = [u.key[0] for u in units if u.key[1].endswith("correction_bias")]
     out = []
     for unit in units:
         tap, role, _ = unit.key
         takes = 0
-        if holders and routing.is_logits(tap, role, unit.cls):
-            own = [holder for holder in holders if routing.in_front_of(tap, holder)]
+        if holders and near_ties.is_logits(tap, role, unit.cls):
+            own = [holder for holder in holders if near_ties.in_front_of(tap, holder)]
             block = tap.rpartition(".")[0] + "."
-            told = any(routing.in_front_of(tap, choice) for choice in chosen)
+            told = any(near_ties.in_front_of(tap, choice) for choice in chosen)
             if own and not told and not any(bias.startswith(block) for bias in biased):
                 takes = min(holders[holder] for holder in own)
         out.append(replace(unit, takes=takes) if takes else unit)
@@ -152,9 +128,9 @@ def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
 
 
 def logits_alone(golden: Any, mine: Any, takes: int) -> np.ndarray:
-    """`near_ties.undecided` of rows of logits. golden, mine: (block, rows in it)."""
+    """`undecided` of rows of logits. golden, mine: (block, rows in it)."""
     g, m = (widen(block.data[at], block.dtype) for block, at in (golden, mine))
-    return flips.undecided(g.reshape(len(g), -1), m.reshape(len(m), -1), takes)
+    return near_ties.undecided(g.reshape(len(g), -1), m.reshape(len(m), -1), takes)
 
 
 def margins(
@@ -164,7 +140,7 @@ def margins(
     fits: Callable[[int, Group], bool],
     loaders: Sequence[Loader],
 ) -> np.ndarray | None:
-    """`routing.margins` of some rows: float64 [rows, 3]. places: golden's and mine's. None where one side has no logits
+    """`margins` of some rows: float64 [rows, 3]. places: golden's and mine's. None where one side has no logits
     of that step, or another number of experts."""
     router = unit.router
     assert router is not None
@@ -182,7 +158,7 @@ def margins(
     by, bias = unit.chooser, _biases(unit, loaders)
     if by is not None and not all(by.fits(golden_logits.shape[1], b) for b in bias):
         by, bias = None, (None, None)
-    return routing.margins(golden.astype(np.int64), mine.astype(np.int64), golden_logits, mine_logits, by, bias)
+    return near_ties.margins(golden.astype(np.int64), mine.astype(np.int64), golden_logits, mine_logits, by, bias)
 
 
 def _biases(unit: Unit, loaders: Sequence[Loader]) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
@@ -206,7 +182,6 @@ OTHER_KIND = "inputs of another kind of number (integers against fractions)"
 
 
 def mixed(unit: Unit, golden: Group, mine: Group) -> bool:
-    """Whether this is an input of integers on one side and of floating point on the other."""
     kinds = {DTYPES[g.first.dtype].kind for g in (golden, mine)}
     return unit.key[1].startswith(("input", "inplace")) and "float" in kinds and len(kinds) > 1
 
@@ -224,7 +199,6 @@ def fractions(blocks: Iterable[tuple[RowBlock, np.ndarray]]) -> bool:
 
 
 def fractional(stats: Stats | None) -> bool:
-    """Whether statistics alone show numbers that are not whole."""
     return stats is not None and any(v is not None and v != round(v) for v in (stats.min, stats.max))
 
 
@@ -233,7 +207,6 @@ Sources = dict[str, "tuple[str | None, str | None]"]
 
 
 def sources_of(pairs: Iterable[TapPair], golden: Any, mine: Any) -> Sources:
-    """pairs: of the names' plan."""
     known = [{m.tap: m.source for ms in d.modules.values() for m in ms if m.source} for d in (golden, mine)]
     found = {p.mine.tap: (known[0].get(p.golden.tap), known[1].get(p.mine.tap)) for p in pairs}
     return {tap: both for tap, both in found.items() if any(both)}
@@ -248,16 +221,15 @@ Links = dict[Key, "tuple[Key, str]"]
 
 def links_of(units: Sequence[Unit]) -> Links:
     """The links of all inputs of a plan that have one; keys are mine's."""
-    golden, mine = _Side(units, GOLDEN), _Side(units, MINE)
+    order = {u.key: u.order for u in units}
+    sides = [Makers(order, {u.key: [g.records[0] for g in getattr(u, side)] for u in units}) for side in (GOLDEN, MINE)]
     out: Links = {}
-    for unit in units:
-        makers = [side.maker(unit) for side in (golden, mine)]
-        maker = makers[1] or makers[0]
+    for key in order:
+        found = [side.maker(key) for side in sides] if kind_of(key[1]) == INPUT else [None, None]
+        maker = found[1] or found[0]
         if maker is not None:
-            denied = [
-                found is None and side.denies(unit, maker) for found, side in zip(makers, (golden, mine), strict=True)
-            ]
-            out[unit.key] = maker, MINE if denied[0] else GOLDEN if denied[1] else BOTH
+            denied = [own is None and side.denies(key, maker) for own, side in zip(found, sides, strict=True)]
+            out[key] = maker, MINE if denied[0] else GOLDEN if denied[1] else BOTH
     return out
 
 
@@ -279,27 +251,15 @@ class Makers:
             return None
         alike = set.intersection(*(set(self._makers.get((r.step, r.hash), ())) for r in seen))
         made = [k for k in alike if self._order[k] < self._order[key]]
-        return _deepest(max(made, key=lambda k: (self._order[k], k)), made) if made else None
+        if not made:
+            return None
+        last = max(made, key=lambda k: (self._order[k], k))
+        # Of what it and the taps inside of it gave out alike, the innermost tap's.
+        inside = [k for k in made if k[0] == last[0] or last[0] in enclosing(k[0])]
+        return max(inside, key=lambda k: (k[0].count("."), k == last, k))
 
-
-class _Side:
-    def __init__(self, units: Sequence[Unit], side: str):
-        records = {u.key: [g.records[0] for g in getattr(u, side)] for u in units}
-        self._makers = Makers({u.key: u.order for u in units}, records)
-        self._records = self._makers.records
-
-    def maker(self, unit: Unit) -> Key | None:
-        """Whose output ``unit``, an input, is by its bytes."""
-        return self._makers.maker(unit.key) if kind_of(unit.key[1]) == INPUT else None
-
-    def denies(self, unit: Unit, maker: Key) -> bool:
+    def denies(self, key: Key, maker: Key) -> bool:
         """Whether both tensors are here in one step, of one dtype and shape, and are not equal."""
-        given = {r.step: r for r in self._records[maker]}
-        pairs = [(r, given[r.step]) for r in self._records[unit.key][:STEPS] if r.step in given]
+        made = {r.step: r for r in self.records[maker]}
+        pairs = [(r, made[r.step]) for r in self.records[key][:STEPS] if r.step in made]
         return any((a.dtype, a.shape) == (b.dtype, b.shape) and a.hash != b.hash for a, b in pairs)
-
-
-def _deepest(last: Key, made: Sequence[Key]) -> Key:
-    """Of what ``last`` and the taps inside of it gave out alike, the innermost tap's."""
-    inside = [k for k in made if k[0] == last[0] or last[0] in enclosing(k[0])]
-    return max(inside, key=lambda k: (k[0].count("."), k == last, k))

@@ -1,12 +1,12 @@
-"""How vLLM's places are made of those of a transformers model: Llama, Qwen2, Qwen3, Qwen2.5-VL, Mixtral, DeepSeek.
+"""vLLM's places as made of a transformers model's, and of those of other releases of vLLM.
 
-The problem: the golden that one trusts most is the published transformers model in float32, and it shares hardly a
-module with vLLM's. The idea: a table. What vLLM fuses is joined from its parts; the residual stream, which vLLM hands
-on as (hidden, residual), is compared as their sum; the rotary embedding, which transformers applies inside attention,
-is computed from the projections and the cos and sin that it captured; the attention's own output is the input of the
-projection behind it. A rule whose places are not there does nothing, so that one table serves all models.
-The weights of fused experts have no rule: each platform packs them in its own way.
-Not here: how rules work (mapping.py, names.py).
+The problem: the most trusted golden is the published transformers model in float32, and it shares hardly a module with
+vLLM's; and ``experts/output.0`` is another tensor in other releases. The idea: a table. What vLLM fuses is joined from
+its parts; the residual stream, which vLLM passes on as (hidden, residual), is compared as their sum; rotary embeddings
+are computed from the projections, cos and sin; attention's output is the input of the projection behind it. A rule
+whose places are not there does nothing. Up to 0.18 shared and routed experts come out apart (SharedFusedMoE): their sum
+is compared; up to 0.11 the block calls shared experts itself: its experts meet the routed ones' inner output. Fused
+experts' weights have no rule: each platform packs them differently. Not here: how rules work (names.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_accprobe.align.mapping import ROPE, Rename, RoleRule, Rules, Source, TapRule
-from vllm_accprobe.dump.schema import ROOT_TAP
+from vllm_accprobe.dump.schema import ROOT_TAP, Record
 
 TRANSFORMERS, VLLM = "transformers", "vLLM"
 
@@ -48,7 +48,6 @@ def _cat(mine: str | None, *places: tuple[str, str | None]) -> RoleRule:
 
 
 def _fused(whole: str, *parts: str) -> TapRule:
-    """A projection and its parameters, joined from modules beside one another."""
     first, *others = parts
     label = f"{whole} ← {', '.join(parts)}"
     return _rule(label, f"**.{whole}", _cat(None, (f"**.{first}", None), *((f"{{1}}.{o}", None) for o in others)))
@@ -64,7 +63,6 @@ _HERE = "{1}.layers.{2}.self_attn."
 
 
 def _rotary(q: str, k: str) -> list[TapRule]:
-    """The rotary embedding and what attention reads, with q and k from these modules."""
     q, k, v = _HERE + q, _HERE + k, _HERE + "v_proj"
     turned = [_rope(f"{kind}.{a}", q) for kind, a in (("output", "0"), ("inplace", "query"))]
     turned += [_rope(f"{kind}.{a}", k) for kind, a in (("output", "1"), ("inplace", "key"))]
@@ -216,3 +214,78 @@ _RENAMES = (
     ),
 )
 RULES = Rules("the built-in table", _RENAMES, _RULES)
+
+
+_APART = "SharedFusedMoE"
+_SHARED = (".shared_expert", ".shared_experts", ".experts._shared_experts._layer")
+"""Names of a block's shared experts, below the block."""
+_INNER = (".routed_experts.quant_method", ".quant_method")
+"""Names of what gives the routed sum inside of experts that add, below them."""
+_ROUTED = "output.0 of the routed experts alone ← quant_method's"
+_LABEL = "output.0+output.1 (shared and routed experts) ← output.0"
+
+
+def experts_apart(golden: Iterable[Record], mine: Iterable[Record]) -> tuple[Rules, bool] | None:
+    """(rules; whether golden is the side that gives them out apart), None where there is no such tap."""
+    one, other = _outputs(golden), _outputs(mine)
+    for apart, whole, swapped in ((other, one, False), (one, other, True)):
+        taps = [t for t, (cls, roles) in apart.items() if cls == _APART and len(roles) == 2 and _has_one(whole.get(t))]
+        if taps:
+            return Rules("vLLM's releases", exact={tap: (_sum_rule(tap),) for tap in taps}), swapped
+    return None
+
+
+def routed_alone(golden: Iterable[Record], mine: Iterable[Record]) -> tuple[Rules, bool, frozenset[str]] | None:
+    """(rules; whether golden is the side whose experts are the routed ones alone; taps of which the other side has no
+    routed sum, whose outputs are nothing to compare), None where both sides add at one place."""
+    one, other = _Blocks(golden), _Blocks(mine)
+    for alone, whole, swapped in ((other, one, False), (one, other, True)):
+        taps = [tap for tap in alone.outside if tap in whole.inside]
+        if taps:
+            sources = {tap: next((s for s in (tap + i for i in _INNER) if s in whole.outputs), None) for tap in taps}
+            exact = {tap: (TapRule(tap, (RoleRule("output.0", (Source(s, "output.0"),)),), _ROUTED),)
+                     for tap, s in sources.items() if s}  # fmt: skip
+            absent = frozenset(tap for tap, s in sources.items() if not s)
+            return Rules("vLLM's releases", exact=exact), swapped, absent
+    return None
+
+
+class _Blocks:
+    """outside, inside: taps of experts whose block calls shared ones beside them, or that call them; outputs: taps
+    with an output.0."""
+
+    def __init__(self, records: Iterable[Record]):
+        first: dict[str, dict[str, int]] = {}  # by tap: role → where it comes first
+        for r in records:
+            if r.step is not None:
+                first.setdefault(r.tap, {}).setdefault(r.role, r.seq)
+        self.outputs = {tap for tap, roles in first.items() if "output.0" in roles}
+        self.outside: list[str] = []
+        self.inside: set[str] = set()
+        for tap in [t for t in first if t.endswith(".experts")]:
+            block = tap.removesuffix(".experts")
+            shared = next((name for name in _SHARED if block + name in self.outputs), None)
+            begin = min((seq for role, seq in first[tap].items() if role.startswith("input.")), default=None)
+            end = first[tap].get("output.0")
+            if shared is None or begin is None or end is None:
+                continue
+            if begin < first[block + shared]["output.0"] < end:
+                self.inside.add(tap)
+            else:
+                self.outside.append(tap)
+
+
+def _sum_rule(tap: str) -> TapRule:
+    return TapRule(tap, (RoleRule("output.0+output.1", (Source(tap, "output.0"),)),), _LABEL)
+
+
+def _has_one(found: tuple[str, set[str]] | None) -> bool:
+    return found is not None and found[1] == {"output.0"}
+
+
+def _outputs(records: Iterable[Record]) -> dict[str, tuple[str, set[str]]]:
+    found: dict[str, tuple[str, set[str]]] = {}
+    for r in records:
+        if r.tap.endswith("experts") and r.role.startswith("output."):
+            found.setdefault(r.tap, (r.cls, set()))[1].add(r.role)
+    return found

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_accprobe.judge.verdict import ELEMENT, NONFINITE, RATIO, ROW, row_errors
+from vllm_accprobe.judge.tensor_errors import ELEMENT, NONFINITE, RATIO, ROW, row_errors
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import Standard
 

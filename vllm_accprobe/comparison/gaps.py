@@ -1,32 +1,175 @@
-"""Where an origin lies between two taps: the gap, what stands in it, and the setting that would split it.
+"""What lies between two compared tensors without being seen, and which origin lies in such a gap.
 
-The problem: between two tensors that were compared there may be operators that nobody saw. What one of them does wrong
-shows first at the next tap, and that tap's operator is innocent. The idea: from the tensor that shows the error the
-flow (plan/untapped.py) is followed back to the nearest compared tensors; every module that is passed on the way may
-have made the error. Those are left out that an earlier compared tensor was also made of, if it is right in these rows.
-A norm divides the size of its only input out: it does not vouch for what is in front of it, up to the next sum. Where
-no dump saw the modules between, the model's tree says which may stand there, without order. An operator whose own input
-was not compared is in the gap itself; a replay may take it out, or convict it (opcheck/proof/decide.py).
-Not here: which tensor shows an error that nothing in front explains (judge/origins.py).
+The problem: in a compiled engine, with VLLM_ACCPROBE_MODULES or in another tool's dump, most operators stand between
+two taps; what one of them does wrong shows first at the next tap, whose operator is innocent. The idea: one side
+usually saw more; its flow, by equal bytes or by place, is kept in mine's names (`Untapped`). From the tensor that shows
+an error it is followed back to the nearest compared tensors (`GapFinder`): every module passed may have made it, but
+those that another, right tensor was made of as well. A norm removes the scale of its only input and does not vouch for
+it. Without a flow, the model's tree says what may stand between. Not here: which tensor shows the error
+(judge/origins.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.comparison.plan.untapped import Untapped, bodies, enclosed_by
-from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.flow import Key, Tree
+from vllm_accprobe.align.tokens import NO_ROWS
+from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.upstream import Upstream, block_of, is_fed
+from vllm_accprobe.judge.upstream import Key, Tree, Upstream, block_of, is_fed, unseen_taps
+
+Records = Mapping[Key, Sequence[Record]]
+"""One rank's records of each place, in order of steps."""
+
+
+@dataclass(frozen=True)
+class Untapped:
+    """flow: each tensor of the side that saw more → what it was made of; empty where no side saw more than both did.
+    modules: modules without a compared output that ran unseen on a side, in order of the model's tree. classes: of
+    modules, as far as a dump says them."""
+
+    flow: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    classes: Mapping[str, str] = field(default_factory=dict)
+
+    def plain(self) -> list[Any]:
+        return [[[k, list(made)] for k, made in self.flow.items()], list(self.modules), dict(self.classes)]
+
+    @staticmethod
+    def of_plain(value: Any) -> Untapped:
+        """Raises what Python says of anything that ``plain`` did not write."""
+        flow, modules, classes = value
+        read = {_key(k): tuple(map(_key, made)) for k, made in flow}
+        return Untapped(read, tuple(map(str, modules)), {str(t): str(c) for t, c in classes.items()})
+
+
+NOTHING = Untapped()
+
+
+def untapped_of(
+    sides: Sequence[Callable[[], Records]], orders: Sequence[Sequence[Key]], compared: Sequence[Mapping[Key, Key]],
+    taps: Mapping[str, str], dumps: Sequence[Any],
+) -> Untapped:  # fmt: skip
+    """sides, orders, compared, dumps: golden's and mine's. sides: called where something is hidden. compared: a side's
+    own name of each compared tensor → mine's name. taps: golden's tap → mine's, of those that are paired."""
+    ran = [[k for k in order if kind_of(k[1]) != PARAM] for order in orders]
+    hidden = [_hidden(keys, known) for keys, known in zip(ran, compared, strict=True)]
+    seen = {key[0] for key in compared[1].values() if kind_of(key[1]) == OUTPUT}
+    listed = dict.fromkeys(t for d in dumps for t in _in_tree(d, unseen_taps(d)) if t not in seen)
+    if not any(hidden) and not listed:
+        return NOTHING
+    side = 0 if len(hidden[0]) >= len(hidden[1]) else 1
+    classes = {m.tap: m.cls for d in dumps for modules in d.modules.values() for m in modules}
+    flow: dict[Key, tuple[Key, ...]] = {}
+    if hidden[side]:
+        records = sides[side]()
+        classes |= {found[0].tap: found[0].cls for found in records.values() if found[0].cls}
+        known = [k for k in ran[side] if k in records]
+        flow = _FlowOfDump(records, known, classes).named(compared[side], taps if side == 0 else {})
+    # A module that holds numbered ones is a container and computes nothing.
+    containers = {up for t in listed for at, up in pairwise((t, *enclosing(t))) if at.rpartition(".")[2].isdecimal()}
+    return Untapped(flow, tuple(t for t in listed if t not in containers), classes)
+
+
+def _hidden(keys: Iterable[Key], compared: Mapping[Key, Key]) -> set[str]:
+    """The taps of a side none of whose outputs is compared."""
+    seen = {k[0] for k in compared if kind_of(k[1]) == OUTPUT}
+    return {k[0] for k in keys if kind_of(k[1]) == OUTPUT} - seen
+
+
+def _in_tree(dump: Any, taps: Iterable[str]) -> list[str]:
+    """``taps`` in the order in which the dump lists its modules, those that it skipped behind them."""
+    known = {m.tap: m.index for modules in dump.modules.values() for m in modules}
+    listed = {s.tap: i for i, s in enumerate(dump.skips)}
+    return sorted(taps, key=lambda t: (known.get(t, len(known) + listed.get(t, 0)), t))
+
+
+class _FlowOfDump:
+    def __init__(self, records: Records, order: Sequence[Key], classes: Mapping[str, str]):
+        self._order = {key: i for i, key in enumerate(order)}
+        self._first = {k: records[k][0] for k in order}
+        self._makers = Makers(self._order, {k: records[k][:STEPS] for k in order})
+        none = np.zeros(0)
+        made = [TensorErrors(*key, kind_of(key[1]), i, 0.0, NO_ROWS, none, none) for key, i in self._order.items()]
+        spans: dict[str, list[int]] = {}
+        for t in made:
+            if t.call == 0:
+                spans.setdefault(t.tap, []).append(t.order)
+        stretches = {tap: (min(at), max(at)) for tap, at in spans.items() if len(at) > 1}
+        tree = Tree.of(list(dict.fromkeys(t.tap for t in made)), classes, stretches)
+        self._tree, self._fronts = tree, Upstream(made, tree)
+        self._traces = {(t.tap, t.role, t.call): t for t in made}
+
+    def _whole_of(self, trace: TensorErrors) -> Key | None:
+        """The nearest output before an input whose rows are wider: q, k and v are slices of one product."""
+        if trace.kind != INPUT:
+            return None
+        width = _width(self._first[trace.tap, trace.role, trace.call])
+        before = [t for t in self._fronts.before(trace) if t.kind == OUTPUT and t.order < trace.order]
+        wider = [t for t in before if _width(self._first[t.tap, t.role, t.call]) > width]
+        last = max(wider, key=lambda t: t.order, default=None)
+        return None if last is None else (last.tap, last.role, last.call)
+
+    def named(self, compared: Mapping[Key, Key], taps: Mapping[str, str]) -> dict[Key, tuple[Key, ...]]:
+        def name(key: Key) -> Key:
+            return compared.get(key) or (taps.get(key[0], key[0]), key[1], key[2])
+
+        return {name(key): tuple(dict.fromkeys(map(name, self._made_of(key)))) for key in self._order}
+
+    def _made_of(self, key: Key) -> list[Key]:
+        trace = self._traces[key]
+        maker = self._makers.maker(key)
+        if trace.kind == OUTPUT:
+            children = self._tree.children.get(key[0], ())
+            if maker is None or not children or key[0] not in enclosing(maker[0]):
+                maker = None
+        if maker is not None:
+            return [maker]
+        if trace.kind == INPUT and "float" not in self._first[key].dtype:
+            return []  # positions and ids come from outside
+        whole = self._whole_of(trace)
+        if whole is not None:
+            return [whole]
+        return [(t.tap, t.role, t.call) for t in self._fronts.before(trace) if t.kind != PARAM and t is not trace]
+
+
+def _width(record: Record) -> int:
+    rest = [n for i, n in enumerate(record.shape) if i != record.row_dim]
+    return math.prod(rest)
+
+
+def bodies(maker: Key, taker: Key) -> tuple[list[str], list[str]]:
+    """(modules that the data leaves, modules that it enters) on its way from one tensor to the next: of these, code
+    between their children may lie there. Containers of numbered modules have none."""
+    out = enclosed_by(maker[0])[kind_of(maker[1]) != INPUT :]
+    into = enclosed_by(taker[0])[1:]
+    left = [m for m in out if m and m not in (*into, taker[0])]
+    return left, [m for m in into if m and m not in (*out, maker[0])]
+
+
+def enclosed_by(tap: str) -> list[str]:
+    """A tap, and the modules whose code calls what encloses it, nearest first; [""] for the root itself."""
+    if tap == ROOT_TAP:
+        return [""]
+    paths = [tap, *enclosing(tap)]
+    return [tap, *(up for path, up in pairwise(paths) if not path.rpartition(".")[2].isdecimal())]
+
+
+def _key(value: Any) -> Key:
+    tap, role, call = value
+    return str(tap), str(role), int(call)
+
 
 _NORM = re.compile("norm", re.I)
 _Place = tuple[str, str, int]
@@ -52,7 +195,6 @@ class Gap:
         return next((up for up in ends[0] if up and up in ends[1]), ROOT_TAP)
 
     def plain(self) -> dict[str, Any]:
-        """compare.json's ``origins[].gap``."""
         return {"after": self.after or None, "before": self.before, "contains": list(self.contains)}
 
 
@@ -65,10 +207,8 @@ class _Front:
 
 
 class GapFinder:
-    """The gaps of one comparison. traces: of all compared tensors."""
-
     def __init__(self, untapped: Untapped, traces: Sequence[TensorErrors], tree: Tree):
-        self.untapped, self._tree = untapped, tree
+        self.untapped, self._upstream = untapped, Upstream(traces, tree)
         self._traces = sorted(traces, key=lambda t: t.order)
         self._by_key = {(t.tap, t.role, t.call): t for t in traces}
         self._outputs = {t.tap for t in traces if t.kind == OUTPUT}
@@ -100,16 +240,8 @@ class GapFinder:
         return frozenset(up for child in self._outputs | self._inputs for up in enclosing(child))
 
     def _fed(self, sink: TensorErrors) -> bool:
-        """Whether what went into the operator was compared."""
-        own = [t for t in self._of_tap.get(sink.tap, ()) if t.kind == INPUT]
+        own = self._upstream.by_tap[sink.tap][INPUT]
         return is_fed([t for t in own if t.call == sink.call] or own)
-
-    @cached_property
-    def _of_tap(self) -> Mapping[str, list[TensorErrors]]:
-        found: dict[str, list[TensorErrors]] = {}
-        for t in self._traces:
-            found.setdefault(t.tap, []).append(t)
-        return found
 
     # --- by the flow -------------------------------------------------------------------------------------------
 
@@ -156,7 +288,8 @@ class GapFinder:
             taker, blind = todo.pop()
             made = flow.get(taker, ())
             # Behind a norm a factor of its only input is not seen, up to where that input was a sum.
-            blind = vouching and len(made) == 1 and (blind or (taker != key and self._is_norm(taker)))
+            norm = kind_of(taker[1]) == OUTPUT and bool(_NORM.search(self.untapped.classes.get(taker[0]) or taker[0]))
+            blind = vouching and len(made) == 1 and (blind or (taker != key and norm))
             for maker in made:
                 if not blind:
                     passed.update(self._bodies(maker, taker))
@@ -170,9 +303,6 @@ class GapFinder:
                     todo.append((maker, blind))
         return _Front(frozenset(ends), frozenset(passed))
 
-    def _is_norm(self, key: Key) -> bool:
-        return kind_of(key[1]) == OUTPUT and bool(_NORM.search(self.untapped.classes.get(key[0]) or key[0]))
-
     def _bodies(self, maker: Key, taker: Key) -> Iterator[_Place]:
         left, entered = bodies(maker, taker)
         yield from ((m, LEFT, 0) for m in left if m not in self._outputs)
@@ -181,15 +311,11 @@ class GapFinder:
     # --- by the tree -------------------------------------------------------------------------------------------
 
     def _by_tree(self, sink: TensorErrors) -> tuple[str, tuple[str, ...]]:
-        given = [t for t in self._tree_fronts.before(sink) if t.kind == OUTPUT and t.order < sink.order]
+        given = [t for t in self._upstream.before(sink) if t.kind == OUTPUT and t.order < sink.order]
         last = max(given, key=lambda t: t.order, default=None)
         if last is None:
             return "", ()
         return last.tap, tuple(self._between(last.tap, sink.tap))
-
-    @cached_property
-    def _tree_fronts(self) -> Upstream:
-        return Upstream(self._traces, self._tree)
 
     def _between(self, after: str, before: str) -> list[str]:
         """Modules that nobody saw and that may stand between two taps: numbered blocks between theirs, and what the
@@ -230,7 +356,7 @@ def entry_of(
     entry: dict[str, Any], gap: Gap | None, classes: Mapping[str, str], settings: Mapping[str, str]
 ) -> dict[str, Any]:
     """compare.json's entry of an origin with its ``gap``: the module is then the one that encloses it, and the role
-    that of the tensor that shows the error, behind its tap's name. settings: as constants_differ.differing's; what is
+    that of the tensor that shows the error, behind its tap's name. settings: as notes.differing's; what is
     known of a module in the gap stands in the entry."""
     if gap is None:
         return entry | {"gap": None}
@@ -280,7 +406,6 @@ def splitting(gap: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _globs(gap: Mapping[str, Any]) -> list[str]:
-    """Globs over what lies in a gap."""
     inside = [str(m) for m in gap["contains"] if m != gap["before"]]
     if len(inside) <= _MANY:
         return [_glob(m) for m in inside]

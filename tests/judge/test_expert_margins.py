@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.align.tokens import RowSet, make_key
-from vllm_accprobe.comparison.notes import remarks
-from vllm_accprobe.judge.routing import (
+from vllm_accprobe.comparison.notes import choices
+from vllm_accprobe.judge.near_ties import (
     Choices,
     Chooser,
     Rerouted,
@@ -73,7 +73,7 @@ def test_only_a_near_tie_that_margins_show_is_excused():
     assert excused.tolist() == [True, False, False, True, False, False]
     assert wrong.tolist() == [False, False, True, False, False, False]
     assert (rerouted.wrong, rerouted.unruled, rerouted.unknown) == (1, 1, 2)
-    assert remarks([], rerouted) == [
+    assert choices(rerouted) == [
         "wrong experts are chosen in 1 row: mine leaves an expert to which its own router gives a clearly higher logit",
         "1 row went to other experts and are not judged from there on: golden itself does not take its highest logits "
         "(groups, a bias), so no margin shows a near tie",
