@@ -87,7 +87,7 @@ def _say_old_words() -> None:
 
 
 def _say(message: str) -> None:
-    from vllm_accprobe.capture.core.say import say
+    from vllm_accprobe.capture.core import say
 
     say(message)
 
@@ -240,7 +240,7 @@ def _patch_shutdown() -> None:
         return  # an engine in this process, or another vLLM: it waits as long as it does
 
     def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        from vllm_accprobe.dump.recorder.journal_writer import end
+        from vllm_accprobe.dump.journal_writer import end
 
         end(procs, float(timeout or 0.0), os.environ.get("VLLM_ACCPROBE_DIR", ""))
         if timeout is not None:

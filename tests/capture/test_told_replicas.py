@@ -15,12 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.vllm.attach import observe
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
 from vllm_accprobe.capture.vllm.vllm_compat import StepObserver, parallel_of
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 
 @pytest.fixture(autouse=True)

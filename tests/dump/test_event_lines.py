@@ -9,8 +9,8 @@ import pytest
 
 from vllm_accprobe.dump import journal
 from vllm_accprobe.dump.journal import KINDS
+from vllm_accprobe.dump.journal_writer import encode
 from vllm_accprobe.dump.label_files import Label
-from vllm_accprobe.dump.recorder.journal_writer import encode
 from vllm_accprobe.dump.schema import (
     Armed,
     End,

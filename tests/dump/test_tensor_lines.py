@@ -7,7 +7,7 @@ import json
 import pytest
 
 from vllm_accprobe.dump.journal import TensorHead, last, record, told
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine, encode
+from vllm_accprobe.dump.journal_writer import TensorLine, encode
 from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
 from vllm_accprobe.dump.stats import StatsCell
 

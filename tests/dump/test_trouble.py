@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from dumps import bits, put, writer
 
+from vllm_accprobe.dump import writer as drain_module
 from vllm_accprobe.dump.reader import DumpError, open_dump
-from vllm_accprobe.dump.recorder import disk_threads as drain_module
-from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.repair import repair
+from vllm_accprobe.dump.writer import RankWriter
 
 HERE = Path(__file__).parent
 

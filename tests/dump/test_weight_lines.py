@@ -19,7 +19,7 @@ from vllm_accprobe.dump.journal import (
     weight_event,
     weight_print,
 )
-from vllm_accprobe.dump.recorder.journal_writer import encode
+from vllm_accprobe.dump.journal_writer import encode
 
 ROWS = np.array([1, 2**32 - 1, 7], np.uint32)
 PRINT = WeightPrint(

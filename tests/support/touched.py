@@ -43,7 +43,7 @@ FILES = (
     *sorted((HOME / "capture" / "states").glob("*.py")),
     *(HOME / "capture" / one for one in (
         "teacher_forcing.py", "arming.py", "core/layout.py", "ops/dispatch.py", "errcheck/observer.py",
-        "graphs/placement.py", "taps/hooks.py", "taps/arguments.py",
+        "graphs/placement.py", "taps/hooks.py",
     )),
     HOME / "plugin.py",
 )  # fmt: skip
@@ -51,7 +51,10 @@ FILES = (
 PARTS = {
     "dispatch.py": {"of_runner", "of_model", "_watch", "_offloads", "_caches"},
     "placement.py": {"Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "name_of", "_inputs"},
-    "hooks.py": {"TapOwner", "Taps", "_is_head"},
+    "hooks.py": {
+        "argument_names", "_signature", "_ATTRIBUTES", "_IMPL", "_ROUTER", "attributes", "_add_routing", "_plain",
+        "Inputs", "outputs", "flatten", "TapOwner", "Taps", "_is_head",
+    },
     "relied_on.py": {
         "Mode", "_parallel", "_pieces", "_flash", "_several", "SHARDED", "VERIFIED", "MODES", "refused", "unsampled",
         "unplaced", "in_graphs",

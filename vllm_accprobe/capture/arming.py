@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe import arm_file
-from vllm_accprobe.capture.core.say import say as say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.config import PREFIX, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Armed
 

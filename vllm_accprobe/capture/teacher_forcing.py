@@ -39,12 +39,11 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.rows import Scheduled, external_ids
-from vllm_accprobe.capture.core.say import say
-from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.relied_on import unsampled
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
 from vllm_accprobe.capture.vllm.sampling import NamedTokens, asked
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, guesses
 from vllm_accprobe.config import ProbeConfig

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, put_on, root_of, run_facts, unsplit
+from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts, unsplit
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.errcheck import plain_script
 from vllm_accprobe.capture.padded_batch import Foresight, Rectangle, language_path
 from vllm_accprobe.capture.taps.hooks import Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
+from vllm_accprobe.capture.taps.patches import put_on
 from vllm_accprobe.config import PREFIX, ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
 from vllm_accprobe.dump_config import DumpConfig

@@ -14,8 +14,8 @@ from vllm_accprobe.capture.core.session import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
+from vllm_accprobe.dump.writer import write_run_json
 
 
 @pytest.fixture(params=[False, True], ids=["direct", "staged"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from capture.toy import Rotary, Toy
 
-from vllm_accprobe.capture.errcheck.bad_values import (
+from vllm_accprobe.capture.errcheck.watch import (
     BAD,
     GOOD,
     UNCHECKED,
@@ -18,10 +18,11 @@ from vllm_accprobe.capture.errcheck.bad_values import (
     Alarm,
     Badness,
     BadnessRule,
+    Watch,
     WatchedStep,
     parameters,
+    watched,
 )
-from vllm_accprobe.capture.errcheck.watch import Watch, watched
 from vllm_accprobe.capture.taps.hooks import Taps
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])

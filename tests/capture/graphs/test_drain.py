@@ -24,9 +24,8 @@ from vllm_accprobe.capture.graphs.drain import DROPPED, UNSEEN, GraphDrain
 from vllm_accprobe.capture.graphs.placement import Placed, plan, watching
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.disk_threads import WriterThread
-from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
+from vllm_accprobe.dump.writer import WriterThread, write_run_json
 
 ROWS, WIDE, STEPS, OPENS = 64, 4096, 36, 32
 """A step has 1.3 MB; the writer's blocks (24 MiB) and the ring (4 MiB before them) hold some of the first steps. The

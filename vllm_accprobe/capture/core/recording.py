@@ -40,16 +40,13 @@ from typing import Any
 import torch
 
 from vllm_accprobe import __version__, export_at_end
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.say import say as say
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.session import Sink as Sink
-from vllm_accprobe.capture.labels import Labels
-from vllm_accprobe.capture.taps.hooks import Taps
+from vllm_accprobe.capture.core.session import Session, Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir
 from vllm_accprobe.dump.files import beside
-from vllm_accprobe.dump.recorder.journal_writer import write_run_json
+from vllm_accprobe.dump.journal_writer import write_run_json
 from vllm_accprobe.dump.schema import rank_dir
 
 REGISTER = "ACCPROBE_RUN_REGISTER"
@@ -209,63 +206,3 @@ class Recording:
         if not self._exported:
             self._exported = True
             export_at_end.start(self.root, self._rank, self._export)
-
-
-class Attachments:
-    """What stands beside one session's taps, until ``close``."""
-
-    def __init__(self, labels: Labels, patches: Any):
-        self.labels = labels
-        self.patches = patches
-
-    def close(self) -> None:
-        """Collects what labels named and puts patched functions back; to be called before the sink is closed."""
-        self.labels.close()
-        if self.patches is not None:
-            self.patches.close()
-
-
-def put_on(
-    session: Session,
-    taps: Taps,
-    model: torch.nn.Module,
-    prefix: str,
-    root: Path,
-    rank: int,
-    *,
-    stored: bool,
-    runner: Any = None,
-    compiled: bool = False,
-) -> Attachments:
-    """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached.
-
-    Args:
-        prefix: path of the language model inside a multi-modal one, or "".
-        root: the dump's directory; rank: the global rank that writes to it.
-        stored: parameters' payloads are in the dump.
-        runner: vLLM's model runner, or None for a model outside vLLM.
-        compiled: the engine compiles or captures graphs.
-    """
-    config = session.config
-    if config.ops:
-        from vllm_accprobe.capture.ops.dispatch import of_model, of_runner
-
-        if runner is not None:
-            of_runner(session, taps, model, runner, stored, compiled)
-        else:
-            of_model(session, taps, model, stored)
-    labels = Labels(
-        session,
-        Path(os.path.abspath(root)),
-        rank,
-        parts=lambda: {name: part for tap in taps.taps for name, part in tap.parts.items()},
-        whole_graphs=compiled,
-        outside=runner is None,  # an engine's warm-up makes many, which nobody misses
-    )
-    labels.open()
-    patches = None
-    if config.patches:
-        from vllm_accprobe.capture.taps.patches import apply_named
-
-        patches = apply_named(session, model, prefix, session.say)
-    return Attachments(labels, patches)

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.say import say as say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.config import ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import (
     DEALT,

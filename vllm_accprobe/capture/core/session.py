@@ -60,8 +60,7 @@ from vllm_accprobe.capture.core.rows import EncoderDataParallel, RowMaps, Space
 from vllm_accprobe.capture.core.staging import DeviceStaging
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP, STOP, TensorHead
-from vllm_accprobe.dump.recorder.journal_writer import Event, TensorLine, TensorTemplate, digest
-from vllm_accprobe.dump.recorder.writer import RankWriter
+from vllm_accprobe.dump.journal_writer import Event, TensorLine, TensorTemplate, digest
 from vllm_accprobe.dump.schema import (
     DEALT,
     LOGITS,
@@ -78,6 +77,7 @@ from vllm_accprobe.dump.schema import (
     Stop,
 )
 from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
+from vllm_accprobe.dump.writer import RankWriter
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name

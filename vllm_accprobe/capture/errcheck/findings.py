@@ -28,19 +28,18 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import DTYPE_NAMES
-from vllm_accprobe.capture.errcheck.bad_values import BAD, GOOD, UNCHECKED, Alarm
-from vllm_accprobe.capture.errcheck.watch import Watch
+from vllm_accprobe.capture.errcheck.watch import BAD, GOOD, UNCHECKED, Alarm, Watch
 from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.files import beside
 from vllm_accprobe.dump.findings import BAD_BAD, GOOD_BAD, MOST_ROWS, PARAMETER, UNSURE, FirstBad, RankReport, write
 from vllm_accprobe.dump.journal import TensorHead, last
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine
+from vllm_accprobe.dump.journal_writer import TensorLine
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 from vllm_accprobe.dump.stats import StatsCell
 

@@ -16,19 +16,17 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import root_of
 from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION
-from vllm_accprobe.capture.errcheck.bad_values import Alarm, WatchedStep, parameters
 from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, fingerprint, keep
-from vllm_accprobe.capture.errcheck.watch import Watch, watched
+from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, parameters, watched
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.batch import ChosenRows, deals
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
 from vllm_accprobe.capture.vllm.vllm_compat import (
     EngineStep,
     StepObserver,

@@ -31,18 +31,16 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import at_exit, process_rank, root_of, run_facts, unsplit
 from vllm_accprobe.capture.core.rows import Requests, Space
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.errcheck.bad_values import Alarm, Input, WatchedStep, parameters
 from vllm_accprobe.capture.errcheck.findings import RankFindings, finding, keep
-from vllm_accprobe.capture.errcheck.watch import TapWatch, Watch
+from vllm_accprobe.capture.errcheck.watch import Alarm, Input, TapWatch, Watch, WatchedStep, parameters
 from vllm_accprobe.capture.ops.dispatch import Paused, listened
 from vllm_accprobe.capture.padded_batch import Rectangle
-from vllm_accprobe.capture.taps.arguments import attributes
-from vllm_accprobe.capture.taps.hooks import Tap
+from vllm_accprobe.capture.taps.hooks import Tap, attributes
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Module

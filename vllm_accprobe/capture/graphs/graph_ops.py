@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, LAZY
-from vllm_accprobe.dump.recorder.journal_writer import digest
+from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.stats import Sums, TensorMoments, moments_at
 
 VERSION = 2

@@ -72,10 +72,10 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     stats_selection,
     tap,
     tap_each,
+    tap_stats,
     tap_stats_each,
 )
-from vllm_accprobe.capture.graphs.graph_ops import tap_stats as tap_stats
-from vllm_accprobe.capture.taps.arguments import argument_names
+from vllm_accprobe.capture.taps.hooks import argument_names
 
 _PRODUCTS = frozenset({"aten::mm", "aten::linear"})
 _SUMS = frozenset({"aten::add", "aten::add_"})

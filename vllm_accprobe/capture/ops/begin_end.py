@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.ops.dispatch import Operators
 from vllm_accprobe.capture.ops.op_tensors import Memory
 from vllm_accprobe.capture.taps.params import named_tensors

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.attribute_override import put_over
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, root_of
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Sink
 from vllm_accprobe.capture.states.checks import MOST_TOKENS
 from vllm_accprobe.capture.states.ledger import (
@@ -47,9 +47,8 @@ from vllm_accprobe.capture.states.ledger import (
     tensors_of,
 )
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter, observe
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, compiles, given_metadata, guesses, run_info
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import (

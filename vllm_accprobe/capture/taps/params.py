@@ -18,7 +18,7 @@ import torch
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.dump.journal import TensorHead
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine, digest
+from vllm_accprobe.dump.journal_writer import TensorLine, digest
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell
 

@@ -8,17 +8,19 @@ installed source is refused, said and counted, and serving goes on. Not here: ho
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState
-from vllm_accprobe.capture.taps.arguments import outputs
-from vllm_accprobe.capture.taps.hooks import chooses
+from vllm_accprobe.capture.labels import Labels, set_label
+from vllm_accprobe.capture.taps.hooks import Taps, chooses, outputs
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.patching.check import insertions, package_root, package_version
 from vllm_accprobe.patching.install import install, loaded, remove
@@ -125,8 +127,6 @@ class Patches:
         path, part = self._place(state, spec.target, owner)
         spec.fired += 1
         if spec.tap.label is not None:
-            from vllm_accprobe.capture.labels import set_label
-
             side, name = spec.tap.label
             set_label(side, f"{path}.{name}", value)
             return
@@ -211,3 +211,61 @@ def apply_named(
         say(f"patches: {error}; serving goes on without them")
         session.sink.skip("patch:", f"refused: {error}"[:_MOST])
     return patches
+
+
+class Attachments:
+    """What stands beside one session's taps, until ``close``."""
+
+    def __init__(self, labels: Labels, patches: Any):
+        self.labels = labels
+        self.patches = patches
+
+    def close(self) -> None:
+        """Collects what labels named and puts patched functions back; to be called before the sink is closed."""
+        self.labels.close()
+        if self.patches is not None:
+            self.patches.close()
+
+
+def put_on(
+    session: Session,
+    taps: Taps,
+    model: torch.nn.Module,
+    prefix: str,
+    root: Path,
+    rank: int,
+    *,
+    stored: bool,
+    runner: Any = None,
+    compiled: bool = False,
+) -> Attachments:
+    """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached.
+
+    Args:
+        prefix: path of the language model inside a multi-modal one, or "".
+        root: the dump's directory; rank: the global rank that writes to it.
+        stored: parameters' payloads are in the dump.
+        runner: vLLM's model runner, or None for a model outside vLLM.
+        compiled: the engine compiles or captures graphs.
+    """
+    config = session.config
+    if config.ops:
+        from vllm_accprobe.capture.ops.dispatch import of_model, of_runner
+
+        if runner is not None:
+            of_runner(session, taps, model, runner, stored, compiled)
+        else:
+            of_model(session, taps, model, stored)
+    labels = Labels(
+        session,
+        Path(os.path.abspath(root)),
+        rank,
+        parts=lambda: {name: part for tap in taps.taps for name, part in tap.parts.items()},
+        whole_graphs=compiled,
+        outside=runner is None,  # an engine's warm-up makes many, which nobody misses
+    )
+    labels.open()
+    patches = None
+    if config.patches:
+        patches = apply_named(session, model, prefix, session.say)
+    return Attachments(labels, patches)

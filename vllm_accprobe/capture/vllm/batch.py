@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import xxhash
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.rows import (
     EncoderDataParallel,
     EncoderItem,
@@ -49,7 +50,6 @@ from vllm_accprobe.capture.core.rows import (
     token_space,
     vision_space,
 )
-from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.capture.vllm.vllm_compat import (

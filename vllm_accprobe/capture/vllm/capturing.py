@@ -28,18 +28,18 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.arming import Windows
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.recording import Attachments, Recording, put_on, root_of
+from vllm_accprobe.capture.core.recording import Recording, root_of
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
-from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
 from vllm_accprobe.capture.taps.hooks import Taps, chooses, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
-from vllm_accprobe.capture.vllm.attach import observe
+from vllm_accprobe.capture.taps.patches import Attachments, put_on
 from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.compiled import InGraphs, LookingOn
 from vllm_accprobe.capture.vllm.modes import AttachedModes, record_draft_layer
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.vllm_compat import (
     EngineStep,
@@ -48,8 +48,8 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     compiles,
     hidden_size,
     language_prefix,
+    run_info,
 )
-from vllm_accprobe.capture.vllm.vllm_compat import run_info as run_info
 from vllm_accprobe.capture.vllm.weights import MOST, AdapterSlots, WeightCalls
 from vllm_accprobe.capture.weights.history import WeightLife
 from vllm_accprobe.config import ProbeConfig

@@ -28,18 +28,16 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.session import LANGUAGE, Session
 from vllm_accprobe.capture.graphs.drain import GraphDrain
-from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, ring_bytes, watching
-from vllm_accprobe.capture.graphs.placement import plan as plan
-from vllm_accprobe.capture.taps.arguments import Inputs, outputs
-from vllm_accprobe.capture.taps.hooks import chooses, picks
+from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, plan, ring_bytes, watching
+from vllm_accprobe.capture.taps.hooks import Inputs, chooses, outputs, picks
 from vllm_accprobe.capture.vllm.relied_on import in_graphs
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import PIECES, StepObserver, compiled_modules, compiles, level
 from vllm_accprobe.config import TAP_SET, ProbeConfig
-from vllm_accprobe.dump.recorder.journal_writer import amend_graphs
+from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.schema import ROOT_TAP, StepGraph
 
 _TOKENS = 11

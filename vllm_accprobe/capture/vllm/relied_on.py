@@ -528,8 +528,9 @@ def _places() -> Iterator[VllmPlace]:
         if place is not None:
             yield place
         owner, _, attribute = about.get("of", "").partition(": ")
+        of = (owner, attribute) if owner else None
         kind = next((kind for kind in (V1, V2, WORKER) if kind in about), "")
-        place = VllmPlace(line["name"], (line["at"],), (), loss, (owner, attribute) if owner else None, kind, since, until)
+        place = VllmPlace(line["name"], (line["at"],), (), loss, of, kind, since, until)
     assert place is not None
     yield place
 

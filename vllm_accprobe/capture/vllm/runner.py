@@ -24,14 +24,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from vllm_accprobe.capture.arming import SALTS, WORDS
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.attribute_override import put_over, wrap
 from vllm_accprobe.capture.core.recording import at_exit
-from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.modes import adapter_name, embeddings_of, hash_embeddings
 from vllm_accprobe.capture.vllm.relied_on import unplaced
@@ -42,11 +42,13 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     StepObserver,
     images_of,
     moves_of,
+    parallel_of,
     refusal,
     starts,
     step_graph,
 )
-from vllm_accprobe.capture.vllm.weights import before_packing as before_packing
+from vllm_accprobe.capture.vllm.weights import before_packing
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import StepGraph
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
@@ -359,3 +361,55 @@ def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(value, torch.Tensor) and value.dim():
             return int(value.shape[-1] if value.dtype in (torch.int32, torch.int64) else value.shape[0])
     return 0
+
+
+Observer = TypeVar("Observer", bound=StepObserver)
+ADAPTER = "_accprobe"
+"""What vLLM's wrapper keeps the adapter as; plugin.py closes it."""
+
+
+def observe(
+    wrapper: Any,
+    make: Callable[[ProbeConfig, RunnerAdapter], Observer],
+    without: str,
+    failed: str,
+    left_out: Callable[[ProbeConfig, RunnerAdapter], StepObserver | None] = lambda config, adapter: None,
+) -> Observer | None:
+    """Adds ``make(config, adapter)`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it.
+
+    Returns None where this rank is not chosen, which then has what ``left_out`` makes, or the worker has no runner;
+    then ``without`` tells what follows. Never raises: where something is wrong the server starts without the probe, and
+    ``failed`` is said, which has ``{}`` for the error.
+    """
+    try:
+        return _observe(wrapper, make, without, left_out)
+    except ConfigError as error:
+        say(str(error))
+    except Exception as error:
+        say(failed.format(f"{type(error).__name__}: {error}"))
+    return None
+
+
+def _observe(
+    wrapper: Any,
+    make: Callable[[ProbeConfig, RunnerAdapter], Observer],
+    without: str,
+    left_out: Callable[[ProbeConfig, RunnerAdapter], StepObserver | None],
+) -> Observer | None:
+    config = ProbeConfig.from_env()
+    worker = getattr(wrapper, "worker", wrapper)
+    runner = getattr(worker, "model_runner", None)
+    if runner is None:
+        say(f"{type(worker).__name__} has no model_runner after init_device: {without}")
+        return None
+    parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
+    adapter = wrapper.__dict__.get(ADAPTER)
+    if adapter is None or adapter.runner is not runner:
+        adapter = RunnerAdapter(worker, runner, parallel)
+    chosen = in_ranges(config.ranks, parallel["rank"])
+    observer = make(config, adapter) if chosen else None
+    other = observer if chosen else left_out(config, adapter)
+    if other is not None:
+        wrapper.__dict__[ADAPTER] = adapter
+        adapter.add(other)
+    return observer

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import xxhash
 
-from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, tells

@@ -39,8 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_accprobe.capture.core import layout
 from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.weights.fingerprint import LoadedTensor, RowSums, raw_bytes
-from vllm_accprobe.capture.weights.fingerprint import sums_of as sums_of
+from vllm_accprobe.capture.weights.fingerprint import LoadedTensor, RowSums, raw_bytes, sums_of
 from vllm_accprobe.dump.journal import (
     LOAD,
     LOADED,

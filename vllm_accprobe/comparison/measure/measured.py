@@ -42,8 +42,8 @@ from vllm_accprobe.comparison.plan.coverage import family
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.plan.untapped import NOTHING, Untapped
+from vllm_accprobe.dump.files import take_room
 from vllm_accprobe.dump.schema import Stats
-from vllm_accprobe.dump.segment import take_room
 from vllm_accprobe.judge.flow import Key
 
 

@@ -46,7 +46,6 @@ import dataclasses
 import itertools
 import json
 import math
-import mmap
 import os
 import secrets
 import time
@@ -54,15 +53,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import xxhash
 
-from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.files import HeaderEntry, beside, entry_key, entry_room, write_all
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
 from vllm_accprobe.dump.journal import TensorHead, last, told
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, SCHEMA, Payload
-from vllm_accprobe.dump.segment import HEADER_BYTES, HeaderEntry, SegmentFile, entry_key, entry_room, write_all
 from vllm_accprobe.dump.stats import StatsCell, in_words
 
 
@@ -87,45 +84,6 @@ def digest(parts: Sequence[tuple[int, int]]) -> str:
         if nbytes:
             hasher.update((ctypes.c_char * nbytes).from_address(address))
     return hasher.hexdigest()
-
-
-_HELD = 1 << 20
-"""Bytes up to which a copy keeps the GIL: given up for a microsecond, it may be milliseconds until it is back."""
-_copy_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-
-
-class AlignedBlock:
-    """``size`` bytes: ``array`` (uint8) and ``view`` show the same memory at ``address``."""
-
-    __slots__ = ("_map", "address", "array", "size", "view")
-
-    def __init__(self, size: int):
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        self._map = mmap.mmap(-1, size, **private)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)  # halves the CPU time of a write past the page cache
-            except OSError:
-                pass
-        self.size = size
-        self.array = np.frombuffer(self._map, dtype=np.uint8)
-        self.array[::4096] = 0  # the first touch of a page costs microseconds: not while a request waits
-        self.view = memoryview(self._map)
-        self.address = self.array.ctypes.data
-
-    def fill(self, at: int, source: int, nbytes: int) -> None:
-        """Copies ``nbytes`` bytes from the address ``source`` to ``at``; while many are copied, the GIL is free."""
-        if nbytes <= _HELD:
-            _copy_held(self.address + at, source, nbytes)
-        else:
-            ctypes.memmove(self.address + at, source, nbytes)
-
-    def zero(self, start: int, nbytes: int) -> None:
-        """Gaps are zeros: nothing that lay here before reaches the disk."""
-        if nbytes > 0:
-            ctypes.memset(self.address + start, 0, nbytes)
 
 
 try:
@@ -396,38 +354,3 @@ class TensorLine:
 
 
 Line = TensorLine | Event | Callable[[], Event | None] | TemplateLine
-
-
-class OpenSegment:
-    """A segment: the producer knows where it ``end``s and how much ``room`` its header has left, the disk thread has
-    the ``file``, the journal thread the header's ``entries``."""
-
-    __slots__ = ("end", "entries", "file", "index", "room")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.end = 0
-        self.room = HEADER_BYTES - 256
-        self.entries: list[HeaderEntry] = []
-        self.file: SegmentFile | None = None
-
-
-class WriteBatch:
-    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (the
-    payload's cell, start, stop), the lines to be written when they are on disk, and those of them that ``brought``
-    their bytes. ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what
-    happened there."""
-
-    __slots__ = ("block", "born", "brought", "error", "last", "lines", "pieces", "segment", "used", "written")
-
-    def __init__(self) -> None:
-        self.block: AlignedBlock | None = None
-        self.segment: OpenSegment | None = None
-        self.used = 0
-        self.born = time.monotonic()
-        self.last = False
-        self.lines: list[Line] = []
-        self.brought: list[TensorLine | TemplateLine] = []
-        self.pieces: list[tuple[StatsCell, int, int]] = []
-        self.written = False
-        self.error: BaseException | None = None
