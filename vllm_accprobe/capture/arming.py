@@ -1,21 +1,13 @@
 """Capture switched on and off while the server runs: the control file, and how its words reach every rank.
 
-What a rank does with the control file's words: windows in which rows are taken, each with a selection of its own.
+The problem: ranks of one engine that each read a file do so at different moments, and a step that only some of them
+capture can be compared with nothing. The idea: one process schedules the steps of an engine for all its ranks. It looks
+at the file once before each step (one lstat where nothing changed) and puts the words on the scheduler's output, so
+that every rank gets the same words with the same step, whatever executor carries it. Each rank turns words that changed
+into a selection: whoever selects rows gets the settings that hold from this step on, or None while nothing is taken.
+Each window is a line in the journal.
 
-The problem: a capture's selection was fixed when the server started, and is known in several places (requests, rows,
-modules, what may be stored whole). The idea: words that came with a step become a selection, once,
-when they change; whoever selects is told the settings that hold from this step on, None while nothing is taken. Each
-window is a line in the journal, and one in which nothing was taken is said, as for a whole capture.
-
-The scheduler's process reads the control file, and what it says travels with the step to every rank.
-
-The problem: ranks of one engine that each look at a file do so at different moments, and a step that some of them
-capture and others do not can be compared with nothing. The idea: one process makes the steps of an engine for all its
-ranks. There the file is looked at, once before each step, and its words are put on the scheduler's output, so that
-every rank gets the same with the same step, whatever executor carries it and on whichever machine it lies. A rank never
-looks at the file. Without a change that costs one lstat.
-
-Not here: taking rows (vllm/capturing.py), the file (arm_file.py), what the file may say (arm_file.py).
+Not here: taking rows (vllm/capturing.py), the file's format and what it may say (arm_file.py).
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
 """``set_label`` and ``gen_id``: from a label in a model's source to a record in the dump.
 
-From a label in a model's source to whoever captures: ``set_label``, ``gen_id``, and ``bind`` for those who take.
+The problem: labels stay in a model's source, also in production and in code that torch.compile compiles; a label comes
+with a tensor of unknown rows, or with the path of a file that somebody else writes later; and a plain script attaches
+nothing to its model. The idea: while nothing captures, a call reads one global number, which torch.compile guards.
+Whatever captures binds its taker. Inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` in
+role ``pta`` or ``acl``; a path becomes a ``label`` line at once, and the file is copied into the dump when its task or
+the capture ends. Where torch.compile insists on whole graphs (vLLM), a traced label is left out and counted. In a
+script without vLLM and Probe the first label opens a dump whose steps are the tasks, with settings from the
+environment.
 
-The problem: labels stay in a model's source, also in production, and in code that torch.compile compiles. The idea:
-while nothing captures, a call is one look at a global and a branch; what captures (a vLLM worker with the probe, a
-`Probe`, or `set_task_id` in a plain script) hands its taker to `bind`. The global is a small number, because
-torch.compile guards numbers and not functions: compiled code notices when labels are turned on or off.
-
-What ``set_label`` does while a session captures: the tensor becomes a record, the path of a file a promise.
-
-The problem: a label is an ordinary call somewhere in a model, with a tensor of unknown rows, in the middle of a step or
-outside of one, perhaps while torch.compile traces; the file that it names is written by somebody else, later. The idea:
-inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` in role ``pta`` or ``acl``, with the rows
-of the part of the model that is running; a path becomes a ``label`` line at once, and the file is copied into the dump
-as soon as it must be complete: when its task or the capture ends. Where torch.compile insists on whole graphs (vLLM), a
-label that it traces is left out and counted; elsewhere it stays an ordinary call.
-
-Not here: tasks of a plain script (plain_script.py), where libraries put files (dump/label_files.py).
+Not here: ``set_task_id`` (vllm_accprobe/labels.py), where libraries put files (dump/label_files.py).
 """
 
 from __future__ import annotations

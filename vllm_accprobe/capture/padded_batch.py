@@ -1,20 +1,13 @@
 """The rows of a plain model's call: a rectangle of tokens, some of them padding, and its images.
 
-Where the images of a plain multi-modal model are: their placeholders, and the tower that encodes them.
-
-The problem: a transformers model says nowhere which rows of its vision tower belong to which request, and its
-``generate`` calls the tower before the model itself. The idea: a run of placeholder tokens in a prompt is one image,
-and images are encoded in the order of the prompts; what ``generate`` was asked is kept until the tower runs.
-
-The rows of a plain model's call: a rectangle of tokens, some of them padding, in place of a scheduler's batch.
-
 The problem: a model outside vLLM is called with ``input_ids`` [batch, length], a mask and a cache; its tensors are
-[batch, length, ...] or [batch, heads, length, ...], and nobody names requests. The idea: rows are the (batch row,
-position) pairs that the mask keeps, flattened so that tensors look like vLLM's; a batch row is a request from the call
-in which its cache is empty, recognised by the hash of its prompt.
+[batch, length, ...] or [batch, heads, length, ...], nobody names requests, and ``generate`` calls the vision tower
+before the model itself. The idea: rows are the (batch row, position) pairs that the mask keeps, flattened so that
+tensors look like vLLM's; a batch row is a request from the call in which its cache is empty. A run of placeholder
+tokens is one image, and images are encoded in the order of the prompts; ``generate``'s arguments are kept until the
+tower runs.
 
-Not here: the rows of an image (rows.py), steps (torch_model.py), which calls are steps (torch_model.py), arithmetic on
-rows (rows.py).
+Not here: which calls are steps (torch_model.py), arithmetic on rows (core/rows.py).
 """
 
 from __future__ import annotations

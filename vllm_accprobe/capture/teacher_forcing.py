@@ -1,31 +1,13 @@
-"""Teacher forcing inside vLLM: a request names the tokens that it is answered with.
+"""Teacher forcing inside vLLM: a request names the tokens of its answer.
 
-A line for each engine step: which requests it computed, from where, and how many tokens.
+The problem: the next step must read the named token, and the answer must have its log-probability under this server's
+distribution, from a sampler that knows no requests; a client also needs to know in which batch and chunk each token was
+computed. The idea: an observer on every rank (each rank of a tensor-parallel group samples for itself) replaces the
+result of the sampler's ``sample``, from which both generations of runners gather log-probabilities. Which token a row
+gets follows from the scheduler's numbers alone. Where forcing is impossible a request is answered as any other, and its
+client sees other tokens. A thread writes a line per step: requests, where they began, how many tokens; no token ids.
 
-The problem: whether a token was computed in a second chunk, in a batch of nine or after a prefix hit, only the engine
-knows, and a client that sees a gap needs it for each token. The idea: a line in a file; the step itself only adds a
-string to a list, a thread writes what has come together, so that a killed engine loses at most a tenth of a second.
-No token ids are in it.
-
-Puts the asked tokens in place of the sampled ones, before anybody gathers a log-probability.
-
-The problem: the next step must read the asked token, and the answer must have that token's log-probability under this
-server's own distribution. The idea: both generations of runners have a sampler whose ``sample`` chooses the tokens,
-and gather log-probabilities of what it returns; so its result is changed, on the sampler's instance. Which token a row
-is to get follows from the scheduler's numbers alone (computed before, and computed now), which are right with
-asynchronous scheduling, chunks, prefix hits and after preemption; a row in the middle of a prompt gets none, and the
-engine throws its sample away.
-
-Forcing inside vLLM: the observer that knows which requests name their tokens, and writes down the steps.
-
-The problem: a request's tokens are known when the scheduler first names it, and are needed in each of its steps by a
-sampler that knows no requests; where forcing is impossible (speculative decoding, a runner without a sampler) serving
-must go on. The idea: an observer beside those of a capture, on every rank, because each rank of a tensor-parallel group
-samples for itself. A request that could not be forced is answered as any other: the client compares the tokens
-that it gets with those that it named, and sees it.
-
-Not here: reading it (gate/sending/replies.py), what a step is (vllm/runner.py), what a request asks for
-(sampling.py).
+Not here: what a request asks for (vllm/sampling.py), reading the lines (gate/sending/replies.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The same capture on any torch model outside vLLM, so that a transformers model can be the golden.
 
 The problem: a plain model has no scheduler that says what a step is and who asked. The idea: each call of the root is a
-step; its rows and requests are those of a rectangle of token ids (padded_batch.py), and have the same keys as in a vLLM
-dump of the same prompt. A model without token ids is captured whole, its calls counted as token ordinals. Not here:
-taps and sink, which are shared with vLLM's runner (runner.py).
+step; its rows and requests are those of a rectangle of token ids, and have the same keys as in a vLLM dump of the same
+prompt. A model without token ids is captured whole, and its calls count as token ordinals.
+
+Not here: rows of a rectangle (padded_batch.py), taps and sink, which vLLM's runner shares (taps/, core/).
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""Opening the files of a dump without trusting them.
+"""The files of a dump: how a segment is written, and how any of them is opened without trusting it.
 
-The problem: a dump may be made up to lead a reader out of its directory, to make it wait or to make it allocate. The
-idea: only plain files are opened, never through a link; names are built from numbers; sizes come from the file system;
-lines have a limit. Not here: what the lines say (reader.py), the tensors (reader.py).
+The problem: safetensors wants its header, which lists every tensor, before the data, and a capture knows the list only
+when it is over; and a dump may be made to lead a reader out of its directory, to make it wait or allocate. The idea:
+the header's length is fixed and its room reserved at creation, so the start of the data is known while the file is
+still called ``.part``; data follow in large aligned writes, past the page cache where the file system can; at the end
+the header is filled in and the file renamed. Gaps of alignment are listed as tensors named ``__pad...``, since the
+format allows none. Only plain files are opened, never through a link; names come from numbers, sizes from the file
+system.
+
+Not here: what is written when (writer.py), what lines say and reading tensors (reader.py), repair (repair.py).
 """
 
 from __future__ import annotations

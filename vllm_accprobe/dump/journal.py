@@ -1,22 +1,19 @@
 """The journal's codec: how each kind of line is written, and how it is read, trusting nothing.
 
-From the values of a journal's line to plain objects, trusting nothing.
-
 The problem: a journal may come from a killed run, a newer release or a stranger, and analysis wants plain objects whose
-numbers it may use as sizes. The idea: types and ranges are checked, and what does not hold is a ValueError with a short
-reason; the reader counts these. Strings that repeat on every line are kept once.
+numbers it may use as sizes; keys and defaults must not be said twice. The idea: a line's keys are the fields of its
+dataclass, each read as its type says; a `LineKind` declares what differs. What does not hold is a ValueError with a
+short reason, which the reader counts. Tensors' and operators' lines, thousands per step, are written by hand: what the
+tap knows is a `TensorHead`, and `told` adds what the bytes tell when the line is written.
 
-Operator calls in a journal: what their arguments may look like, and which of their tensors count.
-
-The problem: an operator takes tensors in lists, scalars, dtypes and devices, and somebody wants to call it again from
-these words alone. The idea: an argument is a VALUE, a small closed language of JSON:
+An operator's argument is a VALUE, a small closed language of JSON; nothing else is let in:
 
     null, true, 3, 0.5, "text"     themselves
     {"float": "-inf"}              a number that JSON cannot say: inf, -inf, nan
     {"complex": [re, im]}          a complex number; re and im are numbers or such a "float"
     {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
-                                   a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
-                                   looked at; "fresh": true for memory that nobody has written to yet (an output buffer:
+                                   a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where its values
+                                   were read; "fresh": true for memory that nobody has written to yet (an output buffer:
                                    may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
                                    "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
                                    call touches some blocks: the record holds those, [n, ...], the record of role
@@ -30,49 +27,8 @@ these words alone. The idea: an argument is a VALUE, a small closed language of 
     {"dtype": "bfloat16"}, {"device": "cpu"}, {"layout": "strided"}, {"memory_format": "contiguous_format"}
     {"skipped": "<reason>", ...}   an argument that was not kept; role, dtype, shape, stride, device of a tensor stay
 
-Nothing else is let in.
-
-Weights over their life: what a journal says of each event, and of each parameter after it.
-
-The problem: weights are loaded, packed, reloaded, put to sleep, synced by a trainer and exchanged in an adapter's slot,
-and each of these can leave one of them wrong; all of them again and again would fill a disk. The idea: two kinds of
-lines, an event (`WeightEvent`) and a fingerprint (`WeightPrint`) of one tensor in one form after it: 64 bits that know
-the order of its elements, 64 that do not, and 32 for each row, which name the rows where two prints differ. The 64-bit
-sums are sums modulo 2**64 of mixed bits, so that a range of rows has its own print, made of its rows'. Elements whose
-bits are all 0 add nothing to the one without order: padding does not change it.
-
-Reads the lines of weights' lives, trusting nothing.
-
-The idea: as for tensors, fields are checked one by one, and what does not hold is a ValueError with a short reason,
-which the reader counts.
-
-A tensor's line in the journal: how it is written, and how it is read, trusting nothing.
-
-The problem: of a tensor the tap knows where it was, its bytes tell hash and statistics, and the writer where they lie,
-each a little later and perhaps on another thread, for thousands of tensors per step. The idea: what the tap knows is a
-`TensorHead`; ``line`` makes a dict of it once, when dtype and shape are decided; ``told`` is what the cell of its bytes
-adds when the line is written; ``record`` reads all of it. Written by hand, since there are thousands; so are the lines
-of which nine tenths are text from the start (dump/recorder/journal_writer.py), which a test holds to these.
-
-One description of each kind of journal line: how it is written, and how it is read, trusting nothing.
-
-The problem: keys, defaults and what is left out of a line were said where it is written and again where it is read. The
-idea: a line's keys are the fields of its dataclass (schema.py), and each is read as its type says. A `LineKind` tells
-only what differs: which keys must be there, what else a value must be, which values are no key. ``to_line`` makes the
-dict, whole and once; ``from_line`` raises ValueError with a short reason, and the reader counts these.
-JSON
-(dump/recorder/journal_writer.py). The first line, of which only the writer knows more than the reader asks
-(recorder/writer.py).
-
-What a ledger of states leaves in the journal: a line per finding, and one with what was looked at.
-
-The problem: whether a cache held what was written is found inside of a run, where bytes are, and is read long after by
-people and by `compare`, which must say "the cache, not the kernel" before it blames an operator. The idea: a finding
-is one flat line with everything that its sentence needs, so that nobody must look anything up.
-
-Not here: files (reader.py), the dataclass (schema.py), how calls are captured (capture/ops/dispatch.py), computing them
-(capture/weights/), what they mean (judge/weights/), what is written (dump/weights/), whether a payload really lies
-where the line says (reader.py), tensors' and operators' lines, how they are found (capture/states/).
+Not here: files (reader.py), most dataclasses (schema.py), lines as text (journal_writer.py), how calls, weights and
+states are captured (capture/) and what they mean (judge/).
 """
 
 from __future__ import annotations

@@ -1,42 +1,14 @@
-"""What the writer appends: journal lines, run.json, and what is on its way.
+"""Journal lines as text, the file that they are appended to, run.json, and whether somebody still writes to a dump.
 
-Adds to run.json what is known only afterwards, in one piece: a reader sees the old file or the new one.
+The problem: hundreds of tensors per step each become a line while a model waits, and nine tenths of a line are the same
+at every call of a tap; events hold cells that are filled later and numbers that JSON has no word for; a disk that fills
+up in the middle of a line must not spoil the lines after it. The idea: the part of a tensor's line that stays is
+encoded once, as a template; a line on its way is a template, three numbers and the cell of its bytes. One encoder never
+raises. After a failed write the file is cut back to its last whole line, and a small reserve file makes room for the
+line that says what happened. A writer locks its journal until it has closed it or died: a front end that ends its
+engine waits for that lock, and no longer.
 
-The hash by which a journal line names bytes, taken from memory.
-
-Apart from statistics (stats.py), which readers of a dump import, too: they need no xxhash.
-
-Page-aligned staging memory for the writer.
-
-The problem: writes past the page cache need page-aligned addresses, and fresh memory costs more than the copy into it.
-The idea: a few anonymous maps, made once, touched once and used in turn.
-
-Journal lines: how an event becomes one line of JSON, and the file they are appended to.
-
-The problem: an event is a dict that may hold dataclasses of schema.py, cells that are filled later and numbers that
-JSON has no word for, and a disk that fills up in the middle of a line must not spoil the lines after it. The idea:
-one encoder that never raises, and a file that is cut back to its last whole line after a failed write; a small
-reserve file is kept until then, so that there is room for the line that says what happened.
-
-run.json: what is true of all ranks of a run, written once.
-
-Tensor lines that are text from the start.
-
-The problem: hundreds of tensors per step each become a journal line while a model waits, and nine tenths of such a line
-are the same at every call of a tap. The idea: the part that stays is encoded once, as a template; a line on its way is
-a template, three numbers and the cell of its bytes (TemplateLine), and text only when it is written.
-
-Whether somebody still writes to a dump that is about to be closed, and waiting for them.
-
-The problem: a front end that ends its engine must not kill it while a rank is writing its last lines, nor wait for half
-a minute for an engine that hangs and has nothing to write any more. The idea: a writer holds a lock on its journal
-until it has closed it or died, and a rank of errcheck says in its report that it has closed it.
-
-What is on its way through the writer: lines, and the batches in which they travel with the bytes.
-
-Not here: writing it the first time (writer.py), who waits for whom (writer.py), when a line is written (writer.py),
-what stands in it (the capture room), what a tensor's line says (dump/journal.py), who keeps templates
-(capture/core/session.py), or in a report (findings.py), and what becomes of them (disk_threads.py).
+Not here: when a line is written (writer.py), what stands in it (journal.py), who keeps templates (capture).
 """
 
 from __future__ import annotations

@@ -1,30 +1,13 @@
 """Opens a dump: what was recorded, selection of records, and reading of tensors.
 
-The face of a dump: what was recorded, and reading of its tensors.
+The problem: the files may come from a run that was killed, is still running, or was made up to do harm; lines may be
+torn, damaged, from a newer release, or promise what the files do not hold. The idea: every line stands for itself; what
+is not understood is counted and named in ``problems``. Afterwards each record is checked against the segment files and
+the row maps, and loses what does not hold, so that no size is taken on trust. Reading is one positioned read into an
+array that the caller may reuse, from any number of threads; dumps of other tools have the same interface
+(formats/common/foreign.py). One description of a choice (names, steps, requests, ranks) serves all commands.
 
-Reading is one positioned read into an array that the caller may reuse, from any number of threads. Our own dumps have
-this face and those of other tools get it (formats/common/foreign.py).
-
-Reads one rank's journal into a Dump.
-
-The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every
-line stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked
-against the segment files and the row maps, and loses what does not hold.
-
-Opens a dump.
-
-The problem: the files may come from a run that was killed, is still running, or was made up by somebody to do harm. The
-idea: the journals are read line by line, what cannot be understood is counted and named, and a tensor is offered for
-reading only when the file that its line names is there and long enough, so that no size is ever taken on trust.
-
-Which records of a dump somebody asks for.
-
-The problem: summary, show and convert all let the user choose by name, step, request and rank, and must agree on what
-that means. The idea: one frozen description of the choice, applied to the records in their order; a request chooses the
-tensors that hold at least one of its rows.
-
-Not here: what bits mean (dtypes.py), a line's fields (journal.py, journal.py), what a line must look like
-(journal/), mending (repair.py), the command line's spelling of it (cli/common/options.py).
+Not here: what bits mean (dtypes.py), what a line must look like (journal.py), repair (repair.py).
 """
 
 from __future__ import annotations

@@ -1,27 +1,12 @@
 """The words of the dump: run.json, each line of a journal, and how the tensor of one rank is a part of the whole.
 
-How one rank's tensor is a part of the whole: said by capture, undone by analysis.
-
-The problem: with several ranks a file holds a slice, a summand or a copy, and nothing in its bytes says which. The
-idea: one plain value beside each tensor, enough to put the whole together without knowing the model.
-
-The words of the dump: what stands in run.json and in each line of a rank's journal.
-
 The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and default of
-those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
-field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
-itself. docs/dump-format.md says the same in prose.
+those files must be said once. The idea: plain frozen dataclasses, one per kind of line; JSON keys are the field names,
+except that ``cls`` is spelt ``class`` and a payload's three fields stand in the tensor's line itself. One value beside
+each tensor says how to put the whole together without knowing the model. docs/dump-format.md says the same in prose.
 
-Modules of an encoder that run once for each image, or once for each batch of images, of a step.
-
-The problem: capture gives a tensor of an encoder the rows of all images of the step, and in some models a module is
-called for one image after the other (a convolution in front of the blocks), or the encoder runs once for pictures and
-once for videos; then half of the rows can look like all of them. The idea: in a step with several images a module that
-is called several times, and more often than in steps with one image, has rows that nobody can name.
-
-Not here: finding it out (capture/core/layout.py), undoing it (align/ranks.py), how bytes reach the disk (writer.py),
-how a line becomes one of these and back (journal/), labels (label_files.py), what a dtype's bits mean (dtypes.py),
-images that are dealt out to ranks, whose rows are exact (schema.DEALT).
+Not here: finding a layout (capture/core/layout.py) and undoing it (align/ranks.py), lines as text (journal.py), labels
+(label_files.py), what a dtype's bits mean (dtypes.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 from vllm_accprobe.capture.core import recording
 from vllm_accprobe.capture.core.session import Sink
 from vllm_accprobe.capture.graphs import drain, placement
-from vllm_accprobe.capture.graphs.drain import NOT_MEASURED
 from vllm_accprobe.capture.graphs.graph_ops import _stats_device
+from vllm_accprobe.capture.graphs.readout import NOT_MEASURED
 from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import compiled as in_graphs
 from vllm_accprobe.capture.vllm import runner as capture_runner

@@ -1,19 +1,11 @@
 """An attribute or a method of one object is replaced, and restored.
 
-Something of ours in an object's own dictionary, and the way back.
+The problem: forwards and methods of vLLM's objects are wrapped, which somebody else may have wrapped before, and which
+a release may lack. The idea: the replacement is set on the object, not on its class, so that another engine in the
+process is not touched; what was in the instance's dictionary is put back, and where nothing was, nothing is left. A
+wrapped method keeps its original, for its signature (``__wrapped__``) and to recognise ours (``__accprobe__``).
 
-The problem: a forward is wrapped on the instance, where somebody else may have wrapped it before. The idea: what lay in
-the instance's dictionary is put back, and where nothing lay there, nothing is left.
-
-One method of one of vLLM's objects, with ours around it.
-
-The problem: the runner's adapter and the books of weights both put themselves around methods that vLLM calls, and a
-release may lack one of them. The idea: the wrapper is set on the object, not its class, so that another engine in the
-process is not touched and deleting the attribute takes it off; it keeps the original, for whoever asks for its
-signature (``__wrapped__``) and for whoever must know ours (``__accprobe__``).
-
-Not here: functions in modules (capture/vllm/batch.py), patched code (patching/), what is done around which method
-(runner.py, capture/vllm/weights.py).
+Not here: functions in modules (vllm/batch.py), patched source code (patching/).
 """
 
 from __future__ import annotations

@@ -1,27 +1,12 @@
-"""One rank's dump while it is written, whoever started it: where it goes, what is captured into it.
+"""One rank's dump while it is written: its directory, run.json, the journal's first line and its end.
 
-Where one rank's dump goes when the directory that was named may be taken, and who is told of it.
+The problem: a vLLM worker, a Probe, the labels of a plain script, ``begin_dump`` and an alarm of errcheck each write a
+dump, and a dump has small duties that are forgotten one at a time: a directory in which no other run lies (scripts of
+other tools run again and again with one path), run.json, a way from a full disk or a spent budget back to the taps, an
+end however the process ends. The idea: one type has them all. Whoever starts it brings what it alone knows (settings,
+layouts, where rows are) and gets a Session to take tensors with.
 
-Scripts of other tools are run again and again with one path, and so find their last run's dump there. It is never
-written over, and never mixed with: the next free directory beside it is taken, and said. `accprobe run` learns of dumps
-that a script puts elsewhere than it was told from a file that it names in the environment.
-
-One rank's dump while it is written: what every capture asks for, whoever started it.
-
-The problem: a vLLM worker, a Probe, the labels of a plain script, ``begin_dump`` and an alarm of errcheck each leave a
-dump, and a dump has small duties that are forgotten one at a time: a directory in which no other run lies, run.json,
-the journal's first line, a way from a full disk or a spent budget back to the taps, an end however the process ends.
-The idea: one type that has them all; who starts it brings what only he knows (settings, layouts, where rows are), and
-gets a Session to take tensors with.
-
-What captures beside the module taps: operators, labels and patches, on a served model and on a plain one alike.
-
-The problem: a model runner of vLLM and a Probe put the same three things on a model and must take them off again in the
-same order, whatever happens between. The idea: one function that puts on what the settings ask for, and one object that
-takes it off.
-
-Not here: what is taken in a step (session.py), lines and bytes (session.py), the module taps themselves (hooks.py), and
-what each of the three does (dispatch.py, labels.py, patches.py).
+Not here: what is taken in a step, lines and bytes (session.py); what is put on a model (taps/).
 """
 
 from __future__ import annotations

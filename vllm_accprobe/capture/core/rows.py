@@ -1,29 +1,13 @@
 """Which row of a tensor is which token of which request, and the row map in the journal.
 
-What a client calls a request, of what vLLM's engine calls it.
-
-The problem: front ends put words before a client's id and numbers behind it. The idea: one rule for all of them, which
-gives every name that a client may use.
-
-Which row of a tensor is which token of which request.
-
 The problem: a serving engine mixes requests in one batch, cuts prompts into chunks, reuses cached prefixes, verifies
-drafts and pads; a tensor row has no name. The idea: at each step the runner itself knows the order of the requests and
-how many tokens each computes, from which every row's (request, position) follows. This module turns that into Spaces:
-for the tokens, for the rows that reach the logits, and for vision patches: which rows of the tensor are kept, and
-what they are called. Selection (requests, token ordinals) happens here, once per step, never per tensor.
+drafts and pads; a row has no name. The idea: at each step the runner knows the order of the requests and how many
+tokens each computes, from which every row's (request, position) follows. Spaces hold this for tokens, for rows that
+reach the logits, and for vision patches: which rows are kept, and what they are. Requests and token ordinals are
+selected here, once per step, never per tensor. Token ids, and positions that speculation corrects, are read from the
+runner's buffers when copies of them are in host memory; a position is believed only as far as it can be true.
 
-Row maps as journal lines: which row is which token, as the device has it.
-
-The problem: token ids, and positions where speculation corrects them after the scheduler has guessed, stand in the
-runner's buffers only; a space of other rows (logits) speaks of the same tokens. And a buffer may hold nothing: what is
-read there is believed only as far as it can be true. The idea: a line is planned when its space is known, with the
-scheduler's positions, and finished when copies of these buffers have reached host memory, in the order of the steps;
-what the tokens space brought serves the step's other spaces. A position may go back to where the request's own tokens
-began, and only where drafts are in play; whatever else differs is not believed, and is counted.
-
-Not here: prompts, where the runner keeps its batch (runner.py), nor what is done with the rows (session.py), where the
-runner keeps positions (vllm_compat.py), the copy (staging.py).
+Not here: where the runner keeps its batch (vllm/), what is done with the rows (session.py), the copies (staging.py).
 """
 
 from __future__ import annotations

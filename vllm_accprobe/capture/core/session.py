@@ -1,41 +1,14 @@
-"""One rank's capture while it runs: the step in progress, from a tensor at a tap to lines and bytes, and the rule that
-an error of the probe never reaches the model.
-
-Where the bytes of a host tensor lie, and what they are called.
-
-The problem: statistics, hashes and copies work on plain memory, and tensors come strided, conjugated and with rows that
-nobody wants. The idea: everything becomes a list of (address, bytes); a dense tensor's is its own memory, the rest is
-brought together in a scratch buffer that is used again and again.
-
-What taps need during one armed step.
-
-From a tensor at a tap to lines and bytes of the dump.
+"""One rank's capture while it runs: the step in progress, and the way of a tensor from a tap to lines and bytes.
 
 The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
-some with rows that nobody asked for, some on a device, while the model waits. The idea: one hash per tensor decides
-whether its bytes are new in this step; only new bytes are copied, straight into the writer's block; everything else
-is a journal line that points at them. Tensors of a device take the detour over staging.py and arrive here on its
-thread.
+some with rows that nobody wants, some on a device, while the model waits; and no error of the probe may reach the
+model. The idea: taps ask a Session for the StepState, None while nothing is captured; a failure is written down, said
+once, and sets the state to None for good. One hash per tensor decides whether its bytes are new in this step; only new
+bytes are copied, into the writer's block, and everything else is a journal line that refers to them. What was decided
+of a tap's tensor (rows, layout, the line as a template) is kept as a Site and holds while dtype, shape and rows stay:
+FastPath. The other tensors, and those of a device, which go through staging.py, take the general way in Sink.
 
-The common tensor in one function: host memory, all of its rows wanted, seen at this tap in this form before.
-
-The problem: what a tap decides about a tensor (which rows it has, how its line reads, where its bytes are) takes ten
-times as long as its hash, and comes out the same step after step. The idea: per tap and role, the last decision is kept
-as a Site, with the line as a template; while dtype, shape and the step's number of rows stay, it holds, and a tensor
-costs a hash, a look-up and, if its bytes are new, statistics or a copy. Whatever is not common is declined, and takes
-the general way (session.py, session.py), which also makes the decisions that are kept here. Lines are those of the
-general way.
-
-One rank's capture while it runs: the step in progress, and the promise that the probe never hurts the model.
-
-The problem: taps fire deep inside a model and must know, at the cost of one attribute, whether to do anything; and
-whatever goes wrong in them must end the capture, not the serving. The idea: a Session holds the current StepState or
-None. Taps ask it; a failure anywhere calls ``fail``, which writes it down, says it once, and sets the state to None
-for good.
-
-Not here: which rows a tensor has (rows.py), blocks and files (dump/recorder/writer.py), which rows are which (rows.py,
-rows.py), what is tapped (hooks.py), tensors of a device, vision towers, logits, selected rows, vLLM (runner.py),
-plain torch models (torch_model.py), which both drive a Session.
+Not here: which rows are which (rows.py), blocks and files (dump/writer.py), what is tapped (taps/hooks.py).
 """
 
 from __future__ import annotations

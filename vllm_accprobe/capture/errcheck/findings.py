@@ -1,19 +1,12 @@
-"""From a bad output to a finding with names for its rows, to a small dump of that call, and to the report of the rank.
+"""From a bad output to a finding with names for its rows, a small dump of that call, and the rank's report.
 
-What errcheck has found on one rank so far, and its report on the disk.
+The problem: whoever repairs the operator wants its inputs and outputs, but a batch holds the texts of other people; the
+first alarm is the one that counts, yet later ones must be counted; a killed rank must have left how far it came. The
+idea: the bad rows are located in the output; their segments, and nothing else, go through the same session and sink as
+any capture, so that `inspect`, `opcheck` and `gentest` read the result like any dump. Tensors without rows are left out
+and counted. One object gets the alarms, and writes the report at every change and now and then.
 
-The problem: the first alarm is the one that counts, yet those after it are to be counted, too; and a rank that is
-killed must have left how far it came. The idea: one object that is told of alarms and writes itself, now and then and
-at every change; a disk that does not take it is said once.
-
-From an alarm to a FirstBad with names for its rows, and to a small dump of that one call.
-
-The problem: whoever repairs the operator wants its inputs and outputs, but a batch holds the texts of people who have
-nothing to do with it. The idea: the bad rows are located in the output; their segments, and nothing else, go through
-the same session and sink as any capture, so that `show`, `opcheck` and `gentest` read the result like any dump.
-Tensors without rows (tables) are left out and counted.
-
-Not here: finding and locating (watch.py, findings.py), the file, when (watch.py), the file of findings.
+Not here: detection (watch.py), the format of the report (dump/findings.py).
 """
 
 from __future__ import annotations

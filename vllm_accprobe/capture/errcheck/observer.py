@@ -1,10 +1,10 @@
-"""errcheck inside vLLM: which steps are watched, whose rows are bad, and what happens then.
+"""errcheck inside vLLM: which steps are watched, whose rows are bad, and what follows.
 
-The problem: everything that capture has to know of vLLM's runner (what a step is, which row is whose, when a process
-ends) errcheck has to know, too, with or without a capture beside it, and for all requests. The idea: a second observer
-of the same runner, with a Watch instead of a Session; nothing is written until something is bad.
-Not here: the runner (vllm/runner.py), finding (watch.py), what was found so far (findings.py), its tensors
-(findings.py).
+The problem: errcheck needs what a capture needs of vLLM's runner (what a step is, which row belongs to whom, when a
+process ends), with or without a capture in the same worker, and for all requests. The idea: a second observer of the
+same runner, with a Watch instead of a Session; nothing is written until something is bad.
+
+Not here: the runner (vllm/runner.py), detection (watch.py), the report and the tensors (findings.py).
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """errcheck in a plain script: any torch module that is called, without a line in the script.
 
-One model of a plain script under errcheck: its modules, its steps, and what is known of a bad output.
+The problem: a script's models are made, moved, copied and pickled by code that knows nothing of us, so nothing may be
+put on them, and no runner says what a step is. The idea: ``torch.nn.Module.__call__`` is replaced once. A module that
+is called from outside of all others is a model, and its calls are its steps, counted from 0 (paths of the second and
+later models begin with their class). A table maps each module below the root, by identity, to the same checks as in a
+server. Rows have requests and positions where the model takes token ids, as a Probe counts them; padding is ignored.
+Where vLLM's worker is, its own observer watches.
 
-The problem: nothing may be put on a model that its script copies and pickles, and a step has no scheduler that says
-whose rows are in it. The idea: a table from each module below the root, by identity, to the same checks as in a server
-(watch.py); rows have requests and positions where the model takes token ids, as a Probe counts them
-(padded_batch.py), and are looked at without those that are padding.
-
-errcheck in a plain script: any torch module that is called, without a line in the script.
-
-The problem: a script's models are made, moved, copied and pickled by code that knows nothing of us, and there is no
-runner that says what a step is. The idea: ``torch.nn.Module.__call__`` is replaced once; nothing is put on any model. A
-module that is called from outside of all others is a model, and its calls are its steps, counted from 0 (the paths of
-the second and later models begin with their class). Where vLLM's worker is, its own observer watches.
-
-Not here: which processes do this (capture/errcheck/startup/sitecustomize.py, capture/torch_model.py).
+Not here: which processes do this (startup/sitecustomize.py, capture/torch_model.py), the checks (watch.py).
 """
 
 from __future__ import annotations

@@ -1,31 +1,15 @@
 """The first NaN, Inf or overflow of a running model, found as it appears, at a cost that lets it stay on.
 
-The first NaN, Inf or overflow of a running model, found as it appears, at a cost that lets it stay on.
+The problem: a NaN is seen at the end of an answer, and comes from one step of one layer of one rank; storing all
+tensors is out of the question, and reading every tensor stops a device at every operator. The idea: each floating
+output goes through ONE fused reduction (aminmax shows NaN, Inf and values at the dtype's end), on real rows only. In
+host memory the two numbers are read at once, while the call's inputs are at hand. On a device they go into a buffer
+that is copied once per step and read one or two steps later; until then the step's calls are kept by reference up to
+``hold_bytes``. A tap whose bad call was not kept is ARMED: its calls are kept in all later steps. Inputs that a module
+changes in place are cloned before the call, from its third call on. An output that a child has returned already is not
+checked again.
 
-The problem: a NaN is seen at the end of an answer, and was made in one step of one layer of one rank; storing all
-tensors to find it is out of the question, and looking at every tensor stops a device at every operator. The idea: each
-module's floating outputs go through ONE fused reduction (aminmax: NaN, Inf and values at the dtype's end all show in
-it), on the real rows only.
-
-- In host memory the two numbers are read at once. The call is still running in Python, so its inputs and outputs are at
-  hand as they were, and nothing has to be held for later.
-- On a device the numbers go into a buffer that is copied to the host once per step and read when it has arrived, one or
-  two steps later. To have the tensors then, the step's calls are held by reference (no copy) up to ``hold_bytes``: a
-  decode step of some tens of requests on a 60-layer model fits, a long prefill does not. What was not held is said,
-  and that tap is ARMED: its calls, and only its, are held in all later steps, so that a fault that comes again is kept.
-
-Inputs that a module changes in place (it gives back the same memory) are cloned before the call, from its third call
-on. A tensor that a module hands on as a child gave it (the same object, checked during the call) is not checked again.
-
-What errcheck does around one call of one watched module.
-
-The problem: the work is done hundreds of times per step, nearly always for nothing. The idea: before the call only
-inputs that it is known to change in place are looked at (cloned); after it each floating output is reduced once,
-unless a child has handed it on; whatever else may be of interest is put together when something is bad, or, on a
-device, held by reference.
-
-Not here: what counts as bad (bad_values.py), the device's buffer (bad_values.py), vLLM (observer.py), what is written
-(findings.py), which modules there are (hooks.py).
+Not here: vLLM (observer.py), what is written (findings.py), which modules there are (taps/hooks.py).
 """
 
 from __future__ import annotations

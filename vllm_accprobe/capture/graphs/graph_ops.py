@@ -1,25 +1,15 @@
 """The tap inside a compiled graph, as an operator: rows are copied into a buffer, or their statistics are.
 
-The tap as an operator: rows of a tensor are copied into a buffer whose address never changes.
-
 The problem: a compiled graph runs no Python of ours, and a captured one replays addresses. The idea: an operator
-without a result that changes one argument, so that no compiler may drop or move it; what it copies is said by a tensor
-that is read when the graph RUNS: other steps, requests and rows need no other graph. Nothing else enters the graph, no
-name and no number, so that the layers of a model stay copies of one another. A module that is called several times in
-a forward has an operator of its own, whose cursor says in memory which call it is: the plain one pays nothing for it.
+without a result that changes one argument, which no compiler may remove or move; which rows it takes is in a tensor
+that is read when the graph RUNS, so that other steps and requests need no other graph. No name and no number enters the
+graph: the layers of a model stay copies of one another. A module that is called several times in a forward has an
+operator of its own, whose cursor counts calls in memory. Where rows do not fit or are not wanted, an operator of the
+same kind keeps one line of numbers. On the host they are bit for bit those of VLLM_ACCPROBE_TASK=stats. A device sums
+rows in float32 and totals in float64, without a hash: xxh3 is one long chain of steps and would take the rows to the
+host.
 
-Statistics as an operator: of the chosen rows of a tensor, numbers instead of rows.
-
-The problem: in a graph, rows take memory that was set aside before anything ran; where they do not fit, or nobody wants
-them, their statistics do. The idea: the same kind of operator as the tap (graph_ops.py: no result, nothing but tensors
-in the graph, what is chosen is read while the graph runs), whose buffer is one small line of numbers. On the host it
-calls what a capture with VLLM_ACCPROBE_TASK=stats calls, so that numbers and hash are the same bit for bit. On a device
-it sums with torch's kernels, each row in float32 and the rows in float64, and there is no hash: xxh3 is one long chain
-and would take the rows to the host. Each line carries the number of the choice that it was made for: an old one is
-never taken for a new one.
-
-Not here: where taps stand (placement.py), what is done with the buffers (drain.py), what is done with the lines
-(drain.py).
+Not here: where taps are placed (placement.py), what is done with the buffers (readout.py).
 """
 
 from __future__ import annotations

@@ -1,50 +1,16 @@
-"""Which taps stand in a compiled graph, the memory that they write to, and what the compiler traces around each
-module's forward.
+"""Which taps a compiled graph has, and the memory that they write to.
 
-Products that a compiler adds up in the same kernel, so that a tap on the product would change the sum.
+The problem: an operator in the middle of what a compiler would fuse changes the result, buffers cost memory, they must
+exist before anything is compiled, and a graph that was compiled with other taps must not be used again. The idea: one
+small forward of invented tokens, not compiled, shows what each module takes and returns, in which piece of the graph,
+and which products the compiler would add up in the same kernel. By default taps stand where the engine's own kernels
+end or begin (projections, attention, a router's choice), so that no fusion is broken; VLLM_ACCPROBE_MODULES may ask for
+all outputs. Every tap of the set is placed, chosen or not, with as many rows as fit into VLLM_ACCPROBE_GRAPH_MB; where
+only few would, the last taps keep statistics. The settings choose among the placed taps without another graph; what
+cannot be tapped has a reason. All that our hooks read are attributes and buffers of the module, so no closure enters
+the graph.
 
-The problem: inductor makes one kernel, addmm, of a matrix product and an addition of its result, which then is never
-rounded to the model's dtype; a tap that reads the product keeps it apart, and the sum changes in its last bits. Seen
-with the shared expert of a tiny DeepSeek-V2 on a processor where vLLM multiplies with ``aten::linear``; where it calls
-a kernel of its own, nothing can be folded into that. The idea: in the forward that is looked at, operators are seen in
-the order of the graph; a product's memory is remembered, and an addition that reads it says so. The rule is torch's own
-(``_inductor/fx_passes/post_grad.py``, ``is_valid_addmm_fusion``): two dimensions, no bias, equal dtypes, a summand that
-expands to the product's shape. On GPUs it prefers not to (``should_prefer_unfused_addmm``).
-
-Which piece of a compiled model a module's results are computed in.
-
-The problem: vLLM cuts a model's graph at its splitting operators (attention and its like) and compiles and captures
-what lies between them piece by piece; its logs and faults speak of pieces, people of modules. The idea: in one forward
-that is not compiled, the operators and the modules are seen in the order in which the graph will have them, and cutting
-is counting: a piece begins with the first operator that does not split after one that does. Allocations without content
-begin none: vLLM moves such a piece of one node into the one before.
-
-What goes into the modules of a compiled region and what they give back, seen in one forward that is not compiled.
-
-The problem: a tap's buffer must exist before anything is compiled, and how many tensors a module gives back, how wide
-they are and of which dtype, whether it is called at all or once per layer, under which of its names, and which modules
-hand their inputs to an operator that no compiler looks into, is only known when it runs. The idea: one small forward of
-invented tokens with every module's forward watched; what was seen decides what can be tapped, and what cannot has a
-reason.
-
-The taps of one module: what a compiler traces around its forward.
-
-The problem: what a compiler reads of us becomes part of the graph or a condition of it, and some modules are called
-past their hooks. The idea: all that the hooks read are attributes and buffers of the module itself, so that no closure
-and no name enters the graph; where a forward is called directly, a bound method stands in its place that does the same.
-
-Which taps stand in a compiled graph, and the memory that they write to.
-
-The problem: an operator in the middle of what a compiler would fuse changes the result, buffers cost memory that the
-engine wants for itself, and a graph that was compiled with other taps must not be used again. The idea: by default taps
-stand where the engine's own kernels end or begin (projections, attention, a router's choice), so that nothing is torn
-apart; modules that the settings name beyond these ask for all outputs. Every tap of the set is placed, chosen or not,
-with as many rows as fit into VLLM_ACCPROBE_GRAPH_MB; where only few would, the last taps measure instead of copying
-(VLLM_ACCPROBE_TASK=stats: all of them), and the whole has a key. The settings then choose among the placed ones without
-another graph.
-
-Not here: who runs that forward (vllm/compiled.py), the operators (graph_ops.py), the operators (graph_ops.py,
-graph_ops.py), steps and rows (drain.py).
+Not here: who runs that forward (vllm/compiled.py), the operators (graph_ops.py), steps and rows (readout.py).
 """
 
 from __future__ import annotations

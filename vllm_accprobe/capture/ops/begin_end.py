@@ -1,19 +1,13 @@
 """``begin_dump`` and ``end_dump``: operator calls of any code between two lines, without a model.
 
-torch_xray's environment variables: X_DEBUG, X_DEDUP, X_DUMP_NUM.
-
-The problem: torch_xray's guide gives the three both as arguments of ``begin_dump`` and as variables of the environment,
-and a variable that nobody reads changes nothing and says nothing. The idea: ``begin_dump`` reads those that it was not
-given; a server with the probe on, where our own names hold, says the new name in one line.
-
-``begin_dump`` and ``end_dump``: operator calls of any code between two lines, without a model.
-
 The problem: somebody wants to see what one function does, in a script or in the middle of a server's forward, where it
-runs again and again (torch_xray's guide pastes the two calls into a model's ``forward``). The idea: each stretch from
-begin to end is a step of one dump, which stays open until ``end_dump(close=True)`` or the process ends; begun again
-with the same path, it goes on. The operator tap is the one of served models; names of modules come from ``model``.
+runs again and again (torch_xray's guide pastes the two calls into a model's ``forward``, and sets X_DEBUG, X_DEDUP and
+X_DUMP_NUM as arguments or in the environment). The idea: each stretch from begin to end is a step of one dump, which
+stays open until ``end_dump(close=True)`` or the process ends; begun again with the same path, it continues. The
+operator tap is the one of served models; names of modules come from ``model``. torch_xray's variables are read where
+they are not arguments; a server with the probe on, where our own names hold, prints the new name in one line.
 
-Not here: what a mode means (capture/ops/dispatch.py), what is captured of a call (dispatch.py).
+Not here: what a mode means and what is captured of a call (dispatch.py).
 """
 
 from __future__ import annotations

@@ -1,49 +1,16 @@
 """Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
 
-Operators that another probe calls inside the model's forward are none of the model's.
+The problem: below modules lie the operators of PyTorch, of vLLM and of a vendor's library, and only PyTorch's
+dispatcher sees them all, thousands per step, a third of which compute nothing. The idea: a TorchDispatchMode that is
+entered for armed forwards and nowhere else. Once per operator its schema and the settings decide whether it is left
+out, which arguments it writes to and whether its kernel is Python, which then runs with the mode on. Each call writes
+tensor lines for what went in and came out, and one ``op`` line that says how to call it again. Written arguments are
+taken before the call and compared by hash after it. A random sample is a reservoir that is written as it goes: the k-th
+call takes a place among n with probability n/k, and the reader drops calls whose place was taken later. Other probes'
+operators inside the forward (errcheck's) are left out: they say when they are at work. An error here ends the capture,
+never the call.
 
-The problem: errcheck reduces every output where it appears, inside the forward whose operators are captured, so that
-its ``aten.aminmax`` looked like the model's. The idea: whoever computes something of its own there says so to the
-operator taps that are listening, which are found on torch's stack of dispatch modes; where none is, that is one call
-into C. What a session's own taps compute is told by ``StepState.taking``.
-
-Which operators are captured, and which of their calls keep tensors.
-
-The problem: a step of a model calls thousands of operators, a third of which compute nothing, and not all tensors of a
-long run fit on a disk. The idea: per operator, once, a reason why it is left out, or None (denials by default, globs of
-the user, which win); per call, what its mode allows: a line, a line with tensors, or only a count. The random sample is
-a reservoir that is written as it goes: the k-th call of an operator takes a place among its n with probability n/k, and
-the reader leaves out those whose place was taken later; so nothing waits in memory, and a killed run has its sample.
-
-What is known of an operator before it is called: its schema, whether it is left out, whether its kernel is Python.
-
-The problem: a dispatch mode is told a function and nothing else, thousands of times per step. The idea: what its schema
-says (which arguments it writes to, whether what comes out may be a view) and what the settings say is worked out once
-and kept. A kernel that is a Python function (vLLM's opaque operators, a vendor's wrappers) is found in the dispatcher's
-own table, so that it can be run with the mode still on and what it calls be seen.
-
-One operator call on its way: what was taken of it so far, and the journal's line of it.
-
-The problem: what a line says is known bit by bit: the arguments before the call, what the call changed after it, hashes
-of a device's tensors later still. The idea: one object gathers it, and is asked for the line when all of it is known.
-
-Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
-
-The problem: below modules lie the operators, of PyTorch, of vLLM and of a vendor's library, and only PyTorch's
-dispatcher sees them all. The idea: a TorchDispatchMode that is entered around armed forwards and nowhere else. For each
-call it writes what went in and what came out as tensor lines, and one ``op`` line that says how to call it again. Which
-arguments a call writes to is in the operator's schema; what they were is taken before, and what they became is compared
-by hash. Operators that are implemented in Python (vLLM's opaque attention, say) are opened: what they call is captured
-too. Whatever goes wrong here ends the capture and never the call.
-
-Puts the operator tap on a model: a served one's runner, or a plain torch model.
-
-The problem: what the tap must know of its surroundings (which memory holds weights and which the KV cache, which
-modules are chosen, whether the engine runs Python at all) is known in different places. The idea: two functions that
-gather it and hand a session its ``ops``.
-
-Not here: what a call is (op_tensors.py), what is stored of it (op_tensors.py), what is taken, what is stored of a
-tensor (op_tensors.py), code outside a probed model (begin_end.py), code without a model (begin_end.py).
+Not here: what is stored of a tensor (op_tensors.py), code outside a probed model (begin_end.py).
 """
 
 from __future__ import annotations

@@ -1,31 +1,14 @@
 """What is stored of an operator's arguments and results: tensors, values, and the blocks of a cache that it touches.
 
-From what an operator was called with to the VALUES of the dump (dump/journal.py).
+The problem: arguments are tensors, lists, scalars, dtypes, devices and handles of libraries, and whoever replays the
+call has only words; activations are in the dump already, weights are the same in every step, a cache has gigabytes of
+other people's tokens, and some memory was never written. The idea: one walk gives each argument's VALUE and every
+tensor with its role. The memory that a tensor lies in says what it is: activations are stored like all tensors, a
+weight's bytes once per run, the rest is skipped by name. Of a cache those blocks are gathered that the call's block
+tables, slot mappings or state indices name, behind block 0, which stands for none; the line says by which argument, in
+which unit. On a device nothing is counted or sorted, which would wait for it.
 
-The problem: arguments are tensors, lists of them, scalars, dtypes, devices, generators and handles of libraries, and
-whoever replays the call has only words. The idea: one walk gives the VALUE and, beside it, every tensor with its role
-and the dict that describes it, to which its statistics are added later. What cannot be said is named, never guessed.
-
-Which blocks of a cache one call of an operator touches, and those blocks alone.
-
-The problem: a paged operator takes the whole cache, gigabytes of it, and reads or writes a few blocks; without them
-nobody can run the call again. The idea: the call's other arguments name them. Block tables hold numbers of blocks,
-slot mappings numbers of slots, state indices numbers of states, and operators of all vendors call them so; each is
-taken as it is, cut at the sequences' lengths where those are given. The blocks are gathered into one small tensor, in
-front of them block 0, which stands for none; the call's line says by which argument, in which unit, they are found
-again. On a device nothing is counted or sorted, which would wait for it: the blocks are as many as the tables have
-entries. A view that is itself small (the state of one request) is taken whole.
-
-What is stored of one tensor of an operator's call, and what is only said of it.
-
-The problem: arguments of operators are activations, which module taps have stored already; weights, the same in every
-step; caches of gigabytes that hold other people's tokens; and memory that nobody has written to. The idea: each tensor
-is put into one of these kinds by the memory it lies in. Activations go the way of all tensors, where the same bytes are
-stored once per step; a weight's bytes once per run, and a large one is not read again while a sample of it is what it
-was; the rest is skipped by name, with its shape.
-
-Not here: how a VALUE is read (dump/journal.py), how the call is put together again (opcheck/calls/operator_calls.py),
-when a call is taken (dispatch.py).
+Not here: the language of VALUES (dump/journal.py), when a call is taken (dispatch.py), replaying it (opcheck/calls/).
 """
 
 from __future__ import annotations

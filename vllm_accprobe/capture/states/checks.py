@@ -1,34 +1,14 @@
-"""What a kernel is called with (slots, block tables, lengths, state indices), compared with what the schedule requires.
+"""The integers that a kernel is called with (slots, block tables, lengths, state indices), compared with the schedule.
 
-What is held against the schedule, and what came of it: words that the checks of metadata share.
+The problem: block tables, slots, lengths and state indices that are a step old make a correct kernel compute with wrong
+rows, and are in no tensor that a module gets; a wrong state index or flag makes a request continue from another one's
+memory. The idea: at each step the attention's metadata are compared with what follows from the schedule: in host memory
+at once; those of a device are copied without waiting and compared when they have arrived. What a backend's metadata do
+not have is counted. Whether a recurrent state must have changed follows from token ids: if the last ids before and
+after the step differ over as many tokens as a convolution's state holds, it holds other inputs; else nothing is
+concluded.
 
-The problem: each number of a step's metadata is compared when it has arrived, with what the schedule said when it was
-given. The idea: a `MetadataCheck` has both, and gives `WrongNumber`s.
-
-Whether a step must have changed a request's recurrent state.
-
-The problem: a kernel that leaves out a state's write is seen only by bytes that stay as they were, and they may
-rightly stay: a convolution's state holds its last inputs, which are the same after a step in text that repeats itself.
-The idea: a first layer's inputs follow from token ids alone. If the last ids before the step and the last ids behind
-it differ, over as many as the convolution's state holds, that state holds other inputs, and the recurrence has added
-other terms. Where they are the same, or not known, nothing is concluded.
-
-The states that a recurrent layer is given, held against the schedule.
-
-The problem: a state has no positions; a wrong index, a wrong flag or a wrong count of accepted drafts makes a request
-go on from another one's memory, and every value looks likely. The idea: which block a request's state lies in, whether
-it has one yet, and by how many tokens its last step took it further follow from the schedule alone; each family's
-metadata name them differently.
-
-What a kernel is given, held against what the schedule says it must be.
-
-The problem: block tables, slots, lengths and state indices that are a step old make a right kernel compute with wrong
-rows, and are seen in no tensor that a module gets. The idea: at each step, before any byte is looked at, the integers
-of the attention metadata are compared with the schedule's (schedule.py). In host memory now; those of a device are
-copied without waiting, with what the schedule said at that moment, and compared when they have arrived. Each backend
-has a metadata class of its own: what it does not have is counted, not guessed.
-
-Not here: bytes (ledger.py), the schedule, bytes (ledger.py).
+Not here: the schedule (schedule.py), bytes (ledger.py).
 """
 
 from __future__ import annotations

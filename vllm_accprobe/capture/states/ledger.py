@@ -1,51 +1,14 @@
-"""The ledger of one engine: which request wrote what into which block of the cache, its bytes, and whether it is still
-there.
+"""The ledger of one engine: which request wrote what into which block of the cache, and whether it is still there.
 
-What was written where, by whom, and whether it is still there.
+The problem: a block that was written correctly may be read wrong: overwritten by another request, not written at all,
+replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes after the last
+write, and for each group and block who wrote it, when, which positions, and what happened to it since. Before a read
+the bytes are compared with that number; where they differ, the ledger tells the cases apart. In host memory the number
+is xxh3-64; on a device a sum of 32-bit words with odd weights modulo 2^64, which any one changed word changes. Numbers
+of a device arrive later: everything that touches the ledger is a small function, called at once or queued behind the
+copy it needs. One wrong block is wrong in every layer and step: findings are gathered by kind, block and reader.
 
-The problem: a block that was written right may be read wrong: overwritten by another request, not written at all,
-replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes as they were
-after the last write, and for each group and block who wrote it, when, which positions, and what happened to
-it since. Whoever reads holds the bytes against that number; where they differ, the books tell the cases apart.
-
-What the ledger has found, as lines: once per place, whatever number of layers shows it.
-
-The problem: one wrong block is wrong in every layer, in every step after, and for every request that reads it. The
-idea: what is found in a step is gathered by kind, block and reader, and becomes one line with its first layer and how
-many there were; after MOST_FINDINGS lines the rest is counted.
-
-The raw bytes of a cache's blocks, and one number for each block.
-
-The problem: a layer's cache is one tensor or several (keys and values, convolution and state), laid out as a kernel
-wants it, packed by instruction set on a CPU, over memory that layers of other groups share; values cannot be compared,
-bytes can. The idea: `Pages` knows where a block's bytes lie, as few dense regions a fixed stride apart, and hashes them
-in place. In host memory that is xxh3-64; on a device it is a sum of 32-bit words with odd weights modulo 2^64, made by
-torch's integer operations without waiting: any one changed word changes it, since an odd factor is no divisor of zero.
-Numbers of the two kinds are never compared with each other.
-
-Numbers of a device arrive later; the books are kept in order all the same.
-
-The problem: a ledger's entries depend on each other (a read is held against the last write), and on a device none of
-their numbers is known when the kernels that make them are launched; waiting would stop the model. The idea: everything
-that touches the books is a small function. In host memory it is called at once. With a device it is put into a queue
-behind the copy that it needs, into memory that is used again, and the queue is worked off in order when that step's
-copies have arrived: the books are the same, some steps later.
-
-The bytes that a step touches: hashed after each write, held against the books before each read.
-
-The problem: layers tell of themselves hundreds of times a step, and each time it must be known which of their blocks
-are looked at, who reads them and who has written them. The idea: the step's plan is made once (GroupStep); here a
-layer's moment becomes a hash of some blocks and what follows from it.
-
-The ledger of one engine: schedule, books and bytes, step by step.
-
-The problem: four kinds of facts (what the scheduler says, what a kernel is given, what was written, what is there)
-become known at different moments of a step, and each is only a finding in the light of the others. The idea: one object
-is told of those moments (a step begins, a forward begins, a layer begins, has written, ends; a step ends) and asks its
-parts in their order. It knows tensors and integers, and neither hooks nor a runner.
-
-Not here: which blocks are read, written and looked at (schedule.py, plan.py), finding (ledger.py, checks.py), when they
-are taken (observer.py), what the functions do (observer.py), who calls it (observer.py, observer.py).
+Not here: which blocks are read and written (schedule.py), the metadata (checks.py), who calls this (observer.py).
 """
 
 from __future__ import annotations

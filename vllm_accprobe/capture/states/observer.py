@@ -1,23 +1,13 @@
 """The ledger inside vLLM: the layers that have a cache, and an observer of the runner.
 
-The layers of an engine that have a cache, and the moments at which each writes and reads.
+The problem: attention writes keys and values through its implementation's ``do_kv_cache_update`` (vLLM 0.12 and later)
+or within its forward; recurrent layers read and write their states in the middle of a module; the caches exist only
+after the model is loaded. The ledger must work with a capture, without one, and while a capture is disarmed. The idea:
+the engine's own table of such layers, and on each instance the narrowest call that there is, wrapped. Lines go to the
+capture's dump, else to one of the ledger's own. A capture has a ledger by default, of ids and owners alone (mode
+``owners``), which hashes nothing. A failure switches the ledger off, is said once, and serving goes on.
 
-The problem: attention writes keys and values through its implementation's ``do_kv_cache_update`` (vLLM 0.12 and
-later), or within its forward (before, and some backends still); recurrent layers read and write their states in the
-middle of a module; layers of a draft model, of an encoder, or without a cache of their own stand beside them. The idea:
-the engine's own table of such layers, by name, and around each of them the narrowest call that there is, on the
-instance. What is not watched is counted with its reason.
-
-The ledger inside vLLM: an observer of the runner, with a dump to write into.
-
-The problem: a ledger needs the runner's cache, which is made after the model is loaded, each step's schedule, the
-moment at which the step is prepared, and a journal; it must work beside a capture, without one, and while a capture is
-disarmed. The idea: an observer as the capture is one; where a capture has a dump open the lines go there, else a dump
-of its own is made, which has findings, steps' totals and no tensors. Whatever fails here switches the ledger off, is
-said once, and serving goes on. A capture has a ledger by default, of ids and owners alone (mode ``owners``): it hashes
-nothing, writes into the capture's dump or nowhere, and what it cannot do is counted there.
-
-Not here: what is done at those moments (ledger.py), the ledger (ledger.py).
+Not here: what is done at those moments (ledger.py).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What the scheduler has said: which request holds which blocks, and what a step must read and write in them.
+"""What the scheduler has decided: which request has which blocks, and what a step must read and write in them.
 
-The problem: a kernel is given block tables, slots and lengths that a runner keeps up to date in buffers of its own,
-over many steps; one that is stale is a wrong answer of a right kernel. The idea: a second set of books, made of
-nothing but the scheduler's words (new blocks, whole tables, finished requests), from which follows for each step, group
-of the cache and request what is read and where each row is written. Each block has a generation, which changes when the
-block is given out again: whoever reads a block in another generation than the one that it was given reads what
-somebody else may have written. Each block also has an owner (the request that it was given to, for which positions,
-under which adapter and salt), and the key of what fills it: a request whose prefix comes from the cache reads another
-request's rows, and they are its own only if adapter, salt, images and tokens are the same up to there.
-Not here: what the kernel was given (checks.py), bytes (ledger.py).
+The problem: a kernel gets block tables, slots and lengths that a runner keeps up to date over many steps; one that is
+stale is a wrong answer of a correct kernel. The idea: a second account, from nothing but the scheduler's output (new
+blocks, whole tables, finished requests), from which follows what each request reads and where each row is written. Each
+block has a generation, which changes when the block is assigned again, and an owner: the request, its positions,
+adapter and salt, and a key of the tokens and images that fill it. A request whose prefix comes from the cache reads
+another request's rows, which are right only if adapter, salt, images and tokens agree up to there.
+
+Not here: what the kernel got (checks.py), bytes (ledger.py).
 """
 
 from __future__ import annotations

@@ -1,33 +1,15 @@
 """Module taps: every forward of every chosen module, inputs as they went in, outputs as they came out.
 
-Which modules are captured: globs over module paths, class names, and presets for the kinds people ask for.
-
-Where a module's forward is written: ``vllm/model_executor/layers/linear.py:1391``.
-
-The problem: a verdict names a module, and a person looks for the code. The idea: the code that Python runs knows its
-file and first line, and its module's dotted name is the end of the file's path, so that no path of this machine is
-written down. An operator that chooses one of several implementations when it is built (vLLM's CustomOp) has the one
-that it chose. It is asked once for each module, when taps are put on, and reads no file.
-
-What is done around one call of a tapped module.
-
-The problem: a kernel may change its inputs in place, a module may have several names or be called twice, the model may
-raise, and all of this is asked hundreds of times per step. The idea: inputs are taken before the forward runs, outputs
-after; of several names that one counts which lies in the module that is running, and with it the part of the model; the
-first calls of each kind are checked by hash for inputs that were changed in place, and from then on only
-those that were. Whatever goes wrong here ends the capture and never the call.
-
-Module taps: every forward of every chosen module, inputs as they went in, outputs as they came out.
-
 The problem: PyTorch's hooks never fire for classes whose ``__call__`` goes straight to ``forward`` (vLLM's
-torch.compile decorator does so even in eager mode), for the lm_head (its quantisation method is called instead),
-and one shared instance (rotary embedding) has as many names as layers. The idea: ``forward`` is wrapped on the
-instance, which every way of calling a module passes through; names are resolved by the module that is running
-around the call.
+torch.compile decorator), nor for the lm_head (its quantisation method is called); a kernel may change its inputs in
+place; one shared instance has as many names as layers; a forward takes tuples, dicts and containers, by position or by
+name. The idea: ``forward`` is wrapped on the instance. Inputs are taken before it runs, outputs after; inputs are named
+by the forward's signature, and a path in a container is part of the role. Of several names the one counts that lies in
+the running module. The first calls of each kind are compared by hash for inputs that were changed in place, later only
+those that were. Each module's line has its plain attributes and where its forward is written. An error ends the capture
+only.
 
-Not here: which requests and tokens (rows.py), the line that it is written in (taps/hooks.py, dump/schema.py), what
-happens to a tensor (session.py, session.py, session.py), what happens to a tensor (session.py), which rows it has
-(rows.py), compiled graphs, where nothing is tapped yet.
+Not here: which rows a tensor has (core/rows.py), what happens to it (core/session.py), compiled graphs (graphs/).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Parameters and buffers: a fingerprint of each, and its payload once per run where there is room.
 
 The problem: different weights explain most "wrong" answers and must be told from wrong arithmetic first, yet all
-weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
-computed where the parameter lies, are enough to say "different"; payloads are stored while all of them fit a
-quarter of the budget. What counts are the weights as the checkpoint gave them: kernels re-pack them afterwards,
-each machine's in its own form (weights.py tells when). Not here: the decision's rule
-(ProbeConfig.wants_param_payloads) and layouts (layout.py).
+weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements, computed
+where the parameter lies, show a difference; payloads are stored while all of them fit a quarter of the budget. The
+weights that count are those of the checkpoint: kernels re-pack them afterwards, each machine's in its own form.
+
+Not here: when that is (vllm/weights.py), the rule for payloads (ProbeConfig.wants_param_payloads).
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Values that patches look at, as records like those of module taps.
+"""What is captured besides modules: values inside patched functions, labels and operators, put on a model together.
 
-The problem: a value inside a function belongs to no module boundary, yet analysis wants a tap, rows and a layout. The
-idea: the tap is ``<module path>::<name>``, by the ``self`` of the function, else by the module that runs around it;
-rows come from the same session; the layout is that of a tap which the patch names as being alike. What does not fit the
-installed source is refused, said and counted, and serving goes on. Not here: how a function gets its taps (patching/).
+The problem: a value inside a function belongs to no module boundary, yet analysis wants a tap, rows and a layout; and a
+model runner of vLLM and a Probe put the same things on a model and must take them off in the same order. The idea: the
+tap is ``<module path>::<name>``, by the ``self`` of the function, else by the running module; rows come from the same
+session; the layout is that of a tap which the patch names as similar. A patch that does not fit the installed source is
+refused and counted, and serving goes on. `put_on` applies what the settings ask for.
+
+Not here: how a function gets its taps (patching/), labels (capture/labels.py), operators (ops/dispatch.py).
 """
 
 from __future__ import annotations

@@ -1,30 +1,14 @@
-"""The rows of the running step, in the order in which vLLM's runner computes them.
+"""The rows of the running step, in the order in which vLLM's runner computes them, and what masks their logits.
 
-Who changes the logits of a row between the model and the sampler: grammars, word lists, biases, penalties.
+The problem: which request a row belongs to is decided when the runner prepares its inputs; V1 keeps it in its input
+batch, V2 in a local of execute_model, and the scheduler's output has another order. With ``--mm-encoder-tp-mode data``
+every rank encodes some of a step's images, and the tensors do not say which. A grammar that forbids tokens looks like a
+wrong sampler. The idea: keep the scheduler's output and ask the runner only when a tap fires; its answer must add up to
+what was scheduled. vLLM runs a distributed encoder in functions of its own, ``run_dp_sharded_*``, which pick images by
+plain arithmetic; the same arithmetic, while such a call runs, says what this rank has. What masks a request's logits
+stands in the runner's bookkeeping, and is read just before sampling.
 
-The problem: a grammar forbids tokens, and a comparison that does not know it calls the sampler wrong. The idea: the
-runner's own bookkeeping says, once per step and without a tensor, which request has what; it is read just before
-sampling, by request, in words that both of vLLM's runners share. Temperature, min-p, top-k and top-p leave the best
-logit the best and are no masks.
-
-The rows of the step that runs, in the order in which vLLM's runner computes them.
-
-The problem: which request a row belongs to is decided by the runner when it prepares its inputs; V1 keeps the answer
-in its input batch, V2 in a local of execute_model, and the scheduler's output has other orders. The idea: hold the
-scheduler's output, and ask the runner only when a tap fires; its answer must add up to what was scheduled, or it is an
-error that is said.
-
-Images that are dealt out to ranks: which of them a rank's encoder computes while it runs.
-
-The problem: with ``--mm-encoder-tp-mode data`` every rank encodes some of a step's images, whole ones picked by their
-size, or tiles cut at any place, and the tensors do not say which. The idea: vLLM runs such an encoder in a function of
-its own, ``run_dp_sharded_*`` (model_executor/models/vision.py), that is given all images and picks by plain arithmetic;
-around each call the same arithmetic says what is this rank's, and for as long as the call runs, rows of the encoder are
-counted in that. Where the arithmetic is not known, such rows have no names.
-
-Not here: taking the logits that are left (sampling.py), what a flipped token then means (judge), which steps are wanted
-(runner.py), what other releases call things (vllm_compat.py), arithmetic on rows (rows.py), rows (rows.py), layouts of
-the tensors (session.py), joining the ranks (align).
+Not here: other releases' names (vllm_compat.py), arithmetic on rows (core/rows.py), taking logits (sampling.py).
 """
 
 from __future__ import annotations

@@ -1,20 +1,12 @@
 """The capture of one worker: the observer that owns a Recording, and the history of its weights.
 
-The weights' life of one worker: its parts, put together.
-
-The problem: loading begins before there is a journal, and what the calls, the adapters and the fingerprints need is
-spread over worker, runner and model. The idea: one object for the capture, with a method for each moment. It says where
-an error goes: into the journal, and the looking ends.
-
-The capture of one worker: the observer that owns a Recording, and turns steps into armed ones.
-
 The problem: a dump of a served model has the weights as they were loaded, the chosen steps of the chosen requests, what
 was sampled, operators, labels and patches, all in their order, and whatever of it fails must end the capture and not
 the serving. The idea: one observer of the runner that puts the parts on when they can be put on, opens the session's
 steps, and takes everything off again.
 
-Not here: events (weights.py), prints (capture/weights/), taps (taps/hooks.py), what a runner is (runner.py), the
-dump itself (core/recording.py).
+Not here: events of weights (weights.py), taps (taps/hooks.py), what a runner is (runner.py), the dump
+(core/recording.py).
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """Taps inside a compiled engine: where capture/graphs meets vLLM.
 
-One forward of invented tokens, not compiled, in which a compiled engine shows what its modules give back.
-
-The problem: it must run before anything is compiled, with vLLM's own dummy batch, which on several ranks is a matter of
-all of them, also of those that are not captured. The idea: the same function on every rank; a rank that is left out has
-an observer that takes part in this and in nothing else.
-
-Taps inside a compiled engine: where capture/graphs meets vLLM.
-
-The problem: taps must stand before vLLM compiles and profiles its memory, with the shapes that a forward has, and then
-hear when a forward of a step begins and ends. The idea: when the model is loaded, vLLM's own dummy batch says what
-every module gives back; the taps are placed, their key goes into vLLM's compile key; the forward of each step, whoever
-calls it, aims the taps and drains them. Whatever fails here leaves the engine as it is without taps.
+The problem: taps must be placed before vLLM compiles and profiles its memory, with the shapes that a forward has, and
+must know when a forward of a step begins and ends. The idea: when the model is loaded, vLLM's own dummy batch, which is
+not compiled, shows what every module returns; all ranks of the engine take part, also those that are not captured. The
+taps are placed and their key goes into vLLM's compile key; the forward of each step aims the taps and reads them out. A
+failure leaves the engine as it is without taps.
 
 Not here: the taps (capture/graphs), forwards (runner.py), which engines compile (vllm_compat.py).
 """
@@ -30,8 +23,8 @@ import torch
 
 from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.session import LANGUAGE, Session
-from vllm_accprobe.capture.graphs.drain import GraphDrain
 from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, plan, ring_bytes, watching
+from vllm_accprobe.capture.graphs.readout import GraphDrain
 from vllm_accprobe.capture.taps.hooks import Inputs, chooses, outputs, picks
 from vllm_accprobe.capture.vllm.relied_on import in_graphs
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter

@@ -1,42 +1,14 @@
-"""vLLM's modes in which rows or weights are others than the step's: LoRA, draft models, prompt embeddings.
+"""vLLM's modes in which rows or weights are not the step's: LoRA, draft models, prompt embeddings, extra logits.
 
-LoRA adapters: their weights in the dump, once each, as their files have them.
+The problem: an adapter is read when the first request asks for it, then merged and copied into a slot; a draft model
+runs within the target's step, shares modules with it, and has rows of its own; prompts of embeddings have no token ids;
+with prompt log-probabilities the head runs again, over rows of a prompt. Any of these tensors may be taken for one of
+the step's. The idea: the one method that reads an adapter's files gives parameters of the modules they belong to, under
+the adapter's name. A draft's modules are counted as skipped, its own weights recorded under ``draft:``. Embeddings are
+named by a hash of their bfloat16 rounding, the same for engines of other dtypes. Head and embedding go through methods
+of the model that are called with the extra rows: these are skipped, as their rows are captured elsewhere.
 
-The problem: an adapter is no part of the model when the model is loaded; vLLM reads it when the first request asks for
-it, scales it, merges it and copies it into a slot that another adapter gets later. A wrong adapter looks like a wrong
-projection. The idea: the runner's adapter manager has one method that reads an adapter's files; what it gives is
-recorded as parameters of the modules that they belong to, under the adapter's name, before anything is merged. Every
-rank reads the whole adapter, so that it is the same on all.
-
-Draft models: none of their tensors is the target's, and what is not captured of them is counted.
-
-The problem: a draft model runs within the target's step, shares modules with it, and has rows of its own: those of the
-target shifted by one, then one for each request and guess, by release in other orders. A tap of the target that a
-draft calls must not fire, and a dump must say that a second model was there. The idea: nothing that runs while drafts
-are proposed is recorded (capturing.py); here the draft's modules are counted as skipped, and its weights, which no
-row has to be known for, are recorded under ``draft:`` and their path, those of linear layers before a kernel packs
-them and leaves nothing (weights.py). Weights that are the target's own are left out.
-
-Prompts that are embeddings: what names them, and which of their rows are tokens.
-
-The problem: a prompt of embeddings has no token ids, so that two of them looked alike, and the runner's buffer of ids
-holds at their rows what an earlier request left there. The idea: the hash of the embeddings is the prompt's identity.
-They are hashed after rounding to bfloat16, so that an engine in float32 and one in bfloat16, which cast what
-a client sent, have the same name for it (float16 engines only where it was bfloat16 already). A prompt that is partly
-tokens is named after both.
-
-Calls of the model's parts whose rows are not the step's: they are not recorded, and are counted.
-
-The problem: with prompt log-probabilities the head runs again, over rows of a prompt, and with prompt embeddings the
-embedding runs over the rows that are tokens only. By its shape such a tensor may be taken for one of the step's: two
-rows of a prompt for two requests' last rows, or a width for a number of rows. The idea: both go through a method of the
-model that is called with those rows. What they compute is a function of each row alone whose rows are captured
-elsewhere: the root's output, and the root's ``inputs_embeds``.
-
-What a capture puts on for vLLM's modes, in one place: adapters, a draft model, rows that are not the step's.
-
-Not here: which request has which adapter (runner.py), what becomes of the slots, which rows of the target are drafts
-(core/rows.py), prompts of tokens (core/rows.py), the sampled rows' logits (sampling.py).
+Not here: adapters' slots and packing (weights.py), which rows are drafts (core/rows.py).
 """
 
 from __future__ import annotations

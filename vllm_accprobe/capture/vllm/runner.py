@@ -1,22 +1,14 @@
-"""vLLM's model runner: which execute_model is a step, and what it computes.
+"""vLLM's model runner: which worker is observed, which execute_model is a step, and what it computes.
 
-vLLM's model runner, told to those who listen: which execute_model is a step, and what it computes.
+The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names; engines
+run dummy, profile and warm-up batches through the same code; in a compiled engine the root's Python may not run at all.
+The idea: wrap the runner INSTANCE once, whatever its class, read the scheduler's output, which all share, and notify
+the observers (capture, errcheck, ledger, forcing), which live as long as vLLM's worker wrapper. For taps in graphs
+every method is wrapped that may run a forward: the root's own, V1's ``_model_forward``, V2's replays. What is missing
+is said, not guessed. Only this module, batch.py, weights.py and vllm_compat.py know vLLM's runner.
 
-The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names, and
-engines run dummy, profile and warm-up batches through the same code. The idea: wrap the runner INSTANCE once, after the
-worker has made it, so that the class does not matter; read the scheduler's output, which all share, and tell the
-observers. Whatever is missing is said, not guessed. Only this module, batch.py, weights.py and vllm_compat.py know
-vLLM's runner.
-
-Where the forward of a step begins and ends in a compiled engine.
-
-The problem: taps in graphs must be aimed before and drained after it, with its number of rows; the root's Python runs
-when pieces are replayed, and does not when the whole forward is. The idea: everything that a runner may call is
-wrapped: the root's own forward, which comes first where it runs, so that the root's output comes after those of its
-parts; V1's ``_model_forward``; and V2's replays. The first to begin and the first to end count. Where the root did not
-run, what it would have been given and has given is told.
-
-Not here: what observers do (vllm_compat.py), the order of the rows (batch.py), the taps (compiled.py).
+Not here: what an observer does (vllm_compat.StepObserver), the order of the rows (batch.py), which observer is asked
+for (plugin.py).
 """
 
 from __future__ import annotations

@@ -1,31 +1,15 @@
 """What was sampled: token ids, the best logits, and what each request asks of the sampler.
 
-Which tokens a request is to be answered with, as its client says it.
+The problem: a flipped token is an error only if its margin was wide, and whether it is right depends on temperature,
+filters, seed, penalties and word lists, which a batch that mixes two requests up has wrong in its own tensors. The
+idea: ``compute_logits`` gives the best ids and values on the device, before penalties and grammars change them in
+place; the runner's sampling method gives the tokens. They are records of a tap ``sampler``, with the settings as the
+runner has them by row. A request's own parameters are copied from the scheduler's output before the runner reads them;
+what is cut is named, and is in the digest. Where anything masks logits the journal says so by request, and the best
+logits that are left are taken too. Tokens that a client names come in ``vllm_xargs`` as one string: 0.11 takes no lists
+there.
 
-The problem: after a token that two servers do not choose alike, they answer other texts, and nothing can be compared;
-so a client names the tokens beforehand. The idea: they come with the request in ``vllm_xargs``, which every release
-hands on to ``SamplingParams.extra_args``, as one string of numbers: 0.11 takes no lists there, and later releases look
-at each item of a list.
-
-What a request asks of the sampler, taken once, when the scheduler first names it.
-
-The problem: whether a token is right depends on the request's temperature, filters, seed, penalties, biases and word
-lists, and a batch that mixes two requests up has the wrong ones in its own tensors. The idea: the scheduler's output
-carries each new request's own parameters, in every release and for both runners; they are copied from there, before the
-runner has made anything of them, and stand in the request's line of the journal. Lists are cut; what is cut is named,
-and is in the digest all the same.
-
-What was sampled: token ids, the best logits and so the margin, per row of the logits.
-
-The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
-idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
-the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
-tokens. They are ordinary records of a tap called ``sampler``, as are temperature, filters and penalties as the runner
-has them by row, where any row needs them. In a step in which anything masks logits (batch.py), or a request asks for
-it, the journal says so by request, and the best logits that are left are taken as well. Which noise draws the tokens
-is an attribute of the tap.
-
-Not here: putting them in place (teacher_forcing.py), what follows (judge/sampling_rules.py), what a flip means (judge).
+Not here: what masks logits (batch.py), putting named tokens in place (teacher_forcing.py), what a flip means (judge).
 """
 
 from __future__ import annotations

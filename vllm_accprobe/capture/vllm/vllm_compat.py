@@ -1,26 +1,12 @@
-"""What vLLM's releases and vendors call things, whether an engine is eager, and what listens to a runner.
+"""What vLLM's releases and vendors call things, whether an engine is eager, and what observes a runner.
 
-Whether an engine is eager: how it is made so, and how it is seen afterwards.
+The problem: the same fact has other names in 0.11 and 0.33, in V1 and V2, in vendors' copies. ``enforce_eager`` is not
+enough for an eager engine: from 0.11 to 0.15 a compilation level or mode that somebody names wins over it, and the
+configuration still says eager. The idea: each fact is one function, with its fallbacks in one place. Eager is asked for
+in every word that a release has, and afterwards the modules are believed. What a step is comes to observers as an
+`EngineStep`, in words of no release.
 
-The problem: compiled and captured graphs run no Python, and a tap is Python. ``enforce_eager`` is not enough: from vLLM
-0.11 to 0.15 a compilation level or mode that somebody names wins over it (0.11 config/__init__.py: 336, 0.13
-config/vllm.py: 652), the model is compiled, and the configuration still says eager. The idea: ask for eager in every
-word that a release has, and afterwards believe the modules, not the wish.
-
-What listens to a model runner: a capture, errcheck, and whatever comes after them.
-
-The problem: each of them must know what a step is, which requests it has, when weights are loaded and when a process
-ends, and a runner that is wrapped by each is wrapped several times, each time a little differently. The idea: one
-adapter knows the runner (runner.py) and tells its observers, a handful of calls per step, in words that are no
-release's.
-
-What vLLM's releases and vendors call things: plain functions that read its objects, none of which is kept.
-
-The problem: the same fact has other names in 0.11 and 0.33, in V1 and V2, in vendors' copies. The idea: each fact
-is one function here, with the fallbacks in one place, so that runner.py reads like the design.
-
-Not here: who patches the engine's arguments (plugin.py), what is said and skipped then (runner.py), what an observer
-does (capturing.py, capture/errcheck/observer.py), the order of the rows (batch.py), any wrapping.
+Not here: who patches the engine's arguments (plugin.py), the order of the rows (batch.py), any wrapping (runner.py).
 """
 
 from __future__ import annotations

@@ -1,30 +1,14 @@
 """The calls by which vLLM loads, packs, reloads and syncs weights, as events of a weights' history.
 
-LoRA adapters in their slots: what was to be put there, and what lies there.
-
-The problem: an adapter is copied into one of a few slots of each layer's stacked tensors; a layer that is passed over
-keeps the adapter that was there before. The idea: when the manager has activated one, its own tensors and the slot are
-looked at, layer by layer; zeros around a tensor of lower rank add nothing to the sum without order, so that both must
-be equal. Only the slot that was filled is read.
-
-The moment between loading and packing: weights as the checkpoint gave them.
-
-The problem: after loading, vLLM's quantisation methods turn weights into the form that a machine's kernels want,
-and may leave nothing of the original (the CPU's linear layers keep an empty tensor); such forms cannot be compared
-between machines, and a wrong checkpoint would go unseen. The idea: while the runner's load_model runs, each layer's
-method is wrapped so that the layer's parameters are looked at just before it packs them. Where a release has no
-such place, nothing happens, and parameters are recorded after loading, as they then are.
-
-The calls by which vLLM changes weights, told to a WeightLife as events.
-
 The problem: weights are changed by reload_weights, by a weight transfer's session of three calls, by a trainer that
-calls load_weights on the live model as often as it has buckets, by sleep and wake, and by an adapter's activation; in
-each release some of these are missing. The idea: whichever of the named methods a worker, a runner or a model has is
-wrapped on the instance; calls of load_weights between two steps are one sync, which is looked at before the next step
-begins.
+calls load_weights on the live model, by sleep and wake, and by an adapter's activation; quantisation methods pack them
+and may leave nothing of the original. In each release some of these calls are missing. The idea: whichever of the named
+methods a worker, a runner or a model has is wrapped on the instance; calls of load_weights between two steps are one
+sync. While a model is loaded each layer's method is wrapped, so that its parameters are seen just before it packs them.
+When an adapter is activated, its own tensors and the slot that was filled are compared, layer by layer: zeros around a
+tensor of lower rank add nothing to the sum without order.
 
-Not here: which of two adapters a request wants (the rows' own identity), what is recorded (params.py), what is looked
-at (capture/weights/history.py).
+Not here: what is recorded (taps/params.py), what is examined (capture/weights/history.py).
 """
 
 from __future__ import annotations

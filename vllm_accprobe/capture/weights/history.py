@@ -1,28 +1,14 @@
 """A model's weights over its life: after each event, one pass over all of them and a line for each.
 
-What the rows of a parameter are called: q, k and v, gate and up, of each expert.
+The problem: a sync that leaves one scale behind, a reload that loses a shard or a packed copy that stays old change no
+shape and raise nothing; a parameter with the same bytes after a sync may have been written with equal ones, or not at
+all. The idea: whoever sees vLLM's call opens an event; each layer is examined just before it is packed, and all of them
+when the event is over, outside of any forward. While weights are written, a dispatch mode notes where in its storage
+each operator writes, and reads no data; other threads' writes are not seen. Ranges of rows have names (q, k, v, gate,
+up) from the sizes that a parallel layer carries. Only fingerprints are kept. A failure ends the history and nothing
+else.
 
-The problem: "rows 256 to 319 were not written" says little; "k was not" says where to look. The idea: the sizes that a
-parallel layer carries (capture/core/layout.py) name ranges of rows; fused experts are blocks of rows, each with the
-same ranges. A layer whose sizes do not fit the tensor has no names.
-
-Which elements were written while weights are loaded: told from torch's own calls.
-
-The problem: a parameter that holds the same bytes after a sync may have been written with equal ones, or not at all,
-and memory that nobody wrote holds whatever was there. The idea: while somebody loads, a dispatch mode looks at each
-operator that changes an argument, and notes where in its storage; memory that an operator made anew is whole unless it
-was made empty. Nothing of the data is read. What other threads and a device's own transports write is not seen: then a
-parameter that loading itself did not seem to write is not judged (judge/weights/).
-
-A model's weights over its life: after each event, one pass over all of them and a line for each.
-
-The problem: a sync that leaves one scale behind, a reload that loses a shard, a packed copy that stays old change no
-shape and raise nothing. The idea: an event is opened by whoever sees vLLM's call (capture/vllm/weights/), each layer is
-looked at just before it is packed, and all of them when the event is over, outside of any forward; the writes between
-are watched. Fingerprints are all that is kept. A failure here is noted, ends the looking and nothing else. Not here:
-what the lines say (dump/weights/), how a print is made (fingerprint.py), what it means (judge/weights/).
-
-Not here: fingerprints (fingerprint.py).
+Not here: fingerprints (fingerprint.py), the lines (dump/journal.py), what they mean (judge/weights/).
 """
 
 from __future__ import annotations

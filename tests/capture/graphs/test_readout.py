@@ -20,8 +20,8 @@ import torch
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import Session, Sink
-from vllm_accprobe.capture.graphs.drain import DROPPED, UNSEEN, GraphDrain
 from vllm_accprobe.capture.graphs.placement import Placed, plan, watching
+from vllm_accprobe.capture.graphs.readout import DROPPED, UNSEEN, GraphDrain
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import Request, Segment, Step

@@ -1,23 +1,14 @@
-"""From the buffers of a compiled graph to the dump: once per step, with the rows of that step.
+"""From the buffers of a compiled graph to the dump: once per step, with that step's rows.
 
-From the lines of the taps that measure to the dump: what a capture of statistics would have written of that step.
+The problem: a graph's taps know neither steps nor requests, their buffers have few rows, the next step overwrites them,
+and a line of statistics may be an old one. The idea: before the forward the wanted rows are chosen; after it the
+buffers go through the session like tensors of a hook, with the same roles, row maps and lines. Statistics carry the
+number of their choice, and a line with another number is a skip. Rows that do not fit are counted, and a buffer that
+nobody has written is a skip. Everything is copied before the next forward can overwrite it: in host memory into the
+writer's block, on a device on the stream in which the next forward comes. Without room for that the forward waits, or
+all taps of the step are counted skips (VLLM_ACCPROBE_GRAPH_FULL=drop).
 
-The problem: a line of numbers may be an old one, or of a graph that has no such tap, and on a device it arrives only
-when the device has come so far. The idea: each step has a serial number that the taps copy into their lines; a line
-with another one is a skip. Lines in host memory are read at once, those of a device go over the staging together, one
-copy a step.
-
-From the buffers of a compiled graph to the dump: once per step, with that step's rows.
-
-The problem: a graph's taps know neither steps nor requests, their buffers are few rows high, and the next step writes
-over them. The idea: before the forward the rows that are wanted are chosen (tap_op.choose), after it the buffers go
-through the session like tensors of a hook: the same roles, the same row maps, the same lines. Rows that do not fit are
-left out of the step's map for these taps and counted; a buffer that nobody has written to is a skip and no tensor.
-Nothing is handed over that the next forward could write over: it is copied first, in host memory into the writer's
-block, on a device on the stream in which the next forward comes. Where there is no room for that, the forward waits, or
-(VLLM_ACCPROBE_GRAPH_FULL=drop) all taps of the step are counted skips.
-
-Not here: the operator (graph_ops.py), which taps there are (placement.py), when a forward begins (vllm/compiled.py).
+Not here: the operators (graph_ops.py), which taps there are (placement.py), when a forward begins (vllm/compiled.py).
 """
 
 from __future__ import annotations
