@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.journal import (
+    LIFE,
     WeightEvent,
     WeightPrint,
-    event_line,
     pack_rows,
     print_line,
     row_count,
     unpack_rows,
-    weight_event,
     weight_print,
 )
 from vllm_accprobe.dump.journal_writer import encode
@@ -36,7 +35,7 @@ def written(line: dict[str, Any]) -> dict[str, Any]:
 
 def test_lines_are_read_as_they_were_written() -> None:
     assert weight_print(0, written(print_line(PRINT))) == PRINT
-    assert weight_event(0, written(event_line(EVENT))) == EVENT
+    assert LIFE.from_line(written(LIFE.to_line(EVENT)), rank=0) == EVENT
 
 
 def test_rows_are_read_as_they_were_written() -> None:

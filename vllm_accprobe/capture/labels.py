@@ -209,8 +209,6 @@ class Labels:
         except Exception as error:
             self._session.fail("collecting the labels' files", error)
 
-    # --- one label ---------------------------------------------------------------------------------------------
-
     def take(self, source: str, name: str, value: Any, path: str | None) -> None:
         """What ``set_label`` was given. Never raises."""
         session = self._session
@@ -268,8 +266,6 @@ class Labels:
         if self._known is None:
             self._known = self._parts()
         return VISION if self._known.get(state.stack[-1]) == VISION else LANGUAGE
-
-    # --- labels that are files ---------------------------------------------------------------------------------
 
     def _promise(self, state: StepState, source: str, tap: str, path: str) -> None:
         task = os.environ.get(TASK_ENV, "")
@@ -404,8 +400,6 @@ class PlainLabels:
         recording.close("closed")
         if not recording.session.fired:
             say(f"NO label was captured in {self._tasks + 1} tasks; the dump in {recording.root} is empty")
-
-    # --- the first label ---------------------------------------------------------------------------------------
 
     def _open_first(self, source: str, name: str, value: Any, path: str | None) -> None:
         if labels.others(self._first):

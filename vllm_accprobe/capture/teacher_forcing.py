@@ -167,8 +167,6 @@ class ForcingObserver(StepObserver):
         elif not wrap(getattr(self._adapter.runner, "sampler", None), self._sample):
             self._why = f"the sampler of {type(self._adapter.runner).__name__} has no method `sample`"
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def begin_step(self, step: EngineStep) -> None:
         self._in_step = step.number is not None
         for new in step.new:
@@ -221,8 +219,6 @@ class ForcingObserver(StepObserver):
         if not self._said:
             self._said = True
             say(f"a request that names its tokens is answered as any other: {why} (said once)")
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def failed(self, where: str, error: BaseException) -> None:
         if not self._why:

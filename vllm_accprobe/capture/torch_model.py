@@ -133,8 +133,6 @@ class Probe:
         if not session.fired:
             say(f"NOTHING was captured in {self._step + 1} calls of the model: check tokens, steps and modules")
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         begun, self._begun = self._begun, False

@@ -12,8 +12,8 @@ An operator's argument is a VALUE, a small closed language of JSON; nothing else
     {"float": "-inf"}              a number that JSON cannot say: inf, -inf, nan
     {"complex": [re, im]}          a complex number; re and im are numbers or such a "float"
     {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
-                                   a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where its values
-                                   were read; "fresh": true for memory that nobody has written to yet (an output buffer:
+                                   a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
+                                   read; "fresh": true for memory that nobody has written to yet (an output buffer:
                                    may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
                                    "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
                                    call touches some blocks: the record holds those, [n, ...], the record of role
@@ -402,14 +402,6 @@ NO_LIVES = Lives()
 """Of dumps that say nothing of their weights. Not to be added to."""
 
 
-def event_line(event: WeightEvent) -> dict[str, Any]:
-    """The line of an event."""
-    line: dict[str, Any] = {"event": "life", "number": event.number, "kind": event.kind, "step": event.step}
-    more = {"name": event.name, "slot": event.slot, "detail": event.detail}
-    line |= {k: v for k, v in more.items() if v not in (None, "")}
-    return line | {"seconds": round(event.seconds, 6), "nbytes": event.nbytes}
-
-
 def print_line(p: WeightPrint) -> dict[str, Any]:
     """The line of a print; what is 0 or empty is no key."""
     line: dict[str, Any] = {
@@ -430,20 +422,8 @@ _WORD = 300
 _HEX = frozenset("0123456789abcdef")
 
 
-def weight_event(rank: int, e: Event) -> WeightEvent:
-    """A ``life`` line. Raises ValueError."""
-    seconds = e.get("seconds", 0.0)
-    return WeightEvent(
-        rank,
-        integer(e, "number"),
-        string(e, "kind")[:_WORD],
-        integer(e, "step", 0),
-        string(e, "name", "")[:_WORD],
-        optional_integer(e, "slot"),
-        float(seconds) if type(seconds) in (int, float) else 0.0,
-        integer(e, "nbytes", 0),
-        string(e, "detail", "")[:_WORD],
-    )
+def _word(e: Event, key: str, default: str | None = "") -> str:
+    return string(e, key, default)[:_WORD]
 
 
 def weight_print(rank: int, e: Event) -> WeightPrint:
@@ -468,7 +448,7 @@ def weight_print(rank: int, e: Event) -> WeightPrint:
         string(e, "undone", ""),
         integer(e, "block", 0),
         tuple(_parts(e.get("parts") or [])),
-        None if written is None else tuple(_triple(x) for x in _list(written, "written")),
+        None if written is None else tuple(_runs_of_rows(written)),
         bool(e.get("raw", False)),
         optional_string(e, "rows"),
     )
@@ -487,9 +467,10 @@ def _numbers(value: Any, key: str) -> list[int]:
     return found
 
 
-def _triple(value: Any) -> tuple[int, int, int]:
-    first, end, times = [*_numbers(value, "written"), 0, 0, 0][:3]
-    return first, end, times
+def _runs_of_rows(value: Any) -> Iterator[tuple[int, int, int]]:
+    for run in _list(value, "written"):
+        first, end, times = [*_numbers(run, "written"), 0, 0, 0][:3]
+        yield first, end, times
 
 
 def _parts(value: Any) -> list[Range]:
@@ -664,7 +645,7 @@ MAX_NUMBER = 1e9
 """Of a sampling parameter: more than any sampler takes."""
 MAX_LISTED = 1 << 16
 """Tokens of one list of a request's sampling parameters: more than any vocabulary's part that capture writes down."""
-_EVENT_LINES_WORD = 200
+_MASK_WORD = 200
 """Characters of a word that says what masked logits: it stands in sentences."""
 _EMPTY: dict[str, Any] = {"int": 0, "str": ""}
 Reader = Callable[[Event, str], Any]
@@ -778,11 +759,6 @@ def _time(e: Event, key: str) -> float:
     return float(value) if type(value) in (int, float) else 0.0
 
 
-def _step_graph(e: Event, key: str) -> StepGraph | None:
-    value = _mapping(e, key)
-    return STEP_GRAPH.from_line(value) if value else None
-
-
 def _phase(e: Event, key: str) -> str:
     phase = string(e, key, PREFILL)
     if phase not in (PREFILL, DECODE):
@@ -802,10 +778,6 @@ def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise ValueError(f"{key} is {short(value)}")
     return value
-
-
-def _request_images(e: Event, key: str) -> tuple[Image, ...]:
-    return tuple(IMAGE.from_line(i) for i in _dicts(e, key))
 
 
 def _number(e: Event, key: str, default: float) -> float:
@@ -852,7 +824,7 @@ def _sampling(e: Event, key: str) -> SamplingParameters | None:
         elif f.type == "float":
             values[f.name] = _number(line, f.name, default)
         elif f.type == "str":
-            values[f.name] = string(line, f.name)[:_EVENT_LINES_WORD]
+            values[f.name] = string(line, f.name)[:_MASK_WORD]
         elif type(value) is not int or abs(value) > 1 << 64:  # a seed may be any
             raise ValueError(f"{f.name} is {short(value)}, not a whole number")
         else:
@@ -882,19 +854,15 @@ def _row_space(e: Event) -> RowSpace:
     )
 
 
-def _masked(e: Event, key: str) -> dict[int, Mask]:
-    return {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}
-
-
-def _masked_words(masked: Mapping[int, Mask]) -> list[dict[str, Any]]:
-    return [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]
+def _strings(e: Event, key: str) -> list[str]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
 
 
 def _masked_by(e: Event, key: str) -> tuple[str, ...]:
-    by = e.get(key) or []
-    if not isinstance(by, list) or not all(isinstance(word, str) for word in by):
-        raise ValueError(f"{key} is {short(by)}")
-    return tuple(sys.intern(w[:_EVENT_LINES_WORD]) for w in by)
+    return tuple(sys.intern(w[:_MASK_WORD]) for w in _strings(e, key))
 
 
 _SAMPLING_LISTS: dict[str, Callable[[Any, str], Any]] = {
@@ -906,14 +874,21 @@ IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
 SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
 MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
 REQUEST = LineKind(
-    "request", Request, needs=("req", "id"), readers={"images": _request_images, "sampling": _sampling},
+    "request", Request, needs=("req", "id"),
+    readers={"images": lambda e, key: tuple(map(IMAGE.from_line, _dicts(e, key))), "sampling": _sampling},
     writers={"sampling": _sampling_words},
 )  # fmt: skip
 ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments", "padding"), whole=_row_space)
 STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _ROWS})
-STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": _step_graph})
+STEP = LineKind("step", Step, needs=("step",), readers={
+    "time": _time, "graph": lambda e, key: STEP_GRAPH.from_line(found) if (found := _mapping(e, key)) else None,
+})  # fmt: skip
 MODULE = LineKind("module", Module, needs=("tap",))
-MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
+MASKS = LineKind(
+    "masks", Masks, needs=("step",),
+    readers={"masked": lambda e, key: {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}},
+    writers={"masked": lambda masked: [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]},
+)  # fmt: skip
 SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
 ARMED = LineKind("armed", Armed, needs=("step", "on"), left_out=(None,))
 STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
@@ -923,8 +898,6 @@ LABEL = LineKind(
     "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
     left_out=(None, ""),
 )  # fmt: skip
-KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL)}
-"""Besides ``start``, ``tensor``, ``param``, ``op``, and ``error``, which is read as it is, whatever else it says."""
 _WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}
 
 
@@ -1028,20 +1001,6 @@ def _kind(e: Event, key: str) -> str:
     return str(kind)
 
 
-def _texts(e: Event, key: str) -> tuple[str, ...]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return tuple(v[:200] for v in value[:8])
-
-
-def _finding_counts(e: Event, key: str) -> dict[str, int]:
-    value: Any = e.get(key) or {}
-    if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
 def _owner(e: Event, key: str) -> int:
     value = e.get(key)
     if type(value) is not int or not -1 <= value <= MAX_INT:
@@ -1050,26 +1009,30 @@ def _owner(e: Event, key: str) -> int:
 
 
 FINDING = LineKind(
-    "state", StateFinding, needs=("step", "kind", "block"), readers={"kind": _kind, "between": _texts},
+    "state", StateFinding, needs=("step", "kind", "block"),
+    readers={"kind": _kind, "between": lambda e, key: tuple(v[:200] for v in _strings(e, key)[:8])},
     left_out=(None, (), ""),
 )  # fmt: skip
-TOTALS = LineKind("states", StateTotals, needs=("mode",),
-                  readers={"events": _finding_counts, "skipped": _finding_counts})  # fmt: skip
+TOTALS = LineKind("states", StateTotals, needs=("mode",), readers={"events": _counts, "skipped": _counts})
 RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={"owner": _owner})
-
-
-def _runs(e: Event, key: str) -> tuple[CachedRows, ...]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return tuple(RUN.from_line(v) for v in value)
-
-
 CACHED = LineKind(
     "cached", CachedPrefix, needs=("step", "req"), left_out=(None, (), ""),
-    readers={"runs": _runs}, writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
+    readers={"runs": lambda e, key: tuple(map(RUN.from_line, _dicts(e, key)))},
+    writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
 )  # fmt: skip
-STATE_KINDS = {kind.event: kind for kind in (FINDING, TOTALS, CACHED)}
+LIFE = LineKind(
+    "life", WeightEvent, needs=("number",), given=("rank",), left_out=(None, ""),
+    readers={"kind": functools.partial(_word, default=None), "name": _word, "detail": _word, "seconds": _time},
+    writers={"seconds": lambda seconds: round(seconds, 6)},
+    order=("number", "kind", "step", "name", "slot", "detail", "seconds", "nbytes"),
+)  # fmt: skip
+KINDS = {
+    kind.event: kind
+    for kind in (
+        REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE,
+    )
+}  # fmt: skip
+"""Besides ``start``, ``tensor``, ``param``, ``op``, ``weight``, and ``error``, which is read as it is."""
 
 
 def where(found: StateFinding) -> str:

@@ -43,8 +43,6 @@ from vllm_accprobe.dump.files import (
 )
 from vllm_accprobe.dump.journal import (
     KINDS,
-    LABEL,
-    STATE_KINDS,
     CachedPrefix,
     Lives,
     StateFinding,
@@ -52,7 +50,6 @@ from vllm_accprobe.dump.journal import (
     op_call,
     record,
     replaced,
-    weight_event,
     weight_print,
 )
 from vllm_accprobe.dump.label_files import Label
@@ -224,6 +221,13 @@ def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:
     return dump
 
 
+_KEYED = {
+    "request": ("requests", "req"), "rows": ("rows", "step", "space"), "step": ("steps", "step"),
+    "label": ("labels", "step", "tap", "role", "call"),
+}  # fmt: skip
+"""By kind of line: the dump's dict, and the fields that follow the rank in its keys."""
+_LISTED = {"state": "states", "cached": "cached", "armed": "armed"}
+"""By kind of line: the dump's list of (rank, value)."""
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""
 
@@ -305,45 +309,35 @@ class RankReader:
         if kind == "weight":
             dump.lives.prints.append(weight_print(rank, e))
             return
-        if kind == "life":
-            dump.lives.events.append(weight_event(rank, e))
-            return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
-        found = KINDS.get(kind) or STATE_KINDS.get(kind)
+        found = KINDS.get(kind)
         if found is None:
             self.unknown[kind[:40]] += 1
             return
-        value = found.from_line(e, **({"rank": rank} if found is LABEL else {}))
-        if kind == "request":
-            dump.requests[rank, value.req] = value
-        elif kind == "rows" and value.space == PADDING:
+        value = found.from_line(e, **dict.fromkeys(found.given, rank))
+        if kind == "rows" and value.space == PADDING:
             dump.padding_rows[rank, value.step] = value
-        elif kind == "rows":
-            dump.rows[rank, value.step, value.space] = value
-        elif kind == "step":
-            dump.steps[rank, value.step] = value
+        elif kind in _KEYED:
+            name, *keys = _KEYED[kind]
+            getattr(dump, name)[(rank, *(getattr(value, key) for key in keys))] = value
+        elif kind in _LISTED:
+            getattr(dump, _LISTED[kind]).append((rank, value))
         elif kind == "module":
             dump.modules.setdefault(rank, []).append(value)
         elif kind == "masks":
             dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
         elif kind == "skip":
             dump.skips.append(value)
-        elif kind == "state":
-            dump.states.append((rank, value))
-        elif kind == "cached":
-            dump.cached.append((rank, value))
+        elif kind == "life":
+            dump.lives.events.append(value)
         elif kind == "states":
             dump.state_totals[rank] = value
-        elif kind == "armed":
-            dump.armed.append((rank, value))
         elif kind == "stop":
             dump.stops.setdefault(rank, value)
         elif kind == "end":
             dump.ends[rank] = value
-        elif kind == "label":
-            dump.labels[rank, value.step, value.tap, value.role, value.call] = value
 
     def _check_payloads(self) -> None:
         """Only a payload that its file really holds stays with its record."""

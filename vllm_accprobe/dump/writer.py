@@ -509,8 +509,6 @@ class RankWriter:
         """Payload and journal bytes that are on disk."""
         return 0 if self._drain is None else self._drain.bytes_written
 
-    # ---- the model's thread
-
     def put(self, parts: Sequence[tuple[int, int]], event: Event, cell: StatsCell | None = None) -> Payload | None:
         """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
         stays as it is; it has ``tap``, ``role``, ``dtype`` and ``shape``.
@@ -625,8 +623,6 @@ class RankWriter:
                 self._staging.append(STOP.to_line(Stop(reason, step)))
         self._stop(reason)
 
-    # ---- either thread
-
     def _stop(self, reason: str) -> None:
         with self._cond:
             if self.stopped:
@@ -639,8 +635,6 @@ class RankWriter:
                 self._on_stop(reason)
             except Exception:
                 pass  # it is told, not asked
-
-    # ---- our threads
 
     def _write(self, drain: WriterThread) -> None:
         """The disk thread: keeps the disk busy, and gives up batches that have become old."""

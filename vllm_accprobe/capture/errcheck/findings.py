@@ -259,7 +259,7 @@ def keep(
     assert state is not None
     for tap in (alarm.tap, alarm.tap.rpartition(".")[0]):  # the parent has numbers that a replay needs
         if tap in watch.modules:
-            sink.module(watch.modules[tap])
+            session.module(watch.modules[tap])
     path = "" if alarm.tap == ROOT_TAP else alarm.tap
     for p in params:
         layout = layouts.param_event(path, p.name, p.shape)

@@ -84,8 +84,6 @@ class ErrcheckObserver(StepObserver):
     def awake(self) -> bool:
         return self.watch is not None and self.watch.dead is None
 
-    # --- the model ---------------------------------------------------------------------------------------------
-
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
         self._look(path, layer)
 
@@ -124,8 +122,6 @@ class ErrcheckObserver(StepObserver):
         unseen = compiles(runner.vllm_config, model)
         seen = "; modules inside compiled or captured graphs are not seen" if unseen else ""
         say(f"errcheck: {', '.join(self.kinds)} in {findings.taps} modules{seen}; findings go to {findings.root}")
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: EngineStep) -> None:
         watch = self.watch
@@ -173,8 +169,6 @@ class ErrcheckObserver(StepObserver):
     def _images(self) -> list[EncoderItem]:
         """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
         return [] if deals(self._adapter.runner.vllm_config) else list(self._batch.items())
-
-    # --- findings ----------------------------------------------------------------------------------------------
 
     def _alarm(self, alarm: Alarm) -> None:
         watch = self.watch

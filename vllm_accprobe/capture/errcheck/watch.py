@@ -326,8 +326,6 @@ class Watch:
     def skip(self, tap: str, reason: str) -> None:
         self.skipped[reason] += 1
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def begin(self, step: WatchedStep) -> None:
         if self.dead is None:
             self.now = step
@@ -364,8 +362,6 @@ class Watch:
         if self.dead is None:
             self.dead = f"errcheck failed at {where}: {type(error).__name__}: {error}"
             self._say(f"{self.dead}; it is off, serving goes on")
-
-    # --- calls -------------------------------------------------------------------------------------------------
 
     def is_bad(self, tensor: torch.Tensor, part: str) -> bool:
         """One reduction, read at once."""

@@ -300,7 +300,7 @@ class TakenTensor(Ticket):
         self.cell = cell
         self._after = after
 
-    def told(self, cell: StatsCell) -> None:
+    def resolve(self, cell: StatsCell) -> None:
         """The cell of its bytes is known."""
         self.digest, self.cell = cell.hash, cell
         if self._after is not None:
@@ -321,7 +321,7 @@ class Takes:
         self.max_bytes = max_bytes
         self._weights: dict[tuple[Any, ...], tuple[str, TakenTensor]] = {}
         # Operators' tensors have no rows and no layout; else they are like those of modules.
-        self._express = FastPath(sink, lambda *_: None, lambda *_: (None, 0))
+        self._fast_path = FastPath(sink, lambda *_: None, lambda *_: (None, 0))
         self._sites: dict[tuple[str, int], Sites] = {}
 
     def forget_weights(self) -> None:
@@ -350,7 +350,7 @@ class Takes:
         if weight and tensor.nbytes > _SMALL:
             return self._weight(state, tap, op, role, call, tensor, keep)
         if keep and self._sink.direct:
-            digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor)
+            digest = self._fast_path.take(state, self._sites_of(tap, call), tap, op, role, call, tensor)
             if digest is not None:
                 key = digest + DTYPE_NAMES[tensor.dtype]
                 cell = self._sink.seen[key]
@@ -367,7 +367,7 @@ class Takes:
         calls ``changed``."""
         role = f"inplace.{role}"
         if keep and self._sink.direct and before.digest is not None:
-            digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
+            digest = self._fast_path.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
             if digest is not None:
                 if digest == before.digest:
                     return TakenTensor()
@@ -376,10 +376,12 @@ class Takes:
         head = self._head(state, tap, op, role, call, mutated=True)
         if not keep:
             taken = TakenTensor(None, lambda cell: changed() if cell.hash != before.digest else None)
-            self._sink.look(head, tensor, taken)
+            self._sink.measure(head, tensor, taken)
             return taken
         taken = TakenTensor()
-        self._sink.after(head, tensor, None, before, lambda different: changed() if different else None, taken)
+        self._sink.tensor(
+            head, tensor, None, taken, before=before, changed=lambda different: changed() if different else None
+        )
         return taken
 
     def _sites_of(self, tap: str, call: int) -> Sites:
@@ -401,7 +403,7 @@ class Takes:
         if keep:
             self._sink.tensor(head, tensor, None, taken, lasting)
         else:
-            self._sink.look(head, tensor, taken)
+            self._sink.measure(head, tensor, taken)
         return taken
 
     def _weight(

@@ -68,8 +68,6 @@ class GroupLedger:
         self.source: dict[int, tuple[int, int]] = {}
         """By block: from which block, in which step it was copied last."""
 
-    # --- what happens to blocks ------------------------------------------------------------------------------------
-
     def given_out(self, blocks: np.ndarray, step: int) -> None:
         """Another request's from now on: nothing is expected of their bytes. Who wrote last is known still."""
         self.before[:, blocks] = self.now[:, blocks]
@@ -110,8 +108,6 @@ class GroupLedger:
         self.low[blocks], self.high[blocks] = low, high
         for block in blocks.tolist():
             self.events.pop(block, None)
-
-    # --- bytes -------------------------------------------------------------------------------------------------------
 
     def wrote(self, layer: int, blocks: np.ndarray, numbers: np.ndarray) -> list[Mismatch]:
         """The numbers of ``blocks`` after a write. Those that are as they were are stale, if the write must have
@@ -462,8 +458,6 @@ class Arrivals:
             self._rings.append((here, torch.zeros(_SLOTS, dtype=torch.int64, pin_memory=pinned)))
         return self._rings[self._turn]
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def end_step(self) -> None:
         """What this step has queued is copied; earlier steps that have arrived are worked off."""
         if self.direct:
@@ -700,8 +694,6 @@ class BlockLedger:
         self._due: list[set[int]] = [set() for _ in layers]
         self._again: list[dict[int, int]] = [{} for _ in layers]
 
-    # --- a step begins -----------------------------------------------------------------------------------------------
-
     def begin(self, step: EngineStep) -> None:
         """The scheduler has made ``step``; nothing of it has been done."""
         assert step.blocks is not None
@@ -801,8 +793,6 @@ class BlockLedger:
         why = f" {'for' if strange.why == 'other positions' else 'with'} {strange.why}"
         more = "" if strange.kind == STALE or strange.why == "another adapter" else why
         return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
-
-    # --- a forward begins --------------------------------------------------------------------------------------------
 
     def forward(self, names: Sequence[str], given: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
         """The runner has prepared the step. names: its requests in the order of its rows. given: by group, the
@@ -929,8 +919,6 @@ class BlockLedger:
         books, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step
         self.arrivals.do(lambda: self.findings.strange(strange, how, books, layers, size, step))
-
-    # --- a step ends -------------------------------------------------------------------------------------------------
 
     def computed(self) -> None:
         """The forward is over: who wrote what is entered."""

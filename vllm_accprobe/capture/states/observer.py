@@ -297,8 +297,6 @@ class StatesObserver(StepObserver):
     def loaded(self) -> None:
         self._loaded = True  # the caches come later
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def begin_step(self, step: EngineStep) -> None:
         if step.number is None and self.books is None:
             return
@@ -421,8 +419,6 @@ class StatesObserver(StepObserver):
             self._open = False
             self.books.end_step()
 
-    # --- the journal -------------------------------------------------------------------------------------------------
-
     def _sink(self) -> Sink:
         """The capture's, or that of a dump of its own."""
         capture = self._capture()
@@ -447,8 +443,6 @@ class StatesObserver(StepObserver):
         if not self._found:
             self._found = True
             say(f"the cache, not the kernel: {sentence(found)}, rank {self._adapter.parallel['rank']} (said once)")
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _off(self, why: str) -> None:
         self.dead = why

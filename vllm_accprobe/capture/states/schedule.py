@@ -128,8 +128,6 @@ class Schedule:
         self.suspects: set[str] = set()
         """Requests one of whose blocks was given to somebody else: `lost` must look at them."""
 
-    # --- the scheduler's words -----------------------------------------------------------------------------------
-
     def ended(self, names: Sequence[str]) -> list[Held]:
         """These requests get no more rows: what they held, which others may be given from now on."""
         found = [self.held.pop(name) for name in names if name in self.held]
@@ -253,8 +251,6 @@ class Schedule:
         known[:n] = self.content[g][table[:n]] == keys[:n]
         return known
 
-    # --- what a step must do -------------------------------------------------------------------------------------
-
     @staticmethod
     def _lowest(group: CacheGroup, start: int) -> int:
         """The first position that the query at ``start`` sees."""
@@ -317,8 +313,6 @@ class Schedule:
             found.append(Strange(FREED, g, block, one, column, int(self.taker[block]), int(self.taken[block])))
             one.gens[g][column] = self.gen[block]  # said once
         return found
-
-    # --- what blocks hold ----------------------------------------------------------------------------------------
 
     def prompt_keys(self, one: Held, g: int) -> tuple[np.ndarray, np.ndarray]:
         """(keys of the tokens, keys of the images) of each whole block of the prompt, uint64: equal keys, equal tokens

@@ -456,7 +456,7 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
         if session.takes_inputs:
             checks, sites, cls = tap.checks[state.prefill], tap.sites[name], tap.cls
             short = state.rows > 0 and part is LANGUAGE and session.flatten is None
-            take = session.express.take
+            take = session.fast_path.take
             for role, tensor in tap.inputs(args, kwargs):
                 ticket = None
                 if checks.get(role, 0) < _CHECKS:
@@ -481,7 +481,7 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     if session.takes_outputs:
         sites, cls = tap.sites[name], tap.cls
         short = state.rows > 0 and part is LANGUAGE and session.flatten is None
-        take = session.express.take
+        take = session.fast_path.take
         for role, tensor in outputs(result):
             if not short:
                 session.record(state, name, cls, role, number, tensor, part, None, sites)

@@ -102,8 +102,6 @@ class Patches:
     def _skip(self, patch: Patch, target: Target, why: str) -> None:
         self._session.sink.skip(f"patch:{patch.name}:{target.function}", why, count=len(target.taps))
 
-    # --- while the model runs ----------------------------------------------------------------------------------
-
     def value(self, key: str, owner: Any, value: Any) -> None:
         """Called by patched functions. Never raises."""
         session = self._session
@@ -145,7 +143,7 @@ class Patches:
                 return
             sites = self._sites[name] = {}
             index = (1 << 20) + len(self._sites)
-            session.sink.module(Module(name, cls, index, {"value": spec.tap.value, "in": spec.target.function}))
+            session.module(Module(name, cls, index, {"value": spec.tap.value, "in": spec.target.function}))
             if spec.tap.like is not None:
                 tap, role = spec.tap.like
                 session.layouts.alias[name] = (path if tap == "." else f"{path}.{tap}", role)
@@ -175,8 +173,6 @@ class Patches:
         prefix = self._prefix
         language = not path or not prefix or dotted.startswith(prefix + ".") or prefix.startswith(dotted)
         return path or ROOT_TAP, LANGUAGE if language else VISION
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Takes the taps out and counts what was never reached."""

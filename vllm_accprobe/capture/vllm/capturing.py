@@ -157,8 +157,6 @@ class CaptureObserver(StepObserver):
         """Whether tensors of the step that runs are taken."""
         return self.session is not None and self.session.state is not None
 
-    # --- the model ---------------------------------------------------------------------------------------------
-
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
         if self.taps is None and (self.session is None or self.session.dead is None):
             _, parameters = self._open(model)
@@ -188,7 +186,7 @@ class CaptureObserver(StepObserver):
                 announced=True,
             )  # fmt: skip
             self.root, self.session = self._recording.root, self._recording.session
-            self.session.deal = lambda: self._adapter.batch.deal
+            self.session.encoder_share = lambda: self._adapter.batch.deal
         if self._parameters is None:
             self._parameters = ParameterLines(self.session, model, say)
         return self.session, self._parameters
@@ -232,8 +230,6 @@ class CaptureObserver(StepObserver):
                 f"THE ENGINE IS COMPILED although eager was asked for ({', '.join(inside[:3]) or 'as a whole'}): MOST "
                 "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
             )
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: EngineStep) -> None:
         session = self.session
@@ -329,8 +325,6 @@ class CaptureObserver(StepObserver):
             self.session.end()
         if self._graphs is not None:
             self._graphs.end_step()
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def failed(self, where: str, error: BaseException) -> None:
         if self.session is not None:

@@ -133,8 +133,6 @@ class InGraphs:
         self._forwards = Forwards(lambda: session.state is not None, self._begins, self._ends)
         os.environ[TAP_SET] = ""
 
-    # --- before the engine compiles ----------------------------------------------------------------------------
-
     def around(self) -> None:
         """Wraps the forwards: the root's inside its tap, whose output then comes after those of its parts."""
         self._forwards.root(self._model)
@@ -184,8 +182,6 @@ class InGraphs:
     def placed(self) -> bool:
         """Whether there are taps."""
         return self._placed is not None and bool(self._placed.plan.placed)
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """A step is armed."""

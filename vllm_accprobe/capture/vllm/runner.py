@@ -116,8 +116,6 @@ class RunnerAdapter:
         # vLLM ends processes in several ways: its own shutdown (plugin.py), and those of at_exit.
         at_exit(self.close, "process exit")
 
-    # --- the model ---------------------------------------------------------------------------------------------
-
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._refuses():
             return original(*args, **kwargs)
@@ -160,8 +158,6 @@ class RunnerAdapter:
         path = next((path for path, module in draft.named_modules() if module is layer), None)
         if path is not None:
             self._tell(reversed(self.observers), "a draft's loaded weights", lambda one: one.draft_layer(path, layer))
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def _execute_model(self, original: Callable[..., Any], out: Any, *args: Any, **kwargs: Any) -> Any:
         self._end_step()
@@ -235,8 +231,6 @@ class RunnerAdapter:
             return original(*args, **kwargs)
         finally:
             self._quiet -= 1
-
-    # --- the observers -----------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
         """Whatever runs next, it is not of the step that may still be open."""

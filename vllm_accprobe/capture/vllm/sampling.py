@@ -178,7 +178,7 @@ class Sampling:
         attrs: dict[str, Any] = ({MASKS_KNOWN: True} if told else {}) | noise_of(sampler) | filters_of(runner)
         if hasattr(sampler, "apply_sampling_params"):
             attrs[SCALED] = True
-        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
+        session.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
         if not told:
             session.sink.skip(SAMPLER, "this runner does not tell by request what masks logits", "masks")
         self._wrap(model, "compute_logits", self._compute_logits)

@@ -226,8 +226,6 @@ class WeightCalls:
         if wrapped is not None:
             self._wrapped.append((owner, name, wrapped))
 
-    # --- events ------------------------------------------------------------------------------------------------
-
     def _begin(self, kind: str, **about: Any) -> bool:
         """Whether an event was begun: within another one, or after a failure, none is."""
         life = self.life

@@ -27,13 +27,13 @@ from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.weights.fingerprint import LoadedTensor, RowSums, raw_bytes, sums_of
 from vllm_accprobe.dump.journal import (
+    LIFE,
     LOAD,
     LOADED,
     PACKED,
     Range,
     WeightEvent,
     WeightPrint,
-    event_line,
     pack_rows,
     print_line,
     row_count,
@@ -341,12 +341,10 @@ class WeightLife:
         detail = [self._about.pop("detail", "")]
         if self.watch.failed is not None:
             detail.append(f"writes were not watched to the end: {self.watch.failed}")
-        self._line(event_line(WeightEvent(
+        self._line(LIFE.to_line(WeightEvent(
             self._rank, self._number, kind, self._step(), seconds=self._seconds, nbytes=self._bytes,
             detail="; ".join(filter(None, detail)), **self._about,
         )))  # fmt: skip
-
-    # --- tensors -----------------------------------------------------------------------------------------------
 
     def _given(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         key = (path, name)
