@@ -6,7 +6,7 @@ complains about unknown ones. The general group comes later, in the front end wh
 in the engine core and in every worker. The idea: ``platform`` only announces names and never claims the platform;
 ``register`` does the work: checks the configuration, fixes the dump's directory for all processes, makes the engine
 eager, and patches the one method after which a worker's model runner exists.
-Not here: who listens to that runner, and how (capture/vllm/attach.py, runner.py).
+Not here: who listens to that runner, and how (capture/vllm/runner.py).
 """
 
 from __future__ import annotations
@@ -274,28 +274,30 @@ def _patch_workers() -> None:
             from vllm_accprobe.config import ProbeConfig
 
             config = ProbeConfig.from_env()
+            from vllm_accprobe.capture.vllm.runner import observe
+
             if config.enabled:
-                from vllm_accprobe.capture.vllm.capturing import attach
+                from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 
-                attach(self)
+                observe(self, CaptureObserver)
             if config.errcheck:
-                from vllm_accprobe.capture.errcheck.observer import attach as watch
+                from vllm_accprobe.capture.errcheck.observer import ErrcheckObserver
 
-                watch(self)
+                observe(self, ErrcheckObserver)
             if config.ledger:
-                from vllm_accprobe.capture.states.observer import attach as keep_books
+                from vllm_accprobe.capture.states.observer import StatesObserver
 
-                keep_books(self)
+                observe(self, StatesObserver)
             if config.force:
-                from vllm_accprobe.capture.teacher_forcing import attach as force
+                from vllm_accprobe.capture.teacher_forcing import ForcingObserver
 
-                force(self)
+                observe(self, ForcingObserver)
         except Exception as error:  # a broken installation of the probe must not take the server with it
             _say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
         return result
 
     def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = self.__dict__.get("_accprobe")  # capture/vllm/attach.py puts it there
+        adapter = self.__dict__.get("_accprobe")  # capture/vllm/runner.py puts it there
         if adapter is not None:
             adapter.close("shutdown")
         return shutdown(self, *args, **kwargs)  # type: ignore[misc]

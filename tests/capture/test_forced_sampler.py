@@ -7,8 +7,9 @@ from types import SimpleNamespace as Plain
 import pytest
 import torch
 
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.rows import Scheduled
-from vllm_accprobe.capture.teacher_forcing import named, replaced, wrap
+from vllm_accprobe.capture.teacher_forcing import named, replaced
 from vllm_accprobe.capture.vllm.sampling import NamedTokens
 
 
@@ -41,6 +42,6 @@ def test_a_module_and_a_plain_object_are_wrapped_alike() -> None:
             return logits + 1
 
     for sampler in (Sampler(), Plain(sample=lambda logits: logits + 1)):
-        assert wrap(sampler, lambda original, logits: original(logits) * 10)
+        assert wrap_method(sampler, "sample", lambda original, logits: original(logits) * 10) is not None
         assert sampler.sample(1) == 20
-    assert not wrap(None, lambda original: None)
+    assert wrap_method(None, "sample", lambda original: None) is None

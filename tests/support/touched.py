@@ -50,7 +50,7 @@ FILES = (
 """The modules that meet vLLM's objects."""
 PARTS = {
     "dispatch.py": {"of_runner", "of_model", "_watch", "_offloads", "_caches"},
-    "placement.py": {"Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "name_of", "_inputs"},
+    "placement.py": {"Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "_inputs"},
     "hooks.py": {
         "argument_names", "_signature", "_ATTRIBUTES", "_IMPL", "_ROUTER", "attributes", "_add_routing", "_plain",
         "Inputs", "outputs", "flatten", "TapOwner", "Taps", "_is_head",
@@ -70,7 +70,7 @@ _KNOWN = (
     inspect, json, math, os, os.path, sys, time, builtins, np, ctypes, ctypes.c_char, functools, xxhash, xxhash.xxh3_64,
     torch.cuda.Event, torch._C.FunctionSchema, torch._C.Argument,
 )  # fmt: skip
-_BY_STRING = {"getattr", "hasattr", "setattr", "_wrap", "put_over", "wrap"}
+_BY_STRING = {"getattr", "hasattr", "setattr", "_wrap", "override", "wrap_method"}
 _NAME = re.compile(r"[A-Za-z_*][A-Za-z0-9_*]+")
 
 

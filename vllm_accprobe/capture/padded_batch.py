@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.rows import (
     EncoderItem,
     Requests,
@@ -99,9 +99,9 @@ class Foresight:
             finally:
                 self._asked = None
 
-        self._undo.append(put_over(model, "generate", asked))
+        self._undo.append(override(model, "generate", asked))
         for tower in found:
-            self._undo.append(put_over(tower, "forward", self._announcing(tower.forward, begin)))
+            self._undo.append(override(tower, "forward", self._announcing(tower.forward, begin)))
 
     def _announcing(self, forward: Callable[..., Any], begin: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         @functools.wraps(forward)

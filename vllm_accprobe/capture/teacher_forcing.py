@@ -15,17 +15,18 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.rows import Scheduled, external_ids
 from vllm_accprobe.capture.vllm.relied_on import unsampled
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import NamedTokens, asked
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, guesses
 from vllm_accprobe.config import ProbeConfig
@@ -88,19 +89,6 @@ class StepLog:
                 say(f"{self.path}: {error.strerror or error}: no steps are written any more; serving goes on")
 
 
-def wrap(sampler: Any, around: Callable[..., Any]) -> bool:
-    """Calls ``around(original, logits, ...)`` in place of ``sampler.sample``; False where there is no such method."""
-    original = getattr(sampler, "sample", None)
-    if not callable(original):
-        return False
-
-    def sample(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    sampler.__dict__["sample"] = sample  # an nn.Module (V1) looks there, too
-    return True
-
-
 def named(rows: Sequence[Scheduled], asked: dict[str, NamedTokens]) -> list[int]:
     """The token that each row is to get, -1 where the sampled one stays."""
     found = ((row, asked.get(row.internal)) for row in rows)
@@ -131,16 +119,15 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def attach(wrapper: Any) -> ForcingObserver | None:
-    """Called in each worker after init_device. Never raises."""
-    failed = "forcing could not attach ({}): it is off on this rank; serving goes on"
-    return observe(wrapper, ForcingObserver, ForcingObserver.without, failed, ForcingObserver)
-
-
 class ForcingObserver(StepObserver):
     """The forced requests of one rank, and its steps where it is the first of a replica."""
 
     without = "no request can be forced"
+    unattached = "forcing could not attach ({}): it is off on this rank; serving goes on"
+
+    @classmethod
+    def left_out(cls, config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver:
+        return cls(config, adapter)
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self._adapter = adapter
@@ -164,7 +151,7 @@ class ForcingObserver(StepObserver):
             self._why = "with speculative decoding the tokens of a step depend on what was guessed"
         elif unsampled(self._adapter.runner):
             self._why = unsampled(self._adapter.runner)
-        elif not wrap(getattr(self._adapter.runner, "sampler", None), self._sample):
+        elif wrap_method(getattr(self._adapter.runner, "sampler", None), "sample", self._sample) is None:
             self._why = f"the sampler of {type(self._adapter.runner).__name__} has no method `sample`"
 
     def begin_step(self, step: EngineStep) -> None:

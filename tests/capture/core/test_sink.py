@@ -138,7 +138,7 @@ def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink,
         sink.tensor(head(f"input.{role}"), tensor, None, ticket)
         if role == "changed":
             tensor.mul_(3)
-        sink.after(head(f"inplace.{role}"), tensor, None, ticket, told.append)
+        sink.tensor(head(f"inplace.{role}"), tensor, None, before=ticket, changed=told.append)
     dump = closed(sink, tmp_path)
     assert told == [False, True]
     assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def put_over(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def override(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Sets ``owner``'s own attribute; what is returned undoes it."""
     own = owner.__dict__
     missing = name not in own
@@ -30,7 +30,7 @@ def put_over(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any] | None:
+def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any] | None:
     """Sets ``owner.name`` to a call of ``around(original, *args, **kwargs)`` and returns it; None, and nothing is done,
     where there is no such method."""
     original = getattr(owner, name, None)

@@ -26,7 +26,7 @@ from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, para
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import own_tensors
 from vllm_accprobe.capture.vllm.batch import ChosenRows, deals
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import (
     EngineStep,
     StepObserver,
@@ -49,16 +49,11 @@ class ErrcheckExit(RuntimeError):
     """Raised into the engine where the user asked for ``--exit``: it ends, and the server with it."""
 
 
-def attach(wrapper: Any) -> ErrcheckObserver | None:
-    """Called in each worker after init_device, after the capture's own attach. Never raises."""
-    failed = "errcheck could not attach ({}): it is off on this rank; serving goes on"
-    return observe(wrapper, ErrcheckObserver, ErrcheckObserver.without, failed)
-
-
 class ErrcheckObserver(StepObserver):
     """The watch of one worker. All requests and steps are watched, whatever a capture beside it selects."""
 
     without = "errcheck is off on this rank"
+    unattached = "errcheck could not attach ({}): it is off on this rank; serving goes on"
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.watch: Watch | None = None

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.graphs.graph_ops import (
     STATS_VERSION,
@@ -41,7 +41,7 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     tap_stats,
     tap_stats_each,
 )
-from vllm_accprobe.capture.taps.hooks import argument_names
+from vllm_accprobe.capture.taps.hooks import argument_names, innermost
 
 _PRODUCTS = frozenset({"aten::mm", "aten::linear"})
 _SUMS = frozenset({"aten::add", "aten::add_"})
@@ -217,7 +217,7 @@ class _Watch:
         arguments = argument_names(MethodType(type(module).forward, module))[0]  # of ours has none to tell
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            path = name_of(names, [call.path for call in self.running])
+            path = innermost(names, [call.path for call in self.running])
             call = _Call(path, self.numbers[path], id(module) not in self.announced)
             self.announced.discard(id(module))
             self.numbers[path] += 1
@@ -274,7 +274,7 @@ def watching(
             if inside and not isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
                 announce = module.register_forward_pre_hook(lambda module, args: watch.announced.add(id(module)))
                 stack.callback(announce.remove)
-                stack.callback(put_over(module, "forward", watch.around(module, paths)))
+                stack.callback(override(module, "forward", watch.around(module, paths)))
                 watched += paths
         with watch.cutter:
             yield sightings
@@ -305,15 +305,6 @@ def _sort(watch: _Watch, sightings: Sightings) -> None:
             sightings.unfit.setdefault(path, NO_ROWS)
         else:
             sightings.unfit.pop(path, None)
-
-
-def name_of(names: Sequence[str], running: Sequence[str]) -> str:
-    """Of a module's several ``names`` the one that lies in the innermost module that runs, as in an eager dump."""
-    for path in reversed(running):
-        for name in names:
-            if len(names) > 1 and name.startswith(path + "."):
-                return name
-    return names[0]
 
 
 def _inputs(
@@ -374,7 +365,7 @@ class ModuleTaps:
         module = self._module
         if bypassed:
             module.__dict__[_FORWARD] = module.forward
-            self._undo.append(put_over(module, "forward", MethodType(_forward, module)))
+            self._undo.append(override(module, "forward", MethodType(_forward, module)))
         else:
             self._undo.append(module.register_forward_pre_hook(_tap_inputs, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(_tap_outputs).remove)

@@ -19,6 +19,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
@@ -164,17 +165,8 @@ class Operator:
     """
 
     __slots__ = (
-        "_arguments",
-        "_writes",
-        "denied",
-        "fresh",
-        "kernels",
-        "name",
-        "overwrites",
-        "skip_tap",
-        "taps",
-        "view",
-    )
+        "_arguments", "_writes", "denied", "fresh", "kernels", "name", "overwrites", "skip_tap", "taps", "view",
+    )  # fmt: skip
 
     def __init__(self, func: Any, choice: Choice):
         self.name = str(func)
@@ -264,32 +256,25 @@ def shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
     return where == address(first) if where else out.numel() == 0
 
 
+@dataclass(slots=True)
 class OpenCall:
     """One call on its way: what is known of it, what was taken of it, its written arguments as they were before and as
     they are after. keep: its tensors are stored; place: of its line, what says where the call was; touched: what it
     touches of caches, by role."""
 
-    __slots__ = (
-        "after", "args", "before", "keep", "kwargs", "mutates", "number", "outputs", "place", "refused", "taken", "tap",
-        "touched",
-    )  # fmt: skip
-
-    def __init__(
-        self, tap: str, number: int, keep: bool, args: list[Any], kwargs: dict[str, Any], place: dict[str, Any]
-    ):
-        self.tap = tap
-        self.number = number
-        self.keep = keep
-        self.args = args
-        self.kwargs = kwargs
-        self.place = place
-        self.outputs: list[Any] = []
-        self.mutates: list[str] = []
-        self.refused = False
-        self.taken: list[tuple[TakenTensor, dict[str, Any]]] = []
-        self.before: list[tuple[str, torch.Tensor | Touched, TakenTensor | None, dict[str, Any]]] = []
-        self.after: list[tuple[str, TakenTensor, dict[str, Any]]] = []
-        self.touched: dict[str, Touched | None] = {}
+    tap: str
+    number: int
+    keep: bool
+    args: list[Any]
+    kwargs: dict[str, Any]
+    place: dict[str, Any]
+    outputs: list[Any] = field(default_factory=list)
+    mutates: list[str] = field(default_factory=list)
+    refused: bool = False
+    taken: list[tuple[TakenTensor, dict[str, Any]]] = field(default_factory=list)
+    before: list[tuple[str, torch.Tensor | Touched, TakenTensor | None, dict[str, Any]]] = field(default_factory=list)
+    after: list[tuple[str, TakenTensor, dict[str, Any]]] = field(default_factory=list)
+    touched: dict[str, Touched | None] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """The journal's line, when everything about its tensors is known."""

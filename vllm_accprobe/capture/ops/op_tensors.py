@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -135,15 +136,13 @@ _INTEGERS = (torch.int32, torch.int64)
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
 
+@dataclass(slots=True)
 class Touched:
     """The blocks ``ids`` of the cache ``source``. by: (role of an argument, unit) whose numbers name them."""
 
-    __slots__ = ("by", "ids", "source")
-
-    def __init__(self, source: torch.Tensor, ids: torch.Tensor, by: list[list[Any]]) -> None:
-        self.source = source
-        self.ids = ids
-        self.by = by
+    source: torch.Tensor
+    ids: torch.Tensor
+    by: list[list[Any]]
 
     def now(self) -> torch.Tensor:
         """The blocks as they are, [blocks, ...]."""

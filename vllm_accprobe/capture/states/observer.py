@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_accprobe.capture.core import say
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, root_of
 from vllm_accprobe.capture.core.session import Sink
@@ -38,7 +38,7 @@ from vllm_accprobe.capture.states.ledger import (
 )
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter, observe
+from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, compiles, given_metadata, guesses, run_info
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import (
@@ -165,12 +165,13 @@ class CacheLayers:
                 if impl is None:
                     self._around_module(module, layer, enters, wrote, leaves)
                 elif callable(getattr(impl, _UPDATE, None)) and not _within(module):
-                    self._undo.append(put_over(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
+                    self._undo.append(override(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
                     for name in _FORWARDS:
                         if callable(reads := getattr(impl, name, None)):
-                            self._undo.append(put_over(impl, name, _leaving(reads, layer, leaves)))
+                            self._undo.append(override(impl, name, _with_moments(reads, layer, (), (leaves,))))
                 elif callable(getattr(impl, "forward", None)):
-                    self._undo.append(put_over(impl, "forward", _whole(impl.forward, layer, enters, wrote, leaves)))
+                    whole = _with_moments(impl.forward, layer, (enters,), (wrote, leaves))
+                    self._undo.append(override(impl, "forward", whole))
                 else:
                     self.skipped["attention without a forward of its own"] += 1
                     layers.remove(layer)
@@ -238,36 +239,23 @@ def written_again(
     return bool(changed.any()) and bool((flat[changed] == mine.view(torch.uint8)[changed]).all())
 
 
-def _leaving(original: Any, layer: Layer, leaves: Moment) -> Any:
+def _with_moments(original: Any, layer: Layer, before: Sequence[Moment], after: Sequence[Moment]) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
+        for moment in before:
+            moment(layer)
         result = original(*args, **kwargs)
-        leaves(layer)
+        for moment in after:
+            moment(layer)
         return result
 
     return forward
-
-
-def _whole(original: Any, layer: Layer, enters: Moment, wrote: Moment, leaves: Moment) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        enters(layer)
-        result = original(*args, **kwargs)
-        wrote(layer)
-        leaves(layer)
-        return result
-
-    return forward
-
-
-def attach(wrapper: Any) -> StatesObserver | None:
-    """Called in each worker after init_device, after the capture's own attach. Never raises."""
-    failed = "the ledger of states could not attach ({}): it is off on this rank; serving goes on"
-    return observe(wrapper, StatesObserver, StatesObserver.without, failed)
 
 
 class StatesObserver(StepObserver):
     """The ledger of one worker. All requests and steps are in it, whatever a capture beside it selects."""
 
     without = "no state is looked at on this rank"
+    unattached = "the ledger of states could not attach ({}): it is off on this rank; serving goes on"
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = config

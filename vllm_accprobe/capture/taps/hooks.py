@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState, Ticket
 from vllm_accprobe.config import ProbeConfig, words_choose
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
@@ -59,119 +59,30 @@ def _signature(forward: Callable[..., Any]) -> tuple[list[str], str]:
 
 
 _ATTRIBUTES = [
-    "eps",
-    "variance_epsilon",
-    "hidden_size",
-    "input_size",
-    "output_size",
-    "input_size_per_partition",
-    "output_size_per_partition",
-    "tp_size",
-    "tp_rank",
-    "num_heads",
-    "num_kv_heads",
-    "total_num_heads",
-    "total_num_kv_heads",
-    "head_size",
-    "head_dim",
-    "num_kv_head_replicas",
-    "scale",
-    "scaling",
-    "sliding_window",
-    "rotary_dim",
-    "base",
-    "is_neox_style",
-    "max_position_embeddings",
-    "num_embeddings",
-    "embedding_dim",
-    "org_vocab_size",
-    "top_k",
-    "global_num_experts",
-    "local_num_experts",
-    "reduce_results",
-    "gather_output",
-    "input_is_parallel",
-    "skip_bias_add",
-    "soft_cap",
-    "in_features",
-    "out_features",
-    "normalized_shape",
-    "logits_soft_cap",
-    "cap_value",
-    "approximate",
-    "norm_before_gate",
-    "num_groups",
-    "alpha",
-    "limit",
-    "embed_scale",
+    "eps", "variance_epsilon", "hidden_size", "input_size", "output_size", "input_size_per_partition",
+    "output_size_per_partition", "tp_size", "tp_rank", "num_heads", "num_kv_heads", "total_num_heads",
+    "total_num_kv_heads", "head_size", "head_dim", "num_kv_head_replicas", "scale", "scaling", "sliding_window",
+    "rotary_dim", "base", "is_neox_style", "max_position_embeddings", "num_embeddings", "embedding_dim",
+    "org_vocab_size", "top_k", "global_num_experts", "local_num_experts", "reduce_results", "gather_output",
+    "input_is_parallel", "skip_bias_add", "soft_cap", "in_features", "out_features", "normalized_shape",
+    "logits_soft_cap", "cap_value", "approximate", "norm_before_gate", "num_groups", "alpha", "limit", "embed_scale",
     # experts and their routing, vLLM's and transformers'
-    "renormalize",
-    "scoring_func",
-    "routed_scaling_factor",
-    "use_grouped_topk",
-    "num_expert_group",
-    "topk_group",
-    "num_group",
-    "norm_topk_prob",
-    "apply_router_weight_on_input",
-    "activation",
-    "swiglu_limit",
-    "swiglu_alpha",
-    "swiglu_beta",
-    "mrope_section",
-    "mrope_interleaved",
-    "scaling_factor",
+    "renormalize", "scoring_func", "routed_scaling_factor", "use_grouped_topk", "num_expert_group", "topk_group",
+    "num_group", "norm_topk_prob", "apply_router_weight_on_input", "activation", "swiglu_limit", "swiglu_alpha",
+    "swiglu_beta", "mrope_section", "mrope_interleaved", "scaling_factor",
     # attention
-    "head_size_v",
-    "kv_cache_dtype",
-    "_k_scale_float",
-    "_v_scale_float",
-    "attn_type",
-    "has_sink",
-    "use_alibi_sqrt",
-    "is_causal",
-    "softcap",
-    "num_key_value_groups",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "q_lora_rank",
+    "head_size_v", "kv_cache_dtype", "_k_scale_float", "_v_scale_float", "attn_type", "has_sink", "use_alibi_sqrt",
+    "is_causal", "softcap", "num_key_value_groups", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank",
     "kv_lora_rank",
     # convolutions
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-    "padding_mode",
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
     "enable_linear",
     # rotary embeddings, vLLM's and transformers'
-    "low_freq_factor",
-    "high_freq_factor",
-    "orig_max_position",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "extrapolation_factor",
-    "attn_factor",
-    "truncate",
-    "scaling_alpha",
-    "max_trained_positions",
-    "mixed_b",
-    "short_factor",
-    "long_factor",
-    "short_mscale",
-    "long_mscale",
-    "use_long_rope",
-    "rope_type",
-    "attention_scaling",
-    "original_max_seq_len",
-    "max_seq_len_cached",
-]
+    "low_freq_factor", "high_freq_factor", "orig_max_position", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "extrapolation_factor", "attn_factor", "truncate", "scaling_alpha",
+    "max_trained_positions", "mixed_b", "short_factor", "long_factor", "short_mscale", "long_mscale", "use_long_rope",
+    "rope_type", "attention_scaling", "original_max_seq_len", "max_seq_len_cached",
+]  # fmt: skip
 _IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
 """Of the object that computes vLLM's attention: ``impl.scale`` and so on."""
 _ROUTER = (
@@ -391,14 +302,17 @@ class Tap:
 
     def name(self, stack: list[str]) -> str:
         """The tap's path; of a shared instance the one that lies in the innermost running module."""
-        if len(self.names) == 1:
-            return self.names[0]
-        for running in reversed(stack):
-            prefix = running + "."
-            for name in self.names:
-                if name.startswith(prefix):
+        return innermost(self.names, stack)
+
+
+def innermost(names: Sequence[str], running: Sequence[str]) -> str:
+    """Of a module's several ``names`` the one that lies in the innermost module that runs."""
+    if len(names) > 1:
+        for path in reversed(running):
+            for name in names:
+                if name.startswith(path + "."):
                     return name
-        return self.names[0]
+    return names[0]
 
 
 def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -603,7 +517,7 @@ class Taps:
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
-        self._undo.append(put_over(module, "forward", self._around(tap, original)))
+        self._undo.append(override(module, "forward", self._around(tap, original)))
         self.taps.append(tap)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:

@@ -31,7 +31,7 @@ from vllm_accprobe.capture.taps.patches import Attachments, put_on
 from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, watch_dealing
 from vllm_accprobe.capture.vllm.compiled import InGraphs, LookingOn
 from vllm_accprobe.capture.vllm.modes import AttachedModes, record_draft_layer
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
 from vllm_accprobe.capture.vllm.vllm_compat import (
     EngineStep,
@@ -66,13 +66,8 @@ class Weights:
             config.weights,
         )
         self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)
+        self.look, self.loading, self.settle = self.life.look, self._calls.loading, self._calls.settle
         self._slots: AdapterSlots | None = None
-
-    def loading(self) -> contextlib.AbstractContextManager[Any]:
-        return self._calls.loading()
-
-    def look(self, path: str, layer: torch.nn.Module) -> None:
-        self.life.look(path, layer)
 
     def loaded(self, model: torch.nn.Module) -> None:
         """The model is loaded, packed, and has its adapters' layers."""
@@ -81,10 +76,10 @@ class Weights:
         with self.life.safely():
             self._calls.watch(model)
             if self._slots is None:
-                self._slots = AdapterSlots(self.life, self._adapter.runner, lambda: self._adapter.quiet, self._many)
-
-    def settle(self) -> None:
-        self._calls.settle()
+                self._slots = AdapterSlots(
+                    self.life, self._adapter.runner, lambda: self._adapter.quiet,
+                    lambda: self._skip(ROOT_TAP, MANY_ADAPTERS),
+                )  # fmt: skip
 
     def close(self) -> None:
         with self.life.safely():
@@ -95,9 +90,6 @@ class Weights:
         session = self._session()
         if session is not None and session.dead is None:
             session.sink.line(line)
-
-    def _many(self) -> None:
-        self._skip(ROOT_TAP, MANY_ADAPTERS)
 
     def _skip(self, path: str, reason: str) -> None:
         session = self._session()
@@ -112,22 +104,15 @@ class Weights:
             session.sink.error(_WHERE, said, None)
 
 
-def attach(wrapper: Any) -> CaptureObserver | None:
-    """Called in each worker after init_device. Returns the capture, or None if this rank is not captured. Never
-    raises."""
-    failed = "could not attach ({}): NOTHING will be captured on this rank; run `accprobe doctor`"
-    return observe(wrapper, CaptureObserver, CaptureObserver.without, failed, left_out)
-
-
-def left_out(config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver | None:
-    """What a rank needs that is not captured."""
-    return LookingOn(config, adapter) if config.graphs else None
-
-
 class CaptureObserver(StepObserver):
     """What captures one worker. ``session`` and ``taps`` are None until the model is loaded."""
 
     without = "NOTHING will be captured on this rank"
+    unattached = "could not attach ({}): NOTHING will be captured on this rank; run `accprobe doctor`"
+
+    @classmethod
+    def left_out(cls, config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver | None:
+        return LookingOn(config, adapter) if config.graphs else None
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = self._selected = config

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.params import ParameterLines, named_tensors, own_tensors, sample_hash
 from vllm_accprobe.capture.vllm.batch import EngineBatch
@@ -56,7 +56,7 @@ class Adapters:
             self._look(request, loaded)
             return loaded
 
-        self._undo = put_over(manager, _READS, read)
+        self._undo = override(manager, _READS, read)
 
     def close(self) -> None:
         """The manager is as it was."""
@@ -167,7 +167,7 @@ class OtherRows:
         for name, around in (("compute_logits", self._logits), ("embed_input_ids", self._embed)):
             original = getattr(model, name, None)
             if callable(original):
-                self._undo.append(put_over(model, name, self._around(original, around)))
+                self._undo.append(override(model, name, self._around(original, around)))
 
     def close(self) -> None:
         """Both are as they were."""

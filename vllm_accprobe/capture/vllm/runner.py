@@ -22,7 +22,7 @@ import torch
 
 from vllm_accprobe.capture.arming import SALTS, WORDS
 from vllm_accprobe.capture.core import say
-from vllm_accprobe.capture.core.attribute_override import put_over, wrap
+from vllm_accprobe.capture.core.attribute_override import override, wrap_method
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.modes import adapter_name, embeddings_of, hash_embeddings
@@ -102,7 +102,7 @@ class RunnerAdapter:
 
     def _wrap_all(self) -> None:
         for name in _QUIET:
-            wrap(self._worker, name, self._quietly)
+            wrap_method(self._worker, name, self._quietly)
         for name, around in (
             ("execute_model", self._execute_model),
             ("sample_tokens", self._sample_tokens),
@@ -112,7 +112,7 @@ class RunnerAdapter:
             ("_update_states", self._update_states),
             ("load_model", self._load_model),
         ):
-            wrap(self.runner, name, around)
+            wrap_method(self.runner, name, around)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), and those of at_exit.
         at_exit(self.close, "process exit")
 
@@ -126,7 +126,7 @@ class RunnerAdapter:
         self._tell(self.observers, "attaching to the model", lambda observer: observer.loaded())
         if not self._speculates:
             self._speculates = True
-            wrap(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
+            wrap_method(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
         return result
 
     def _refuses(self) -> bool:
@@ -294,13 +294,13 @@ class Forwards:
             self._ends(None, result)
             return result
 
-        self._undo.append(put_over(model, "forward", forward))
+        self._undo.append(override(model, "forward", forward))
 
     def runner(self, runner: Any) -> None:
         """What the runner calls around it."""
         original = getattr(runner, "_model_forward", None)
         if callable(original):
-            self._undo.append(put_over(runner, "_model_forward", self._around(original)))
+            self._undo.append(override(runner, "_model_forward", self._around(original)))
 
     def step(self, runner: Any) -> None:
         """A step begins: V2's replays, which are made when its graphs are."""
@@ -311,7 +311,7 @@ class Forwards:
         for name in _REPLAYS:
             original = getattr(manager, name, None)
             if callable(original):
-                self._undo.append(put_over(manager, name, self._around(original)))
+                self._undo.append(override(manager, name, self._around(original)))
 
     def close(self) -> None:
         """All of them are as they were."""
@@ -354,48 +354,32 @@ ADAPTER = "_accprobe"
 """What vLLM's wrapper keeps the adapter as; plugin.py closes it."""
 
 
-def observe(
-    wrapper: Any,
-    make: Callable[[ProbeConfig, RunnerAdapter], Observer],
-    without: str,
-    failed: str,
-    left_out: Callable[[ProbeConfig, RunnerAdapter], StepObserver | None] = lambda config, adapter: None,
-) -> Observer | None:
-    """Adds ``make(config, adapter)`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it.
+def observe(wrapper: Any, kind: type[Observer]) -> Observer | None:
+    """Adds an observer of this ``kind`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it. Called
+    in each worker after init_device.
 
-    Returns None where this rank is not chosen, which then has what ``left_out`` makes, or the worker has no runner;
-    then ``without`` tells what follows. Never raises: where something is wrong the server starts without the probe, and
-    ``failed`` is said, which has ``{}`` for the error.
+    Returns None where the worker has no runner, or this rank is not chosen, which then has what ``kind.left_out``
+    makes. Never raises: where something is wrong the server starts without the probe, which is said.
     """
     try:
-        return _observe(wrapper, make, without, left_out)
+        config = ProbeConfig.from_env()
+        worker = getattr(wrapper, "worker", wrapper)
+        runner = getattr(worker, "model_runner", None)
+        if runner is None:
+            say(f"{type(worker).__name__} has no model_runner after init_device: {kind.without}")
+            return None
+        parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
+        adapter = wrapper.__dict__.get(ADAPTER)
+        if adapter is None or adapter.runner is not runner:
+            adapter = RunnerAdapter(worker, runner, parallel)
+        observer = kind(config, adapter) if in_ranges(config.ranks, parallel["rank"]) else None
+        other = observer or kind.left_out(config, adapter)
+        if other is not None:
+            wrapper.__dict__[ADAPTER] = adapter
+            adapter.add(other)
+        return observer
     except ConfigError as error:
         say(str(error))
     except Exception as error:
-        say(failed.format(f"{type(error).__name__}: {error}"))
+        say(kind.unattached.format(f"{type(error).__name__}: {error}"))
     return None
-
-
-def _observe(
-    wrapper: Any,
-    make: Callable[[ProbeConfig, RunnerAdapter], Observer],
-    without: str,
-    left_out: Callable[[ProbeConfig, RunnerAdapter], StepObserver | None],
-) -> Observer | None:
-    config = ProbeConfig.from_env()
-    worker = getattr(wrapper, "worker", wrapper)
-    runner = getattr(worker, "model_runner", None)
-    if runner is None:
-        say(f"{type(worker).__name__} has no model_runner after init_device: {without}")
-        return None
-    parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
-    adapter = wrapper.__dict__.get(ADAPTER)
-    if adapter is None or adapter.runner is not runner:
-        adapter = RunnerAdapter(worker, runner, parallel)
-    chosen = in_ranges(config.ranks, parallel["rank"])
-    observer = make(config, adapter) if chosen else None
-    other = observer if chosen else left_out(config, adapter)
-    if other is not None:
-        wrapper.__dict__[ADAPTER] = adapter
-        adapter.add(other)
-    return observer

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, tells
@@ -198,15 +199,8 @@ class Sampling:
             self._wrap(sampler, "sample", self._before_sample)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
+        if wrap_method(owner, name, around) is None:
             self._session.sink.skip(SAMPLER, f"no {name} to wrap")
-            return
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        owner.__dict__[name] = wrapped
 
     def _compute_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._session.state

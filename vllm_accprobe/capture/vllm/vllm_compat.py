@@ -26,7 +26,7 @@ import torch
 from vllm_accprobe.capture.core.recording import run_facts
 from vllm_accprobe.capture.core.session import NOTHING
 from vllm_accprobe.capture.vllm import relied_on
-from vllm_accprobe.config import REPLICAS
+from vllm_accprobe.config import REPLICAS, ProbeConfig
 from vllm_accprobe.dump.schema import Image, SamplingParameters, StepGraph
 
 _NAMES = ("level", "mode", "cudagraph_mode")
@@ -176,7 +176,17 @@ class StepObserver:
 
     without = "nothing is observed on this rank"
     """What follows where the runner cannot be observed, for the line that says so."""
+    unattached = "the probe could not attach ({}); serving goes on"
+    """The line for a failure while it attaches, with ``{}`` for the error."""
     stopping: Exception | None = None
+
+    def __init__(self, config: ProbeConfig, adapter: Any):
+        """adapter: runner.RunnerAdapter, which will call this observer."""
+
+    @classmethod
+    def left_out(cls, config: ProbeConfig, adapter: Any) -> StepObserver | None:
+        """What a rank has that the settings do not choose."""
+        return None
 
     @property
     def awake(self) -> bool:
@@ -430,13 +440,6 @@ def parallel_of(vllm_config: Any) -> dict[str, Any]:
     return {"rank": int(config.rank) + replica * world, "world_size": world * replicas, **groups}
 
 
-def platform_name() -> str:
-    """Class of vLLM's platform, a vendor's perhaps."""
-    from vllm.platforms import current_platform
-
-    return type(current_platform).__name__
-
-
 def device_name(device: torch.device) -> str:
     """What the device calls itself, else its type."""
     if device.type == "cpu":
@@ -451,14 +454,15 @@ def run_info(
     runner: Any, model: Any, device: torch.device, parallel: dict[str, Any], probe: dict[str, Any]
 ) -> dict[str, Any]:
     """run.json of a vLLM engine."""
-    config = runner.vllm_config
     import vllm
+    from vllm.platforms import current_platform
 
+    config = runner.vllm_config
     model_config = config.model_config
     return run_facts(
         probe,
         versions={"vllm": str(getattr(vllm, "__version__", "unknown"))},
-        system={"vllm": platform_name()},
+        system={"vllm": type(current_platform).__name__},  # a vendor's, perhaps
         device={"type": device.type, "name": device_name(device)},
         model={
             "path": str(getattr(model_config, "model", "")),

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import wrap
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.weights.history import WeightLife, tap_path
 from vllm_accprobe.dump.journal import GIVEN, LOAD, RELOAD, SLOT, SYNC, WAKE
 
@@ -40,13 +40,8 @@ class AdapterSlots:
         self._manager = getattr(worker, "_adapter_manager", None)
         if self._manager is None:
             return
-        self._wrap(worker, "_load_adapter", self._load)
-        self._wrap(self._manager, "activate_adapter", self._activate)
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if callable(original):
-            setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+        wrap_method(worker, "_load_adapter", self._load)
+        wrap_method(self._manager, "activate_adapter", self._activate)
 
     def _load(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         number, name = getattr(request, "lora_int_id", None), getattr(request, "lora_name", "")
@@ -203,7 +198,8 @@ class WeightCalls:
             (self._worker, "wake_up", self._wake),
             (model, "load_weights", self._load_weights),
         ):
-            self._wrap(owner, name, around)
+            if (ours := wrap_method(owner, name, around)) is not None:
+                self._wrapped.append((owner, name, ours))
 
     def settle(self) -> None:
         """A step is about to begin, or the run to end: what was written since the last one is looked at."""
@@ -220,11 +216,6 @@ class WeightCalls:
         self._wrapped.clear()
         if self._undo is not None:
             self._undo()
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        wrapped = wrap(owner, name, around)
-        if wrapped is not None:
-            self._wrapped.append((owner, name, wrapped))
 
     def _begin(self, kind: str, **about: Any) -> bool:
         """Whether an event was begun: within another one, or after a failure, none is."""
