@@ -1,4 +1,4 @@
-"""The schedule's own books: what is read, written, lost, and strange."""
+"""The schedule's own ledger: what is read, written, lost, and strange."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_shared_prefix_is_nobodys_loss() -> None:
                             prompts={"b": range(6)})  # fmt: skip
     assert [(a.event, a.columns.tolist()) for a in arrivals] == [(HIT, [0])]
     assert fresh.tolist() == [8]
-    assert schedule.strangers(arrivals[0]) == []
+    assert schedule.unexpected(arrivals[0]) == []
     for one in schedule.held.values():
         assert schedule.lost(0, one, schedule.reads(0, one)) == []
 
@@ -82,7 +82,7 @@ def test_a_hit_of_other_tokens_is_strange() -> None:
     arrivals, _ = begun(
         schedule, 1, {"b": [[3, 8]]}, counts={"b": 2}, starts={"b": 4}, prompts={"b": [9, 1, 2, 3, 4, 5]}
     )
-    (found,) = schedule.strangers(arrivals[0])
+    (found,) = schedule.unexpected(arrivals[0])
     assert (found.kind, found.block, found.column) == (STRANGE, 3, 0)
 
 
@@ -93,7 +93,7 @@ def reads(schedule: Schedule, *of: NewRequest, table: tuple[int, ...] = (3, 8), 
     schedule.filled(0, schedule.held[first.name])
     arrivals, _ = begun(schedule, 1, {second.name: [list(table)]}, counts={second.name: 2}, starts={second.name: start},
                         new=[second])  # fmt: skip
-    found = [one for arrival in arrivals for one in schedule.strangers(arrival)]
+    found = [one for arrival in arrivals for one in schedule.unexpected(arrival)]
     return [(one.kind, one.why, one.column, one.last, schedule.names[one.taken]) for one in found]
 
 
@@ -132,7 +132,7 @@ def test_a_prefix_of_the_same_step_is_known_by_its_owner() -> None:
         schedule, 0, {"a": [[3, 7]], "b": [[3, 8]]}, counts={"a": 6, "b": 2}, starts={"b": 4},
         new=[request("a"), NewRequest("b", [9] * 8, 8, ())],
     )  # fmt: skip
-    assert [one.why for one in schedule.strangers(arrivals[0])] == ["other tokens"]
+    assert [one.why for one in schedule.unexpected(arrivals[0])] == ["other tokens"]
     assert schedule.owners(schedule.held["b"], 4).tolist() == [0] * 4
 
 

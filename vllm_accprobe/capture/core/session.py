@@ -638,8 +638,7 @@ class Session:
             if not space.n:
                 return
             if not space.announced:
-                space.announced = True
-                self.sink.rows(state.number, space)
+                self.announce(state, space)
                 if space.name == TOKENS and space.whole and space.padded == space.src and self.sink.direct:
                     state.rows = space.src
         elif not self.whole_step(state):
@@ -658,6 +657,12 @@ class Session:
             self.sink.tensor(head, tensor, space, before=ticket, changed=changed)
         else:
             self.sink.tensor(head, tensor, space, ticket)
+
+    def announce(self, state: StepState, space: Space) -> None:
+        """Writes the row map of ``space``, once."""
+        if not space.announced:
+            space.announced = True
+            self.sink.rows(state.number, space)
 
     def layout_event(self, tap: str, role: str, shape: torch.Size) -> dict[str, Any] | None:
         """What a line says of how the tensor is split; None where it is whole."""

@@ -247,10 +247,9 @@ def keep(
         return chosen
 
     stopped: list[str] = []
-    others = {k: v for k, v in parallel.items() if k != "rank"}
     recording = Recording(
         config, root, run, layouts, spaces,
-        rank=int(parallel["rank"]), parallel=others, device=tensor.device, on_stop=stopped.append,
+        rank=int(parallel["rank"]), parallel=parallel, device=tensor.device, on_stop=stopped.append,
     )  # fmt: skip
     session, sink = recording.session, recording.session.sink
     concerned = {s.req for s in chosen.segments} if chosen is not None else set()

@@ -48,17 +48,11 @@ class StatsDrain:
 
     def take(self, state: StepState, one: Sighting, buffer: torch.Tensor) -> None:
         """The forward has returned, and ``buffer`` is the line of the tap at ``one``."""
-        session, space = self._session, self._space
+        space = self._space
         if space is None or not space.n:
             return
-        if not space.announced:
-            space.announced = True
-            session.sink.rows(state.number, space)
-        seq = state.seq
-        state.seq = seq + 1
-        layout = session.layout_event(one.path, one.role, torch.Size((space.n, *one.shape)))
-        head = TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
-        if session.sink.direct:
+        head = _head(self._session, state, one, space, torch.Size((space.n, *one.shape)))
+        if self._session.sink.direct:
             self._read(head, one, buffer, self._serial, space.n)
         else:
             self._waiting.append((head, one, buffer))
@@ -234,15 +228,16 @@ class GraphDrain:
 
     def _record(self, state: StepState, one: Sighting, rows: torch.Tensor, space: Space) -> None:
         """A tensor that has the kept rows of ``space`` and no others."""
-        session = self._session
-        if not space.announced:
-            space.announced = True
-            session.sink.rows(state.number, space)
-        seq = state.seq
-        state.seq = seq + 1
-        layout = session.layout_event(one.path, one.role, rows.shape)
-        head = TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
-        session.sink.tensor(head, rows, None)
+        self._session.sink.tensor(_head(self._session, state, one, space, rows.shape), rows, None)
+
+
+def _head(session: Session, state: StepState, one: Sighting, space: Space, shape: torch.Size) -> TensorHead:
+    """What is known of the next tensor of a step, which has the kept rows of ``space``."""
+    session.announce(state, space)
+    seq = state.seq
+    state.seq = seq + 1
+    layout = session.layout_event(one.path, one.role, shape)
+    return TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
 
 
 def padding_of(space: Space, most: int) -> Space:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.capture.states.schedule import STATE, Held, Schedule
+from vllm_accprobe.capture.states.schedule import STATE, ScheduledRequest, Schedule
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 
@@ -68,7 +68,7 @@ MOST_TOKENS = 8
 """Ids that are kept of a request: convolutions hold three (Mamba's kernel of 4), seldom more."""
 
 
-def kept_tails(parts: Sequence[tuple[Held, int, int]], ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def token_tails(parts: Sequence[tuple[ScheduledRequest, int, int]], ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """By request's number, (the last ids before the step, the last behind it), and keeps the latter.
 
     parts: (request, its first position in the step, how many rows), in the order of ``ids``, the step's token ids.
@@ -100,8 +100,8 @@ _STATES = ("state_indices_tensor", "non_spec_state_indices_tensor")
 _INITIAL = ("has_initial_states_p", "has_initial_states", "has_initial_state")
 
 
-def states_looks(
-    schedule: Schedule, g: int, held: Sequence[Held], rows: list[StepRow], metadata: Any, holders: Callable[[int], str],
+def state_checks(
+    schedule: Schedule, g: int, held: Sequence[ScheduledRequest], rows: list[StepRow], metadata: Any, holders: Callable[[int], str],
     slack: int,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
     columns = [schedule.state_column(g, one) for one in held]
@@ -208,8 +208,8 @@ class _Accepted:
 _TABLES = ("block_table", "block_table_tensor", "block_tables")
 
 
-def looks(
-    schedule: Schedule, g: int, held: Sequence[Held], metadata: Any, slots: Any, *, split: int = 1, slack: int = 0,
+def metadata_checks(
+    schedule: Schedule, g: int, held: Sequence[ScheduledRequest], metadata: Any, slots: Any, *, split: int = 1, slack: int = 0,
     holders: Callable[[int], str] = str,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
     """What is to be looked at for one group and step.
@@ -219,12 +219,12 @@ def looks(
         split: kernel blocks per block of the scheduler. slack: by how many positions the schedule may be ahead, where
             it counts drafts as accepted. holders: says whose a block is.
 
-    Returns the looks, and reasons for what cannot be looked at.
+    Returns the metadata_checks, and reasons for what cannot be looked at.
     """
     group = schedule.groups[g]
     rows = [StepRow(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in held]
     if group.kind == STATE:
-        return states_looks(schedule, g, held, rows, metadata, holders, slack)
+        return state_checks(schedule, g, held, rows, metadata, holders, slack)
     found, missing = [], []
     slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
     if isinstance(slots, torch.Tensor) and slots.dim() == 1:

@@ -26,8 +26,8 @@ import torch
 import xxhash
 
 from vllm_accprobe.capture.core.rows import external_ids
-from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, kept_tails, looks, must_change
-from vllm_accprobe.capture.states.schedule import COPIED, ENDED, KV, LOADED, REUSED, STATE, Held, Schedule, Strange
+from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, token_tails, metadata_checks, must_change
+from vllm_accprobe.capture.states.schedule import COPIED, ENDED, KV, LOADED, REUSED, STATE, ScheduledRequest, Schedule, UnexpectedBlock
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep
 from vllm_accprobe.dump.journal import CHANGED, FREED, LATE, MOST_FINDINGS, OTHER, STALE, UNWRITTEN, StateFinding
 
@@ -68,7 +68,7 @@ class GroupLedger:
         self.source: dict[int, tuple[int, int]] = {}
         """By block: from which block, in which step it was copied last."""
 
-    def given_out(self, blocks: np.ndarray, step: int) -> None:
+    def assigned(self, blocks: np.ndarray, step: int) -> None:
         """Another request's from now on: nothing is expected of their bytes. Who wrote last is known still."""
         self.before[:, blocks] = self.now[:, blocks]
         self.known[:, blocks] = False
@@ -97,8 +97,8 @@ class GroupLedger:
         self.before[:, block] = self.now[:, block]
         self.known[:, block] = self.known[:, source]
         self.now[:, block] = self.now[:, source]
-        for books in (self.writer, self.step, self.low, self.high):
-            books[block] = books[source]
+        for ledger in (self.writer, self.step, self.low, self.high):
+            ledger[block] = ledger[source]
         self.source[block] = source, step
         self.events[block] = [(step, f"{COPIED} from block {source}")]
 
@@ -186,7 +186,7 @@ class Findings:
         return self.name(self.schedule.names[number]) if 0 <= number < len(self.schedule.names) else ""
 
     def bytes(
-        self, layer: Any, found: Mismatch, books: GroupLedger, reader: tuple[int, int] | None, step: int,
+        self, layer: Any, found: Mismatch, ledger: GroupLedger, reader: tuple[int, int] | None, step: int,
         how: str = "", size: int = 0, rows: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Bytes of a layer's block. reader: request's number and its column in the table, -1 where not known; rows: the
@@ -197,31 +197,31 @@ class Findings:
         low, high = rows or (low, high)
         text = how + found.how
         if found.other >= 0 and found.kind == "other":
-            text += f", written last by request '{self.number(int(books.writer[found.other]))}'"
+            text += f", written last by request '{self.number(int(ledger.writer[found.other]))}'"
         self._add(
             (found.kind, layer.group, found.block, number, layer.part), layer.path,
             StateFinding(step, found.kind, self._cache(layer.group), layer.group, layer.path, 1, found.block,
-                         self.number(number), text, None, low, high, **self._writer(books, found.block),
+                         self.number(number), text, None, low, high, **self._writer(ledger, found.block),
                          part=layer.part),
         )  # fmt: skip
 
-    def given(self, group: int, wrong: WrongNumber, books: GroupLedger, layers: int, step: int) -> None:
+    def given(self, group: int, wrong: WrongNumber, ledger: GroupLedger, layers: int, step: int) -> None:
         """A number of a group's metadata."""
         self._add(
             (wrong.kind, group, wrong.block, wrong.request, wrong.slot), "",
             StateFinding(step, wrong.kind, self._cache(group), group, "", layers, wrong.block, self.name(wrong.name),
-                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(books, wrong.block),
+                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(ledger, wrong.block),
                          first=self.first.get(group, "")),
         )  # fmt: skip
 
-    def strange(self, strange: Strange, how: str, books: GroupLedger, layers: int, size: int, step: int) -> None:
+    def strange(self, strange: UnexpectedBlock, how: str, ledger: GroupLedger, layers: int, size: int, step: int) -> None:
         """A block, or a run of blocks, that the schedule cannot mean."""
         low, last = strange.column * size, max(strange.last, strange.column)
         self._add(
             (strange.kind, strange.group, strange.block, strange.request.number), "",
             StateFinding(step, strange.kind, self._cache(strange.group), strange.group, "", layers, strange.block,
                          self.name(strange.request.name), how, None, low, (last + 1) * size - 1,
-                         **self._writer(books, strange.block), first=self.first.get(strange.group, "")),
+                         **self._writer(ledger, strange.block), first=self.first.get(strange.group, "")),
         )  # fmt: skip
 
     def owner(self, number: int, context: tuple[str, str]) -> str:
@@ -230,17 +230,17 @@ class Findings:
         adapter = f" (adapter {context[0]})" if context[0] else ""
         return f"request '{name}'{adapter}" if name else "nobody who is known"
 
-    def _writer(self, books: GroupLedger, block: int) -> dict[str, Any]:
-        events = tuple(f"{what} in step {step}" for step, what in books.events.get(block, ()))
-        writer = int(books.writer[block]) if 0 <= block < len(books.writer) else -1
+    def _writer(self, ledger: GroupLedger, block: int) -> dict[str, Any]:
+        events = tuple(f"{what} in step {step}" for step, what in ledger.events.get(block, ()))
+        writer = int(ledger.writer[block]) if 0 <= block < len(ledger.writer) else -1
         owner = int(self.schedule.taker[block]) if 0 <= block < len(self.schedule.taker) else -1
-        if writer < 0 and owner >= 0 and not len(books.known):  # no bytes are watched: who it was given to writes it
+        if writer < 0 and owner >= 0 and not len(ledger.known):  # no bytes are watched: who it was given to writes it
             return {"writer": self.number(owner), "written": int(self.schedule.taken[block]), "between": events}
         if writer < 0:
             return {"between": events}
         return {
-            "writer": self.number(writer), "written": int(books.step[block]), "wrote_low": int(books.low[block]),
-            "wrote_high": int(books.high[block]), "between": events,
+            "writer": self.number(writer), "written": int(ledger.step[block]), "wrote_low": int(ledger.low[block]),
+            "wrote_high": int(ledger.high[block]), "between": events,
         }  # fmt: skip
 
     def _cache(self, group: int) -> str:
@@ -533,16 +533,16 @@ class ByteChecks:
     """See above. now: the step's plan by group, None outside of a step; batch: its requests in the order of rows."""
 
     def __init__(
-        self, schedule: Schedule, books: Sequence[GroupLedger], mode: str, findings: Findings, arrivals: Arrivals
+        self, schedule: Schedule, ledger: Sequence[GroupLedger], mode: str, findings: Findings, arrivals: Arrivals
     ):
-        self.schedule, self.books, self.mode = schedule, books, mode
+        self.schedule, self.ledger, self.mode = schedule, ledger, mode
         self.findings, self.arrivals = findings, arrivals
         self.hashed = self.checked = 0
         self.memory: dict[int, int] = {}
         """By group of states, how many tokens must be known to tell that one must change; none: nobody can tell."""
         self.unseen: Counter[str] = Counter()
         self.now: list[GroupStep] | None = None
-        self.batch: list[Held] = []
+        self.batch: list[ScheduledRequest] = []
         self.step = -1
 
     def enters(self, layer: Layer) -> None:
@@ -573,12 +573,12 @@ class ByteChecks:
             return
         group = now[layer.group]
         blocks = group.writes
-        books, changes = self.books[layer.group], self.schedule.groups[layer.group].kind == KV
+        ledger, changes = self.ledger[layer.group], self.schedule.groups[layer.group].kind == KV
         self.hashed += len(blocks)
         step, mine = self.step, group.spans
 
         def take(numbers: np.ndarray) -> None:
-            same = books.wrote(layer.number, blocks, numbers)
+            same = ledger.wrote(layer.number, blocks, numbers)
             if not changes:
                 self._unwritten(layer, group, [one.block for one in same], step)
                 return
@@ -587,20 +587,20 @@ class ByteChecks:
                 if there is None:
                     self.unseen["writes that changed nothing, and could not be tried again"] += 1
                 elif not there:
-                    self.findings.bytes(layer, found, books, _writer(mine, found.block), step)
+                    self.findings.bytes(layer, found, ledger, _writer(mine, found.block), step)
 
         self.arrivals.hashes(layer.pages, blocks, take)
 
     def _unwritten(self, layer: Layer, group: GroupStep, blocks: Sequence[int], step: int) -> None:
         """States that a step left as they were, of those that it must have changed."""
-        books = self.books[layer.group]
+        ledger = self.ledger[layer.group]
         for block in blocks:
             span = next((one for one in group.spans if block in one[0]), None)
             if span is not None and must_change(group.tails, span[1], self.memory.get(layer.group, 0)):
                 n = span[3] - span[2] + 1
                 chunk = f"{layer.part or 'state'} of step {step} was not written (chunk of {n} token{'s' * (n > 1)})"
                 found = Mismatch(UNWRITTEN, layer.number, block, chunk)
-                self.findings.bytes(layer, found, books, (span[1], -1), step, rows=(span[2], span[3]))
+                self.findings.bytes(layer, found, ledger, (span[1], -1), step, rows=(span[2], span[3]))
 
     def _rows(self, g: int, block: int) -> tuple[int, np.ndarray, np.ndarray]:
         """(block, rows of the step that are written there, their slots within the block)."""
@@ -623,20 +623,20 @@ class ByteChecks:
     ) -> None:  # fmt: skip
         if not len(blocks) or self.mode == OWNERS:
             return
-        books, step = self.books[layer.group], self.step
+        ledger, step = self.ledger[layer.group], self.step
         if known_only and self.arrivals.direct:
-            blocks = blocks[books.known[layer.number, blocks]]
+            blocks = blocks[ledger.known[layer.number, blocks]]
             if not len(blocks):
                 return
         self.checked += len(blocks)
         size = self.schedule.groups[layer.group].block_size
 
         def take(numbers: np.ndarray) -> None:
-            for i in books.read(layer.number, blocks, numbers):
+            for i in ledger.read(layer.number, blocks, numbers):
                 block = int(blocks[i])
-                found = books.explain(layer.number, block, int(numbers[i]), step)
+                found = ledger.explain(layer.number, block, int(numbers[i]), step)
                 reader = readers.get(block) or self._reader(layer.group, block)
-                self.findings.bytes(layer, found, books, reader, step, how, size)
+                self.findings.bytes(layer, found, ledger, reader, step, how, size)
 
         self.arrivals.hashes(layer.pages, blocks, take)
 
@@ -668,7 +668,7 @@ _BACKENDS = frozenset((
 
 
 class BlockLedger:
-    """See above. layers: by group. slack: see given.looks. inside: layers tell of themselves; else (graphs) what they
+    """See above. layers: by group. slack: see given.metadata_checks. inside: layers tell of themselves; else (graphs) what they
     read is looked at before the forward, and what they wrote after it."""
 
     def __init__(
@@ -681,7 +681,7 @@ class BlockLedger:
         watched = mode != OWNERS
         self.groups = [GroupLedger(len(of) if watched else 0, blocks) for of in layers]
         self.bytes = ByteChecks(schedule, self.groups, mode, findings, arrivals)
-        self.prefixes: list[tuple[Held, tuple[tuple[int, int, int], ...], str]] = []
+        self.prefixes: list[tuple[ScheduledRequest, tuple[tuple[int, int, int], ...], str]] = []
         """Of this step: a request, its prefix in the cache as runs of (position, how many, whose number), and what is
         wrong with it."""
         self.strange_metadata: set[tuple[int, str]] = set()
@@ -709,11 +709,11 @@ class BlockLedger:
         arrivals, fresh = self.schedule.begin(step.number, moves, step.counts, starts, new)
         if len(fresh):
             self._reused(np.unique(fresh[before[fresh] > 0]))
-            for books in self.groups:
-                self.arrivals.do(partial(books.given_out, fresh, self.bytes.step))
+            for ledger in self.groups:
+                self.arrivals.do(partial(ledger.assigned, fresh, self.bytes.step))
         for source, block in moves.copies:
-            for g, books in enumerate(self.groups):
-                self.arrivals.do(partial(books.copied, source, block, self.bytes.step))
+            for g, ledger in enumerate(self.groups):
+                self.arrivals.do(partial(ledger.copied, source, block, self.bytes.step))
                 self._due[g].add(block)
                 self._again[g][block] = self.bytes.step + _AGAIN
             self.events[COPIED] += 1
@@ -725,7 +725,7 @@ class BlockLedger:
             self._prefix(self.schedule.held[one], wrong.get(one, ""))
         self.bytes.batch = [self.schedule.held[name] for name in step.counts]
 
-    def _prefix(self, one: Held, why: str) -> None:
+    def _prefix(self, one: ScheduledRequest, why: str) -> None:
         """Whose rows a request finds in the cache."""
         owners = self.schedule.owners(one, one.start)
         if not len(owners) or (owners == one.number).all():
@@ -740,7 +740,7 @@ class BlockLedger:
         for one in self.schedule.ended(names):
             self._ended(one)
 
-    def _ended(self, one: Held) -> None:
+    def _ended(self, one: ScheduledRequest) -> None:
         """All that it held is looked at a last time, before others get it."""
         self.events[ENDED] += 1
         for g, table in enumerate(one.tables if self.mode != OWNERS else ()):
@@ -765,22 +765,22 @@ class BlockLedger:
         one, g = arrival.request, arrival.group
         blocks = one.tables[g][arrival.columns]
         self.events[arrival.event] += 1
-        books, step = self.groups[g], self.bytes.step
+        ledger, step = self.groups[g], self.bytes.step
         if arrival.event == LOADED:
-            self.arrivals.do(partial(books.loaded, blocks, step))
+            self.arrivals.do(partial(ledger.loaded, blocks, step))
             self._again[g].update(dict.fromkeys(blocks.tolist(), step + _AGAIN))
         else:
             event = f"{arrival.event} of request '{self.findings.name(one.name)}'"
-            self.arrivals.do(partial(books.happened, blocks.tolist(), step, event))
+            self.arrivals.do(partial(ledger.happened, blocks.tolist(), step, event))
         self._due[g].update(blocks.tolist())
         said = ""
-        for strange in self.schedule.strangers(arrival):
+        for strange in self.schedule.unexpected(arrival):
             how = self._hit(strange)
             said = said or how
             self._strange(strange, how)
         return said
 
-    def _hit(self, strange: Strange) -> str:
+    def _hit(self, strange: UnexpectedBlock) -> str:
         """``request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote``."""
         size = self.schedule.groups[strange.group].block_size
         last = max(strange.column, strange.last)
@@ -806,7 +806,7 @@ class BlockLedger:
         if ids is not None and self.bytes.memory and self.mode != OWNERS:
             parts = [(one, one.start, one.n) for one in self.bytes.batch]
             ids = ids[: sum(one.n for one in self.bytes.batch)]
-            self.arrivals.bring([ids], lambda hosts: tails.update(kept_tails(parts, hosts[0])))
+            self.arrivals.bring([ids], lambda hosts: tails.update(token_tails(parts, hosts[0])))
         for g in range(len(self.groups)):
             self._moved_states(g)
             self.bytes.now.append(self._plan(g) if self.mode != OWNERS else GroupStep())
@@ -860,18 +860,18 @@ class BlockLedger:
         group = self.schedule.groups[g]
         if group.kind != STATE or not group.aligned or self.mode == OWNERS:
             return
-        books, step = self.groups[g], self.bytes.step
+        ledger, step = self.groups[g], self.bytes.step
         for one in self.bytes.batch:
             column = self.schedule.state_column(g, one)
             last = one.wrote.get(g, (one.start - 1) // group.block_size if one.start else -1)
             if last not in (-1, column) and not group.extra and max(last, column) < len(one.tables[g]):
                 source, block = int(one.tables[g][last]), int(one.tables[g][column])
-                self.arrivals.do(partial(books.copied, source, block, step))
+                self.arrivals.do(partial(ledger.copied, source, block, step))
                 self._due[g].add(block)
                 self.events[COPIED] += 1
             elif last not in (-1, column) and column < len(one.tables[g]):
                 block = int(one.tables[g][column])
-                self.arrivals.do(partial(books.given_out, np.array([block]), step))
+                self.arrivals.do(partial(ledger.assigned, np.array([block]), step))
             one.wrote[g] = column
 
     def _hold(self, g: int, metadata: Any, slots: Any) -> None:
@@ -879,7 +879,7 @@ class BlockLedger:
             self.bytes.unseen["steps without attention metadata"] += 1
             return
         split = self.layers[g][0].pages.split
-        found, missing = looks(
+        found, missing = metadata_checks(
             self.schedule, g, self.bytes.batch, metadata, slots, split=split, slack=self.slack, holders=self._holder
         )
         for reason in missing:
@@ -912,13 +912,13 @@ class BlockLedger:
         taker = int(self.schedule.taker[block])
         return f"given to request '{self.findings.number(taker)}'" if taker >= 0 else "given to nobody"
 
-    def _strange(self, strange: Strange, how: str) -> None:
+    def _strange(self, strange: UnexpectedBlock, how: str) -> None:
         if strange.kind == FREED:
             who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
             how = f"the block was given to {who} in step {strange.taken_step} and is read here all the same"
-        books, layers = self.groups[strange.group], self._names[strange.group]
+        ledger, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step
-        self.arrivals.do(lambda: self.findings.strange(strange, how, books, layers, size, step))
+        self.arrivals.do(lambda: self.findings.strange(strange, how, ledger, layers, size, step))
 
     def computed(self) -> None:
         """The forward is over: who wrote what is entered."""
@@ -935,9 +935,9 @@ class BlockLedger:
             if not self.inside:
                 for layer in self.layers[g]:
                     self.bytes.wrote(layer)
-            books, step = self.groups[g], self.bytes.step
+            ledger, step = self.groups[g], self.bytes.step
             for blocks, number, low, high in group.spans:
-                self.arrivals.do(partial(books.written_by, blocks, number, step, low, high))
+                self.arrivals.do(partial(ledger.written_by, blocks, number, step, low, high))
             for one in self.bytes.batch:
                 self.schedule.filled(g, one)
         self.bytes.now = None

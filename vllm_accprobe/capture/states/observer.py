@@ -57,7 +57,7 @@ _FORWARDS = ("forward", "forward_mqa", "forward_mha")
 """Where implementations read: attention's, and latent attention's two."""
 _UNSEEN = ("cross", "encoder")
 Moment = Callable[..., None]
-"""Called with a layer; after a write also with what tries it again (looks.Again)."""
+"""Called with a layer; after a write also with what tries it again (metadata_checks.Again)."""
 
 
 def group_of(spec: Any, mode: str) -> CacheGroup | None:
@@ -260,7 +260,7 @@ class StatesObserver(StepObserver):
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = config
         self.mode = config.ledger or OWNERS
-        self.books: BlockLedger | None = None
+        self.ledger: BlockLedger | None = None
         self.layers: CacheLayers | None = None
         self.dead: str | None = None
         self._adapter = adapter
@@ -286,19 +286,19 @@ class StatesObserver(StepObserver):
         self._loaded = True  # the caches come later
 
     def begin_step(self, step: EngineStep) -> None:
-        if step.number is None and self.books is None:
+        if step.number is None and self.ledger is None:
             return
-        if self.books is None:
+        if self.ledger is None:
             self._make()
-        if self.books is not None:
+        if self.ledger is not None:
             self._open = step.number is not None
             if self._forwards is not None:
                 self._forwards.step(self._adapter.runner)
             if step.number is None:
-                self.books.ended(step.finished)
+                self.ledger.ended(step.finished)
             else:
                 self._new = tuple(new.name for new in step.new)
-                self.books.begin(step)
+                self.ledger.begin(step)
 
     def _make(self) -> None:
         """The caches have their memory when the first step comes."""
@@ -319,10 +319,10 @@ class StatesObserver(StepObserver):
         slack = int(getattr(runner.vllm_config.speculative_config, "num_speculative_tokens", 0)) if guessing else 0
         inside = not compiles(runner.vllm_config, model)
         arrivals = Arrivals(torch.device(getattr(runner, "device", "cpu")))
-        self.books = BlockLedger(
+        self.ledger = BlockLedger(
             schedule, self.layers.layers, self.mode, self._findings, arrivals, slack=slack, inside=inside
         )
-        self.books.bytes.memory = {g: n for g, n in self.layers.memory.items() if not schedule.groups[g].extra}
+        self.ledger.bytes.memory = {g: n for g, n in self.layers.memory.items() if not schedule.groups[g].extra}
         if self.mode == OWNERS and not inside:  # nothing is put around a forward that may be traced
             self.layers.skipped["metadata of a compiled engine"] += 1
             return None
@@ -341,12 +341,12 @@ class StatesObserver(StepObserver):
         return None
 
     def _moment(self, name: str) -> Any:
-        """A method of the books that a layer may call at any time."""
+        """A method of the ledger that a layer may call at any time."""
 
         def at(layer: Layer, *more: Any) -> None:
-            if self.dead is None and self._open and not self._drafting and self.books is not None:
+            if self.dead is None and self._open and not self._drafting and self.ledger is not None:
                 try:
-                    getattr(self.books.bytes, name)(layer, *more)
+                    getattr(self.ledger.bytes, name)(layer, *more)
                 except Exception as error:
                     self.failed(f"{layer.path}", error)
 
@@ -364,34 +364,34 @@ class StatesObserver(StepObserver):
             names = [part.internal for part in self._adapter.batch.rows()]
             layers, runner = self.layers, self._adapter.runner
             assert layers is not None
-            assert self.books is not None
+            assert self.ledger is not None
             ids, _ = self._adapter.batch.buffers(self._adapter.batch.total)
-            self.books.forward(names, lambda g: given_metadata(layers.name_in_engine(g, runner)), ids)
+            self.ledger.forward(names, lambda g: given_metadata(layers.name_in_engine(g, runner)), ids)
         except Exception as error:
             self.failed("what the attention is given", error)
 
     def computed(self) -> None:
-        if self.books is not None and self._open:
-            self._name_requests(self.books)
-            self.books.computed()
+        if self.ledger is not None and self._open:
+            self._name_requests(self.ledger)
+            self.ledger.computed()
 
-    def _name_requests(self, books: BlockLedger) -> None:
+    def _name_requests(self, ledger: BlockLedger) -> None:
         """What the capture calls the requests of this step that are new, and whose prefix it must know."""
         capture = self._capture()
         if capture is None:
-            books.prefixes.clear()
+            ledger.prefixes.clear()
             return
-        schedule = books.schedule
+        schedule = ledger.schedule
         for name in self._new:
             request, one = capture.requests.get(name), schedule.held.get(name)
             if request is not None and one is not None:
                 schedule.req[one.number] = request.req
-        for one, found, why in books.prefixes:
+        for one, found, why in ledger.prefixes:
             if capture.requests.wanted(one.name) and schedule.req[one.number] >= 0 and capture.session is not None:
                 runs = tuple(CachedRows(low, n, schedule.req[o] if o >= 0 else -1) for low, n, o in found)
-                prefix = CachedPrefix(books.bytes.step, schedule.req[one.number], runs, why)
+                prefix = CachedPrefix(ledger.bytes.step, schedule.req[one.number], runs, why)
                 capture.session.sink.line(CACHED.to_line(prefix))
-        books.prefixes.clear()
+        ledger.prefixes.clear()
         self._new = ()
 
     @contextlib.contextmanager
@@ -403,9 +403,9 @@ class StatesObserver(StepObserver):
             self._drafting = False
 
     def end_step(self) -> None:
-        if self.books is not None and self._open and self.dead is None:
+        if self.ledger is not None and self._open and self.dead is None:
             self._open = False
-            self.books.end_step()
+            self.ledger.end_step()
 
     def _sink(self) -> Sink:
         """The capture's, or that of a dump of its own."""
@@ -418,11 +418,10 @@ class StatesObserver(StepObserver):
             model = self._adapter.model()
             device = torch.device(getattr(runner, "device", "cpu"))
             run = run_info(runner, model, device, parallel, self.config.to_json())
-            others = {k: v for k, v in parallel.items() if k != "rank"}
             self._recording = Recording(
                 self.config, root_of(self.config), run, Layouts({}, 0, 1), lambda part, rows: None,
-                rank=parallel["rank"],
-                device=device, parallel=others, beside="this engine's ledger of states goes", announced=True,
+                rank=parallel["rank"], device=device, parallel=parallel,
+                beside="this engine's ledger of states goes", announced=True,
             )  # fmt: skip
         return self._recording.session.sink
 
@@ -458,34 +457,34 @@ class StatesObserver(StepObserver):
             self._recording.close(reason)
 
     def _finish(self) -> None:
-        books, layers, findings = self.books, self.layers, self._findings
+        ledger, layers, findings = self.ledger, self.layers, self._findings
         for undo in (layers, self._forwards):
             if undo is not None:
                 undo.close()
-        if books is None or layers is None or findings is None:
+        if ledger is None or layers is None or findings is None:
             return
         if self.dead is None:
-            books.ended(tuple(books.schedule.held))
-            books.arrivals.close()
+            ledger.ended(tuple(ledger.schedule.held))
+            ledger.arrivals.close()
             findings.flush()
-        skipped = layers.skipped + books.bytes.unseen
-        if books.arrivals.lost:
-            skipped["hashes beyond what one step may have on its way"] = books.arrivals.lost
+        skipped = layers.skipped + ledger.bytes.unseen
+        if ledger.arrivals.lost:
+            skipped["hashes beyond what one step may have on its way"] = ledger.arrivals.lost
         if self.dead is not None:
             skipped[self.dead] += 1
-        for _, what in books.strange_metadata:
+        for _, what in ledger.strange_metadata:
             skipped[f"metadata that were never right, and mean something else here ({what.strip('_').lower()})"] += 1
         if self.mode == OWNERS and self._capture() is None:
             return
         totals = StateTotals(
-            self.mode, layers.count, books.steps, books.bytes.hashed,
-            books.bytes.checked, books.held,
-            findings.count, dict(books.events), dict(skipped),
+            self.mode, layers.count, ledger.steps, ledger.bytes.hashed,
+            ledger.bytes.checked, ledger.held,
+            findings.count, dict(ledger.events), dict(skipped),
         )  # fmt: skip
         self._sink().line(TOTALS.to_line(totals))
-        if not books.steps or self.mode == OWNERS:
+        if not ledger.steps or self.mode == OWNERS:
             return
         what = f"{findings.count} findings" if findings.count else "nothing wrong"
-        say(f"states: {what} in {books.steps} steps: {books.bytes.checked:,} blocks of layers looked at, "
-            f"{books.bytes.hashed:,} hashed after a write, {books.held:,} numbers of metadata held against "
+        say(f"states: {what} in {ledger.steps} steps: {ledger.bytes.checked:,} blocks of layers looked at, "
+            f"{ledger.bytes.hashed:,} hashed after a write, {ledger.held:,} numbers of metadata held against "
             "the schedule")  # fmt: skip

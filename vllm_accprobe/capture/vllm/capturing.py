@@ -167,8 +167,7 @@ class CaptureObserver(StepObserver):
             layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
             self._recording = Recording(
                 self.config, self.root, run, layouts, self._rows.space, rank=parallel["rank"], device=device,
-                parallel={k: v for k, v in parallel.items() if k != "rank"}, beside="this engine's dump goes",
-                announced=True,
+                parallel=parallel, beside="this engine's dump goes", announced=True,
             )  # fmt: skip
             self.root, self.session = self._recording.root, self._recording.session
             self.session.encoder_share = lambda: self._adapter.batch.deal
@@ -303,7 +302,7 @@ class CaptureObserver(StepObserver):
             # No tap fired (a captured graph, or a filter): the step's rows are written all the same.
             space = self._rows.space(LANGUAGE, 0)
             if space is not None and space.n:
-                self.session.sink.rows(state.number, space)
+                self.session.announce(state, space)
 
     def end_step(self) -> None:
         if self.session is not None:
