@@ -9,16 +9,16 @@ import torch
 
 from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.rows import Scheduled
-from vllm_accprobe.capture.teacher_forcing import named, replaced
+from vllm_accprobe.capture.teacher_forcing import replaced, tokens_of_rows
 from vllm_accprobe.capture.vllm.sampling import NamedTokens
 
 
 def test_rows_get_the_token_that_follows_what_is_computed() -> None:
     asked = {"a": NamedTokens(10, (50, 51, 52), 52), "c": NamedTokens(4, (60,), 60)}
     chunk, end, decode = Scheduled("a", 0, 6), Scheduled("a", 6, 4), Scheduled("a", 11, 1)
-    assert [named([row], asked) for row in (chunk, end, decode)] == [[-1], [50], [52]]
+    assert [tokens_of_rows([row], asked) for row in (chunk, end, decode)] == [[-1], [50], [52]]
     again = Scheduled("a", 0, 12)  # preempted: prompt and two tokens are computed anew
-    assert named([Scheduled("b", 9, 1), again, Scheduled("c", 4, 1)], asked) == [-1, 52, -1]
+    assert tokens_of_rows([Scheduled("b", 9, 1), again, Scheduled("c", 4, 1)], asked) == [-1, 52, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

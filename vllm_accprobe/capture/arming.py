@@ -47,12 +47,12 @@ class Windows:
         self._words: bytes | None = None
         self._selection = arm_file.ArmSelection(on=config.armed)
         self._serial = self._began = self._steps = self._taken = 0
-        self._told = False
+        self._reported = False
         self.count = 0
         if not config.armed:
             aim(None, None)
 
-    def told(self, words: bytes | None, step: int | None) -> None:
+    def update(self, words: bytes | None, step: int | None) -> None:
         """The words that came with a batch; ``step``: its number, None where it is none, and nothing changes then."""
         if step is None:
             return
@@ -60,21 +60,21 @@ class Windows:
             self._words = words
             if words is not None:
                 self._change(json.loads(words), step)
-        elif words is None and not self._told and not self._config.armed:
-            self._told = True
+        elif words is None and not self._reported and not self._config.armed:
+            self._reported = True
             self._refuse(NOT_CARRIED)
             self._say(NOT_CARRIED)
         self._steps += 1
 
-    def _change(self, said: dict[str, Any], step: int) -> None:
-        if said["refused"] is not None:
-            self._refuse(said["refused"])
+    def _change(self, words: dict[str, Any], step: int) -> None:
+        if words["refused"] is not None:
+            self._refuse(words["refused"])
             return
-        if said["serial"] == self._serial:
+        if words["serial"] == self._serial:
             return
-        self._serial = said["serial"]
+        self._serial = words["serial"]
         as_started = arm_file.ArmSelection(on=self._config.armed)
-        selection = as_started if said["selection"] is None else arm_file.understood(said["selection"])
+        selection = as_started if words["selection"] is None else arm_file.understood(words["selection"])
         self.close()
         self._selection, self._began, self._steps, self._taken = selection, step, 0, 0
         self._note(Armed(step, int(selection.on), selection.to_json()))
@@ -119,16 +119,16 @@ _STEPS = ("step", "step_with_batch_queue")
 
 
 class ControlFile:
-    """The file of one engine, looked at between steps. ``look`` never raises."""
+    """The file of one engine, looked at between steps. ``current_words`` never raises."""
 
     def __init__(self, path: Path):
         self.path = path
         self._seen: tuple[int, ...] | None = None
         self._serial = 0
         self._selection: dict[str, Any] | None = None
-        self._words = self._said(None)
+        self._words = self._as_words(None)
 
-    def look(self) -> bytes:
+    def current_words(self) -> bytes:
         """The words for the step that is scheduled next."""
         now: tuple[int, ...] = ()
         try:
@@ -151,9 +151,9 @@ class ControlFile:
         except Exception as error:  # whatever a stranger's file does to a reader must not end the engine
             refused = f"{arm_file.NAME} is refused: {error}; what held before goes on"
             say(f"{self.path}: {error}: refused; what held before goes on")
-        self._words = self._said(refused)
+        self._words = self._as_words(refused)
 
-    def _said(self, refused: str | None) -> bytes:
+    def _as_words(self, refused: str | None) -> bytes:
         return json.dumps({"serial": self._serial, "selection": self._selection, "refused": refused}).encode()
 
 
@@ -189,7 +189,7 @@ def _stepping(original: Callable[..., Any], path: Callable[[], Path]) -> Callabl
         if "_accprobe_arming" not in self.__dict__:
             self._accprobe_arming = True
             try:
-                look_before(self.scheduler, ControlFile(path()))
+                attach_control_file(self.scheduler, ControlFile(path()))
             except Exception as error:
                 say(f"this engine cannot be armed ({type(error).__name__}: {error}); it captures as it was started")
         return original(self, *args, **kwargs)
@@ -198,12 +198,12 @@ def _stepping(original: Callable[..., Any], path: Callable[[], Path]) -> Callabl
     return step
 
 
-def look_before(scheduler: Any, control: ControlFile) -> None:
+def attach_control_file(scheduler: Any, control: ControlFile) -> None:
     """``scheduler.schedule`` gives outputs that have the control file's words."""
     schedule = scheduler.schedule
 
-    def looked(*args: Any, **kwargs: Any) -> Any:
-        words = control.look()
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        words = control.current_words()
         out = schedule(*args, **kwargs)
         try:
             setattr(out, WORDS, words)
@@ -213,7 +213,7 @@ def look_before(scheduler: Any, control: ControlFile) -> None:
             pass
         return out
 
-    scheduler.schedule = looked
+    scheduler.schedule = scheduled
 
 
 def salts_of(scheduler: Any, out: Any) -> dict[str, str]:

@@ -188,7 +188,7 @@ class Labels:
         self._parts = parts
         self._known: dict[str, str] | None = None
         self._outside = outside
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._pending: list[Label] = []
         self._next_look = _MANY
         self._above: dict[str, Path] = {}  # by path: the directory in which executions are numbered
@@ -249,8 +249,8 @@ class Labels:
 
     def _refuse(self, tap: str, reason: str) -> None:
         self._session.sink.skip(tap, reason)
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
             self._session.say(f"set_label: {reason} (at {tap}); the label is left out")
 
     def _call(self, state: StepState, tap: str, source: str) -> int:
@@ -427,7 +427,7 @@ class PlainLabels:
         )
         self._recording = recording = Recording(
             config, root_of(config), run, Layouts({}, 0, 1), lambda part, rows: None,
-            rank=rank, parallel=parallel, beside="these labels go", announced=True,
+            rank=rank, parallel=parallel, contents="these labels go", announced=True,
         )  # fmt: skip
         self._labels = Labels(recording.session, recording.root, rank)
         self._labels.open()

@@ -76,7 +76,7 @@ def towers(model: torch.nn.Module, language: str) -> list[torch.nn.Module]:
     ]
 
 
-class Foresight:
+class TowerCalls:
     """Tells when a tower runs before the model: ``begin`` is called with what ``generate`` was given.
 
     Wraps ``generate`` and the towers' forwards on their instances until ``undo``.
@@ -84,30 +84,30 @@ class Foresight:
 
     def __init__(self, model: torch.nn.Module, begin: Callable[[dict[str, Any]], None]):
         self._undo: list[Callable[[], None]] = []
-        self._asked: dict[str, Any] | None = None
+        self._arguments: dict[str, Any] | None = None
         generate = getattr(model, "generate", None)
         found = towers(model, language_path(model))
         if generate is None or not found:
             return
 
         @functools.wraps(generate)
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def generating(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.get("input_ids", args[0] if args else None)
-            self._asked = kwargs | {"input_ids": ids}
+            self._arguments = kwargs | {"input_ids": ids}
             try:
                 return generate(*args, **kwargs)
             finally:
-                self._asked = None
+                self._arguments = None
 
-        self._undo.append(override(model, "generate", asked))
+        self._undo.append(override(model, "generate", generating))
         for tower in found:
             self._undo.append(override(tower, "forward", self._announcing(tower.forward, begin)))
 
     def _announcing(self, forward: Callable[..., Any], begin: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._asked is not None:
-                begin(self._asked)
+            if self._arguments is not None:
+                begin(self._arguments)
             return forward(*args, **kwargs)
 
         return run

@@ -27,7 +27,7 @@ from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.rows import Scheduled, external_ids
 from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.sampling import NamedTokens, asked
+from vllm_accprobe.capture.vllm.sampling import NamedTokens, named_tokens
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, guesses
 from vllm_accprobe.config import ProbeConfig
 
@@ -89,9 +89,9 @@ class StepLog:
                 say(f"{self.path}: {error.strerror or error}: no steps are written any more; serving goes on")
 
 
-def named(rows: Sequence[Scheduled], asked: dict[str, NamedTokens]) -> list[int]:
+def tokens_of_rows(rows: Sequence[Scheduled], named_tokens: dict[str, NamedTokens]) -> list[int]:
     """The token that each row is to get, -1 where the sampled one stays."""
-    found = ((row, asked.get(row.internal)) for row in rows)
+    found = ((row, named_tokens.get(row.internal)) for row in rows)
     return [-1 if one is None else one.at(row.start + row.n) for row, one in found]
 
 
@@ -131,9 +131,9 @@ class ForcingObserver(StepObserver):
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self._adapter = adapter
-        self._asked: dict[str, NamedTokens] = {}
+        self._named: dict[str, NamedTokens] = {}
         self._names: dict[str, str] = {}
-        self._in_step = self._wrapped = self._said = False
+        self._in_step = self._wrapped = self._reported = False
         self._why = "its model is not loaded"
         self._log: StepLog | None = None
         if config.force_dir and first_of_replica(adapter.parallel):
@@ -158,19 +158,19 @@ class ForcingObserver(StepObserver):
         self._in_step = step.number is not None
         for new in step.new:
             try:
-                one = asked(new.extra, new.length)
+                one = named_tokens(new.extra, new.length)
             except ValueError as error:
                 self._refuse(str(error))
                 continue
             if one is not None and self._why:
                 self._refuse(self._why)
             elif one is not None:
-                self._asked[new.name] = one
+                self._named[new.name] = one
         if self._log is not None and step.number is not None:
             begins = step.starts()
             self._log.add(step.number, [(self._sent(name), begins.get(name, 0), n) for name, n in step.counts.items()])
         for name in step.finished:
-            self._asked.pop(name, None)
+            self._named.pop(name, None)
             self._names.pop(name, None)
 
     def end_step(self) -> None:
@@ -185,11 +185,11 @@ class ForcingObserver(StepObserver):
 
     def _sample(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not self._asked or not self._in_step or self._why:
+        if not self._named or not self._in_step or self._why:
             return result
         try:
             logits = args[0] if args else kwargs["logits"]
-            tokens = named(self._adapter.batch.rows(), self._known(int(logits.shape[-1])))
+            tokens = tokens_of_rows(self._adapter.batch.rows(), self._known(int(logits.shape[-1])))
             return replaced(result, tokens) if max(tokens, default=-1) >= 0 else result
         except Exception as error:
             self.failed("forcing", error)
@@ -197,14 +197,14 @@ class ForcingObserver(StepObserver):
 
     def _known(self, vocabulary: int) -> dict[str, NamedTokens]:
         """The requests whose tokens this model has: another id would be read from beyond its embedding."""
-        for name in [name for name, one in self._asked.items() if one.largest >= vocabulary]:
-            del self._asked[name]
+        for name in [name for name, one in self._named.items() if one.largest >= vocabulary]:
+            del self._named[name]
             self._refuse(f"it names a token that this model, with {vocabulary} of them, does not have")
-        return self._asked
+        return self._named
 
     def _refuse(self, why: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             say(f"a request that names its tokens is answered as any other: {why} (said once)")
 
     def failed(self, where: str, error: BaseException) -> None:

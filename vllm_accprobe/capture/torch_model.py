@@ -24,7 +24,7 @@ from vllm_accprobe.capture.core.recording import Recording, at_exit, process_ran
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.errcheck import plain_script
-from vllm_accprobe.capture.padded_batch import Foresight, Rectangle, language_path
+from vllm_accprobe.capture.padded_batch import Rectangle, TowerCalls, language_path
 from vllm_accprobe.capture.taps.hooks import Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.taps.patches import put_on
@@ -106,7 +106,7 @@ class Probe:
             return self._forward(*args, **kwargs)
 
         model.__dict__["forward"] = forward
-        self._foresight = Foresight(model, self._early)
+        self._towers = TowerCalls(model, self._early)
         at_exit(self.close, "process exit")
 
     def __enter__(self) -> Probe:
@@ -122,7 +122,7 @@ class Probe:
         self._closed = True
         session = self.session
         session.end()
-        self._foresight.undo()
+        self._towers.undo()
         self._attachments.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
@@ -149,13 +149,13 @@ class Probe:
         finally:
             session.end()
 
-    def _early(self, asked: dict[str, Any]) -> None:
+    def _early(self, arguments: dict[str, Any]) -> None:
         """Opens the step that the model is about to compute, because its vision tower runs now."""
         session = self.session
         if session is None or session.dead is not None or session.state is not None or self._begun or self.paused:
             return
         try:
-            self._begin(session, (), asked)
+            self._begin(session, (), arguments)
             self._begun = True
         except Exception as error:
             session.fail("what generate was given", error)

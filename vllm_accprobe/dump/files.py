@@ -252,7 +252,7 @@ class SegmentData:
         self.path, self.start, self.size = path, start, size
 
 
-def beside(root: Path) -> Iterator[Path]:
+def numbered_siblings(root: Path) -> Iterator[Path]:
     """``root`` and the names of what is put beside it where it is taken: ``root.2``, ``root.3`` ... ``root.999``."""
     yield root
     for number in range(2, 1000):

@@ -4,7 +4,7 @@ The problem: a journal may come from a killed run, a newer release or a stranger
 numbers it may use as sizes; keys and defaults must not be said twice. The idea: a line's keys are the fields of its
 dataclass, each read as its type says; a `LineKind` declares what differs. What does not hold is a ValueError with a
 short reason, which the reader counts. Tensors' and operators' lines, thousands per step, are written by hand: what the
-tap knows is a `TensorHead`, and `told` adds what the bytes tell when the line is written.
+tap knows is a `TensorHead`, and `cell_fields` adds what the bytes tell when the line is written.
 
 An operator's argument is a VALUE, a small closed language of JSON; nothing else is let in:
 
@@ -526,7 +526,7 @@ class TensorHead(NamedTuple):
         return line | form
 
 
-def told(cell: StatsCell) -> dict[str, Any]:
+def cell_fields(cell: StatsCell) -> dict[str, Any]:
     """What the bytes tell, and where they lie, as far as it is known by now."""
     line: dict[str, Any] = {} if cell.hash is None else {"hash": cell.hash}
     line["stats"] = cell.value
@@ -674,10 +674,10 @@ class LineKind:
     def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
         """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
         here whether they have a value."""
-        keys, values, odd = self._written
+        keys, values, irregular = self._written
         line: dict[str, Any] = {"event": self.event} if self.event else {}
         line.update(zip(keys, values(value), strict=True))
-        for key, write in odd:
+        for key, write in irregular:
             if line[key] in self.left_out:
                 del line[key]
             else:
@@ -702,11 +702,11 @@ class LineKind:
         types = {f.name: str(f.type) for f in self._fields}
         names = self.order or tuple(types)
         as_it_is = {"int", "float", "str"} - {type(no).__name__ for no in self.left_out}
-        odd = [n for n in names if n in self.writers or types[n] not in as_it_is]
+        irregular = [n for n in names if n in self.writers or types[n] not in as_it_is]
         return (
             [_key(n) for n in names],
             operator.attrgetter(*names),
-            [(_key(n), self.writers.get(n, _plain)) for n in odd],
+            [(_key(n), self.writers.get(n, _plain)) for n in irregular],
         )
 
     @functools.cached_property

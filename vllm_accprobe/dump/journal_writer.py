@@ -28,9 +28,9 @@ from typing import Any
 import orjson
 import xxhash
 
-from vllm_accprobe.dump.files import HeaderEntry, beside, entry_key, entry_room, write_all
+from vllm_accprobe.dump.files import HeaderEntry, entry_key, entry_room, numbered_siblings, write_all
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
-from vllm_accprobe.dump.journal import TensorHead, last, told
+from vllm_accprobe.dump.journal import TensorHead, cell_fields, last
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, SCHEMA, Payload
 from vllm_accprobe.dump.stats import StatsCell, in_words
 
@@ -278,7 +278,7 @@ def end(procs: Sequence[Any], timeout: float, root: str) -> None:
 def writing(root: Path) -> bool:
     """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
     beside it (``root.2`` ...). Never raises."""
-    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), beside(root))
+    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), numbered_siblings(root))
     return any(_written(place) for dump in dumps for place in (dump, dump / "errcheck"))
 
 
@@ -316,7 +316,7 @@ class TensorLine:
         cell = self.cell
         if cell.payload is not None:
             cell.settle()
-        return {**self.event, **told(cell)}
+        return {**self.event, **cell_fields(cell)}
 
     def entry(self, payload: Payload) -> HeaderEntry:
         """The tensor's entry in the segment's header."""

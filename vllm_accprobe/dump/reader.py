@@ -373,16 +373,17 @@ class RankReader:
 
     def _check_rows(self) -> None:
         """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
-        odd = 0
+        unexpected = 0
         for i, r in enumerate(self.records):
             if r.rows is None or r.step is None:
                 continue
             space = row_space(self.dump, r)
             if space is None or not r.shape or space.n != r.shape[r.row_dim]:
                 self.records[i] = replace(r, rows=None)
-                odd += 1
-        if odd:
-            self.dump.problems.append(f"rank {self.rank}: {_tensors(odd)} without a row map that fits: rows not known")
+                unexpected += 1
+        if unexpected:
+            without = f"{_tensors(unexpected)} without a row map that fits"
+            self.dump.problems.append(f"rank {self.rank}: {without}: rows not known")
         for i in image_calls.unnamed(self.records, self.dump.rows):
             r = self.records[i]
             self.records[i] = replace(r, rows=None)
@@ -433,13 +434,13 @@ def open_dump(path: str | Path) -> Dump:
     run, missing_run = _read_run(path)
     dump = Dump(path, run)
     ranks: list[int] = []
-    odd: list[int] = []
+    unexpected: list[int] = []
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 match = _RANK.fullmatch(entry.name)
                 if match and entry.name == rank_dir(int(match[1])):
-                    (ranks if entry.is_dir(follow_symlinks=False) else odd).append(int(match[1]))
+                    (ranks if entry.is_dir(follow_symlinks=False) else unexpected).append(int(match[1]))
     except OSError as e:
         raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
     if missing_run and not ranks:
@@ -447,7 +448,7 @@ def open_dump(path: str | Path) -> Dump:
                         "name the directory that VLLM_ACCPROBE_DIR named")  # fmt: skip
     if missing_run:
         dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
-    for r in sorted(odd):
+    for r in sorted(unexpected):
         dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
     dump.ranks = tuple(sorted(ranks))
     for rank in dump.ranks:

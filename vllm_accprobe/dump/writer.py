@@ -482,9 +482,9 @@ class RankWriter:
         self._lock = threading.RLock()
         self._cond = threading.Condition(self._lock)
         self._staging = BatchStaging(self._cond, block_bytes, blocks, segment_bytes)
-        self._drained = 0
+        self._done = 0
         self._closing: tuple[str, Mapping[str, Any]] | None = None
-        self._drain: WriterThread | None = None
+        self._output: WriterThread | None = None
         self._thread: threading.Thread | None = None
         directory = Path(root) / rank_dir(rank)
         try:
@@ -498,8 +498,8 @@ class RankWriter:
         except OSError as e:
             self._stop(f"cannot create the dump in {directory}: {e.strerror or e}")
         else:
-            self._drain = WriterThread(directory, journal, self._stop)
-            name, work = f"accprobe-{rank}", (self._drain,)
+            self._output = WriterThread(directory, journal, self._stop)
+            name, work = f"accprobe-{rank}", (self._output,)
             self._thread = threading.Thread(target=self._journal, args=work, name=name, daemon=True)
             self._thread.start()
             threading.Thread(target=self._write, args=work, name=f"{name}-disk", daemon=True).start()
@@ -507,13 +507,13 @@ class RankWriter:
     @property
     def bytes_written(self) -> int:
         """Payload and journal bytes that are on disk."""
-        return 0 if self._drain is None else self._drain.bytes_written
+        return 0 if self._output is None else self._output.bytes_written
 
     def put(self, parts: Sequence[tuple[int, int]], event: Event, cell: StatsCell | None = None) -> Payload | None:
         """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
         stays as it is; it has ``tap``, ``role``, ``dtype`` and ``shape``.
 
-        cell: says the rest of the line, see `told`: it has the hash, gets the payload's place here and, later,
+        cell: says the rest of the line, see `cell_fields`: it has the hash, gets the payload's place here and, later,
         statistics from the copy. Without one, hash and statistics are the event's where it has such keys, else the
         bytes'. Returns where the payload will lie, or None when nothing is written any more. May wait for the disk.
         """
@@ -586,8 +586,8 @@ class RankWriter:
         with self._cond:
             self._staging.seal()
             target = self._staging.sealed
-            self._cond.wait_for(lambda: self._drained >= target or self.stopped is not None, timeout)
-            return self._drained >= target and self.stopped is None
+            self._cond.wait_for(lambda: self._done >= target or self.stopped is not None, timeout)
+            return self._done >= target and self.stopped is None
 
     def close(self, reason: str, summary: Mapping[str, Any]) -> None:
         """Writes what is waiting, finishes the segment and writes the ``end`` line: ``reason`` and ``summary`` (steps,
@@ -610,8 +610,8 @@ class RankWriter:
         self._stop(reason)
 
     def _affordable(self, nbytes: int) -> bool:
-        staging, drain = self._staging, self._drain
-        journal = 0 if drain is None else drain.journal.size
+        staging, output = self._staging, self._output
+        journal = 0 if output is None else output.journal.size
         lines = _LINE_GUESS * (staging.waiting_lines + 2)
         return staging.payload_bytes + nbytes + journal + lines <= self._budget
 
@@ -636,15 +636,15 @@ class RankWriter:
             except Exception:
                 pass  # it is told, not asked
 
-    def _write(self, drain: WriterThread) -> None:
+    def _write(self, output: WriterThread) -> None:
         """The disk thread: keeps the disk busy, and gives up batches that have become old."""
         while (batch := self._next()) is not None:
-            drain.write(batch)
+            output.write(batch)
             with self._cond:
                 batch.written = True
                 self._cond.notify_all()
 
-    def _journal(self, drain: WriterThread) -> None:
+    def _journal(self, output: WriterThread) -> None:
         """The journal thread: digests a block while it is being written, then frees it and writes its lines."""
         queue = self._staging.to_journal
         try:
@@ -654,20 +654,20 @@ class RankWriter:
                     if not queue:
                         break
                     batch = queue.popleft()
-                drain.digest(batch)
+                output.digest(batch)
                 with self._cond:
                     while not batch.written:
                         self._cond.wait()
                     if batch.block is not None:
                         self._staging.free.append(batch.block)
                     self._cond.notify_all()
-                drain.lines(batch)
+                output.lines(batch)
                 with self._cond:
                     self._staging.waiting_lines -= len(batch.lines)
-                    self._drained += 1
+                    self._done += 1
                     self._cond.notify_all()
             reason, summary = self._closing or ("", {})
-            drain.end(reason, summary)
+            output.end(reason, summary)
         except BaseException as e:  # a defect of ours: end the capture, wake whoever waits for a block
             self._stop(f"error in the writer: {type(e).__name__}: {e}")
 

@@ -28,7 +28,7 @@ from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import compiled as in_graphs
 from vllm_accprobe.capture.vllm import runner as capture_runner
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
-from vllm_accprobe.capture.vllm.compiled import LookingOn
+from vllm_accprobe.capture.vllm.compiled import DummyRunOnly
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.comparison.plan.coverage import NOBODYS
@@ -295,7 +295,7 @@ def test_rows_beyond_the_memory_are_left_out_and_counted(start: Start) -> None:
     assert 20 < rows < 29
     spaces = {r.step: (r.rows, r.shape[0]) for r in small.records
               if (r.tap, r.role) == ("model.layers.0.up", "output.0")}  # fmt: skip
-    assert spaces == {0: (readout.HELD, rows), 1: ("tokens", 2), 2: ("tokens", 1)}
+    assert spaces == {0: (readout.FIRST_ROWS, rows), 1: ("tokens", 2), 2: ("tokens", 1)}
     root = next(r for r in small.records if r.tap == "<root>" and r.role == "output.0" and r.step == 0)
     assert (root.rows, root.shape[0]) == ("tokens", 29)
     assert {(s.tap, s.count) for s in small.skips if s.reason == readout.MORE_ROWS} == {
@@ -406,7 +406,7 @@ def test_an_old_line_of_numbers_is_not_taken_for_this_step_s(start: Start, monke
     runner = Runner(compiles=True)
     probe = start(runner, task="stats")
     runner.execute_model(STEPS[0])
-    monkeypatch.setattr(readout.StatsDrain, "aim", aims_nothing)
+    monkeypatch.setattr(readout.StatsReadout, "aim", aims_nothing)
     runner.execute_model(STEPS[1])
     probe.close("test")
     dump = open_dump(probe.root)
@@ -414,7 +414,7 @@ def test_an_old_line_of_numbers_is_not_taken_for_this_step_s(start: Start, monke
     assert [s.count for s in dump.skips if (s.tap, s.reason) == ("model.layers.0.up", NOT_MEASURED)] == [1]
 
 
-def aims_nothing(self: readout.StatsDrain, space: Any) -> None:
+def aims_nothing(self: readout.StatsReadout, space: Any) -> None:
     self._space = space
     self._serial += 1
 
@@ -498,7 +498,7 @@ def test_a_failure_ends_the_capture_and_not_the_serving(
         raise ZeroDivisionError("planted in the probe")
 
     _, answers = served(start, "eager", Runner(compiles=False))
-    monkeypatch.setattr(readout.GraphDrain, where, broken)
+    monkeypatch.setattr(readout.GraphReadout, where, broken)
     dump, same = served(start, "mine", Runner(compiles=True))
     assert all(map(torch.equal, answers, same))
     assert [(e["where"], e["message"].partition(" (")[0]) for e in dump.errors] == [
@@ -571,7 +571,7 @@ def test_a_rank_that_is_not_captured_takes_part_in_the_dummy_batch(start: Start)
     config = ProbeConfig.from_kwargs(graphs=True, ranks="0")
     adapter = RunnerAdapter(Plain(model_runner=runner), runner, PARALLEL | {"rank": 1, "world_size": 2})
     other = CaptureObserver.left_out(config, adapter)
-    assert isinstance(other, LookingOn)
+    assert isinstance(other, DummyRunOnly)
     adapter.add(other)
     runner.load_model()
     runner.load_model()

@@ -21,7 +21,7 @@ from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import Session, Sink
 from vllm_accprobe.capture.graphs.placement import Placed, plan, watching
-from vllm_accprobe.capture.graphs.readout import DROPPED, UNSEEN, GraphDrain
+from vllm_accprobe.capture.graphs.readout import DROPPED, UNSEEN, GraphReadout
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import Request, Segment, Step
@@ -99,7 +99,7 @@ def computed(
 
     session = Session(config, sink, Layouts({}, 0, 1), print, rows_of)
     placed = Placed(plan(seen, lambda path, cls: False, rows, budget), lambda path, cls: True, torch.device("cpu"))
-    drain = GraphDrain(session, placed)
+    readout = GraphReadout(session, placed)
     want = []
     requests = [Request(0, "r", "r", "00", rows)]
     space["rows"] = rows
@@ -109,11 +109,11 @@ def computed(
         want.append({"down": down, "last": model.last.forward(down)})
         session.begin(Step(number), requests, True)
         if number not in unseen:
-            drain.aim(rows)
+            readout.aim(rows)
         model(x)
-        drain.take()
-        drain.take()  # as execute_model's end says it again
-        drain.rest()
+        readout.take()
+        readout.take()  # as execute_model's end says it again
+        readout.rest()
         session.end()
         if gate is not None and number == OPENS:
             gate.set()

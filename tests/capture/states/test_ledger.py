@@ -13,7 +13,7 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-def ledger() -> GroupLedger:
+def filled() -> GroupLedger:
     """Two layers, blocks 3 and 5 written twice by requests 0 and 1."""
     ledger = GroupLedger(2, 8)
     for i in range(2):
@@ -24,11 +24,11 @@ def ledger() -> GroupLedger:
 
 
 def test_what_was_written_is_read() -> None:
-    assert ledger().read(0, np.array([3, 5]), numbers(31, 51)) == []
+    assert filled().read(0, np.array([3, 5]), numbers(31, 51)) == []
 
 
 def test_what_nobody_wrote_is_believed_once() -> None:
-    ledger = ledger()
+    ledger = filled()
     assert ledger.read(0, np.array([3, 7]), numbers(31, 70)) == []
     assert ledger.read(0, np.array([7]), numbers(71)) == [0]
 
@@ -37,7 +37,7 @@ def test_what_nobody_wrote_is_believed_once() -> None:
     ("number", "kind"), [(30, STALE), (51, OTHER), (99, CHANGED)], ids=["older", "another block's", "nobody's"]
 )
 def test_cases_are_told_apart(number: int, kind: str) -> None:
-    ledger = ledger()
+    ledger = filled()
     assert ledger.read(0, np.array([3]), numbers(number)) == [0]
     found = ledger.explain(0, 3, number)
     assert (found.kind, found.block) == (kind, 3)
@@ -46,7 +46,7 @@ def test_cases_are_told_apart(number: int, kind: str) -> None:
 
 
 def test_a_copy_must_have_the_bytes_of_its_source() -> None:
-    ledger = ledger()
+    ledger = filled()
     ledger.copied(3, 5, 2)
     assert ledger.read(0, np.array([5]), numbers(31)) == []
     found = ledger.explain(0, 5, 51)
@@ -56,7 +56,7 @@ def test_a_copy_must_have_the_bytes_of_its_source() -> None:
 
 
 def test_what_is_brought_and_changes_afterwards_came_late() -> None:
-    ledger = ledger()
+    ledger = filled()
     ledger.loaded(np.array([3]), 4)
     assert ledger.read(0, np.array([3]), numbers(77)) == []  # nobody knows what must come
     assert ledger.read(0, np.array([3]), numbers(78)) == [0]
@@ -64,13 +64,13 @@ def test_what_is_brought_and_changes_afterwards_came_late() -> None:
 
 
 def test_a_write_that_changes_nothing_is_stale() -> None:
-    ledger = ledger()
+    ledger = filled()
     (found,) = ledger.wrote(0, np.array([3, 5]), numbers(31, 52))
     assert (found.kind, found.block) == (STALE, 3)
 
 
 def test_blocks_that_are_given_out_owe_nothing() -> None:
-    ledger = ledger()
+    ledger = filled()
     ledger.happened([3], 2, "prefix hit of request 'a'")
     ledger.assigned(np.array([3]), 4)
     assert ledger.read(0, np.array([3]), numbers(999)) == []
@@ -79,7 +79,7 @@ def test_blocks_that_are_given_out_owe_nothing() -> None:
 
 
 def test_events_are_kept_in_order_and_end_with_a_write() -> None:
-    ledger = ledger()
+    ledger = filled()
     for step in range(9):
         ledger.happened([3], step, "prefix hit")
     assert [step for step, _ in ledger.events[3]] == list(range(3, 9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_accprobe.capture.states.checks import token_tails, must_change
+from vllm_accprobe.capture.states.checks import must_change, token_tails
 from vllm_accprobe.capture.states.schedule import ScheduledRequest
 
 

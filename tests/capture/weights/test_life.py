@@ -20,7 +20,7 @@ def test_a_tensor_that_packing_reorders_is_of_an_unknown_order_until_it_is_given
         life.begin(kind)
         if packed is not None:
             model[0].weight.data.copy_(given)
-            life.look("0", model[0])
+            life.examine("0", model[0])
             model[0].weight.data.copy_(packed)
         life.finish(model, given=packed is not None)
     prints = [(p["life"], p["form"], p.get("undone", "")) for p in lines if p["event"] == "weight"]
@@ -37,7 +37,7 @@ def looked_at(how: str) -> list[dict[str, Any]]:
         life.begin(kind)
         with life.watch:
             model[0].weight.data.copy_(torch.ones(4, 8))
-        life.look("0", model[0])
+        life.examine("0", model[0])
         life.finish(model, given=True)
     assert failed == []
     return [line for line in lines if line["event"] == "weight" and line["name"] == "weight"]

@@ -30,7 +30,7 @@ from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import Session, Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir
-from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.journal_writer import write_run_json
 from vllm_accprobe.dump.schema import rank_dir
 
@@ -55,7 +55,7 @@ def announce(root: Path) -> None:
 def free_directory(root: Path, rank: int, what: str) -> Path:
     """``root``, or ``root.2``, ``root.3`` ... where it already has a dump of ``rank``. what: what goes there, for
     the line that says so. Raises ConfigError when all are taken."""
-    for place in beside(root):
+    for place in numbered_siblings(root):
         if not (place / rank_dir(rank)).exists():
             if place != root:
                 say(f"{root} already holds rank {rank}; {what} to {place}")
@@ -121,13 +121,13 @@ class Recording:
     """A rank's dump from its directory to its last line; ``session`` takes what goes into it.
 
     Args:
-        root: absolute; created, 0700, where it is missing. It is ``self.root`` unless ``beside`` is given.
+        root: absolute; created, 0700, where it is missing. It is ``self.root`` unless ``contents`` is given.
         run: what run.json says, where this rank is the first to write it; see ``run_facts``.
         rank: the global one. parallel: what the journal's first line says of the others.
         layouts, find_space: see Session.
         device: where the model computes; None: nobody knows, and tensors are in host memory.
-        beside: what goes into this dump, for the line that is said where ``root`` has a dump of this rank and the next
-            free directory beside it is taken. Without it the directory is taken as it is.
+        contents: what goes into this dump, for the line that is printed where ``root`` has a dump of this rank and the
+            next free directory (``root.2`` ...) is taken. Without it the directory is taken as it is.
         setting: what the user calls the directory: an OSError then becomes a ConfigError that begins with it.
         announced: `accprobe run` is told of the dump.
         on_stop: called instead of the session's ``stop`` when nothing more can be written, with the reason.
@@ -148,12 +148,12 @@ class Recording:
         rank: int,
         parallel: Mapping[str, Any],
         device: torch.device | None = None,
-        beside: str = "",
+        contents: str = "",
         setting: str | None = None,
         announced: bool = False,
         on_stop: Callable[[str], None] | None = None,
     ):
-        self.root = free_directory(root, rank, beside) if beside else root
+        self.root = free_directory(root, rank, contents) if contents else root
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_run_json(self.root, run)

@@ -277,12 +277,12 @@ def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Encode
     return _vision(config, requests, [ItemRun(item, 0, item.placeholders) for item in items], rows)
 
 
-def dealt_space(config: ProbeConfig, requests: Requests, deal: EncoderDataParallel, rows: int) -> Space | None:
-    """The rows of a vision tensor on a rank that computes ``deal``: as vision_space, and its name ends with ``#`` and
+def share_space(config: ProbeConfig, requests: Requests, share: EncoderDataParallel, rows: int) -> Space | None:
+    """The rows of a vision tensor on a rank that computes ``share``: as vision_space, and its name ends with ``#`` and
     the number of the deal. Rows of an image that is cut are counted from where the image begins."""
-    space = None if deal.runs is None else _vision(config, requests, deal.runs, rows)
+    space = None if share.runs is None else _vision(config, requests, share.runs, rows)
     if space is not None:
-        space.name += f"{DEALT}{deal.number}"
+        space.name += f"{DEALT}{share.number}"
     return space
 
 
@@ -385,9 +385,9 @@ class RowMaps:
 
         floor: the lowest position to which it may be corrected; None where the scheduler's is exact.
         """
-        said = self._positions[row : row + segment.n]
-        first = said[0] if said else -1
-        if said == list(range(first, first + segment.n)):
+        found = self._positions[row : row + segment.n]
+        first = found[0] if found else -1
+        if found == list(range(first, first + segment.n)):
             if first == segment.pos:
                 return segment
             if floor is not None and floor <= first < segment.pos:

@@ -202,7 +202,7 @@ class DeviceStaging:
         self._queue: queue.SimpleQueue[tuple[Any, StagingRing, list[RingPlace], Callback] | None] = queue.SimpleQueue()
         self._failed = failed
         self._broken = False
-        self._thread = threading.Thread(target=self._drain, name="accprobe-staging", daemon=True)
+        self._thread = threading.Thread(target=self._deliver, name="accprobe-staging", daemon=True)
         self._thread.start()
 
     def stage(self, tensors: Sequence[torch.Tensor], callback: Callback) -> None:
@@ -244,7 +244,7 @@ class DeviceStaging:
         self._queue.put(None)
         self._thread.join(timeout)
 
-    def _drain(self) -> None:
+    def _deliver(self) -> None:
         while (item := self._queue.get()) is not None:
             done, ring, places, callback = item
             try:

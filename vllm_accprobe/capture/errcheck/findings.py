@@ -29,7 +29,7 @@ from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.errcheck.watch import BAD, GOOD, UNCHECKED, Alarm, Watch
 from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.findings import BAD_BAD, GOOD_BAD, MOST_ROWS, PARAMETER, UNSURE, FirstBad, RankReport, write
 from vllm_accprobe.dump.journal import TensorHead, last
 from vllm_accprobe.dump.journal_writer import TensorLine
@@ -59,7 +59,7 @@ class RankFindings:
 
     def settle(self) -> None:
         """A second engine of one process writes beside the first one's."""
-        for place in beside(self.root):
+        for place in numbered_siblings(self.root):
             if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.root = place

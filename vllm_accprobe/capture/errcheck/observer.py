@@ -25,7 +25,7 @@ from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, f
 from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, parameters, watched
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.vllm.batch import ChosenRows, deals
+from vllm_accprobe.capture.vllm.batch import ChosenRows, distributes_encoder
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import (
     EngineStep,
@@ -71,7 +71,7 @@ class ErrcheckObserver(StepObserver):
         self._loaded: dict[str, list[Fingerprint]] = {}
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
-        self._said_off = self._said_unplaced = self._closed = False
+        self._reported_off = self._reported_unplaced = self._closed = False
         self._layouts: Layouts | None = None
         self._run: dict[str, Any] = {}
 
@@ -80,9 +80,9 @@ class ErrcheckObserver(StepObserver):
         return self.watch is not None and self.watch.dead is None
 
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
-        self._look(path, layer)
+        self._examine(path, layer)
 
-    def _look(self, path: str, module: torch.nn.Module) -> None:
+    def _examine(self, path: str, module: torch.nn.Module) -> None:
         if path in self._loaded:
             return
         self._loaded[path] = [
@@ -101,7 +101,7 @@ class ErrcheckObserver(StepObserver):
         runner, model = self._adapter.runner, self._adapter.model()
         device = torch.device(getattr(runner, "device", "cpu"))
         for path, module in model.named_modules():
-            self._look(path, module)
+            self._examine(path, module)
         modules = dict(model.named_modules(remove_duplicate=False))
         tp_rank, tp_size = self._parallel["tp"]
         self._layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
@@ -126,8 +126,8 @@ class ErrcheckObserver(StepObserver):
             self._requests.add(new.name, None, new.length, new.images)
             self._prompts[new.name] = new.prompt
         self._requests.unsent.clear()
-        if step.unplaced and not self._said_unplaced:
-            self._said_unplaced = True
+        if step.unplaced and not self._reported_unplaced:
+            self._reported_unplaced = True
             say(f"errcheck: {step.unplaced}: such steps are not watched (said once)")
         if step.number is not None and not step.unplaced:
             self.findings.steps += 1
@@ -155,15 +155,15 @@ class ErrcheckObserver(StepObserver):
             return
         watch.end()
         if watch.dead is not None:
-            if not self._said_off:
-                self._said_off = True
+            if not self._reported_off:
+                self._reported_off = True
                 self.findings.write("off", watch.dead)
         elif self.findings.old():
             self.findings.write("watching")
 
     def _images(self) -> list[EncoderItem]:
         """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
-        return [] if deals(self._adapter.runner.vllm_config) else list(self._batch.items())
+        return [] if distributes_encoder(self._adapter.runner.vllm_config) else list(self._batch.items())
 
     def _alarm(self, alarm: Alarm) -> None:
         watch = self.watch

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.ops.dispatch import Paused, listened
+from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
 from vllm_accprobe.capture.taps.hooks import Tap, outputs
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
@@ -473,7 +473,7 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
         tap.inputs = known.inputs
     owner = getattr(original, "__self__", None)
     place = TapWatch(watch, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
-    aside = Paused()
+    paused = Paused()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -482,8 +482,8 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
         if step is None:
             return original(*args, **kwargs)
         try:
-            if listened():
-                with aside:
+            if active_modes():
+                with paused:
                     entered = place.enter(step, args, kwargs)
             else:
                 entered = place.enter(step, args, kwargs)
@@ -492,8 +492,8 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         result = original(*args, **kwargs)
         try:
-            if listened():
-                with aside:
+            if active_modes():
+                with paused:
                     place.leave(step, entered, args, kwargs, result)
             else:
                 place.leave(step, entered, args, kwargs, result)

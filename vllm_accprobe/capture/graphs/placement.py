@@ -211,7 +211,7 @@ class _Watch:
             self.running[-1].own |= splits
             self.running[-1].boundary = True
 
-    def around(self, module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
+    def wrapped(self, module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
         """What stands in place of ``module.forward``."""
         original = module.forward
         arguments = argument_names(MethodType(type(module).forward, module))[0]  # of ours has none to tell
@@ -274,7 +274,7 @@ def watching(
             if inside and not isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
                 announce = module.register_forward_pre_hook(lambda module, args: watch.announced.add(id(module)))
                 stack.callback(announce.remove)
-                stack.callback(override(module, "forward", watch.around(module, paths)))
+                stack.callback(override(module, "forward", watch.wrapped(module, paths)))
                 watched += paths
         with watch.cutter:
             yield sightings

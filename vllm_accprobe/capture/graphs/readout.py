@@ -29,7 +29,7 @@ DROPPED = "dropped, the disk was slower than the model (VLLM_ACCPROBE_GRAPH_FULL
 NOT_MEASURED = "the compiled graph did not run its tap, or with a tensor of another form"
 
 
-class StatsDrain:
+class StatsReadout:
     """The taps of one placed plan that measure: ``aim`` before the forward, ``take`` of each tap after it,
     ``flush`` when all are taken, ``rest`` when no step runs. select: what they share, see stats_op.stats_selection."""
 
@@ -90,7 +90,7 @@ class StatsDrain:
             self._session.sink.measured(head, DTYPE_NAMES[one.dtype], (rows, *one.shape), found.sums, found.hash)
 
 
-HELD = f"{TOKENS}/held"
+FIRST_ROWS = f"{TOKENS}/held"
 """The row space of a graph's taps in a step with more rows than their buffers have: the first ones."""
 MORE_PADDING = "rows of padding beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
 MORE_ROWS = "rows beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
@@ -98,7 +98,7 @@ NOT_RUN = "the compiled graph did not run its tap"
 UNSEEN = "this runner calls the compiled model in a way that is not watched: no rows were chosen in that step"
 
 
-class GraphDrain:
+class GraphReadout:
     """The taps of one placed plan, step by step: ``aim`` before the forward, ``take`` after it, ``rest`` at its end."""
 
     def __init__(self, session: Session, placed: Placed):
@@ -111,7 +111,7 @@ class GraphDrain:
         self._space: Space | None = None
         self._padding: Space | None = None
         self._on = False
-        self._stats = StatsDrain(session, placed.stats_select) if placed.plan.measured else None
+        self._stats = StatsReadout(session, placed.stats_select) if placed.plan.measured else None
         self._live: set[tuple[str, str, int]] = set()
         self._sites: dict[tuple[str, str, int], Sites] = {}
 
@@ -132,7 +132,7 @@ class GraphDrain:
         if self._stats is not None:
             self._stats.aim(space)
         most = self._placed.plan.rows
-        self._space, self._padding = held(space, most) if most else space, None
+        self._space, self._padding = first_rows(space, most) if most else space, None
         if most:
             self._aim_copies(self._space, most)
 
@@ -157,7 +157,7 @@ class GraphDrain:
                 session.fired.add(one.path)
                 session.sink.skip(one.path, DROPPED, one.role)
             return
-        left = (state.spaces[TOKENS].n - space.n) if space.name == HELD else 0
+        left = (state.spaces[TOKENS].n - space.n) if space.name == FIRST_ROWS else 0
         for sighting, buffer in self._placed.chosen:
             if self._stats is not None and self._placed.plan.measures(sighting):
                 if not state.calls.get(sighting.path):
@@ -246,7 +246,7 @@ def padding_of(space: Space, most: int) -> Space:
     return Space(PADDING, space.padded, space.padded, [(space.src, stop)], [])
 
 
-def held(space: Space, most: int) -> Space:
+def first_rows(space: Space, most: int) -> Space:
     """``space`` itself where its kept rows fit into ``most``, else one of its first ``most`` kept rows."""
     if space.n <= most:
         return space
@@ -261,5 +261,6 @@ def held(space: Space, most: int) -> Space:
         if n > 0:
             segments.append(dataclasses.replace(segment, n=n))
     return Space(
-        HELD, space.src, space.padded, ranges, segments, ids=space.ids, positions=space.positions, floors=space.floors
-    )
+        FIRST_ROWS, space.src, space.padded, ranges, segments,
+        ids=space.ids, positions=space.positions, floors=space.floors,
+    )  # fmt: skip

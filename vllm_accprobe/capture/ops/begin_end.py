@@ -163,7 +163,7 @@ class OpDump:
         )
         self._recording = Recording(
             config, root_of(config), run, Layouts({}, 0, 1), lambda *_: None,
-            rank=rank, parallel={"world_size": world}, device=found, beside="these operators go", setting="",
+            rank=rank, parallel={"world_size": world}, device=found, contents="these operators go", setting="",
             announced=True,
         )  # fmt: skip
         self.path = self._recording.root

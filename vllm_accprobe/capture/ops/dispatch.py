@@ -48,30 +48,30 @@ from vllm_accprobe.capture.taps.params import named_tensors
 from vllm_accprobe.config import ProbeConfig, matches
 from vllm_accprobe.dump.journal import op_line
 
-listened = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+active_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 """How many modes there are, nearly always 0: 25 ns, where an ``Paused`` takes 400. Where a torch does not tell, the
 stack itself is looked at."""
 
 
 class Paused:
-    """``with aside: ...``, again and again, from one thread at a time; may be nested."""
+    """``with paused: ...``, again and again, from one thread at a time; may be nested."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_modes",)
 
     def __init__(self) -> None:
-        self._told: list[list[Any]] = []
+        self._modes: list[list[Any]] = []
 
     def __enter__(self) -> None:
-        modes = [m for m in _get_current_dispatch_mode_stack() if hasattr(m, "asides")]
+        modes = [m for m in _get_current_dispatch_mode_stack() if hasattr(m, "pauses")]
         for mode in modes:
-            mode.asides += 1
-        self._told.append(modes)
+            mode.pauses += 1
+        self._modes.append(modes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for mode in self._told.pop():
-            mode.asides -= 1
+        for mode in self._modes.pop():
+            mode.pauses -= 1
 
 
 TRACE, DEDUP, SAMPLE, FULL = "trace", "dedup", "sample", "full"
@@ -323,7 +323,7 @@ class Operators(TorchDispatchMode):
         self._step: StepState | None = None
         self._inside: list[str] = []
         self.calls = 0
-        self.asides = 0
+        self.pauses = 0
         """Of other probes that are at work right now."""
 
     def forget_weights(self) -> None:
@@ -342,7 +342,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         session = self._session
         state = session.state
-        if state is None or state.taking or self.asides:
+        if state is None or state.taking or self.pauses:
             return func(*args, **kwargs)
         call = operator = None
         try:
@@ -351,7 +351,7 @@ class Operators(TorchDispatchMode):
                 operator = self._operators[func] = Operator(func, self._choice)
             if state is not self._step:
                 self._step = state
-                self._memory.look()
+                self._memory.refresh()
             if not operator.view:
                 call = self._before(state, operator, args, kwargs)
         except Exception as error:

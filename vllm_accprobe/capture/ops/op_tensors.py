@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, FastPath, Sink, Sites, StepState, Ticket
-from vllm_accprobe.dump.journal import TensorHead, about_bytes, last, told
+from vllm_accprobe.dump.journal import TensorHead, about_bytes, cell_fields, last
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -211,10 +211,13 @@ def _ids(
 
 
 def _own_ids(
-    told: tuple[str, str] | None, by_name: Mapping[str, tuple[str, torch.Tensor]], sizes: Mapping[str, int], blocks: int
+    arguments: tuple[str, str] | None,
+    by_name: Mapping[str, tuple[str, torch.Tensor]],
+    sizes: Mapping[str, int],
+    blocks: int,
 ) -> tuple[torch.Tensor, list[list[Any]]] | None:
     """The same where an operator's cache has slots of its own."""
-    slots, size = told or ("", "")
+    slots, size = arguments or ("", "")
     if slots not in by_name or sizes.get(size, 0) < 1:
         return None
     role, t = by_name[slots]
@@ -258,7 +261,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """Whose memory a tensor lies in, by the address of its storage. ``look`` is called once per step.
+    """Whose memory a tensor lies in, by the address of its storage. ``refresh`` is called once per step.
 
     named: gives (module path, name, tensor) of all parameters and buffers. caches: gives the KV cache's tensors.
     keep_parameters: whether payloads of parameters are kept.
@@ -278,7 +281,7 @@ class Memory:
         self.fresh: set[int] = set()
         """Storages that were allocated in this step and that no operator has written to since."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Reads the addresses anew: weights and caches may have moved (sleep mode, reloading)."""
         self.fresh.clear()
         self.cached = {address(t) for t in self._caches()} - {0}
@@ -420,7 +423,9 @@ class Takes:
         if keep:
             event = self._head(state, tap, op, role, call).line(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             self._sink.tensors += 1
-            self._sink.line(lambda: None if taken.cell is None else last(event | told(taken.cell), "shape", "dtype"))
+            self._sink.line(
+                lambda: None if taken.cell is None else last(event | cell_fields(taken.cell), "shape", "dtype")
+            )
         return taken
 
 

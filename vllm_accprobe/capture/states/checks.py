@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.capture.states.schedule import STATE, ScheduledRequest, Schedule
+from vllm_accprobe.capture.states.schedule import STATE, Schedule, ScheduledRequest
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 
@@ -68,7 +68,9 @@ MOST_TOKENS = 8
 """Ids that are kept of a request: convolutions hold three (Mamba's kernel of 4), seldom more."""
 
 
-def token_tails(parts: Sequence[tuple[ScheduledRequest, int, int]], ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def token_tails(
+    parts: Sequence[tuple[ScheduledRequest, int, int]], ids: np.ndarray
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """By request's number, (the last ids before the step, the last behind it), and keeps the latter.
 
     parts: (request, its first position in the step, how many rows), in the order of ``ids``, the step's token ids.
@@ -101,10 +103,10 @@ _INITIAL = ("has_initial_states_p", "has_initial_states", "has_initial_state")
 
 
 def state_checks(
-    schedule: Schedule, g: int, held: Sequence[ScheduledRequest], rows: list[StepRow], metadata: Any, holders: Callable[[int], str],
-    slack: int,
+    schedule: Schedule, g: int, requests: Sequence[ScheduledRequest], rows: list[StepRow], metadata: Any,
+    holders: Callable[[int], str], slack: int,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
-    columns = [schedule.state_column(g, one) for one in held]
+    columns = [schedule.state_column(g, one) for one in requests]
     demanded = np.array([row.table[c] if c < len(row.table) else -1 for row, c in zip(rows, columns, strict=True)])
     mask = getattr(metadata, "spec_sequence_masks_cpu", None)
     if mask is None:  # before 0.32 there is the device's only
@@ -209,26 +211,26 @@ _TABLES = ("block_table", "block_table_tensor", "block_tables")
 
 
 def metadata_checks(
-    schedule: Schedule, g: int, held: Sequence[ScheduledRequest], metadata: Any, slots: Any, *, split: int = 1, slack: int = 0,
-    holders: Callable[[int], str] = str,
+    schedule: Schedule, g: int, requests: Sequence[ScheduledRequest], metadata: Any, slots: Any, *,
+    split: int = 1, slack: int = 0, holders: Callable[[int], str] = str,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
     """What is to be looked at for one group and step.
 
     Args:
-        held: the step's requests in the order of its rows. metadata: the group's; slots: its slot mapping, or None.
+        requests: the step's in the order of its rows. metadata: the group's; slots: its slot mapping, or None.
         split: kernel blocks per block of the scheduler. slack: by how many positions the schedule may be ahead, where
             it counts drafts as accepted. holders: says whose a block is.
 
     Returns the metadata_checks, and reasons for what cannot be looked at.
     """
     group = schedule.groups[g]
-    rows = [StepRow(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in held]
+    rows = [StepRow(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in requests]
     if group.kind == STATE:
-        return state_checks(schedule, g, held, rows, metadata, holders, slack)
+        return state_checks(schedule, g, requests, rows, metadata, holders, slack)
     found, missing = [], []
     slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
     if isinstance(slots, torch.Tensor) and slots.dim() == 1:
-        demanded = np.concatenate([schedule.slots(g, one) for one in held])
+        demanded = np.concatenate([schedule.slots(g, one) for one in requests])
         compare = SlotsCheck(rows, demanded, group.block_size, slack, holders)
         found.append(MetadataCheck((slots[: len(demanded)],), compare, len(demanded)))
     else:
@@ -241,7 +243,7 @@ def metadata_checks(
         found.append(MetadataCheck((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
     table = next((t for n in _TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if table is not None and table.dim() == 2:
-        columns = [schedule.touched(g, one) for one in held]
+        columns = [schedule.touched(g, one) for one in requests]
         compare_tables = _Tables(rows, columns, split, holders, group.block_size)
         found.append(MetadataCheck((table[: len(rows)],), compare_tables, sum(map(len, columns))))
     else:

@@ -26,8 +26,18 @@ import torch
 import xxhash
 
 from vllm_accprobe.capture.core.rows import external_ids
-from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, token_tails, metadata_checks, must_change
-from vllm_accprobe.capture.states.schedule import COPIED, ENDED, KV, LOADED, REUSED, STATE, ScheduledRequest, Schedule, UnexpectedBlock
+from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, metadata_checks, must_change, token_tails
+from vllm_accprobe.capture.states.schedule import (
+    COPIED,
+    ENDED,
+    KV,
+    LOADED,
+    REUSED,
+    STATE,
+    Schedule,
+    ScheduledRequest,
+    UnexpectedBlock,
+)
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep
 from vllm_accprobe.dump.journal import CHANGED, FREED, LATE, MOST_FINDINGS, OTHER, STALE, UNWRITTEN, StateFinding
 
@@ -214,7 +224,9 @@ class Findings:
                          first=self.first.get(group, "")),
         )  # fmt: skip
 
-    def strange(self, strange: UnexpectedBlock, how: str, ledger: GroupLedger, layers: int, size: int, step: int) -> None:
+    def strange(
+        self, strange: UnexpectedBlock, how: str, ledger: GroupLedger, layers: int, size: int, step: int
+    ) -> None:
         """A block, or a run of blocks, that the schedule cannot mean."""
         low, last = strange.column * size, max(strange.last, strange.column)
         self._add(
@@ -552,7 +564,7 @@ class ByteChecks:
             return
         group = now[layer.group]
         if len(group.always) or self.mode != EVENTS:
-            self.look(layer, self.chosen(layer, group), group.readers)
+            self.check(layer, self.chosen(layer, group), group.readers)
 
     def chosen(self, layer: Layer, group: GroupStep) -> np.ndarray:
         if self.mode == FULL:
@@ -615,9 +627,9 @@ class ByteChecks:
         if now is None or self.mode != FULL:
             return
         group = now[layer.group]
-        self.look(layer, np.union1d(group.reads, group.writes), group.readers, how="while it was read: ")
+        self.check(layer, np.union1d(group.reads, group.writes), group.readers, how="while it was read: ")
 
-    def look(
+    def check(
         self, layer: Layer, blocks: np.ndarray, readers: Mapping[int, tuple[int, int]], *, known_only: bool = False,
         how: str = "",
     ) -> None:  # fmt: skip
@@ -668,8 +680,8 @@ _BACKENDS = frozenset((
 
 
 class BlockLedger:
-    """See above. layers: by group. slack: see given.metadata_checks. inside: layers tell of themselves; else (graphs) what they
-    read is looked at before the forward, and what they wrote after it."""
+    """See above. layers: by group. slack: see checks.metadata_checks. inside: each layer's moments are seen; else
+    (graphs) what they read is checked before the forward, and what they wrote after it."""
 
     def __init__(
         self, schedule: Schedule, layers: Sequence[Sequence[Layer]], mode: str, findings: Findings, arrivals: Arrivals,
@@ -749,7 +761,7 @@ class BlockLedger:
                 columns = columns[-1 - self.schedule.groups[g].extra :]
             readers = {int(table[c]): (one.number, int(c)) for c in columns.tolist()}
             for layer in self.layers[g]:
-                self.bytes.look(layer, table[columns], readers, known_only=True)
+                self.bytes.check(layer, table[columns], readers, known_only=True)
 
     def _reused(self, blocks: np.ndarray) -> None:
         """Blocks get another owner: has anybody written there since the last one did?"""
@@ -758,7 +770,7 @@ class BlockLedger:
         self.events[REUSED] += len(blocks)
         for layers in self.layers:
             for layer in layers:
-                self.bytes.look(layer, blocks, {}, known_only=True)
+                self.bytes.check(layer, blocks, {}, known_only=True)
 
     def _arrives(self, arrival: Any) -> str:
         """What is wrong with it, "" for nothing."""
@@ -886,15 +898,15 @@ class BlockLedger:
             self.bytes.unseen[reason] += 1
         known = _known(metadata)
         if self.mode == OWNERS and self.schedule.groups[g].chunk:  # backends cut such requests into several
-            found = [look for look in found if isinstance(look.compare, SlotsCheck)]
-        for look in found:
-            self.held += look.numbers
-            kind = g, type(look.compare).__name__
+            found = [check for check in found if isinstance(check.compare, SlotsCheck)]
+        for check in found:
+            self.held += check.numbers
+            kind = g, type(check.compare).__name__
 
             def compare(
-                arrived: Sequence[np.ndarray], look: Any = look, step: int = self.bytes.step, kind: Any = kind
+                arrived: Sequence[np.ndarray], check: Any = check, step: int = self.bytes.step, kind: Any = kind
             ) -> None:
-                wrong = look.compare(arrived)
+                wrong = check.compare(arrived)
                 if not wrong:
                     self._right.add(kind)
                 elif self.mode == OWNERS and not known and kind not in self._right:
@@ -903,7 +915,7 @@ class BlockLedger:
                 for one in wrong:
                     self.findings.given(g, one, self.groups[g], self._names[g], step)
 
-            self.arrivals.bring(look.tensors, compare)
+            self.arrivals.bring(check.tensors, compare)
 
     def _holder(self, block: int) -> str:
         """Whose a block is, for a sentence."""

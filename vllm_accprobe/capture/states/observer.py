@@ -39,7 +39,14 @@ from vllm_accprobe.capture.states.ledger import (
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
-from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, compiles, given_metadata, guesses, run_info
+from vllm_accprobe.capture.vllm.vllm_compat import (
+    EngineStep,
+    StepObserver,
+    compiles,
+    guesses,
+    metadata_of_layer,
+    run_info,
+)
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import (
     CACHED,
@@ -366,7 +373,7 @@ class StatesObserver(StepObserver):
             assert layers is not None
             assert self.ledger is not None
             ids, _ = self._adapter.batch.buffers(self._adapter.batch.total)
-            self.ledger.forward(names, lambda g: given_metadata(layers.name_in_engine(g, runner)), ids)
+            self.ledger.forward(names, lambda g: metadata_of_layer(layers.name_in_engine(g, runner)), ids)
         except Exception as error:
             self.failed("what the attention is given", error)
 
@@ -421,7 +428,7 @@ class StatesObserver(StepObserver):
             self._recording = Recording(
                 self.config, root_of(self.config), run, Layouts({}, 0, 1), lambda part, rows: None,
                 rank=parallel["rank"], device=device, parallel=parallel,
-                beside="this engine's ledger of states goes", announced=True,
+                contents="this engine's ledger of states goes", announced=True,
             )  # fmt: skip
         return self._recording.session.sink
 

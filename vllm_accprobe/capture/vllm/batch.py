@@ -29,8 +29,8 @@ from vllm_accprobe.capture.core.rows import (
     Requests,
     Scheduled,
     Space,
-    dealt_space,
     logits_space,
+    share_space,
     token_space,
     vision_space,
 )
@@ -74,8 +74,9 @@ def grammar_of(args: Iterable[Any]) -> Grammar:
     for value in args:
         names, mask = getattr(value, "structured_output_request_ids", None), getattr(value, "grammar_bitmask", None)
         if names and mask is not None:
-            told = isinstance(names, list) and len(names) == len(mask)  # one row each: no drafts
-            return {n: xxhash.xxh3_128_hexdigest(mask[i].tobytes()) if told else None for i, n in enumerate(names)}
+            if not isinstance(names, list) or len(names) != len(mask):  # drafts: several rows for one
+                return dict.fromkeys(names)
+            return {name: xxhash.xxh3_128_hexdigest(mask[i].tobytes()) for i, name in enumerate(names)}
     return {}
 
 
@@ -92,7 +93,7 @@ def masks_of(runner: Any, prepared: Any, names: Sequence[str], grammar: Grammar)
     return {name: tuple(sorted(by)) for name, by in found.items()}
 
 
-def tells(runner: Any) -> bool:
+def reports_masks(runner: Any) -> bool:
     """Whether `masks_of` sees all that this runner has: V2 of 0.13 and 0.14 keeps penalties and biases in tensors of
     the step only, where no entry does not mean no mask."""
     if not hasattr(runner, "prepare_inputs"):
@@ -184,10 +185,10 @@ class EngineBatch:
         self._rows: list[Scheduled] | None = None
         self._items: list[EncoderItem] = []
         self._taken = 0
-        self._deals = 0
-        self._usual: EncoderDataParallel | None = None
-        self._said = False
-        self.deal: EncoderDataParallel | None = None
+        self._shares = 0
+        self._usual_share: EncoderDataParallel | None = None
+        self._reported = False
+        self.share: EncoderDataParallel | None = None
         """What this rank's encoder computes at the moment, where images are dealt out to ranks."""
 
     def begin(self, out: Any) -> None:
@@ -195,8 +196,8 @@ class EngineBatch:
         self._scheduled = out
         self._prepared = self._rows = None
         self._items = []
-        self.deal = self._usual
-        self._taken = self._deals = 0
+        self.share = self._usual_share
+        self._taken = self._shares = 0
 
     def revised(self, out: Any) -> None:
         """What the runner makes of the scheduler's output, where it works with a copy of its own."""
@@ -260,12 +261,12 @@ class EngineBatch:
         """How many rows the runner computes, where it says so (V2); else 0."""
         return int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
 
-    def dealt(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
+    def begin_share(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
         """The encoder begins with images that are dealt out. runs: gets the items that no call has taken yet; how many
         this one takes, and what of them is this rank's. Never raises: what cannot be told has rows without names."""
         if self._scheduled is None:
             return
-        self._deals += 1
+        self._shares += 1
         found, why = None, "the function is not one of vLLM's, or its images are others"
         try:
             found = runs(self.items()[self._taken :])
@@ -274,20 +275,20 @@ class EngineBatch:
         if found is None:
             self._unknown(why)
         self._taken += sys.maxsize if found is None else found[0]  # after a call that nobody knows: none either
-        self.deal = EncoderDataParallel(self._deals, None if found is None else found[1])
+        self.share = EncoderDataParallel(self._shares, None if found is None else found[1])
 
-    def gathered(self) -> None:
+    def end_share(self) -> None:
         """The encoder has ended, and every rank has what all have computed."""
-        self.deal = self._usual
+        self.share = self._usual_share
 
-    def blind(self) -> None:
+    def no_known_shares(self) -> None:
         """Images are dealt out, and nobody will say when: no row of an encoder can be told."""
-        self.deal = self._usual = EncoderDataParallel(0, None)
+        self.share = self._usual_share = EncoderDataParallel(0, None)
         self._unknown("no function of vLLM's that deals was found")
 
     def _unknown(self, why: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             known = "images are dealt out to ranks in a way that is not known"
             say(f"{known} ({why}): rows of the encoder are not told apart")
 
@@ -350,9 +351,9 @@ class ChosenRows:
 
     def space(self, part: str, rows: int) -> Space | None:
         """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
-        batch, deal = self.batch.rows(), self.batch.deal
-        if part == VISION and deal is not None:
-            return dealt_space(self._config, self._requests, deal, rows)
+        batch, share = self.batch.rows(), self.batch.share
+        if part == VISION and share is not None:
+            return share_space(self._config, self._requests, share, rows)
         if part == VISION:
             return self.images(self.batch.items(), rows)
         if part == HEAD:
@@ -405,24 +406,24 @@ _NAME = "run_dp_sharded_"
 _BY_SIZE, _BY_TILE = _NAME + "mrope_vision_model", _NAME + "vision_model"
 
 
-def deals(vllm_config: Any) -> bool:
+def distributes_encoder(vllm_config: Any) -> bool:
     """Whether the engine was asked to deal out the encoder's inputs. Models that cannot do so split weights instead."""
     config = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
     mode = getattr(config, "mm_encoder_tp_mode", None)
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
-def watch_dealing(batch: EngineBatch, vllm_config: Any) -> Dealing | None:
+def watch_encoder(batch: EngineBatch, vllm_config: Any) -> EncoderDistribution | None:
     """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
-    if not deals(vllm_config):
+    if not distributes_encoder(vllm_config):
         return None
-    dealing = Dealing(batch)
-    if not dealing.seen:
-        batch.blind()
-    return dealing
+    distribution = EncoderDistribution(batch)
+    if not distribution.seen:
+        batch.no_known_shares()
+    return distribution
 
 
-class Dealing:
+class EncoderDistribution:
     """Wraps the functions that deal, wherever vLLM's modules hold them, until ``close``.
 
     batch: is told what its rank computes. seen: functions that were found.
@@ -461,14 +462,14 @@ class Dealing:
     def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         batch = self._batch
 
-        def dealt(*args: Any, **kwargs: Any) -> Any:
+        def begin_share(*args: Any, **kwargs: Any) -> Any:
             try:
-                batch.dealt(lambda items: self._runs(name, original, items, args, kwargs))
+                batch.begin_share(lambda items: self._runs(name, original, items, args, kwargs))
                 return original(*args, **kwargs)
             finally:
-                batch.gathered()
+                batch.end_share()
 
-        return dealt
+        return begin_share
 
     def _runs(
         self, name: str, original: Any, items: list[EncoderItem], args: tuple[Any, ...], kwargs: dict[str, Any]

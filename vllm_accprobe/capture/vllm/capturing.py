@@ -28,8 +28,8 @@ from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
 from vllm_accprobe.capture.taps.hooks import Taps, chooses, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.taps.patches import Attachments, put_on
-from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, watch_dealing
-from vllm_accprobe.capture.vllm.compiled import InGraphs, LookingOn
+from vllm_accprobe.capture.vllm.batch import ChosenRows, EncoderDistribution, watch_encoder
+from vllm_accprobe.capture.vllm.compiled import DummyRunOnly, InGraphs
 from vllm_accprobe.capture.vllm.modes import AttachedModes, record_draft_layer
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
@@ -66,7 +66,7 @@ class Weights:
             config.weights,
         )
         self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)
-        self.look, self.loading, self.settle = self.life.look, self._calls.loading, self._calls.settle
+        self.examine, self.loading, self.settle = self.life.examine, self._calls.loading, self._calls.settle
         self._slots: AdapterSlots | None = None
 
     def loaded(self, model: torch.nn.Module) -> None:
@@ -112,7 +112,7 @@ class CaptureObserver(StepObserver):
 
     @classmethod
     def left_out(cls, config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver | None:
-        return LookingOn(config, adapter) if config.graphs else None
+        return DummyRunOnly(config, adapter) if config.graphs else None
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = self._selected = config
@@ -125,13 +125,13 @@ class CaptureObserver(StepObserver):
         self._recording: Recording | None = None
         self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
-        self._dealing: Dealing | None = None
+        self._encoder: EncoderDistribution | None = None
         self._modes: AttachedModes | None = None
         self._graphs: InGraphs | None = None
         self._weights = Weights(config, adapter, lambda: self.session)
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
-        self._closed = self._said_unplaced = False
+        self._closed = self._reported_unplaced = False
 
     @property
     def awake(self) -> bool:
@@ -146,7 +146,7 @@ class CaptureObserver(StepObserver):
         if self.taps is None and (self.session is None or self.session.dead is None):
             _, parameters = self._open(model)
             parameters.layer(path, layer)
-            self._weights.look(path, layer)
+            self._weights.examine(path, layer)
 
     def draft_layer(self, path: str, layer: torch.nn.Module) -> None:
         if self.taps is None and (self.session is None or self.session.dead is None):
@@ -167,10 +167,10 @@ class CaptureObserver(StepObserver):
             layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
             self._recording = Recording(
                 self.config, self.root, run, layouts, self._rows.space, rank=parallel["rank"], device=device,
-                parallel=parallel, beside="this engine's dump goes", announced=True,
+                parallel=parallel, contents="this engine's dump goes", announced=True,
             )  # fmt: skip
             self.root, self.session = self._recording.root, self._recording.session
-            self.session.encoder_share = lambda: self._adapter.batch.deal
+            self.session.encoder_share = lambda: self._adapter.batch.share
         if self._parameters is None:
             self._parameters = ParameterLines(self.session, model, say)
         return self.session, self._parameters
@@ -186,7 +186,7 @@ class CaptureObserver(StepObserver):
         compiled = compiles(runner.vllm_config, model)
         if compiled and self.config.graphs:
             self._graphs = InGraphs(session, runner, model)
-            self._graphs.around()
+            self._graphs.wrap()
         self.taps = Taps(session, functools.partial(tapped, session))
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self._rows)
@@ -195,7 +195,7 @@ class CaptureObserver(StepObserver):
         self._modes = AttachedModes(session, parameters, runner, model, batch)
         if self._graphs is not None:
             self._graphs.place(self.root)
-        self._dealing = watch_dealing(batch, runner.vllm_config)
+        self._encoder = watch_encoder(batch, runner.vllm_config)
         self._attachments = put_on(
             session, self.taps, model, language_prefix(model), self.root, self._adapter.parallel["rank"],
             stored=parameters.stored, runner=runner, compiled=compiled,
@@ -219,7 +219,7 @@ class CaptureObserver(StepObserver):
         session = self.session
         assert session is not None
         self._weights.settle()
-        self.windows.told(step.arming, step.number)
+        self.windows.update(step.arming, step.number)
         for new in step.new:
             self.requests.add(
                 new.name, new.prompt, new.length, new.images, new.adapter, new.embedded, new.salt, new.sampling
@@ -251,8 +251,8 @@ class CaptureObserver(StepObserver):
             return True
         assert self.session is not None
         self.session.sink.skip(ROOT_TAP, step.unplaced)
-        if not self._said_unplaced:
-            self._said_unplaced = True
+        if not self._reported_unplaced:
+            self._reported_unplaced = True
             say(f"{step.unplaced}: such steps are skipped (said once)")
         return False
 
@@ -338,8 +338,8 @@ class CaptureObserver(StepObserver):
                 self._graphs.close()
             if self._attachments is not None:
                 self._attachments.close()
-            if self._dealing is not None:
-                self._dealing.close()
+            if self._encoder is not None:
+                self._encoder.close()
             if self._modes is not None:
                 self._modes.close()
             self.windows.close()

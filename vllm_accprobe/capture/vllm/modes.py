@@ -53,7 +53,7 @@ class Adapters:
 
         def read(request: Any, *args: Any, **kwargs: Any) -> Any:
             loaded = original(request, *args, **kwargs)
-            self._look(request, loaded)
+            self._record_adapter(request, loaded)
             return loaded
 
         self._undo = override(manager, _READS, read)
@@ -64,7 +64,7 @@ class Adapters:
             self._undo()
             self._undo = None
 
-    def _look(self, request: Any, loaded: Any) -> None:
+    def _record_adapter(self, request: Any, loaded: Any) -> None:
         if self._session.dead is not None:
             return
         try:

@@ -103,7 +103,7 @@ class RunnerAdapter:
     def _wrap_all(self) -> None:
         for name in _QUIET:
             wrap_method(self._worker, name, self._quietly)
-        for name, around in (
+        for name, replacement in (
             ("execute_model", self._execute_model),
             ("sample_tokens", self._sample_tokens),
             ("pool", self._sample_tokens),
@@ -112,18 +112,18 @@ class RunnerAdapter:
             ("_update_states", self._update_states),
             ("load_model", self._load_model),
         ):
-            wrap_method(self.runner, name, around)
+            wrap_method(self.runner, name, replacement)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), and those of at_exit.
         at_exit(self.close, "process exit")
 
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._refuses():
             return original(*args, **kwargs)
-        with before_packing(self._look_at_layer, self._look_at_draft), contextlib.ExitStack() as stack:
+        with before_packing(self._layer_loaded, self._draft_layer_loaded), contextlib.ExitStack() as stack:
             for observer in reversed(self.observers):
                 stack.enter_context(observer.loading())
             result = original(*args, **kwargs)
-        self._tell(self.observers, "attaching to the model", lambda observer: observer.loaded())
+        self._notify(self.observers, "attaching to the model", lambda observer: observer.loaded())
         if not self._speculates:
             self._speculates = True
             wrap_method(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
@@ -141,23 +141,23 @@ class RunnerAdapter:
         self._refused = bool(why)
         return self._refused
 
-    def _look_at_layer(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
+    def _layer_loaded(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
         """A layer whose weights are loaded and not yet packed."""
 
-        def look(observer: StepObserver) -> None:
+        def notify(observer: StepObserver) -> None:
             if not self._paths:
                 self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
             path = self._paths.get(id(layer))
             if path is not None:
                 observer.layer(model, path, layer)
 
-        self._tell(reversed(self.observers), "the loaded weights", look)
+        self._notify(reversed(self.observers), "the loaded weights", notify)
 
-    def _look_at_draft(self, draft: torch.nn.Module, layer: torch.nn.Module) -> None:
+    def _draft_layer_loaded(self, draft: torch.nn.Module, layer: torch.nn.Module) -> None:
         """The same of a draft model's layer."""
         path = next((path for path, module in draft.named_modules() if module is layer), None)
         if path is not None:
-            self._tell(reversed(self.observers), "a draft's loaded weights", lambda one: one.draft_layer(path, layer))
+            self._notify(reversed(self.observers), "a draft's loaded weights", lambda one: one.draft_layer(path, layer))
 
     def _execute_model(self, original: Callable[..., Any], out: Any, *args: Any, **kwargs: Any) -> Any:
         self._end_step()
@@ -171,15 +171,15 @@ class RunnerAdapter:
             for observer in awake:
                 observer.failed("reading the scheduler's output", error)
         else:
-            self._tell(reversed(awake), "reading the scheduler's output", lambda one: one.begin_step(step))
+            self._notify(reversed(awake), "reading the scheduler's output", lambda one: one.begin_step(step))
         with contextlib.ExitStack() as stack:
             for observer in reversed(awake):
                 stack.enter_context(observer.running())
             result = original(out, *args, **kwargs)
-        self._tell(awake, "ending a step", lambda one: one.computed())
+        self._notify(awake, "ending a step", lambda one: one.computed())
         if result is not None or getattr(self.runner, "sample_tokens", None) is None:
             self._end_step()  # an answer (pooling, a pipeline's first ranks): nobody will ask for tokens
-        self._raise_if_asked()
+        self._raise_if_stopping()
         return result
 
     def _read(self, out: Any) -> EngineStep:
@@ -204,7 +204,7 @@ class RunnerAdapter:
                 return original(*args, **kwargs)
         finally:
             self._end_step()
-            self._raise_if_asked()
+            self._raise_if_stopping()
 
     def _draft(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -234,16 +234,16 @@ class RunnerAdapter:
 
     def _end_step(self) -> None:
         """Whatever runs next, it is not of the step that may still be open."""
-        self._tell(self.observers, "ending a step", lambda one: one.end_step())
+        self._notify(self.observers, "ending a step", lambda one: one.end_step())
 
-    def _tell(self, observers: Iterable[StepObserver], where: str, what: Callable[[StepObserver], None]) -> None:
+    def _notify(self, observers: Iterable[StepObserver], where: str, what: Callable[[StepObserver], None]) -> None:
         for observer in observers:
             try:
                 what(observer)
             except Exception as error:
                 observer.failed(where, error)
 
-    def _raise_if_asked(self) -> None:
+    def _raise_if_stopping(self) -> None:
         for observer in self.observers:
             error, observer.stopping = observer.stopping, None
             if error is not None:
@@ -319,20 +319,20 @@ class Forwards:
             self._undo.pop()()
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             if not self._armed():
                 return original(*args, **kwargs)
-            told = _told(args)
+            replayed = _replayed_graph(args)
             named = next((value for value in args if isinstance(value, dict)), kwargs)
-            self._begins(told.size if told is not None else rows_of((), named), told or step_graph())
+            self._begins(replayed.size if replayed is not None else rows_of((), named), replayed or step_graph())
             result = original(*args, **kwargs)
             self._ends(named, result)
             return result
 
-        return around
+        return replacement
 
 
-def _told(args: tuple[Any, ...]) -> StepGraph | None:
+def _replayed_graph(args: tuple[Any, ...]) -> StepGraph | None:
     """The graph that a replay is asked for (V2: BatchExecutionDescriptor)."""
     for value in args:
         mode = getattr(getattr(value, "cg_mode", None), "name", "NONE")

@@ -26,7 +26,7 @@ from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.hooks import chooses
-from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, tells
+from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, reports_masks
 from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.dump.journal import MASKS
 from vllm_accprobe.dump.schema import (
@@ -72,14 +72,14 @@ class NamedTokens:
         return self.ids[k] if 0 <= k < len(self.ids) else -1
 
 
-def asked(extra: Mapping[str, Any] | None, prompt: int) -> NamedTokens | None:
+def named_tokens(extra: Mapping[str, Any] | None, prompt: int) -> NamedTokens | None:
     """Of a request's extra_args; None where it asks for nothing. Raises ValueError, which quotes nothing."""
-    said = (extra or {}).get(KEY)
-    if said is None:
+    text = (extra or {}).get(KEY)
+    if text is None:
         return None
-    if not isinstance(said, str) or not _NUMBERS.fullmatch(said):
+    if not isinstance(text, str) or not _NUMBERS.fullmatch(text):
         raise ValueError(f"{KEY} is not a text of token ids with a blank between two")
-    ids = tuple(map(int, said.split(" ")))
+    ids = tuple(map(int, text.split(" ")))
     return NamedTokens(prompt, ids, max(ids))
 
 
@@ -174,13 +174,13 @@ class Sampling:
             session.sink.skip(SAMPLER, why)
             say(f"{why}: logits and tokens are skipped")
             return
-        told = tells(runner)
+        reported = reports_masks(runner)
         sampler = getattr(runner, "sampler", None)
-        attrs: dict[str, Any] = ({MASKS_KNOWN: True} if told else {}) | noise_of(sampler) | filters_of(runner)
+        attrs: dict[str, Any] = ({MASKS_KNOWN: True} if reported else {}) | noise_of(sampler) | filters_of(runner)
         if hasattr(sampler, "apply_sampling_params"):
             attrs[SCALED] = True
         session.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
-        if not told:
+        if not reported:
             session.sink.skip(SAMPLER, "this runner does not tell by request what masks logits", "masks")
         self._wrap(model, "compute_logits", self._compute_logits)
         method = "_sample" if hasattr(runner, "_sample") else "sample"
@@ -232,19 +232,19 @@ class Sampling:
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._grammar = {}
-        self._aside(self._constrained, (*args, *kwargs.values()))
+        self._guarded(self._constrained, (*args, *kwargs.values()))
         return original(*args, **kwargs)
 
     def _constrained(self, args: tuple[Any, ...]) -> None:
         self._grammar = grammar_of(args)
 
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._aside(self._masks)
+        self._guarded(self._masks)
         if self._session.config.capture_inputs:
-            self._aside(self._settings)
+            self._guarded(self._settings)
         output = original(*args, **kwargs)
         if self._session.config.capture_outputs:
-            self._aside(self._tokens, output)
+            self._guarded(self._tokens, output)
         return output
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ class Sampling:
             return original(*args, **kwargs)
         return self._sample(original, *args, **kwargs)
 
-    def _aside(self, take: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, take: Callable[..., None], *args: Any) -> None:
         """Takes something of the step, if there is one; the operators that this calls are none of the model's."""
         state = self._session.state
         if state is None:
@@ -285,12 +285,12 @@ class Sampling:
             self._session.sink.line(MASKS.to_line(Masks(state.number, found)))
 
     def _before_sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._aside(self._left, args[0] if args else kwargs.get("logits"))
+        self._guarded(self._left, args[0] if args else kwargs.get("logits"))
         return original(*args, **kwargs)
 
     def _after_masks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = original(*args, **kwargs)
-        self._aside(self._left, logits)
+        self._guarded(self._left, logits)
         return logits
 
     def _left(self, logits: Any) -> None:

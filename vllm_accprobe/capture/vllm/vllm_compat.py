@@ -264,7 +264,7 @@ def moves_of(out: Any) -> BlockMoves:
     )  # fmt: skip
 
 
-def given_metadata(layer: str) -> tuple[Any, Any]:
+def metadata_of_layer(layer: str) -> tuple[Any, Any]:
     """(attention metadata, slot mapping) of the layer that the engine calls so, of the forward that runs; None where
     there is none, or several parts of a batch have one each."""
     contexts = sys.modules.get("vllm.forward_context")

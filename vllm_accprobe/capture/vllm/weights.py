@@ -54,12 +54,12 @@ class AdapterSlots:
         if result and not self._quiet() and not self._life.off:
             if self._left:
                 self._left -= 1
-                self._look(number)
+                self._record_slot(number)
             else:
                 self._skipped()
         return result
 
-    def _look(self, number: int) -> None:
+    def _record_slot(self, number: int) -> None:
         manager: Any = self._manager
         with self._life.safely():
             slot = manager.lora_index_to_id.index(number)
@@ -107,9 +107,9 @@ _METHOD = "process_weights_after_loading"
 
 
 @contextmanager
-def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
-    """While the context lasts, ``look`` sees each layer of the first model that is loaded, before it is packed, and
-    ``look_at_draft`` those of any later one: a draft model is loaded after the one that is captured."""
+def before_packing(examine: Layer, examine_draft: Layer) -> Iterator[None]:
+    """While the context lasts, ``examine`` sees each layer of the first model that is loaded, before it is packed, and
+    ``examine_draft`` those of any later one: a draft model is loaded after the one that is captured."""
     try:
         from vllm.model_executor.model_loader import base_loader
 
@@ -120,7 +120,7 @@ def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
     seen: list[torch.nn.Module] = []
 
     def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        undo = wrap_packing(model, look_at_draft if seen else look)
+        undo = wrap_packing(model, examine_draft if seen else examine)
         seen.append(model)
         try:
             return original(model, *args, **kwargs)
@@ -135,7 +135,7 @@ def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
             setattr(base_loader, _METHOD, original)
 
 
-def wrap_packing(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
+def wrap_packing(model: torch.nn.Module, examine: Layer) -> Callable[[], None]:
     """Wraps the packing of every quantisation method in ``model``, on its instance; returns what undoes it."""
     wrapped: list[Any] = []
     for module in model.modules():
@@ -143,15 +143,15 @@ def wrap_packing(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
         if not hasattr(method, _METHOD) or not hasattr(method, "__dict__"):
             continue
         pack = getattr(method, _METHOD)
-        if look in getattr(pack, "__accprobe__", ()):  # one method of several layers
+        if examine in getattr(pack, "__accprobe__", ()):  # one method of several layers
             continue
 
         def packed(layer: Any, *args: Any, _pack: Callable[..., Any] = pack, **kwargs: Any) -> Any:
             if isinstance(layer, torch.nn.Module):
-                look(model, layer)
+                examine(model, layer)
             return _pack(layer, *args, **kwargs)
 
-        packed.__accprobe__ = (look, *getattr(pack, "__accprobe__", ()))  # type: ignore[attr-defined]
+        packed.__accprobe__ = (examine, *getattr(pack, "__accprobe__", ()))  # type: ignore[attr-defined]
         method.__dict__[_METHOD] = packed
         wrapped.append(method)
 
@@ -227,7 +227,7 @@ class WeightCalls:
             self._slept = False
             about["detail"] = "after sleep that discards weights"
         life.begin(kind, **about)
-        self._undo = wrap_packing(self._model, lambda _, layer: life.look(self._path(layer), layer))
+        self._undo = wrap_packing(self._model, lambda _, layer: life.examine(self._path(layer), layer))
         return True
 
     def _finish(self, *, given: bool) -> None:

@@ -276,7 +276,7 @@ class WeightLife:
         self._loaded: dict[Key, LoadedTensor] = {}
         self._reordered: set[Key] = set()
         self._said: dict[Key, str] = {}
-        self._looked: set[Key] = set()
+        self._examined: set[Key] = set()
         self._about: dict[str, Any] = {}
         self._seconds, self._bytes = 0.0, 0
 
@@ -296,19 +296,19 @@ class WeightLife:
             return
         self.open = kind
         self._number += 1
-        self._looked.clear()
+        self._examined.clear()
         self._about = about
         self._seconds, self._bytes = 0.0, 0
         if kind != LOAD:  # loading began before anybody could call this
             self.watch.forget()
 
-    def look(self, path: str, module: torch.nn.Module) -> None:
+    def examine(self, path: str, module: torch.nn.Module) -> None:
         """``module`` has its tensors as they were given; they are packed next."""
         if self.off or self.open is None or not self._chosen(path, type(module).__name__):
             return
         with self.safely():
             for name, tensor in own_tensors(module):
-                self._given(path, module, name, tensor)
+                self._loaded_tensor(path, module, name, tensor)
 
     def finish(self, model: torch.nn.Module, *, given: bool) -> None:
         """The event is over: all tensors as they lie now. given: what was not looked at is as it was given."""
@@ -323,7 +323,7 @@ class WeightLife:
                 if not self._chosen(path, type(module).__name__):
                     continue
                 for name, tensor in own_tensors(module):
-                    self._lies(path, module, name, tensor, given)
+                    self._lying_tensor(path, module, name, tensor, given)
             self._event(kind)
 
     def adapter(self, prints: Callable[[Callable[..., None]], None], **about: Any) -> None:
@@ -346,11 +346,11 @@ class WeightLife:
             detail="; ".join(filter(None, detail)), **self._about,
         )))  # fmt: skip
 
-    def _given(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    def _loaded_tensor(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         key = (path, name)
-        if key in self._looked or not _plain(tensor):
+        if key in self._examined or not _plain(tensor):
             return
-        self._looked.add(key)
+        self._examined.add(key)
         before, raw = self._loaded.get(key), raw_bytes(tensor)
         if before is not None and before.same(tensor, raw):
             sums = before.sums
@@ -359,30 +359,30 @@ class WeightLife:
             self._loaded[key] = LoadedTensor(sums, tensor.dtype, raw)
         self._print(path, module, name, LOADED, tensor.dtype, sums, seen=tensor)
 
-    def _lies(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
+    def _lying_tensor(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
         key = (path, name)
         if not _plain(tensor) or not tensor.numel():
             return
-        if given and key not in self._looked:
-            self._given(path, module, name, tensor)
+        if given and key not in self._examined:
+            self._loaded_tensor(path, module, name, tensor)
             return
         loaded = self._loaded.get(key)
         raw = raw_bytes(tensor) if loaded is not None else None
-        if key in self._looked and loaded is not None and loaded.same(tensor, raw):
+        if key in self._examined and loaded is not None and loaded.same(tensor, raw):
             return  # it lies as it was given
         before = loaded if loaded is not None and loaded.dtype == tensor.dtype else None
         view, how = tensor, ""
         if before is not None and (turned := transposed(tensor, before.sums.shape)) is not None:
             view, how = turned, TRANSPOSED
         sums = self._sums(view)
-        if key in self._looked:
+        if key in self._examined:
             reordered = before is not None and not how and sums.whole != before.sums.whole
             (self._reordered.add if reordered else self._reordered.discard)(key)
             if before is not None and not how and not reordered:
                 return  # it lies as it was given
         if key in self._reordered:
             how = "unknown"  # an order that is not undone
-        seen = tensor if key not in self._looked else None
+        seen = tensor if key not in self._examined else None
         self._print(path, module, name, PACKED, tensor.dtype, sums, undone=how, seen=seen)
 
     def _slot(self, path: str, cls: str, name: str, form: str, tensor: torch.Tensor) -> None:
