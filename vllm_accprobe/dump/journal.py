@@ -163,34 +163,6 @@ def about_bytes(cell: StatsCell) -> dict[str, Any]:
     return about if cell.hash is None else about | {"hash": cell.hash}
 
 
-def op_call(rank: int, e: Event) -> OpCall:
-    """An ``op`` event. Raises ValueError for a value that is not of the language above."""
-    kwargs = e.get("kwargs") or {}
-    mutates = e.get("mutates") or []
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"kwargs is {short(kwargs)}")
-    if not isinstance(mutates, list) or not all(isinstance(role, str) for role in mutates):
-        raise ValueError(f"mutates is {short(mutates)}")
-    for value in kwargs.values():
-        _check(value)
-    return OpCall(
-        rank=rank,
-        step=optional_integer(e, "step"),
-        tap=string(e, "tap"),
-        op=string(e, "op"),
-        call=integer(e, "call", 0),
-        seq=integer(e, "seq", 0),
-        module=optional_string(e, "module"),
-        args=_values(e, "args"),
-        kwargs=kwargs,
-        outputs=_values(e, "outputs"),
-        mutates=tuple(mutates),
-        module_call=integer(e, "module_call", 0),
-        slot=optional_integer(e, "slot"),
-        inside=optional_string(e, "inside"),
-    )
-
-
 def tensors(values: Sequence[Any] | Any) -> Iterator[dict[str, Any]]:
     """The contents of all ``{"tensor": ...}`` in some VALUES (a list or tuple of them, or one), in order."""
     for value in values if isinstance(values, (list, tuple)) else (values,):
@@ -227,6 +199,13 @@ def _values(e: Event, key: str) -> tuple[Any, ...]:
     for value in values:
         _check(value)
     return tuple(values)
+
+
+def _named_values(e: Event, key: str) -> dict[str, Any]:
+    values = _mapping(e, key)
+    for value in values.values():
+        _check(value)
+    return values
 
 
 def _check(value: Any, depth: int = 0) -> None:
@@ -426,32 +405,11 @@ def _word(e: Event, key: str, default: str | None = "") -> str:
     return string(e, key, default)[:_WORD]
 
 
-def weight_print(rank: int, e: Event) -> WeightPrint:
-    """A ``weight`` line. Raises ValueError."""
-    shape = tuple(_numbers(e.get("shape"), "shape"))
+def _shape(e: Event, key: str) -> tuple[int, ...]:
+    shape = tuple(_numbers(e.get(key), key))
     if len(shape) > MAX_DIMS or row_count(shape) > MAX_INT:
-        raise ValueError(f"shape is {short(shape)}")
-    written = e.get("written")
-    return WeightPrint(
-        rank,
-        integer(e, "life"),
-        string(e, "tap"),
-        string(e, "class", ""),
-        string(e, "name"),
-        string(e, "form"),
-        string(e, "dtype"),
-        shape,
-        _sum(e, "order"),
-        _sum(e, "bag"),
-        integer(e, "zeros", 0),
-        optional_integer(e, "nan"),
-        string(e, "undone", ""),
-        integer(e, "block", 0),
-        tuple(_parts(e.get("parts") or [])),
-        None if written is None else tuple(_runs_of_rows(written)),
-        bool(e.get("raw", False)),
-        optional_string(e, "rows"),
-    )
+        raise ValueError(f"{key} is {short(shape)}")
+    return shape
 
 
 def _list(value: Any, key: str) -> list[Any]:
@@ -467,20 +425,20 @@ def _numbers(value: Any, key: str) -> list[int]:
     return found
 
 
-def _runs_of_rows(value: Any) -> Iterator[tuple[int, int, int]]:
-    for run in _list(value, "written"):
-        first, end, times = [*_numbers(run, "written"), 0, 0, 0][:3]
-        yield first, end, times
+def _runs_of_rows(e: Event, key: str) -> tuple[tuple[int, ...], ...] | None:
+    if e.get(key) is None:
+        return None
+    return tuple(tuple([*_numbers(run, key), 0, 0, 0][:3]) for run in _list(e[key], key))
 
 
-def _parts(value: Any) -> list[Range]:
+def _parts(e: Event, key: str) -> tuple[Range, ...]:
     found: list[Range] = []
-    for part in _list(value, "parts"):
+    for part in _list(e.get(key) or [], key):
         if not isinstance(part, list) or len(part) != 3 or not isinstance(part[0], str):
-            raise ValueError(f"parts is {short(value)}")
-        first, end = _numbers(part[1:], "parts")
+            raise ValueError(f"{key} is {short(e[key])}")
+        first, end = _numbers(part[1:], key)
         found.append((part[0][:_WORD], first, end))
-    return found
+    return tuple(found)
 
 
 def _sum(e: Event, key: str) -> str:
@@ -1026,13 +984,28 @@ LIFE = LineKind(
     writers={"seconds": lambda seconds: round(seconds, 6)},
     order=("number", "kind", "step", "name", "slot", "detail", "seconds", "nbytes"),
 )  # fmt: skip
+OP = LineKind(
+    "op", OpCall, needs=("tap", "op"), given=("rank",),
+    readers={
+        "args": _values, "kwargs": _named_values, "outputs": _values, "mutates": lambda e, key: tuple(_strings(e, key)),
+    },
+)  # fmt: skip
+"""Is read by this; `op_line` writes it."""
+WEIGHT = LineKind(
+    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype"), given=("rank",),
+    readers={
+        "shape": _shape, "order": _sum, "bag": _sum, "parts": _parts, "written": _runs_of_rows,
+        "raw": lambda e, key: bool(e.get(key, False)),
+    },
+)  # fmt: skip
+"""Is read by this; `print_line` writes it."""
 KINDS = {
     kind.event: kind
     for kind in (
         REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE,
     )
 }  # fmt: skip
-"""Besides ``start``, ``tensor``, ``param``, ``op``, ``weight``, and ``error``, which is read as it is."""
+"""Besides ``start``, ``tensor``, ``param``, OP, WEIGHT, and ``error``, which is read as it is."""
 
 
 def where(found: StateFinding) -> str:

@@ -43,14 +43,14 @@ from vllm_accprobe.dump.files import (
 )
 from vllm_accprobe.dump.journal import (
     KINDS,
+    OP,
+    WEIGHT,
     CachedPrefix,
     Lives,
     StateFinding,
     StateTotals,
-    op_call,
     record,
     replaced,
-    weight_print,
 )
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
@@ -304,10 +304,10 @@ class RankReader:
             self.records.append(record(rank, e, self.layouts))
             return
         if kind == "op":
-            self.ops.append(op_call(rank, e))
+            self.ops.append(OP.from_line(e, rank=rank))
             return
         if kind == "weight":
-            dump.lives.prints.append(weight_print(rank, e))
+            dump.lives.prints.append(WEIGHT.from_line(e, rank=rank))
             return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})

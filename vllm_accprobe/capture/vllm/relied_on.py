@@ -82,7 +82,7 @@ CUTS = taps in compiled graphs do not know where the graph is cut
 ROWS = the rows of a step cannot be told: refused
 IMAGES = rows of images have no names: skipped
 PREEMPTED = the ledger of states does not know that a request was resumed
-MOVED = the ledger of states takes copied or zeroed blocks for bytes that nobody wrote
+MOVED = the ledger of states takes copied blocks for bytes that nobody wrote
 FORCED = tokens cannot be forced
 BLOCKS = the ledger of states does not know which blocks a request has
 ADAPTER = requests with different adapters are taken for the same
@@ -176,8 +176,6 @@ SchedulerOutput @ vllm.v1.core.sched.output:SchedulerOutput | ROWS
     finished_req_ids | finished requests are never forgotten
     scheduled_spec_decode_tokens | rows of drafts would be taken for tokens
     scheduled_encoder_inputs | IMAGES
-    preempted_req_ids [since 0.13] | PREEMPTED
-    new_block_ids_to_zero [since 0.18] | MOVED
     kv_cache_block_copies [since 0.26] | MOVED
 NewRequestData @ vllm.v1.core.sched.output:NewRequestData | ROWS
     req_id prompt_token_ids num_computed_tokens | ROWS

@@ -134,15 +134,12 @@ class BlockMoves:
     """What the scheduler did with the cache's blocks before a step, by request, one sequence per group of the cache.
 
     tables: the whole tables of requests that are new or resumed; more: what was added to the tables of others.
-    preempted: as far as it is said. copies: (from, to), block by block, before the forward. zeroed: blocks that are
-    filled with zeros before it.
+    copies: (from, to), block by block, before the forward.
     """
 
     tables: Mapping[str, Sequence[Sequence[int]]]
     more: Mapping[str, Sequence[Sequence[int]]]
-    preempted: Sequence[str] = ()
     copies: Sequence[tuple[int, int]] = ()
-    zeroed: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -258,10 +255,7 @@ def moves_of(out: Any) -> BlockMoves:
             whole = flags[i] if resumed is None and flags else name in (resumed or ())
             (tables if whole else more)[name] = _ids(ids)
     copies = [(int(copy[0]), int(copy[1])) for copy in getattr(out, "kv_cache_block_copies", None) or ()]
-    return BlockMoves(
-        tables, more, tuple(getattr(out, "preempted_req_ids", None) or ()), copies,
-        tuple(getattr(out, "new_block_ids_to_zero", None) or ()),
-    )  # fmt: skip
+    return BlockMoves(tables, more, copies)
 
 
 def metadata_of_layer(layer: str) -> tuple[Any, Any]:

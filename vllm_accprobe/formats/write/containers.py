@@ -264,7 +264,7 @@ def module(e: Any) -> Module | None:
 def op(rank: int, e: Any) -> OpCall | None:
     """A call as of_op wrote it; None for what is none."""
     try:
-        return journal.op_call(rank, e)
+        return journal.OP.from_line(e, rank=rank)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
 
