@@ -90,7 +90,7 @@ LINES = [
 def test_there_and_back(value: Any, text: str) -> None:
     kind = next(k for k in KINDS.values() if k.type is type(value))
     assert encode(kind.to_line(value)).decode() == text + "\n"
-    given = {name: getattr(value, name) for name in kind.given}
+    given = {name: getattr(value, name) for name in kind.external}
     assert kind.from_line(json.loads(text), **given) == value
 
 
@@ -127,7 +127,7 @@ def test_every_kind_is_here() -> None:
 def test_what_does_not_hold_has_a_reason(event: dict[str, Any], why: str) -> None:
     kind = KINDS[event["event"]]
     with pytest.raises(ValueError, match=why):
-        kind.from_line(event, **dict.fromkeys(kind.given, 0))
+        kind.from_line(event, **dict.fromkeys(kind.external, 0))
 
 
 def test_a_line_of_which_little_was_said_has_defaults() -> None:

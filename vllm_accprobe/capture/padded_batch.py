@@ -69,10 +69,10 @@ def towers(model: torch.nn.Module, language: str) -> list[torch.nn.Module]:
     if not language:
         return []
     up = language.rpartition(".")[0]
-    around = model.get_submodule(up) if up else model
+    parent = model.get_submodule(up) if up else model
     leaf = language.rpartition(".")[2]
     return [
-        m for name, m in around.named_children() if name not in (leaf, "lm_head") and any(True for _ in m.parameters())
+        m for name, m in parent.named_children() if name not in (leaf, "lm_head") and any(True for _ in m.parameters())
     ]
 
 

@@ -614,7 +614,7 @@ class LineKind:
     """One kind of line, or of an object within a line.
 
     event: its name, "" for an object within a line; type: its dataclass, whose field ``cls`` is the key ``class``.
-    needs: keys that must be there; others have their field's default, or 0 and "". given: fields that no line has.
+    needs: keys that must be there; others have their field's default, or 0 and "". external: fields that no line has.
     readers, writers: of fields of which the type does not say enough. left_out: values that are no key. order: the
     fields' in a line, where it is another one. whole: reads a line whose keys depend on each other, in place of these.
     """
@@ -622,7 +622,7 @@ class LineKind:
     event: str
     type: Callable[..., Any]
     needs: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    external: tuple[str, ...] = ()
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
     writers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     left_out: tuple[Any, ...] = (None, ())
@@ -644,15 +644,15 @@ class LineKind:
             del line[key]
         return line
 
-    def from_line(self, e: Event, **given: Any) -> Any:
-        """The value of a line. given: the fields that no line has. Raises ValueError."""
+    def from_line(self, e: Event, **external: Any) -> Any:
+        """The value of a line. external: the fields that no line has. Raises ValueError."""
         if self.whole is not None:
             return self.whole(e)
-        return self.type(**{name: read(e, key) for name, key, read in self._read}, **given)
+        return self.type(**{name: read(e, key) for name, key, read in self._read}, **external)
 
     @functools.cached_property
     def _fields(self) -> list[dataclasses.Field[Any]]:
-        return [f for f in dataclasses.fields(self.type) if f.name not in self.given]  # type: ignore[arg-type]
+        return [f for f in dataclasses.fields(self.type) if f.name not in self.external]  # type: ignore[arg-type]
 
     @functools.cached_property
     def _written(self) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
@@ -853,7 +853,7 @@ STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
 ERROR = LineKind("error", Failure, left_out=())
 END = LineKind("end", End, readers={"skipped": _counts})
 LABEL = LineKind(
-    "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
+    "label", Label, needs=("step", "tap", "role", "path"), external=("rank",), readers={"ending": _ending},
     left_out=(None, ""),
 )  # fmt: skip
 _WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}
@@ -979,20 +979,20 @@ CACHED = LineKind(
     writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
 )  # fmt: skip
 LIFE = LineKind(
-    "life", WeightEvent, needs=("number",), given=("rank",), left_out=(None, ""),
+    "life", WeightEvent, needs=("number",), external=("rank",), left_out=(None, ""),
     readers={"kind": functools.partial(_word, default=None), "name": _word, "detail": _word, "seconds": _time},
     writers={"seconds": lambda seconds: round(seconds, 6)},
     order=("number", "kind", "step", "name", "slot", "detail", "seconds", "nbytes"),
 )  # fmt: skip
 OP = LineKind(
-    "op", OpCall, needs=("tap", "op"), given=("rank",),
+    "op", OpCall, needs=("tap", "op"), external=("rank",),
     readers={
         "args": _values, "kwargs": _named_values, "outputs": _values, "mutates": lambda e, key: tuple(_strings(e, key)),
     },
 )  # fmt: skip
 """Is read by this; `op_line` writes it."""
 WEIGHT = LineKind(
-    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype"), given=("rank",),
+    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype"), external=("rank",),
     readers={
         "shape": _shape, "order": _sum, "bag": _sum, "parts": _parts, "written": _runs_of_rows,
         "raw": lambda e, key: bool(e.get(key, False)),

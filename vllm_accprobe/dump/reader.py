@@ -316,7 +316,7 @@ class RankReader:
         if found is None:
             self.unknown[kind[:40]] += 1
             return
-        value = found.from_line(e, **dict.fromkeys(found.given, rank))
+        value = found.from_line(e, **dict.fromkeys(found.external, rank))
         if kind == "rows" and value.space == PADDING:
             dump.padding_rows[rank, value.step] = value
         elif kind in _KEYED:
@@ -365,11 +365,11 @@ class RankReader:
             lost[reason] += 1
             self.records[i] = replace(r, payload=None)
         for reason, n in lost.items():
-            said = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
-            self.dump.problems.append(said)
+            text = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
+            self.dump.problems.append(text)
             self.dump.skips.append(Skip(first[reason].tap, LOST, first[reason].step, first[reason].role, n))
             if not reason.endswith(MISSING):
-                self.dump.unread.append(said)
+                self.dump.unread.append(text)
 
     def _check_rows(self) -> None:
         """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""

@@ -22,7 +22,7 @@ from vllm_accprobe.dump.dtypes import DTYPES, byte_values, widen
 from vllm_accprobe.dump.schema import Payload, Stats
 
 _CHUNK = 32768
-_HELD = 1 << 20
+_WITH_GIL = 1 << 20
 """Bytes up to which the GIL is kept: some tens of microseconds of work."""
 
 Sums = tuple[int, float, float, float, float, int, int]
@@ -128,9 +128,9 @@ def moments(data: np.ndarray, dtype: str) -> TensorMoments:
 def moments_at(address: int, nbytes: int, dtype: str) -> Sums:
     """Moments of ``nbytes`` bytes at ``address``: contiguous, whole elements of ``dtype``. Raises like ``moments``."""
     kernels = _kernels()
-    if kernels is not None and nbytes and nbytes <= _HELD and dtype in kernels.KINDS:
+    if kernels is not None and nbytes and nbytes <= _WITH_GIL and dtype in kernels.KINDS:
         try:
-            return kernels.held(address, nbytes, kernels.KINDS[dtype])  # type: ignore[no-any-return]
+            return kernels.with_gil(address, nbytes, kernels.KINDS[dtype])  # type: ignore[no-any-return]
         except Exception:  # a compiler that fails on this machine must not end a capture
             pass
     return moments(_bytes_at(address, nbytes), dtype)

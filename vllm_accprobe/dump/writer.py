@@ -46,9 +46,9 @@ _ENTRY_MOST = 1024
 """More bytes than a tensor's entry in a segment's header takes."""
 
 
-_HELD = 1 << 20
+_WITH_GIL = 1 << 20
 """Bytes up to which a copy keeps the GIL: given up for a microsecond, it may be milliseconds until it is back."""
-_copy_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+_copy_with_gil = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 
@@ -74,8 +74,8 @@ class AlignedBlock:
 
     def fill(self, at: int, source: int, nbytes: int) -> None:
         """Copies ``nbytes`` bytes from the address ``source`` to ``at``; while many are copied, the GIL is free."""
-        if nbytes <= _HELD:
-            _copy_held(self.address + at, source, nbytes)
+        if nbytes <= _WITH_GIL:
+            _copy_with_gil(self.address + at, source, nbytes)
         else:
             ctypes.memmove(self.address + at, source, nbytes)
 

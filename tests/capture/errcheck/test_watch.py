@@ -273,7 +273,7 @@ def test_bad_parameters_and_not_masks() -> None:
 def test_a_large_step_is_not_held_and_the_next_one_is() -> None:
     model = Toy()
     spoil(model.norm, put(float("nan"), 0, 0, 0))
-    watched = Watched(model, deferred=True, hold_bytes=100)
+    watched = Watched(model, deferred=True, keep_bytes=100)
     watched.run(IDS)
     first = watched.alarms[0]
     assert (first.tap, first.outputs, first.bad) == ("norm", (), None)

@@ -46,7 +46,7 @@ class Toy:
         for source, block in moves.get("copies", ()):
             for cache in self.caches:
                 cache[block] = cache[source]
-        held = [self.ledger.schedule.held[name] for name in counts]
+        held = [self.ledger.schedule.requests[name] for name in counts]
         slots = torch.cat([torch.from_numpy(self.ledger.schedule.slots(0, one)) for one in held])
         metadata = SimpleNamespace(
             slot_mapping=slots,
@@ -71,7 +71,7 @@ class Toy:
         self.ledger.end_step()
 
     def close(self) -> list[StateFinding]:
-        self.ledger.ended(tuple(self.ledger.schedule.held))
+        self.ledger.ended(tuple(self.ledger.schedule.requests))
         self.ledger.arrivals.close()
         self.ledger.findings.flush()
         return self.said

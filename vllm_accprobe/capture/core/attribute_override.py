@@ -30,15 +30,15 @@ def override(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Sets ``owner.name`` to a call of ``around(original, *args, **kwargs)`` and returns it; None, and nothing is done,
-    where there is no such method."""
+def wrap_method(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Sets ``owner.name`` to a call of ``replacement(original, *args, **kwargs)`` and returns it; None, and nothing is
+    done, where there is no such method."""
     original = getattr(owner, name, None)
     if not callable(original):
         return None
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
     wrapped.__name__ = name
     wrapped.__wrapped__ = wrapped.__accprobe__ = original  # type: ignore[attr-defined]

@@ -167,9 +167,9 @@ class Layouts:
             return REPLICATED
         local = local_experts(module, name)  # also where there is no tensor parallelism beside it
         if local is not None:
-            index, size, held = local
-            known = sum(n for n, _ in held) == shape[0]
-            return Layout("shard", "ep", index, size, 0, held) if known else Layout("unknown", "ep", index, size)
+            index, size, blocks = local
+            known = sum(n for n, _ in blocks) == shape[0]
+            return Layout("shard", "ep", index, size, 0, blocks) if known else Layout("unknown", "ep", index, size)
         if self._size == 1 or own_tp_size(module) == 1:
             return REPLICATED
         expert = expert_parts(module, name)

@@ -65,16 +65,16 @@ class RankFindings:
                 self.root = place
                 return
 
-    def counts(self, tap: str, held: bool) -> bool:
+    def counts(self, tap: str, kept: bool) -> bool:
         """Told of an alarm: whether it is the one that counts, the first, or again at the first one's tap, now that its
-        tensors are ``held``. Others are counted as later ones."""
+        tensors are ``kept``. Others are counted as later ones."""
         first = self.first
         if first is None:
             return True
         self._later += 1
         if len(self._places) < _PLACES or tap in self._places:
             self._places[tap] += 1
-        return not first.dtype and held and tap == first.tap
+        return not first.dtype and kept and tap == first.tap
 
     def old(self) -> bool:
         """Whether the report is so old that a killed rank would not have left how far it came."""

@@ -107,7 +107,7 @@ class ErrcheckObserver(StepObserver):
         self._layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
         self._run = run_info(runner, model, device, self._parallel, self.config.to_json())
         self.findings.settle()
-        watch = Watch(self.kinds, self._alarm, say, device, hold_bytes=1 << 28)
+        watch = Watch(self.kinds, self._alarm, say, device, keep_bytes=1 << 28)
         self.taps = Taps(watch, functools.partial(watched, watch))
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
@@ -132,7 +132,7 @@ class ErrcheckObserver(StepObserver):
         if step.number is not None and not step.unplaced:
             self.findings.steps += 1
             if self.findings.steps == 1:  # the KV cache has its memory by now
-                watch.hold_bytes = hold_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))
+                watch.keep_bytes = keep_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))
             watch.begin(WatchedStep(step.number, step.tokens))
         self._leaving.append(list(step.finished))
         if len(self._leaving) > _LATE_STEPS:
@@ -189,8 +189,8 @@ class ErrcheckObserver(StepObserver):
         space = spaces(alarm.part, tensor.shape[0]) if tensor is not None and tensor.dim() else None
         found, rows = finding(watch, alarm, space, requests, self.findings.parameters.get(alarm.tap, []))
         if tensor is None:
-            held = watch.hold_bytes / 1e6
-            kept = f"not kept: the step was larger than the {held:.0f} MB that may be held; its next bad call will be"
+            most = watch.keep_bytes / 1e6
+            kept = f"not kept: the step was larger than the {most:.0f} MB that may be held; its next bad call will be"
         else:
             assert self._layouts is not None
             try:
@@ -245,7 +245,7 @@ class ErrcheckObserver(StepObserver):
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 
 
-def hold_bytes(device: torch.device) -> int:
+def keep_bytes(device: torch.device) -> int:
     """How much of a step may be held by reference: an eighth of the device's free memory, at most 1 GiB. Two steps, or
     three, may be waiting for their numbers at a time."""
     if device.type == "cpu":

@@ -215,8 +215,8 @@ class WatchedModel:
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 
 
-def _flat(given: Input, rows: Rectangle) -> Input:
-    return given if given.tensor is None else replace(given, tensor=rows.flatten(given.tensor))
+def _flat(item: Input, rows: Rectangle) -> Input:
+    return item if item.tensor is None else replace(item, tensor=rows.flatten(item.tensor))
 
 
 EXIT = "exit"

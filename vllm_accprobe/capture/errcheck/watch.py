@@ -5,7 +5,7 @@ tensors is out of the question, and reading every tensor stops a device at every
 output goes through ONE fused reduction (aminmax shows NaN, Inf and values at the dtype's end), on real rows only. In
 host memory the two numbers are read at once, while the call's inputs are at hand. On a device they go into a buffer
 that is copied once per step and read one or two steps later; until then the step's calls are kept by reference up to
-``hold_bytes``. A tap whose bad call was not kept is ARMED: its calls are kept in all later steps. Inputs that a module
+``keep_bytes``. A tap whose bad call was not kept is ARMED: its calls are kept in all later steps. Inputs that a module
 changes in place are cloned before the call, from its third call on. An output that a child has returned already is not
 checked again.
 
@@ -204,7 +204,7 @@ class WatchedStep:
     """What is known of a step while it runs. rows: real token rows; padded: rows of the root's input."""
 
     __slots__ = (
-        "calls", "checks", "held", "inside", "last", "note", "number", "order", "padded", "rows", "seen",
+        "calls", "checks", "inside", "kept", "last", "note", "number", "order", "padded", "rows", "seen",
         "stack",
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ class WatchedStep:
         self.note = note
         self.padded = rows
         self.order = 0
-        self.held = 0
+        self.kept = 0
         self.last = ""
         self.inside: str | None = None
         self.stack: list[str] = []
@@ -224,7 +224,7 @@ class WatchedStep:
         self.checks: dict[torch.dtype, list[Check]] = {}
 
 
-class HeldCall(NamedTuple):
+class KeptCall(NamedTuple):
     """References to what went in and out of one call. copies: inputs that it changes in place, as they were; begun: the
     step's order when it began."""
 
@@ -246,7 +246,7 @@ class Check(NamedTuple):
     part: str
     cls: str
     before: str
-    call: HeldCall | None
+    call: KeptCall | None
 
 
 @dataclass
@@ -290,7 +290,7 @@ class Watch:
         kinds: of "nan" and "overflow", what is an error.
         say: gets one line when the watch itself breaks.
         device: where the model computes. deferred: read numbers as on a device, also for host memory (tests).
-        hold_bytes: how much of a step may be held by reference (devices only).
+        keep_bytes: how much of a step may be held by reference (devices only).
     """
 
     def __init__(
@@ -300,13 +300,13 @@ class Watch:
         say: Callable[[str], None],
         device: torch.device | None = None,
         deferred: bool = False,
-        hold_bytes: int = 1 << 28,
+        keep_bytes: int = 1 << 28,
     ):
         device = device or torch.device("cpu")
         self.rule = BadnessRule(NAN in kinds, OVERFLOW in kinds)
         self.now: WatchedStep | None = None
         self.dead: str | None = None
-        self.hold_bytes = hold_bytes
+        self.keep_bytes = keep_bytes
         self.armed: str | None = None
         self.waiting: deque[PendingStep] = deque()
         # What makes it a TapOwner (hooks.py):
@@ -557,7 +557,7 @@ class TapWatch:
         if self.calls < _LEARNING:
             self.calls += 1
             self._learn(args, kwargs, results)
-        seen, held, call = step.seen, False, None
+        seen, kept, call = step.seen, False, None
         for role, tensor in results:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
@@ -570,13 +570,13 @@ class TapWatch:
             step.order = order = step.order + 1
             x = tensor if step.padded == step.rows or part != LANGUAGE else real_rows(step, tensor)
             if watch.deferred:
-                if not held:
-                    held = True
-                    if self._may_hold(step, name, results):
-                        call = HeldCall(tap, args, kwargs, result, copies, begun)
+                if not kept:
+                    kept = True
+                    if self._may_keep(step, name, results):
+                        call = KeptCall(tap, args, kwargs, result, copies, begun)
                 watch.defer(step, x, Check(order, name, number, role, part, tap.cls, step.last, call))
             elif watch.is_bad(x, part):
-                call = HeldCall(tap, args, kwargs, result, copies, begun)
+                call = KeptCall(tap, args, kwargs, result, copies, begun)
                 watch.raise_alarm(step, Check(order, name, number, role, part, tap.cls, step.last, call))
                 if watch.now is not step:
                     return
@@ -586,14 +586,14 @@ class TapWatch:
                 seen[number_of] = (known[0], known[1], order)
             step.last = name
 
-    def _may_hold(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
+    def _may_keep(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
         """Whether this call may be held until the numbers are there."""
         watch = self.watch
         if watch.armed == name:
             return True
         for _, tensor in results:
-            step.held += tensor.nbytes
-        return step.held <= watch.hold_bytes
+            step.kept += tensor.nbytes
+        return step.kept <= watch.keep_bytes
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]) -> None:
         own = {memory(tensor) for _, tensor in results}

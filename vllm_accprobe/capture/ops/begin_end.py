@@ -36,7 +36,7 @@ NAMES = ("X_DEBUG", "X_DEDUP", "X_DUMP_NUM")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def given(environ: Mapping[str, str]) -> dict[str, int | bool]:
+def torch_xray_settings(environ: Mapping[str, str]) -> dict[str, int | bool]:
     """The arguments of ``begin_dump`` that the environment sets; empty ones are unset. Raises ConfigError."""
     found: dict[str, int | bool] = {}
     for name in NAMES:
@@ -58,7 +58,7 @@ def given(environ: Mapping[str, str]) -> dict[str, int | bool]:
 def advice(environ: Mapping[str, str]) -> str:
     """What stands for them where a server captures; "" where none is set."""
     try:
-        found = given(environ)
+        found = torch_xray_settings(environ)
     except ConfigError as error:
         return f"{error}; it is torch_xray's, and has no effect here"
     if not found:
@@ -105,7 +105,7 @@ def begin_dump(
     """
     words = {"X_DEBUG": X_DEBUG, "X_DEDUP": X_DEDUP, "X_DUMP_NUM": X_DUMP_NUM}
     if settings.get("mode") is None and settings.get("calls") is None:
-        words = {**words, **{k: v for k, v in given(os.environ).items() if words[k] is None}}
+        words = {**words, **{k: v for k, v in torch_xray_settings(os.environ).items() if words[k] is None}}
     config = _config(path, words["X_DEBUG"], words["X_DEDUP"], words["X_DUMP_NUM"], settings)  # type: ignore[arg-type]
     key = os.path.abspath(config.dir) if config.dir else ""
     with _lock:

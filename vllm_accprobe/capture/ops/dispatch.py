@@ -121,8 +121,8 @@ class Choice:
         names = (op, op.rpartition(".")[0])
         if self._names and not matches(self._names, names):
             return "not selected by VLLM_ACCPROBE_OPS_LIST"
-        asked = any(not g.startswith("!") and g != "*" and any(fnmatchcase(n, g) for n in names) for g in self._names)
-        return None if asked else by_default(op)
+        by_name = any(not g.startswith("!") and g != "*" and any(fnmatchcase(n, g) for n in names) for g in self._names)
+        return None if by_name else by_default(op)
 
     def wanted_at(self, tap: str) -> bool:
         """Whether the globs over taps (those with ``::``) choose calls of tap ``module::op``."""

@@ -215,7 +215,7 @@ class Findings:
                          part=layer.part),
         )  # fmt: skip
 
-    def given(self, group: int, wrong: WrongNumber, ledger: GroupLedger, layers: int, step: int) -> None:
+    def wrong_number(self, group: int, wrong: WrongNumber, ledger: GroupLedger, layers: int, step: int) -> None:
         """A number of a group's metadata."""
         self._add(
             (wrong.kind, group, wrong.block, wrong.request, wrong.slot), "",
@@ -731,11 +731,11 @@ class BlockLedger:
             self.events[COPIED] += 1
         wrong: dict[str, str] = {}
         for arrival in arrivals:
-            if said := self._arrives(arrival):
-                wrong.setdefault(arrival.request.name, said)
+            if first_text := self._arrives(arrival):
+                wrong.setdefault(arrival.request.name, first_text)
         for one in dict.fromkeys(a.request.name for a in arrivals if a.event != LOADED):
-            self._prefix(self.schedule.held[one], wrong.get(one, ""))
-        self.bytes.batch = [self.schedule.held[name] for name in step.counts]
+            self._prefix(self.schedule.requests[one], wrong.get(one, ""))
+        self.bytes.batch = [self.schedule.requests[name] for name in step.counts]
 
     def _prefix(self, one: ScheduledRequest, why: str) -> None:
         """Whose rows a request finds in the cache."""
@@ -785,12 +785,12 @@ class BlockLedger:
             event = f"{arrival.event} of request '{self.findings.name(one.name)}'"
             self.arrivals.do(partial(ledger.happened, blocks.tolist(), step, event))
         self._due[g].update(blocks.tolist())
-        said = ""
+        first_text = ""
         for strange in self.schedule.unexpected(arrival):
             how = self._hit(strange)
-            said = said or how
+            first_text = first_text or how
             self._strange(strange, how)
-        return said
+        return first_text
 
     def _hit(self, strange: UnexpectedBlock) -> str:
         """``request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote``."""
@@ -806,13 +806,13 @@ class BlockLedger:
         more = "" if strange.kind == STALE or strange.why == "another adapter" else why
         return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
 
-    def forward(self, names: Sequence[str], given: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
-        """The runner has prepared the step. names: its requests in the order of its rows. given: by group, the
+    def forward(self, names: Sequence[str], metadata_of: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
+        """The runner has prepared the step. names: its requests in the order of its rows. metadata_of: by group, the
         attention's metadata and slot mapping, None where there are none. ids: the step's token ids, a tensor, where
         the runner has them."""
         if self.bytes.now is not None:
             return
-        self.bytes.batch = [self.schedule.held[name] for name in names]
+        self.bytes.batch = [self.schedule.requests[name] for name in names]
         self.bytes.now = []
         tails: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         if ids is not None and self.bytes.memory and self.mode != OWNERS:
@@ -826,7 +826,7 @@ class BlockLedger:
             if self.mode == OWNERS:
                 self._lost(g)
             if self.layers[g]:
-                metadata, slots = given(g)
+                metadata, slots = metadata_of(g)
                 self._hold(g, metadata, slots)
         if not self.inside:
             for layer in (one for layers in self.layers for one in layers):
@@ -913,7 +913,7 @@ class BlockLedger:
                     self.strange_metadata.add(kind)
                     return
                 for one in wrong:
-                    self.findings.given(g, one, self.groups[g], self._names[g], step)
+                    self.findings.wrong_number(g, one, self.groups[g], self._names[g], step)
 
             self.arrivals.bring(check.tensors, compare)
 

@@ -170,7 +170,7 @@ class CacheLayers:
                 module = self._modules[layer.path]
                 impl = getattr(module, "impl", None)
                 if impl is None:
-                    self._around_module(module, layer, enters, wrote, leaves)
+                    self._hook_module(module, layer, enters, wrote, leaves)
                 elif callable(getattr(impl, _UPDATE, None)) and not _within(module):
                     self._undo.append(override(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
                     for name in _FORWARDS:
@@ -183,7 +183,7 @@ class CacheLayers:
                     self.skipped["attention without a forward of its own"] += 1
                     layers.remove(layer)
 
-    def _around_module(
+    def _hook_module(
         self, module: torch.nn.Module, layer: Layer, enters: Moment, wrote: Moment, leaves: Moment
     ) -> None:
         def before(*_: Any) -> None:
@@ -390,7 +390,7 @@ class StatesObserver(StepObserver):
             return
         schedule = ledger.schedule
         for name in self._new:
-            request, one = capture.requests.get(name), schedule.held.get(name)
+            request, one = capture.requests.get(name), schedule.requests.get(name)
             if request is not None and one is not None:
                 schedule.req[one.number] = request.req
         for one, found, why in ledger.prefixes:
@@ -471,7 +471,7 @@ class StatesObserver(StepObserver):
         if ledger is None or layers is None or findings is None:
             return
         if self.dead is None:
-            ledger.ended(tuple(ledger.schedule.held))
+            ledger.ended(tuple(ledger.schedule.requests))
             ledger.arrivals.close()
             findings.flush()
         skipped = layers.skipped + ledger.bytes.unseen

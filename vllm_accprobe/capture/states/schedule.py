@@ -104,7 +104,7 @@ class Schedule:
     def __init__(self, groups: Sequence[CacheGroup], blocks: int, loads: bool = False):
         self.groups = list(groups)
         self.loads = loads
-        self.held: dict[str, ScheduledRequest] = {}
+        self.requests: dict[str, ScheduledRequest] = {}
         self.names: list[str] = []
         self.gen = np.zeros(blocks, np.int64)
         self.taker = np.full(blocks, -1, np.int64)
@@ -130,7 +130,7 @@ class Schedule:
 
     def ended(self, names: Sequence[str]) -> list[ScheduledRequest]:
         """These requests get no more rows: what they held, which others may be given from now on."""
-        found = [self.held.pop(name) for name in names if name in self.held]
+        found = [self.requests.pop(name) for name in names if name in self.requests]
         for one in found:
             self._holds(one, -1)
         return found
@@ -153,8 +153,8 @@ class Schedule:
         arrivals: list[BlockArrival] = []
         copied = {dst for _, dst in moves.copies}
         for name, tables in moves.tables.items():
-            resumed = name in self.held
-            one = self.held.get(name) or self._new(name, new.get(name))
+            resumed = name in self.requests
+            one = self.requests.get(name) or self._new(name, new.get(name))
             self._holds(one, -1)
             one.tables = [np.asarray(ids, np.int64) for ids in tables]
             one.wrote.clear()
@@ -178,7 +178,7 @@ class Schedule:
             self._holds(one, 1)
             one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is given
         for name, tables in moves.more.items():
-            one = self.held[name]
+            one = self.requests[name]
             for g, ids in enumerate(tables):
                 more = np.asarray(ids, np.int64)
                 first = len(one.tables[g])
@@ -187,7 +187,7 @@ class Schedule:
                 np.add.at(self.holders, more[more != NULL], 1)
                 one.gens[g] = np.concatenate([one.gens[g], self.gen[more]])
         for name, n in counts.items():
-            one = self.held[name]
+            one = self.requests[name]
             start, length = starts.get(name, 0), len(one.prompt) if one.prompt is not None else one.start + one.n + 1
             generated = name not in moves.tables and one.n and one.start >= length
             one.accepted = start - one.start if generated else None
@@ -196,7 +196,7 @@ class Schedule:
         return arrivals, np.concatenate(fresh) if fresh else np.empty(0, np.int64)
 
     def _new(self, name: str, new: NewRequest | None) -> ScheduledRequest:
-        one = self.held[name] = ScheduledRequest(name, len(self.names), None if new is None else new.prompt, [], [])
+        one = self.requests[name] = ScheduledRequest(name, len(self.names), None if new is None else new.prompt, [], [])
         self.names.append(name)
         self.done.append(0)
         self.req.append(-1)
@@ -213,7 +213,7 @@ class Schedule:
         for block in blocks[self.holders[blocks] > 0].tolist():
             self.suspects.update(
                 other.name
-                for other in self.held.values()
+                for other in self.requests.values()
                 if other is not one and any(block in table for table in other.tables)
             )
         self.gen[blocks] += 1
@@ -393,7 +393,7 @@ class Schedule:
         if content := int(self.content[g][block]):
             return content, int(self.pictures[g][block])
         number, column = int(self.taker[block]), int(self.column[g][block])
-        owner = self.held.get(self.names[number])
+        owner = self.requests.get(self.names[number])
         if owner is None or owner.number != number or column < 0:
             return 0, 0
         keys, pictures = self.prompt_keys(owner, g)

@@ -432,12 +432,12 @@ class TapOwner(Protocol):
 class Taps:
     """All taps of one model. ``remove`` puts every forward back.
 
-    around: what is put around each forward; calls.tapped of a session, module_call.watched of a Watch.
+    wrapper: what is put around each forward; calls.tapped of a session, module_call.watched of a Watch.
     """
 
-    def __init__(self, owner: TapOwner, around: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
+    def __init__(self, owner: TapOwner, wrapper: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
         self._owner = owner
-        self._around = around
+        self._wrapper = wrapper
         self._undo: list[Callable[[], None]] = []
         self.taps: list[Tap] = []
 
@@ -517,7 +517,7 @@ class Taps:
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
-        self._undo.append(override(module, "forward", self._around(tap, original)))
+        self._undo.append(override(module, "forward", self._wrapper(tap, original)))
         self.taps.append(tap)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
@@ -527,10 +527,10 @@ class Taps:
             return
         original = method.apply
         tap = Tap(taps[:1], cls, original, {taps[0]: HEAD}, frozenset(taps[:1]), False)
-        around = self._around(tap, original)
+        wrapper = self._wrapper(tap, original)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            return around(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)
+            return wrapper(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)
 
         try:
             method.apply = apply

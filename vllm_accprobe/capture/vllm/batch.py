@@ -441,7 +441,7 @@ class EncoderDistribution:
             for name in [n for n in names if n.startswith(_NAME)]:
                 original = names[name]
                 if callable(original):
-                    self._put(names, name, wrapped.setdefault(id(original), self._around(name, original)))
+                    self._put(names, name, wrapped.setdefault(id(original), self._counting(name, original)))
 
     def close(self) -> None:
         """Puts the functions back."""
@@ -459,7 +459,7 @@ class EncoderDistribution:
 
         self._undo.append(undo)
 
-    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         batch = self._batch
 
         def begin_share(*args: Any, **kwargs: Any) -> Any:

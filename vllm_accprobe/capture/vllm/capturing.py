@@ -97,11 +97,11 @@ class Weights:
             session.sink.skip(path, reason)
 
     def _failed(self, error: BaseException) -> None:
-        said = f"{type(error).__name__}: {error}"
-        say(f"{_WHERE} failed ({said}): their life is not told any further; capture goes on")
+        text = f"{type(error).__name__}: {error}"
+        say(f"{_WHERE} failed ({text}): their life is not told any further; capture goes on")
         session = self._session()
         if session is not None:
-            session.sink.error(_WHERE, said, None)
+            session.sink.error(_WHERE, text, None)
 
 
 class CaptureObserver(StepObserver):

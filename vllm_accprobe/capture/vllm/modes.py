@@ -164,20 +164,20 @@ class OtherRows:
         self._session = session
         self._batch = batch
         self._undo: list[Callable[[], None]] = []
-        for name, around in (("compute_logits", self._logits), ("embed_input_ids", self._embed)):
+        for name, call in (("compute_logits", self._logits), ("embed_input_ids", self._embed)):
             original = getattr(model, name, None)
             if callable(original):
-                self._undo.append(override(model, name, self._around(original, around)))
+                self._undo.append(override(model, name, self._skipping(original, call)))
 
     def close(self) -> None:
         """Both are as they were."""
         while self._undo:
             self._undo.pop()()
 
-    def _around(self, original: Callable[..., Any], other: Callable[[int], str]) -> Callable[..., Any]:
+    def _skipping(self, original: Callable[..., Any], other: Callable[[int], str]) -> Callable[..., Any]:
         session = self._session
 
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             state = session.state
             if state is None:
                 return original(*args, **kwargs)
@@ -192,7 +192,7 @@ class OtherRows:
             finally:
                 session.state = state if session.dead is None else None
 
-        return around
+        return call
 
     def _logits(self, _: int) -> str:
         """The first call of a step is for the rows that are sampled."""

@@ -300,7 +300,7 @@ class Forwards:
         """What the runner calls around it."""
         original = getattr(runner, "_model_forward", None)
         if callable(original):
-            self._undo.append(override(runner, "_model_forward", self._around(original)))
+            self._undo.append(override(runner, "_model_forward", self._watched(original)))
 
     def step(self, runner: Any) -> None:
         """A step begins: V2's replays, which are made when its graphs are."""
@@ -311,14 +311,14 @@ class Forwards:
         for name in _REPLAYS:
             original = getattr(manager, name, None)
             if callable(original):
-                self._undo.append(override(manager, name, self._around(original)))
+                self._undo.append(override(manager, name, self._watched(original)))
 
     def close(self) -> None:
         """All of them are as they were."""
         while self._undo:
             self._undo.pop()()
 
-    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if not self._armed():
                 return original(*args, **kwargs)

@@ -198,8 +198,8 @@ class Sampling:
         elif hasattr(sampler, "sample"):
             self._wrap(sampler, "sample", self._before_sample)
 
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        if wrap_method(owner, name, around) is None:
+    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        if wrap_method(owner, name, replacement) is None:
             self._session.sink.skip(SAMPLER, f"no {name} to wrap")
 
     def _compute_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

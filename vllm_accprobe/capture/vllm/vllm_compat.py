@@ -409,8 +409,8 @@ def replica_of(config: Any) -> tuple[int, int]:
     if index is None:
         index = getattr(config, "data_parallel_rank", 0)
     index = int(index or 0)
-    told = os.environ.get(REPLICAS, "")
-    size = max(int(getattr(config, "data_parallel_size", 1) or 1), int(told) if told.isdecimal() else 1)
+    replicas = os.environ.get(REPLICAS, "")
+    size = max(int(getattr(config, "data_parallel_size", 1) or 1), int(replicas) if replicas.isdecimal() else 1)
     return index, max(size, index + 1)
 
 

@@ -71,12 +71,12 @@ class AdapterSlots:
         registered = manager._registered_adapters
         adapter = registered[number] if number in registered else None  # noqa: SIM401  (a cache: get() counts)
         for path, module in manager.modules.items():
-            given = None if adapter is None else manager._get_lora_layer_weights(adapter, path)
+            as_loaded = None if adapter is None else manager._get_lora_layer_weights(adapter, path)
             for name in ("lora_a", "lora_b"):
                 stacked = getattr(module, f"{name}_stacked", None)
                 if not isinstance(stacked, (tuple, list)):
                     continue
-                whole = _whole(given, name, len(stacked), int(getattr(module, "tp_size", 1) or 1))
+                whole = _whole(as_loaded, name, len(stacked), int(getattr(module, "tp_size", 1) or 1))
                 for i, tensor in enumerate(stacked):
                     where = tap_path(path), type(module).__name__, f"{name}.{i}"
                     if whole is not None:
@@ -86,14 +86,14 @@ class AdapterSlots:
                     say(*where, SLOT, tensor[slot])
 
 
-def _whole(given: Any, name: str, count: int, tp_size: int) -> list[torch.Tensor | None] | None:
+def _whole(as_loaded: Any, name: str, count: int, tp_size: int) -> list[torch.Tensor | None] | None:
     """The adapter's tensors for each of the layer's ``count`` slices, None in it for a slice that it leaves alone;
     None where they are cut over ranks, or cannot be told."""
     if tp_size > 1:
         return None
-    if not given:
+    if not as_loaded:
         return [None] * count
-    found = getattr(given, name, None)
+    found = getattr(as_loaded, name, None)
     found = [found] if isinstance(found, torch.Tensor) else found
     if not isinstance(found, list) or len(found) != count:
         return None
@@ -188,8 +188,8 @@ class WeightCalls:
         if self._model is not None:
             return
         self._model = model
-        self.life.finish(model, given=True)
-        for owner, name, around in (
+        self.life.finish(model, as_loaded=True)
+        for owner, name, replacement in (
             (self._runner, "reload_weights", self._reload),
             (self._worker, "start_weight_update", self._start),
             (self._worker, "update_weights", self._update),
@@ -198,14 +198,14 @@ class WeightCalls:
             (self._worker, "wake_up", self._wake),
             (model, "load_weights", self._load_weights),
         ):
-            if (ours := wrap_method(owner, name, around)) is not None:
+            if (ours := wrap_method(owner, name, replacement)) is not None:
                 self._wrapped.append((owner, name, ours))
 
     def settle(self) -> None:
         """A step is about to begin, or the run to end: what was written since the last one is looked at."""
         if self._pending and self._model is not None:
             self._pending = False
-            self.life.finish(self._model, given=False)
+            self.life.finish(self._model, as_loaded=False)
 
     def close(self) -> None:
         """Takes the wrappers off."""
@@ -230,12 +230,12 @@ class WeightCalls:
         self._undo = wrap_packing(self._model, lambda _, layer: life.examine(self._path(layer), layer))
         return True
 
-    def _finish(self, *, given: bool) -> None:
+    def _finish(self, *, as_loaded: bool) -> None:
         if self._undo is not None:
             self._undo()
             self._undo = None
         assert self._model is not None
-        self.life.finish(self._model, given=given)
+        self.life.finish(self._model, as_loaded=as_loaded)
 
     def _path(self, layer: torch.nn.Module) -> str:
         assert self._model is not None
@@ -248,7 +248,7 @@ class WeightCalls:
             with self.life.watch:
                 return original(*args, **kwargs)
         finally:
-            self._finish(given=True)
+            self._finish(as_loaded=True)
 
     def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._begin(SYNC):
@@ -268,7 +268,7 @@ class WeightCalls:
         try:
             return self._update(original, *args, **kwargs)
         finally:
-            self._finish(given=True)
+            self._finish(as_loaded=True)
 
     def _load_weights(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.life.open is None and self._begin(SYNC):
@@ -289,5 +289,5 @@ class WeightCalls:
         result = original(*args, **kwargs)
         # After a sleep that discards the weights they are nothing until somebody writes them.
         if (tags is None or "weights" in tags) and not self._slept and self._begin(WAKE):
-            self._finish(given=False)
+            self._finish(as_loaded=False)
         return result

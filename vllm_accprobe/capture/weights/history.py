@@ -152,11 +152,11 @@ class WriteWatch(TorchDispatchMode):
                 for tensor in _tensors(value):
                     self._write(tensor)
             return
-        given = {p for a in (*args, *kwargs.values()) for t in _tensors(a) if (p := _pointer(t))}
+        as_loaded = {p for a in (*args, *kwargs.values()) for t in _tensors(a) if (p := _pointer(t))}
         empty = func.__name__.startswith(("empty", "new_empty"))
         for tensor in _tensors(result):
             pointer = _pointer(tensor)
-            if pointer and pointer not in given:
+            if pointer and pointer not in as_loaded:
                 self._storages[pointer] = _Storage(empty)
 
     def _write(self, tensor: torch.Tensor) -> None:
@@ -310,8 +310,8 @@ class WeightLife:
             for name, tensor in own_tensors(module):
                 self._loaded_tensor(path, module, name, tensor)
 
-    def finish(self, model: torch.nn.Module, *, given: bool) -> None:
-        """The event is over: all tensors as they lie now. given: what was not looked at is as it was given."""
+    def finish(self, model: torch.nn.Module, *, as_loaded: bool) -> None:
+        """The event is over: all tensors as they lie now. as_loaded: what was not looked at is as it was given."""
         kind, self.open = self.open, None
         if self.off or kind is None:
             return
@@ -323,7 +323,7 @@ class WeightLife:
                 if not self._chosen(path, type(module).__name__):
                     continue
                 for name, tensor in own_tensors(module):
-                    self._lying_tensor(path, module, name, tensor, given)
+                    self._packed_tensor(path, module, name, tensor, as_loaded)
             self._event(kind)
 
     def adapter(self, prints: Callable[[Callable[..., None]], None], **about: Any) -> None:
@@ -359,11 +359,13 @@ class WeightLife:
             self._loaded[key] = LoadedTensor(sums, tensor.dtype, raw)
         self._print(path, module, name, LOADED, tensor.dtype, sums, seen=tensor)
 
-    def _lying_tensor(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
+    def _packed_tensor(
+        self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, as_loaded: bool
+    ) -> None:
         key = (path, name)
         if not _plain(tensor) or not tensor.numel():
             return
-        if given and key not in self._examined:
+        if as_loaded and key not in self._examined:
             self._loaded_tensor(path, module, name, tensor)
             return
         loaded = self._loaded.get(key)
