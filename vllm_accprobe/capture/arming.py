@@ -31,8 +31,9 @@ NOT_CARRIED = "this engine's scheduler does not look at a control file, and the 
 class Windows:
     """The selection that holds on one rank.
 
-    aim: told the settings from now on, None for nothing, and globs of modules, None for all that are tapped. note: gets
-    each window for the journal. refuse: gets why a control file is not believed. say: a line to the person who serves.
+    aim: gets the settings that hold from now on, None for nothing, and globs of modules, None for all that are tapped.
+    note: gets each window for the journal. refuse: gets why a control file is not believed. say: a line to the person
+    who serves.
     """
 
     def __init__(
@@ -173,8 +174,8 @@ def patch_engines() -> bool:
 
 
 def patch(core: Any, path: Callable[[], Path]) -> bool:
-    """Puts the look around the scheduler of every engine of vLLM's class ``core`` (EngineCore), when it first steps;
-    False where the class has no method that steps. path: where the control file of this process's dump lies."""
+    """Attaches the control file to the scheduler of every engine of vLLM's class ``core`` (EngineCore), when it first
+    steps; False where the class has no method that steps. path: where the control file of this process's dump lies."""
     found = False
     for name in _STEPS:
         original = getattr(core, name, None)

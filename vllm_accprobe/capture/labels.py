@@ -69,7 +69,7 @@ def set_label(data_src: str, data_id: str, data_val: Any = None, tensor_path: st
         tensor_path: instead of a value: the file that the accelerator's library writes, now or later, or the end of
             its path. An ATB ``.bin``, or ``.npy``, ``.pt``, ``.pth``, ``.safetensors``.
 
-    Does nothing unless something captures. Never raises; what is wrong is said once and counted in the dump.
+    Does nothing unless something captures. Never raises; what is wrong is reported once and counted in the dump.
     """
     mode = _mode
     if mode:
@@ -81,10 +81,10 @@ def set_label(data_src: str, data_id: str, data_val: Any = None, tensor_path: st
 
 def gen_id(name: str | None = None) -> str:
     """An id for a pair: ``name`` itself, which is then the same on every machine and in every run, or a new one made of
-    the time. A name that is used again in the same step is told apart by the order of the calls."""
+    the time. A name that is used again in the same step is distinguished by the order of the calls."""
     if name is not None:
         return name
-    if is_compiling():  # the clock would break the graph; labels of one id are told apart by their order
+    if is_compiling():  # the clock would break the graph; labels of one id are distinguished by their order
         return _COMPILED
     if not _mode:
         return f"data_{next(_numbers)}"  # nobody will see it; asking the clock takes five times as long
@@ -99,7 +99,7 @@ def taken() -> bool:
 def bind(taker: Taker, traced: Traced | None = None) -> None:
     """From now on labels go to ``taker`` too, until `unbind`: each dump that is open has all of them.
 
-    traced: given where the engine compiles whole graphs, in which no label may break one: it is told, while
+    traced: only where the engine compiles whole graphs, in which no label may break one: it is called, while
     torch.compile traces, of each label that is left out there. Elsewhere a label is an eager part of compiled code.
     """
     global _take
@@ -159,7 +159,7 @@ _MAX_ID = 400
 _MANY = 512
 """Labels that wait for their files before those of earlier steps are looked for."""
 _CLOSE_S = 10.0
-"""How long a capture that ends looks for files: a server's processes are given half a minute to end."""
+"""How long a capture that ends looks for files: a server's processes have half a minute to end."""
 ROOT_ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
 """Environment variables that name the directories accelerator libraries write to."""
 
@@ -195,7 +195,7 @@ class Labels:
         self._executions: dict[str, int] = {}
         self._files = 0
         self._copied = 0
-        self._taker = self.take  # one object: a bound method is a new one each time it is asked for
+        self._taker = self.take  # one object: a bound method is a new one at each access
         self._whole_graphs = whole_graphs
 
     def open(self) -> None:
@@ -210,11 +210,11 @@ class Labels:
             self._session.fail("collecting the labels' files", error)
 
     def take(self, source: str, name: str, value: Any, path: str | None) -> None:
-        """What ``set_label`` was given. Never raises."""
+        """The arguments of ``set_label``. Never raises."""
         session = self._session
         state = session.state
         if value is None and isinstance(path, (str, os.PathLike)):
-            # Counted in every call: the library numbers its executions, warm-up and steps that nobody asked for too.
+            # Counted in every call: the library numbers its executions, warm-up and steps that nobody wants too.
             self._executions[os.fspath(path)] = self._executions.get(os.fspath(path), -1) + 1
         if state is None:
             if self._outside and session.dead is None:
@@ -307,7 +307,7 @@ class Labels:
                 self._pending.append(label)
 
     def _place(self, label: Label, roots: list[Path]) -> tuple[Path | None, str]:
-        """This process was told the path by its own program: an absolute one needs no root."""
+        """This process has the path from its own program: an absolute one needs no root."""
         path = Path(label.path)
         if path.is_absolute():
             return (path, "") if path.is_file() else (None, "its file was not found")

@@ -65,7 +65,7 @@ def language_path(model: torch.nn.Module) -> str:
 
 
 def towers(model: torch.nn.Module, language: str) -> list[torch.nn.Module]:
-    """The outermost modules beside the language model that hold parameters and are no head."""
+    """The outermost modules next to the language model that hold parameters and are no head."""
     if not language:
         return []
     up = language.rpartition(".")[0]
@@ -77,7 +77,7 @@ def towers(model: torch.nn.Module, language: str) -> list[torch.nn.Module]:
 
 
 class TowerCalls:
-    """Tells when a tower runs before the model: ``begin`` is called with what ``generate`` was given.
+    """Tells when a tower runs before the model: ``begin`` is called with the arguments of ``generate``.
 
     Wraps ``generate`` and the towers' forwards on their instances until ``undo``.
     """

@@ -253,7 +253,7 @@ class SegmentData:
 
 
 def numbered_siblings(root: Path) -> Iterator[Path]:
-    """``root`` and the names of what is put beside it where it is taken: ``root.2``, ``root.3`` ... ``root.999``."""
+    """``root`` and the names of what is used where it is taken: ``root.2``, ``root.3`` ... ``root.999``."""
     yield root
     for number in range(2, 1000):
         yield root.with_name(f"{root.name}.{number}")

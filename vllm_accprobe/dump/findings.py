@@ -102,7 +102,7 @@ def write(root: Path, report: RankReport) -> None:
 
 
 def read(root: Path) -> list[RankReport]:
-    """The files of all ranks under ``root`` (and of further engines beside it: ``root.2`` ...), by rank.
+    """The files of all ranks under ``root`` (and of further further engines: ``root.2`` ...), by rank.
 
     Raises ErrcheckError for a file that is no such report.
     """

@@ -157,7 +157,7 @@ def op_line(
 
 
 def about_bytes(cell: StatsCell) -> dict[str, Any]:
-    """What a tensor's description says where the tensor was looked at: those keys that its bytes tell."""
+    """What a tensor's description says where the tensor's values were read: those keys that its bytes tell."""
     stats = cell.value
     about = {} if stats is None else {name: getattr(stats, name) for name in Stats.__slots__}
     return about if cell.hash is None else about | {"hash": cell.hash}
@@ -180,7 +180,7 @@ def inputs(call: OpCall) -> Iterator[dict[str, Any]]:
 
 
 def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
-    """``records`` without those of calls whose place in a random sample (``slot``) was given to a later call."""
+    """``records`` without those of calls whose place in a random sample (``slot``) was taken by a later call."""
     last: dict[tuple[str, int], OpCall] = {}
     gone: set[tuple[int | None, str, int]] = set()
     for call in ops:
@@ -280,7 +280,7 @@ LOAD, RELOAD, SYNC, WAKE, LORA = "load", "reload", "sync", "wake", "lora"
 """Kinds of events. load: the first; reload: vLLM's reload_weights; sync: load_weights on the live model, or a session
 of vLLM's weight transfer; wake: after sleep; lora: an adapter is put into a slot."""
 MAX_WEIGHT_ROWS = 1 << 18
-"""Rows of a tensor that are told apart; of one with more there are the sums only."""
+"""Rows of a tensor that are distinguished; of one with more there are the sums only."""
 Range = tuple[str, int, int]
 
 
@@ -309,8 +309,8 @@ class WeightPrint:
     are not numbers, None where not counted. undone: which packing was taken off before the print was made: ``""`` none,
     ``unknown`` for an order that nobody here can undo. block: rows of one expert, 0 without experts. parts: (name,
     first, end) of the rows of each block that have names of their own. written: (first row, end, times) of what was
-    seen to be written, None where nobody looked. raw: memory that nobody had filled before. rows: 32 bits for each row,
-    base64 of little-endian; None where there are too many, or they are those of the event before."""
+    seen to be written, None where it was not observed. raw: memory that nobody had filled before. rows: 32 bits for
+    each row, base64 of little-endian; None where there are too many, or they are those of the event before."""
 
     rank: int
     life: int
@@ -645,7 +645,7 @@ class LineKind:
         return line
 
     def from_line(self, e: Event, **external: Any) -> Any:
-        """The value of a line. external: the fields that no line has. Raises ValueError."""
+        """The value of a line. external: fields that no line has. Raises ValueError."""
         if self.whole is not None:
             return self.whole(e)
         return self.type(**{name: read(e, key) for name, key, read in self._read}, **external)
@@ -882,7 +882,7 @@ MOST_FINDINGS = 200
 
 @dataclass(frozen=True, slots=True)
 class StateFinding:
-    """``{"event": "state"}``: what a kernel read, or was given, is not what the schedule demands.
+    """``{"event": "state"}``: what a kernel read, or was called with, is not what the schedule demands.
 
     kind: of KINDS_OF_FINDINGS; cache: ``kv`` or ``state``. layer: the first in which it was seen, "" where it is
     true of all of a group; layers: in how many. block: of the scheduler, slot: within the cache where a row is meant.
@@ -916,7 +916,7 @@ class StateFinding:
 @dataclass(frozen=True, slots=True)
 class CachedRows:
     """``n`` positions from ``low`` on whose cached rows request ``owner`` (the journal's number) computed; -1: nobody
-    knows who, or a request that the capture was not told of."""
+    knows who, or a request that the capture does not know."""
 
     low: int
     n: int

@@ -130,7 +130,7 @@ class JournalFile:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
         self._fd = os.open(directory / JOURNAL, flags, 0o600)
         self.size = 0
-        lock(self._fd)  # held until this process ends, however it ends: repair keeps away meanwhile
+        lock(self._fd)  # locked until this process ends, however it ends: repair keeps away meanwhile
         fd = os.open(self._reserve, flags, 0o600)
         try:
             write_all(fd, bytes(_RESERVE_BYTES), 0)
@@ -255,7 +255,7 @@ def _spell(cell: StatsCell) -> str:
 
 
 GRACE_S = 30.0
-"""How long a front end waits for an engine that has been told to end and still writes its dump, at least."""
+"""How long a front end waits for an engine that was ordered to end and still writes its dump, at least."""
 SETTLE_S = 5.0
 """How long it waits for one that has closed its dump, or never had one, at least."""
 

@@ -2,7 +2,7 @@
 
 The problem: a label gives the end of a path (``0_Model/0_Layer/3_Attention/after/outTensor0.bin``); the library puts
 directories of its own choice in front of it: process id, task id, device and process, number of the execution. The
-idea: every directory below the given roots is asked whether the path continues there, and of the places found the one
+idea: in every directory below the roots the path is looked up, and of the places found the one
 is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
 looked at, whatever the path says. Roots may lie in one another (the library's directory below the current one): a file
 that is found from several is one file. Not here: copying (capture/labels.py), reading
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 LABEL_TAP = "label:"
-"""Begins the tap of what ``set_label`` was given; the id follows. Roles are PTA and ACL."""
+"""Begins the tap of a label; the id follows. Roles are PTA and ACL."""
 PTA, ACL = "pta", "acl"
 _DEPTH = 5
 """Directories that a library may put in front: dump, "tensors", device and process, task, execution."""
@@ -35,7 +35,7 @@ def label_file(number: int, ending: str) -> str:
 class Label:
     """``{"event": "label"}``: a labelled tensor that lies in a file of its own, written by an accelerator's library.
 
-    path: as ``set_label`` was given it. pid and task: the process and its AIT_CMP_TASK_ID, which such libraries name
+    path: as ``set_label`` got it. pid and task: the process and its AIT_CMP_TASK_ID, which such libraries name
     directories after; execution: how often this path was labelled before in this process. file and ending: number and
     kind of the copy in the dump (`label_file`), None while there is none; reason: why there is none.
     """
@@ -143,7 +143,7 @@ def _fronts(root: Path, wanted: PurePosixPath) -> Iterator[Path]:
 
 
 def _spelled(directory: Path, wanted: PurePosixPath) -> Path | None:
-    """The file as asked for, or with its name in small letters: ``outTensor0.bin`` became ``outtensor0.bin``."""
+    """The file of this name, or with its name in small letters: ``outTensor0.bin`` became ``outtensor0.bin``."""
     for name in dict.fromkeys((wanted.name, wanted.name.lower())):
         path = directory / wanted.parent / name
         if path.is_file():

@@ -214,8 +214,8 @@ def row_space(dump: Dump, record: Record) -> RowSpace | None:
 
 
 def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:
-    """A dump that can read tensors of these files and knows nothing else: for another process, told by one that has
-    opened it."""
+    """A dump that can read tensors of these files and knows nothing else: for another process, with what one that has
+    opened it knows."""
     dump = Dump(path, {})
     dump.data = dict(data)
     return dump
@@ -502,7 +502,7 @@ class Selection:
     """Empty means all. names: globs over the tap, ``tap/role`` or the record's whole name, ``!`` excludes and the last
     that matches decides; steps, ranks, calls: ranges with both ends in; requests: globs over a request's id, or the
     beginning of its prompt's hash; roles: globs; in both ``!`` as with names. Parameters have no step: where steps are
-    given they are chosen only if ``parameters`` is set."""
+    named they are chosen only if ``parameters`` is set."""
 
     names: tuple[str, ...] = ()
     steps: Ranges = ()
@@ -546,7 +546,7 @@ def names_request(globs: Sequence[str], request: Request) -> bool:
 
 
 def holds(dump: Dump, record: Record, requests: set[tuple[int, int]]) -> bool:
-    """Whether one of the record's rows belongs to one of ``requests``, given as (rank, req)."""
+    """Whether one of the record's rows belongs to one of ``requests``, as (rank, req)."""
     space = row_space(dump, record)
     return space is not None and any((record.rank, s.req) in requests for s in space.segments)
 

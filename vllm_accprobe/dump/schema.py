@@ -26,7 +26,7 @@ class Layout:
       ``replicated``  every rank of the group holds the whole
       ``shard``       the whole is cut along ``dim`` (counted from the end, e.g. -1)
       ``partial``     the whole is the sum over the ranks (a row-parallel product before its all-reduce)
-      ``own``         each rank has a tensor of its own, of the images that were dealt to it; its rows say which
+      ``own``         each rank has a tensor of its own, of the images that were distributed to it; its rows say which
       ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
     group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
     parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
@@ -92,7 +92,7 @@ ADAPTER_ANEW = "an adapter of this name was loaded again with other weights: the
 DRAFT_TAP = "draft:"
 """Begins the tap of a draft model's parameter."""
 DEALT = "#"
-"""Stands in the name of a vision space whose images were dealt out to ranks: ``vision/4#1`` is this rank's own."""
+"""Stands in the name of a vision space whose images were distributed to ranks: ``vision/4#1`` is this rank's own."""
 
 
 def rank_dir(rank: int) -> str:
@@ -256,11 +256,11 @@ class RowSpace:
     """``{"event": "rows"}``: which row is what, for all tensors of ``step`` whose ``rows`` is ``space``.
 
     The stored rows are the segments one after the other. ``ids`` holds one token id per stored row (tokens and logits
-    spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included.
-    ``padding``: how many rows the space PADDING has; the first is the tensor's row ``Step.batch["tokens"]``.
-    ``vision/<k>`` spaces hold k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1``
-    merged patches, ``vision/image`` one row per image. Behind ``#`` stands a number where the encoder's images were
-    dealt out to ranks (in the n-th call of the step): the rows are this rank's, and other ranks have others.
+    spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included. ``padding``: how
+    many rows the space PADDING has; the first is the tensor's row ``Step.batch["tokens"]``. ``vision/<k>`` spaces hold
+    k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1`` merged patches,
+    ``vision/image`` one row per image. Behind ``#`` stands a number where the encoder's images were distributed to
+    ranks (in the n-th call of the step): the rows are this rank's, and other ranks have others.
     """
 
     step: int

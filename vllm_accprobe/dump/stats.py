@@ -33,7 +33,7 @@ class StatsCell:
     """What all journal lines about the same bytes share; each of them may hold the same cell.
 
     ``value``: their statistics, None until somebody has computed them, for a payload the writer's thread. ``sums``: the
-    statistics as moments, which are made into ``value`` when that is asked for. ``hash``: None of a fingerprint.
+    statistics as moments, which are made into ``value`` on first access. ``hash``: None of a fingerprint.
     ``payload``: where the bytes lie. ``text``: all of it as it stands at the end of a line (journal_writer.py).
     ``dtype``: of the statistics, None where none are wanted.
     """
@@ -198,7 +198,7 @@ def _numpy_moments(data: np.ndarray, dtype: str) -> TensorMoments:
     stored = data.view(DTYPES[dtype].storage)
     total = TensorMoments()
     for start in range(0, stored.size, _CHUNK):
-        with np.errstate(all="ignore"):  # NaN and overflow are counted or given as None, not warned about
+        with np.errstate(all="ignore"):  # NaN and overflow are counted or become None, not warned about
             x = widen(stored[start : start + _CHUNK], dtype, as_float=True).astype(np.float64)
             finite = np.isfinite(x)
             nan = int(np.isnan(x).sum())

@@ -3,10 +3,10 @@
 The problem: one pass over the bytes at several GB/s with float64 accumulators, for floats that numpy does not know,
 with NaN and Inf left out. The idea: walk blocks that stay in the first-level cache. The bits of a float, with the
 magnitude of negative ones inverted, are integers in the order of the floats, so minimum and maximum are integer
-reductions, which LLVM vectorises where it would not for floats; they also tell whether the block holds a NaN or Inf
-at all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Floats of the kinds
-that models compute in are also taken straight from an address, one piece or many in a call, since around a small
-tensor the making of arrays would cost more than the sums. Not here: names, dtypes' tables, merging.
+reductions, which LLVM vectorises where it would not for floats; they also tell whether the block holds a NaN or Inf at
+all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Floats of the kinds that
+models compute in are also taken straight from an address, one piece or many in a call, since for a small tensor the
+making of arrays would cost more than the sums. Not here: names, dtypes' tables, merging.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _ENTRY_MOST = 1024
 
 
 _WITH_GIL = 1 << 20
-"""Bytes up to which a copy keeps the GIL: given up for a microsecond, it may be milliseconds until it is back."""
+"""Bytes up to which a copy keeps the GIL: released for a microsecond, it may be milliseconds until it is back."""
 _copy_with_gil = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
@@ -292,7 +292,7 @@ class BatchStaging:
 
 
 class WriterThread:
-    """The files of one rank. Nothing here raises; the first error is ``failed``, and is told to ``on_error`` once.
+    """The files of one rank. Nothing here raises; the first error is ``failed``, and goes to ``on_error`` once.
     ``write`` belongs to one thread, everything else to another."""
 
     def __init__(self, directory: Path, journal: JournalFile, on_error: Callable[[str], None]):
@@ -453,9 +453,9 @@ class RankWriter:
     """The dump of one global rank.
 
     root: the dump; created, 0700, where missing. start: what the journal's first line says besides ``schema`` and
-    ``rank``. budget_bytes: limit of payload and journal bytes. block_bytes (a multiple of 4096) times ``blocks`` is
-    the memory used, from the first payload on. segment_bytes: size at which a new segment is begun. on_stop: told
-    once, from either thread, why nothing more is written; what it raises is ignored.
+    ``rank``. budget_bytes: limit of payload and journal bytes. block_bytes (a multiple of 4096) times ``blocks`` is the
+    memory used, from the first payload on. segment_bytes: size at which a new segment is begun. on_stop: called once,
+    from either thread, why nothing more is written; what it raises is ignored.
 
     No method raises because of the disk: see ``stopped``. One producer thread at a time.
     """
@@ -634,7 +634,7 @@ class RankWriter:
             try:
                 self._on_stop(reason)
             except Exception:
-                pass  # it is told, not asked
+                pass  # its failure changes nothing
 
     def _write(self, output: WriterThread) -> None:
         """The disk thread: keeps the disk busy, and gives up batches that have become old."""

@@ -100,7 +100,7 @@ def expert_parts(module: Any, name: str) -> tuple[int, Parts] | None:
 
 
 def local_experts(module: Any, name: str) -> tuple[int, int, Parts] | None:
-    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are dealt out.
+    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are distributed.
 
     vLLM gives each rank one run of experts (linear) or every n-th (round robin). A whole is put together block by
     block, so blocks of one expert are right for the second. With load balancing experts move and are stored twice:
@@ -165,7 +165,7 @@ class Layouts:
         module = self._modules.get(tap)
         if module is None or not shape:
             return REPLICATED
-        local = local_experts(module, name)  # also where there is no tensor parallelism beside it
+        local = local_experts(module, name)  # also where there is no tensor parallelism
         if local is not None:
             index, size, blocks = local
             known = sum(n for n, _ in blocks) == shape[0]

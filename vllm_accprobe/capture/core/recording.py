@@ -129,7 +129,7 @@ class Recording:
         contents: what goes into this dump, for the line that is printed where ``root`` has a dump of this rank and the
             next free directory (``root.2`` ...) is taken. Without it the directory is taken as it is.
         setting: what the user calls the directory: an OSError then becomes a ConfigError that begins with it.
-        announced: `accprobe run` is told of the dump.
+        announced: `accprobe run` learns of the dump.
         on_stop: called instead of the session's ``stop`` when nothing more can be written, with the reason.
 
     Raises:

@@ -261,15 +261,15 @@ class ItemRun:
 
 @dataclass(frozen=True)
 class EncoderDataParallel:
-    """What one rank computes of a step's dealt items. number: of the call in the step, from 1; runs: in the order of
-    its rows, None where nobody knows."""
+    """What one rank computes of a step's distributed items. number: of the call in the step, from 1; runs: in the order
+    of its rows, None where nobody knows."""
 
     number: int
     runs: tuple[ItemRun, ...] | None
 
 
 def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[EncoderItem], rows: int) -> Space | None:
-    """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be told apart.
+    """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be distinguished.
 
     A tower computes k rows for each placeholder token (patches before merging, one after), or one row per image.
     Rows within an image are counted from 0 in the tower's own order, which depends on the image's grid only.
@@ -279,7 +279,7 @@ def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Encode
 
 def share_space(config: ProbeConfig, requests: Requests, share: EncoderDataParallel, rows: int) -> Space | None:
     """The rows of a vision tensor on a rank that computes ``share``: as vision_space, and its name ends with ``#`` and
-    the number of the deal. Rows of an image that is cut are counted from where the image begins."""
+    the number of the call. Rows of an image that is cut are counted from where the image begins."""
     space = None if share.runs is None else _vision(config, requests, share.runs, rows)
     if space is not None:
         space.name += f"{DEALT}{share.number}"
@@ -337,7 +337,7 @@ Finish = Callable[[Sequence[torch.Tensor]], RowSpace]
 
 
 class RowMaps:
-    """The row maps of one rank. What ``of`` returns is finished on one thread, in the order in which it was asked."""
+    """The row maps of one rank. What ``of`` returns is finished on one thread, in the order of the calls."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []

@@ -203,7 +203,7 @@ class Sink:
         return self.writer.stopped
 
     def line(self, line: Event | TensorLine | Callable[[], Event | None]) -> None:
-        """A journal line in its place among the tensors. A callable is asked for it on the writer's thread, when the
+        """A journal line in its place among the tensors. A callable makes it on the writer's thread, when the
         lines before it are done."""
         if self._staging is None:  # without a function of its own for each line
             self.writer.line(line)
@@ -398,7 +398,7 @@ class Site:
         self.nbytes = template.nbytes
         self.bytes_at = bytes_at
         self.dense: torch.Tensor | None = None
-        """Where strided tensors are brought together, for as long as they are looked at."""
+        """Where strided tensors are brought together, for as long as they are read."""
 
 
 class FastPath:
@@ -506,7 +506,7 @@ class OperatorTap(Protocol):
     def __exit__(self, *exc: Any) -> Any: ...
 
     def forget_weights(self) -> None:
-        """Memory that held weights may hold others now."""
+        """Memory of weights may have others now."""
 
     def narrow(self, chosen: frozenset[str] | None) -> None:
         """Operators of these modules alone are taken from now on; None: of all that the settings choose."""
@@ -515,7 +515,7 @@ class OperatorTap(Protocol):
 class Session:
     """Ties configuration, sink and layouts of one rank together.
 
-    find_space(part, rows): asked for the Space of a tensor with ``rows`` rows in a part of the model when the step has
+    find_space(part, rows): gives the Space of a tensor with ``rows`` rows in a part of the model when the step has
     none yet; may return None. See batch.py and padded_batch.py.
     """
 
@@ -541,7 +541,7 @@ class Session:
         self.ops: OperatorTap | None = None
         self._find_space = find_space
         self.encoder_share: Callable[[], EncoderDataParallel | None] = lambda: None
-        """What this rank's encoder computes at the moment, where images are dealt out to ranks (batch.py)."""
+        """What this rank's encoder computes at the moment, where images are distributed to ranks (batch.py)."""
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (torch_model.py); None where tensors already are rows of tokens."""
         self.fast_path = FastPath(

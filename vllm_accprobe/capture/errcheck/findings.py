@@ -58,7 +58,7 @@ class RankFindings:
         self._fails = False
 
     def settle(self) -> None:
-        """A second engine of one process writes beside the first one's."""
+        """A second engine of one process writes next to the first one's."""
         for place in numbered_siblings(self.root):
             if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def fingerprint(name: str, tensor: torch.Tensor) -> Fingerprint:
 def finding(
     watch: Watch, alarm: Alarm, space: Space | None, requests: Mapping[int, Request], parameters: Sequence[str]
 ) -> tuple[FirstBad, list[int]]:
-    """What is known of the alarm, and the bad rows of its output (none where the call was not held)."""
+    """What is known of the alarm, and the bad rows of its output (none where the call was not kept)."""
     tensor = dict(alarm.outputs).get(alarm.role)
     rows: list[int] = []
     if tensor is not None and space is not None:

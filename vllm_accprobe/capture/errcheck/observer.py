@@ -46,11 +46,11 @@ _LATE_STEPS = 4
 
 
 class ErrcheckExit(RuntimeError):
-    """Raised into the engine where the user asked for ``--exit``: it ends, and the server with it."""
+    """Raised into the engine where the user wants ``--exit``: it ends, and the server with it."""
 
 
 class ErrcheckObserver(StepObserver):
-    """The watch of one worker. All requests and steps are watched, whatever a capture beside it selects."""
+    """The watch of one worker. All requests and steps are watched, whatever a capture of the same worker selects."""
 
     without = "errcheck is off on this rank"
     unattached = "errcheck could not attach ({}): it is off on this rank; serving goes on"
@@ -162,7 +162,7 @@ class ErrcheckObserver(StepObserver):
             self.findings.write("watching")
 
     def _images(self) -> list[EncoderItem]:
-        """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
+        """The images of the step; none where they are distributed to ranks, and rows of the encoder are one rank's."""
         return [] if distributes_encoder(self._adapter.runner.vllm_config) else list(self._batch.items())
 
     def _alarm(self, alarm: Alarm) -> None:
@@ -246,7 +246,7 @@ class ErrcheckObserver(StepObserver):
 
 
 def keep_bytes(device: torch.device) -> int:
-    """How much of a step may be held by reference: an eighth of the device's free memory, at most 1 GiB. Two steps, or
+    """How much of a step may be kept by reference: an eighth of the device's free memory, at most 1 GiB. Two steps, or
     three, may be waiting for their numbers at a time."""
     if device.type == "cpu":
         return 1 << 28

@@ -226,7 +226,7 @@ _now: ScriptWatch | None = None
 
 
 class ScriptExit(RuntimeError):
-    """Raised out of the model's call where the user asked for ``--exit``: it ends the script."""
+    """Raised out of the model's call where the user wants ``--exit``: it ends the script."""
 
 
 def from_environment() -> None:

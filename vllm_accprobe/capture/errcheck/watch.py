@@ -184,7 +184,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Alarm:
-    """The first bad output of a step. outputs: (role, tensor) of the call, empty where it was not held."""
+    """The first bad output of a step. outputs: (role, tensor) of the call, empty where it was not kept."""
 
     step: WatchedStep
     order: int
@@ -290,7 +290,7 @@ class Watch:
         kinds: of "nan" and "overflow", what is an error.
         say: gets one line when the watch itself breaks.
         device: where the model computes. deferred: read numbers as on a device, also for host memory (tests).
-        keep_bytes: how much of a step may be held by reference (devices only).
+        keep_bytes: how much of a step may be kept by reference (devices only).
     """
 
     def __init__(
@@ -505,7 +505,7 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
 
 
 class TapWatch:
-    """The watch's side of one tap: what it has learnt about in-place changes, and the work around a call.
+    """The watch's side of one tap: what it has learnt about in-place changes, and the work before and after a call.
 
     leaf: the module has no children; others change nothing that a child does not change before them."""
 
@@ -587,7 +587,7 @@ class TapWatch:
             step.last = name
 
     def _may_keep(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
-        """Whether this call may be held until the numbers are there."""
+        """Whether this call may be kept until the numbers are there."""
         watch = self.watch
         if watch.armed == name:
             return True

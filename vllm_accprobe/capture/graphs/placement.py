@@ -46,7 +46,7 @@ from vllm_accprobe.capture.taps.hooks import argument_names, innermost
 _PRODUCTS = frozenset({"aten::mm", "aten::linear"})
 _SUMS = frozenset({"aten::add", "aten::add_"})
 _REMEMBERED = 64
-"""Chosen: products whose memory is held at a time. The addition comes a few operators later; a mixture's shared expert
+"""Chosen: products whose memory is kept at a time. The addition comes a few operators later; a mixture's shared expert
 has its routed ones in between."""
 
 
@@ -194,7 +194,7 @@ class _Call:
 
 
 class _Watch:
-    """The forward that is looked at: which modules run, and what was seen so far."""
+    """The forward that is observed: which modules run, and what was seen so far."""
 
     def __init__(self, splitting: Sequence[str], opaque: Sequence[str]):
         self.running: list[_Call] = []
@@ -256,11 +256,11 @@ class _Watch:
 def watching(
     model: torch.nn.Module, regions: Sequence[str], splitting: Sequence[str] = (), opaque: Sequence[str] = ()
 ) -> Iterator[Sightings]:
-    """While the context lasts, one forward of ``model`` is looked at; what was seen is there when it has ended.
+    """While the context lasts, one forward of ``model`` is observed; what was seen is there when it has ended.
 
     regions: paths of the modules that will be compiled; those inside them are seen. splitting, opaque: names of the
     operators at which they will be cut, and of others that no compiler looks into. Rows are along dimension 0, as many
-    as most tensors have: an engine may compute more than it was asked for.
+    as most tensors have: an engine may compute more rows than requested.
     """
     sightings = Sightings()
     watch = _Watch(splitting, opaque)
@@ -581,7 +581,7 @@ class Placed:
                     cursor = torch.zeros(1, dtype=torch.int64, device=device)
                     self.cursors.append(cursor)
                 buffers |= {(tap, one.path, one.call): part for one, part in zip(calls, parts, strict=True)}
-                # A tensor object for each tap: a compiler that was given one object for all of them would read the
+                # A tensor object for each tap: a compiler that got one object for all of them would read the
                 # first one's place in a later process, too, where that module may not be chosen.
                 chosen, not_chosen = (self.stats_select, stats_off) if measured else (self.select, off)
                 spot = Spot(first.at, first.goes_in, buffer, (chosen if on else not_chosen)[:], cursor, measured)

@@ -193,7 +193,7 @@ class GraphReadout:
             self._stats.flush(drops=not fits)
 
     def _count_unseen(self) -> None:
-        """A step has computed, and nobody has said that its forward began: a vendor's runner that replays it whole."""
+        """A step has computed, and no call has shown its forward: a vendor's runner that replays it whole."""
         session, state = self._session, self._session.state
         if state is None or state is self._begun:
             return

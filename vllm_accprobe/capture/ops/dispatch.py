@@ -76,7 +76,7 @@ class Paused:
 
 TRACE, DEDUP, SAMPLE, FULL = "trace", "dedup", "sample", "full"
 DEFAULT_CALLS = 5
-"""How many random calls of an operator the mode ``sample`` keeps where no number was given."""
+"""How many random calls of an operator the mode ``sample`` keeps where no number is set."""
 VIEW = "a view, computes nothing"
 _DENIED = {
     "allocates memory, computes nothing": (
@@ -94,7 +94,7 @@ FRESH = ("aten.empty", "aten.new_empty", "aten._empty")
 
 
 def by_default(op: str) -> str | None:
-    """Why operator ``op`` is left out unless asked for by name, or None."""
+    """Why operator ``op`` is left out unless it is named, or None."""
     for reason, globs in _DENIED.items():
         if any(fnmatchcase(op, glob) for glob in globs):
             return reason
@@ -177,7 +177,7 @@ class Operator:
         self._arguments = tuple(a.name for a in arguments)
         self.denied = choice.denied(self.name) if schema is not None else "a higher-order operator"
         self._writes = frozenset(role for i, a in written for role in (f"input.{i}", f"input.{a.name}"))
-        # PyTorch's convention: what is written and can only be given by name is an output buffer.
+        # PyTorch's convention: what is written and can only be passed by name is an output buffer.
         self.overwrites = self.name.startswith(_OVERWRITING) or any(a.kwarg_only for _, a in written)
         self.view = not written and schema is not None and any(r.alias_info is not None for r in schema.returns)
         self.fresh = self.name.startswith(FRESH)
@@ -291,7 +291,7 @@ class OpenCall:
 
 
 def _settled(value: Any) -> Any:
-    """A VALUE as it is written: a tensor that was not looked at becomes ``skipped`` with its shape."""
+    """A VALUE as it is written: a tensor whose values were not read becomes ``skipped`` with its shape."""
     if isinstance(value, dict):
         if "tensor" in value and "skipped" in value["tensor"]:
             return value["tensor"]
@@ -327,7 +327,7 @@ class Operators(TorchDispatchMode):
         """Of other probes that are at work right now."""
 
     def forget_weights(self) -> None:
-        """Memory that held weights may hold others now: they are looked at anew."""
+        """Memory of weights may have others now: they are examined anew."""
         self._takes.forget_weights()
 
     def narrow(self, chosen: frozenset[str] | None) -> None:
@@ -496,7 +496,7 @@ class Operators(TorchDispatchMode):
             call.before.append((role, blocks, taken, about))
 
     def _named(self, tensor: torch.Tensor, about: dict[str, Any]) -> tuple[int, str | None]:
-        """Where the tensor's storage begins, and which parameter it is part of, which is said in ``about``."""
+        """Where the tensor's storage begins, and which parameter it is part of, which is noted in ``about``."""
         where = address(tensor)
         name = self._memory.parameters.get(where)
         if name is not None:

@@ -45,7 +45,7 @@ def word(thing: Any) -> str:
 
 
 def describe(role: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """What is said of every tensor, whatever becomes of its values."""
+    """What is written of every tensor, whatever becomes of its values."""
     strided = tensor.layout is torch.strided
     return {
         "role": role,
@@ -249,7 +249,7 @@ FINGERPRINT = "a parameter, kept as a fingerprint"
 _SMALL = 1 << 18
 """Weights of so many bytes are hashed as often as they are seen: that is quicker than a sample."""
 _ALIKE = 32
-"""How many calls of an operator in one module and step are told apart when it comes to what is known of them."""
+"""How many calls of an operator in one module and step are distinguished when it comes to what is known of them."""
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -331,7 +331,7 @@ class Takes:
         self._weights.clear()
 
     def refuses(self, tensor: torch.Tensor, where: int) -> str | None:
-        """Why a tensor's values are not looked at, or None. where: its storage's address."""
+        """Why a tensor's values are not read, or None. where: its storage's address."""
         if DTYPE_NAMES.get(tensor.dtype) is None or tensor.layout is not torch.strided:
             return f"not a plain tensor ({tensor.layout}, {tensor.dtype})".replace("torch.", "")
         if tensor.is_meta:

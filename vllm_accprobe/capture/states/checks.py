@@ -26,7 +26,7 @@ from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 @dataclass(frozen=True)
 class WrongNumber:
-    """One number that is not what it must be. block: the one that is given, or that is concerned; how: a sentence."""
+    """One number that is not what it must be. block: the one that is named, or concerned; how: a sentence."""
 
     kind: str
     request: int
@@ -214,7 +214,7 @@ def metadata_checks(
     schedule: Schedule, g: int, requests: Sequence[ScheduledRequest], metadata: Any, slots: Any, *,
     split: int = 1, slack: int = 0, holders: Callable[[int], str] = str,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
-    """What is to be looked at for one group and step.
+    """What is to be checked for one group and step.
 
     Args:
         requests: the step's in the order of its rows. metadata: the group's; slots: its slot mapping, or None.

@@ -143,7 +143,7 @@ class GroupLedger:
         return np.flatnonzero(known & (self.now[layer, blocks] != numbers)).tolist()
 
     def explain(self, layer: int, block: int, number: int, step: int = 0) -> Mismatch:
-        """Why ``block`` has the bytes of ``number`` in ``step``; they are believed from now on, so that this is said
+        """Why ``block`` has the bytes of ``number`` in ``step``; they are believed from now on, so that it is reported
         once."""
         found = np.uint64(number)
         moved = [what for _, what in self.events.get(block, ()) if what.startswith((COPIED, LOADED))]
@@ -170,7 +170,7 @@ class GroupLedger:
 
 
 def picked(blocks: np.ndarray, step: int, layer: int, share: int) -> np.ndarray:
-    """Of ``blocks`` those that are looked at in this step and layer: one in ``share``, another one each step, so that
+    """Of ``blocks`` those that are checked in this step and layer: one in ``share``, another one each step, so that
     after ``share`` steps all were; layers take different ones, so that steps cost the same."""
     return blocks[(blocks + step + layer) % share == 0]
 
@@ -246,7 +246,7 @@ class Findings:
         events = tuple(f"{what} in step {step}" for step, what in ledger.events.get(block, ()))
         writer = int(ledger.writer[block]) if 0 <= block < len(ledger.writer) else -1
         owner = int(self.schedule.taker[block]) if 0 <= block < len(self.schedule.taker) else -1
-        if writer < 0 and owner >= 0 and not len(ledger.known):  # no bytes are watched: who it was given to writes it
+        if writer < 0 and owner >= 0 and not len(ledger.known):  # no bytes are watched: its owner writes it
             return {"writer": self.number(owner), "written": int(self.schedule.taken[block]), "between": events}
         if writer < 0:
             return {"between": events}
@@ -283,14 +283,14 @@ _MIX = 0xBF58476D1CE4E5B9
 
 
 class UnknownLayout(ValueError):
-    """The bytes of a block cannot be told; the message is a short reason, for a skip's line."""
+    """Where the bytes of a block are is not known; the message is a short reason, for a skip's line."""
 
 
 @dataclass(frozen=True)
 class Region:
     """One dense part of every block. address: of block 0, in bytes; stride: to the next block; nbytes: of each.
 
-    tensor: int32 or uint8 words [blocks, words], a view of the cache where it is; None where nobody asked for one."""
+    tensor: int32 or uint8 words [blocks, words], a view of the cache where it is; None where it is not needed."""
 
     address: int
     stride: int
@@ -409,7 +409,7 @@ def tensors_of(cache: Any) -> list[torch.Tensor]:
 
 
 _SLOTS = 1 << 16
-"""Numbers of one step that may be on their way, 8 bytes each; what does not fit is counted and not looked at."""
+"""Numbers of one step that may be on their way, 8 bytes each; what does not fit is counted and not checked."""
 _STEPS = 4
 """Steps that may be on their way before one is waited for."""
 
@@ -508,7 +508,7 @@ class Arrivals:
 
 OWNERS, EVENTS, FULL = "owners", "events", "full"
 SHARE = 16
-"""Of blocks that nothing happened to, one in so many is looked at in a step (chosen: each is seen every 16 steps, and
+"""Of blocks that nothing happened to, one in so many is checked in a step (chosen: each is seen every 16 steps, and
 the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""
 _EMPTY = np.empty(0, np.int64)
 Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
@@ -518,8 +518,8 @@ Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
 @dataclass
 class GroupStep:
     """What a step does with one group. reads, writes: blocks, each once; always: of the reads those that are all
-    looked at; readers: by block, (request's number, column); spans: (blocks, number, first, last position) by
-    request. tails: of a group of states, see checks.py, once they are known."""
+    checked; readers: by block, (request's number, column); spans: (blocks, number, first, last position) by request.
+    tails: of a group of states, see checks.py, once they are known."""
 
     reads: np.ndarray = field(default_factory=lambda: _EMPTY)
     writes: np.ndarray = field(default_factory=lambda: _EMPTY)
@@ -653,7 +653,7 @@ class ByteChecks:
         self.arrivals.hashes(layer.pages, blocks, take)
 
     def _reader(self, g: int, block: int) -> tuple[int, int] | None:
-        """Who reads a block that was looked at as one of many."""
+        """Who reads a block that was checked as one of many."""
         for one in self.batch:
             columns = np.flatnonzero(one.tables[g] == block)
             if len(columns):
@@ -670,13 +670,13 @@ def _writer(spans: Sequence[tuple[np.ndarray, int, int, int]], block: int) -> tu
 
 
 _AGAIN = 2
-"""Steps in which blocks that came from elsewhere are looked at once more after their first read: a copy that ends after
+"""Steps in which blocks that came from elsewhere are checked once more after their first read: a copy that ends after
 the read ends within them (chosen: asynchronous copies of one step are waited for in the next)."""
 _BACKENDS = frozenset((
     "cpu_attn", "flash_attn", "triton_attn", "mamba_attn", "mamba1_attn", "mamba2_attn", "gdn_attn", "linear_attn",
     "short_conv_attn",
 ))  # fmt: skip
-"""vLLM's backends whose metadata mean what the scheduler has said, row by row and request by request (read in 0.32)."""
+"""vLLM's backends whose metadata mean what the scheduler decided, row by row and request by request (read in 0.32)."""
 
 
 class BlockLedger:
@@ -753,7 +753,7 @@ class BlockLedger:
             self._ended(one)
 
     def _ended(self, one: ScheduledRequest) -> None:
-        """All that it held is looked at a last time, before others get it."""
+        """All its blocks are checked a last time, before others get it."""
         self.events[ENDED] += 1
         for g, table in enumerate(one.tables if self.mode != OWNERS else ()):
             columns = np.flatnonzero((table != 0) & (self.schedule.gen[table] == one.gens[g]))
@@ -833,7 +833,7 @@ class BlockLedger:
                 self.bytes.enters(layer)
 
     def _lost(self, g: int) -> None:
-        """Blocks that were given to somebody else, of those requests that may have lost some."""
+        """Blocks that were assigned to another request, of those requests that may have lost some."""
         for one in self.bytes.batch if self.layers[g] else ():
             if one.name in self.schedule.suspects:
                 for strange in self.schedule.lost(g, one, self.schedule.reads(g, one)):
@@ -955,7 +955,7 @@ class BlockLedger:
         self.bytes.now = None
 
     def end_step(self) -> None:
-        """What the step has found is said."""
+        """What the step has found is written."""
         self.arrivals.end_step()
         self.findings.flush()
 

@@ -164,7 +164,7 @@ class CacheLayers:
         return str(runner.kv_cache_config.kv_cache_groups[group].layer_names[0])
 
     def watch(self, enters: Moment, wrote: Moment, leaves: Moment) -> None:
-        """Calls these around each layer's use of its cache; they must not raise."""
+        """Calls these at each layer's use of its cache; they must not raise."""
         for layers in self.layers:
             for layer in list(layers):
                 module = self._modules[layer.path]
@@ -225,7 +225,7 @@ def written_again(
     slots: np.ndarray,
 ) -> bool | None:  # fmt: skip
     """Whether ``block`` holds what writing ``rows`` leaves there: they are written into a block of other bytes by the
-    same call, and what it has changed is held against the cache.
+    same call, and what it has changed is compared with the cache.
 
     args: (module, key, value, cache, slot mapping), as vLLM calls it; None is returned for others.
     """
@@ -259,7 +259,7 @@ def _with_moments(original: Any, layer: Layer, before: Sequence[Moment], after: 
 
 
 class StatesObserver(StepObserver):
-    """The ledger of one worker. All requests and steps are in it, whatever a capture beside it selects."""
+    """The ledger of one worker. All requests and steps are in it, whatever a capture of the same worker selects."""
 
     without = "no state is looked at on this rank"
     unattached = "the ledger of states could not attach ({}): it is off on this rank; serving goes on"
@@ -330,7 +330,7 @@ class StatesObserver(StepObserver):
             schedule, self.layers.layers, self.mode, self._findings, arrivals, slack=slack, inside=inside
         )
         self.ledger.bytes.memory = {g: n for g, n in self.layers.memory.items() if not schedule.groups[g].extra}
-        if self.mode == OWNERS and not inside:  # nothing is put around a forward that may be traced
+        if self.mode == OWNERS and not inside:  # a forward that may be traced is not wrapped
             self.layers.skipped["metadata of a compiled engine"] += 1
             return None
         if inside and self.mode != OWNERS:
@@ -452,7 +452,7 @@ class StatesObserver(StepObserver):
                 self.layers.close()
 
     def close(self, reason: str) -> None:
-        """Writes what was looked at, once, before the capture closes its dump. Never raises."""
+        """Writes what was checked, once, before the capture closes its dump. Never raises."""
         if self._closed:
             return
         self._closed = True

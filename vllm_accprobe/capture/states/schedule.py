@@ -28,13 +28,13 @@ NULL = 0
 HIT, RESUMED, LOADED, COPIED, REUSED, ENDED = (
     "prefix hit", "resume after preemption", "transfer", "copy", "reuse", "end of the request",
 )  # fmt: skip
-"""Events, as they are said and counted."""
+"""Events, as they are named and counted."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
     """One group of the cache. kind: KV or STATE. block_size: tokens. window: positions that a query sees, 0 for all;
-    chunk: positions are seen back to a multiple of it, 0 for all. extra: blocks of a state beside the current one
+    chunk: positions are seen back to a multiple of it, 0 for all. extra: blocks of a state besides the current one
     (drafts). aligned: a state moves on to another block at each multiple of block_size, else it stays in the first.
     watched: False for one whose blocks are not understood: nothing is concluded from them."""
 
@@ -50,7 +50,7 @@ class CacheGroup:
 @dataclass
 class ScheduledRequest:
     """A request and what it holds. number: in the ledger; tables: by group, int64 [blocks]; gens: the generation of
-    each block when it was given. keys: of the prompt's whole blocks, by group, see prompt_keys; wrote: by group, the
+    each block when it was assigned. keys: of the prompt's whole blocks, by group, see prompt_keys; wrote: by group, the
     column of the state that it wrote last, -1 for none. context: index into Schedule.contexts. tail: its last token ids
     before position tail_end, as far as somebody asks for them (checks.py)."""
 
@@ -114,7 +114,7 @@ class Schedule:
         self.pictures = [np.zeros(blocks, np.uint64) for _ in groups]
         """The same of its images; 0 where ``content`` is."""
         self.column = [np.full(blocks, -1, np.int32) for _ in groups]
-        """By group, for which column of its owner's table a block was given out."""
+        """By group, for which column of its owner's table a block was assigned."""
         self.context = np.zeros(blocks, np.int32)
         """Index into ``contexts`` of the owner's."""
         self.contexts: list[tuple[str, str]] = [("", "")]
@@ -126,10 +126,10 @@ class Schedule:
         self.holders = np.zeros(blocks, np.int32)
         """How many requests have the block in their table."""
         self.suspects: set[str] = set()
-        """Requests one of whose blocks was given to somebody else: `lost` must look at them."""
+        """Requests one of whose blocks was assigned to another request: `lost` must check them."""
 
     def ended(self, names: Sequence[str]) -> list[ScheduledRequest]:
-        """These requests get no more rows: what they held, which others may be given from now on."""
+        """These requests get no more rows: their blocks, which others may get from now on."""
         found = [self.requests.pop(name) for name in names if name in self.requests]
         for one in found:
             self._holds(one, -1)
@@ -147,7 +147,7 @@ class Schedule:
         starts: Mapping[str, int],
         new: Mapping[str, NewRequest],
     ) -> tuple[list[BlockArrival], np.ndarray]:
-        """Takes a step's words. Returns what arrived with something in it, and the blocks that were given out anew,
+        """Takes a step's words. Returns what arrived with something in it, and the blocks that were assigned anew,
         int64, which had other owners. Raises KeyError for a request that nobody has named."""
         fresh: list[np.ndarray] = []
         arrivals: list[BlockArrival] = []
@@ -176,7 +176,7 @@ class Schedule:
                 arrivals += self._arrival(one, g, event, came)
                 fresh.append(self._give(one, g, np.flatnonzero(~came & (table != NULL)), step))
             self._holds(one, 1)
-            one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is given
+            one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is assigned
         for name, tables in moves.more.items():
             one = self.requests[name]
             for g, ids in enumerate(tables):
@@ -304,14 +304,14 @@ class Schedule:
         return out
 
     def lost(self, g: int, one: ScheduledRequest, columns: np.ndarray) -> list[UnexpectedBlock]:
-        """Of the columns that are read, those whose block was given to somebody else since."""
+        """Of the columns that are read, those whose block was assigned to another request since."""
         blocks = one.tables[g][columns]
         gone = np.flatnonzero(self.gen[blocks] != one.gens[g][columns])
         found = []
         for i in gone.tolist():
             column, block = int(columns[i]), int(blocks[i])
             found.append(UnexpectedBlock(FREED, g, block, one, column, int(self.taker[block]), int(self.taken[block])))
-            one.gens[g][column] = self.gen[block]  # said once
+            one.gens[g][column] = self.gen[block]  # reported once
         return found
 
     def prompt_keys(self, one: ScheduledRequest, g: int) -> tuple[np.ndarray, np.ndarray]:

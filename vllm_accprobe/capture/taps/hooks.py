@@ -408,7 +408,7 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
 
 
 def _verdict(checks: dict[str, int], role: str) -> Callable[[bool], None]:
-    """Remembers whether an input is changed in place: one that is, is looked at after every call from then on."""
+    """Remembers whether an input is changed in place: one that is, is compared after every call from then on."""
 
     def changed(different: bool) -> None:
         checks[role] = -1 << 30 if different else checks.get(role, 0) + 1
@@ -432,7 +432,7 @@ class TapOwner(Protocol):
 class Taps:
     """All taps of one model. ``remove`` puts every forward back.
 
-    wrapper: what is put around each forward; calls.tapped of a session, module_call.watched of a Watch.
+    wrapper: wraps each forward: `tapped` of a session, errcheck's `watched` of a Watch.
     """
 
     def __init__(self, owner: TapOwner, wrapper: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):

@@ -62,7 +62,7 @@ class Patches:
         self.refused: list[str] = []
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Installs what fits. Raises nothing: a refusal is said and counted."""
+        """Installs what fits. Raises nothing: a refusal is reported and counted."""
         for patch in patches:
             for target in patch.targets:
                 self._apply(patch, target)
@@ -213,7 +213,7 @@ def apply_named(
 
 
 class Attachments:
-    """What stands beside one session's taps, until ``close``."""
+    """What is attached besides one session's taps, until ``close``."""
 
     def __init__(self, labels: Labels, patches: Any):
         self.labels = labels

@@ -189,7 +189,7 @@ class EngineBatch:
         self._usual_share: EncoderDataParallel | None = None
         self._reported = False
         self.share: EncoderDataParallel | None = None
-        """What this rank's encoder computes at the moment, where images are dealt out to ranks."""
+        """What this rank's encoder computes at the moment, where images are distributed to ranks."""
 
     def begin(self, out: Any) -> None:
         """A step begins with the scheduler's output ``out``; what was known of the last one is forgotten."""
@@ -262,15 +262,15 @@ class EngineBatch:
         return int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
 
     def begin_share(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
-        """The encoder begins with images that are dealt out. runs: gets the items that no call has taken yet; how many
-        this one takes, and what of them is this rank's. Never raises: what cannot be told has rows without names."""
+        """The encoder begins with images that are distributed. runs: gets the items that no call has taken yet; how
+        many this one takes, and what of them is this rank's. Never raises: what is not known has rows without names."""
         if self._scheduled is None:
             return
         self._shares += 1
         found, why = None, "the function is not one of vLLM's, or its images are others"
         try:
             found = runs(self.items()[self._taken :])
-        except Exception as error:  # an older or a vendor's way to deal
+        except Exception as error:  # an older or a vendor's way
             why = f"{type(error).__name__}: {error}"
         if found is None:
             self._unknown(why)
@@ -282,7 +282,7 @@ class EngineBatch:
         self.share = self._usual_share
 
     def no_known_shares(self) -> None:
-        """Images are dealt out, and nobody will say when: no row of an encoder can be told."""
+        """Images are distributed, and no call shows when: no row of an encoder is known."""
         self.share = self._usual_share = EncoderDataParallel(0, None)
         self._unknown("no function of vLLM's that deals was found")
 
@@ -302,7 +302,7 @@ class EngineBatch:
 
     def masked(self, grammar: Grammar) -> dict[str, Mask]:
         """By request, in the order of the rows: what masks its logits in this step. grammar: those that a grammar
-        constrains, where somebody was told."""
+        constrains, where the sampler got them."""
         names = [part.internal for part in self.rows()]
         grammar = grammar or grammar_of([self._scheduled])
         found = masks_of(self._runner, self._prepared, names, grammar)
@@ -363,7 +363,7 @@ class ChosenRows:
         return space
 
     def images(self, items: list[EncoderItem], rows: int) -> Space | None:
-        """Rows of the encoder's ``items``; None where ``rows`` of them cannot be told apart."""
+        """Rows of the encoder's ``items``; None where ``rows`` of them cannot be distinguished."""
         return vision_space(self._config, self._requests, items, rows)
 
     def logits(self, batch: list[Scheduled], rows: int = 0) -> Space:
@@ -407,14 +407,14 @@ _BY_SIZE, _BY_TILE = _NAME + "mrope_vision_model", _NAME + "vision_model"
 
 
 def distributes_encoder(vllm_config: Any) -> bool:
-    """Whether the engine was asked to deal out the encoder's inputs. Models that cannot do so split weights instead."""
+    """Whether the engine distributes the encoder's inputs. Models that cannot do so split weights instead."""
     config = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
     mode = getattr(config, "mm_encoder_tp_mode", None)
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
 def watch_encoder(batch: EngineBatch, vllm_config: Any) -> EncoderDistribution | None:
-    """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
+    """What notifies ``batch`` of each call, or None for an engine that does not distribute images."""
     if not distributes_encoder(vllm_config):
         return None
     distribution = EncoderDistribution(batch)
@@ -424,9 +424,9 @@ def watch_encoder(batch: EngineBatch, vllm_config: Any) -> EncoderDistribution |
 
 
 class EncoderDistribution:
-    """Wraps the functions that deal, wherever vLLM's modules hold them, until ``close``.
+    """Wraps the functions that distribute, wherever vLLM's modules hold them, until ``close``.
 
-    batch: is told what its rank computes. seen: functions that were found.
+    batch: gets what its rank computes. seen: functions that were found.
     """
 
     def __init__(self, batch: EngineBatch):
@@ -484,7 +484,7 @@ class EncoderDistribution:
 
 
 def _place(world: dict[str, Any]) -> tuple[int, int]:
-    """(this rank, ranks) of the group that images are dealt to, as the dealing function asks for them."""
+    """(this rank, ranks) of the group that images are distributed to, as the distributing function asks for them."""
     rank, size = (world[f"get_tensor_model_parallel_{what}"]() for what in ("rank", "world_size"))
     return int(rank), int(size)
 

@@ -53,7 +53,7 @@ MANY_ADAPTERS = f"an adapter in a slot, after the first {MOST}"
 
 
 class Weights:
-    """Never raises. session: asked for when there is something to write."""
+    """Never raises. session: gives it when there is something to write."""
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter, session: Callable[[], Session | None]):
         self._adapter, self._session = adapter, session
@@ -156,7 +156,7 @@ class CaptureObserver(StepObserver):
         return self._weights.loading()
 
     def _open(self, model: torch.nn.Module) -> tuple[Session, ParameterLines]:
-        """This rank's place in the dump, beside that of an earlier engine of the same process. Taps come later, when
+        """This rank's place in the dump, next to that of an earlier engine of the same process. Taps come later, when
         the model is complete."""
         if self.session is None:
             runner, parallel = self._adapter.runner, self._adapter.parallel
@@ -201,7 +201,7 @@ class CaptureObserver(StepObserver):
             stored=parameters.stored, runner=runner, compiled=compiled,
         )  # fmt: skip
         if self._graphs is not None and self._graphs.placed:
-            pass  # it has said how much is seen
+            pass  # its line says how much is seen
         elif compiled and self.config.graphs:
             say(
                 "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
@@ -246,7 +246,7 @@ class CaptureObserver(StepObserver):
             self.requests.forget(name)
 
     def _placed(self, step: EngineStep) -> bool:
-        """Whether the rows of ``step`` can be told; a step of which they cannot is counted as skipped."""
+        """Whether the rows of ``step`` are known; a step of which they are not is counted as skipped."""
         if not step.unplaced:
             return True
         assert self.session is not None
@@ -328,7 +328,7 @@ class CaptureObserver(StepObserver):
             recording.end(reason)
             session, sink = recording.session, recording.session.sink
             if self._graphs is not None:
-                self._graphs.end()  # some of its taps stand around others of ours
+                self._graphs.end()  # some of its taps wrap others of ours
             if self.taps is not None:
                 if self._armed_steps:
                     for tap, why in self.taps.never_fired():

@@ -245,7 +245,7 @@ class InGraphs:
                     self._session.sink.skip(path, why, role)
 
     def close(self) -> None:
-        """The forwards are as they were; what stands around the root's is gone already."""
+        """The forwards are as they were; what wrapped the root's is gone already."""
         self._forwards.close()
 
     def _safely(self, what: Callable[[GraphReadout], None]) -> None:

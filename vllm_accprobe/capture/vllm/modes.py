@@ -36,7 +36,7 @@ def adapter_name(new: Any) -> str:
 
 
 class Adapters:
-    """Looks at each adapter that ``runner`` loads. A runner without a manager has none, and nothing happens."""
+    """Records each adapter that ``runner`` loads. A runner without a manager has none, and nothing happens."""
 
     def __init__(self, session: Session, parameters: ParameterLines, runner: Any):
         self._session = session
@@ -158,7 +158,7 @@ TOKENS_ONLY = "rows embedded apart from prompt embeddings: they are in the model
 
 
 class OtherRows:
-    """Stands around ``model.compute_logits`` and ``model.embed_input_ids``, where it has them."""
+    """Wraps ``model.compute_logits`` and ``model.embed_input_ids``, where it has them."""
 
     def __init__(self, session: Session, model: Any, batch: EngineBatch):
         self._session = session

@@ -130,7 +130,7 @@ class RunnerAdapter:
         return result
 
     def _refuses(self) -> bool:
-        """Whether this runner's rows cannot be told apart, which is known before its model is loaded; said once."""
+        """Whether this runner's rows cannot be distinguished: known before its model is loaded, and reported once."""
         try:
             why = refusal(self.runner)
         except Exception as error:
@@ -297,7 +297,7 @@ class Forwards:
         self._undo.append(override(model, "forward", forward))
 
     def runner(self, runner: Any) -> None:
-        """What the runner calls around it."""
+        """What the runner calls it by."""
         original = getattr(runner, "_model_forward", None)
         if callable(original):
             self._undo.append(override(runner, "_model_forward", self._watched(original)))
@@ -333,7 +333,7 @@ class Forwards:
 
 
 def _replayed_graph(args: tuple[Any, ...]) -> StepGraph | None:
-    """The graph that a replay is asked for (V2: BatchExecutionDescriptor)."""
+    """The graph of a replay (V2: BatchExecutionDescriptor)."""
     for value in args:
         mode = getattr(getattr(value, "cg_mode", None), "name", "NONE")
         if mode != "NONE":
@@ -359,7 +359,7 @@ def observe(wrapper: Any, kind: type[Observer]) -> Observer | None:
     in each worker after init_device.
 
     Returns None where the worker has no runner, or this rank is not chosen, which then has what ``kind.left_out``
-    makes. Never raises: where something is wrong the server starts without the probe, which is said.
+    makes. Never raises: where something is wrong the server starts without the probe, with a line.
     """
     try:
         config = ProbeConfig.from_env()

@@ -65,7 +65,7 @@ def make_eager(args: Any) -> list[str]:
 
 
 def compiles(vllm_config: Any, model: Any) -> bool:
-    """Whether the built engine compiles or captures graphs, whatever it was asked for: what is inside runs no Python.
+    """Whether the built engine compiles or captures graphs, whatever was requested: what is inside runs no Python.
 
     ``model``: its modules know (vLLM's ``support_torch_compile`` sets ``do_not_compile`` on each).
     """
@@ -88,7 +88,7 @@ def compiled_modules(model: Any) -> list[str]:
 
 
 def facts(vllm_config: Any, model: Any) -> dict[str, Any]:
-    """What run.json says of it: ``eager`` as it is, beside what the engine was asked for."""
+    """What run.json says of it: ``eager`` as it is, and what was requested."""
     config = vllm_config.compilation_config
     graphs = getattr(config, "cudagraph_mode", None)
     return {
@@ -147,10 +147,10 @@ class EngineStep:
     """One batch that the scheduler has made.
 
     number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
-    counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
-    finished: requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None
-    where the scheduler does not look at it. unplaced: why nobody can tell its rows, "" where they can be told. blocks:
-    asked for what was done with the cache's blocks.
+    counts: tokens by request; tokens: all of them. starts: gives the tokens computed before, by request. finished:
+    requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None where the
+    scheduler does not look at it. unplaced: why its rows are not known, "" where they are. blocks: gives what was done
+    with the cache's blocks.
     """
 
     number: int | None
@@ -335,7 +335,7 @@ def guesses(vllm_config: Any) -> bool:
 
 
 def refusal(runner: Any) -> str:
-    """Why the rows of this runner's tensors cannot be told apart, in a few words; "" where they can."""
+    """Why the rows of this runner's tensors cannot be distinguished, in a few words; "" where they can."""
     why = relied_on.refused(runner)
     if why:
         return why
@@ -401,7 +401,7 @@ def language_prefix(model: torch.nn.Module) -> str:
 def replica_of(config: Any) -> tuple[int, int]:
     """(which data-parallel replica this is, how many there are), of vLLM's parallel configuration.
 
-    An engine of a dense model is told nothing of its siblings from 0.14.1 on: rank 0 of 1 in each. Only
+    An engine of a dense model knows nothing of its siblings from 0.14.1 on: rank 0 of 1 in each. Only
     ``data_parallel_index`` stays, and the front end knows the number (plugin.py)."""
     if getattr(config, "distributed_executor_backend", None) == "external_launcher":
         return 0, 1  # ranks and world_size are those of all replicas already

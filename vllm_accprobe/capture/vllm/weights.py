@@ -25,7 +25,7 @@ from vllm_accprobe.capture.weights.history import WeightLife, tap_path
 from vllm_accprobe.dump.journal import GIVEN, LOAD, RELOAD, SLOT, SYNC, WAKE
 
 MOST = 256
-"""Activations that are looked at: a server with more adapters than slots exchanges some in every step."""
+"""Activations that are examined: a server with more adapters than slots exchanges some in every step."""
 Say = Callable[..., None]
 
 
@@ -88,7 +88,7 @@ class AdapterSlots:
 
 def _whole(as_loaded: Any, name: str, count: int, tp_size: int) -> list[torch.Tensor | None] | None:
     """The adapter's tensors for each of the layer's ``count`` slices, None in it for a slice that it leaves alone;
-    None where they are cut over ranks, or cannot be told."""
+    None where they are cut over ranks, or not known."""
     if tp_size > 1:
         return None
     if not as_loaded:
@@ -202,7 +202,7 @@ class WeightCalls:
                 self._wrapped.append((owner, name, ours))
 
     def settle(self) -> None:
-        """A step is about to begin, or the run to end: what was written since the last one is looked at."""
+        """A step is about to begin, or the run to end: what was written since the last one is examined."""
         if self._pending and self._model is not None:
             self._pending = False
             self.life.finish(self._model, as_loaded=False)

@@ -128,7 +128,7 @@ def _signed(number: int) -> int:
 
 @dataclass
 class LoadedTensor:
-    """What a tensor was as it was given last. raw: `raw_bytes` of it."""
+    """What a tensor was as it was loaded last. raw: `raw_bytes` of it."""
 
     sums: RowSums
     dtype: torch.dtype

@@ -105,8 +105,8 @@ class _Storage:
 
 
 class WriteWatch(TorchDispatchMode):
-    """Looks on while weights are written; may be entered again and again, and remembers until `forget`. on: whether it
-    looks at all."""
+    """Observes writes of weights; may be entered again and again, and remembers until `forget`. on: whether it observes
+    at all."""
 
     def __init__(self, on: bool = True) -> None:
         super().__init__()
@@ -173,13 +173,13 @@ class WriteWatch(TorchDispatchMode):
 
     def of(self, tensor: torch.Tensor) -> tuple[tuple[tuple[int, int, int], ...] | None, bool]:
         """((first row, end, times) of the rows of ``tensor`` that were written, whether its memory was empty before);
-        None where nobody could look. A row of which a part was written counts as written."""
+        None where it was not observed. A row of which a part was written counts as written."""
         if self.failed is not None or not self.on or not tensor.is_contiguous() or not tensor.numel():
             return None, False
         rows = row_count(tuple(tensor.shape))
         storage = self._storages.get(_pointer(tensor))
         if rows > MAX_ROWS:
-            rows = 1  # told as a whole
+            rows = 1  # as a whole
         if storage is None:
             return (), False
         width = tensor.numel() * tensor.element_size() / rows
@@ -254,8 +254,8 @@ TRANSPOSED = "transposed"
 class WeightLife:
     """The events and prints of one rank.
 
-    line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
-    failed: told once, when something here has failed. how: FULL; ``prints``, without watching writes; or OFF.
+    line: writes a journal line. chosen: whether a module (path, class) is examined. step: the number of the next step.
+    failed: called once, when something here has failed. how: FULL; ``prints``, without watching writes; or OFF.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class WeightLife:
 
     @contextlib.contextmanager
     def safely(self) -> Iterator[None]:
-        """What fails inside ends the looking, and reaches nobody."""
+        """What fails inside ends the history, and reaches nobody."""
         try:
             yield
         except Exception as error:
@@ -303,7 +303,7 @@ class WeightLife:
             self.watch.forget()
 
     def examine(self, path: str, module: torch.nn.Module) -> None:
-        """``module`` has its tensors as they were given; they are packed next."""
+        """``module`` has its tensors as they were loaded; they are packed next."""
         if self.off or self.open is None or not self._chosen(path, type(module).__name__):
             return
         with self.safely():
@@ -311,7 +311,7 @@ class WeightLife:
                 self._loaded_tensor(path, module, name, tensor)
 
     def finish(self, model: torch.nn.Module, *, as_loaded: bool) -> None:
-        """The event is over: all tensors as they lie now. as_loaded: what was not looked at is as it was given."""
+        """The event is over: all tensors as they lie now. as_loaded: what was not examined is as it was loaded."""
         kind, self.open = self.open, None
         if self.off or kind is None:
             return
@@ -327,7 +327,7 @@ class WeightLife:
             self._event(kind)
 
     def adapter(self, prints: Callable[[Callable[..., None]], None], **about: Any) -> None:
-        """An event of its own: an adapter's slot. prints: calls what it is given with (path, class, name, form,
+        """An event of its own: an adapter's slot. prints: calls its argument with (path, class, name, form,
         tensor)."""
         if self.off or self.open is not None:
             return
@@ -371,7 +371,7 @@ class WeightLife:
         loaded = self._loaded.get(key)
         raw = raw_bytes(tensor) if loaded is not None else None
         if key in self._examined and loaded is not None and loaded.same(tensor, raw):
-            return  # it lies as it was given
+            return  # unchanged since it was loaded
         before = loaded if loaded is not None and loaded.dtype == tensor.dtype else None
         view, how = tensor, ""
         if before is not None and (turned := transposed(tensor, before.sums.shape)) is not None:
@@ -381,7 +381,7 @@ class WeightLife:
             reordered = before is not None and not how and sums.whole != before.sums.whole
             (self._reordered.add if reordered else self._reordered.discard)(key)
             if before is not None and not how and not reordered:
-                return  # it lies as it was given
+                return  # unchanged since it was loaded
         if key in self._reordered:
             how = "unknown"  # an order that is not undone
         seen = tensor if key not in self._examined else None
@@ -423,7 +423,7 @@ class WeightLife:
 
 
 def tap_path(path: str) -> str:
-    """A module's path as it was before an adapter's layer was put around it."""
+    """A module's path as it was before an adapter's layer wrapped it."""
     return path.replace(".base_layer", "")
 
 
