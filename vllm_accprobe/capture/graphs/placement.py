@@ -138,7 +138,7 @@ class Sighting:
 
     at: its place among the outputs; of an input its position, or its name where it came by keyword. bypassed: the call
     went straight to ``forward``, past the module's hooks. boundary: it goes into an operator that is not looked into.
-    folded: it is a product that is added to something, see folded_sums.py.
+    folded: it is a product that is added to something, see FoldedSums.
     """
 
     path: str

@@ -31,7 +31,7 @@ NOT_MEASURED = "the compiled graph did not run its tap, or with a tensor of anot
 
 class StatsReadout:
     """The taps of one placed plan that measure: ``aim`` before the forward, ``take`` of each tap after it,
-    ``flush`` when all are taken, ``rest`` when no step runs. select: what they share, see stats_op.stats_selection."""
+    ``flush`` when all are taken, ``rest`` when no step runs. select: what they share, see graph_ops.stats_selection."""
 
     def __init__(self, session: Session, select: torch.Tensor):
         self._session = session

@@ -113,7 +113,7 @@ class CacheLayers:
         self._undo: list[Callable[[], None]] = []
         self._modules: dict[str, Any] = {}
         self.memory: dict[int, int] = {}
-        """By group of states, how many tokens a convolution's state holds; see moved.py."""
+        """By group of states, how many tokens a convolution's state holds; see checks.must_change."""
         table = runner.vllm_config.compilation_config.static_forward_context
         own = {id(module): path for path, module in reversed(list(model.named_modules()))}
         for g, group in enumerate(config.kv_cache_groups):

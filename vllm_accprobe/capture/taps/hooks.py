@@ -478,7 +478,7 @@ class Taps:
             self._undo.pop()()
 
     def narrow(self, words: tuple[str, ...] | None) -> frozenset[str] | None:
-        """Of the tapped modules only those are taken from now on that ``words`` pick (selection.picks); None: all. What
+        """Of the tapped modules only those are taken from now on that ``words`` pick (see `picks`); None: all. What
         is taken, None for all."""
         for tap in self.taps:
             picked = (n for n in tap.tapped if words is None or picks(words, "" if n == ROOT_TAP else n, tap.cls))

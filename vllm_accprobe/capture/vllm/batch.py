@@ -294,7 +294,7 @@ class EngineBatch:
 
     def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The runner's own buffers of token ids and positions of the first ``n`` rows: integers of shape [n], on the
-        runner's device or in host memory. (What the positions may say is limited by rowmaps.py.)"""
+        runner's device or in host memory. (What the positions may say is limited by core/rows.py.)"""
         source = self._prepared if self._prepared is not None else self._runner
         ids = device_buffer(getattr(source, "input_ids", None))
         positions = positions_of(source)
