@@ -148,9 +148,9 @@ class EngineStep:
 
     number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
     counts: tokens by request; tokens: all of them. starts: gives the tokens computed before, by request. finished:
-    requests of earlier steps that get no more rows. arming: the control file's words (capture/arming.py), None where the
-    scheduler does not look at it. unplaced: why its rows are not known, "" where they are. blocks: gives what was done
-    with the cache's blocks.
+    requests of earlier steps that get no more rows. arming: the control file's words (capture/arming.py), None where
+    the scheduler does not read it. unplaced: why its rows are not known, "" where they are. blocks: gives what was
+    done with the cache's blocks.
     """
 
     number: int | None
