@@ -333,13 +333,13 @@ def test_a_signal_in_the_middle_of_a_copy(tmp_path):
     put(w, "whole", a, "uint8")
     assert w.flush()
     gate = threading.Event()
-    real = w._drain.write
+    real = w._output.write
 
     def slow(batch):
         gate.wait(10)
         real(batch)
 
-    w._drain.write = slow
+    w._output.write = slow
 
     def handler(*_):
         w.close("signal", {})  # may not wait for the thread here: put holds the lock
