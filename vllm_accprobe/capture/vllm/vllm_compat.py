@@ -173,7 +173,7 @@ class StepObserver:
 
     without = "nothing is observed on this rank"
     """What follows where the runner cannot be observed, for the line that says so."""
-    unattached = "the probe could not attach ({}); serving goes on"
+    unattached: str = "the probe could not attach ({}); serving goes on"
     """The line for a failure while it attaches, with ``{}`` for the error."""
     stopping: Exception | None = None
 
