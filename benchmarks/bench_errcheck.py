@@ -57,8 +57,8 @@ def measure(root: Path, options: Options) -> dict[str, Any]:
     return {"times_s": in_turn(engine, KINDS, options.rounds, root, attach, detach)} | found
 
 
-def _deferred(original: Any, hold_bytes: int, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **(kwargs | {"hold_bytes": hold_bytes}), deferred=True)
+def _deferred(original: Any, keep_bytes: int, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **(kwargs | {"keep_bytes": keep_bytes}), deferred=True)
 
 
 def report(result: dict[str, Any]) -> list[str]:

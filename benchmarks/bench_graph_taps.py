@@ -25,7 +25,7 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     tap,
     tap_stats,
 )
-from vllm_accprobe.dump.recorder.journal_writer import digest
+from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.stats import moments_at
 
 SIZES = ((1, 512), (8, 4096), (64, 4096), (512, 4096))

@@ -51,9 +51,9 @@ def measure(root: Path, options: Options) -> dict[str, Any]:
 
     def detach(kind: str, ledger: Any, number: int) -> None:
         assert ledger.dead is None, ledger.dead
-        assert ledger.books.steps > 0
+        assert ledger.ledger.steps > 0
         assert ledger._findings.count == 0
-        looked[kind] = [ledger.books.bytes.hashed, ledger.books.bytes.checked, ledger.books.held]
+        looked[kind] = [ledger.ledger.bytes.hashed, ledger.ledger.bytes.checked, ledger.ledger.held]
         ledger.close("benchmark")
         engine.bare_again()
 

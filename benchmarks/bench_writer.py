@@ -25,8 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.stats import warm_up
+from vllm_accprobe.dump.writer import RankWriter
 
 BLOCK = 8 << 20
 

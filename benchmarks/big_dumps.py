@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 from vllm_accprobe.dump.schema import hash_tokens
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 TAPS = (
     ("input_layernorm", "RMSNorm", 1),

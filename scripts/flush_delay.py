@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.dump.recorder import writer as flushed
-from vllm_accprobe.dump.recorder.writer import RankWriter
+from vllm_accprobe.dump import writer as flushed
 from vllm_accprobe.dump.schema import JOURNAL, rank_dir
 from vllm_accprobe.dump.stats import warm_up
+from vllm_accprobe.dump.writer import RankWriter
 
 
 def main(tensors: int = 40, nbytes: int = 65536) -> None:

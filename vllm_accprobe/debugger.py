@@ -26,8 +26,8 @@ from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.recording import free_directory
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.config import RUN_ID, ConfigError, ProbeConfig, default_dir, in_ranges, nearest, parse_ranges
 
 _TASKS = {"tensor": "tensor", "statistics": "stats", "stats": "stats"}

@@ -37,7 +37,7 @@ def set_task_id() -> None:
     os.environ[TASK_ENV] = f"{os.getpid()}_{next(_tasks)}"
     # The front end of a vLLM with the probe computes no model: its workers' labels are in the engine's dump.
     if not taken() and _plain is None and not os.environ.get("VLLM_ACCPROBE_RUN_ID"):
-        from vllm_accprobe.capture.plain_script import PlainLabels
+        from vllm_accprobe.capture.labels import PlainLabels
 
         _plain = PlainLabels()
     if _plain is not None and not (implied and not _plain.opened):

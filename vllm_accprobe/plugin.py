@@ -6,7 +6,7 @@ complains about unknown ones. The general group comes later, in the front end wh
 in the engine core and in every worker. The idea: ``platform`` only announces names and never claims the platform;
 ``register`` does the work: checks the configuration, fixes the dump's directory for all processes, makes the engine
 eager, and patches the one method after which a worker's model runner exists.
-Not here: who listens to that runner, and how (capture/vllm/attach.py, runner.py).
+Not here: who listens to that runner, and how (capture/vllm/runner.py).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _say_old_words() -> None:
 
 
 def _say(message: str) -> None:
-    from vllm_accprobe.capture.core.say import say
+    from vllm_accprobe.capture.core import say
 
     say(message)
 
@@ -217,7 +217,7 @@ def _tell_replicas() -> None:
 
 
 def _patch_scheduler() -> None:
-    """Lets the process that makes the steps look at the control file, for all ranks (capture/arming/)."""
+    """Lets the process that makes the steps look at the control file, for all ranks (capture/arming.py)."""
     from vllm_accprobe.capture.arming import patch_engines
 
     if "scheduler" not in _patched and patch_engines():
@@ -240,7 +240,7 @@ def _patch_shutdown() -> None:
         return  # an engine in this process, or another vLLM: it waits as long as it does
 
     def shutdown(procs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        from vllm_accprobe.dump.recorder.journal_writer import end
+        from vllm_accprobe.dump.journal_writer import end
 
         end(procs, float(timeout or 0.0), os.environ.get("VLLM_ACCPROBE_DIR", ""))
         if timeout is not None:
@@ -274,28 +274,30 @@ def _patch_workers() -> None:
             from vllm_accprobe.config import ProbeConfig
 
             config = ProbeConfig.from_env()
+            from vllm_accprobe.capture.vllm.runner import observe
+
             if config.enabled:
-                from vllm_accprobe.capture.vllm.capturing import attach
+                from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 
-                attach(self)
+                observe(self, CaptureObserver)
             if config.errcheck:
-                from vllm_accprobe.capture.errcheck.observer import attach as watch
+                from vllm_accprobe.capture.errcheck.observer import ErrcheckObserver
 
-                watch(self)
+                observe(self, ErrcheckObserver)
             if config.ledger:
-                from vllm_accprobe.capture.states.observer import attach as keep_books
+                from vllm_accprobe.capture.states.observer import StatesObserver
 
-                keep_books(self)
+                observe(self, StatesObserver)
             if config.force:
-                from vllm_accprobe.capture.teacher_forcing import attach as force
+                from vllm_accprobe.capture.teacher_forcing import ForcingObserver
 
-                force(self)
+                observe(self, ForcingObserver)
         except Exception as error:  # a broken installation of the probe must not take the server with it
             _say(f"cannot start ({type(error).__name__}: {error}): NOTHING will be captured; serving goes on")
         return result
 
     def probed_shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = self.__dict__.get("_accprobe")  # capture/vllm/attach.py puts it there
+        adapter = self.__dict__.get("_accprobe")  # capture/vllm/runner.py puts it there
         if adapter is not None:
             adapter.close("shutdown")
         return shutdown(self, *args, **kwargs)  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 The problem: whoever reads a result while it is written, or after a full disk, must not take a part of it for all. The
 idea: what is written lies beside its place, under a name of its own, and is renamed when it is complete; after an error
-the part is left for whoever looks for the reason. Not here: a dump, whose every block counts (dump/recorder/).
+the part is left for whoever looks for the reason. Not here: a dump, whose every block counts (dump/writer.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 from vllm_accprobe.align.derived import Relation, Relations
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 from vllm_accprobe.topology.data_flow import CallTensor
 
 X, Y = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(3)).unbind()

@@ -7,17 +7,18 @@ from types import SimpleNamespace as Plain
 import pytest
 import torch
 
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.rows import Scheduled
-from vllm_accprobe.capture.teacher_forcing import named, replaced, wrap
+from vllm_accprobe.capture.teacher_forcing import replaced, tokens_of_rows
 from vllm_accprobe.capture.vllm.sampling import NamedTokens
 
 
 def test_rows_get_the_token_that_follows_what_is_computed() -> None:
     asked = {"a": NamedTokens(10, (50, 51, 52), 52), "c": NamedTokens(4, (60,), 60)}
     chunk, end, decode = Scheduled("a", 0, 6), Scheduled("a", 6, 4), Scheduled("a", 11, 1)
-    assert [named([row], asked) for row in (chunk, end, decode)] == [[-1], [50], [52]]
+    assert [tokens_of_rows([row], asked) for row in (chunk, end, decode)] == [[-1], [50], [52]]
     again = Scheduled("a", 0, 12)  # preempted: prompt and two tokens are computed anew
-    assert named([Scheduled("b", 9, 1), again, Scheduled("c", 4, 1)], asked) == [-1, 52, -1]
+    assert tokens_of_rows([Scheduled("b", 9, 1), again, Scheduled("c", 4, 1)], asked) == [-1, 52, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -41,6 +42,6 @@ def test_a_module_and_a_plain_object_are_wrapped_alike() -> None:
             return logits + 1
 
     for sampler in (Sampler(), Plain(sample=lambda logits: logits + 1)):
-        assert wrap(sampler, lambda original, logits: original(logits) * 10)
+        assert wrap_method(sampler, "sample", lambda original, logits: original(logits) * 10) is not None
         assert sampler.sample(1) == 20
-    assert not wrap(None, lambda original: None)
+    assert wrap_method(None, "sample", lambda original: None) is None

@@ -51,7 +51,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def words(control: ControlFile) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(control.look())
+    found: dict[str, Any] = json.loads(control.current_words())
     return found
 
 
@@ -71,7 +71,7 @@ def test_each_change_is_read_once(tmp_path: Path, said: list[str], monkeypatch: 
     armed = {"serial": 1, "selection": {"on": True, "requests": ["a"]}, "refused": None}
     assert [words(control) for _ in range(3)] == [armed] * 3
     assert len(read) == 1
-    assert control.look() is control.look()
+    assert control.current_words() is control.current_words()
     arm_file.write(tmp_path, ArmSelection(requests=("a",)))  # the same again is a new window
     assert words(control) == armed | {"serial": 2}
     (tmp_path / "arm.json").unlink()
@@ -126,7 +126,7 @@ def test_nothing_that_a_file_does_to_its_reader_ends_the_engine(
 
     monkeypatch.setattr(arm_file, "read", broken)
     (tmp_path / "arm.json").write_text("{}")
-    assert ControlFile(tmp_path / "arm.json").look()
+    assert ControlFile(tmp_path / "arm.json").current_words()
     assert len(said) == 1
     assert "too deep: refused; what held before goes on" in said[0]
 
@@ -147,7 +147,7 @@ def test_an_engine_that_cannot_be_armed_serves(tmp_path: Path, said: list[str]) 
     assert said == ["this engine cannot be armed (OSError: no such place); it captures as it was started"]
     scheduler = Scheduler()
     scheduler.schedule = Slotted  # type: ignore[method-assign,assignment]
-    arming.look_before(scheduler, ControlFile(tmp_path / "arm.json"))
+    arming.attach_control_file(scheduler, ControlFile(tmp_path / "arm.json"))
     assert isinstance(scheduler.schedule(), Slotted)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 TAPS = (
     ("model.embed_tokens", "VocabParallelEmbedding"),

@@ -20,7 +20,7 @@ from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import DumpError
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 from vllm_accprobe.formats import open_dump
 
 DOWN = "model.layers.1.mlp.down_proj"

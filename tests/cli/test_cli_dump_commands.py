@@ -160,7 +160,7 @@ def test_convert_to_h5_in_the_layout_of_torch_xray(dump, tmp_path, capsys):
 def test_the_layout_is_that_of_the_peer_tool(tmp_path, capsys):
     """Names and order of the records of a real torch_xray-like run come out as they went in."""
     h5py = pytest.importorskip("h5py")
-    from vllm_accprobe.dump.recorder.writer import RankWriter
+    from vllm_accprobe.dump.writer import RankWriter
 
     expected = [
         "patch_embed.proj.Conv3d.0.forward_params.weight",

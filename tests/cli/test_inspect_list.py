@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 
 def tensor(role: str, shape: list[int], low: float, high: float, **more: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ with Probe(model):
 QUICK = """
 import sys, time
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 config = ProbeConfig.from_env()
 write_run_json(config.dir, {})
 writer = RankWriter(config.dir, 0, {}, budget_bytes=1 << 20)

@@ -462,7 +462,7 @@ def write(dump: MemoryDump, root: Path, *, payloads: bool = True) -> Path:
     """The same dump on disk, through the real writer. payloads: False leaves statistics and hashes only."""
     from dataclasses import asdict
 
-    from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+    from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
     write_run_json(root, dump.run)
     for rank in dump.ranks:

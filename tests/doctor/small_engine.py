@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_accprobe.config import ProbeConfig, in_ranges, matches
-from vllm_accprobe.dump.recorder.journal_writer import digest
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.journal_writer import digest
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 TAPS = [f"model.layers.{i}.{name}" for i in range(2) for name in ("qkv_proj", "o_proj", "down_proj")]
 MORE = ["model.norm"]

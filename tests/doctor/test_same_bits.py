@@ -13,9 +13,9 @@ from doctor.small_engine import CHANGES, TAPS
 
 from vllm_accprobe.config import PREFIX
 from vllm_accprobe.doctor.graph_proof import Bits, Tally, first_parting, outcome
+from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.journal_writer import digest
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 
 def bits(root: Path, **settings: str) -> Bits:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.recorder.writer import RankWriter, StatsCell, write_run_json
 from vllm_accprobe.dump.schema import Payload
+from vllm_accprobe.dump.writer import RankWriter, StatsCell, write_run_json
 
 
 def parts(array: np.ndarray) -> list[tuple[int, int]]:

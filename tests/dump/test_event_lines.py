@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from vllm_accprobe.dump import journal
-from vllm_accprobe.dump.journal import KINDS
+from vllm_accprobe.dump.journal import KINDS, CachedPrefix, CachedRows, StateFinding, StateTotals, WeightEvent
+from vllm_accprobe.dump.journal_writer import encode
 from vllm_accprobe.dump.label_files import Label
-from vllm_accprobe.dump.recorder.journal_writer import encode
 from vllm_accprobe.dump.schema import (
     Armed,
     End,
@@ -68,6 +68,21 @@ LINES = [
     (Label(7, 1, "label:x", "pta", 0, "/a/b.bin", 12, "", 0, 0, "bin"),
      '{"event":"label","step":1,"tap":"label:x","role":"pta","call":0,"path":"/a/b.bin","pid":12,"execution":0,'
      '"file":0,"ending":"bin"}'),
+    (StateFinding(3, "stale", "kv", 0, "layers.0.attn", 2, 7, "r1", "it is old", 229, 4, 7, "r0", 2, 0, 3, ("reuse",)),
+     '{"event":"state","step":3,"kind":"stale","cache":"kv","group":0,"layer":"layers.0.attn","layers":2,"block":7,'
+     '"request":"r1","how":"it is old","slot":229,"low":4,"high":7,"writer":"r0","written":2,"wrote_low":0,'
+     '"wrote_high":3,"between":["reuse"]}'),
+    (StateTotals("sample", 2, 5, 10, 20, 30, 1, {"reuse": 1}, {"a layer without a cache": 2}),
+     '{"event":"states","mode":"sample","layers":2,"steps":5,"hashed":10,"checked":20,"held":30,"findings":1,'
+     '"events":{"reuse":1},"skipped":{"a layer without a cache":2}}'),
+    (CachedPrefix(2, 1, (CachedRows(0, 4, -1), CachedRows(4, 2, 0)), "other tokens"),
+     '{"event":"cached","step":2,"req":1,"runs":[{"low":0,"n":4,"owner":-1},{"low":4,"n":2,"owner":0}],'
+     '"why":"other tokens"}'),
+    (WeightEvent(7, 3, "lora", 5, "a1", 2, 0.125, 1024, "x"),
+     '{"event":"life","number":3,"kind":"lora","step":5,"name":"a1","slot":2,"detail":"x","seconds":0.125,'
+     '"nbytes":1024}'),
+    (WeightEvent(0, 0, "load", 0),
+     '{"event":"life","number":0,"kind":"load","step":0,"seconds":0.0,"nbytes":0}'),
 ]  # fmt: skip
 
 
@@ -75,7 +90,7 @@ LINES = [
 def test_there_and_back(value: Any, text: str) -> None:
     kind = next(k for k in KINDS.values() if k.type is type(value))
     assert encode(kind.to_line(value)).decode() == text + "\n"
-    given = {name: getattr(value, name) for name in kind.given}
+    given = {name: getattr(value, name) for name in kind.external}
     assert kind.from_line(json.loads(text), **given) == value
 
 
@@ -112,7 +127,7 @@ def test_every_kind_is_here() -> None:
 def test_what_does_not_hold_has_a_reason(event: dict[str, Any], why: str) -> None:
     kind = KINDS[event["event"]]
     with pytest.raises(ValueError, match=why):
-        kind.from_line(event, **dict.fromkeys(kind.given, 0))
+        kind.from_line(event, **dict.fromkeys(kind.external, 0))
 
 
 def test_a_line_of_which_little_was_said_has_defaults() -> None:

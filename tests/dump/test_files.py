@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_accprobe.dump.files import beside, journal_lines
+from vllm_accprobe.dump.files import journal_lines, numbered_siblings
 
 
 def test_names_beside_a_directory_that_is_taken() -> None:
-    names = [place.as_posix() for place in beside(Path("a/d"))]
+    names = [place.as_posix() for place in numbered_siblings(Path("a/d"))]
     assert names[:3] == ["a/d", "a/d.2", "a/d.3"]
     assert names[-1] == "a/d.999"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dumps import put, writer
 
-from vllm_accprobe.dump.journal import inputs, op_call, tensors
+from vllm_accprobe.dump.journal import OP, inputs, tensors
 from vllm_accprobe.dump.reader import open_dump
 
 
@@ -69,7 +69,7 @@ def test_a_call_comes_back_with_its_tensors(tmp_path: Path) -> None:
 )
 def test_other_words_are_refused(args: Any) -> None:
     with pytest.raises(ValueError, match=r"argument|shape|args|role|min|max|skipped"):
-        op_call(0, event(args=args))
+        OP.from_line(rank=0, e=event(args=args))
 
 
 def test_lists_in_lists_have_an_end() -> None:
@@ -77,7 +77,7 @@ def test_lists_in_lists_have_an_end() -> None:
     for _ in range(50):
         value = {"list": [value]}
     with pytest.raises(ValueError, match="argument"):
-        op_call(0, event(args=[value]))
+        OP.from_line(rank=0, e=event(args=[value]))
 
 
 def test_a_later_call_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import xxhash
 from dumps import bits, parts, put, tensor_event, writer
 
 from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.journal_writer import TensorLine
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
 from vllm_accprobe.dump.schema import Payload, Stats
 from vllm_accprobe.dump.stats import StatsCell, tensor_stats
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 
 def lines(root, rank=0):

@@ -17,7 +17,7 @@ from vllm_accprobe.dump.journal import (
     StateTotals,
     sentence,
 )
-from vllm_accprobe.dump.recorder.journal_writer import encode
+from vllm_accprobe.dump.journal_writer import encode
 
 STALE = StateFinding(
     5, "stale", "kv", 0, "l.0.attn", 4, 2, "a", "its row is written to slot 75", 76, 44, 44, "b", 4, 43, 43,

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from vllm_accprobe.dump.journal import TensorHead, last, record, told
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine, encode
+from vllm_accprobe.dump.journal import TensorHead, cell_fields, last, record
+from vllm_accprobe.dump.journal_writer import TensorLine, encode
 from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -51,8 +51,8 @@ def test_there_and_back(head: TensorHead, place: Payload | None, text: str, valu
 
 
 def test_a_fingerprint_has_no_hash_and_perhaps_no_statistics() -> None:
-    assert told(StatsCell(STATS)) == {"stats": STATS}
-    assert told(StatsCell()) == {"stats": None}
+    assert cell_fields(StatsCell(STATS)) == {"stats": STATS}
+    assert cell_fields(StatsCell()) == {"stats": None}
 
 
 def test_an_event_stays_as_it_is_while_its_line_is_on_its_way() -> None:

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from dumps import bits, put, writer
 
+from vllm_accprobe.dump import writer as writer_module
 from vllm_accprobe.dump.reader import DumpError, open_dump
-from vllm_accprobe.dump.recorder import disk_threads as drain_module
-from vllm_accprobe.dump.recorder.writer import RankWriter
 from vllm_accprobe.dump.repair import repair
+from vllm_accprobe.dump.writer import RankWriter
 
 HERE = Path(__file__).parent
 
@@ -162,11 +162,11 @@ def test_repair_keeps_away_from_a_running_capture(tmp_path):
 
 
 def test_budget(tmp_path):
-    root, told = tmp_path / "d", []
-    w = writer(root, budget_bytes=300_000, on_stop=told.append)
+    root, reasons = tmp_path / "d", []
+    w = writer(root, budget_bytes=300_000, on_stop=reasons.append)
     a = bits(np.random.default_rng(0), 10_000)
     stored = sum(put(w, str(i), a, "uint8", step=i) is not None for i in range(100))
-    assert told == [w.stopped] == ["budget of 300000 bytes spent"]
+    assert reasons == [w.stopped] == ["budget of 300000 bytes spent"]
     w.close("served on", {"skipped": {"x": 1}})
     assert 25 <= stored < 30
     dump = open_dump(root)
@@ -243,18 +243,18 @@ def test_a_really_full_disk(tmp_path):
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     try:
-        told = []
-        w = writer(disk / "d", on_stop=told.append)
+        reasons = []
+        w = writer(disk / "d", on_stop=reasons.append)
         a = bits(np.random.default_rng(0), 100_000)
         for i in range(100):
             put(w, str(i), a, "uint8")
         w.close("served on", {})
-        assert len(told) == 1
-        assert told[0] in [f"disk full at {file}: No space left on device" for file in ("segment 0", "the journal")]
+        assert len(reasons) == 1
+        assert reasons[0] in [f"disk full at {file}: No space left on device" for file in ("segment 0", "the journal")]
         dump = open_dump(disk / "d")
         assert 20 <= len(dump.records) <= 30
         assert all(dump.read(r).tobytes() == a.tobytes() for r in dump.records)
-        assert dump.stops[0].reason == told[0]
+        assert dump.stops[0].reason == reasons[0]
         assert dump.ends[0].reason == "served on"
         assert [p for p in dump.problems if "stopped early" not in p] == []
         dump.close()
@@ -264,12 +264,12 @@ def test_a_really_full_disk(tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    told = []
-    w = RankWriter(tmp_path / "file" / "d", 0, {}, budget_bytes=1 << 20, on_stop=told.append)
+    reasons = []
+    w = RankWriter(tmp_path / "file" / "d", 0, {}, budget_bytes=1 << 20, on_stop=reasons.append)
     assert put(w, "t", np.zeros(3, np.uint8), "uint8") is None
     w.line({"event": "skip"})
     w.close("done", {})
-    assert told == [w.stopped]
+    assert reasons == [w.stopped]
     assert w.stopped == f"cannot create the dump in {tmp_path / 'file' / 'd' / 'rank0000'}: Not a directory"
     assert w.bytes_written == 0
 
@@ -285,8 +285,8 @@ def test_a_read_only_directory(tmp_path):
 def test_a_directory_that_vanishes(tmp_path):
     import shutil
 
-    root, told = tmp_path / "d", []
-    w = writer(root, segment_bytes=1 << 16, on_stop=told.append)
+    root, reasons = tmp_path / "d", []
+    w = writer(root, segment_bytes=1 << 16, on_stop=reasons.append)
     a = bits(np.random.default_rng(0), 60_000)
     put(w, "0", a, "uint8")
     assert w.flush()
@@ -294,24 +294,24 @@ def test_a_directory_that_vanishes(tmp_path):
     for i in range(20):
         put(w, str(i), a, "uint8")
     w.close("served on", {})
-    assert len(told) == 1
-    assert "No such file or directory" in told[0]
+    assert len(reasons) == 1
+    assert "No such file or directory" in reasons[0]
 
 
 def test_an_error_of_ours_is_said_and_the_producer_is_not_held_up(tmp_path, monkeypatch):
-    root, told = tmp_path / "d", []
+    root, reasons = tmp_path / "d", []
 
     def broken(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(drain_module, "moments_within", broken)
-    w = writer(root, block_bytes=4096, blocks=2, on_stop=told.append)
+    monkeypatch.setattr(writer_module, "moments_within", broken)
+    w = writer(root, block_bytes=4096, blocks=2, on_stop=reasons.append)
     for i in range(50):
         put(w, str(i), np.zeros(3000, np.uint8), "uint8")
     w.close("served on", {})
-    assert told == ["error in the writer at segment 0: RuntimeError: a defect"]
+    assert reasons == ["error in the writer at segment 0: RuntimeError: a defect"]
     dump = open_dump(root)
-    assert dump.stops[0].reason == told[0]
+    assert dump.stops[0].reason == reasons[0]
     assert dump.ends[0].reason == "served on"
     assert dump.records == []
 
@@ -333,13 +333,13 @@ def test_a_signal_in_the_middle_of_a_copy(tmp_path):
     put(w, "whole", a, "uint8")
     assert w.flush()
     gate = threading.Event()
-    real = w._drain.write
+    real = w._output.write
 
     def slow(batch):
         gate.wait(10)
         real(batch)
 
-    w._drain.write = slow
+    w._output.write = slow
 
     def handler(*_):
         w.close("signal", {})  # may not wait for the thread here: put holds the lock

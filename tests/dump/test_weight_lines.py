@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.dump.journal import (
+    LIFE,
+    WEIGHT,
     WeightEvent,
     WeightPrint,
-    event_line,
     pack_rows,
     print_line,
     row_count,
     unpack_rows,
-    weight_event,
-    weight_print,
 )
-from vllm_accprobe.dump.recorder.journal_writer import encode
+from vllm_accprobe.dump.journal_writer import encode
 
 ROWS = np.array([1, 2**32 - 1, 7], np.uint32)
 PRINT = WeightPrint(
@@ -35,8 +34,8 @@ def written(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_lines_are_read_as_they_were_written() -> None:
-    assert weight_print(0, written(print_line(PRINT))) == PRINT
-    assert weight_event(0, written(event_line(EVENT))) == EVENT
+    assert WEIGHT.from_line(written(print_line(PRINT)), rank=0) == PRINT
+    assert LIFE.from_line(written(LIFE.to_line(EVENT)), rank=0) == EVENT
 
 
 def test_rows_are_read_as_they_were_written() -> None:
@@ -52,7 +51,7 @@ def test_rows_are_read_as_they_were_written() -> None:
 )  # fmt: skip
 def test_a_strangers_line_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        weight_print(0, written(print_line(PRINT)) | change)
+        WEIGHT.from_line(written(print_line(PRINT)) | change, rank=0)
 
 
 def test_rows_of_another_length_are_none() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 from vllm_accprobe.formats import DumpError, open_dump
 from vllm_accprobe.formats.common import sniff
 

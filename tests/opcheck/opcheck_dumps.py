@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 

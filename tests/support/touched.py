@@ -43,18 +43,21 @@ FILES = (
     *sorted((HOME / "capture" / "states").glob("*.py")),
     *(HOME / "capture" / one for one in (
         "teacher_forcing.py", "arming.py", "core/layout.py", "ops/dispatch.py", "errcheck/observer.py",
-        "graphs/placement.py", "taps/hooks.py", "taps/arguments.py",
+        "graphs/placement.py", "taps/hooks.py",
     )),
     HOME / "plugin.py",
 )  # fmt: skip
 """The modules that meet vLLM's objects."""
 PARTS = {
     "dispatch.py": {"of_runner", "of_model", "_watch", "_offloads", "_caches"},
-    "placement.py": {"Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "name_of", "_inputs"},
-    "hooks.py": {"TapOwner", "Taps", "_is_head"},
+    "placement.py": {"Sighting", "Sightings", "_Call", "_Watch", "watching", "_sort", "_inputs"},
+    "hooks.py": {
+        "argument_names", "_signature", "_ATTRIBUTES", "_IMPL", "_ROUTER", "attributes", "_add_routing", "_plain",
+        "Inputs", "outputs", "flatten", "TapOwner", "Taps", "_is_head",
+    },
     "relied_on.py": {
-        "Mode", "_parallel", "_context", "_pieces", "_experts", "_xlite", "_flash", "_sharded", "_verified",
-        "_several", "refused", "unsampled", "unplaced", "in_graphs", "_first",
+        "Mode", "_parallel", "_pieces", "_flash", "_several", "SHARDED", "VERIFIED", "MODES", "refused", "unsampled",
+        "unplaced", "in_graphs",
     },
 }  # fmt: skip
 """Of modules that meet torch as well: the definitions that meet vLLM."""
@@ -67,7 +70,7 @@ _KNOWN = (
     inspect, json, math, os, os.path, sys, time, builtins, np, ctypes, ctypes.c_char, functools, xxhash, xxhash.xxh3_64,
     torch.cuda.Event, torch._C.FunctionSchema, torch._C.Argument,
 )  # fmt: skip
-_BY_STRING = {"getattr", "hasattr", "setattr", "_wrap", "put_over", "wrap"}
+_BY_STRING = {"getattr", "hasattr", "setattr", "_wrap", "override", "wrap_method"}
 _NAME = re.compile(r"[A-Za-z_*][A-Za-z0-9_*]+")
 
 
@@ -79,13 +82,20 @@ def touched(files: Iterable[Path] = FILES, more: str = "") -> dict[str, set[str]
     for name, source in sources:
         tree = ast.parse(source)
         if name in PARTS:
-            tree.body = [n for n in tree.body if getattr(n, "name", "") in PARTS[name]]
+            tree.body = [n for n in tree.body if _defined(n) in PARTS[name]]
         for touch, line, sure in _touches(tree):
             if not _NAME.fullmatch(touch) or touch.lower().startswith(("accprobe", "_accprobe", "vllm_accprobe")):
                 continue
             if (sure or touch not in ours) and (sure == 2 or touch not in library):
                 found[touch].add(f"{name}:{line}")
     return dict(found)
+
+
+def _defined(node: ast.stmt) -> str:
+    """The name of a definition, or of the constant that an assignment makes; "" for any other statement."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return getattr(node, "name", "")
 
 
 def _ours() -> set[str]:

@@ -1,21 +1,13 @@
 """Capture switched on and off while the server runs: the control file, and how its words reach every rank.
 
-What a rank does with the control file's words: windows in which rows are taken, each with a selection of its own.
+The problem: ranks of one engine that each read a file do so at different moments, and a step that only some of them
+capture can be compared with nothing. The idea: one process schedules the steps of an engine for all its ranks. It looks
+at the file once before each step (one lstat where nothing changed) and puts the words on the scheduler's output, so
+that every rank gets the same words with the same step, whatever executor carries it. Each rank turns words that changed
+into a selection: whoever selects rows gets the settings that hold from this step on, or None while nothing is taken.
+Each window is a line in the journal.
 
-The problem: a capture's selection was fixed when the server started, and is known in several places (requests, rows,
-modules, what may be stored whole). The idea: words that came with a step become a selection, once,
-when they change; whoever selects is told the settings that hold from this step on, None while nothing is taken. Each
-window is a line in the journal, and one in which nothing was taken is said, as for a whole capture.
-
-The scheduler's process reads the control file, and what it says travels with the step to every rank.
-
-The problem: ranks of one engine that each look at a file do so at different moments, and a step that some of them
-capture and others do not can be compared with nothing. The idea: one process makes the steps of an engine for all its
-ranks. There the file is looked at, once before each step, and its words are put on the scheduler's output, so that
-every rank gets the same with the same step, whatever executor carries it and on whichever machine it lies. A rank never
-looks at the file. Without a change that costs one lstat.
-
-Not here: taking rows (vllm/capturing.py), the file (arm_file.py), what the file may say (arm_file.py).
+Not here: taking rows (vllm/capturing.py), the file's format and what it may say (arm_file.py).
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe import arm_file
-from vllm_accprobe.capture.core.say import say as say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.config import PREFIX, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Armed
 
@@ -39,8 +31,9 @@ NOT_CARRIED = "this engine's scheduler does not look at a control file, and the 
 class Windows:
     """The selection that holds on one rank.
 
-    aim: told the settings from now on, None for nothing, and globs of modules, None for all that are tapped. note: gets
-    each window for the journal. refuse: gets why a control file is not believed. say: a line to the person who serves.
+    aim: gets the settings that hold from now on, None for nothing, and globs of modules, None for all that are tapped.
+    note: gets each window for the journal. refuse: gets why a control file is not believed. say: a line to the person
+    who serves.
     """
 
     def __init__(
@@ -55,12 +48,12 @@ class Windows:
         self._words: bytes | None = None
         self._selection = arm_file.ArmSelection(on=config.armed)
         self._serial = self._began = self._steps = self._taken = 0
-        self._told = False
+        self._reported = False
         self.count = 0
         if not config.armed:
             aim(None, None)
 
-    def told(self, words: bytes | None, step: int | None) -> None:
+    def update(self, words: bytes | None, step: int | None) -> None:
         """The words that came with a batch; ``step``: its number, None where it is none, and nothing changes then."""
         if step is None:
             return
@@ -68,21 +61,21 @@ class Windows:
             self._words = words
             if words is not None:
                 self._change(json.loads(words), step)
-        elif words is None and not self._told and not self._config.armed:
-            self._told = True
+        elif words is None and not self._reported and not self._config.armed:
+            self._reported = True
             self._refuse(NOT_CARRIED)
             self._say(NOT_CARRIED)
         self._steps += 1
 
-    def _change(self, said: dict[str, Any], step: int) -> None:
-        if said["refused"] is not None:
-            self._refuse(said["refused"])
+    def _change(self, words: dict[str, Any], step: int) -> None:
+        if words["refused"] is not None:
+            self._refuse(words["refused"])
             return
-        if said["serial"] == self._serial:
+        if words["serial"] == self._serial:
             return
-        self._serial = said["serial"]
+        self._serial = words["serial"]
         as_started = arm_file.ArmSelection(on=self._config.armed)
-        selection = as_started if said["selection"] is None else arm_file.understood(said["selection"])
+        selection = as_started if words["selection"] is None else arm_file.understood(words["selection"])
         self.close()
         self._selection, self._began, self._steps, self._taken = selection, step, 0, 0
         self._note(Armed(step, int(selection.on), selection.to_json()))
@@ -127,16 +120,16 @@ _STEPS = ("step", "step_with_batch_queue")
 
 
 class ControlFile:
-    """The file of one engine, looked at between steps. ``look`` never raises."""
+    """The file of one engine, looked at between steps. ``current_words`` never raises."""
 
     def __init__(self, path: Path):
         self.path = path
         self._seen: tuple[int, ...] | None = None
         self._serial = 0
         self._selection: dict[str, Any] | None = None
-        self._words = self._said(None)
+        self._words = self._as_words(None)
 
-    def look(self) -> bytes:
+    def current_words(self) -> bytes:
         """The words for the step that is scheduled next."""
         now: tuple[int, ...] = ()
         try:
@@ -159,9 +152,9 @@ class ControlFile:
         except Exception as error:  # whatever a stranger's file does to a reader must not end the engine
             refused = f"{arm_file.NAME} is refused: {error}; what held before goes on"
             say(f"{self.path}: {error}: refused; what held before goes on")
-        self._words = self._said(refused)
+        self._words = self._as_words(refused)
 
-    def _said(self, refused: str | None) -> bytes:
+    def _as_words(self, refused: str | None) -> bytes:
         return json.dumps({"serial": self._serial, "selection": self._selection, "refused": refused}).encode()
 
 
@@ -181,8 +174,8 @@ def patch_engines() -> bool:
 
 
 def patch(core: Any, path: Callable[[], Path]) -> bool:
-    """Puts the look around the scheduler of every engine of vLLM's class ``core`` (EngineCore), when it first steps;
-    False where the class has no method that steps. path: where the control file of this process's dump lies."""
+    """Attaches the control file to the scheduler of every engine of vLLM's class ``core`` (EngineCore), when it first
+    steps; False where the class has no method that steps. path: where the control file of this process's dump lies."""
     found = False
     for name in _STEPS:
         original = getattr(core, name, None)
@@ -197,7 +190,7 @@ def _stepping(original: Callable[..., Any], path: Callable[[], Path]) -> Callabl
         if "_accprobe_arming" not in self.__dict__:
             self._accprobe_arming = True
             try:
-                look_before(self.scheduler, ControlFile(path()))
+                attach_control_file(self.scheduler, ControlFile(path()))
             except Exception as error:
                 say(f"this engine cannot be armed ({type(error).__name__}: {error}); it captures as it was started")
         return original(self, *args, **kwargs)
@@ -206,12 +199,12 @@ def _stepping(original: Callable[..., Any], path: Callable[[], Path]) -> Callabl
     return step
 
 
-def look_before(scheduler: Any, control: ControlFile) -> None:
+def attach_control_file(scheduler: Any, control: ControlFile) -> None:
     """``scheduler.schedule`` gives outputs that have the control file's words."""
     schedule = scheduler.schedule
 
-    def looked(*args: Any, **kwargs: Any) -> Any:
-        words = control.look()
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        words = control.current_words()
         out = schedule(*args, **kwargs)
         try:
             setattr(out, WORDS, words)
@@ -221,7 +214,7 @@ def look_before(scheduler: Any, control: ControlFile) -> None:
             pass
         return out
 
-    scheduler.schedule = looked
+    scheduler.schedule = scheduled
 
 
 def salts_of(scheduler: Any, out: Any) -> dict[str, str]:

@@ -1,22 +1,15 @@
 """``set_label`` and ``gen_id``: from a label in a model's source to a record in the dump.
 
-From a label in a model's source to whoever captures: ``set_label``, ``gen_id``, and ``bind`` for those who take.
+The problem: labels stay in a model's source, also in production and in code that torch.compile compiles; a label comes
+with a tensor of unknown rows, or with the path of a file that somebody else writes later; and a plain script attaches
+nothing to its model. The idea: while nothing captures, a call reads one global number, which torch.compile guards.
+Whatever captures binds its taker. Inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` in
+role ``pta`` or ``acl``; a path becomes a ``label`` line at once, and the file is copied into the dump when its task or
+the capture ends. Where torch.compile insists on whole graphs (vLLM), a traced label is left out and counted. In a
+script without vLLM and Probe the first label opens a dump whose steps are the tasks, with settings from the
+environment.
 
-The problem: labels stay in a model's source, also in production, and in code that torch.compile compiles. The idea:
-while nothing captures, a call is one look at a global and a branch; what captures (a vLLM worker with the probe, a
-`Probe`, or `set_task_id` in a plain script) hands its taker to `bind`. The global is a small number, because
-torch.compile guards numbers and not functions: compiled code notices when labels are turned on or off.
-
-What ``set_label`` does while a session captures: the tensor becomes a record, the path of a file a promise.
-
-The problem: a label is an ordinary call somewhere in a model, with a tensor of unknown rows, in the middle of a step or
-outside of one, perhaps while torch.compile traces; the file that it names is written by somebody else, later. The idea:
-inside a step a labelled tensor is taken like any tap's, as tap ``label:<id>`` in role ``pta`` or ``acl``, with the rows
-of the part of the model that is running; a path becomes a ``label`` line at once, and the file is copied into the dump
-as soon as it must be complete: when its task or the capture ends. Where torch.compile insists on whole graphs (vLLM), a
-label that it traces is left out and counted; elsewhere it stays an ordinary call.
-
-Not here: tasks of a plain script (plain_script.py), where libraries put files (dump/label_files.py).
+Not here: ``set_task_id`` (vllm_accprobe/labels.py), where libraries put files (dump/label_files.py).
 """
 
 from __future__ import annotations
@@ -34,11 +27,23 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from vllm_accprobe.capture import labels
+from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.layout import Layouts
+from vllm_accprobe.capture.core.recording import (
+    Recording,
+    at_exit,
+    distributed,
+    process_rank,
+    root_of,
+    run_facts,
+    unsplit,
+)
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, StepState
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.journal import LABEL, LABEL_ENDINGS
-from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file
-from vllm_accprobe.dump.label_files import locate as locate
-from vllm_accprobe.dump.schema import rank_dir
+from vllm_accprobe.dump.label_files import ACL, LABEL_TAP, PTA, Label, label_file, locate
+from vllm_accprobe.dump.schema import Step, rank_dir
 
 TASK_ENV = "AIT_CMP_TASK_ID"
 """Accelerator libraries read it, and write their files into a directory of this name."""
@@ -64,7 +69,7 @@ def set_label(data_src: str, data_id: str, data_val: Any = None, tensor_path: st
         tensor_path: instead of a value: the file that the accelerator's library writes, now or later, or the end of
             its path. An ATB ``.bin``, or ``.npy``, ``.pt``, ``.pth``, ``.safetensors``.
 
-    Does nothing unless something captures. Never raises; what is wrong is said once and counted in the dump.
+    Does nothing unless something captures. Never raises; what is wrong is reported once and counted in the dump.
     """
     mode = _mode
     if mode:
@@ -76,10 +81,10 @@ def set_label(data_src: str, data_id: str, data_val: Any = None, tensor_path: st
 
 def gen_id(name: str | None = None) -> str:
     """An id for a pair: ``name`` itself, which is then the same on every machine and in every run, or a new one made of
-    the time. A name that is used again in the same step is told apart by the order of the calls."""
+    the time. A name that is used again in the same step is distinguished by the order of the calls."""
     if name is not None:
         return name
-    if is_compiling():  # the clock would break the graph; labels of one id are told apart by their order
+    if is_compiling():  # the clock would break the graph; labels of one id are distinguished by their order
         return _COMPILED
     if not _mode:
         return f"data_{next(_numbers)}"  # nobody will see it; asking the clock takes five times as long
@@ -94,7 +99,7 @@ def taken() -> bool:
 def bind(taker: Taker, traced: Traced | None = None) -> None:
     """From now on labels go to ``taker`` too, until `unbind`: each dump that is open has all of them.
 
-    traced: given where the engine compiles whole graphs, in which no label may break one: it is told, while
+    traced: only where the engine compiles whole graphs, in which no label may break one: it is called, while
     torch.compile traces, of each label that is left out there. Elsewhere a label is an eager part of compiled code.
     """
     global _take
@@ -154,7 +159,7 @@ _MAX_ID = 400
 _MANY = 512
 """Labels that wait for their files before those of earlier steps are looked for."""
 _CLOSE_S = 10.0
-"""How long a capture that ends looks for files: a server's processes are given half a minute to end."""
+"""How long a capture that ends looks for files: a server's processes have half a minute to end."""
 ROOT_ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
 """Environment variables that name the directories accelerator libraries write to."""
 
@@ -183,14 +188,14 @@ class Labels:
         self._parts = parts
         self._known: dict[str, str] | None = None
         self._outside = outside
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._pending: list[Label] = []
         self._next_look = _MANY
         self._above: dict[str, Path] = {}  # by path: the directory in which executions are numbered
         self._executions: dict[str, int] = {}
         self._files = 0
         self._copied = 0
-        self._taker = self.take  # one object: a bound method is a new one each time it is asked for
+        self._taker = self.take  # one object: a bound method is a new one at each access
         self._whole_graphs = whole_graphs
 
     def open(self) -> None:
@@ -204,14 +209,12 @@ class Labels:
         except Exception as error:
             self._session.fail("collecting the labels' files", error)
 
-    # --- one label ---------------------------------------------------------------------------------------------
-
     def take(self, source: str, name: str, value: Any, path: str | None) -> None:
-        """What ``set_label`` was given. Never raises."""
+        """The arguments of ``set_label``. Never raises."""
         session = self._session
         state = session.state
         if value is None and isinstance(path, (str, os.PathLike)):
-            # Counted in every call: the library numbers its executions, warm-up and steps that nobody asked for too.
+            # Counted in every call: the library numbers its executions, warm-up and steps that nobody wants too.
             self._executions[os.fspath(path)] = self._executions.get(os.fspath(path), -1) + 1
         if state is None:
             if self._outside and session.dead is None:
@@ -246,8 +249,8 @@ class Labels:
 
     def _refuse(self, tap: str, reason: str) -> None:
         self._session.sink.skip(tap, reason)
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
             self._session.say(f"set_label: {reason} (at {tap}); the label is left out")
 
     def _call(self, state: StepState, tap: str, source: str) -> int:
@@ -263,8 +266,6 @@ class Labels:
         if self._known is None:
             self._known = self._parts()
         return VISION if self._known.get(state.stack[-1]) == VISION else LANGUAGE
-
-    # --- labels that are files ---------------------------------------------------------------------------------
 
     def _promise(self, state: StepState, source: str, tap: str, path: str) -> None:
         task = os.environ.get(TASK_ENV, "")
@@ -306,7 +307,7 @@ class Labels:
                 self._pending.append(label)
 
     def _place(self, label: Label, roots: list[Path]) -> tuple[Path | None, str]:
-        """This process was told the path by its own program: an absolute one needs no root."""
+        """This process has the path from its own program: an absolute one needs no root."""
         path = Path(label.path)
         if path.is_absolute():
             return (path, "") if path.is_file() else (None, "its file was not found")
@@ -357,3 +358,90 @@ def _wrong(source: Any, name: Any, value: Any, path: Any) -> str:
     if value is None and not isinstance(path, (str, os.PathLike)):
         return "tensor_path is no path"
     return ""
+
+
+class PlainLabels:
+    """This process's labels outside of vLLM and Probe: a step for each task. The dump is opened by the first label,
+    because a script that calls ``set_task_id`` may yet build an engine, whose own dump then has the labels."""
+
+    def __init__(self) -> None:
+        self._tasks = -1
+        self._recording: Recording | None = None
+        self._labels: Labels | None = None
+        self._closed = False
+        self._first: labels.Taker = self._open_first
+        labels.bind(self._first)
+        at_exit(self.close)
+
+    @property
+    def opened(self) -> bool:
+        """Whether a label has opened the dump."""
+        return self._recording is not None
+
+    def begin_task(self) -> None:
+        self._tasks += 1
+        if self._recording is not None and self._labels is not None:
+            session = self._recording.session
+            session.end()
+            try:
+                self._labels.collect()
+            except Exception as error:
+                session.fail("collecting the labels' files", error)
+            self._begin(session)
+
+    def close(self) -> None:
+        labels.unbind(self._first)
+        recording = self._recording
+        if self._closed or recording is None or self._labels is None:
+            return
+        self._closed = True
+        recording.session.end()
+        self._labels.close()
+        recording.close("closed")
+        if not recording.session.fired:
+            say(f"NO label was captured in {self._tasks + 1} tasks; the dump in {recording.root} is empty")
+
+    def _open_first(self, source: str, name: str, value: Any, path: str | None) -> None:
+        if labels.others(self._first):
+            return
+        labels.unbind(self._first)  # whatever comes of it, it is tried once
+        try:
+            config = ProbeConfig.from_env()
+            rank, world = _place()
+            if in_ranges(config.ranks, rank):
+                self._open(config, rank, world)
+        except ConfigError as error:
+            say(str(error))
+        except Exception as error:
+            say(f"labels: {type(error).__name__}: {error}; they are NOT captured")
+        if self._labels is not None:
+            self._labels.take(source, name, value, path)
+
+    def _open(self, config: ProbeConfig, rank: int, world: int) -> None:
+        parallel = unsplit(world)
+        run = run_facts(
+            config.to_json(),
+            model={"path": "", "class": Path(sys.argv[0] or "python").name, "dtype": ""},
+            parallel=parallel,
+            engine={"runner": "accprobe.labels", "eager": True},
+        )
+        self._recording = recording = Recording(
+            config, root_of(config), run, Layouts({}, 0, 1), lambda part, rows: None,
+            rank=rank, parallel=parallel, contents="these labels go", announced=True,
+        )  # fmt: skip
+        self._labels = Labels(recording.session, recording.root, rank)
+        self._labels.open()
+        self._begin(recording.session)
+        say(f"labels go to {recording.root}")
+
+    def _begin(self, session: Session) -> None:
+        if in_ranges(session.config.steps, self._tasks):
+            session.begin(Step(self._tasks, {}, time.time()), [], self._tasks == 0)
+
+
+def _place() -> tuple[int, int]:
+    """(rank, world size) of this process: torch.distributed's, else torchrun's."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not distributed() and rank.isdecimal() and world.isdecimal():
+        return int(rank), int(world)
+    return process_rank()

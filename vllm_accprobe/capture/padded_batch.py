@@ -1,20 +1,13 @@
 """The rows of a plain model's call: a rectangle of tokens, some of them padding, and its images.
 
-Where the images of a plain multi-modal model are: their placeholders, and the tower that encodes them.
-
-The problem: a transformers model says nowhere which rows of its vision tower belong to which request, and its
-``generate`` calls the tower before the model itself. The idea: a run of placeholder tokens in a prompt is one image,
-and images are encoded in the order of the prompts; what ``generate`` was asked is kept until the tower runs.
-
-The rows of a plain model's call: a rectangle of tokens, some of them padding, in place of a scheduler's batch.
-
 The problem: a model outside vLLM is called with ``input_ids`` [batch, length], a mask and a cache; its tensors are
-[batch, length, ...] or [batch, heads, length, ...], and nobody names requests. The idea: rows are the (batch row,
-position) pairs that the mask keeps, flattened so that tensors look like vLLM's; a batch row is a request from the call
-in which its cache is empty, recognised by the hash of its prompt.
+[batch, length, ...] or [batch, heads, length, ...], nobody names requests, and ``generate`` calls the vision tower
+before the model itself. The idea: rows are the (batch row, position) pairs that the mask keeps, flattened so that
+tensors look like vLLM's; a batch row is a request from the call in which its cache is empty. A run of placeholder
+tokens is one image, and images are encoded in the order of the prompts; ``generate``'s arguments are kept until the
+tower runs.
 
-Not here: the rows of an image (rows.py), steps (torch_model.py), which calls are steps (torch_model.py), arithmetic on
-rows (rows.py).
+Not here: which calls are steps (torch_model.py), arithmetic on rows (core/rows.py).
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.rows import (
     EncoderItem,
     Requests,
@@ -72,49 +65,49 @@ def language_path(model: torch.nn.Module) -> str:
 
 
 def towers(model: torch.nn.Module, language: str) -> list[torch.nn.Module]:
-    """The outermost modules beside the language model that hold parameters and are no head."""
+    """The outermost modules next to the language model that hold parameters and are no head."""
     if not language:
         return []
     up = language.rpartition(".")[0]
-    around = model.get_submodule(up) if up else model
+    parent = model.get_submodule(up) if up else model
     leaf = language.rpartition(".")[2]
     return [
-        m for name, m in around.named_children() if name not in (leaf, "lm_head") and any(True for _ in m.parameters())
+        m for name, m in parent.named_children() if name not in (leaf, "lm_head") and any(True for _ in m.parameters())
     ]
 
 
-class Foresight:
-    """Tells when a tower runs before the model: ``begin`` is called with what ``generate`` was given.
+class TowerCalls:
+    """Tells when a tower runs before the model: ``begin`` is called with the arguments of ``generate``.
 
     Wraps ``generate`` and the towers' forwards on their instances until ``undo``.
     """
 
     def __init__(self, model: torch.nn.Module, begin: Callable[[dict[str, Any]], None]):
         self._undo: list[Callable[[], None]] = []
-        self._asked: dict[str, Any] | None = None
+        self._arguments: dict[str, Any] | None = None
         generate = getattr(model, "generate", None)
         found = towers(model, language_path(model))
         if generate is None or not found:
             return
 
         @functools.wraps(generate)
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def generating(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.get("input_ids", args[0] if args else None)
-            self._asked = kwargs | {"input_ids": ids}
+            self._arguments = kwargs | {"input_ids": ids}
             try:
                 return generate(*args, **kwargs)
             finally:
-                self._asked = None
+                self._arguments = None
 
-        self._undo.append(put_over(model, "generate", asked))
+        self._undo.append(override(model, "generate", generating))
         for tower in found:
-            self._undo.append(put_over(tower, "forward", self._announcing(tower.forward, begin)))
+            self._undo.append(override(tower, "forward", self._announcing(tower.forward, begin)))
 
     def _announcing(self, forward: Callable[..., Any], begin: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._asked is not None:
-                begin(self._asked)
+            if self._arguments is not None:
+                begin(self._arguments)
             return forward(*args, **kwargs)
 
         return run

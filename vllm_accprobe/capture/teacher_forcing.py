@@ -1,31 +1,13 @@
-"""Teacher forcing inside vLLM: a request names the tokens that it is answered with.
+"""Teacher forcing inside vLLM: a request names the tokens of its answer.
 
-A line for each engine step: which requests it computed, from where, and how many tokens.
+The problem: the next step must read the named token, and the answer must have its log-probability under this server's
+distribution, from a sampler that knows no requests; a client also needs to know in which batch and chunk each token was
+computed. The idea: an observer on every rank (each rank of a tensor-parallel group samples for itself) replaces the
+result of the sampler's ``sample``, from which both generations of runners gather log-probabilities. Which token a row
+gets follows from the scheduler's numbers alone. Where forcing is impossible a request is answered as any other, and its
+client sees other tokens. A thread writes a line per step: requests, where they began, how many tokens; no token ids.
 
-The problem: whether a token was computed in a second chunk, in a batch of nine or after a prefix hit, only the engine
-knows, and a client that sees a gap needs it for each token. The idea: a line in a file; the step itself only adds a
-string to a list, a thread writes what has come together, so that a killed engine loses at most a tenth of a second.
-No token ids are in it.
-
-Puts the asked tokens in place of the sampled ones, before anybody gathers a log-probability.
-
-The problem: the next step must read the asked token, and the answer must have that token's log-probability under this
-server's own distribution. The idea: both generations of runners have a sampler whose ``sample`` chooses the tokens,
-and gather log-probabilities of what it returns; so its result is changed, on the sampler's instance. Which token a row
-is to get follows from the scheduler's numbers alone (computed before, and computed now), which are right with
-asynchronous scheduling, chunks, prefix hits and after preemption; a row in the middle of a prompt gets none, and the
-engine throws its sample away.
-
-Forcing inside vLLM: the observer that knows which requests name their tokens, and writes down the steps.
-
-The problem: a request's tokens are known when the scheduler first names it, and are needed in each of its steps by a
-sampler that knows no requests; where forcing is impossible (speculative decoding, a runner without a sampler) serving
-must go on. The idea: an observer beside those of a capture, on every rank, because each rank of a tensor-parallel group
-samples for itself. A request that could not be forced is answered as any other: the client compares the tokens
-that it gets with those that it named, and sees it.
-
-Not here: reading it (gate/sending/replies.py), what a step is (vllm/runner.py), what a request asks for
-(sampling.py).
+Not here: what a request asks for (vllm/sampling.py), reading the lines (gate/sending/replies.py).
 """
 
 from __future__ import annotations
@@ -33,19 +15,19 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.recording import at_exit
 from vllm_accprobe.capture.core.rows import Scheduled, external_ids
-from vllm_accprobe.capture.core.say import say
-from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
-from vllm_accprobe.capture.vllm.sampling import NamedTokens, asked
+from vllm_accprobe.capture.vllm.sampling import NamedTokens, named_tokens
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, guesses
 from vllm_accprobe.config import ProbeConfig
 
@@ -107,22 +89,9 @@ class StepLog:
                 say(f"{self.path}: {error.strerror or error}: no steps are written any more; serving goes on")
 
 
-def wrap(sampler: Any, around: Callable[..., Any]) -> bool:
-    """Calls ``around(original, logits, ...)`` in place of ``sampler.sample``; False where there is no such method."""
-    original = getattr(sampler, "sample", None)
-    if not callable(original):
-        return False
-
-    def sample(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    sampler.__dict__["sample"] = sample  # an nn.Module (V1) looks there, too
-    return True
-
-
-def named(rows: Sequence[Scheduled], asked: dict[str, NamedTokens]) -> list[int]:
+def tokens_of_rows(rows: Sequence[Scheduled], named_tokens: dict[str, NamedTokens]) -> list[int]:
     """The token that each row is to get, -1 where the sampled one stays."""
-    found = ((row, asked.get(row.internal)) for row in rows)
+    found = ((row, named_tokens.get(row.internal)) for row in rows)
     return [-1 if one is None else one.at(row.start + row.n) for row, one in found]
 
 
@@ -150,22 +119,21 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def attach(wrapper: Any) -> ForcingObserver | None:
-    """Called in each worker after init_device. Never raises."""
-    failed = "forcing could not attach ({}): it is off on this rank; serving goes on"
-    return observe(wrapper, ForcingObserver, ForcingObserver.without, failed, ForcingObserver)
-
-
 class ForcingObserver(StepObserver):
     """The forced requests of one rank, and its steps where it is the first of a replica."""
 
     without = "no request can be forced"
+    unattached = "forcing could not attach ({}): it is off on this rank; serving goes on"
+
+    @classmethod
+    def left_out(cls, config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver:
+        return cls(config, adapter)
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self._adapter = adapter
-        self._asked: dict[str, NamedTokens] = {}
+        self._named: dict[str, NamedTokens] = {}
         self._names: dict[str, str] = {}
-        self._in_step = self._wrapped = self._said = False
+        self._in_step = self._wrapped = self._reported = False
         self._why = "its model is not loaded"
         self._log: StepLog | None = None
         if config.force_dir and first_of_replica(adapter.parallel):
@@ -183,28 +151,26 @@ class ForcingObserver(StepObserver):
             self._why = "with speculative decoding the tokens of a step depend on what was guessed"
         elif unsampled(self._adapter.runner):
             self._why = unsampled(self._adapter.runner)
-        elif not wrap(getattr(self._adapter.runner, "sampler", None), self._sample):
+        elif wrap_method(getattr(self._adapter.runner, "sampler", None), "sample", self._sample) is None:
             self._why = f"the sampler of {type(self._adapter.runner).__name__} has no method `sample`"
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: EngineStep) -> None:
         self._in_step = step.number is not None
         for new in step.new:
             try:
-                one = asked(new.extra, new.length)
+                one = named_tokens(new.extra, new.length)
             except ValueError as error:
                 self._refuse(str(error))
                 continue
             if one is not None and self._why:
                 self._refuse(self._why)
             elif one is not None:
-                self._asked[new.name] = one
+                self._named[new.name] = one
         if self._log is not None and step.number is not None:
             begins = step.starts()
             self._log.add(step.number, [(self._sent(name), begins.get(name, 0), n) for name, n in step.counts.items()])
         for name in step.finished:
-            self._asked.pop(name, None)
+            self._named.pop(name, None)
             self._names.pop(name, None)
 
     def end_step(self) -> None:
@@ -219,11 +185,11 @@ class ForcingObserver(StepObserver):
 
     def _sample(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not self._asked or not self._in_step or self._why:
+        if not self._named or not self._in_step or self._why:
             return result
         try:
             logits = args[0] if args else kwargs["logits"]
-            tokens = named(self._adapter.batch.rows(), self._known(int(logits.shape[-1])))
+            tokens = tokens_of_rows(self._adapter.batch.rows(), self._known(int(logits.shape[-1])))
             return replaced(result, tokens) if max(tokens, default=-1) >= 0 else result
         except Exception as error:
             self.failed("forcing", error)
@@ -231,17 +197,15 @@ class ForcingObserver(StepObserver):
 
     def _known(self, vocabulary: int) -> dict[str, NamedTokens]:
         """The requests whose tokens this model has: another id would be read from beyond its embedding."""
-        for name in [name for name, one in self._asked.items() if one.largest >= vocabulary]:
-            del self._asked[name]
+        for name in [name for name, one in self._named.items() if one.largest >= vocabulary]:
+            del self._named[name]
             self._refuse(f"it names a token that this model, with {vocabulary} of them, does not have")
-        return self._asked
+        return self._named
 
     def _refuse(self, why: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             say(f"a request that names its tokens is answered as any other: {why} (said once)")
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def failed(self, where: str, error: BaseException) -> None:
         if not self._why:

@@ -1,9 +1,10 @@
 """The same capture on any torch model outside vLLM, so that a transformers model can be the golden.
 
 The problem: a plain model has no scheduler that says what a step is and who asked. The idea: each call of the root is a
-step; its rows and requests are those of a rectangle of token ids (padded_batch.py), and have the same keys as in a vLLM
-dump of the same prompt. A model without token ids is captured whole, its calls counted as token ordinals. Not here:
-taps and sink, which are shared with vLLM's runner (runner.py).
+step; its rows and requests are those of a rectangle of token ids, and have the same keys as in a vLLM dump of the same
+prompt. A model without token ids is captured whole, and its calls count as token ordinals.
+
+Not here: rows of a rectangle (padded_batch.py), taps and sink, which vLLM's runner shares (taps/, core/).
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, put_on, root_of, run_facts, unsplit
+from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts, unsplit
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.errcheck import plain_script
-from vllm_accprobe.capture.padded_batch import Foresight, Rectangle, language_path
+from vllm_accprobe.capture.padded_batch import Rectangle, TowerCalls, language_path
 from vllm_accprobe.capture.taps.hooks import Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
+from vllm_accprobe.capture.taps.patches import put_on
 from vllm_accprobe.config import PREFIX, ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
 from vllm_accprobe.dump_config import DumpConfig
@@ -104,7 +106,7 @@ class Probe:
             return self._forward(*args, **kwargs)
 
         model.__dict__["forward"] = forward
-        self._foresight = Foresight(model, self._early)
+        self._towers = TowerCalls(model, self._early)
         at_exit(self.close, "process exit")
 
     def __enter__(self) -> Probe:
@@ -120,7 +122,7 @@ class Probe:
         self._closed = True
         session = self.session
         session.end()
-        self._foresight.undo()
+        self._towers.undo()
         self._attachments.close()
         self.model.__dict__["forward"] = self._inner
         if session.sink.steps:
@@ -130,8 +132,6 @@ class Probe:
         self._recording.close(reason)
         if not session.fired:
             say(f"NOTHING was captured in {self._step + 1} calls of the model: check tokens, steps and modules")
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
@@ -149,13 +149,13 @@ class Probe:
         finally:
             session.end()
 
-    def _early(self, asked: dict[str, Any]) -> None:
+    def _early(self, arguments: dict[str, Any]) -> None:
         """Opens the step that the model is about to compute, because its vision tower runs now."""
         session = self.session
         if session is None or session.dead is not None or session.state is not None or self._begun or self.paused:
             return
         try:
-            self._begin(session, (), asked)
+            self._begin(session, (), arguments)
             self._begun = True
         except Exception as error:
             session.fail("what generate was given", error)

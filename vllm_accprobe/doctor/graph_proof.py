@@ -59,8 +59,8 @@ import numpy as np
 
 from vllm_accprobe.config import ENV, PREFIX, REPLICAS, RUN_ID, TAP_SET, ConfigError, ProbeConfig, Ranges
 from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.dump.recorder.journal_writer import amend_graphs
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
 from vllm_accprobe.run.launcher import Background, ServerCommand
 from vllm_accprobe.run.settings import allow_plugin

@@ -36,8 +36,7 @@ What was found in a wheel, as lines, as JSON, and as a row of docs/compatibility
 The problem: two hundred names that are there say nothing, one that is not says everything. The idea: what is missing
 first, each with what follows from it; then the modes in which rows are others; the rest is a number.
 
-Not here: the declaration (capture/vllm/names), modes (relied_on.py), the modes, and what is done about each
-(capture/vllm/relied_on.py).
+Not here: the declaration and the modes (capture/vllm/relied_on.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.files import numbered_siblings
 
 PATTERN = "errcheck-rank*.json"
 MOST_ROWS = 16
@@ -102,12 +102,12 @@ def write(root: Path, report: RankReport) -> None:
 
 
 def read(root: Path) -> list[RankReport]:
-    """The files of all ranks under ``root`` (and of further engines beside it: ``root.2`` ...), by rank.
+    """The files of all ranks under ``root`` (and of further further engines: ``root.2`` ...), by rank.
 
     Raises ErrcheckError for a file that is no such report.
     """
     found: list[RankReport] = []
-    for place in itertools.takewhile(Path.is_dir, beside(root)):
+    for place in itertools.takewhile(Path.is_dir, numbered_siblings(root)):
         found += map(_report, sorted(place.glob(PATTERN)))
     return found
 

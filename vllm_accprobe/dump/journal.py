@@ -1,22 +1,19 @@
 """The journal's codec: how each kind of line is written, and how it is read, trusting nothing.
 
-From the values of a journal's line to plain objects, trusting nothing.
-
 The problem: a journal may come from a killed run, a newer release or a stranger, and analysis wants plain objects whose
-numbers it may use as sizes. The idea: types and ranges are checked, and what does not hold is a ValueError with a short
-reason; the reader counts these. Strings that repeat on every line are kept once.
+numbers it may use as sizes; keys and defaults must not be said twice. The idea: a line's keys are the fields of its
+dataclass, each read as its type says; a `LineKind` declares what differs. What does not hold is a ValueError with a
+short reason, which the reader counts. Tensors' and operators' lines, thousands per step, are written by hand: what the
+tap knows is a `TensorHead`, and `cell_fields` adds what the bytes tell when the line is written.
 
-Operator calls in a journal: what their arguments may look like, and which of their tensors count.
-
-The problem: an operator takes tensors in lists, scalars, dtypes and devices, and somebody wants to call it again from
-these words alone. The idea: an argument is a VALUE, a small closed language of JSON:
+An operator's argument is a VALUE, a small closed language of JSON; nothing else is let in:
 
     null, true, 3, 0.5, "text"     themselves
     {"float": "-inf"}              a number that JSON cannot say: inf, -inf, nan
     {"complex": [re, im]}          a complex number; re and im are numbers or such a "float"
     {"tensor": {"role", "dtype", "shape", "stride", "device", ...}}
                                    a tensor; "count", "min", "max", "mean", "l2", "nan", "inf" and "hash" where it was
-                                   looked at; "fresh": true for memory that nobody has written to yet (an output buffer:
+                                   read; "fresh": true for memory that nobody has written to yet (an output buffer:
                                    may hold anything); "param": "<tap>/param.<name>" for a parameter of the model;
                                    "blocks": {"ids": "<role>", "by": [["<role>", unit], ...]} for a cache of which the
                                    call touches some blocks: the record holds those, [n, ...], the record of role
@@ -30,49 +27,8 @@ these words alone. The idea: an argument is a VALUE, a small closed language of 
     {"dtype": "bfloat16"}, {"device": "cpu"}, {"layout": "strided"}, {"memory_format": "contiguous_format"}
     {"skipped": "<reason>", ...}   an argument that was not kept; role, dtype, shape, stride, device of a tensor stay
 
-Nothing else is let in.
-
-Weights over their life: what a journal says of each event, and of each parameter after it.
-
-The problem: weights are loaded, packed, reloaded, put to sleep, synced by a trainer and exchanged in an adapter's slot,
-and each of these can leave one of them wrong; all of them again and again would fill a disk. The idea: two kinds of
-lines, an event (`WeightEvent`) and a fingerprint (`WeightPrint`) of one tensor in one form after it: 64 bits that know
-the order of its elements, 64 that do not, and 32 for each row, which name the rows where two prints differ. The 64-bit
-sums are sums modulo 2**64 of mixed bits, so that a range of rows has its own print, made of its rows'. Elements whose
-bits are all 0 add nothing to the one without order: padding does not change it.
-
-Reads the lines of weights' lives, trusting nothing.
-
-The idea: as for tensors, fields are checked one by one, and what does not hold is a ValueError with a short reason,
-which the reader counts.
-
-A tensor's line in the journal: how it is written, and how it is read, trusting nothing.
-
-The problem: of a tensor the tap knows where it was, its bytes tell hash and statistics, and the writer where they lie,
-each a little later and perhaps on another thread, for thousands of tensors per step. The idea: what the tap knows is a
-`TensorHead`; ``line`` makes a dict of it once, when dtype and shape are decided; ``told`` is what the cell of its bytes
-adds when the line is written; ``record`` reads all of it. Written by hand, since there are thousands; so are the lines
-of which nine tenths are text from the start (dump/recorder/journal_writer.py), which a test holds to these.
-
-One description of each kind of journal line: how it is written, and how it is read, trusting nothing.
-
-The problem: keys, defaults and what is left out of a line were said where it is written and again where it is read. The
-idea: a line's keys are the fields of its dataclass (schema.py), and each is read as its type says. A `LineKind` tells
-only what differs: which keys must be there, what else a value must be, which values are no key. ``to_line`` makes the
-dict, whole and once; ``from_line`` raises ValueError with a short reason, and the reader counts these.
-JSON
-(dump/recorder/journal_writer.py). The first line, of which only the writer knows more than the reader asks
-(recorder/writer.py).
-
-What a ledger of states leaves in the journal: a line per finding, and one with what was looked at.
-
-The problem: whether a cache held what was written is found inside of a run, where bytes are, and is read long after by
-people and by `compare`, which must say "the cache, not the kernel" before it blames an operator. The idea: a finding
-is one flat line with everything that its sentence needs, so that nobody must look anything up.
-
-Not here: files (reader.py), the dataclass (schema.py), how calls are captured (capture/ops/dispatch.py), computing them
-(capture/weights/), what they mean (judge/weights/), what is written (dump/weights/), whether a payload really lies
-where the line says (reader.py), tensors' and operators' lines, how they are found (capture/states/).
+Not here: files (reader.py), most dataclasses (schema.py), lines as text (journal_writer.py), how calls, weights and
+states are captured (capture/) and what they mean (judge/).
 """
 
 from __future__ import annotations
@@ -201,38 +157,10 @@ def op_line(
 
 
 def about_bytes(cell: StatsCell) -> dict[str, Any]:
-    """What a tensor's description says where the tensor was looked at: those keys that its bytes tell."""
+    """What a tensor's description says where the tensor's values were read: those keys that its bytes tell."""
     stats = cell.value
     about = {} if stats is None else {name: getattr(stats, name) for name in Stats.__slots__}
     return about if cell.hash is None else about | {"hash": cell.hash}
-
-
-def op_call(rank: int, e: Event) -> OpCall:
-    """An ``op`` event. Raises ValueError for a value that is not of the language above."""
-    kwargs = e.get("kwargs") or {}
-    mutates = e.get("mutates") or []
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"kwargs is {short(kwargs)}")
-    if not isinstance(mutates, list) or not all(isinstance(role, str) for role in mutates):
-        raise ValueError(f"mutates is {short(mutates)}")
-    for value in kwargs.values():
-        _check(value)
-    return OpCall(
-        rank=rank,
-        step=optional_integer(e, "step"),
-        tap=string(e, "tap"),
-        op=string(e, "op"),
-        call=integer(e, "call", 0),
-        seq=integer(e, "seq", 0),
-        module=optional_string(e, "module"),
-        args=_values(e, "args"),
-        kwargs=kwargs,
-        outputs=_values(e, "outputs"),
-        mutates=tuple(mutates),
-        module_call=integer(e, "module_call", 0),
-        slot=optional_integer(e, "slot"),
-        inside=optional_string(e, "inside"),
-    )
 
 
 def tensors(values: Sequence[Any] | Any) -> Iterator[dict[str, Any]]:
@@ -252,7 +180,7 @@ def inputs(call: OpCall) -> Iterator[dict[str, Any]]:
 
 
 def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
-    """``records`` without those of calls whose place in a random sample (``slot``) was given to a later call."""
+    """``records`` without those of calls whose place in a random sample (``slot``) was taken by a later call."""
     last: dict[tuple[str, int], OpCall] = {}
     gone: set[tuple[int | None, str, int]] = set()
     for call in ops:
@@ -271,6 +199,13 @@ def _values(e: Event, key: str) -> tuple[Any, ...]:
     for value in values:
         _check(value)
     return tuple(values)
+
+
+def _named_values(e: Event, key: str) -> dict[str, Any]:
+    values = _mapping(e, key)
+    for value in values.values():
+        _check(value)
+    return values
 
 
 def _check(value: Any, depth: int = 0) -> None:
@@ -345,7 +280,7 @@ LOAD, RELOAD, SYNC, WAKE, LORA = "load", "reload", "sync", "wake", "lora"
 """Kinds of events. load: the first; reload: vLLM's reload_weights; sync: load_weights on the live model, or a session
 of vLLM's weight transfer; wake: after sleep; lora: an adapter is put into a slot."""
 MAX_WEIGHT_ROWS = 1 << 18
-"""Rows of a tensor that are told apart; of one with more there are the sums only."""
+"""Rows of a tensor that are distinguished; of one with more there are the sums only."""
 Range = tuple[str, int, int]
 
 
@@ -374,8 +309,8 @@ class WeightPrint:
     are not numbers, None where not counted. undone: which packing was taken off before the print was made: ``""`` none,
     ``unknown`` for an order that nobody here can undo. block: rows of one expert, 0 without experts. parts: (name,
     first, end) of the rows of each block that have names of their own. written: (first row, end, times) of what was
-    seen to be written, None where nobody looked. raw: memory that nobody had filled before. rows: 32 bits for each row,
-    base64 of little-endian; None where there are too many, or they are those of the event before."""
+    seen to be written, None where it was not observed. raw: memory that nobody had filled before. rows: 32 bits for
+    each row, base64 of little-endian; None where there are too many, or they are those of the event before."""
 
     rank: int
     life: int
@@ -446,14 +381,6 @@ NO_LIVES = Lives()
 """Of dumps that say nothing of their weights. Not to be added to."""
 
 
-def event_line(event: WeightEvent) -> dict[str, Any]:
-    """The line of an event."""
-    line: dict[str, Any] = {"event": "life", "number": event.number, "kind": event.kind, "step": event.step}
-    more = {"name": event.name, "slot": event.slot, "detail": event.detail}
-    line |= {k: v for k, v in more.items() if v not in (None, "")}
-    return line | {"seconds": round(event.seconds, 6), "nbytes": event.nbytes}
-
-
 def print_line(p: WeightPrint) -> dict[str, Any]:
     """The line of a print; what is 0 or empty is no key."""
     line: dict[str, Any] = {
@@ -474,48 +401,15 @@ _WORD = 300
 _HEX = frozenset("0123456789abcdef")
 
 
-def weight_event(rank: int, e: Event) -> WeightEvent:
-    """A ``life`` line. Raises ValueError."""
-    seconds = e.get("seconds", 0.0)
-    return WeightEvent(
-        rank,
-        integer(e, "number"),
-        string(e, "kind")[:_WORD],
-        integer(e, "step", 0),
-        string(e, "name", "")[:_WORD],
-        optional_integer(e, "slot"),
-        float(seconds) if type(seconds) in (int, float) else 0.0,
-        integer(e, "nbytes", 0),
-        string(e, "detail", "")[:_WORD],
-    )
+def _word(e: Event, key: str, default: str | None = "") -> str:
+    return string(e, key, default)[:_WORD]
 
 
-def weight_print(rank: int, e: Event) -> WeightPrint:
-    """A ``weight`` line. Raises ValueError."""
-    shape = tuple(_numbers(e.get("shape"), "shape"))
+def _shape(e: Event, key: str) -> tuple[int, ...]:
+    shape = tuple(_numbers(e.get(key), key))
     if len(shape) > MAX_DIMS or row_count(shape) > MAX_INT:
-        raise ValueError(f"shape is {short(shape)}")
-    written = e.get("written")
-    return WeightPrint(
-        rank,
-        integer(e, "life"),
-        string(e, "tap"),
-        string(e, "class", ""),
-        string(e, "name"),
-        string(e, "form"),
-        string(e, "dtype"),
-        shape,
-        _sum(e, "order"),
-        _sum(e, "bag"),
-        integer(e, "zeros", 0),
-        optional_integer(e, "nan"),
-        string(e, "undone", ""),
-        integer(e, "block", 0),
-        tuple(_parts(e.get("parts") or [])),
-        None if written is None else tuple(_triple(x) for x in _list(written, "written")),
-        bool(e.get("raw", False)),
-        optional_string(e, "rows"),
-    )
+        raise ValueError(f"{key} is {short(shape)}")
+    return shape
 
 
 def _list(value: Any, key: str) -> list[Any]:
@@ -531,19 +425,20 @@ def _numbers(value: Any, key: str) -> list[int]:
     return found
 
 
-def _triple(value: Any) -> tuple[int, int, int]:
-    first, end, times = [*_numbers(value, "written"), 0, 0, 0][:3]
-    return first, end, times
+def _runs_of_rows(e: Event, key: str) -> tuple[tuple[int, ...], ...] | None:
+    if e.get(key) is None:
+        return None
+    return tuple(tuple([*_numbers(run, key), 0, 0, 0][:3]) for run in _list(e[key], key))
 
 
-def _parts(value: Any) -> list[Range]:
+def _parts(e: Event, key: str) -> tuple[Range, ...]:
     found: list[Range] = []
-    for part in _list(value, "parts"):
+    for part in _list(e.get(key) or [], key):
         if not isinstance(part, list) or len(part) != 3 or not isinstance(part[0], str):
-            raise ValueError(f"parts is {short(value)}")
-        first, end = _numbers(part[1:], "parts")
+            raise ValueError(f"{key} is {short(e[key])}")
+        first, end = _numbers(part[1:], key)
         found.append((part[0][:_WORD], first, end))
-    return found
+    return tuple(found)
 
 
 def _sum(e: Event, key: str) -> str:
@@ -589,7 +484,7 @@ class TensorHead(NamedTuple):
         return line | form
 
 
-def told(cell: StatsCell) -> dict[str, Any]:
+def cell_fields(cell: StatsCell) -> dict[str, Any]:
     """What the bytes tell, and where they lie, as far as it is known by now."""
     line: dict[str, Any] = {} if cell.hash is None else {"hash": cell.hash}
     line["stats"] = cell.value
@@ -708,7 +603,7 @@ MAX_NUMBER = 1e9
 """Of a sampling parameter: more than any sampler takes."""
 MAX_LISTED = 1 << 16
 """Tokens of one list of a request's sampling parameters: more than any vocabulary's part that capture writes down."""
-_EVENT_LINES_WORD = 200
+_MASK_WORD = 200
 """Characters of a word that says what masked logits: it stands in sentences."""
 _EMPTY: dict[str, Any] = {"int": 0, "str": ""}
 Reader = Callable[[Event, str], Any]
@@ -719,7 +614,7 @@ class LineKind:
     """One kind of line, or of an object within a line.
 
     event: its name, "" for an object within a line; type: its dataclass, whose field ``cls`` is the key ``class``.
-    needs: keys that must be there; others have their field's default, or 0 and "". given: fields that no line has.
+    needs: keys that must be there; others have their field's default, or 0 and "". external: fields that no line has.
     readers, writers: of fields of which the type does not say enough. left_out: values that are no key. order: the
     fields' in a line, where it is another one. whole: reads a line whose keys depend on each other, in place of these.
     """
@@ -727,7 +622,7 @@ class LineKind:
     event: str
     type: Callable[..., Any]
     needs: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    external: tuple[str, ...] = ()
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
     writers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     left_out: tuple[Any, ...] = (None, ())
@@ -737,10 +632,10 @@ class LineKind:
     def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
         """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
         here whether they have a value."""
-        keys, values, odd = self._written
+        keys, values, irregular = self._written
         line: dict[str, Any] = {"event": self.event} if self.event else {}
         line.update(zip(keys, values(value), strict=True))
-        for key, write in odd:
+        for key, write in irregular:
             if line[key] in self.left_out:
                 del line[key]
             else:
@@ -749,15 +644,15 @@ class LineKind:
             del line[key]
         return line
 
-    def from_line(self, e: Event, **given: Any) -> Any:
-        """The value of a line. given: the fields that no line has. Raises ValueError."""
+    def from_line(self, e: Event, **external: Any) -> Any:
+        """The value of a line. external: fields that no line has. Raises ValueError."""
         if self.whole is not None:
             return self.whole(e)
-        return self.type(**{name: read(e, key) for name, key, read in self._read}, **given)
+        return self.type(**{name: read(e, key) for name, key, read in self._read}, **external)
 
     @functools.cached_property
     def _fields(self) -> list[dataclasses.Field[Any]]:
-        return [f for f in dataclasses.fields(self.type) if f.name not in self.given]  # type: ignore[arg-type]
+        return [f for f in dataclasses.fields(self.type) if f.name not in self.external]  # type: ignore[arg-type]
 
     @functools.cached_property
     def _written(self) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
@@ -765,11 +660,11 @@ class LineKind:
         types = {f.name: str(f.type) for f in self._fields}
         names = self.order or tuple(types)
         as_it_is = {"int", "float", "str"} - {type(no).__name__ for no in self.left_out}
-        odd = [n for n in names if n in self.writers or types[n] not in as_it_is]
+        irregular = [n for n in names if n in self.writers or types[n] not in as_it_is]
         return (
             [_key(n) for n in names],
             operator.attrgetter(*names),
-            [(_key(n), self.writers.get(n, _plain)) for n in odd],
+            [(_key(n), self.writers.get(n, _plain)) for n in irregular],
         )
 
     @functools.cached_property
@@ -822,11 +717,6 @@ def _time(e: Event, key: str) -> float:
     return float(value) if type(value) in (int, float) else 0.0
 
 
-def _step_graph(e: Event, key: str) -> StepGraph | None:
-    value = _mapping(e, key)
-    return STEP_GRAPH.from_line(value) if value else None
-
-
 def _phase(e: Event, key: str) -> str:
     phase = string(e, key, PREFILL)
     if phase not in (PREFILL, DECODE):
@@ -846,10 +736,6 @@ def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise ValueError(f"{key} is {short(value)}")
     return value
-
-
-def _request_images(e: Event, key: str) -> tuple[Image, ...]:
-    return tuple(IMAGE.from_line(i) for i in _dicts(e, key))
 
 
 def _number(e: Event, key: str, default: float) -> float:
@@ -896,7 +782,7 @@ def _sampling(e: Event, key: str) -> SamplingParameters | None:
         elif f.type == "float":
             values[f.name] = _number(line, f.name, default)
         elif f.type == "str":
-            values[f.name] = string(line, f.name)[:_EVENT_LINES_WORD]
+            values[f.name] = string(line, f.name)[:_MASK_WORD]
         elif type(value) is not int or abs(value) > 1 << 64:  # a seed may be any
             raise ValueError(f"{f.name} is {short(value)}, not a whole number")
         else:
@@ -926,19 +812,15 @@ def _row_space(e: Event) -> RowSpace:
     )
 
 
-def _masked(e: Event, key: str) -> dict[int, Mask]:
-    return {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}
-
-
-def _masked_words(masked: Mapping[int, Mask]) -> list[dict[str, Any]]:
-    return [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]
+def _strings(e: Event, key: str) -> list[str]:
+    value = e.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{key} is {short(value)}")
+    return value
 
 
 def _masked_by(e: Event, key: str) -> tuple[str, ...]:
-    by = e.get(key) or []
-    if not isinstance(by, list) or not all(isinstance(word, str) for word in by):
-        raise ValueError(f"{key} is {short(by)}")
-    return tuple(sys.intern(w[:_EVENT_LINES_WORD]) for w in by)
+    return tuple(sys.intern(w[:_MASK_WORD]) for w in _strings(e, key))
 
 
 _SAMPLING_LISTS: dict[str, Callable[[Any, str], Any]] = {
@@ -950,25 +832,30 @@ IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
 SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
 MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
 REQUEST = LineKind(
-    "request", Request, needs=("req", "id"), readers={"images": _request_images, "sampling": _sampling},
+    "request", Request, needs=("req", "id"),
+    readers={"images": lambda e, key: tuple(map(IMAGE.from_line, _dicts(e, key))), "sampling": _sampling},
     writers={"sampling": _sampling_words},
 )  # fmt: skip
 ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments", "padding"), whole=_row_space)
 STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _ROWS})
-STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": _step_graph})
+STEP = LineKind("step", Step, needs=("step",), readers={
+    "time": _time, "graph": lambda e, key: STEP_GRAPH.from_line(found) if (found := _mapping(e, key)) else None,
+})  # fmt: skip
 MODULE = LineKind("module", Module, needs=("tap",))
-MASKS = LineKind("masks", Masks, needs=("step",), readers={"masked": _masked}, writers={"masked": _masked_words})
+MASKS = LineKind(
+    "masks", Masks, needs=("step",),
+    readers={"masked": lambda e, key: {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}},
+    writers={"masked": lambda masked: [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]},
+)  # fmt: skip
 SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
 ARMED = LineKind("armed", Armed, needs=("step", "on"), left_out=(None,))
 STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
 ERROR = LineKind("error", Failure, left_out=())
 END = LineKind("end", End, readers={"skipped": _counts})
 LABEL = LineKind(
-    "label", Label, needs=("step", "tap", "role", "path"), given=("rank",), readers={"ending": _ending},
+    "label", Label, needs=("step", "tap", "role", "path"), external=("rank",), readers={"ending": _ending},
     left_out=(None, ""),
 )  # fmt: skip
-KINDS = {kind.event: kind for kind in (REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL)}
-"""Besides ``start``, ``tensor``, ``param``, ``op``, and ``error``, which is read as it is, whatever else it says."""
 _WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}
 
 
@@ -995,7 +882,7 @@ MOST_FINDINGS = 200
 
 @dataclass(frozen=True, slots=True)
 class StateFinding:
-    """``{"event": "state"}``: what a kernel read, or was given, is not what the schedule demands.
+    """``{"event": "state"}``: what a kernel read, or was called with, is not what the schedule demands.
 
     kind: of KINDS_OF_FINDINGS; cache: ``kv`` or ``state``. layer: the first in which it was seen, "" where it is
     true of all of a group; layers: in how many. block: of the scheduler, slot: within the cache where a row is meant.
@@ -1029,7 +916,7 @@ class StateFinding:
 @dataclass(frozen=True, slots=True)
 class CachedRows:
     """``n`` positions from ``low`` on whose cached rows request ``owner`` (the journal's number) computed; -1: nobody
-    knows who, or a request that the capture was not told of."""
+    knows who, or a request that the capture does not know."""
 
     low: int
     n: int
@@ -1072,20 +959,6 @@ def _kind(e: Event, key: str) -> str:
     return str(kind)
 
 
-def _texts(e: Event, key: str) -> tuple[str, ...]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return tuple(v[:200] for v in value[:8])
-
-
-def _finding_counts(e: Event, key: str) -> dict[str, int]:
-    value: Any = e.get(key) or {}
-    if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
 def _owner(e: Event, key: str) -> int:
     value = e.get(key)
     if type(value) is not int or not -1 <= value <= MAX_INT:
@@ -1094,26 +967,45 @@ def _owner(e: Event, key: str) -> int:
 
 
 FINDING = LineKind(
-    "state", StateFinding, needs=("step", "kind", "block"), readers={"kind": _kind, "between": _texts},
+    "state", StateFinding, needs=("step", "kind", "block"),
+    readers={"kind": _kind, "between": lambda e, key: tuple(v[:200] for v in _strings(e, key)[:8])},
     left_out=(None, (), ""),
 )  # fmt: skip
-TOTALS = LineKind("states", StateTotals, needs=("mode",),
-                  readers={"events": _finding_counts, "skipped": _finding_counts})  # fmt: skip
+TOTALS = LineKind("states", StateTotals, needs=("mode",), readers={"events": _counts, "skipped": _counts})
 RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={"owner": _owner})
-
-
-def _runs(e: Event, key: str) -> tuple[CachedRows, ...]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return tuple(RUN.from_line(v) for v in value)
-
-
 CACHED = LineKind(
     "cached", CachedPrefix, needs=("step", "req"), left_out=(None, (), ""),
-    readers={"runs": _runs}, writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
+    readers={"runs": lambda e, key: tuple(map(RUN.from_line, _dicts(e, key)))},
+    writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
 )  # fmt: skip
-STATE_KINDS = {kind.event: kind for kind in (FINDING, TOTALS, CACHED)}
+LIFE = LineKind(
+    "life", WeightEvent, needs=("number",), external=("rank",), left_out=(None, ""),
+    readers={"kind": functools.partial(_word, default=None), "name": _word, "detail": _word, "seconds": _time},
+    writers={"seconds": lambda seconds: round(seconds, 6)},
+    order=("number", "kind", "step", "name", "slot", "detail", "seconds", "nbytes"),
+)  # fmt: skip
+OP = LineKind(
+    "op", OpCall, needs=("tap", "op"), external=("rank",),
+    readers={
+        "args": _values, "kwargs": _named_values, "outputs": _values, "mutates": lambda e, key: tuple(_strings(e, key)),
+    },
+)  # fmt: skip
+"""Is read by this; `op_line` writes it."""
+WEIGHT = LineKind(
+    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype"), external=("rank",),
+    readers={
+        "shape": _shape, "order": _sum, "bag": _sum, "parts": _parts, "written": _runs_of_rows,
+        "raw": lambda e, key: bool(e.get(key, False)),
+    },
+)  # fmt: skip
+"""Is read by this; `print_line` writes it."""
+KINDS = {
+    kind.event: kind
+    for kind in (
+        REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE,
+    )
+}  # fmt: skip
+"""Besides ``start``, ``tensor``, ``param``, OP, WEIGHT, and ``error``, which is read as it is."""
 
 
 def where(found: StateFinding) -> str:

@@ -1,30 +1,13 @@
 """Opens a dump: what was recorded, selection of records, and reading of tensors.
 
-The face of a dump: what was recorded, and reading of its tensors.
+The problem: the files may come from a run that was killed, is still running, or was made up to do harm; lines may be
+torn, damaged, from a newer release, or promise what the files do not hold. The idea: every line stands for itself; what
+is not understood is counted and named in ``problems``. Afterwards each record is checked against the segment files and
+the row maps, and loses what does not hold, so that no size is taken on trust. Reading is one positioned read into an
+array that the caller may reuse, from any number of threads; dumps of other tools have the same interface
+(formats/common/foreign.py). One description of a choice (names, steps, requests, ranks) serves all commands.
 
-Reading is one positioned read into an array that the caller may reuse, from any number of threads. Our own dumps have
-this face and those of other tools get it (formats/common/foreign.py).
-
-Reads one rank's journal into a Dump.
-
-The problem: lines may be torn, damaged, from a newer release, or promise what the files do not hold. The idea: every
-line stands for itself; what is not understood is counted and named in ``problems``; afterwards each record is checked
-against the segment files and the row maps, and loses what does not hold.
-
-Opens a dump.
-
-The problem: the files may come from a run that was killed, is still running, or was made up by somebody to do harm. The
-idea: the journals are read line by line, what cannot be understood is counted and named, and a tensor is offered for
-reading only when the file that its line names is there and long enough, so that no size is ever taken on trust.
-
-Which records of a dump somebody asks for.
-
-The problem: summary, show and convert all let the user choose by name, step, request and rank, and must agree on what
-that means. The idea: one frozen description of the choice, applied to the records in their order; a request chooses the
-tensors that hold at least one of its rows.
-
-Not here: what bits mean (dtypes.py), a line's fields (journal.py, journal.py), what a line must look like
-(journal/), mending (repair.py), the command line's spelling of it (cli/common/options.py).
+Not here: what bits mean (dtypes.py), what a line must look like (journal.py), repair (repair.py).
 """
 
 from __future__ import annotations
@@ -60,17 +43,14 @@ from vllm_accprobe.dump.files import (
 )
 from vllm_accprobe.dump.journal import (
     KINDS,
-    LABEL,
-    STATE_KINDS,
+    OP,
+    WEIGHT,
     CachedPrefix,
     Lives,
     StateFinding,
     StateTotals,
-    op_call,
     record,
     replaced,
-    weight_event,
-    weight_print,
 )
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
@@ -234,13 +214,20 @@ def row_space(dump: Dump, record: Record) -> RowSpace | None:
 
 
 def reopen(path: Path, data: dict[tuple[int, int], SegmentData]) -> Dump:
-    """A dump that can read tensors of these files and knows nothing else: for another process, told by one that has
-    opened it."""
+    """A dump that can read tensors of these files and knows nothing else: for another process, with what one that has
+    opened it knows."""
     dump = Dump(path, {})
     dump.data = dict(data)
     return dump
 
 
+_KEYED = {
+    "request": ("requests", "req"), "rows": ("rows", "step", "space"), "step": ("steps", "step"),
+    "label": ("labels", "step", "tap", "role", "call"),
+}  # fmt: skip
+"""By kind of line: the dump's dict, and the fields that follow the rank in its keys."""
+_LISTED = {"state": "states", "cached": "cached", "armed": "armed"}
+"""By kind of line: the dump's list of (rank, value)."""
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""
 
@@ -317,50 +304,40 @@ class RankReader:
             self.records.append(record(rank, e, self.layouts))
             return
         if kind == "op":
-            self.ops.append(op_call(rank, e))
+            self.ops.append(OP.from_line(e, rank=rank))
             return
         if kind == "weight":
-            dump.lives.prints.append(weight_print(rank, e))
-            return
-        if kind == "life":
-            dump.lives.events.append(weight_event(rank, e))
+            dump.lives.prints.append(WEIGHT.from_line(e, rank=rank))
             return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
-        found = KINDS.get(kind) or STATE_KINDS.get(kind)
+        found = KINDS.get(kind)
         if found is None:
             self.unknown[kind[:40]] += 1
             return
-        value = found.from_line(e, **({"rank": rank} if found is LABEL else {}))
-        if kind == "request":
-            dump.requests[rank, value.req] = value
-        elif kind == "rows" and value.space == PADDING:
+        value = found.from_line(e, **dict.fromkeys(found.external, rank))
+        if kind == "rows" and value.space == PADDING:
             dump.padding_rows[rank, value.step] = value
-        elif kind == "rows":
-            dump.rows[rank, value.step, value.space] = value
-        elif kind == "step":
-            dump.steps[rank, value.step] = value
+        elif kind in _KEYED:
+            name, *keys = _KEYED[kind]
+            getattr(dump, name)[(rank, *(getattr(value, key) for key in keys))] = value
+        elif kind in _LISTED:
+            getattr(dump, _LISTED[kind]).append((rank, value))
         elif kind == "module":
             dump.modules.setdefault(rank, []).append(value)
         elif kind == "masks":
             dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
         elif kind == "skip":
             dump.skips.append(value)
-        elif kind == "state":
-            dump.states.append((rank, value))
-        elif kind == "cached":
-            dump.cached.append((rank, value))
+        elif kind == "life":
+            dump.lives.events.append(value)
         elif kind == "states":
             dump.state_totals[rank] = value
-        elif kind == "armed":
-            dump.armed.append((rank, value))
         elif kind == "stop":
             dump.stops.setdefault(rank, value)
         elif kind == "end":
             dump.ends[rank] = value
-        elif kind == "label":
-            dump.labels[rank, value.step, value.tap, value.role, value.call] = value
 
     def _check_payloads(self) -> None:
         """Only a payload that its file really holds stays with its record."""
@@ -388,24 +365,25 @@ class RankReader:
             lost[reason] += 1
             self.records[i] = replace(r, payload=None)
         for reason, n in lost.items():
-            said = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
-            self.dump.problems.append(said)
+            text = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
+            self.dump.problems.append(text)
             self.dump.skips.append(Skip(first[reason].tap, LOST, first[reason].step, first[reason].role, n))
             if not reason.endswith(MISSING):
-                self.dump.unread.append(said)
+                self.dump.unread.append(text)
 
     def _check_rows(self) -> None:
         """A row map that does not fit its tensor would lead analysis astray: the tensor then has no rows."""
-        odd = 0
+        unexpected = 0
         for i, r in enumerate(self.records):
             if r.rows is None or r.step is None:
                 continue
             space = row_space(self.dump, r)
             if space is None or not r.shape or space.n != r.shape[r.row_dim]:
                 self.records[i] = replace(r, rows=None)
-                odd += 1
-        if odd:
-            self.dump.problems.append(f"rank {self.rank}: {_tensors(odd)} without a row map that fits: rows not known")
+                unexpected += 1
+        if unexpected:
+            without = f"{_tensors(unexpected)} without a row map that fits"
+            self.dump.problems.append(f"rank {self.rank}: {without}: rows not known")
         for i in image_calls.unnamed(self.records, self.dump.rows):
             r = self.records[i]
             self.records[i] = replace(r, rows=None)
@@ -456,13 +434,13 @@ def open_dump(path: str | Path) -> Dump:
     run, missing_run = _read_run(path)
     dump = Dump(path, run)
     ranks: list[int] = []
-    odd: list[int] = []
+    unexpected: list[int] = []
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 match = _RANK.fullmatch(entry.name)
                 if match and entry.name == rank_dir(int(match[1])):
-                    (ranks if entry.is_dir(follow_symlinks=False) else odd).append(int(match[1]))
+                    (ranks if entry.is_dir(follow_symlinks=False) else unexpected).append(int(match[1]))
     except OSError as e:
         raise DumpError(f"cannot list {path}: {e.strerror or e}") from None
     if missing_run and not ranks:
@@ -470,7 +448,7 @@ def open_dump(path: str | Path) -> Dump:
                         "name the directory that VLLM_ACCPROBE_DIR named")  # fmt: skip
     if missing_run:
         dump.problems.append(f"{RUN_JSON} is missing: versions and settings of the run are not known")
-    for r in sorted(odd):
+    for r in sorted(unexpected):
         dump.problems.append(f"{rank_dir(r)} is not a directory of the dump itself (a link?): not read")
     dump.ranks = tuple(sorted(ranks))
     for rank in dump.ranks:
@@ -524,7 +502,7 @@ class Selection:
     """Empty means all. names: globs over the tap, ``tap/role`` or the record's whole name, ``!`` excludes and the last
     that matches decides; steps, ranks, calls: ranges with both ends in; requests: globs over a request's id, or the
     beginning of its prompt's hash; roles: globs; in both ``!`` as with names. Parameters have no step: where steps are
-    given they are chosen only if ``parameters`` is set."""
+    named they are chosen only if ``parameters`` is set."""
 
     names: tuple[str, ...] = ()
     steps: Ranges = ()
@@ -568,7 +546,7 @@ def names_request(globs: Sequence[str], request: Request) -> bool:
 
 
 def holds(dump: Dump, record: Record, requests: set[tuple[int, int]]) -> bool:
-    """Whether one of the record's rows belongs to one of ``requests``, given as (rank, req)."""
+    """Whether one of the record's rows belongs to one of ``requests``, as (rank, req)."""
     space = row_space(dump, record)
     return space is not None and any((record.rank, s.req) in requests for s in space.segments)
 

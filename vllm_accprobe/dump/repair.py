@@ -14,12 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import DumpError, journal_lines, open_regular, segment_data
+from vllm_accprobe.dump.files import (
+    DumpError,
+    HeaderEntry,
+    build_header,
+    entry_key,
+    journal_lines,
+    open_regular,
+    part_name,
+    segment_data,
+    write_all,
+)
 from vllm_accprobe.dump.journal import END
+from vllm_accprobe.dump.journal_writer import encode, lock, remove_reserve
 from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.dump.recorder.journal_writer import encode, lock, remove_reserve
 from vllm_accprobe.dump.schema import JOURNAL, End, Record, rank_dir, segment_name
-from vllm_accprobe.dump.segment import HeaderEntry, build_header, entry_key, part_name, write_all
 
 _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 

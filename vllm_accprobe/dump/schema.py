@@ -1,27 +1,12 @@
 """The words of the dump: run.json, each line of a journal, and how the tensor of one rank is a part of the whole.
 
-How one rank's tensor is a part of the whole: said by capture, undone by analysis.
-
-The problem: with several ranks a file holds a slice, a summand or a copy, and nothing in its bytes says which. The
-idea: one plain value beside each tensor, enough to put the whole together without knowing the model.
-
-The words of the dump: what stands in run.json and in each line of a rank's journal.
-
 The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and default of
-those files must be said once. The idea: plain frozen dataclasses, one per kind of journal line; the JSON keys are the
-field names, except that ``cls`` is spelt ``class`` and that the three fields of a payload stand in the tensor's line
-itself. docs/dump-format.md says the same in prose.
+those files must be said once. The idea: plain frozen dataclasses, one per kind of line; JSON keys are the field names,
+except that ``cls`` is spelt ``class`` and a payload's three fields stand in the tensor's line itself. One value beside
+each tensor says how to put the whole together without knowing the model. docs/dump-format.md says the same in prose.
 
-Modules of an encoder that run once for each image, or once for each batch of images, of a step.
-
-The problem: capture gives a tensor of an encoder the rows of all images of the step, and in some models a module is
-called for one image after the other (a convolution in front of the blocks), or the encoder runs once for pictures and
-once for videos; then half of the rows can look like all of them. The idea: in a step with several images a module that
-is called several times, and more often than in steps with one image, has rows that nobody can name.
-
-Not here: finding it out (capture/core/layout.py), undoing it (align/ranks.py), how bytes reach the disk (writer.py),
-how a line becomes one of these and back (journal/), labels (label_files.py), what a dtype's bits mean (dtypes.py),
-images that are dealt out to ranks, whose rows are exact (schema.DEALT).
+Not here: finding a layout (capture/core/layout.py) and undoing it (align/ranks.py), lines as text (journal.py), labels
+(label_files.py), what a dtype's bits mean (dtypes.py).
 """
 
 from __future__ import annotations
@@ -41,7 +26,7 @@ class Layout:
       ``replicated``  every rank of the group holds the whole
       ``shard``       the whole is cut along ``dim`` (counted from the end, e.g. -1)
       ``partial``     the whole is the sum over the ranks (a row-parallel product before its all-reduce)
-      ``own``         each rank has a tensor of its own, of the images that were dealt to it; its rows say which
+      ``own``         each rank has a tensor of its own, of the images that were distributed to it; its rows say which
       ``unknown``     capture could not tell; analysis compares replicas or guesses from shapes, and says so
     group: ``tp`` or ``ep``: the ranks in question; ``index`` of ``size`` is this rank's place in it.
     parts: for ``shard``: the blocks along ``dim`` in this rank's tensor, in order, as [local size, replicas]. A QKV
@@ -107,7 +92,7 @@ ADAPTER_ANEW = "an adapter of this name was loaded again with other weights: the
 DRAFT_TAP = "draft:"
 """Begins the tap of a draft model's parameter."""
 DEALT = "#"
-"""Stands in the name of a vision space whose images were dealt out to ranks: ``vision/4#1`` is this rank's own."""
+"""Stands in the name of a vision space whose images were distributed to ranks: ``vision/4#1`` is this rank's own."""
 
 
 def rank_dir(rank: int) -> str:
@@ -271,11 +256,11 @@ class RowSpace:
     """``{"event": "rows"}``: which row is what, for all tensors of ``step`` whose ``rows`` is ``space``.
 
     The stored rows are the segments one after the other. ``ids`` holds one token id per stored row (tokens and logits
-    spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included.
-    ``padding``: how many rows the space PADDING has; the first is the tensor's row ``Step.batch["tokens"]``.
-    ``vision/<k>`` spaces hold k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1``
-    merged patches, ``vision/image`` one row per image. Behind ``#`` stands a number where the encoder's images were
-    dealt out to ranks (in the n-th call of the step): the rows are this rank's, and other ranks have others.
+    spaces; empty elsewhere). ``src_rows`` is the number of rows the model computed, padding included. ``padding``: how
+    many rows the space PADDING has; the first is the tensor's row ``Step.batch["tokens"]``. ``vision/<k>`` spaces hold
+    k rows per placeholder token as a fraction string: ``vision/4`` patches, ``vision/1`` merged patches,
+    ``vision/image`` one row per image. Behind ``#`` stands a number where the encoder's images were distributed to
+    ranks (in the n-th call of the step): the rows are this rank's, and other ranks have others.
     """
 
     step: int

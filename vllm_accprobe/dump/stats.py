@@ -22,7 +22,7 @@ from vllm_accprobe.dump.dtypes import DTYPES, byte_values, widen
 from vllm_accprobe.dump.schema import Payload, Stats
 
 _CHUNK = 32768
-_HELD = 1 << 20
+_WITH_GIL = 1 << 20
 """Bytes up to which the GIL is kept: some tens of microseconds of work."""
 
 Sums = tuple[int, float, float, float, float, int, int]
@@ -33,7 +33,7 @@ class StatsCell:
     """What all journal lines about the same bytes share; each of them may hold the same cell.
 
     ``value``: their statistics, None until somebody has computed them, for a payload the writer's thread. ``sums``: the
-    statistics as moments, which are made into ``value`` when that is asked for. ``hash``: None of a fingerprint.
+    statistics as moments, which are made into ``value`` on first access. ``hash``: None of a fingerprint.
     ``payload``: where the bytes lie. ``text``: all of it as it stands at the end of a line (journal_writer.py).
     ``dtype``: of the statistics, None where none are wanted.
     """
@@ -128,9 +128,9 @@ def moments(data: np.ndarray, dtype: str) -> TensorMoments:
 def moments_at(address: int, nbytes: int, dtype: str) -> Sums:
     """Moments of ``nbytes`` bytes at ``address``: contiguous, whole elements of ``dtype``. Raises like ``moments``."""
     kernels = _kernels()
-    if kernels is not None and nbytes and nbytes <= _HELD and dtype in kernels.KINDS:
+    if kernels is not None and nbytes and nbytes <= _WITH_GIL and dtype in kernels.KINDS:
         try:
-            return kernels.held(address, nbytes, kernels.KINDS[dtype])  # type: ignore[no-any-return]
+            return kernels.with_gil(address, nbytes, kernels.KINDS[dtype])  # type: ignore[no-any-return]
         except Exception:  # a compiler that fails on this machine must not end a capture
             pass
     return moments(_bytes_at(address, nbytes), dtype)
@@ -198,7 +198,7 @@ def _numpy_moments(data: np.ndarray, dtype: str) -> TensorMoments:
     stored = data.view(DTYPES[dtype].storage)
     total = TensorMoments()
     for start in range(0, stored.size, _CHUNK):
-        with np.errstate(all="ignore"):  # NaN and overflow are counted or given as None, not warned about
+        with np.errstate(all="ignore"):  # NaN and overflow are counted or become None, not warned about
             x = widen(stored[start : start + _CHUNK], dtype, as_float=True).astype(np.float64)
             finite = np.isfinite(x)
             nan = int(np.isnan(x).sum())

@@ -3,10 +3,10 @@
 The problem: one pass over the bytes at several GB/s with float64 accumulators, for floats that numpy does not know,
 with NaN and Inf left out. The idea: walk blocks that stay in the first-level cache. The bits of a float, with the
 magnitude of negative ones inverted, are integers in the order of the floats, so minimum and maximum are integer
-reductions, which LLVM vectorises where it would not for floats; they also tell whether the block holds a NaN or Inf
-at all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Floats of the kinds
-that models compute in are also taken straight from an address, one piece or many in a call, since around a small
-tensor the making of arrays would cost more than the sums. Not here: names, dtypes' tables, merging.
+reductions, which LLVM vectorises where it would not for floats; they also tell whether the block holds a NaN or Inf at
+all. A clean block is summed by a loop without branches; a dirty one (rare) element by element. Floats of the kinds that
+models compute in are also taken straight from an address, one piece or many in a call, since for a small tensor the
+making of arrays would cost more than the sums. Not here: names, dtypes' tables, merging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_accprobe.user_cache import numba_kept
 
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
-"""The floats that ``held`` and ``spans`` know."""
+"""The floats that ``with_gil`` and ``spans`` know."""
 _BLOCK = 2048
 # The sums may be reordered (that is what vectorising is); nothing may assume that NaN does not happen.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -249,13 +249,13 @@ def _piece(address: int, nbytes: int, kind: int) -> tuple[int, float, float, flo
     return n, _decode(low, kind), _decode(high, kind), total, squares, nan, inf
 
 
-def _held(address: int, nbytes: int, kind: int) -> tuple[int, float, float, float, float, int, int]:
+def _with_gil(address: int, nbytes: int, kind: int) -> tuple[int, float, float, float, float, int, int]:
     """(finite, min, max, sum, sum of squares, NaN, Inf) of ``nbytes`` bytes at ``address``. Keeps the GIL: whoever
     gives it up for some microseconds may wait milliseconds to get it back."""
     return _piece(address, nbytes, kind)
 
 
-held = numba_kept(**{**_OPTIONS, "nogil": False})(_held)
+with_gil = numba_kept(**{**_OPTIONS, "nogil": False})(_with_gil)
 
 
 @_compile

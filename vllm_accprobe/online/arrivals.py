@@ -51,11 +51,10 @@ from typing import Any
 import orjson
 import xxhash
 
-from vllm_accprobe.dump.files import MAX_LINE, DumpError, find_segment, open_regular
-from vllm_accprobe.dump.recorder.journal_writer import lock
+from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, find_segment, open_regular, part_name, write_all
+from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
 from vllm_accprobe.dump.schema import JOURNAL as JOURNAL_NAME
-from vllm_accprobe.dump.segment import HEADER_BYTES, part_name, write_all
 from vllm_accprobe.whole_file import write_private
 
 HELLO, WELCOME, RUN, DATA, JOURNAL_FRAME, SYNC, HAVE, END, REFUSED, READY = range(1, 11)

@@ -30,7 +30,7 @@ from typing import Any
 
 from vllm_accprobe.children import ONE_THREAD, Child
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.recorder.journal_writer import lock
+from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.online.arrivals import ArrivedRanks
 from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import Receiver, TlsError

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_accprobe.dump.recorder.journal_writer import lock
+from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
 
 _PIECE = 4 << 20

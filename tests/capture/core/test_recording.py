@@ -47,7 +47,7 @@ def test_a_dump_says_what_it_is_before_anything_is_taken(tmp_path: Path) -> None
 def test_a_directory_that_is_taken_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     places = []
     for _ in range(2):
-        recording = opened(tmp_path / "d", beside="these tests go")
+        recording = opened(tmp_path / "d", contents="these tests go")
         recording.close("closed")
         places.append(recording.root)
     assert places == [tmp_path / "d", tmp_path / "d.2"]

@@ -12,10 +12,10 @@ from vllm_accprobe.capture.core import rows as rowmaps
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import Sink, Ticket
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal import TensorHead
+from vllm_accprobe.dump.journal import REQUEST, TensorHead
 from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
+from vllm_accprobe.dump.writer import write_run_json
 
 
 @pytest.fixture(params=[False, True], ids=["direct", "staged"])
@@ -24,7 +24,7 @@ def sink(tmp_path: Path, request: pytest.FixtureRequest) -> Sink:
     write_run_json(tmp_path, {"tool": "test"})
     made = Sink(ProbeConfig(), tmp_path, 0, {}, lambda reason: None, staged=request.param)
     for number in range(2):
-        made.request(Request(number, f"r{number}", f"r{number}-x", "00", 4))
+        made.line(REQUEST.to_line(Request(number, f"r{number}", f"r{number}-x", "00", 4)))
     made.step(Step(0))
     return made
 
@@ -138,7 +138,7 @@ def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink,
         sink.tensor(head(f"input.{role}"), tensor, None, ticket)
         if role == "changed":
             tensor.mul_(3)
-        sink.after(head(f"inplace.{role}"), tensor, None, ticket, told.append)
+        sink.tensor(head(f"inplace.{role}"), tensor, None, before=ticket, changed=told.append)
     dump = closed(sink, tmp_path)
     assert told == [False, True]
     assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}

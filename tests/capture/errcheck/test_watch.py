@@ -10,7 +10,7 @@ import pytest
 import torch
 from capture.toy import Rotary, Toy
 
-from vllm_accprobe.capture.errcheck.bad_values import (
+from vllm_accprobe.capture.errcheck.watch import (
     BAD,
     GOOD,
     UNCHECKED,
@@ -18,10 +18,11 @@ from vllm_accprobe.capture.errcheck.bad_values import (
     Alarm,
     Badness,
     BadnessRule,
+    Watch,
     WatchedStep,
     parameters,
+    watched,
 )
-from vllm_accprobe.capture.errcheck.watch import Watch, watched
 from vllm_accprobe.capture.taps.hooks import Taps
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
@@ -272,7 +273,7 @@ def test_bad_parameters_and_not_masks() -> None:
 def test_a_large_step_is_not_held_and_the_next_one_is() -> None:
     model = Toy()
     spoil(model.norm, put(float("nan"), 0, 0, 0))
-    watched = Watched(model, deferred=True, hold_bytes=100)
+    watched = Watched(model, deferred=True, keep_bytes=100)
     watched.run(IDS)
     first = watched.alarms[0]
     assert (first.tap, first.outputs, first.bad) == ("norm", (), None)

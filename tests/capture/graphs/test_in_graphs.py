@@ -21,14 +21,14 @@ from torch._dynamo.utils import counters
 
 from vllm_accprobe.capture.core import recording
 from vllm_accprobe.capture.core.session import Sink
-from vllm_accprobe.capture.graphs import drain, placement
-from vllm_accprobe.capture.graphs.drain import NOT_MEASURED
+from vllm_accprobe.capture.graphs import placement, readout
 from vllm_accprobe.capture.graphs.graph_ops import _stats_device
+from vllm_accprobe.capture.graphs.readout import NOT_MEASURED
 from vllm_accprobe.capture.vllm import capturing
 from vllm_accprobe.capture.vllm import compiled as in_graphs
 from vllm_accprobe.capture.vllm import runner as capture_runner
-from vllm_accprobe.capture.vllm.capturing import CaptureObserver, left_out
-from vllm_accprobe.capture.vllm.compiled import LookingOn
+from vllm_accprobe.capture.vllm.capturing import CaptureObserver
+from vllm_accprobe.capture.vllm.compiled import DummyRunOnly
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.comparison.coverage import NOBODYS
 from vllm_accprobe.comparison.engine import compare
@@ -295,10 +295,10 @@ def test_rows_beyond_the_memory_are_left_out_and_counted(start: Start) -> None:
     assert 20 < rows < 29
     spaces = {r.step: (r.rows, r.shape[0]) for r in small.records
               if (r.tap, r.role) == ("model.layers.0.up", "output.0")}  # fmt: skip
-    assert spaces == {0: (drain.HELD, rows), 1: ("tokens", 2), 2: ("tokens", 1)}
+    assert spaces == {0: (readout.FIRST_ROWS, rows), 1: ("tokens", 2), 2: ("tokens", 1)}
     root = next(r for r in small.records if r.tap == "<root>" and r.role == "output.0" and r.step == 0)
     assert (root.rows, root.shape[0]) == ("tokens", 29)
-    assert {(s.tap, s.count) for s in small.skips if s.reason == drain.MORE_ROWS} == {
+    assert {(s.tap, s.count) for s in small.skips if s.reason == readout.MORE_ROWS} == {
         (f"model.layers.{i}.{name}", 29 - rows) for i in (0, 1) for name in ("up", "down")
     }
     result = compare(eager.path, small.path)
@@ -343,7 +343,7 @@ def test_rows_of_padding_that_do_not_fit_are_counted(start: Start) -> None:
     tap = "model.layers.0.up"
     assert {r.step: r.shape[0] for r in small.padding if r.tap == tap} == {1: rows - 2, 2: rows - 1}
     left = 3 + (30 - (rows - 2)) + (31 - (rows - 1))
-    assert [s.count for s in small.skips if (s.tap, s.reason) == (tap, drain.MORE_PADDING)] == [left]
+    assert [s.count for s in small.skips if (s.tap, s.reason) == (tap, readout.MORE_PADDING)] == [left]
 
 
 def lines(dump: Dump) -> dict[tuple[int, str], tuple[Any, ...]]:
@@ -406,7 +406,7 @@ def test_an_old_line_of_numbers_is_not_taken_for_this_step_s(start: Start, monke
     runner = Runner(compiles=True)
     probe = start(runner, task="stats")
     runner.execute_model(STEPS[0])
-    monkeypatch.setattr(drain.StatsDrain, "aim", aims_nothing)
+    monkeypatch.setattr(readout.StatsReadout, "aim", aims_nothing)
     runner.execute_model(STEPS[1])
     probe.close("test")
     dump = open_dump(probe.root)
@@ -414,7 +414,7 @@ def test_an_old_line_of_numbers_is_not_taken_for_this_step_s(start: Start, monke
     assert [s.count for s in dump.skips if (s.tap, s.reason) == ("model.layers.0.up", NOT_MEASURED)] == [1]
 
 
-def aims_nothing(self: drain.StatsDrain, space: Any) -> None:
+def aims_nothing(self: readout.StatsReadout, space: Any) -> None:
     self._space = space
     self._serial += 1
 
@@ -468,7 +468,7 @@ def test_a_tap_that_the_graph_does_not_have_is_a_skip(start: Start, monkeypatch:
     """As if a cached graph without taps had been used."""
     monkeypatch.setattr(placement, "_tap_outputs", lambda module, args, output: None)
     dump, _ = served(start, "mine", Runner(compiles=True))
-    assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {drain.NOT_RUN}
+    assert {s.reason for s in dump.skips if s.tap == "model.layers.0.up"} == {readout.NOT_RUN}
     assert {tap for _, tap in outputs(dump)} == {"<root>", "embed"}
 
 
@@ -498,7 +498,7 @@ def test_a_failure_ends_the_capture_and_not_the_serving(
         raise ZeroDivisionError("planted in the probe")
 
     _, answers = served(start, "eager", Runner(compiles=False))
-    monkeypatch.setattr(drain.GraphDrain, where, broken)
+    monkeypatch.setattr(readout.GraphReadout, where, broken)
     dump, same = served(start, "mine", Runner(compiles=True))
     assert all(map(torch.equal, answers, same))
     assert [(e["where"], e["message"].partition(" (")[0]) for e in dump.errors] == [
@@ -570,15 +570,15 @@ def test_a_rank_that_is_not_captured_takes_part_in_the_dummy_batch(start: Start)
     runner._dummy_run = counted  # type: ignore[method-assign]
     config = ProbeConfig.from_kwargs(graphs=True, ranks="0")
     adapter = RunnerAdapter(Plain(model_runner=runner), runner, PARALLEL | {"rank": 1, "world_size": 2})
-    other = left_out(config, adapter)
-    assert isinstance(other, LookingOn)
+    other = CaptureObserver.left_out(config, adapter)
+    assert isinstance(other, DummyRunOnly)
     adapter.add(other)
     runner.load_model()
     runner.load_model()
     runner.execute_model(STEPS[0])
     assert ran == [11]
     assert not any(hasattr(module, "accprobe_tap_0") for module in runner.model.modules())
-    assert left_out(ProbeConfig.from_kwargs(ranks="0"), adapter) is None
+    assert CaptureObserver.left_out(ProbeConfig.from_kwargs(ranks="0"), adapter) is None
 
 
 def test_a_forward_that_fails_in_the_graph(start: Start) -> None:

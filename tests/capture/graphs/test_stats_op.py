@@ -22,7 +22,7 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     tap_stats,
     tap_stats_each,
 )
-from vllm_accprobe.capture.graphs.graph_ops import _stats_op_each_device as _each_device
+from vllm_accprobe.capture.graphs.graph_ops import _stats_each_device as _each_device
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.reader import open_dump

@@ -9,16 +9,16 @@ from vllm_accprobe.config import ConfigError
 
 
 def test_as_arguments() -> None:
-    assert begin_end.given({}) == {}
-    assert begin_end.given({"X_DEBUG": " ", "X_DEDUP": "0"}) == {"X_DEDUP": False}
+    assert begin_end.torch_xray_settings({}) == {}
+    assert begin_end.torch_xray_settings({"X_DEBUG": " ", "X_DEDUP": "0"}) == {"X_DEDUP": False}
     said = {"X_DEBUG": "0x102", "X_DEDUP": "true", "X_DUMP_NUM": "5", "X_OTHER": "9"}
-    assert begin_end.given(said) == {"X_DEBUG": 0x102, "X_DEDUP": True, "X_DUMP_NUM": 5}
+    assert begin_end.torch_xray_settings(said) == {"X_DEBUG": 0x102, "X_DEDUP": True, "X_DUMP_NUM": 5}
 
 
 @pytest.mark.parametrize(("name", "value"), [("X_DEBUG", "yes"), ("X_DEDUP", "perhaps"), ("X_DUMP_NUM", "5.5")])
 def test_what_is_no_value_is_one_line(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value} is n"):
-        begin_end.given({name: value})
+        begin_end.torch_xray_settings({name: value})
     assert begin_end.advice({name: value}).endswith("it is torch_xray's, and has no effect here")
 
 

@@ -13,78 +13,78 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-def ledger() -> GroupLedger:
+def filled() -> GroupLedger:
     """Two layers, blocks 3 and 5 written twice by requests 0 and 1."""
-    books = GroupLedger(2, 8)
+    ledger = GroupLedger(2, 8)
     for i in range(2):
-        books.wrote(0, np.array([3, 5]), numbers(30 + i, 50 + i))
-        books.written_by(np.array([3]), 0, i, 0, 4)
-        books.written_by(np.array([5]), 1, i, 0, 4)
-    return books
+        ledger.wrote(0, np.array([3, 5]), numbers(30 + i, 50 + i))
+        ledger.written_by(np.array([3]), 0, i, 0, 4)
+        ledger.written_by(np.array([5]), 1, i, 0, 4)
+    return ledger
 
 
 def test_what_was_written_is_read() -> None:
-    assert ledger().read(0, np.array([3, 5]), numbers(31, 51)) == []
+    assert filled().read(0, np.array([3, 5]), numbers(31, 51)) == []
 
 
 def test_what_nobody_wrote_is_believed_once() -> None:
-    books = ledger()
-    assert books.read(0, np.array([3, 7]), numbers(31, 70)) == []
-    assert books.read(0, np.array([7]), numbers(71)) == [0]
+    ledger = filled()
+    assert ledger.read(0, np.array([3, 7]), numbers(31, 70)) == []
+    assert ledger.read(0, np.array([7]), numbers(71)) == [0]
 
 
 @pytest.mark.parametrize(
     ("number", "kind"), [(30, STALE), (51, OTHER), (99, CHANGED)], ids=["older", "another block's", "nobody's"]
 )
 def test_cases_are_told_apart(number: int, kind: str) -> None:
-    books = ledger()
-    assert books.read(0, np.array([3]), numbers(number)) == [0]
-    found = books.explain(0, 3, number)
+    ledger = filled()
+    assert ledger.read(0, np.array([3]), numbers(number)) == [0]
+    found = ledger.explain(0, 3, number)
     assert (found.kind, found.block) == (kind, 3)
     assert found.other == (5 if kind == OTHER else -1)
-    assert books.read(0, np.array([3]), numbers(number)) == []  # said once
+    assert ledger.read(0, np.array([3]), numbers(number)) == []  # said once
 
 
 def test_a_copy_must_have_the_bytes_of_its_source() -> None:
-    books = ledger()
-    books.copied(3, 5, 2)
-    assert books.read(0, np.array([5]), numbers(31)) == []
-    found = books.explain(0, 5, 51)
+    ledger = filled()
+    ledger.copied(3, 5, 2)
+    assert ledger.read(0, np.array([5]), numbers(31)) == []
+    found = ledger.explain(0, 5, 51)
     assert found.kind == LATE
     assert found.how == "the bytes are those from before: copy from block 3"
-    assert books.writer[5] == 0
+    assert ledger.writer[5] == 0
 
 
 def test_what_is_brought_and_changes_afterwards_came_late() -> None:
-    books = ledger()
-    books.loaded(np.array([3]), 4)
-    assert books.read(0, np.array([3]), numbers(77)) == []  # nobody knows what must come
-    assert books.read(0, np.array([3]), numbers(78)) == [0]
-    assert books.explain(0, 3, 78).kind == LATE
+    ledger = filled()
+    ledger.loaded(np.array([3]), 4)
+    assert ledger.read(0, np.array([3]), numbers(77)) == []  # nobody knows what must come
+    assert ledger.read(0, np.array([3]), numbers(78)) == [0]
+    assert ledger.explain(0, 3, 78).kind == LATE
 
 
 def test_a_write_that_changes_nothing_is_stale() -> None:
-    books = ledger()
-    (found,) = books.wrote(0, np.array([3, 5]), numbers(31, 52))
+    ledger = filled()
+    (found,) = ledger.wrote(0, np.array([3, 5]), numbers(31, 52))
     assert (found.kind, found.block) == (STALE, 3)
 
 
 def test_blocks_that_are_given_out_owe_nothing() -> None:
-    books = ledger()
-    books.happened([3], 2, "prefix hit of request 'a'")
-    books.given_out(np.array([3]), 4)
-    assert books.read(0, np.array([3]), numbers(999)) == []
-    assert books.events[3] == [(4, "reuse")]
-    assert books.writer[3] == 0  # still who wrote last
+    ledger = filled()
+    ledger.happened([3], 2, "prefix hit of request 'a'")
+    ledger.assigned(np.array([3]), 4)
+    assert ledger.read(0, np.array([3]), numbers(999)) == []
+    assert ledger.events[3] == [(4, "reuse")]
+    assert ledger.writer[3] == 0  # still who wrote last
 
 
 def test_events_are_kept_in_order_and_end_with_a_write() -> None:
-    books = ledger()
+    ledger = filled()
     for step in range(9):
-        books.happened([3], step, "prefix hit")
-    assert [step for step, _ in books.events[3]] == list(range(3, 9))
-    books.written_by(np.array([3]), 0, 9, 5, 5)
-    assert 3 not in books.events
+        ledger.happened([3], step, "prefix hit")
+    assert [step for step, _ in ledger.events[3]] == list(range(3, 9))
+    ledger.written_by(np.array([3]), 0, 9, 5, 5)
+    assert 3 not in ledger.events
 
 
 def test_each_block_has_its_turn() -> None:

@@ -1,4 +1,4 @@
-"""The schedule's own books: what is read, written, lost, and strange."""
+"""The schedule's own ledger: what is read, written, lost, and strange."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begun(
 def test_rows_go_to_the_slots_of_their_positions() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 6}, prompts={"a": range(6)})
-    one = schedule.held["a"]
+    one = schedule.requests["a"]
     assert schedule.slots(0, one).tolist() == [12, 13, 14, 15, 28, 29]
     assert schedule.reads(0, one).tolist() == []
     assert schedule.writes(0, one).tolist() == [0, 1]
@@ -40,7 +40,7 @@ def test_rows_go_to_the_slots_of_their_positions() -> None:
 def test_windows_are_read_back_to_their_first_position() -> None:
     schedule = Schedule([CacheGroup(KV, 4, window=5), CacheGroup(KV, 4, chunk=8)], 20)
     begun(schedule, 0, {"a": [[1, 2, 3, 4], [5, 6, 7, 8]]}, counts={"a": 1}, starts={"a": 13})
-    one = schedule.held["a"]
+    one = schedule.requests["a"]
     assert schedule.reads(0, one).tolist() == [2, 3]  # positions 9 to 12
     assert schedule.reads(1, one).tolist() == [2, 3]  # from position 8 on
 
@@ -48,14 +48,14 @@ def test_windows_are_read_back_to_their_first_position() -> None:
 def test_null_blocks_are_never_read() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[0, 0, 3]]}, counts={"a": 2}, starts={"a": 10})
-    assert schedule.reads(0, schedule.held["a"]).tolist() == [2]
+    assert schedule.reads(0, schedule.requests["a"]).tolist() == [2]
 
 
 def test_a_block_given_to_somebody_else_is_lost_once() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 6}, prompts={"a": range(6)})
     begun(schedule, 4, {"b": [[7]]}, counts={"a": 1, "b": 3}, starts={"a": 6})
-    one = schedule.held["a"]
+    one = schedule.requests["a"]
     (found,) = schedule.lost(0, one, schedule.reads(0, one))
     assert (found.kind, found.block, found.column, found.taken_step) == (FREED, 7, 1, 4)
     assert schedule.names[found.taken] == "b"
@@ -65,24 +65,24 @@ def test_a_block_given_to_somebody_else_is_lost_once() -> None:
 def test_a_shared_prefix_is_nobodys_loss() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 6}, prompts={"a": range(6)})
-    schedule.filled(0, schedule.held["a"])
+    schedule.filled(0, schedule.requests["a"])
     arrivals, fresh = begun(schedule, 1, {"b": [[3, 8]]}, counts={"b": 2, "a": 1}, starts={"b": 4, "a": 6},
                             prompts={"b": range(6)})  # fmt: skip
     assert [(a.event, a.columns.tolist()) for a in arrivals] == [(HIT, [0])]
     assert fresh.tolist() == [8]
-    assert schedule.strangers(arrivals[0]) == []
-    for one in schedule.held.values():
+    assert schedule.unexpected(arrivals[0]) == []
+    for one in schedule.requests.values():
         assert schedule.lost(0, one, schedule.reads(0, one)) == []
 
 
 def test_a_hit_of_other_tokens_is_strange() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 6}, prompts={"a": range(6)})
-    schedule.filled(0, schedule.held["a"])
+    schedule.filled(0, schedule.requests["a"])
     arrivals, _ = begun(
         schedule, 1, {"b": [[3, 8]]}, counts={"b": 2}, starts={"b": 4}, prompts={"b": [9, 1, 2, 3, 4, 5]}
     )
-    (found,) = schedule.strangers(arrivals[0])
+    (found,) = schedule.unexpected(arrivals[0])
     assert (found.kind, found.block, found.column) == (STRANGE, 3, 0)
 
 
@@ -90,10 +90,10 @@ def reads(schedule: Schedule, *of: NewRequest, table: tuple[int, ...] = (3, 8), 
     """(kind, why, columns, who) of what the second of two requests finds when its first blocks are the first one's."""
     first, second = of
     begun(schedule, 0, {first.name: [[3, 7]]}, counts={first.name: 6}, new=[first])
-    schedule.filled(0, schedule.held[first.name])
+    schedule.filled(0, schedule.requests[first.name])
     arrivals, _ = begun(schedule, 1, {second.name: [list(table)]}, counts={second.name: 2}, starts={second.name: start},
                         new=[second])  # fmt: skip
-    found = [one for arrival in arrivals for one in schedule.strangers(arrival)]
+    found = [one for arrival in arrivals for one in schedule.unexpected(arrival)]
     return [(one.kind, one.why, one.column, one.last, schedule.names[one.taken]) for one in found]
 
 
@@ -132,15 +132,15 @@ def test_a_prefix_of_the_same_step_is_known_by_its_owner() -> None:
         schedule, 0, {"a": [[3, 7]], "b": [[3, 8]]}, counts={"a": 6, "b": 2}, starts={"b": 4},
         new=[request("a"), NewRequest("b", [9] * 8, 8, ())],
     )  # fmt: skip
-    assert [one.why for one in schedule.strangers(arrivals[0])] == ["other tokens"]
-    assert schedule.owners(schedule.held["b"], 4).tolist() == [0] * 4
+    assert [one.why for one in schedule.unexpected(arrivals[0])] == ["other tokens"]
+    assert schedule.owners(schedule.requests["b"], 4).tolist() == [0] * 4
 
 
 def test_owners_are_those_who_computed() -> None:
     schedule = Schedule([PAGED, CacheGroup(KV, 4, watched=False)], 20)
     begun(schedule, 0, {"a": [[3, 7], [9, 10]]}, counts={"a": 6}, new=[request("a")])
     begun(schedule, 1, {"b": [[3, 8, 5], [9, 11, 12]]}, counts={"b": 2}, starts={"b": 6}, new=[request("b")])
-    assert schedule.owners(schedule.held["b"], 6).tolist() == [0, 0, 0, 0, -1, -1]  # block 8: given by nobody
+    assert schedule.owners(schedule.requests["b"], 6).tolist() == [0, 0, 0, 0, -1, -1]  # block 8: given by nobody
 
 
 def test_who_may_have_lost_a_block_is_known_without_a_look_at_all() -> None:
@@ -157,9 +157,9 @@ def test_who_may_have_lost_a_block_is_known_without_a_look_at_all() -> None:
 def test_blocks_with_generated_tokens_are_nobodys_prompt() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[3]]}, counts={"a": 3}, prompts={"a": range(3)})
-    schedule.filled(0, schedule.held["a"])
+    schedule.filled(0, schedule.requests["a"])
     begun(schedule, 1, counts={"a": 1}, starts={"a": 3})
-    schedule.filled(0, schedule.held["a"])
+    schedule.filled(0, schedule.requests["a"])
     assert schedule.content[0][3] == 0
 
 
@@ -169,7 +169,7 @@ def test_resumed_requests_get_new_tables() -> None:
     arrivals, fresh = begun(schedule, 5, {"a": [[3, 9]]}, counts={"a": 4}, starts={"a": 4})
     assert [a.event for a in arrivals] == [RESUMED]
     assert fresh.tolist() == [9]
-    assert schedule.lost(0, schedule.held["a"], np.array([0, 1])) == []
+    assert schedule.lost(0, schedule.requests["a"], np.array([0, 1])) == []
 
 
 def test_what_a_connector_brings_is_no_hit() -> None:
@@ -190,7 +190,7 @@ def test_copied_blocks_are_no_hits() -> None:
 def test_states_stay_or_move_on_block_by_block() -> None:
     schedule = Schedule([CacheGroup(STATE, 4), CacheGroup(STATE, 4, aligned=True), CacheGroup(STATE, 4, extra=2)], 20)
     begun(schedule, 0, {"a": [[1], [2, 3, 4], [5, 6, 7]]}, counts={"a": 6})
-    one = schedule.held["a"]
+    one = schedule.requests["a"]
     assert [schedule.reads(g, one).tolist() for g in range(3)] == [[], [], []]
     assert [schedule.writes(g, one).tolist() for g in range(3)] == [[0], [1], [0, 1, 2]]
     begun(schedule, 1, counts={"a": 3}, starts={"a": 6})
@@ -201,6 +201,6 @@ def test_accepted_tokens_are_known_of_steps_that_generate() -> None:
     schedule = Schedule([PAGED], 10)
     begun(schedule, 0, {"a": [[3, 7]]}, counts={"a": 3}, prompts={"a": range(3)})
     begun(schedule, 1, counts={"a": 4}, starts={"a": 3})
-    assert schedule.held["a"].accepted is None  # the step before was the prompt's
+    assert schedule.requests["a"].accepted is None  # the step before was the prompt's
     begun(schedule, 2, counts={"a": 4}, starts={"a": 5})
-    assert schedule.held["a"].accepted == 2
+    assert schedule.requests["a"].accepted == 2

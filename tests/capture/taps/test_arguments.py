@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_accprobe.capture.taps.arguments import Inputs, attributes, outputs
+from vllm_accprobe.capture.taps.hooks import Inputs, attributes, outputs
 
 
 def test_convolutions() -> None:

@@ -19,9 +19,9 @@ ROWS = np.arange(6, dtype=np.int32).reshape(2, 3)
 
 
 def test_a_grammars_rows_are_known_again_by_their_hash() -> None:
-    told = Plain(structured_output_request_ids=["b", "a"], grammar_bitmask=ROWS)
+    one_row_each = Plain(structured_output_request_ids=["b", "a"], grammar_bitmask=ROWS)
     digests = [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in ROWS]
-    assert grammar_of(["hidden states", None, told]) == {"b": digests[0], "a": digests[1]}
+    assert grammar_of(["hidden states", None, one_row_each]) == {"b": digests[0], "a": digests[1]}
     # a dict by request (0.11), and more rows than requests (drafts): who has which row is not told
     assert grammar_of([Plain(structured_output_request_ids={"b": 1}, grammar_bitmask=ROWS)]) == {"b": None}
     assert grammar_of([Plain(structured_output_request_ids=["b"], grammar_bitmask=ROWS)]) == {"b": None}
@@ -78,10 +78,10 @@ def test_a_runner_that_keeps_no_states_tells_nothing() -> None:
     def newer(**states: Any) -> Plain:
         return Plain(prepare_inputs=lambda: None, sampler=Plain(logprobs_mode="raw_logprobs", **states))
 
-    assert not batch.tells(newer())
-    assert not batch.tells(newer(logit_bias_state=1))  # half of them is not all
-    assert batch.tells(newer(penalties_state=1, logit_bias_state=1))
-    assert batch.tells(newer(penalties_state=1, logits_processors=[]))
-    assert batch.tells(older())
-    assert not batch.tells(Plain(input_batch=Plain(req_ids=[])))
-    assert not batch.tells(Plain())
+    assert not batch.reports_masks(newer())
+    assert not batch.reports_masks(newer(logit_bias_state=1))  # half of them is not all
+    assert batch.reports_masks(newer(penalties_state=1, logit_bias_state=1))
+    assert batch.reports_masks(newer(penalties_state=1, logits_processors=[]))
+    assert batch.reports_masks(older())
+    assert not batch.reports_masks(Plain(input_batch=Plain(req_ids=[])))
+    assert not batch.reports_masks(Plain())

@@ -14,6 +14,8 @@ from vllm_accprobe.capture.vllm.batch import ChosenRows, EngineBatch
 from vllm_accprobe.capture.vllm.vllm_compat import refusal
 from vllm_accprobe.config import ProbeConfig
 
+CONTEXT, PIECES, EXPERTS, XLITE, FLASH = relied_on.MODES[:5]
+
 
 class NPUModelRunner:
     """vllm-ascend's, as far as a mode is told by it."""
@@ -32,11 +34,11 @@ class XliteModelRunner(NPUModelRunner):
 @pytest.mark.parametrize(
     ("runner", "mode"),
     [
-        (NPUModelRunner(prefill_context_parallel_size=2), relied_on.CONTEXT),
-        (NPUModelRunner(enable_dbo=True), relied_on.PIECES),
-        (NPUModelRunner(ubatch_size=2), relied_on.PIECES),
-        (NPUModelRunner(use_sequence_parallel_moe=True), relied_on.EXPERTS),
-        (XliteModelRunner(), relied_on.XLITE),
+        (NPUModelRunner(prefill_context_parallel_size=2), CONTEXT),
+        (NPUModelRunner(enable_dbo=True), PIECES),
+        (NPUModelRunner(ubatch_size=2), PIECES),
+        (NPUModelRunner(use_sequence_parallel_moe=True), EXPERTS),
+        (XliteModelRunner(), XLITE),
     ],
 )
 def test_a_mode_that_deals_rows_out_is_refused(runner: Any, mode: relied_on.Mode) -> None:
@@ -48,7 +50,7 @@ def test_a_mode_that_deals_rows_out_is_refused(runner: Any, mode: relied_on.Mode
 def test_flashcomm_is_asked_of_the_vendor(monkeypatch: pytest.MonkeyPatch, first: bool, second: bool) -> None:
     utils = Plain(enable_sp=lambda config: first, flashcomm2_enable=lambda: second)
     monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
-    assert refusal(NPUModelRunner()) == (relied_on.FLASH.says if first or second else "")
+    assert refusal(NPUModelRunner()) == (FLASH.says if first or second else "")
 
 
 def test_steps_whose_drafts_the_device_chooses_have_no_rows() -> None:

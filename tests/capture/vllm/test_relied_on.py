@@ -66,7 +66,7 @@ def _unknown(found: dict[str, set[str]]) -> dict[str, set[str]]:
 def test_all_that_capture_touches_is_declared() -> None:
     unknown = _unknown(touched())
     unknown = {name: where for name, where in unknown.items() if name not in ("*DIR", "*FORCE")}  # ours, of plugin.py
-    assert not unknown, "declare these in vllm_accprobe/capture/vllm/names, or say whose they are"
+    assert not unknown, "declare these in vllm_accprobe/capture/vllm/relied_on.py, or say whose they are"
 
 
 @pytest.mark.parametrize(

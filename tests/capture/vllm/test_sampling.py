@@ -25,6 +25,8 @@ from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import MASKS_KNOWN
 
+CONTEXT, PIECES, EXPERTS, XLITE, FLASH = relied_on.MODES[:5]
+
 
 class LanguageModel(Model):
     @torch.no_grad()
@@ -165,19 +167,19 @@ def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_sai
 
 
 @pytest.mark.parametrize(
-    "mode", [relied_on.EXPERTS, relied_on.XLITE, relied_on.FLASH, relied_on.CONTEXT, relied_on.PIECES]
+    "mode", [EXPERTS, XLITE, FLASH, CONTEXT, PIECES]
 )
 def test_a_refused_mode_serves_and_leaves_its_one_line_and_no_dump(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, mode: relied_on.Mode
 ) -> None:
-    if mode is relied_on.FLASH:
+    if mode is FLASH:
         monkeypatch.setitem(sys.modules, "vllm_ascend.utils", Plain(enable_sp=lambda config: True))
         monkeypatch.setattr(Newer, "__module__", "vllm_ascend.worker.model_runner_v1")
-    runner = XliteModelRunner() if mode is relied_on.XLITE else Newer()
+    runner = XliteModelRunner() if mode is XLITE else Newer()
     parallel = runner.vllm_config.parallel_config
-    parallel.use_sequence_parallel_moe = mode is relied_on.EXPERTS
-    parallel.prefill_context_parallel_size = 1 + (mode is relied_on.CONTEXT)
-    parallel.enable_dbo = mode is relied_on.PIECES
+    parallel.use_sequence_parallel_moe = mode is EXPERTS
+    parallel.prefill_context_parallel_size = 1 + (mode is CONTEXT)
+    parallel.enable_dbo = mode is PIECES
     probe = served(tmp_path, runner, new("a", 5), PLAIN)
     assert said == [f"{mode.says}: {probe.without}; serving goes on"]
     assert not (probe.root / "run.json").exists()  # nothing that a comparison could take for a capture

@@ -15,14 +15,14 @@ def test_a_tensor_that_packing_reorders_is_of_an_unknown_order_until_it_is_given
     lines: list[dict[str, Any]] = []
     life = WeightLife(lines.append, lambda path, cls: True, lambda: 0, lambda error: None)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False).bfloat16())
-    given = model[0].weight.detach().clone()
-    for kind, packed in ((LOAD, given.t().reshape(4, 8)), (WAKE, None), (RELOAD, given)):
+    as_loaded = model[0].weight.detach().clone()
+    for kind, packed in ((LOAD, as_loaded.t().reshape(4, 8)), (WAKE, None), (RELOAD, as_loaded)):
         life.begin(kind)
         if packed is not None:
-            model[0].weight.data.copy_(given)
-            life.look("0", model[0])
+            model[0].weight.data.copy_(as_loaded)
+            life.examine("0", model[0])
             model[0].weight.data.copy_(packed)
-        life.finish(model, given=packed is not None)
+        life.finish(model, as_loaded=packed is not None)
     prints = [(p["life"], p["form"], p.get("undone", "")) for p in lines if p["event"] == "weight"]
     assert prints == [(0, "loaded", ""), (0, "packed", "unknown"), (1, "packed", "unknown"), (2, "loaded", "")]
 
@@ -37,8 +37,8 @@ def looked_at(how: str) -> list[dict[str, Any]]:
         life.begin(kind)
         with life.watch:
             model[0].weight.data.copy_(torch.ones(4, 8))
-        life.look("0", model[0])
-        life.finish(model, given=True)
+        life.examine("0", model[0])
+        life.finish(model, as_loaded=True)
     assert failed == []
     return [line for line in lines if line["event"] == "weight" and line["name"] == "weight"]
 

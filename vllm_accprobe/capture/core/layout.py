@@ -1,21 +1,13 @@
 """How each tensor is a part of a whole, read from the attributes of the layers.
 
-What a parallel layer says of how it is cut: plain functions over its attributes.
+The problem: with tensor parallelism a tap sees a slice, and which slice is not in the tensor. vLLM's linear, vocabulary
+and expert layers, in ten releases and in vendors' subclasses, say how they are cut in attributes of several names and
+meanings. The idea: one function per fact, which returns None where the layer has no such attribute; a layer's kind
+follows from what it has, never from its class. What lies between parallel layers (activations, rotary embedding,
+attention, norms per head) has the layout of the neighbouring linear layer whose size it has. Where this is not known
+the layout is ``unknown``, and analysis compares the ranks' copies instead of trusting a guess.
 
-The problem: vLLM's linear, vocabulary and expert layers, in ten releases and in vendors' subclasses, carry their
-partition in attributes of several names and meanings. The idea: one function per fact, which answers None where the
-layer has no such attribute; a layer's kind is told by what it has, never by its class. Sizes are elements of this
-rank's tensor.
-
-How each tensor is a part of a whole, read from the layers' own attributes.
-
-The problem: with tensor parallelism a tap sees a slice, and which slice is not in the tensor. The idea: vLLM's parallel
-layers carry their partition as plain attributes (also in subclasses of other vendors), so linear and vocabulary layers
-are described directly, and what lies between them (activations, rotary embedding, attention, per-head norms) inherits
-from the parallel linear layer beside it whose size it has. What cannot be told is ``unknown``: analysis then
-compares the ranks' copies instead of trusting a guess.
-
-Not here: tensors between such layers, undoing a layout (align/ranks.py).
+Not here: undoing a layout (align/ranks.py). Sizes are elements of this rank's tensor.
 """
 
 from __future__ import annotations
@@ -108,7 +100,7 @@ def expert_parts(module: Any, name: str) -> tuple[int, Parts] | None:
 
 
 def local_experts(module: Any, name: str) -> tuple[int, int, Parts] | None:
-    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are dealt out.
+    """This rank's place, the number of ranks, and the blocks of its experts, where whole experts are distributed.
 
     vLLM gives each rank one run of experts (linear) or every n-th (round robin). A whole is put together block by
     block, so blocks of one expert are right for the second. With load balancing experts move and are stored twice:
@@ -173,11 +165,11 @@ class Layouts:
         module = self._modules.get(tap)
         if module is None or not shape:
             return REPLICATED
-        local = local_experts(module, name)  # also where there is no tensor parallelism beside it
+        local = local_experts(module, name)  # also where there is no tensor parallelism
         if local is not None:
-            index, size, held = local
-            known = sum(n for n, _ in held) == shape[0]
-            return Layout("shard", "ep", index, size, 0, held) if known else Layout("unknown", "ep", index, size)
+            index, size, blocks = local
+            known = sum(n for n, _ in blocks) == shape[0]
+            return Layout("shard", "ep", index, size, 0, blocks) if known else Layout("unknown", "ep", index, size)
         if self._size == 1 or own_tp_size(module) == 1:
             return REPLICATED
         expert = expert_parts(module, name)

@@ -1,27 +1,12 @@
-"""One rank's dump while it is written, whoever started it: where it goes, what is captured into it.
+"""One rank's dump while it is written: its directory, run.json, the journal's first line and its end.
 
-Where one rank's dump goes when the directory that was named may be taken, and who is told of it.
+The problem: a vLLM worker, a Probe, the labels of a plain script, ``begin_dump`` and an alarm of errcheck each write a
+dump, and a dump has small duties that are forgotten one at a time: a directory in which no other run lies (scripts of
+other tools run again and again with one path), run.json, a way from a full disk or a spent budget back to the taps, an
+end however the process ends. The idea: one type has them all. Whoever starts it brings what it alone knows (settings,
+layouts, where rows are) and gets a Session to take tensors with.
 
-Scripts of other tools are run again and again with one path, and so find their last run's dump there. It is never
-written over, and never mixed with: the next free directory beside it is taken, and said. `accprobe run` learns of dumps
-that a script puts elsewhere than it was told from a file that it names in the environment.
-
-One rank's dump while it is written: what every capture asks for, whoever started it.
-
-The problem: a vLLM worker, a Probe, the labels of a plain script, ``begin_dump`` and an alarm of errcheck each leave a
-dump, and a dump has small duties that are forgotten one at a time: a directory in which no other run lies, run.json,
-the journal's first line, a way from a full disk or a spent budget back to the taps, an end however the process ends.
-The idea: one type that has them all; who starts it brings what only he knows (settings, layouts, where rows are), and
-gets a Session to take tensors with.
-
-What captures beside the module taps: operators, labels and patches, on a served model and on a plain one alike.
-
-The problem: a model runner of vLLM and a Probe put the same three things on a model and must take them off again in the
-same order, whatever happens between. The idea: one function that puts on what the settings ask for, and one object that
-takes it off.
-
-Not here: what is taken in a step (session.py), lines and bytes (session.py), the module taps themselves (hooks.py), and
-what each of the three does (dispatch.py, labels.py, patches.py).
+Not here: what is taken in a step, lines and bytes (session.py); what is put on a model (taps/).
 """
 
 from __future__ import annotations
@@ -40,16 +25,13 @@ from typing import Any
 import torch
 
 from vllm_accprobe import __version__, export_at_end
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.say import say as say
-from vllm_accprobe.capture.core.session import Session
-from vllm_accprobe.capture.core.session import Sink as Sink
-from vllm_accprobe.capture.labels import Labels
-from vllm_accprobe.capture.taps.hooks import Taps
+from vllm_accprobe.capture.core.session import Session, Sink
 from vllm_accprobe.config import ConfigError, ProbeConfig, default_dir
-from vllm_accprobe.dump.files import beside
-from vllm_accprobe.dump.recorder.journal_writer import write_run_json
+from vllm_accprobe.dump.files import numbered_siblings
+from vllm_accprobe.dump.journal_writer import write_run_json
 from vllm_accprobe.dump.schema import rank_dir
 
 REGISTER = "ACCPROBE_RUN_REGISTER"
@@ -73,7 +55,7 @@ def announce(root: Path) -> None:
 def free_directory(root: Path, rank: int, what: str) -> Path:
     """``root``, or ``root.2``, ``root.3`` ... where it already has a dump of ``rank``. what: what goes there, for
     the line that says so. Raises ConfigError when all are taken."""
-    for place in beside(root):
+    for place in numbered_siblings(root):
         if not (place / rank_dir(rank)).exists():
             if place != root:
                 say(f"{root} already holds rank {rank}; {what} to {place}")
@@ -139,15 +121,15 @@ class Recording:
     """A rank's dump from its directory to its last line; ``session`` takes what goes into it.
 
     Args:
-        root: absolute; created, 0700, where it is missing. It is ``self.root`` unless ``beside`` is given.
+        root: absolute; created, 0700, where it is missing. It is ``self.root`` unless ``contents`` is given.
         run: what run.json says, where this rank is the first to write it; see ``run_facts``.
         rank: the global one. parallel: what the journal's first line says of the others.
         layouts, find_space: see Session.
         device: where the model computes; None: nobody knows, and tensors are in host memory.
-        beside: what goes into this dump, for the line that is said where ``root`` has a dump of this rank and the next
-            free directory beside it is taken. Without it the directory is taken as it is.
+        contents: what goes into this dump, for the line that is printed where ``root`` has a dump of this rank and the
+            next free directory (``root.2`` ...) is taken. Without it the directory is taken as it is.
         setting: what the user calls the directory: an OSError then becomes a ConfigError that begins with it.
-        announced: `accprobe run` is told of the dump.
+        announced: `accprobe run` learns of the dump.
         on_stop: called instead of the session's ``stop`` when nothing more can be written, with the reason.
 
     Raises:
@@ -166,12 +148,12 @@ class Recording:
         rank: int,
         parallel: Mapping[str, Any],
         device: torch.device | None = None,
-        beside: str = "",
+        contents: str = "",
         setting: str | None = None,
         announced: bool = False,
         on_stop: Callable[[str], None] | None = None,
     ):
-        self.root = free_directory(root, rank, beside) if beside else root
+        self.root = free_directory(root, rank, contents) if contents else root
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_run_json(self.root, run)
@@ -209,63 +191,3 @@ class Recording:
         if not self._exported:
             self._exported = True
             export_at_end.start(self.root, self._rank, self._export)
-
-
-class Attachments:
-    """What stands beside one session's taps, until ``close``."""
-
-    def __init__(self, labels: Labels, patches: Any):
-        self.labels = labels
-        self.patches = patches
-
-    def close(self) -> None:
-        """Collects what labels named and puts patched functions back; to be called before the sink is closed."""
-        self.labels.close()
-        if self.patches is not None:
-            self.patches.close()
-
-
-def put_on(
-    session: Session,
-    taps: Taps,
-    model: torch.nn.Module,
-    prefix: str,
-    root: Path,
-    rank: int,
-    *,
-    stored: bool,
-    runner: Any = None,
-    compiled: bool = False,
-) -> Attachments:
-    """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached.
-
-    Args:
-        prefix: path of the language model inside a multi-modal one, or "".
-        root: the dump's directory; rank: the global rank that writes to it.
-        stored: parameters' payloads are in the dump.
-        runner: vLLM's model runner, or None for a model outside vLLM.
-        compiled: the engine compiles or captures graphs.
-    """
-    config = session.config
-    if config.ops:
-        from vllm_accprobe.capture.ops.dispatch import of_model, of_runner
-
-        if runner is not None:
-            of_runner(session, taps, model, runner, stored, compiled)
-        else:
-            of_model(session, taps, model, stored)
-    labels = Labels(
-        session,
-        Path(os.path.abspath(root)),
-        rank,
-        parts=lambda: {name: part for tap in taps.taps for name, part in tap.parts.items()},
-        whole_graphs=compiled,
-        outside=runner is None,  # an engine's warm-up makes many, which nobody misses
-    )
-    labels.open()
-    patches = None
-    if config.patches:
-        from vllm_accprobe.capture.taps.patches import apply_named
-
-        patches = apply_named(session, model, prefix, session.say)
-    return Attachments(labels, patches)

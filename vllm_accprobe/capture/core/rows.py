@@ -1,29 +1,13 @@
 """Which row of a tensor is which token of which request, and the row map in the journal.
 
-What a client calls a request, of what vLLM's engine calls it.
-
-The problem: front ends put words before a client's id and numbers behind it. The idea: one rule for all of them, which
-gives every name that a client may use.
-
-Which row of a tensor is which token of which request.
-
 The problem: a serving engine mixes requests in one batch, cuts prompts into chunks, reuses cached prefixes, verifies
-drafts and pads; a tensor row has no name. The idea: at each step the runner itself knows the order of the requests and
-how many tokens each computes, from which every row's (request, position) follows. This module turns that into Spaces:
-for the tokens, for the rows that reach the logits, and for vision patches: which rows of the tensor are kept, and
-what they are called. Selection (requests, token ordinals) happens here, once per step, never per tensor.
+drafts and pads; a row has no name. The idea: at each step the runner knows the order of the requests and how many
+tokens each computes, from which every row's (request, position) follows. Spaces hold this for tokens, for rows that
+reach the logits, and for vision patches: which rows are kept, and what they are. Requests and token ordinals are
+selected here, once per step, never per tensor. Token ids, and positions that speculation corrects, are read from the
+runner's buffers when copies of them are in host memory; a position is believed only as far as it can be true.
 
-Row maps as journal lines: which row is which token, as the device has it.
-
-The problem: token ids, and positions where speculation corrects them after the scheduler has guessed, stand in the
-runner's buffers only; a space of other rows (logits) speaks of the same tokens. And a buffer may hold nothing: what is
-read there is believed only as far as it can be true. The idea: a line is planned when its space is known, with the
-scheduler's positions, and finished when copies of these buffers have reached host memory, in the order of the steps;
-what the tokens space brought serves the step's other spaces. A position may go back to where the request's own tokens
-began, and only where drafts are in play; whatever else differs is not believed, and is counted.
-
-Not here: prompts, where the runner keeps its batch (runner.py), nor what is done with the rows (session.py), where the
-runner keeps positions (vllm_compat.py), the copy (staging.py).
+Not here: where the runner keeps its batch (vllm/), what is done with the rows (session.py), the copies (staging.py).
 """
 
 from __future__ import annotations
@@ -36,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.say import say as say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.config import ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import (
     DEALT,
@@ -277,15 +261,15 @@ class ItemRun:
 
 @dataclass(frozen=True)
 class EncoderDataParallel:
-    """What one rank computes of a step's dealt items. number: of the call in the step, from 1; runs: in the order of
-    its rows, None where nobody knows."""
+    """What one rank computes of a step's distributed items. number: of the call in the step, from 1; runs: in the order
+    of its rows, None where nobody knows."""
 
     number: int
     runs: tuple[ItemRun, ...] | None
 
 
 def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[EncoderItem], rows: int) -> Space | None:
-    """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be told apart.
+    """The rows of a vision tensor with ``rows`` rows over ``items``, or None if they cannot be distinguished.
 
     A tower computes k rows for each placeholder token (patches before merging, one after), or one row per image.
     Rows within an image are counted from 0 in the tower's own order, which depends on the image's grid only.
@@ -293,12 +277,12 @@ def vision_space(config: ProbeConfig, requests: Requests, items: Sequence[Encode
     return _vision(config, requests, [ItemRun(item, 0, item.placeholders) for item in items], rows)
 
 
-def dealt_space(config: ProbeConfig, requests: Requests, deal: EncoderDataParallel, rows: int) -> Space | None:
-    """The rows of a vision tensor on a rank that computes ``deal``: as vision_space, and its name ends with ``#`` and
-    the number of the deal. Rows of an image that is cut are counted from where the image begins."""
-    space = None if deal.runs is None else _vision(config, requests, deal.runs, rows)
+def share_space(config: ProbeConfig, requests: Requests, share: EncoderDataParallel, rows: int) -> Space | None:
+    """The rows of a vision tensor on a rank that computes ``share``: as vision_space, and its name ends with ``#`` and
+    the number of the call. Rows of an image that is cut are counted from where the image begins."""
+    space = None if share.runs is None else _vision(config, requests, share.runs, rows)
     if space is not None:
-        space.name += f"{DEALT}{deal.number}"
+        space.name += f"{DEALT}{share.number}"
     return space
 
 
@@ -353,7 +337,7 @@ Finish = Callable[[Sequence[torch.Tensor]], RowSpace]
 
 
 class RowMaps:
-    """The row maps of one rank. What ``of`` returns is finished on one thread, in the order in which it was asked."""
+    """The row maps of one rank. What ``of`` returns is finished on one thread, in the order of the calls."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -401,9 +385,9 @@ class RowMaps:
 
         floor: the lowest position to which it may be corrected; None where the scheduler's is exact.
         """
-        said = self._positions[row : row + segment.n]
-        first = said[0] if said else -1
-        if said == list(range(first, first + segment.n)):
+        found = self._positions[row : row + segment.n]
+        first = found[0] if found else -1
+        if found == list(range(first, first + segment.n)):
             if first == segment.pos:
                 return segment
             if floor is not None and floor <= first < segment.pos:

@@ -1,41 +1,14 @@
-"""One rank's capture while it runs: the step in progress, from a tensor at a tap to lines and bytes, and the rule that
-an error of the probe never reaches the model.
-
-Where the bytes of a host tensor lie, and what they are called.
-
-The problem: statistics, hashes and copies work on plain memory, and tensors come strided, conjugated and with rows that
-nobody wants. The idea: everything becomes a list of (address, bytes); a dense tensor's is its own memory, the rest is
-brought together in a scratch buffer that is used again and again.
-
-What taps need during one armed step.
-
-From a tensor at a tap to lines and bytes of the dump.
+"""One rank's capture while it runs: the step in progress, and the way of a tensor from a tap to lines and bytes.
 
 The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
-some with rows that nobody asked for, some on a device, while the model waits. The idea: one hash per tensor decides
-whether its bytes are new in this step; only new bytes are copied, straight into the writer's block; everything else
-is a journal line that points at them. Tensors of a device take the detour over staging.py and arrive here on its
-thread.
+some with rows that nobody wants, some on a device, while the model waits; and no error of the probe may reach the
+model. The idea: taps ask a Session for the StepState, None while nothing is captured; a failure is written down, said
+once, and sets the state to None for good. One hash per tensor decides whether its bytes are new in this step; only new
+bytes are copied, into the writer's block, and everything else is a journal line that refers to them. What was decided
+of a tap's tensor (rows, layout, the line as a template) is kept as a Site and holds while dtype, shape and rows stay:
+FastPath. The other tensors, and those of a device, which go through staging.py, take the general way in Sink.
 
-The common tensor in one function: host memory, all of its rows wanted, seen at this tap in this form before.
-
-The problem: what a tap decides about a tensor (which rows it has, how its line reads, where its bytes are) takes ten
-times as long as its hash, and comes out the same step after step. The idea: per tap and role, the last decision is kept
-as a Site, with the line as a template; while dtype, shape and the step's number of rows stay, it holds, and a tensor
-costs a hash, a look-up and, if its bytes are new, statistics or a copy. Whatever is not common is declined, and takes
-the general way (session.py, session.py), which also makes the decisions that are kept here. Lines are those of the
-general way.
-
-One rank's capture while it runs: the step in progress, and the promise that the probe never hurts the model.
-
-The problem: taps fire deep inside a model and must know, at the cost of one attribute, whether to do anything; and
-whatever goes wrong in them must end the capture, not the serving. The idea: a Session holds the current StepState or
-None. Taps ask it; a failure anywhere calls ``fail``, which writes it down, says it once, and sets the state to None
-for good.
-
-Not here: which rows a tensor has (rows.py), blocks and files (dump/recorder/writer.py), which rows are which (rows.py,
-rows.py), what is tapped (hooks.py), tensors of a device, vision towers, logits, selected rows, vLLM (runner.py),
-plain torch models (torch_model.py), which both drive a Session.
+Not here: which rows are which (rows.py), blocks and files (dump/writer.py), what is tapped (taps/hooks.py).
 """
 
 from __future__ import annotations
@@ -60,8 +33,7 @@ from vllm_accprobe.capture.core.rows import EncoderDataParallel, RowMaps, Space
 from vllm_accprobe.capture.core.staging import DeviceStaging
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP, STOP, TensorHead
-from vllm_accprobe.dump.recorder.journal_writer import Event, TensorLine, TensorTemplate, digest
-from vllm_accprobe.dump.recorder.writer import RankWriter
+from vllm_accprobe.dump.journal_writer import Event, TensorLine, TensorTemplate, digest
 from vllm_accprobe.dump.schema import (
     DEALT,
     LOGITS,
@@ -78,32 +50,17 @@ from vllm_accprobe.dump.schema import (
     Stop,
 )
 from vllm_accprobe.dump.stats import StatsCell, Sums, moments_at, warm_up
+from vllm_accprobe.dump.writer import RankWriter
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
-    for name in [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
-        "complex128",
-    ]
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+        "float8_e5m2fnuz", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool",
+        "complex64", "complex128",
+    )
     if hasattr(torch, name)
-}
+}  # fmt: skip
 
 Ranges = Sequence[tuple[int, int]] | None
 """Wanted [start, stop) rows along dimension 0, or None for all of the tensor."""
@@ -179,7 +136,7 @@ class Ticket:
     def __init__(self) -> None:
         self.digest: str | None = None
 
-    def told(self, cell: StatsCell) -> None:
+    def resolve(self, cell: StatsCell) -> None:
         """The cell of its bytes is known."""
         self.digest = cell.hash
 
@@ -245,10 +202,8 @@ class Sink:
         """Why nothing more is written, or None."""
         return self.writer.stopped
 
-    # --- lines -------------------------------------------------------------------------------------------------
-
     def line(self, line: Event | TensorLine | Callable[[], Event | None]) -> None:
-        """A journal line in its place among the tensors. A callable is asked for it on the writer's thread, when the
+        """A journal line in its place among the tensors. A callable makes it on the writer's thread, when the
         lines before it are done."""
         if self._staging is None:  # without a function of its own for each line
             self.writer.line(line)
@@ -258,20 +213,8 @@ class Sink:
     def step(self, step: Step) -> None:
         """A step begins; bytes of the last one, parameters' excepted, are no longer known."""
         self.steps += 1
-        self.arrived((), lambda _: self._new_step())
+        self.arrived((), lambda _: self._forget_step())
         self.line(STEP.to_line(step))
-
-    def step_again(self, step: Step) -> None:
-        """More is known of the step that runs: a line that replaces its first one."""
-        self.line(STEP.to_line(step))
-
-    def request(self, request: Request) -> None:
-        """A request's line, once, before the first row map that names it."""
-        self.line(REQUEST.to_line(request))
-
-    def module(self, module: Module) -> None:
-        """A tap's line."""
-        self.line(MODULE.to_line(module))
 
     def rows(self, step: int, space: Space) -> None:
         """The row map of ``space``; token ids (and true positions) come from its tensors as they are at this moment."""
@@ -287,8 +230,6 @@ class Sink:
         """A failure that was survived; a message of at most 2,000 characters is kept."""
         self.line(ERROR.to_line(Failure(where, message[:2000], step)))
 
-    # --- tensors -----------------------------------------------------------------------------------------------
-
     def tensor(
         self,
         head: TensorHead,
@@ -296,51 +237,36 @@ class Sink:
         space: Space | None,
         ticket: Ticket | None = None,
         lasting: bool = False,
+        before: Ticket | None = None,
+        changed: Callable[[bool], None] = lambda different: None,
     ) -> None:
-        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` is told of its bytes.
-        ``lasting``: the same bytes will come again in later steps. Parameters are always stored."""
+        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the cell of its
+        bytes. ``lasting``: the same bytes will come again in later steps. Parameters are always stored. With
+        ``before`` the tensor is stored only if its bytes are no longer those, and ``changed`` gets which is true."""
 
         def store(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
             shape, parts = self.scratch.parts(host, ranges)
-            cell = self._store(head, dtype, shape, parts, digest(parts), lasting)
+            hash = digest(parts)
+            if before is not None:
+                different = before.digest is not None and hash != before.digest
+                changed(different)
+                if not different:
+                    return
+            cell = self._store(head, dtype, shape, parts, hash, lasting)
             if ticket is not None:
-                ticket.told(cell)
+                ticket.resolve(cell)
 
         self._on_host(head, tensor, space, store)
 
-    def after(
-        self,
-        head: TensorHead,
-        tensor: torch.Tensor,
-        space: Space | None,
-        before: Ticket,
-        changed: Callable[[bool], None],
-        ticket: Ticket | None = None,
-    ) -> None:
-        """Stores ``tensor`` only if its bytes are no longer those of ``before``; tells ``changed`` which, and
-        ``ticket`` of its bytes if it is stored."""
+    def measure(self, head: TensorHead, tensor: torch.Tensor, ticket: Ticket) -> None:
+        """Gives ``ticket`` hash and statistics of ``tensor``, of which there is no line."""
 
-        def compare(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
-            shape, parts = self.scratch.parts(host, ranges)
-            hash = digest(parts)
-            different = before.digest is not None and hash != before.digest
-            changed(different)
-            if different:
-                cell = self._store(head, dtype, shape, parts, hash)
-                if ticket is not None:
-                    ticket.told(cell)
-
-        self._on_host(head, tensor, space, compare)
-
-    def look(self, head: TensorHead, tensor: torch.Tensor, ticket: Ticket) -> None:
-        """Tells ``ticket`` hash and statistics of ``tensor``, of which there is no line."""
-
-        def look(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
+        def measure(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
             _, parts = self.scratch.parts(host, ranges)
             hash = digest(parts)
-            ticket.told(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
+            ticket.resolve(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
 
-        self._on_host(head, tensor, None, look)
+        self._on_host(head, tensor, None, measure)
 
     def measured(self, head: TensorHead, dtype: str, shape: tuple[int, ...], sums: Sums, hash: str | None) -> None:
         """Queues the line of a tensor of which only statistics came, and its hash where that is known. Called on the
@@ -413,8 +339,6 @@ class Sink:
             cell.add(moments_at(address, nbytes, cell.dtype))
         return cell
 
-    # --- the end -----------------------------------------------------------------------------------------------
-
     def close(self, reason: str) -> None:
         """Writes what is still queued, the counted skips and the ``end`` line. Safe to call twice and from atexit."""
         with self._lock:
@@ -432,7 +356,7 @@ class Sink:
             totals[why] += count
         self.writer.close(reason, {"steps": self.steps, "tensors": self.tensors, "skipped": dict(totals)})
 
-    def _new_step(self) -> None:
+    def _forget_step(self) -> None:
         self.seen.clear()
         self.seen.update(self.lasting)
         self._rowmaps.new_step()
@@ -474,7 +398,7 @@ class Site:
         self.nbytes = template.nbytes
         self.bytes_at = bytes_at
         self.dense: torch.Tensor | None = None
-        """Where strided tensors are brought together, for as long as they are looked at."""
+        """Where strided tensors are brought together, for as long as they are read."""
 
 
 class FastPath:
@@ -582,7 +506,7 @@ class OperatorTap(Protocol):
     def __exit__(self, *exc: Any) -> Any: ...
 
     def forget_weights(self) -> None:
-        """Memory that held weights may hold others now."""
+        """Memory of weights may have others now."""
 
     def narrow(self, chosen: frozenset[str] | None) -> None:
         """Operators of these modules alone are taken from now on; None: of all that the settings choose."""
@@ -591,7 +515,7 @@ class OperatorTap(Protocol):
 class Session:
     """Ties configuration, sink and layouts of one rank together.
 
-    find_space(part, rows): asked for the Space of a tensor with ``rows`` rows in a part of the model when the step has
+    find_space(part, rows): gives the Space of a tensor with ``rows`` rows in a part of the model when the step has
     none yet; may return None. See batch.py and padded_batch.py.
     """
 
@@ -616,18 +540,20 @@ class Session:
         self.fired: set[str] = set()
         self.ops: OperatorTap | None = None
         self._find_space = find_space
-        self.deal: Callable[[], EncoderDataParallel | None] = lambda: None
-        """What this rank's encoder computes at the moment, where images are dealt out to ranks (batch.py)."""
+        self.encoder_share: Callable[[], EncoderDataParallel | None] = lambda: None
+        """What this rank's encoder computes at the moment, where images are distributed to ranks (batch.py)."""
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (torch_model.py); None where tensors already are rows of tokens."""
-        self.express = FastPath(sink, self.layout_event, self._token_rows)
+        self.fast_path = FastPath(
+            sink, self.layout_event, lambda state, role, shape: self._rows(state, LANGUAGE, role, shape)
+        )
 
     def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
         """Opens an armed step; None when the capture has ended."""
         if self.dead is not None:
             return None
         for request in requests:
-            self.sink.request(request)
+            self.sink.line(REQUEST.to_line(request))
         requests.clear()
         self._step = step
         self.sink.step(step)
@@ -642,11 +568,11 @@ class Session:
         """A captured graph computes the step that runs."""
         if self.state is not None and self._step.graph != graph:
             self._step = dataclasses.replace(self._step, graph=graph)
-            self.sink.step_again(self._step)
+            self.sink.line(STEP.to_line(self._step))  # replaces the first one
 
     def module(self, module: Module) -> None:
         """A module is tapped (hooks.py)."""
-        self.sink.module(module)
+        self.sink.line(MODULE.to_line(module))
 
     def skip(self, tap: str, reason: str) -> None:
         """A module is not captured; see Sink.skip."""
@@ -680,8 +606,6 @@ class Session:
         except Exception as again:
             sys.stderr.write(f"accprobe: the probe failed at {where} and could not say so: {again!r}\n")
 
-    # --- used by taps, per tensor ------------------------------------------------------------------------------
-
     def record(
         self,
         state: StepState,
@@ -701,61 +625,44 @@ class Session:
             tensor = self.flatten(tensor)
         before = ticket.digest if ticket is not None and changed is not None else None
         if sites is not None and state.rows > 0 and part == LANGUAGE and (changed is None or before is not None):
-            digest = self.express.take(state, sites, tap, cls, role, call, tensor, before)
+            digest = self.fast_path.take(state, sites, tap, cls, role, call, tensor, before)
             if digest is not None:
                 if changed is not None:
                     changed(digest != before)
                 elif ticket is not None:
                     ticket.digest = digest
                 return
-        found = self._head(state, tap, cls, role, call, tensor, part, changed is not None)
-        if found is None:
-            return
-        head, space = found
-        if changed is not None and ticket is not None:
-            self.sink.after(head, tensor, space, ticket, changed)
-        else:
-            self.sink.tensor(head, tensor, space, ticket)
-
-    def _head(
-        self,
-        state: StepState,
-        tap: str,
-        cls: str,
-        role: str,
-        call: int,
-        tensor: torch.Tensor,
-        part: str,
-        mutated: bool,
-    ) -> tuple[TensorHead, Space | None] | None:
-        """What is known of a tensor by its place, and its rows; None if nothing of it is wanted."""
         shape = tensor.shape
-        space: Space | None = None
-        dim = 0
-        if shape:
-            space, dim = self._rows(state, part, role, shape)
+        space, dim = self._rows(state, part, role, shape) if shape else (None, 0)
         if space is not None:
             if not space.n:
-                return None
+                return
             if not space.announced:
-                space.announced = True
-                self.sink.rows(state.number, space)
+                self.announce(state, space)
                 if space.name == TOKENS and space.whole and space.padded == space.src and self.sink.direct:
                     state.rows = space.src
         elif not self.whole_step(state):
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
-            return None
+            return
         seq = state.seq
         state.seq = seq + 1
-        dealt = part == VISION and self.deal() is not None
-        layout = self.own_layout() if dealt else self.layout_event(tap, role, shape)
+        if part == VISION and self.encoder_share() is not None:
+            layout: dict[str, Any] | None = Layout(OWN, "tp", *self.layouts.place).to_event()
+        else:
+            layout = self.layout_event(tap, role, shape)
         rows = None if space is None else space.name
-        return TensorHead(state.number, tap, cls, role, call, seq, rows, dim, layout, mutated), space
+        head = TensorHead(state.number, tap, cls, role, call, seq, rows, dim, layout, changed is not None)
+        if changed is not None and ticket is not None:
+            self.sink.tensor(head, tensor, space, before=ticket, changed=changed)
+        else:
+            self.sink.tensor(head, tensor, space, ticket)
 
-    def own_layout(self) -> dict[str, Any]:
-        """What a line says of a tensor of images that were dealt to this rank."""
-        return Layout(OWN, "tp", *self.layouts.place).to_event()
+    def announce(self, state: StepState, space: Space) -> None:
+        """Writes the row map of ``space``, once."""
+        if not space.announced:
+            space.announced = True
+            self.sink.rows(state.number, space)
 
     def layout_event(self, tap: str, role: str, shape: torch.Size) -> dict[str, Any] | None:
         """What a line says of how the tensor is split; None where it is whole."""
@@ -763,9 +670,6 @@ class Session:
             return None
         layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
         return layout.to_event() if layout.kind != "replicated" else None
-
-    def _token_rows(self, state: StepState, role: str, shape: torch.Size) -> tuple[Space | None, int]:
-        return self._rows(state, LANGUAGE, role, shape)
 
     def _rows(self, state: StepState, part: str, role: str, shape: torch.Size) -> tuple[Space | None, int]:
         """The space of a tensor and its row dimension, by its shape and its role."""
@@ -797,10 +701,10 @@ class Session:
         (q and k stacked in front of the patches, as the vision rotary embedding gets them, are 2 rows of something.)
         """
         few: tuple[Space | None, int] = (None, 0)
-        deal = self.deal()
+        share = self.encoder_share()
         for dim in range(min(2, len(shape))):
             rows = shape[dim]
-            key = f"{VISION}:{'' if deal is None else deal.number}:{rows}"
+            key = f"{VISION}:{'' if share is None else share.number}:{rows}"
             found = state.spaces.get(key) or self._find_space(VISION, rows)
             if found is None:
                 continue

@@ -1,22 +1,11 @@
-"""From a device to the host without stopping the device: pinned memory used in turn, a side stream, a thread that
-waits.
+"""From a device to the host without stopping the device: a pinned ring, a side stream, a thread that waits.
 
-Memory for copies that are on their way from a device to the host, used in turn.
-
-The problem: what is copied must not be written over before it has been used, and memory for it must not grow. The idea:
-one block of (pinned) host memory from which places are taken and given back in the same order, and, where a device's
-memory was set aside for it, a block of the same size there: a tensor is first copied to its place on the device, which
-the model's own stream orders before whatever the model writes next, and from there to the same place on the host. A
-place is only given back when nobody reads it on either side. Who finds no place waits, or asks before. Not here:
-streams and events.
-
-From a device to the host without stopping the device: pinned ring, side stream, a thread that waits.
-
-The problem: a tap must not synchronise, yet the bytes have to reach the disk, and the model overwrites its tensors
-in place. The idea: on the model's stream the tensor is cloned (cheap, ordered before whatever comes next), a side
-stream copies the clone into a ring of pinned memory, and a thread waits for the copy's event before it hands the
-bytes on. The ring's size is the back-pressure: when the disk is slower than the model, the forward waits for room,
-on the host. torch.accelerator names streams and events for CUDA, NPU and XPU alike; without a device (tests) the
+The problem: a tap must not synchronise, yet the bytes have to reach the disk, and the model overwrites its tensors in
+place. The idea: on the model's stream the tensor is cloned, which is ordered before whatever comes next; a side stream
+copies the clone into a ring of pinned memory; a thread waits for the copy's event and hands the bytes on. Places of the
+ring are taken and returned in the same order, and where a device's memory was reserved the clone lies at the same place
+of a block there. The ring's size is the back-pressure: when the disk is slower than the model, the forward waits for
+room, on the host. torch.accelerator names streams and events for CUDA, NPU and XPU alike; without a device (tests) the
 same path runs with plain copies.
 
 Not here: what the bytes mean (session.py).
@@ -213,7 +202,7 @@ class DeviceStaging:
         self._queue: queue.SimpleQueue[tuple[Any, StagingRing, list[RingPlace], Callback] | None] = queue.SimpleQueue()
         self._failed = failed
         self._broken = False
-        self._thread = threading.Thread(target=self._drain, name="accprobe-staging", daemon=True)
+        self._thread = threading.Thread(target=self._deliver, name="accprobe-staging", daemon=True)
         self._thread.start()
 
     def stage(self, tensors: Sequence[torch.Tensor], callback: Callback) -> None:
@@ -255,7 +244,7 @@ class DeviceStaging:
         self._queue.put(None)
         self._thread.join(timeout)
 
-    def _drain(self) -> None:
+    def _deliver(self) -> None:
         while (item := self._queue.get()) is not None:
             done, ring, places, callback = item
             try:

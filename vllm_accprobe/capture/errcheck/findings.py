@@ -1,19 +1,12 @@
-"""From a bad output to a finding with names for its rows, to a small dump of that call, and to the report of the rank.
+"""From a bad output to a finding with names for its rows, a small dump of that call, and the rank's report.
 
-What errcheck has found on one rank so far, and its report on the disk.
+The problem: whoever repairs the operator wants its inputs and outputs, but a batch holds the texts of other people; the
+first alarm is the one that counts, yet later ones must be counted; a killed rank must have left how far it came. The
+idea: the bad rows are located in the output; their segments, and nothing else, go through the same session and sink as
+any capture, so that `inspect`, `opcheck` and `gentest` read the result like any dump. Tensors without rows are left out
+and counted. One object gets the alarms, and writes the report at every change and now and then.
 
-The problem: the first alarm is the one that counts, yet those after it are to be counted, too; and a rank that is
-killed must have left how far it came. The idea: one object that is told of alarms and writes itself, now and then and
-at every change; a disk that does not take it is said once.
-
-From an alarm to a FirstBad with names for its rows, and to a small dump of that one call.
-
-The problem: whoever repairs the operator wants its inputs and outputs, but a batch holds the texts of people who have
-nothing to do with it. The idea: the bad rows are located in the output; their segments, and nothing else, go through
-the same session and sink as any capture, so that `show`, `opcheck` and `gentest` read the result like any dump.
-Tensors without rows (tables) are left out and counted.
-
-Not here: finding and locating (watch.py, findings.py), the file, when (watch.py), the file of findings.
+Not here: detection (watch.py), the format of the report (dump/findings.py).
 """
 
 from __future__ import annotations
@@ -28,19 +21,18 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import DTYPE_NAMES
-from vllm_accprobe.capture.errcheck.bad_values import BAD, GOOD, UNCHECKED, Alarm
-from vllm_accprobe.capture.errcheck.watch import Watch
+from vllm_accprobe.capture.errcheck.watch import BAD, GOOD, UNCHECKED, Alarm, Watch
 from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.findings import BAD_BAD, GOOD_BAD, MOST_ROWS, PARAMETER, UNSURE, FirstBad, RankReport, write
 from vllm_accprobe.dump.journal import TensorHead, last
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine
+from vllm_accprobe.dump.journal_writer import TensorLine
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -66,23 +58,23 @@ class RankFindings:
         self._fails = False
 
     def settle(self) -> None:
-        """A second engine of one process writes beside the first one's."""
-        for place in beside(self.root):
+        """A second engine of one process writes next to the first one's."""
+        for place in numbered_siblings(self.root):
             if not (place / f"errcheck-rank{self._parallel['rank']:04d}.json").exists():
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.root = place
                 return
 
-    def counts(self, tap: str, held: bool) -> bool:
+    def counts(self, tap: str, kept: bool) -> bool:
         """Told of an alarm: whether it is the one that counts, the first, or again at the first one's tap, now that its
-        tensors are ``held``. Others are counted as later ones."""
+        tensors are ``kept``. Others are counted as later ones."""
         first = self.first
         if first is None:
             return True
         self._later += 1
         if len(self._places) < _PLACES or tap in self._places:
             self._places[tap] += 1
-        return not first.dtype and held and tap == first.tap
+        return not first.dtype and kept and tap == first.tap
 
     def old(self) -> bool:
         """Whether the report is so old that a killed rank would not have left how far it came."""
@@ -137,7 +129,7 @@ def fingerprint(name: str, tensor: torch.Tensor) -> Fingerprint:
 def finding(
     watch: Watch, alarm: Alarm, space: Space | None, requests: Mapping[int, Request], parameters: Sequence[str]
 ) -> tuple[FirstBad, list[int]]:
-    """What is known of the alarm, and the bad rows of its output (none where the call was not held)."""
+    """What is known of the alarm, and the bad rows of its output (none where the call was not kept)."""
     tensor = dict(alarm.outputs).get(alarm.role)
     rows: list[int] = []
     if tensor is not None and space is not None:
@@ -255,10 +247,9 @@ def keep(
         return chosen
 
     stopped: list[str] = []
-    others = {k: v for k, v in parallel.items() if k != "rank"}
     recording = Recording(
         config, root, run, layouts, spaces,
-        rank=int(parallel["rank"]), parallel=others, device=tensor.device, on_stop=stopped.append,
+        rank=int(parallel["rank"]), parallel=parallel, device=tensor.device, on_stop=stopped.append,
     )  # fmt: skip
     session, sink = recording.session, recording.session.sink
     concerned = {s.req for s in chosen.segments} if chosen is not None else set()
@@ -267,7 +258,7 @@ def keep(
     assert state is not None
     for tap in (alarm.tap, alarm.tap.rpartition(".")[0]):  # the parent has numbers that a replay needs
         if tap in watch.modules:
-            sink.module(watch.modules[tap])
+            session.module(watch.modules[tap])
     path = "" if alarm.tap == ROOT_TAP else alarm.tap
     for p in params:
         layout = layouts.param_event(path, p.name, p.shape)

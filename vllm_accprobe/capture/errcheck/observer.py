@@ -1,10 +1,10 @@
-"""errcheck inside vLLM: which steps are watched, whose rows are bad, and what happens then.
+"""errcheck inside vLLM: which steps are watched, whose rows are bad, and what follows.
 
-The problem: everything that capture has to know of vLLM's runner (what a step is, which row is whose, when a process
-ends) errcheck has to know, too, with or without a capture beside it, and for all requests. The idea: a second observer
-of the same runner, with a Watch instead of a Session; nothing is written until something is bad.
-Not here: the runner (vllm/runner.py), finding (watch.py), what was found so far (findings.py), its tensors
-(findings.py).
+The problem: errcheck needs what a capture needs of vLLM's runner (what a step is, which row belongs to whom, when a
+process ends), with or without a capture in the same worker, and for all requests. The idea: a second observer of the
+same runner, with a Watch instead of a Session; nothing is written until something is bad.
+
+Not here: the runner (vllm/runner.py), detection (watch.py), the report and the tensors (findings.py).
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import root_of
 from vllm_accprobe.capture.core.rows import EncoderItem, Requests, Scheduled, Space
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, HEAD, VISION
-from vllm_accprobe.capture.errcheck.bad_values import Alarm, WatchedStep, parameters
 from vllm_accprobe.capture.errcheck.findings import Fingerprint, RankFindings, finding, fingerprint, keep
-from vllm_accprobe.capture.errcheck.watch import Watch, watched
+from vllm_accprobe.capture.errcheck.watch import Alarm, Watch, WatchedStep, parameters, watched
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.vllm.attach import observe
-from vllm_accprobe.capture.vllm.batch import ChosenRows, deals
+from vllm_accprobe.capture.vllm.batch import ChosenRows, distributes_encoder
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import (
     EngineStep,
@@ -48,19 +46,14 @@ _LATE_STEPS = 4
 
 
 class ErrcheckExit(RuntimeError):
-    """Raised into the engine where the user asked for ``--exit``: it ends, and the server with it."""
-
-
-def attach(wrapper: Any) -> ErrcheckObserver | None:
-    """Called in each worker after init_device, after the capture's own attach. Never raises."""
-    failed = "errcheck could not attach ({}): it is off on this rank; serving goes on"
-    return observe(wrapper, ErrcheckObserver, ErrcheckObserver.without, failed)
+    """Raised into the engine where the user wants ``--exit``: it ends, and the server with it."""
 
 
 class ErrcheckObserver(StepObserver):
-    """The watch of one worker. All requests and steps are watched, whatever a capture beside it selects."""
+    """The watch of one worker. All requests and steps are watched, whatever a capture of the same worker selects."""
 
     without = "errcheck is off on this rank"
+    unattached = "errcheck could not attach ({}): it is off on this rank; serving goes on"
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.watch: Watch | None = None
@@ -78,7 +71,7 @@ class ErrcheckObserver(StepObserver):
         self._loaded: dict[str, list[Fingerprint]] = {}
         self._prompts: dict[str, Any] = {}
         self._leaving: deque[list[str]] = deque()
-        self._said_off = self._said_unplaced = self._closed = False
+        self._reported_off = self._reported_unplaced = self._closed = False
         self._layouts: Layouts | None = None
         self._run: dict[str, Any] = {}
 
@@ -86,12 +79,10 @@ class ErrcheckObserver(StepObserver):
     def awake(self) -> bool:
         return self.watch is not None and self.watch.dead is None
 
-    # --- the model ---------------------------------------------------------------------------------------------
-
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
-        self._look(path, layer)
+        self._examine(path, layer)
 
-    def _look(self, path: str, module: torch.nn.Module) -> None:
+    def _examine(self, path: str, module: torch.nn.Module) -> None:
         if path in self._loaded:
             return
         self._loaded[path] = [
@@ -110,13 +101,13 @@ class ErrcheckObserver(StepObserver):
         runner, model = self._adapter.runner, self._adapter.model()
         device = torch.device(getattr(runner, "device", "cpu"))
         for path, module in model.named_modules():
-            self._look(path, module)
+            self._examine(path, module)
         modules = dict(model.named_modules(remove_duplicate=False))
         tp_rank, tp_size = self._parallel["tp"]
         self._layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
         self._run = run_info(runner, model, device, self._parallel, self.config.to_json())
         self.findings.settle()
-        watch = Watch(self.kinds, self._alarm, say, device, hold_bytes=1 << 28)
+        watch = Watch(self.kinds, self._alarm, say, device, keep_bytes=1 << 28)
         self.taps = Taps(watch, functools.partial(watched, watch))
         self.taps.attach(model, language_prefix(model))
         self.watch = watch
@@ -127,8 +118,6 @@ class ErrcheckObserver(StepObserver):
         seen = "; modules inside compiled or captured graphs are not seen" if unseen else ""
         say(f"errcheck: {', '.join(self.kinds)} in {findings.taps} modules{seen}; findings go to {findings.root}")
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def begin_step(self, step: EngineStep) -> None:
         watch = self.watch
         assert watch is not None
@@ -137,13 +126,13 @@ class ErrcheckObserver(StepObserver):
             self._requests.add(new.name, None, new.length, new.images)
             self._prompts[new.name] = new.prompt
         self._requests.unsent.clear()
-        if step.unplaced and not self._said_unplaced:
-            self._said_unplaced = True
+        if step.unplaced and not self._reported_unplaced:
+            self._reported_unplaced = True
             say(f"errcheck: {step.unplaced}: such steps are not watched (said once)")
         if step.number is not None and not step.unplaced:
             self.findings.steps += 1
             if self.findings.steps == 1:  # the KV cache has its memory by now
-                watch.hold_bytes = hold_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))
+                watch.keep_bytes = keep_bytes(torch.device(getattr(self._adapter.runner, "device", "cpu")))
             watch.begin(WatchedStep(step.number, step.tokens))
         self._leaving.append(list(step.finished))
         if len(self._leaving) > _LATE_STEPS:
@@ -166,17 +155,15 @@ class ErrcheckObserver(StepObserver):
             return
         watch.end()
         if watch.dead is not None:
-            if not self._said_off:
-                self._said_off = True
+            if not self._reported_off:
+                self._reported_off = True
                 self.findings.write("off", watch.dead)
         elif self.findings.old():
             self.findings.write("watching")
 
     def _images(self) -> list[EncoderItem]:
-        """The images of the step; none where they are dealt out to ranks, and rows of the encoder are one rank's."""
-        return [] if deals(self._adapter.runner.vllm_config) else list(self._batch.items())
-
-    # --- findings ----------------------------------------------------------------------------------------------
+        """The images of the step; none where they are distributed to ranks, and rows of the encoder are one rank's."""
+        return [] if distributes_encoder(self._adapter.runner.vllm_config) else list(self._batch.items())
 
     def _alarm(self, alarm: Alarm) -> None:
         watch = self.watch
@@ -202,8 +189,8 @@ class ErrcheckObserver(StepObserver):
         space = spaces(alarm.part, tensor.shape[0]) if tensor is not None and tensor.dim() else None
         found, rows = finding(watch, alarm, space, requests, self.findings.parameters.get(alarm.tap, []))
         if tensor is None:
-            held = watch.hold_bytes / 1e6
-            kept = f"not kept: the step was larger than the {held:.0f} MB that may be held; its next bad call will be"
+            most = watch.keep_bytes / 1e6
+            kept = f"not kept: the step was larger than the {most:.0f} MB that may be held; its next bad call will be"
         else:
             assert self._layouts is not None
             try:
@@ -258,8 +245,8 @@ class ErrcheckObserver(StepObserver):
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 
 
-def hold_bytes(device: torch.device) -> int:
-    """How much of a step may be held by reference: an eighth of the device's free memory, at most 1 GiB. Two steps, or
+def keep_bytes(device: torch.device) -> int:
+    """How much of a step may be kept by reference: an eighth of the device's free memory, at most 1 GiB. Two steps, or
     three, may be waiting for their numbers at a time."""
     if device.type == "cpu":
         return 1 << 28

@@ -1,20 +1,13 @@
 """errcheck in a plain script: any torch module that is called, without a line in the script.
 
-One model of a plain script under errcheck: its modules, its steps, and what is known of a bad output.
+The problem: a script's models are made, moved, copied and pickled by code that knows nothing of us, so nothing may be
+put on them, and no runner says what a step is. The idea: ``torch.nn.Module.__call__`` is replaced once. A module that
+is called from outside of all others is a model, and its calls are its steps, counted from 0 (paths of the second and
+later models begin with their class). A table maps each module below the root, by identity, to the same checks as in a
+server. Rows have requests and positions where the model takes token ids, as a Probe counts them; padding is ignored.
+Where vLLM's worker is, its own observer watches.
 
-The problem: nothing may be put on a model that its script copies and pickles, and a step has no scheduler that says
-whose rows are in it. The idea: a table from each module below the root, by identity, to the same checks as in a server
-(watch.py); rows have requests and positions where the model takes token ids, as a Probe counts them
-(padded_batch.py), and are looked at without those that are padding.
-
-errcheck in a plain script: any torch module that is called, without a line in the script.
-
-The problem: a script's models are made, moved, copied and pickled by code that knows nothing of us, and there is no
-runner that says what a step is. The idea: ``torch.nn.Module.__call__`` is replaced once; nothing is put on any model. A
-module that is called from outside of all others is a model, and its calls are its steps, counted from 0 (the paths of
-the second and later models begin with their class). Where vLLM's worker is, its own observer watches.
-
-Not here: which processes do this (capture/errcheck/startup/sitecustomize.py, capture/torch_model.py).
+Not here: which processes do this (startup/sitecustomize.py, capture/torch_model.py), the checks (watch.py).
 """
 
 from __future__ import annotations
@@ -31,18 +24,16 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import at_exit, process_rank, root_of, run_facts, unsplit
 from vllm_accprobe.capture.core.rows import Requests, Space
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.errcheck.bad_values import Alarm, Input, WatchedStep, parameters
 from vllm_accprobe.capture.errcheck.findings import RankFindings, finding, keep
-from vllm_accprobe.capture.errcheck.watch import TapWatch, Watch
-from vllm_accprobe.capture.ops.dispatch import Paused, listened
+from vllm_accprobe.capture.errcheck.watch import Alarm, Input, TapWatch, Watch, WatchedStep, parameters
+from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
 from vllm_accprobe.capture.padded_batch import Rectangle
-from vllm_accprobe.capture.taps.arguments import attributes
-from vllm_accprobe.capture.taps.hooks import Tap
+from vllm_accprobe.capture.taps.hooks import Tap, attributes
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.dump.findings import sentence
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
@@ -62,23 +53,23 @@ class WatchedModel:
         found: Callable[[WatchedModel, Alarm], None],
     ):  # fmt: skip
         self.prefix, self._config = prefix, config
-        self.said = self._said_padding = False
+        self.reported = self._reported_padding = False
         self._root = weakref.ref(root)
         devices = {t.device for t in root.parameters()} | {t.device for t in root.buffers()}
         device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")  # of several: read at once
         self.watch = Watch(kinds, lambda alarm: found(self, alarm), say, device)
         self.taps: dict[int, tuple[weakref.ref[torch.nn.Module], TapWatch]] = {}
         self._number = -1
-        self._looked_at = -1
+        self._learned_at = -1
         config = replace(config, requests=(), tokens=(), steps=(), modules=())
         self._requests = Requests(config)
         self._rectangle = Rectangle(config, self._requests, root)
         self._named: list[str] = []
         self._arguments = list(inspect.signature(root.forward).parameters)
-        self._aside = Paused()
-        self._look()
+        self._paused = Paused()
+        self._learn()
 
-    def _look(self) -> None:
+    def _learn(self) -> None:
         """Learns the modules below the root; again where one is met that was not there."""
         root = self._root()
         assert root is not None
@@ -137,8 +128,8 @@ class WatchedModel:
         try:
             place = self._place(module)
             if place is not None:
-                if listened():
-                    with self._aside:
+                if active_modes():
+                    with self._paused:
                         entered = place.enter(step, args, kwargs)
                 else:
                     entered = place.enter(step, args, kwargs)
@@ -148,8 +139,8 @@ class WatchedModel:
         if entered is None or place is None:
             return result
         try:
-            if listened():
-                with self._aside:
+            if active_modes():
+                with self._paused:
                     place.leave(step, entered, args, kwargs, result)
             else:
                 place.leave(step, entered, args, kwargs, result)
@@ -161,17 +152,17 @@ class WatchedModel:
         found = self.taps.get(id(module))
         if found is not None and found[0]() is module:
             return found[1]
-        if self._looked_at == self._number:
+        if self._learned_at == self._number:
             return None  # it is none of the model's: made for this call
-        self._looked_at = self._number
-        self._look()
+        self._learned_at = self._number
+        self._learn()
         found = self.taps.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
     def end(self) -> None:
         self.watch.end()
 
-    def told(self, alarm: Alarm, findings: RankFindings) -> tuple[Any, str]:
+    def finding_of(self, alarm: Alarm, findings: RankFindings) -> tuple[Any, str]:
         """What is known of an alarm, and where its tensors are; None where only padding is bad."""
         note: Rectangle | None = alarm.step.note
         alarm.step.rows = sum(part.n for part in note.batch) if note is not None else 0
@@ -187,8 +178,8 @@ class WatchedModel:
 
         tensor = dict(alarm.outputs).get(alarm.role)
         if tensor is not None and not bool(self.watch.rule.assess(tensor, alarm.part)):
-            if not self._said_padding:
-                self._said_padding = True
+            if not self._reported_padding:
+                self._reported_padding = True
                 say(f"errcheck: bad values in padding rows of {alarm.tap} alone: no error (said once)")
             return None, ""
         space = spaces(alarm.part, tensor.shape[0]) if tensor is not None and tensor.dim() else None
@@ -224,8 +215,8 @@ class WatchedModel:
             say(f"errcheck: closing failed: {type(error).__name__}: {error}")
 
 
-def _flat(given: Input, rows: Rectangle) -> Input:
-    return given if given.tensor is None else replace(given, tensor=rows.flatten(given.tensor))
+def _flat(item: Input, rows: Rectangle) -> Input:
+    return item if item.tensor is None else replace(item, tensor=rows.flatten(item.tensor))
 
 
 EXIT = "exit"
@@ -235,7 +226,7 @@ _now: ScriptWatch | None = None
 
 
 class ScriptExit(RuntimeError):
-    """Raised out of the model's call where the user asked for ``--exit``: it ends the script."""
+    """Raised out of the model's call where the user wants ``--exit``: it ends the script."""
 
 
 def from_environment() -> None:
@@ -347,8 +338,8 @@ class ScriptWatch:
         finally:
             self._thread.model = None
             model.end()
-            if model.watch.dead is not None and not model.said:
-                model.said = True
+            if model.watch.dead is not None and not model.reported:
+                model.reported = True
                 findings.write("off", model.watch.dead)
             elif findings.old() or findings.steps == 1:
                 findings.write("watching")
@@ -362,7 +353,7 @@ class ScriptWatch:
         assert findings is not None
         if not findings.counts(alarm.tap, bool(alarm.outputs)):
             return
-        found, kept = model.told(alarm, findings)
+        found, kept = model.finding_of(alarm, findings)
         if found is None:
             return
         findings.first = first = replace(found, tensors=kept)

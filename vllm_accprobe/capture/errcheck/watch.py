@@ -1,31 +1,15 @@
 """The first NaN, Inf or overflow of a running model, found as it appears, at a cost that lets it stay on.
 
-The first NaN, Inf or overflow of a running model, found as it appears, at a cost that lets it stay on.
+The problem: a NaN is seen at the end of an answer, and comes from one step of one layer of one rank; storing all
+tensors is out of the question, and reading every tensor stops a device at every operator. The idea: each floating
+output goes through ONE fused reduction (aminmax shows NaN, Inf and values at the dtype's end), on real rows only. In
+host memory the two numbers are read at once, while the call's inputs are at hand. On a device they go into a buffer
+that is copied once per step and read one or two steps later; until then the step's calls are kept by reference up to
+``keep_bytes``. A tap whose bad call was not kept is ARMED: its calls are kept in all later steps. Inputs that a module
+changes in place are cloned before the call, from its third call on. An output that a child has returned already is not
+checked again.
 
-The problem: a NaN is seen at the end of an answer, and was made in one step of one layer of one rank; storing all
-tensors to find it is out of the question, and looking at every tensor stops a device at every operator. The idea: each
-module's floating outputs go through ONE fused reduction (aminmax: NaN, Inf and values at the dtype's end all show in
-it), on the real rows only.
-
-- In host memory the two numbers are read at once. The call is still running in Python, so its inputs and outputs are at
-  hand as they were, and nothing has to be held for later.
-- On a device the numbers go into a buffer that is copied to the host once per step and read when it has arrived, one or
-  two steps later. To have the tensors then, the step's calls are held by reference (no copy) up to ``hold_bytes``: a
-  decode step of some tens of requests on a 60-layer model fits, a long prefill does not. What was not held is said,
-  and that tap is ARMED: its calls, and only its, are held in all later steps, so that a fault that comes again is kept.
-
-Inputs that a module changes in place (it gives back the same memory) are cloned before the call, from its third call
-on. A tensor that a module hands on as a child gave it (the same object, checked during the call) is not checked again.
-
-What errcheck does around one call of one watched module.
-
-The problem: the work is done hundreds of times per step, nearly always for nothing. The idea: before the call only
-inputs that it is known to change in place are looked at (cloned); after it each floating output is reduced once,
-unless a child has handed it on; whatever else may be of interest is put together when something is bad, or, on a
-device, held by reference.
-
-Not here: what counts as bad (bad_values.py), the device's buffer (bad_values.py), vLLM (observer.py), what is written
-(findings.py), which modules there are (hooks.py).
+Not here: vLLM (observer.py), what is written (findings.py), which modules there are (taps/hooks.py).
 """
 
 from __future__ import annotations
@@ -33,38 +17,266 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE
-from vllm_accprobe.capture.errcheck.bad_values import (
-    BAD,
-    FP8_SHARE,
-    FP8_TOPS,
-    GOOD,
-    LIMITS,
-    UNCHECKED,
-    UNKNOWN,
-    Alarm,
-    Badness,
-    BadnessRule,
-    Check,
-    HeldCall,
-    Input,
-    PendingStep,
-    Slots,
-    WatchedStep,
-    is_mask,
-    memory,
-    padded_rows,
-    real_rows,
-)
-from vllm_accprobe.capture.ops.dispatch import Paused, listened
-from vllm_accprobe.capture.taps.arguments import outputs
-from vllm_accprobe.capture.taps.hooks import Tap
+from vllm_accprobe.capture.ops.dispatch import Paused, active_modes
+from vllm_accprobe.capture.taps.hooks import Tap, outputs
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.schema import Module
+
+LIMITS = {d: float(torch.finfo(d).max) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+FP8_TOPS = {
+    getattr(torch, name): top for name, top in (("float8_e4m3fn", 0x7E), ("float8_e5m2", 0x7B)) if hasattr(torch, name)
+}
+"""Bits, without the sign, of the largest finite value; above them lie only NaN and Inf."""
+FP8_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Badness:
+    """How many elements of a tensor's real rows are NaN, infinite, or at the end of the dtype's range."""
+
+    nan: int = 0
+    inf: int = 0
+    saturated: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.nan or self.inf or self.saturated)
+
+    @property
+    def word(self) -> str:
+        return "NaN" if self.nan else "Inf" if self.inf else "saturation"
+
+
+@dataclass(frozen=True)
+class BadnessRule:
+    """Which kinds count: ``nan``, ``overflow`` (Inf and saturation)."""
+
+    nan: bool = True
+    overflow: bool = True
+
+    def assess(self, x: torch.Tensor, part: str) -> Badness:
+        """The exact counts of a tensor of ``part`` of the model. Waits for a device."""
+        top = FP8_TOPS.get(x.dtype)
+        if top is not None:
+            bits = x.contiguous().view(torch.uint8) & 0x7F
+            beyond, at = int((bits > top).sum()), int((bits == top).sum())
+            many = self.overflow and bits.numel() and (beyond + at) / bits.numel() > FP8_SHARE
+            return Badness(beyond if self.nan else 0, 0, at if many else 0)
+        limit = LIMITS.get(x.dtype)
+        if limit is None:
+            return Badness()
+        nan = int(x.isnan().sum()) if self.nan else 0
+        if not self.overflow:
+            return Badness(nan)
+        end = x >= limit if part == HEAD else x.abs() >= limit
+        inf = end & x.isinf()
+        return Badness(nan, int(inf.sum()), int(end.sum()) - int(inf.sum()))
+
+    def elements(self, x: torch.Tensor, part: str) -> torch.Tensor:
+        """Which elements ``assess`` counts, as booleans of the tensor's shape."""
+        top = FP8_TOPS.get(x.dtype)
+        if top is not None:
+            return (x.contiguous().view(torch.uint8) & 0x7F) >= top
+        nan = x.isnan() if self.nan else torch.zeros_like(x, dtype=torch.bool)
+        limit = LIMITS[x.dtype]
+        return nan | (x >= limit if part == HEAD else x.abs() >= limit) if self.overflow else nan
+
+
+def is_mask(role: str) -> bool:
+    """Whether an argument of this name may hold -inf by right."""
+    return "mask" in role or role.endswith("bias")
+
+
+def parameters(module: torch.nn.Module) -> list[tuple[str, Badness]]:
+    """Parameters of ``module`` itself, and buffers that a checkpoint may hold, that are not finite. Reads each once.
+
+    Other buffers are workspaces, often without a value yet. Saturation is no error here, nor is Inf in a mask or bias.
+    """
+    found = []
+    temporary = module._non_persistent_buffers_set
+    buffers = [(name, buffer) for name, buffer in module._buffers.items() if name not in temporary]
+    for name, tensor in [*module._parameters.items(), *buffers]:
+        if tensor is None or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if tensor.dtype in LIMITS and tensor.layout is torch.strided:
+            low, high = torch.aminmax(tensor.detach())
+            if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
+                continue
+            bad = Badness(int(tensor.isnan().sum()), 0 if is_mask(name) else int(tensor.isinf().sum()))
+            if bad:
+                found.append((name, bad))
+    return found
+
+
+class Slots:
+    """Per dtype a row of minima and one of maxima on the device, and copies of them on their way.
+
+    Copies and the next step's reductions follow one another on the model's stream, so one device buffer is enough.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pin = device.type != "cpu"
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._free: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def take(
+        self, taken: dict[torch.dtype, list[Any]], dtype: torch.dtype, what: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two numbers on the device for the next reduction, which is ``what``; ``taken`` lists those of the step."""
+        checks = taken.setdefault(dtype, [])
+        views = self._views.get(dtype)
+        if views is None or len(checks) >= len(views):
+            self._grow(dtype, max(256, 2 * len(checks)))
+            views = self._views[dtype]
+        checks.append(what)
+        return views[len(checks) - 1]
+
+    def _grow(self, dtype: torch.dtype, size: int) -> None:
+        old = self._buffers.get(dtype)
+        new = torch.zeros((2, size), dtype=dtype, device=self._device)
+        if old is not None:
+            new[:, : old.shape[1]] = old
+        self._buffers[dtype] = new
+        self._views[dtype] = [(new[0, i], new[1, i]) for i in range(size)]
+        self._free[dtype] = []
+
+    def fetch(self, taken: dict[torch.dtype, list[Any]]) -> tuple[dict[torch.dtype, torch.Tensor], Any]:
+        """Starts the copies to the host; the event after them (None for host memory)."""
+        hosts = {}
+        for dtype in taken:
+            buffer, free = self._buffers[dtype], self._free[dtype]
+            host = free.pop() if free else torch.empty(buffer.shape, dtype=dtype, pin_memory=self._pin)
+            host.copy_(buffer, non_blocking=True)
+            hosts[dtype] = host
+        if not self._pin or not hosts:
+            return hosts, None
+        event = torch.Event(device=self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return hosts, event
+
+    def give_back(self, hosts: dict[torch.dtype, torch.Tensor]) -> None:
+        for dtype, host in hosts.items():
+            if host.shape == self._buffers[dtype].shape:
+                self._free[dtype].append(host)
+
+
+GOOD, BAD, UNKNOWN, UNCHECKED = "good", "bad", "unknown", "not checked"
+"""States of an input: ``unknown``: changed in place by the call before anybody looked; ``not checked``: no
+floating-point numbers."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a bad call. tensor: as it went in, None where that is not known any more."""
+
+    role: str
+    tensor: torch.Tensor | None
+    state: str
+    bad: Badness = field(default_factory=Badness)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """The first bad output of a step. outputs: (role, tensor) of the call, empty where it was not kept."""
+
+    step: WatchedStep
+    order: int
+    tap: str
+    cls: str
+    part: str
+    call: int
+    role: str
+    bad: Badness | None
+    outputs: tuple[tuple[str, torch.Tensor], ...]
+    inputs: tuple[Input, ...]
+    before: str
+    """The tap whose output was checked before this one, "" at the step's start."""
+
+
+class WatchedStep:
+    """What is known of a step while it runs. rows: real token rows; padded: rows of the root's input."""
+
+    __slots__ = (
+        "calls", "checks", "inside", "kept", "last", "note", "number", "order", "padded", "rows", "seen",
+        "stack",
+    )  # fmt: skip
+
+    def __init__(self, number: int, rows: int, note: Any = None):
+        self.number = number
+        self.rows = rows
+        self.note = note
+        self.padded = rows
+        self.order = 0
+        self.kept = 0
+        self.last = ""
+        self.inside: str | None = None
+        self.stack: list[str] = []
+        self.calls: dict[str, int] = {}
+        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        """Checked outputs by identity: the object, and when it was checked first and last."""
+        self.checks: dict[torch.dtype, list[Check]] = {}
+
+
+class KeptCall(NamedTuple):
+    """References to what went in and out of one call. copies: inputs that it changes in place, as they were; begun: the
+    step's order when it began."""
+
+    tap: Tap
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    copies: dict[str, torch.Tensor] | None
+    begun: int
+
+
+class Check(NamedTuple):
+    """One reduction. call: None where the step's memory for references was spent."""
+
+    order: int
+    name: str
+    number: int
+    role: str
+    part: str
+    cls: str
+    before: str
+    call: KeptCall | None
+
+
+@dataclass
+class PendingStep:
+    step: WatchedStep
+    hosts: dict[torch.dtype, torch.Tensor]
+    event: Any
+
+
+def real_rows(step: WatchedStep, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the padding rows at its end, where its first dimension has them."""
+    if step.padded > step.rows and tensor.dim() and tensor.shape[0] == step.padded:
+        return tensor[: step.rows]
+    return tensor
+
+
+def padded_rows(rows: int, inputs: list[tuple[str, torch.Tensor]]) -> int:
+    """The rows that the root is called with: those of its token ids or embeddings, or of its positions' last axis."""
+    for role, tensor in inputs:
+        if role in ("input.input_ids", "input.inputs_embeds") and tensor.dim():
+            return max(rows, tensor.shape[0])
+    for role, tensor in inputs:
+        if role == "input.positions" and tensor.dim():
+            return max(rows, tensor.shape[-1])
+    return rows
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
 
 NAN, OVERFLOW = "nan", "overflow"
 _BEHIND = 2
@@ -78,7 +290,7 @@ class Watch:
         kinds: of "nan" and "overflow", what is an error.
         say: gets one line when the watch itself breaks.
         device: where the model computes. deferred: read numbers as on a device, also for host memory (tests).
-        hold_bytes: how much of a step may be held by reference (devices only).
+        keep_bytes: how much of a step may be kept by reference (devices only).
     """
 
     def __init__(
@@ -88,13 +300,13 @@ class Watch:
         say: Callable[[str], None],
         device: torch.device | None = None,
         deferred: bool = False,
-        hold_bytes: int = 1 << 28,
+        keep_bytes: int = 1 << 28,
     ):
         device = device or torch.device("cpu")
         self.rule = BadnessRule(NAN in kinds, OVERFLOW in kinds)
         self.now: WatchedStep | None = None
         self.dead: str | None = None
-        self.hold_bytes = hold_bytes
+        self.keep_bytes = keep_bytes
         self.armed: str | None = None
         self.waiting: deque[PendingStep] = deque()
         # What makes it a TapOwner (hooks.py):
@@ -113,8 +325,6 @@ class Watch:
 
     def skip(self, tap: str, reason: str) -> None:
         self.skipped[reason] += 1
-
-    # --- steps -------------------------------------------------------------------------------------------------
 
     def begin(self, step: WatchedStep) -> None:
         if self.dead is None:
@@ -152,8 +362,6 @@ class Watch:
         if self.dead is None:
             self.dead = f"errcheck failed at {where}: {type(error).__name__}: {error}"
             self._say(f"{self.dead}; it is off, serving goes on")
-
-    # --- calls -------------------------------------------------------------------------------------------------
 
     def is_bad(self, tensor: torch.Tensor, part: str) -> bool:
         """One reduction, read at once."""
@@ -265,7 +473,7 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
         tap.inputs = known.inputs
     owner = getattr(original, "__self__", None)
     place = TapWatch(watch, tap, leaf=not (isinstance(owner, torch.nn.Module) and any(True for _ in owner.children())))
-    aside = Paused()
+    paused = Paused()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -274,8 +482,8 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
         if step is None:
             return original(*args, **kwargs)
         try:
-            if listened():
-                with aside:
+            if active_modes():
+                with paused:
                     entered = place.enter(step, args, kwargs)
             else:
                 entered = place.enter(step, args, kwargs)
@@ -284,8 +492,8 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         result = original(*args, **kwargs)
         try:
-            if listened():
-                with aside:
+            if active_modes():
+                with paused:
                     place.leave(step, entered, args, kwargs, result)
             else:
                 place.leave(step, entered, args, kwargs, result)
@@ -297,7 +505,7 @@ def watched(watch: Watch, tap: Tap, original: Callable[..., Any]) -> Callable[..
 
 
 class TapWatch:
-    """The watch's side of one tap: what it has learnt about in-place changes, and the work around a call.
+    """The watch's side of one tap: what it has learnt about in-place changes, and the work before and after a call.
 
     leaf: the module has no children; others change nothing that a child does not change before them."""
 
@@ -349,7 +557,7 @@ class TapWatch:
         if self.calls < _LEARNING:
             self.calls += 1
             self._learn(args, kwargs, results)
-        seen, held, call = step.seen, False, None
+        seen, kept, call = step.seen, False, None
         for role, tensor in results:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
@@ -362,13 +570,13 @@ class TapWatch:
             step.order = order = step.order + 1
             x = tensor if step.padded == step.rows or part != LANGUAGE else real_rows(step, tensor)
             if watch.deferred:
-                if not held:
-                    held = True
-                    if self._may_hold(step, name, results):
-                        call = HeldCall(tap, args, kwargs, result, copies, begun)
+                if not kept:
+                    kept = True
+                    if self._may_keep(step, name, results):
+                        call = KeptCall(tap, args, kwargs, result, copies, begun)
                 watch.defer(step, x, Check(order, name, number, role, part, tap.cls, step.last, call))
             elif watch.is_bad(x, part):
-                call = HeldCall(tap, args, kwargs, result, copies, begun)
+                call = KeptCall(tap, args, kwargs, result, copies, begun)
                 watch.raise_alarm(step, Check(order, name, number, role, part, tap.cls, step.last, call))
                 if watch.now is not step:
                     return
@@ -378,14 +586,14 @@ class TapWatch:
                 seen[number_of] = (known[0], known[1], order)
             step.last = name
 
-    def _may_hold(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
-        """Whether this call may be held until the numbers are there."""
+    def _may_keep(self, step: WatchedStep, name: str, results: list[tuple[str, torch.Tensor]]) -> bool:
+        """Whether this call may be kept until the numbers are there."""
         watch = self.watch
         if watch.armed == name:
             return True
         for _, tensor in results:
-            step.held += tensor.nbytes
-        return step.held <= watch.hold_bytes
+            step.kept += tensor.nbytes
+        return step.kept <= watch.keep_bytes
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[tuple[str, torch.Tensor]]) -> None:
         own = {memory(tensor) for _, tensor in results}

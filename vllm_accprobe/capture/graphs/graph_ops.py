@@ -1,25 +1,15 @@
 """The tap inside a compiled graph, as an operator: rows are copied into a buffer, or their statistics are.
 
-The tap as an operator: rows of a tensor are copied into a buffer whose address never changes.
-
 The problem: a compiled graph runs no Python of ours, and a captured one replays addresses. The idea: an operator
-without a result that changes one argument, so that no compiler may drop or move it; what it copies is said by a tensor
-that is read when the graph RUNS: other steps, requests and rows need no other graph. Nothing else enters the graph, no
-name and no number, so that the layers of a model stay copies of one another. A module that is called several times in
-a forward has an operator of its own, whose cursor says in memory which call it is: the plain one pays nothing for it.
+without a result that changes one argument, which no compiler may remove or move; which rows it takes is in a tensor
+that is read when the graph RUNS, so that other steps and requests need no other graph. No name and no number enters the
+graph: the layers of a model stay copies of one another. A module that is called several times in a forward has an
+operator of its own, whose cursor counts calls in memory. Where rows do not fit or are not wanted, an operator of the
+same kind keeps one line of numbers. On the host they are bit for bit those of VLLM_ACCPROBE_TASK=stats. A device sums
+rows in float32 and totals in float64, without a hash: xxh3 is one long chain of steps and would take the rows to the
+host.
 
-Statistics as an operator: of the chosen rows of a tensor, numbers instead of rows.
-
-The problem: in a graph, rows take memory that was set aside before anything ran; where they do not fit, or nobody wants
-them, their statistics do. The idea: the same kind of operator as the tap (graph_ops.py: no result, nothing but tensors
-in the graph, what is chosen is read while the graph runs), whose buffer is one small line of numbers. On the host it
-calls what a capture with VLLM_ACCPROBE_TASK=stats calls, so that numbers and hash are the same bit for bit. On a device
-it sums with torch's kernels, each row in float32 and the rows in float64, and there is no hash: xxh3 is one long chain
-and would take the rows to the host. Each line carries the number of the choice that it was made for: an old one is
-never taken for a new one.
-
-Not here: where taps stand (placement.py), what is done with the buffers (drain.py), what is done with the lines
-(drain.py).
+Not here: where taps are placed (placement.py), what is done with the buffers (readout.py).
 """
 
 from __future__ import annotations
@@ -36,16 +26,12 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, LAZY
-from vllm_accprobe.dump.recorder.journal_writer import digest
+from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.stats import Sums, TensorMoments, moments_at
 
 VERSION = 2
 """Of the operators and of how they are placed: a graph compiled with another one must not be used again."""
 _NAMESPACE = "accprobe"
-_SCHEMAS = (
-    "tap(Tensor x, Tensor(a!) buffer, Tensor select) -> ()",
-    "tap_each(Tensor x, Tensor(a!) buffer, Tensor(b!) cursor, Tensor select) -> ()",
-)
 _count_at = ctypes.c_int64.from_address
 
 
@@ -83,17 +69,20 @@ def _tap_device(x: torch.Tensor, buffer: torch.Tensor, select: torch.Tensor) -> 
             torch.index_select(x, 0, select[1:], out=buffer)
 
 
-def _each_host(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, select: torch.Tensor) -> None:
-    """As _tap_host into ``buffer[cursor]``, and the cursor moves on; calls beyond the last are counted and not copied.
+def _each_host(take: Callable[..., None], place: int) -> Callable[..., None]:
+    """The body of an operator that does as ``take`` into ``buffer[cursor]`` and moves the cursor; calls beyond the last
+    are counted and not taken. place: of the number in ``select`` that is 0 where no rows are chosen; then the cursor
+    stays. buffer: [calls, ...]; cursor: int64, [1], 0 before the first call."""
 
-    buffer: [calls, most rows, ...]; cursor: int64, [1], 0 before the first call. Without rows to copy it stays.
-    """
-    if _count_at(select.data_ptr()).value:
-        at = _count_at(cursor.data_ptr())
-        call = at.value
-        at.value = call + 1
-        if call < buffer.shape[0]:
-            _tap_host(x, buffer[call], select)
+    def each(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, select: torch.Tensor) -> None:
+        if _count_at(select.data_ptr() + 8 * place).value:
+            at = _count_at(cursor.data_ptr())
+            call = at.value
+            at.value = call + 1
+            if call < buffer.shape[0]:
+                take(x, buffer[call], select)
+
+    return each
 
 
 def _each_device(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, select: torch.Tensor) -> None:
@@ -108,32 +97,8 @@ def _each_device(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, se
     cursor.add_(1)
 
 
-def define(schemas: Sequence[str], *bodies: tuple[Callable[..., None], Callable[..., None]]) -> torch.library.Library:
-    """Registers operators that give nothing back, each with its (host's, device's) body; they are there as long as what
-    is returned."""
-    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    for schema, (host, device) in zip(schemas, bodies, strict=True):
-        name = schema.partition("(")[0]
-        library.define(schema)
-        library.impl(name, host, "CPU")
-        library.impl(name, device, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *args: None, lib=library)
-    return library
-
-
-_LIBRARY = define(_SCHEMAS, (_tap_host, _tap_device), (_each_host, _each_device))
-tap = torch.ops.accprobe.tap.default
-"""``tap(x, buffer, select)``; see _tap_host."""
-tap_each = torch.ops.accprobe.tap_each.default
-"""``tap_each(x, buffer, cursor, select)``; see _each_host."""
-
-
 STATS_VERSION = 1
 """Of the operator: a graph compiled with another one must not be used again."""
-_STATS_OP_SCHEMAS = (
-    "tap_stats(Tensor x, Tensor(a!) buffer, Tensor select) -> ()",
-    "tap_stats_each(Tensor x, Tensor(a!) buffer, Tensor(b!) cursor, Tensor select) -> ()",
-)
 _LINE = struct.Struct("=3q7dq16s")
 """A buffer: serial, form, rows; finite elements, min, max, sum, sum of squares, NaN, Inf; whether there is a hash,
 and the hash."""
@@ -254,19 +219,8 @@ def _stats_device(x: torch.Tensor, buffer: torch.Tensor, select: torch.Tensor) -
         buffer[0].copy_(select[0])
 
 
-def _stats_op_each_host(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, select: torch.Tensor) -> None:
-    """As _stats_host into ``buffer[cursor]``, and the cursor moves on; calls beyond the last are counted and not
-    measured. buffer: [calls, WORDS]; cursor: int64, [1], 0 before the first call. Without rows it stays."""
-    if _two(select.data_ptr())[1]:
-        at = ctypes.c_int64.from_address(cursor.data_ptr())
-        call = at.value
-        at.value = call + 1
-        if call < buffer.shape[0]:
-            _stats_host(x, buffer[call], select)
-
-
-def _stats_op_each_device(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, select: torch.Tensor) -> None:
-    """The same without asking the device anything. A call beyond the last leaves the buffer as it is."""
+def _stats_each_device(x: torch.Tensor, buffer: torch.Tensor, cursor: torch.Tensor, select: torch.Tensor) -> None:
+    """As _stats_device into ``buffer[cursor]``. A call beyond the last leaves the buffer as it is."""
     calls = buffer.shape[0]
     with contextlib.suppress(Exception):
         line = buffer.new_zeros(WORDS)
@@ -317,9 +271,21 @@ def _two(address: int) -> Sequence[int]:
     return _numbers(2).from_address(address)  # type: ignore[no-any-return]
 
 
-_STATS_OP_LIBRARY = define(_STATS_OP_SCHEMAS, (_stats_host, _stats_device),
-                            (_stats_op_each_host, _stats_op_each_device))  # fmt: skip
-tap_stats = torch.ops.accprobe.tap_stats.default
-"""``tap_stats(x, buffer, select)``; see _stats_host."""
-tap_stats_each = torch.ops.accprobe.tap_stats_each.default
-"""``tap_stats_each(x, buffer, cursor, select)``; see _each_host."""
+_ONCE = "Tensor x, Tensor(a!) buffer, Tensor select"
+_EACH = "Tensor x, Tensor(a!) buffer, Tensor(b!) cursor, Tensor select"
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+"""The operators are there as long as this is."""
+for _name, _arguments, _host, _device in (
+    ("tap", _ONCE, _tap_host, _tap_device),
+    ("tap_each", _EACH, _each_host(_tap_host, 0), _each_device),
+    ("tap_stats", _ONCE, _stats_host, _stats_device),
+    ("tap_stats_each", _EACH, _each_host(_stats_host, 1), _stats_each_device),
+):
+    _LIBRARY.define(f"{_name}({_arguments}) -> ()")
+    _LIBRARY.impl(_name, _host, "CPU")
+    _LIBRARY.impl(_name, _device, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{_name}", lambda *args: None, lib=_LIBRARY)
+tap, tap_each = torch.ops.accprobe.tap.default, torch.ops.accprobe.tap_each.default
+"""``tap(x, buffer, select)`` and ``tap_each(x, buffer, cursor, select)``; see _tap_host and _each_host."""
+tap_stats, tap_stats_each = torch.ops.accprobe.tap_stats.default, torch.ops.accprobe.tap_stats_each.default
+"""The same for statistics; see _stats_host."""

@@ -1,50 +1,16 @@
-"""Which taps stand in a compiled graph, the memory that they write to, and what the compiler traces around each
-module's forward.
+"""Which taps a compiled graph has, and the memory that they write to.
 
-Products that a compiler adds up in the same kernel, so that a tap on the product would change the sum.
+The problem: an operator in the middle of what a compiler would fuse changes the result, buffers cost memory, they must
+exist before anything is compiled, and a graph that was compiled with other taps must not be used again. The idea: one
+small forward of invented tokens, not compiled, shows what each module takes and returns, in which piece of the graph,
+and which products the compiler would add up in the same kernel. By default taps stand where the engine's own kernels
+end or begin (projections, attention, a router's choice), so that no fusion is broken; VLLM_ACCPROBE_MODULES may ask for
+all outputs. Every tap of the set is placed, chosen or not, with as many rows as fit into VLLM_ACCPROBE_GRAPH_MB; where
+only few would, the last taps keep statistics. The settings choose among the placed taps without another graph; what
+cannot be tapped has a reason. All that our hooks read are attributes and buffers of the module, so no closure enters
+the graph.
 
-The problem: inductor makes one kernel, addmm, of a matrix product and an addition of its result, which then is never
-rounded to the model's dtype; a tap that reads the product keeps it apart, and the sum changes in its last bits. Seen
-with the shared expert of a tiny DeepSeek-V2 on a processor where vLLM multiplies with ``aten::linear``; where it calls
-a kernel of its own, nothing can be folded into that. The idea: in the forward that is looked at, operators are seen in
-the order of the graph; a product's memory is remembered, and an addition that reads it says so. The rule is torch's own
-(``_inductor/fx_passes/post_grad.py``, ``is_valid_addmm_fusion``): two dimensions, no bias, equal dtypes, a summand that
-expands to the product's shape. On GPUs it prefers not to (``should_prefer_unfused_addmm``).
-
-Which piece of a compiled model a module's results are computed in.
-
-The problem: vLLM cuts a model's graph at its splitting operators (attention and its like) and compiles and captures
-what lies between them piece by piece; its logs and faults speak of pieces, people of modules. The idea: in one forward
-that is not compiled, the operators and the modules are seen in the order in which the graph will have them, and cutting
-is counting: a piece begins with the first operator that does not split after one that does. Allocations without content
-begin none: vLLM moves such a piece of one node into the one before.
-
-What goes into the modules of a compiled region and what they give back, seen in one forward that is not compiled.
-
-The problem: a tap's buffer must exist before anything is compiled, and how many tensors a module gives back, how wide
-they are and of which dtype, whether it is called at all or once per layer, under which of its names, and which modules
-hand their inputs to an operator that no compiler looks into, is only known when it runs. The idea: one small forward of
-invented tokens with every module's forward watched; what was seen decides what can be tapped, and what cannot has a
-reason.
-
-The taps of one module: what a compiler traces around its forward.
-
-The problem: what a compiler reads of us becomes part of the graph or a condition of it, and some modules are called
-past their hooks. The idea: all that the hooks read are attributes and buffers of the module itself, so that no closure
-and no name enters the graph; where a forward is called directly, a bound method stands in its place that does the same.
-
-Which taps stand in a compiled graph, and the memory that they write to.
-
-The problem: an operator in the middle of what a compiler would fuse changes the result, buffers cost memory that the
-engine wants for itself, and a graph that was compiled with other taps must not be used again. The idea: by default taps
-stand where the engine's own kernels end or begin (projections, attention, a router's choice), so that nothing is torn
-apart; modules that the settings name beyond these ask for all outputs. Every tap of the set is placed, chosen or not,
-with as many rows as fit into VLLM_ACCPROBE_GRAPH_MB; where only few would, the last taps measure instead of copying
-(VLLM_ACCPROBE_TASK=stats: all of them), and the whole has a key. The settings then choose among the placed ones without
-another graph.
-
-Not here: who runs that forward (vllm/compiled.py), the operators (graph_ops.py), the operators (graph_ops.py,
-graph_ops.py), steps and rows (drain.py).
+Not here: who runs that forward (vllm/compiled.py), the operators (graph_ops.py), steps and rows (readout.py).
 """
 
 from __future__ import annotations
@@ -61,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.graphs.graph_ops import (
     STATS_VERSION,
@@ -72,15 +38,15 @@ from vllm_accprobe.capture.graphs.graph_ops import (
     stats_selection,
     tap,
     tap_each,
+    tap_stats,
     tap_stats_each,
 )
-from vllm_accprobe.capture.graphs.graph_ops import tap_stats as tap_stats
-from vllm_accprobe.capture.taps.arguments import argument_names
+from vllm_accprobe.capture.taps.hooks import argument_names, innermost
 
 _PRODUCTS = frozenset({"aten::mm", "aten::linear"})
 _SUMS = frozenset({"aten::add", "aten::add_"})
 _REMEMBERED = 64
-"""Chosen: products whose memory is held at a time. The addition comes a few operators later; a mixture's shared expert
+"""Chosen: products whose memory is kept at a time. The addition comes a few operators later; a mixture's shared expert
 has its routed ones in between."""
 
 
@@ -172,7 +138,7 @@ class Sighting:
 
     at: its place among the outputs; of an input its position, or its name where it came by keyword. bypassed: the call
     went straight to ``forward``, past the module's hooks. boundary: it goes into an operator that is not looked into.
-    folded: it is a product that is added to something, see folded_sums.py.
+    folded: it is a product that is added to something, see FoldedSums.
     """
 
     path: str
@@ -228,7 +194,7 @@ class _Call:
 
 
 class _Watch:
-    """The forward that is looked at: which modules run, and what was seen so far."""
+    """The forward that is observed: which modules run, and what was seen so far."""
 
     def __init__(self, splitting: Sequence[str], opaque: Sequence[str]):
         self.running: list[_Call] = []
@@ -245,13 +211,13 @@ class _Watch:
             self.running[-1].own |= splits
             self.running[-1].boundary = True
 
-    def around(self, module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
+    def wrapped(self, module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
         """What stands in place of ``module.forward``."""
         original = module.forward
         arguments = argument_names(MethodType(type(module).forward, module))[0]  # of ours has none to tell
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            path = name_of(names, [call.path for call in self.running])
+            path = innermost(names, [call.path for call in self.running])
             call = _Call(path, self.numbers[path], id(module) not in self.announced)
             self.announced.discard(id(module))
             self.numbers[path] += 1
@@ -290,11 +256,11 @@ class _Watch:
 def watching(
     model: torch.nn.Module, regions: Sequence[str], splitting: Sequence[str] = (), opaque: Sequence[str] = ()
 ) -> Iterator[Sightings]:
-    """While the context lasts, one forward of ``model`` is looked at; what was seen is there when it has ended.
+    """While the context lasts, one forward of ``model`` is observed; what was seen is there when it has ended.
 
     regions: paths of the modules that will be compiled; those inside them are seen. splitting, opaque: names of the
     operators at which they will be cut, and of others that no compiler looks into. Rows are along dimension 0, as many
-    as most tensors have: an engine may compute more than it was asked for.
+    as most tensors have: an engine may compute more rows than requested.
     """
     sightings = Sightings()
     watch = _Watch(splitting, opaque)
@@ -308,7 +274,7 @@ def watching(
             if inside and not isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
                 announce = module.register_forward_pre_hook(lambda module, args: watch.announced.add(id(module)))
                 stack.callback(announce.remove)
-                stack.callback(put_over(module, "forward", watch.around(module, paths)))
+                stack.callback(override(module, "forward", watch.wrapped(module, paths)))
                 watched += paths
         with watch.cutter:
             yield sightings
@@ -339,15 +305,6 @@ def _sort(watch: _Watch, sightings: Sightings) -> None:
             sightings.unfit.setdefault(path, NO_ROWS)
         else:
             sightings.unfit.pop(path, None)
-
-
-def name_of(names: Sequence[str], running: Sequence[str]) -> str:
-    """Of a module's several ``names`` the one that lies in the innermost module that runs, as in an eager dump."""
-    for path in reversed(running):
-        for name in names:
-            if len(names) > 1 and name.startswith(path + "."):
-                return name
-    return names[0]
 
 
 def _inputs(
@@ -408,7 +365,7 @@ class ModuleTaps:
         module = self._module
         if bypassed:
             module.__dict__[_FORWARD] = module.forward
-            self._undo.append(put_over(module, "forward", MethodType(_forward, module)))
+            self._undo.append(override(module, "forward", MethodType(_forward, module)))
         else:
             self._undo.append(module.register_forward_pre_hook(_tap_inputs, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(_tap_outputs).remove)
@@ -624,7 +581,7 @@ class Placed:
                     cursor = torch.zeros(1, dtype=torch.int64, device=device)
                     self.cursors.append(cursor)
                 buffers |= {(tap, one.path, one.call): part for one, part in zip(calls, parts, strict=True)}
-                # A tensor object for each tap: a compiler that was given one object for all of them would read the
+                # A tensor object for each tap: a compiler that got one object for all of them would read the
                 # first one's place in a later process, too, where that module may not be chosen.
                 chosen, not_chosen = (self.stats_select, stats_off) if measured else (self.select, off)
                 spot = Spot(first.at, first.goes_in, buffer, (chosen if on else not_chosen)[:], cursor, measured)

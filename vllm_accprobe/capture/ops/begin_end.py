@@ -1,19 +1,13 @@
 """``begin_dump`` and ``end_dump``: operator calls of any code between two lines, without a model.
 
-torch_xray's environment variables: X_DEBUG, X_DEDUP, X_DUMP_NUM.
-
-The problem: torch_xray's guide gives the three both as arguments of ``begin_dump`` and as variables of the environment,
-and a variable that nobody reads changes nothing and says nothing. The idea: ``begin_dump`` reads those that it was not
-given; a server with the probe on, where our own names hold, says the new name in one line.
-
-``begin_dump`` and ``end_dump``: operator calls of any code between two lines, without a model.
-
 The problem: somebody wants to see what one function does, in a script or in the middle of a server's forward, where it
-runs again and again (torch_xray's guide pastes the two calls into a model's ``forward``). The idea: each stretch from
-begin to end is a step of one dump, which stays open until ``end_dump(close=True)`` or the process ends; begun again
-with the same path, it goes on. The operator tap is the one of served models; names of modules come from ``model``.
+runs again and again (torch_xray's guide pastes the two calls into a model's ``forward``, and sets X_DEBUG, X_DEDUP and
+X_DUMP_NUM as arguments or in the environment). The idea: each stretch from begin to end is a step of one dump, which
+stays open until ``end_dump(close=True)`` or the process ends; begun again with the same path, it continues. The
+operator tap is the one of served models; names of modules come from ``model``. torch_xray's variables are read where
+they are not arguments; a server with the probe on, where our own names hold, prints the new name in one line.
 
-Not here: what a mode means (capture/ops/dispatch.py), what is captured of a call (dispatch.py).
+Not here: what a mode means and what is captured of a call (dispatch.py).
 """
 
 from __future__ import annotations
@@ -29,9 +23,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, at_exit, process_rank, root_of, run_facts
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.ops.dispatch import Operators
 from vllm_accprobe.capture.ops.op_tensors import Memory
 from vllm_accprobe.capture.taps.params import named_tensors
@@ -42,7 +36,7 @@ NAMES = ("X_DEBUG", "X_DEDUP", "X_DUMP_NUM")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def given(environ: Mapping[str, str]) -> dict[str, int | bool]:
+def torch_xray_settings(environ: Mapping[str, str]) -> dict[str, int | bool]:
     """The arguments of ``begin_dump`` that the environment sets; empty ones are unset. Raises ConfigError."""
     found: dict[str, int | bool] = {}
     for name in NAMES:
@@ -64,7 +58,7 @@ def given(environ: Mapping[str, str]) -> dict[str, int | bool]:
 def advice(environ: Mapping[str, str]) -> str:
     """What stands for them where a server captures; "" where none is set."""
     try:
-        found = given(environ)
+        found = torch_xray_settings(environ)
     except ConfigError as error:
         return f"{error}; it is torch_xray's, and has no effect here"
     if not found:
@@ -111,7 +105,7 @@ def begin_dump(
     """
     words = {"X_DEBUG": X_DEBUG, "X_DEDUP": X_DEDUP, "X_DUMP_NUM": X_DUMP_NUM}
     if settings.get("mode") is None and settings.get("calls") is None:
-        words = {**words, **{k: v for k, v in given(os.environ).items() if words[k] is None}}
+        words = {**words, **{k: v for k, v in torch_xray_settings(os.environ).items() if words[k] is None}}
     config = _config(path, words["X_DEBUG"], words["X_DEDUP"], words["X_DUMP_NUM"], settings)  # type: ignore[arg-type]
     key = os.path.abspath(config.dir) if config.dir else ""
     with _lock:
@@ -169,7 +163,7 @@ class OpDump:
         )
         self._recording = Recording(
             config, root_of(config), run, Layouts({}, 0, 1), lambda *_: None,
-            rank=rank, parallel={"world_size": world}, device=found, beside="these operators go", setting="",
+            rank=rank, parallel={"world_size": world}, device=found, contents="these operators go", setting="",
             announced=True,
         )  # fmt: skip
         self.path = self._recording.root

@@ -1,49 +1,16 @@
 """Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
 
-Operators that another probe calls inside the model's forward are none of the model's.
+The problem: below modules lie the operators of PyTorch, of vLLM and of a vendor's library, and only PyTorch's
+dispatcher sees them all, thousands per step, a third of which compute nothing. The idea: a TorchDispatchMode that is
+entered for armed forwards and nowhere else. Once per operator its schema and the settings decide whether it is left
+out, which arguments it writes to and whether its kernel is Python, which then runs with the mode on. Each call writes
+tensor lines for what went in and came out, and one ``op`` line that says how to call it again. Written arguments are
+taken before the call and compared by hash after it. A random sample is a reservoir that is written as it goes: the k-th
+call takes a place among n with probability n/k, and the reader drops calls whose place was taken later. Other probes'
+operators inside the forward (errcheck's) are left out: they say when they are at work. An error here ends the capture,
+never the call.
 
-The problem: errcheck reduces every output where it appears, inside the forward whose operators are captured, so that
-its ``aten.aminmax`` looked like the model's. The idea: whoever computes something of its own there says so to the
-operator taps that are listening, which are found on torch's stack of dispatch modes; where none is, that is one call
-into C. What a session's own taps compute is told by ``StepState.taking``.
-
-Which operators are captured, and which of their calls keep tensors.
-
-The problem: a step of a model calls thousands of operators, a third of which compute nothing, and not all tensors of a
-long run fit on a disk. The idea: per operator, once, a reason why it is left out, or None (denials by default, globs of
-the user, which win); per call, what its mode allows: a line, a line with tensors, or only a count. The random sample is
-a reservoir that is written as it goes: the k-th call of an operator takes a place among its n with probability n/k, and
-the reader leaves out those whose place was taken later; so nothing waits in memory, and a killed run has its sample.
-
-What is known of an operator before it is called: its schema, whether it is left out, whether its kernel is Python.
-
-The problem: a dispatch mode is told a function and nothing else, thousands of times per step. The idea: what its schema
-says (which arguments it writes to, whether what comes out may be a view) and what the settings say is worked out once
-and kept. A kernel that is a Python function (vLLM's opaque operators, a vendor's wrappers) is found in the dispatcher's
-own table, so that it can be run with the mode still on and what it calls be seen.
-
-One operator call on its way: what was taken of it so far, and the journal's line of it.
-
-The problem: what a line says is known bit by bit: the arguments before the call, what the call changed after it, hashes
-of a device's tensors later still. The idea: one object gathers it, and is asked for the line when all of it is known.
-
-Operator taps: every call of ``torch.ops.*`` in armed steps, by dispatch.
-
-The problem: below modules lie the operators, of PyTorch, of vLLM and of a vendor's library, and only PyTorch's
-dispatcher sees them all. The idea: a TorchDispatchMode that is entered around armed forwards and nowhere else. For each
-call it writes what went in and what came out as tensor lines, and one ``op`` line that says how to call it again. Which
-arguments a call writes to is in the operator's schema; what they were is taken before, and what they became is compared
-by hash. Operators that are implemented in Python (vLLM's opaque attention, say) are opened: what they call is captured
-too. Whatever goes wrong here ends the capture and never the call.
-
-Puts the operator tap on a model: a served one's runner, or a plain torch model.
-
-The problem: what the tap must know of its surroundings (which memory holds weights and which the KV cache, which
-modules are chosen, whether the engine runs Python at all) is known in different places. The idea: two functions that
-gather it and hand a session its ``ops``.
-
-Not here: what a call is (op_tensors.py), what is stored of it (op_tensors.py), what is taken, what is stored of a
-tensor (op_tensors.py), code outside a probed model (begin_end.py), code without a model (begin_end.py).
+Not here: what is stored of a tensor (op_tensors.py), code outside a probed model (begin_end.py).
 """
 
 from __future__ import annotations
@@ -52,6 +19,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
@@ -80,35 +48,35 @@ from vllm_accprobe.capture.taps.params import named_tensors
 from vllm_accprobe.config import ProbeConfig, matches
 from vllm_accprobe.dump.journal import op_line
 
-listened = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+active_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 """How many modes there are, nearly always 0: 25 ns, where an ``Paused`` takes 400. Where a torch does not tell, the
 stack itself is looked at."""
 
 
 class Paused:
-    """``with aside: ...``, again and again, from one thread at a time; may be nested."""
+    """``with paused: ...``, again and again, from one thread at a time; may be nested."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_modes",)
 
     def __init__(self) -> None:
-        self._told: list[list[Any]] = []
+        self._modes: list[list[Any]] = []
 
     def __enter__(self) -> None:
-        modes = [m for m in _get_current_dispatch_mode_stack() if hasattr(m, "asides")]
+        modes = [m for m in _get_current_dispatch_mode_stack() if hasattr(m, "pauses")]
         for mode in modes:
-            mode.asides += 1
-        self._told.append(modes)
+            mode.pauses += 1
+        self._modes.append(modes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for mode in self._told.pop():
-            mode.asides -= 1
+        for mode in self._modes.pop():
+            mode.pauses -= 1
 
 
 TRACE, DEDUP, SAMPLE, FULL = "trace", "dedup", "sample", "full"
 DEFAULT_CALLS = 5
-"""How many random calls of an operator the mode ``sample`` keeps where no number was given."""
+"""How many random calls of an operator the mode ``sample`` keeps where no number is set."""
 VIEW = "a view, computes nothing"
 _DENIED = {
     "allocates memory, computes nothing": (
@@ -126,7 +94,7 @@ FRESH = ("aten.empty", "aten.new_empty", "aten._empty")
 
 
 def by_default(op: str) -> str | None:
-    """Why operator ``op`` is left out unless asked for by name, or None."""
+    """Why operator ``op`` is left out unless it is named, or None."""
     for reason, globs in _DENIED.items():
         if any(fnmatchcase(op, glob) for glob in globs):
             return reason
@@ -153,8 +121,8 @@ class Choice:
         names = (op, op.rpartition(".")[0])
         if self._names and not matches(self._names, names):
             return "not selected by VLLM_ACCPROBE_OPS_LIST"
-        asked = any(not g.startswith("!") and g != "*" and any(fnmatchcase(n, g) for n in names) for g in self._names)
-        return None if asked else by_default(op)
+        by_name = any(not g.startswith("!") and g != "*" and any(fnmatchcase(n, g) for n in names) for g in self._names)
+        return None if by_name else by_default(op)
 
     def wanted_at(self, tap: str) -> bool:
         """Whether the globs over taps (those with ``::``) choose calls of tap ``module::op``."""
@@ -197,17 +165,8 @@ class Operator:
     """
 
     __slots__ = (
-        "_arguments",
-        "_writes",
-        "denied",
-        "fresh",
-        "kernels",
-        "name",
-        "overwrites",
-        "skip_tap",
-        "taps",
-        "view",
-    )
+        "_arguments", "_writes", "denied", "fresh", "kernels", "name", "overwrites", "skip_tap", "taps", "view",
+    )  # fmt: skip
 
     def __init__(self, func: Any, choice: Choice):
         self.name = str(func)
@@ -218,7 +177,7 @@ class Operator:
         self._arguments = tuple(a.name for a in arguments)
         self.denied = choice.denied(self.name) if schema is not None else "a higher-order operator"
         self._writes = frozenset(role for i, a in written for role in (f"input.{i}", f"input.{a.name}"))
-        # PyTorch's convention: what is written and can only be given by name is an output buffer.
+        # PyTorch's convention: what is written and can only be passed by name is an output buffer.
         self.overwrites = self.name.startswith(_OVERWRITING) or any(a.kwarg_only for _, a in written)
         self.view = not written and schema is not None and any(r.alias_info is not None for r in schema.returns)
         self.fresh = self.name.startswith(FRESH)
@@ -297,32 +256,25 @@ def shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
     return where == address(first) if where else out.numel() == 0
 
 
+@dataclass(slots=True)
 class OpenCall:
     """One call on its way: what is known of it, what was taken of it, its written arguments as they were before and as
     they are after. keep: its tensors are stored; place: of its line, what says where the call was; touched: what it
     touches of caches, by role."""
 
-    __slots__ = (
-        "after", "args", "before", "keep", "kwargs", "mutates", "number", "outputs", "place", "refused", "taken", "tap",
-        "touched",
-    )  # fmt: skip
-
-    def __init__(
-        self, tap: str, number: int, keep: bool, args: list[Any], kwargs: dict[str, Any], place: dict[str, Any]
-    ):
-        self.tap = tap
-        self.number = number
-        self.keep = keep
-        self.args = args
-        self.kwargs = kwargs
-        self.place = place
-        self.outputs: list[Any] = []
-        self.mutates: list[str] = []
-        self.refused = False
-        self.taken: list[tuple[TakenTensor, dict[str, Any]]] = []
-        self.before: list[tuple[str, torch.Tensor | Touched, TakenTensor | None, dict[str, Any]]] = []
-        self.after: list[tuple[str, TakenTensor, dict[str, Any]]] = []
-        self.touched: dict[str, Touched | None] = {}
+    tap: str
+    number: int
+    keep: bool
+    args: list[Any]
+    kwargs: dict[str, Any]
+    place: dict[str, Any]
+    outputs: list[Any] = field(default_factory=list)
+    mutates: list[str] = field(default_factory=list)
+    refused: bool = False
+    taken: list[tuple[TakenTensor, dict[str, Any]]] = field(default_factory=list)
+    before: list[tuple[str, torch.Tensor | Touched, TakenTensor | None, dict[str, Any]]] = field(default_factory=list)
+    after: list[tuple[str, TakenTensor, dict[str, Any]]] = field(default_factory=list)
+    touched: dict[str, Touched | None] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """The journal's line, when everything about its tensors is known."""
@@ -339,7 +291,7 @@ class OpenCall:
 
 
 def _settled(value: Any) -> Any:
-    """A VALUE as it is written: a tensor that was not looked at becomes ``skipped`` with its shape."""
+    """A VALUE as it is written: a tensor whose values were not read becomes ``skipped`` with its shape."""
     if isinstance(value, dict):
         if "tensor" in value and "skipped" in value["tensor"]:
             return value["tensor"]
@@ -371,11 +323,11 @@ class Operators(TorchDispatchMode):
         self._step: StepState | None = None
         self._inside: list[str] = []
         self.calls = 0
-        self.asides = 0
+        self.pauses = 0
         """Of other probes that are at work right now."""
 
     def forget_weights(self) -> None:
-        """Memory that held weights may hold others now: they are looked at anew."""
+        """Memory of weights may have others now: they are examined anew."""
         self._takes.forget_weights()
 
     def narrow(self, chosen: frozenset[str] | None) -> None:
@@ -390,7 +342,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         session = self._session
         state = session.state
-        if state is None or state.taking or self.asides:
+        if state is None or state.taking or self.pauses:
             return func(*args, **kwargs)
         call = operator = None
         try:
@@ -399,7 +351,7 @@ class Operators(TorchDispatchMode):
                 operator = self._operators[func] = Operator(func, self._choice)
             if state is not self._step:
                 self._step = state
-                self._memory.look()
+                self._memory.refresh()
             if not operator.view:
                 call = self._before(state, operator, args, kwargs)
         except Exception as error:
@@ -544,7 +496,7 @@ class Operators(TorchDispatchMode):
             call.before.append((role, blocks, taken, about))
 
     def _named(self, tensor: torch.Tensor, about: dict[str, Any]) -> tuple[int, str | None]:
-        """Where the tensor's storage begins, and which parameter it is part of, which is said in ``about``."""
+        """Where the tensor's storage begins, and which parameter it is part of, which is noted in ``about``."""
         where = address(tensor)
         name = self._memory.parameters.get(where)
         if name is not None:

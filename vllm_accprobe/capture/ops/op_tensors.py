@@ -1,44 +1,28 @@
 """What is stored of an operator's arguments and results: tensors, values, and the blocks of a cache that it touches.
 
-From what an operator was called with to the VALUES of the dump (dump/journal.py).
+The problem: arguments are tensors, lists, scalars, dtypes, devices and handles of libraries, and whoever replays the
+call has only words; activations are in the dump already, weights are the same in every step, a cache has gigabytes of
+other people's tokens, and some memory was never written. The idea: one walk gives each argument's VALUE and every
+tensor with its role. The memory that a tensor lies in says what it is: activations are stored like all tensors, a
+weight's bytes once per run, the rest is skipped by name. Of a cache those blocks are gathered that the call's block
+tables, slot mappings or state indices name, behind block 0, which stands for none; the line says by which argument, in
+which unit. On a device nothing is counted or sorted, which would wait for it.
 
-The problem: arguments are tensors, lists of them, scalars, dtypes, devices, generators and handles of libraries, and
-whoever replays the call has only words. The idea: one walk gives the VALUE and, beside it, every tensor with its role
-and the dict that describes it, to which its statistics are added later. What cannot be said is named, never guessed.
-
-Which blocks of a cache one call of an operator touches, and those blocks alone.
-
-The problem: a paged operator takes the whole cache, gigabytes of it, and reads or writes a few blocks; without them
-nobody can run the call again. The idea: the call's other arguments name them. Block tables hold numbers of blocks,
-slot mappings numbers of slots, state indices numbers of states, and operators of all vendors call them so; each is
-taken as it is, cut at the sequences' lengths where those are given. The blocks are gathered into one small tensor, in
-front of them block 0, which stands for none; the call's line says by which argument, in which unit, they are found
-again. On a device nothing is counted or sorted, which would wait for it: the blocks are as many as the tables have
-entries. A view that is itself small (the state of one request) is taken whole.
-
-What is stored of one tensor of an operator's call, and what is only said of it.
-
-The problem: arguments of operators are activations, which module taps have stored already; weights, the same in every
-step; caches of gigabytes that hold other people's tokens; and memory that nobody has written to. The idea: each tensor
-is put into one of these kinds by the memory it lies in. Activations go the way of all tensors, where the same bytes are
-stored once per step; a weight's bytes once per run, and a large one is not read again while a sample of it is what it
-was; the rest is skipped by name, with its shape.
-
-Not here: how a VALUE is read (dump/journal.py), how the call is put together again (opcheck/calls/operator_calls.py),
-when a call is taken (dispatch.py).
+Not here: the language of VALUES (dump/journal.py), when a call is taken (dispatch.py), replaying it (opcheck/calls/).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, FastPath, Sink, Sites, StepState, Ticket
-from vllm_accprobe.dump.journal import TensorHead, about_bytes, last, told
+from vllm_accprobe.dump.journal import TensorHead, about_bytes, cell_fields, last
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -61,7 +45,7 @@ def word(thing: Any) -> str:
 
 
 def describe(role: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """What is said of every tensor, whatever becomes of its values."""
+    """What is written of every tensor, whatever becomes of its values."""
     strided = tensor.layout is torch.strided
     return {
         "role": role,
@@ -152,15 +136,13 @@ _INTEGERS = (torch.int32, torch.int64)
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
 
+@dataclass(slots=True)
 class Touched:
     """The blocks ``ids`` of the cache ``source``. by: (role of an argument, unit) whose numbers name them."""
 
-    __slots__ = ("by", "ids", "source")
-
-    def __init__(self, source: torch.Tensor, ids: torch.Tensor, by: list[list[Any]]) -> None:
-        self.source = source
-        self.ids = ids
-        self.by = by
+    source: torch.Tensor
+    ids: torch.Tensor
+    by: list[list[Any]]
 
     def now(self) -> torch.Tensor:
         """The blocks as they are, [blocks, ...]."""
@@ -229,10 +211,13 @@ def _ids(
 
 
 def _own_ids(
-    told: tuple[str, str] | None, by_name: Mapping[str, tuple[str, torch.Tensor]], sizes: Mapping[str, int], blocks: int
+    arguments: tuple[str, str] | None,
+    by_name: Mapping[str, tuple[str, torch.Tensor]],
+    sizes: Mapping[str, int],
+    blocks: int,
 ) -> tuple[torch.Tensor, list[list[Any]]] | None:
     """The same where an operator's cache has slots of its own."""
-    slots, size = told or ("", "")
+    slots, size = arguments or ("", "")
     if slots not in by_name or sizes.get(size, 0) < 1:
         return None
     role, t = by_name[slots]
@@ -264,7 +249,7 @@ FINGERPRINT = "a parameter, kept as a fingerprint"
 _SMALL = 1 << 18
 """Weights of so many bytes are hashed as often as they are seen: that is quicker than a sample."""
 _ALIKE = 32
-"""How many calls of an operator in one module and step are told apart when it comes to what is known of them."""
+"""How many calls of an operator in one module and step are distinguished when it comes to what is known of them."""
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -276,7 +261,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 class Memory:
-    """Whose memory a tensor lies in, by the address of its storage. ``look`` is called once per step.
+    """Whose memory a tensor lies in, by the address of its storage. ``refresh`` is called once per step.
 
     named: gives (module path, name, tensor) of all parameters and buffers. caches: gives the KV cache's tensors.
     keep_parameters: whether payloads of parameters are kept.
@@ -296,7 +281,7 @@ class Memory:
         self.fresh: set[int] = set()
         """Storages that were allocated in this step and that no operator has written to since."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Reads the addresses anew: weights and caches may have moved (sleep mode, reloading)."""
         self.fresh.clear()
         self.cached = {address(t) for t in self._caches()} - {0}
@@ -317,7 +302,7 @@ class TakenTensor(Ticket):
         self.cell = cell
         self._after = after
 
-    def told(self, cell: StatsCell) -> None:
+    def resolve(self, cell: StatsCell) -> None:
         """The cell of its bytes is known."""
         self.digest, self.cell = cell.hash, cell
         if self._after is not None:
@@ -338,7 +323,7 @@ class Takes:
         self.max_bytes = max_bytes
         self._weights: dict[tuple[Any, ...], tuple[str, TakenTensor]] = {}
         # Operators' tensors have no rows and no layout; else they are like those of modules.
-        self._express = FastPath(sink, lambda *_: None, lambda *_: (None, 0))
+        self._fast_path = FastPath(sink, lambda *_: None, lambda *_: (None, 0))
         self._sites: dict[tuple[str, int], Sites] = {}
 
     def forget_weights(self) -> None:
@@ -346,7 +331,7 @@ class Takes:
         self._weights.clear()
 
     def refuses(self, tensor: torch.Tensor, where: int) -> str | None:
-        """Why a tensor's values are not looked at, or None. where: its storage's address."""
+        """Why a tensor's values are not read, or None. where: its storage's address."""
         if DTYPE_NAMES.get(tensor.dtype) is None or tensor.layout is not torch.strided:
             return f"not a plain tensor ({tensor.layout}, {tensor.dtype})".replace("torch.", "")
         if tensor.is_meta:
@@ -367,7 +352,7 @@ class Takes:
         if weight and tensor.nbytes > _SMALL:
             return self._weight(state, tap, op, role, call, tensor, keep)
         if keep and self._sink.direct:
-            digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor)
+            digest = self._fast_path.take(state, self._sites_of(tap, call), tap, op, role, call, tensor)
             if digest is not None:
                 key = digest + DTYPE_NAMES[tensor.dtype]
                 cell = self._sink.seen[key]
@@ -384,7 +369,7 @@ class Takes:
         calls ``changed``."""
         role = f"inplace.{role}"
         if keep and self._sink.direct and before.digest is not None:
-            digest = self._express.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
+            digest = self._fast_path.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
             if digest is not None:
                 if digest == before.digest:
                     return TakenTensor()
@@ -393,10 +378,12 @@ class Takes:
         head = self._head(state, tap, op, role, call, mutated=True)
         if not keep:
             taken = TakenTensor(None, lambda cell: changed() if cell.hash != before.digest else None)
-            self._sink.look(head, tensor, taken)
+            self._sink.measure(head, tensor, taken)
             return taken
         taken = TakenTensor()
-        self._sink.after(head, tensor, None, before, lambda different: changed() if different else None, taken)
+        self._sink.tensor(
+            head, tensor, None, taken, before=before, changed=lambda different: changed() if different else None
+        )
         return taken
 
     def _sites_of(self, tap: str, call: int) -> Sites:
@@ -418,7 +405,7 @@ class Takes:
         if keep:
             self._sink.tensor(head, tensor, None, taken, lasting)
         else:
-            self._sink.look(head, tensor, taken)
+            self._sink.measure(head, tensor, taken)
         return taken
 
     def _weight(
@@ -436,7 +423,9 @@ class Takes:
         if keep:
             event = self._head(state, tap, op, role, call).line(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             self._sink.tensors += 1
-            self._sink.line(lambda: None if taken.cell is None else last(event | told(taken.cell), "shape", "dtype"))
+            self._sink.line(
+                lambda: None if taken.cell is None else last(event | cell_fields(taken.cell), "shape", "dtype")
+            )
         return taken
 
 

@@ -1,34 +1,14 @@
-"""What a kernel is called with (slots, block tables, lengths, state indices), compared with what the schedule requires.
+"""The integers that a kernel is called with (slots, block tables, lengths, state indices), compared with the schedule.
 
-What is held against the schedule, and what came of it: words that the checks of metadata share.
+The problem: block tables, slots, lengths and state indices that are a step old make a correct kernel compute with wrong
+rows, and are in no tensor that a module gets; a wrong state index or flag makes a request continue from another one's
+memory. The idea: at each step the attention's metadata are compared with what follows from the schedule: in host memory
+at once; those of a device are copied without waiting and compared when they have arrived. What a backend's metadata do
+not have is counted. Whether a recurrent state must have changed follows from token ids: if the last ids before and
+after the step differ over as many tokens as a convolution's state holds, it holds other inputs; else nothing is
+concluded.
 
-The problem: each number of a step's metadata is compared when it has arrived, with what the schedule said when it was
-given. The idea: a `MetadataCheck` has both, and gives `WrongNumber`s.
-
-Whether a step must have changed a request's recurrent state.
-
-The problem: a kernel that leaves out a state's write is seen only by bytes that stay as they were, and they may
-rightly stay: a convolution's state holds its last inputs, which are the same after a step in text that repeats itself.
-The idea: a first layer's inputs follow from token ids alone. If the last ids before the step and the last ids behind
-it differ, over as many as the convolution's state holds, that state holds other inputs, and the recurrence has added
-other terms. Where they are the same, or not known, nothing is concluded.
-
-The states that a recurrent layer is given, held against the schedule.
-
-The problem: a state has no positions; a wrong index, a wrong flag or a wrong count of accepted drafts makes a request
-go on from another one's memory, and every value looks likely. The idea: which block a request's state lies in, whether
-it has one yet, and by how many tokens its last step took it further follow from the schedule alone; each family's
-metadata name them differently.
-
-What a kernel is given, held against what the schedule says it must be.
-
-The problem: block tables, slots, lengths and state indices that are a step old make a right kernel compute with wrong
-rows, and are seen in no tensor that a module gets. The idea: at each step, before any byte is looked at, the integers
-of the attention metadata are compared with the schedule's (schedule.py). In host memory now; those of a device are
-copied without waiting, with what the schedule said at that moment, and compared when they have arrived. Each backend
-has a metadata class of its own: what it does not have is counted, not guessed.
-
-Not here: bytes (ledger.py), the schedule, bytes (ledger.py).
+Not here: the schedule (schedule.py), bytes (ledger.py).
 """
 
 from __future__ import annotations
@@ -40,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_accprobe.capture.states.schedule import STATE, Held, Schedule
+from vllm_accprobe.capture.states.schedule import STATE, Schedule, ScheduledRequest
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 
 @dataclass(frozen=True)
 class WrongNumber:
-    """One number that is not what it must be. block: the one that is given, or that is concerned; how: a sentence."""
+    """One number that is not what it must be. block: the one that is named, or concerned; how: a sentence."""
 
     kind: str
     request: int
@@ -88,7 +68,9 @@ MOST_TOKENS = 8
 """Ids that are kept of a request: convolutions hold three (Mamba's kernel of 4), seldom more."""
 
 
-def kept_tails(parts: Sequence[tuple[Held, int, int]], ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def token_tails(
+    parts: Sequence[tuple[ScheduledRequest, int, int]], ids: np.ndarray
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """By request's number, (the last ids before the step, the last behind it), and keeps the latter.
 
     parts: (request, its first position in the step, how many rows), in the order of ``ids``, the step's token ids.
@@ -120,11 +102,11 @@ _STATES = ("state_indices_tensor", "non_spec_state_indices_tensor")
 _INITIAL = ("has_initial_states_p", "has_initial_states", "has_initial_state")
 
 
-def states_looks(
-    schedule: Schedule, g: int, held: Sequence[Held], rows: list[StepRow], metadata: Any, holders: Callable[[int], str],
-    slack: int,
+def state_checks(
+    schedule: Schedule, g: int, requests: Sequence[ScheduledRequest], rows: list[StepRow], metadata: Any,
+    holders: Callable[[int], str], slack: int,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
-    columns = [schedule.state_column(g, one) for one in held]
+    columns = [schedule.state_column(g, one) for one in requests]
     demanded = np.array([row.table[c] if c < len(row.table) else -1 for row, c in zip(rows, columns, strict=True)])
     mask = getattr(metadata, "spec_sequence_masks_cpu", None)
     if mask is None:  # before 0.32 there is the device's only
@@ -228,27 +210,27 @@ class _Accepted:
 _TABLES = ("block_table", "block_table_tensor", "block_tables")
 
 
-def looks(
-    schedule: Schedule, g: int, held: Sequence[Held], metadata: Any, slots: Any, *, split: int = 1, slack: int = 0,
-    holders: Callable[[int], str] = str,
+def metadata_checks(
+    schedule: Schedule, g: int, requests: Sequence[ScheduledRequest], metadata: Any, slots: Any, *,
+    split: int = 1, slack: int = 0, holders: Callable[[int], str] = str,
 ) -> tuple[list[MetadataCheck], list[str]]:  # fmt: skip
-    """What is to be looked at for one group and step.
+    """What is to be checked for one group and step.
 
     Args:
-        held: the step's requests in the order of its rows. metadata: the group's; slots: its slot mapping, or None.
+        requests: the step's in the order of its rows. metadata: the group's; slots: its slot mapping, or None.
         split: kernel blocks per block of the scheduler. slack: by how many positions the schedule may be ahead, where
             it counts drafts as accepted. holders: says whose a block is.
 
-    Returns the looks, and reasons for what cannot be looked at.
+    Returns the metadata_checks, and reasons for what cannot be looked at.
     """
     group = schedule.groups[g]
-    rows = [StepRow(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in held]
+    rows = [StepRow(one.number, one.name, one.start, one.n, one.tables[g], one.accepted) for one in requests]
     if group.kind == STATE:
-        return states_looks(schedule, g, held, rows, metadata, holders, slack)
+        return state_checks(schedule, g, requests, rows, metadata, holders, slack)
     found, missing = [], []
     slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
     if isinstance(slots, torch.Tensor) and slots.dim() == 1:
-        demanded = np.concatenate([schedule.slots(g, one) for one in held])
+        demanded = np.concatenate([schedule.slots(g, one) for one in requests])
         compare = SlotsCheck(rows, demanded, group.block_size, slack, holders)
         found.append(MetadataCheck((slots[: len(demanded)],), compare, len(demanded)))
     else:
@@ -261,7 +243,7 @@ def looks(
         found.append(MetadataCheck((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
     table = next((t for n in _TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if table is not None and table.dim() == 2:
-        columns = [schedule.touched(g, one) for one in held]
+        columns = [schedule.touched(g, one) for one in requests]
         compare_tables = _Tables(rows, columns, split, holders, group.block_size)
         found.append(MetadataCheck((table[: len(rows)],), compare_tables, sum(map(len, columns))))
     else:

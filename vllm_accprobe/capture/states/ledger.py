@@ -1,51 +1,14 @@
-"""The ledger of one engine: which request wrote what into which block of the cache, its bytes, and whether it is still
-there.
+"""The ledger of one engine: which request wrote what into which block of the cache, and whether it is still there.
 
-What was written where, by whom, and whether it is still there.
+The problem: a block that was written correctly may be read wrong: overwritten by another request, not written at all,
+replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes after the last
+write, and for each group and block who wrote it, when, which positions, and what happened to it since. Before a read
+the bytes are compared with that number; where they differ, the ledger tells the cases apart. In host memory the number
+is xxh3-64; on a device a sum of 32-bit words with odd weights modulo 2^64, which any one changed word changes. Numbers
+of a device arrive later: everything that touches the ledger is a small function, called at once or queued behind the
+copy it needs. One wrong block is wrong in every layer and step: findings are gathered by kind, block and reader.
 
-The problem: a block that was written right may be read wrong: overwritten by another request, not written at all,
-replaced by an older copy, changed by nobody. The idea: for each layer and block one number of its bytes as they were
-after the last write, and for each group and block who wrote it, when, which positions, and what happened to
-it since. Whoever reads holds the bytes against that number; where they differ, the books tell the cases apart.
-
-What the ledger has found, as lines: once per place, whatever number of layers shows it.
-
-The problem: one wrong block is wrong in every layer, in every step after, and for every request that reads it. The
-idea: what is found in a step is gathered by kind, block and reader, and becomes one line with its first layer and how
-many there were; after MOST_FINDINGS lines the rest is counted.
-
-The raw bytes of a cache's blocks, and one number for each block.
-
-The problem: a layer's cache is one tensor or several (keys and values, convolution and state), laid out as a kernel
-wants it, packed by instruction set on a CPU, over memory that layers of other groups share; values cannot be compared,
-bytes can. The idea: `Pages` knows where a block's bytes lie, as few dense regions a fixed stride apart, and hashes them
-in place. In host memory that is xxh3-64; on a device it is a sum of 32-bit words with odd weights modulo 2^64, made by
-torch's integer operations without waiting: any one changed word changes it, since an odd factor is no divisor of zero.
-Numbers of the two kinds are never compared with each other.
-
-Numbers of a device arrive later; the books are kept in order all the same.
-
-The problem: a ledger's entries depend on each other (a read is held against the last write), and on a device none of
-their numbers is known when the kernels that make them are launched; waiting would stop the model. The idea: everything
-that touches the books is a small function. In host memory it is called at once. With a device it is put into a queue
-behind the copy that it needs, into memory that is used again, and the queue is worked off in order when that step's
-copies have arrived: the books are the same, some steps later.
-
-The bytes that a step touches: hashed after each write, held against the books before each read.
-
-The problem: layers tell of themselves hundreds of times a step, and each time it must be known which of their blocks
-are looked at, who reads them and who has written them. The idea: the step's plan is made once (GroupStep); here a
-layer's moment becomes a hash of some blocks and what follows from it.
-
-The ledger of one engine: schedule, books and bytes, step by step.
-
-The problem: four kinds of facts (what the scheduler says, what a kernel is given, what was written, what is there)
-become known at different moments of a step, and each is only a finding in the light of the others. The idea: one object
-is told of those moments (a step begins, a forward begins, a layer begins, has written, ends; a step ends) and asks its
-parts in their order. It knows tensors and integers, and neither hooks nor a runner.
-
-Not here: which blocks are read, written and looked at (schedule.py, plan.py), finding (ledger.py, checks.py), when they
-are taken (observer.py), what the functions do (observer.py), who calls it (observer.py, observer.py).
+Not here: which blocks are read and written (schedule.py), the metadata (checks.py), who calls this (observer.py).
 """
 
 from __future__ import annotations
@@ -63,8 +26,18 @@ import torch
 import xxhash
 
 from vllm_accprobe.capture.core.rows import external_ids
-from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, kept_tails, looks, must_change
-from vllm_accprobe.capture.states.schedule import COPIED, ENDED, KV, LOADED, REUSED, STATE, Held, Schedule, Strange
+from vllm_accprobe.capture.states.checks import SlotsCheck, WrongNumber, metadata_checks, must_change, token_tails
+from vllm_accprobe.capture.states.schedule import (
+    COPIED,
+    ENDED,
+    KV,
+    LOADED,
+    REUSED,
+    STATE,
+    Schedule,
+    ScheduledRequest,
+    UnexpectedBlock,
+)
 from vllm_accprobe.capture.vllm.vllm_compat import EngineStep
 from vllm_accprobe.dump.journal import CHANGED, FREED, LATE, MOST_FINDINGS, OTHER, STALE, UNWRITTEN, StateFinding
 
@@ -105,9 +78,7 @@ class GroupLedger:
         self.source: dict[int, tuple[int, int]] = {}
         """By block: from which block, in which step it was copied last."""
 
-    # --- what happens to blocks ------------------------------------------------------------------------------------
-
-    def given_out(self, blocks: np.ndarray, step: int) -> None:
+    def assigned(self, blocks: np.ndarray, step: int) -> None:
         """Another request's from now on: nothing is expected of their bytes. Who wrote last is known still."""
         self.before[:, blocks] = self.now[:, blocks]
         self.known[:, blocks] = False
@@ -136,8 +107,8 @@ class GroupLedger:
         self.before[:, block] = self.now[:, block]
         self.known[:, block] = self.known[:, source]
         self.now[:, block] = self.now[:, source]
-        for books in (self.writer, self.step, self.low, self.high):
-            books[block] = books[source]
+        for ledger in (self.writer, self.step, self.low, self.high):
+            ledger[block] = ledger[source]
         self.source[block] = source, step
         self.events[block] = [(step, f"{COPIED} from block {source}")]
 
@@ -147,8 +118,6 @@ class GroupLedger:
         self.low[blocks], self.high[blocks] = low, high
         for block in blocks.tolist():
             self.events.pop(block, None)
-
-    # --- bytes -------------------------------------------------------------------------------------------------------
 
     def wrote(self, layer: int, blocks: np.ndarray, numbers: np.ndarray) -> list[Mismatch]:
         """The numbers of ``blocks`` after a write. Those that are as they were are stale, if the write must have
@@ -174,7 +143,7 @@ class GroupLedger:
         return np.flatnonzero(known & (self.now[layer, blocks] != numbers)).tolist()
 
     def explain(self, layer: int, block: int, number: int, step: int = 0) -> Mismatch:
-        """Why ``block`` has the bytes of ``number`` in ``step``; they are believed from now on, so that this is said
+        """Why ``block`` has the bytes of ``number`` in ``step``; they are believed from now on, so that it is reported
         once."""
         found = np.uint64(number)
         moved = [what for _, what in self.events.get(block, ()) if what.startswith((COPIED, LOADED))]
@@ -201,7 +170,7 @@ class GroupLedger:
 
 
 def picked(blocks: np.ndarray, step: int, layer: int, share: int) -> np.ndarray:
-    """Of ``blocks`` those that are looked at in this step and layer: one in ``share``, another one each step, so that
+    """Of ``blocks`` those that are checked in this step and layer: one in ``share``, another one each step, so that
     after ``share`` steps all were; layers take different ones, so that steps cost the same."""
     return blocks[(blocks + step + layer) % share == 0]
 
@@ -227,7 +196,7 @@ class Findings:
         return self.name(self.schedule.names[number]) if 0 <= number < len(self.schedule.names) else ""
 
     def bytes(
-        self, layer: Any, found: Mismatch, books: GroupLedger, reader: tuple[int, int] | None, step: int,
+        self, layer: Any, found: Mismatch, ledger: GroupLedger, reader: tuple[int, int] | None, step: int,
         how: str = "", size: int = 0, rows: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Bytes of a layer's block. reader: request's number and its column in the table, -1 where not known; rows: the
@@ -238,31 +207,33 @@ class Findings:
         low, high = rows or (low, high)
         text = how + found.how
         if found.other >= 0 and found.kind == "other":
-            text += f", written last by request '{self.number(int(books.writer[found.other]))}'"
+            text += f", written last by request '{self.number(int(ledger.writer[found.other]))}'"
         self._add(
             (found.kind, layer.group, found.block, number, layer.part), layer.path,
             StateFinding(step, found.kind, self._cache(layer.group), layer.group, layer.path, 1, found.block,
-                         self.number(number), text, None, low, high, **self._writer(books, found.block),
+                         self.number(number), text, None, low, high, **self._writer(ledger, found.block),
                          part=layer.part),
         )  # fmt: skip
 
-    def given(self, group: int, wrong: WrongNumber, books: GroupLedger, layers: int, step: int) -> None:
+    def wrong_number(self, group: int, wrong: WrongNumber, ledger: GroupLedger, layers: int, step: int) -> None:
         """A number of a group's metadata."""
         self._add(
             (wrong.kind, group, wrong.block, wrong.request, wrong.slot), "",
             StateFinding(step, wrong.kind, self._cache(group), group, "", layers, wrong.block, self.name(wrong.name),
-                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(books, wrong.block),
+                         wrong.how, wrong.slot, wrong.low, wrong.high, **self._writer(ledger, wrong.block),
                          first=self.first.get(group, "")),
         )  # fmt: skip
 
-    def strange(self, strange: Strange, how: str, books: GroupLedger, layers: int, size: int, step: int) -> None:
+    def strange(
+        self, strange: UnexpectedBlock, how: str, ledger: GroupLedger, layers: int, size: int, step: int
+    ) -> None:
         """A block, or a run of blocks, that the schedule cannot mean."""
         low, last = strange.column * size, max(strange.last, strange.column)
         self._add(
             (strange.kind, strange.group, strange.block, strange.request.number), "",
             StateFinding(step, strange.kind, self._cache(strange.group), strange.group, "", layers, strange.block,
                          self.name(strange.request.name), how, None, low, (last + 1) * size - 1,
-                         **self._writer(books, strange.block), first=self.first.get(strange.group, "")),
+                         **self._writer(ledger, strange.block), first=self.first.get(strange.group, "")),
         )  # fmt: skip
 
     def owner(self, number: int, context: tuple[str, str]) -> str:
@@ -271,17 +242,17 @@ class Findings:
         adapter = f" (adapter {context[0]})" if context[0] else ""
         return f"request '{name}'{adapter}" if name else "nobody who is known"
 
-    def _writer(self, books: GroupLedger, block: int) -> dict[str, Any]:
-        events = tuple(f"{what} in step {step}" for step, what in books.events.get(block, ()))
-        writer = int(books.writer[block]) if 0 <= block < len(books.writer) else -1
+    def _writer(self, ledger: GroupLedger, block: int) -> dict[str, Any]:
+        events = tuple(f"{what} in step {step}" for step, what in ledger.events.get(block, ()))
+        writer = int(ledger.writer[block]) if 0 <= block < len(ledger.writer) else -1
         owner = int(self.schedule.taker[block]) if 0 <= block < len(self.schedule.taker) else -1
-        if writer < 0 and owner >= 0 and not len(books.known):  # no bytes are watched: who it was given to writes it
+        if writer < 0 and owner >= 0 and not len(ledger.known):  # no bytes are watched: its owner writes it
             return {"writer": self.number(owner), "written": int(self.schedule.taken[block]), "between": events}
         if writer < 0:
             return {"between": events}
         return {
-            "writer": self.number(writer), "written": int(books.step[block]), "wrote_low": int(books.low[block]),
-            "wrote_high": int(books.high[block]), "between": events,
+            "writer": self.number(writer), "written": int(ledger.step[block]), "wrote_low": int(ledger.low[block]),
+            "wrote_high": int(ledger.high[block]), "between": events,
         }  # fmt: skip
 
     def _cache(self, group: int) -> str:
@@ -312,14 +283,14 @@ _MIX = 0xBF58476D1CE4E5B9
 
 
 class UnknownLayout(ValueError):
-    """The bytes of a block cannot be told; the message is a short reason, for a skip's line."""
+    """Where the bytes of a block are is not known; the message is a short reason, for a skip's line."""
 
 
 @dataclass(frozen=True)
 class Region:
     """One dense part of every block. address: of block 0, in bytes; stride: to the next block; nbytes: of each.
 
-    tensor: int32 or uint8 words [blocks, words], a view of the cache where it is; None where nobody asked for one."""
+    tensor: int32 or uint8 words [blocks, words], a view of the cache where it is; None where it is not needed."""
 
     address: int
     stride: int
@@ -438,7 +409,7 @@ def tensors_of(cache: Any) -> list[torch.Tensor]:
 
 
 _SLOTS = 1 << 16
-"""Numbers of one step that may be on their way, 8 bytes each; what does not fit is counted and not looked at."""
+"""Numbers of one step that may be on their way, 8 bytes each; what does not fit is counted and not checked."""
 _STEPS = 4
 """Steps that may be on their way before one is waited for."""
 
@@ -499,8 +470,6 @@ class Arrivals:
             self._rings.append((here, torch.zeros(_SLOTS, dtype=torch.int64, pin_memory=pinned)))
         return self._rings[self._turn]
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def end_step(self) -> None:
         """What this step has queued is copied; earlier steps that have arrived are worked off."""
         if self.direct:
@@ -539,7 +508,7 @@ class Arrivals:
 
 OWNERS, EVENTS, FULL = "owners", "events", "full"
 SHARE = 16
-"""Of blocks that nothing happened to, one in so many is looked at in a step (chosen: each is seen every 16 steps, and
+"""Of blocks that nothing happened to, one in so many is checked in a step (chosen: each is seen every 16 steps, and
 the cost is a sixteenth of the read traffic; benchmarks/bench_states.py)."""
 _EMPTY = np.empty(0, np.int64)
 Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
@@ -549,8 +518,8 @@ Again = Callable[[int, np.ndarray, np.ndarray], "bool | None"]
 @dataclass
 class GroupStep:
     """What a step does with one group. reads, writes: blocks, each once; always: of the reads those that are all
-    looked at; readers: by block, (request's number, column); spans: (blocks, number, first, last position) by
-    request. tails: of a group of states, see checks.py, once they are known."""
+    checked; readers: by block, (request's number, column); spans: (blocks, number, first, last position) by request.
+    tails: of a group of states, see checks.py, once they are known."""
 
     reads: np.ndarray = field(default_factory=lambda: _EMPTY)
     writes: np.ndarray = field(default_factory=lambda: _EMPTY)
@@ -576,16 +545,16 @@ class ByteChecks:
     """See above. now: the step's plan by group, None outside of a step; batch: its requests in the order of rows."""
 
     def __init__(
-        self, schedule: Schedule, books: Sequence[GroupLedger], mode: str, findings: Findings, arrivals: Arrivals
+        self, schedule: Schedule, ledger: Sequence[GroupLedger], mode: str, findings: Findings, arrivals: Arrivals
     ):
-        self.schedule, self.books, self.mode = schedule, books, mode
+        self.schedule, self.ledger, self.mode = schedule, ledger, mode
         self.findings, self.arrivals = findings, arrivals
         self.hashed = self.checked = 0
         self.memory: dict[int, int] = {}
         """By group of states, how many tokens must be known to tell that one must change; none: nobody can tell."""
         self.unseen: Counter[str] = Counter()
         self.now: list[GroupStep] | None = None
-        self.batch: list[Held] = []
+        self.batch: list[ScheduledRequest] = []
         self.step = -1
 
     def enters(self, layer: Layer) -> None:
@@ -595,7 +564,7 @@ class ByteChecks:
             return
         group = now[layer.group]
         if len(group.always) or self.mode != EVENTS:
-            self.look(layer, self.chosen(layer, group), group.readers)
+            self.check(layer, self.chosen(layer, group), group.readers)
 
     def chosen(self, layer: Layer, group: GroupStep) -> np.ndarray:
         if self.mode == FULL:
@@ -616,12 +585,12 @@ class ByteChecks:
             return
         group = now[layer.group]
         blocks = group.writes
-        books, changes = self.books[layer.group], self.schedule.groups[layer.group].kind == KV
+        ledger, changes = self.ledger[layer.group], self.schedule.groups[layer.group].kind == KV
         self.hashed += len(blocks)
         step, mine = self.step, group.spans
 
         def take(numbers: np.ndarray) -> None:
-            same = books.wrote(layer.number, blocks, numbers)
+            same = ledger.wrote(layer.number, blocks, numbers)
             if not changes:
                 self._unwritten(layer, group, [one.block for one in same], step)
                 return
@@ -630,20 +599,20 @@ class ByteChecks:
                 if there is None:
                     self.unseen["writes that changed nothing, and could not be tried again"] += 1
                 elif not there:
-                    self.findings.bytes(layer, found, books, _writer(mine, found.block), step)
+                    self.findings.bytes(layer, found, ledger, _writer(mine, found.block), step)
 
         self.arrivals.hashes(layer.pages, blocks, take)
 
     def _unwritten(self, layer: Layer, group: GroupStep, blocks: Sequence[int], step: int) -> None:
         """States that a step left as they were, of those that it must have changed."""
-        books = self.books[layer.group]
+        ledger = self.ledger[layer.group]
         for block in blocks:
             span = next((one for one in group.spans if block in one[0]), None)
             if span is not None and must_change(group.tails, span[1], self.memory.get(layer.group, 0)):
                 n = span[3] - span[2] + 1
                 chunk = f"{layer.part or 'state'} of step {step} was not written (chunk of {n} token{'s' * (n > 1)})"
                 found = Mismatch(UNWRITTEN, layer.number, block, chunk)
-                self.findings.bytes(layer, found, books, (span[1], -1), step, rows=(span[2], span[3]))
+                self.findings.bytes(layer, found, ledger, (span[1], -1), step, rows=(span[2], span[3]))
 
     def _rows(self, g: int, block: int) -> tuple[int, np.ndarray, np.ndarray]:
         """(block, rows of the step that are written there, their slots within the block)."""
@@ -658,33 +627,33 @@ class ByteChecks:
         if now is None or self.mode != FULL:
             return
         group = now[layer.group]
-        self.look(layer, np.union1d(group.reads, group.writes), group.readers, how="while it was read: ")
+        self.check(layer, np.union1d(group.reads, group.writes), group.readers, how="while it was read: ")
 
-    def look(
+    def check(
         self, layer: Layer, blocks: np.ndarray, readers: Mapping[int, tuple[int, int]], *, known_only: bool = False,
         how: str = "",
     ) -> None:  # fmt: skip
         if not len(blocks) or self.mode == OWNERS:
             return
-        books, step = self.books[layer.group], self.step
+        ledger, step = self.ledger[layer.group], self.step
         if known_only and self.arrivals.direct:
-            blocks = blocks[books.known[layer.number, blocks]]
+            blocks = blocks[ledger.known[layer.number, blocks]]
             if not len(blocks):
                 return
         self.checked += len(blocks)
         size = self.schedule.groups[layer.group].block_size
 
         def take(numbers: np.ndarray) -> None:
-            for i in books.read(layer.number, blocks, numbers):
+            for i in ledger.read(layer.number, blocks, numbers):
                 block = int(blocks[i])
-                found = books.explain(layer.number, block, int(numbers[i]), step)
+                found = ledger.explain(layer.number, block, int(numbers[i]), step)
                 reader = readers.get(block) or self._reader(layer.group, block)
-                self.findings.bytes(layer, found, books, reader, step, how, size)
+                self.findings.bytes(layer, found, ledger, reader, step, how, size)
 
         self.arrivals.hashes(layer.pages, blocks, take)
 
     def _reader(self, g: int, block: int) -> tuple[int, int] | None:
-        """Who reads a block that was looked at as one of many."""
+        """Who reads a block that was checked as one of many."""
         for one in self.batch:
             columns = np.flatnonzero(one.tables[g] == block)
             if len(columns):
@@ -701,18 +670,18 @@ def _writer(spans: Sequence[tuple[np.ndarray, int, int, int]], block: int) -> tu
 
 
 _AGAIN = 2
-"""Steps in which blocks that came from elsewhere are looked at once more after their first read: a copy that ends after
+"""Steps in which blocks that came from elsewhere are checked once more after their first read: a copy that ends after
 the read ends within them (chosen: asynchronous copies of one step are waited for in the next)."""
 _BACKENDS = frozenset((
     "cpu_attn", "flash_attn", "triton_attn", "mamba_attn", "mamba1_attn", "mamba2_attn", "gdn_attn", "linear_attn",
     "short_conv_attn",
 ))  # fmt: skip
-"""vLLM's backends whose metadata mean what the scheduler has said, row by row and request by request (read in 0.32)."""
+"""vLLM's backends whose metadata mean what the scheduler decided, row by row and request by request (read in 0.32)."""
 
 
 class BlockLedger:
-    """See above. layers: by group. slack: see given.looks. inside: layers tell of themselves; else (graphs) what they
-    read is looked at before the forward, and what they wrote after it."""
+    """See above. layers: by group. slack: see checks.metadata_checks. inside: each layer's moments are seen; else
+    (graphs) what they read is checked before the forward, and what they wrote after it."""
 
     def __init__(
         self, schedule: Schedule, layers: Sequence[Sequence[Layer]], mode: str, findings: Findings, arrivals: Arrivals,
@@ -724,7 +693,7 @@ class BlockLedger:
         watched = mode != OWNERS
         self.groups = [GroupLedger(len(of) if watched else 0, blocks) for of in layers]
         self.bytes = ByteChecks(schedule, self.groups, mode, findings, arrivals)
-        self.prefixes: list[tuple[Held, tuple[tuple[int, int, int], ...], str]] = []
+        self.prefixes: list[tuple[ScheduledRequest, tuple[tuple[int, int, int], ...], str]] = []
         """Of this step: a request, its prefix in the cache as runs of (position, how many, whose number), and what is
         wrong with it."""
         self.strange_metadata: set[tuple[int, str]] = set()
@@ -736,8 +705,6 @@ class BlockLedger:
         self.events: Counter[str] = Counter()
         self._due: list[set[int]] = [set() for _ in layers]
         self._again: list[dict[int, int]] = [{} for _ in layers]
-
-    # --- a step begins -----------------------------------------------------------------------------------------------
 
     def begin(self, step: EngineStep) -> None:
         """The scheduler has made ``step``; nothing of it has been done."""
@@ -754,23 +721,23 @@ class BlockLedger:
         arrivals, fresh = self.schedule.begin(step.number, moves, step.counts, starts, new)
         if len(fresh):
             self._reused(np.unique(fresh[before[fresh] > 0]))
-            for books in self.groups:
-                self.arrivals.do(partial(books.given_out, fresh, self.bytes.step))
+            for ledger in self.groups:
+                self.arrivals.do(partial(ledger.assigned, fresh, self.bytes.step))
         for source, block in moves.copies:
-            for g, books in enumerate(self.groups):
-                self.arrivals.do(partial(books.copied, source, block, self.bytes.step))
+            for g, ledger in enumerate(self.groups):
+                self.arrivals.do(partial(ledger.copied, source, block, self.bytes.step))
                 self._due[g].add(block)
                 self._again[g][block] = self.bytes.step + _AGAIN
             self.events[COPIED] += 1
         wrong: dict[str, str] = {}
         for arrival in arrivals:
-            if said := self._arrives(arrival):
-                wrong.setdefault(arrival.request.name, said)
+            if first_text := self._arrives(arrival):
+                wrong.setdefault(arrival.request.name, first_text)
         for one in dict.fromkeys(a.request.name for a in arrivals if a.event != LOADED):
-            self._prefix(self.schedule.held[one], wrong.get(one, ""))
-        self.bytes.batch = [self.schedule.held[name] for name in step.counts]
+            self._prefix(self.schedule.requests[one], wrong.get(one, ""))
+        self.bytes.batch = [self.schedule.requests[name] for name in step.counts]
 
-    def _prefix(self, one: Held, why: str) -> None:
+    def _prefix(self, one: ScheduledRequest, why: str) -> None:
         """Whose rows a request finds in the cache."""
         owners = self.schedule.owners(one, one.start)
         if not len(owners) or (owners == one.number).all():
@@ -785,8 +752,8 @@ class BlockLedger:
         for one in self.schedule.ended(names):
             self._ended(one)
 
-    def _ended(self, one: Held) -> None:
-        """All that it held is looked at a last time, before others get it."""
+    def _ended(self, one: ScheduledRequest) -> None:
+        """All its blocks are checked a last time, before others get it."""
         self.events[ENDED] += 1
         for g, table in enumerate(one.tables if self.mode != OWNERS else ()):
             columns = np.flatnonzero((table != 0) & (self.schedule.gen[table] == one.gens[g]))
@@ -794,7 +761,7 @@ class BlockLedger:
                 columns = columns[-1 - self.schedule.groups[g].extra :]
             readers = {int(table[c]): (one.number, int(c)) for c in columns.tolist()}
             for layer in self.layers[g]:
-                self.bytes.look(layer, table[columns], readers, known_only=True)
+                self.bytes.check(layer, table[columns], readers, known_only=True)
 
     def _reused(self, blocks: np.ndarray) -> None:
         """Blocks get another owner: has anybody written there since the last one did?"""
@@ -803,29 +770,29 @@ class BlockLedger:
         self.events[REUSED] += len(blocks)
         for layers in self.layers:
             for layer in layers:
-                self.bytes.look(layer, blocks, {}, known_only=True)
+                self.bytes.check(layer, blocks, {}, known_only=True)
 
     def _arrives(self, arrival: Any) -> str:
         """What is wrong with it, "" for nothing."""
         one, g = arrival.request, arrival.group
         blocks = one.tables[g][arrival.columns]
         self.events[arrival.event] += 1
-        books, step = self.groups[g], self.bytes.step
+        ledger, step = self.groups[g], self.bytes.step
         if arrival.event == LOADED:
-            self.arrivals.do(partial(books.loaded, blocks, step))
+            self.arrivals.do(partial(ledger.loaded, blocks, step))
             self._again[g].update(dict.fromkeys(blocks.tolist(), step + _AGAIN))
         else:
             event = f"{arrival.event} of request '{self.findings.name(one.name)}'"
-            self.arrivals.do(partial(books.happened, blocks.tolist(), step, event))
+            self.arrivals.do(partial(ledger.happened, blocks.tolist(), step, event))
         self._due[g].update(blocks.tolist())
-        said = ""
-        for strange in self.schedule.strangers(arrival):
+        first_text = ""
+        for strange in self.schedule.unexpected(arrival):
             how = self._hit(strange)
-            said = said or how
+            first_text = first_text or how
             self._strange(strange, how)
-        return said
+        return first_text
 
-    def _hit(self, strange: Strange) -> str:
+    def _hit(self, strange: UnexpectedBlock) -> str:
         """``request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter a1) wrote``."""
         size = self.schedule.groups[strange.group].block_size
         last = max(strange.column, strange.last)
@@ -839,21 +806,19 @@ class BlockLedger:
         more = "" if strange.kind == STALE or strange.why == "another adapter" else why
         return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
 
-    # --- a forward begins --------------------------------------------------------------------------------------------
-
-    def forward(self, names: Sequence[str], given: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
-        """The runner has prepared the step. names: its requests in the order of its rows. given: by group, the
+    def forward(self, names: Sequence[str], metadata_of: Callable[[int], tuple[Any, Any]], ids: Any = None) -> None:
+        """The runner has prepared the step. names: its requests in the order of its rows. metadata_of: by group, the
         attention's metadata and slot mapping, None where there are none. ids: the step's token ids, a tensor, where
         the runner has them."""
         if self.bytes.now is not None:
             return
-        self.bytes.batch = [self.schedule.held[name] for name in names]
+        self.bytes.batch = [self.schedule.requests[name] for name in names]
         self.bytes.now = []
         tails: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         if ids is not None and self.bytes.memory and self.mode != OWNERS:
             parts = [(one, one.start, one.n) for one in self.bytes.batch]
             ids = ids[: sum(one.n for one in self.bytes.batch)]
-            self.arrivals.bring([ids], lambda hosts: tails.update(kept_tails(parts, hosts[0])))
+            self.arrivals.bring([ids], lambda hosts: tails.update(token_tails(parts, hosts[0])))
         for g in range(len(self.groups)):
             self._moved_states(g)
             self.bytes.now.append(self._plan(g) if self.mode != OWNERS else GroupStep())
@@ -861,14 +826,14 @@ class BlockLedger:
             if self.mode == OWNERS:
                 self._lost(g)
             if self.layers[g]:
-                metadata, slots = given(g)
+                metadata, slots = metadata_of(g)
                 self._hold(g, metadata, slots)
         if not self.inside:
             for layer in (one for layers in self.layers for one in layers):
                 self.bytes.enters(layer)
 
     def _lost(self, g: int) -> None:
-        """Blocks that were given to somebody else, of those requests that may have lost some."""
+        """Blocks that were assigned to another request, of those requests that may have lost some."""
         for one in self.bytes.batch if self.layers[g] else ():
             if one.name in self.schedule.suspects:
                 for strange in self.schedule.lost(g, one, self.schedule.reads(g, one)):
@@ -907,18 +872,18 @@ class BlockLedger:
         group = self.schedule.groups[g]
         if group.kind != STATE or not group.aligned or self.mode == OWNERS:
             return
-        books, step = self.groups[g], self.bytes.step
+        ledger, step = self.groups[g], self.bytes.step
         for one in self.bytes.batch:
             column = self.schedule.state_column(g, one)
             last = one.wrote.get(g, (one.start - 1) // group.block_size if one.start else -1)
             if last not in (-1, column) and not group.extra and max(last, column) < len(one.tables[g]):
                 source, block = int(one.tables[g][last]), int(one.tables[g][column])
-                self.arrivals.do(partial(books.copied, source, block, step))
+                self.arrivals.do(partial(ledger.copied, source, block, step))
                 self._due[g].add(block)
                 self.events[COPIED] += 1
             elif last not in (-1, column) and column < len(one.tables[g]):
                 block = int(one.tables[g][column])
-                self.arrivals.do(partial(books.given_out, np.array([block]), step))
+                self.arrivals.do(partial(ledger.assigned, np.array([block]), step))
             one.wrote[g] = column
 
     def _hold(self, g: int, metadata: Any, slots: Any) -> None:
@@ -926,31 +891,31 @@ class BlockLedger:
             self.bytes.unseen["steps without attention metadata"] += 1
             return
         split = self.layers[g][0].pages.split
-        found, missing = looks(
+        found, missing = metadata_checks(
             self.schedule, g, self.bytes.batch, metadata, slots, split=split, slack=self.slack, holders=self._holder
         )
         for reason in missing:
             self.bytes.unseen[reason] += 1
         known = _known(metadata)
         if self.mode == OWNERS and self.schedule.groups[g].chunk:  # backends cut such requests into several
-            found = [look for look in found if isinstance(look.compare, SlotsCheck)]
-        for look in found:
-            self.held += look.numbers
-            kind = g, type(look.compare).__name__
+            found = [check for check in found if isinstance(check.compare, SlotsCheck)]
+        for check in found:
+            self.held += check.numbers
+            kind = g, type(check.compare).__name__
 
             def compare(
-                arrived: Sequence[np.ndarray], look: Any = look, step: int = self.bytes.step, kind: Any = kind
+                arrived: Sequence[np.ndarray], check: Any = check, step: int = self.bytes.step, kind: Any = kind
             ) -> None:
-                wrong = look.compare(arrived)
+                wrong = check.compare(arrived)
                 if not wrong:
                     self._right.add(kind)
                 elif self.mode == OWNERS and not known and kind not in self._right:
                     self.strange_metadata.add(kind)
                     return
                 for one in wrong:
-                    self.findings.given(g, one, self.groups[g], self._names[g], step)
+                    self.findings.wrong_number(g, one, self.groups[g], self._names[g], step)
 
-            self.arrivals.bring(look.tensors, compare)
+            self.arrivals.bring(check.tensors, compare)
 
     def _holder(self, block: int) -> str:
         """Whose a block is, for a sentence."""
@@ -959,15 +924,13 @@ class BlockLedger:
         taker = int(self.schedule.taker[block])
         return f"given to request '{self.findings.number(taker)}'" if taker >= 0 else "given to nobody"
 
-    def _strange(self, strange: Strange, how: str) -> None:
+    def _strange(self, strange: UnexpectedBlock, how: str) -> None:
         if strange.kind == FREED:
             who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
             how = f"the block was given to {who} in step {strange.taken_step} and is read here all the same"
-        books, layers = self.groups[strange.group], self._names[strange.group]
+        ledger, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step
-        self.arrivals.do(lambda: self.findings.strange(strange, how, books, layers, size, step))
-
-    # --- a step ends -------------------------------------------------------------------------------------------------
+        self.arrivals.do(lambda: self.findings.strange(strange, how, ledger, layers, size, step))
 
     def computed(self) -> None:
         """The forward is over: who wrote what is entered."""
@@ -984,15 +947,15 @@ class BlockLedger:
             if not self.inside:
                 for layer in self.layers[g]:
                     self.bytes.wrote(layer)
-            books, step = self.groups[g], self.bytes.step
+            ledger, step = self.groups[g], self.bytes.step
             for blocks, number, low, high in group.spans:
-                self.arrivals.do(partial(books.written_by, blocks, number, step, low, high))
+                self.arrivals.do(partial(ledger.written_by, blocks, number, step, low, high))
             for one in self.bytes.batch:
                 self.schedule.filled(g, one)
         self.bytes.now = None
 
     def end_step(self) -> None:
-        """What the step has found is said."""
+        """What the step has found is written."""
         self.arrivals.end_step()
         self.findings.flush()
 

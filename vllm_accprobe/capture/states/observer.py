@@ -1,39 +1,29 @@
 """The ledger inside vLLM: the layers that have a cache, and an observer of the runner.
 
-The layers of an engine that have a cache, and the moments at which each writes and reads.
+The problem: attention writes keys and values through its implementation's ``do_kv_cache_update`` (vLLM 0.12 and later)
+or within its forward; recurrent layers read and write their states in the middle of a module; the caches exist only
+after the model is loaded. The ledger must work with a capture, without one, and while a capture is disarmed. The idea:
+the engine's own table of such layers, and on each instance the narrowest call that there is, wrapped. Lines go to the
+capture's dump, else to one of the ledger's own. A capture has a ledger by default, of ids and owners alone (mode
+``owners``), which hashes nothing. A failure switches the ledger off, is said once, and serving goes on.
 
-The problem: attention writes keys and values through its implementation's ``do_kv_cache_update`` (vLLM 0.12 and
-later), or within its forward (before, and some backends still); recurrent layers read and write their states in the
-middle of a module; layers of a draft model, of an encoder, or without a cache of their own stand beside them. The idea:
-the engine's own table of such layers, by name, and around each of them the narrowest call that there is, on the
-instance. What is not watched is counted with its reason.
-
-The ledger inside vLLM: an observer of the runner, with a dump to write into.
-
-The problem: a ledger needs the runner's cache, which is made after the model is loaded, each step's schedule, the
-moment at which the step is prepared, and a journal; it must work beside a capture, without one, and while a capture is
-disarmed. The idea: an observer as the capture is one; where a capture has a dump open the lines go there, else a dump
-of its own is made, which has findings, steps' totals and no tensors. Whatever fails here switches the ledger off, is
-said once, and serving goes on. A capture has a ledger by default, of ids and owners alone (mode ``owners``): it hashes
-nothing, writes into the capture's dump or nowhere, and what it cannot do is counted there.
-
-Not here: what is done at those moments (ledger.py), the ledger (ledger.py).
+Not here: what is done at those moments (ledger.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.recording import Recording, root_of
-from vllm_accprobe.capture.core.say import say
 from vllm_accprobe.capture.core.session import Sink
 from vllm_accprobe.capture.states.checks import MOST_TOKENS
 from vllm_accprobe.capture.states.ledger import (
@@ -47,10 +37,16 @@ from vllm_accprobe.capture.states.ledger import (
     tensors_of,
 )
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
-from vllm_accprobe.capture.vllm.attach import observe
 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
-from vllm_accprobe.capture.vllm.vllm_compat import EngineStep, StepObserver, compiles, given_metadata, guesses, run_info
+from vllm_accprobe.capture.vllm.vllm_compat import (
+    EngineStep,
+    StepObserver,
+    compiles,
+    guesses,
+    metadata_of_layer,
+    run_info,
+)
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import (
     CACHED,
@@ -68,7 +64,7 @@ _FORWARDS = ("forward", "forward_mqa", "forward_mha")
 """Where implementations read: attention's, and latent attention's two."""
 _UNSEEN = ("cross", "encoder")
 Moment = Callable[..., None]
-"""Called with a layer; after a write also with what tries it again (looks.Again)."""
+"""Called with a layer; after a write also with what tries it again (metadata_checks.Again)."""
 
 
 def group_of(spec: Any, mode: str) -> CacheGroup | None:
@@ -117,7 +113,7 @@ class CacheLayers:
         self._undo: list[Callable[[], None]] = []
         self._modules: dict[str, Any] = {}
         self.memory: dict[int, int] = {}
-        """By group of states, how many tokens a convolution's state holds; see moved.py."""
+        """By group of states, how many tokens a convolution's state holds; see checks.must_change."""
         table = runner.vllm_config.compilation_config.static_forward_context
         own = {id(module): path for path, module in reversed(list(model.named_modules()))}
         for g, group in enumerate(config.kv_cache_groups):
@@ -168,25 +164,26 @@ class CacheLayers:
         return str(runner.kv_cache_config.kv_cache_groups[group].layer_names[0])
 
     def watch(self, enters: Moment, wrote: Moment, leaves: Moment) -> None:
-        """Calls these around each layer's use of its cache; they must not raise."""
+        """Calls these at each layer's use of its cache; they must not raise."""
         for layers in self.layers:
             for layer in list(layers):
                 module = self._modules[layer.path]
                 impl = getattr(module, "impl", None)
                 if impl is None:
-                    self._around_module(module, layer, enters, wrote, leaves)
+                    self._hook_module(module, layer, enters, wrote, leaves)
                 elif callable(getattr(impl, _UPDATE, None)) and not _within(module):
-                    self._undo.append(put_over(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
+                    self._undo.append(override(impl, _UPDATE, _updating(getattr(impl, _UPDATE), layer, enters, wrote)))
                     for name in _FORWARDS:
                         if callable(reads := getattr(impl, name, None)):
-                            self._undo.append(put_over(impl, name, _leaving(reads, layer, leaves)))
+                            self._undo.append(override(impl, name, _with_moments(reads, layer, (), (leaves,))))
                 elif callable(getattr(impl, "forward", None)):
-                    self._undo.append(put_over(impl, "forward", _whole(impl.forward, layer, enters, wrote, leaves)))
+                    whole = _with_moments(impl.forward, layer, (enters,), (wrote, leaves))
+                    self._undo.append(override(impl, "forward", whole))
                 else:
                     self.skipped["attention without a forward of its own"] += 1
                     layers.remove(layer)
 
-    def _around_module(
+    def _hook_module(
         self, module: torch.nn.Module, layer: Layer, enters: Moment, wrote: Moment, leaves: Moment
     ) -> None:
         def before(*_: Any) -> None:
@@ -228,7 +225,7 @@ def written_again(
     slots: np.ndarray,
 ) -> bool | None:  # fmt: skip
     """Whether ``block`` holds what writing ``rows`` leaves there: they are written into a block of other bytes by the
-    same call, and what it has changed is held against the cache.
+    same call, and what it has changed is compared with the cache.
 
     args: (module, key, value, cache, slot mapping), as vLLM calls it; None is returned for others.
     """
@@ -249,41 +246,28 @@ def written_again(
     return bool(changed.any()) and bool((flat[changed] == mine.view(torch.uint8)[changed]).all())
 
 
-def _leaving(original: Any, layer: Layer, leaves: Moment) -> Any:
+def _with_moments(original: Any, layer: Layer, before: Sequence[Moment], after: Sequence[Moment]) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
+        for moment in before:
+            moment(layer)
         result = original(*args, **kwargs)
-        leaves(layer)
+        for moment in after:
+            moment(layer)
         return result
 
     return forward
-
-
-def _whole(original: Any, layer: Layer, enters: Moment, wrote: Moment, leaves: Moment) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        enters(layer)
-        result = original(*args, **kwargs)
-        wrote(layer)
-        leaves(layer)
-        return result
-
-    return forward
-
-
-def attach(wrapper: Any) -> StatesObserver | None:
-    """Called in each worker after init_device, after the capture's own attach. Never raises."""
-    failed = "the ledger of states could not attach ({}): it is off on this rank; serving goes on"
-    return observe(wrapper, StatesObserver, StatesObserver.without, failed)
 
 
 class StatesObserver(StepObserver):
-    """The ledger of one worker. All requests and steps are in it, whatever a capture beside it selects."""
+    """The ledger of one worker. All requests and steps are in it, whatever a capture of the same worker selects."""
 
     without = "no state is looked at on this rank"
+    unattached = "the ledger of states could not attach ({}): it is off on this rank; serving goes on"
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = config
         self.mode = config.ledger or OWNERS
-        self.books: BlockLedger | None = None
+        self.ledger: BlockLedger | None = None
         self.layers: CacheLayers | None = None
         self.dead: str | None = None
         self._adapter = adapter
@@ -308,22 +292,20 @@ class StatesObserver(StepObserver):
     def loaded(self) -> None:
         self._loaded = True  # the caches come later
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def begin_step(self, step: EngineStep) -> None:
-        if step.number is None and self.books is None:
+        if step.number is None and self.ledger is None:
             return
-        if self.books is None:
+        if self.ledger is None:
             self._make()
-        if self.books is not None:
+        if self.ledger is not None:
             self._open = step.number is not None
             if self._forwards is not None:
                 self._forwards.step(self._adapter.runner)
             if step.number is None:
-                self.books.ended(step.finished)
+                self.ledger.ended(step.finished)
             else:
                 self._new = tuple(new.name for new in step.new)
-                self.books.begin(step)
+                self.ledger.begin(step)
 
     def _make(self) -> None:
         """The caches have their memory when the first step comes."""
@@ -344,11 +326,11 @@ class StatesObserver(StepObserver):
         slack = int(getattr(runner.vllm_config.speculative_config, "num_speculative_tokens", 0)) if guessing else 0
         inside = not compiles(runner.vllm_config, model)
         arrivals = Arrivals(torch.device(getattr(runner, "device", "cpu")))
-        self.books = BlockLedger(
+        self.ledger = BlockLedger(
             schedule, self.layers.layers, self.mode, self._findings, arrivals, slack=slack, inside=inside
         )
-        self.books.bytes.memory = {g: n for g, n in self.layers.memory.items() if not schedule.groups[g].extra}
-        if self.mode == OWNERS and not inside:  # nothing is put around a forward that may be traced
+        self.ledger.bytes.memory = {g: n for g, n in self.layers.memory.items() if not schedule.groups[g].extra}
+        if self.mode == OWNERS and not inside:  # a forward that may be traced is not wrapped
             self.layers.skipped["metadata of a compiled engine"] += 1
             return None
         if inside and self.mode != OWNERS:
@@ -366,12 +348,12 @@ class StatesObserver(StepObserver):
         return None
 
     def _moment(self, name: str) -> Any:
-        """A method of the books that a layer may call at any time."""
+        """A method of the ledger that a layer may call at any time."""
 
         def at(layer: Layer, *more: Any) -> None:
-            if self.dead is None and self._open and not self._drafting and self.books is not None:
+            if self.dead is None and self._open and not self._drafting and self.ledger is not None:
                 try:
-                    getattr(self.books.bytes, name)(layer, *more)
+                    getattr(self.ledger.bytes, name)(layer, *more)
                 except Exception as error:
                     self.failed(f"{layer.path}", error)
 
@@ -389,34 +371,34 @@ class StatesObserver(StepObserver):
             names = [part.internal for part in self._adapter.batch.rows()]
             layers, runner = self.layers, self._adapter.runner
             assert layers is not None
-            assert self.books is not None
+            assert self.ledger is not None
             ids, _ = self._adapter.batch.buffers(self._adapter.batch.total)
-            self.books.forward(names, lambda g: given_metadata(layers.name_in_engine(g, runner)), ids)
+            self.ledger.forward(names, lambda g: metadata_of_layer(layers.name_in_engine(g, runner)), ids)
         except Exception as error:
             self.failed("what the attention is given", error)
 
     def computed(self) -> None:
-        if self.books is not None and self._open:
-            self._name_requests(self.books)
-            self.books.computed()
+        if self.ledger is not None and self._open:
+            self._name_requests(self.ledger)
+            self.ledger.computed()
 
-    def _name_requests(self, books: BlockLedger) -> None:
+    def _name_requests(self, ledger: BlockLedger) -> None:
         """What the capture calls the requests of this step that are new, and whose prefix it must know."""
         capture = self._capture()
         if capture is None:
-            books.prefixes.clear()
+            ledger.prefixes.clear()
             return
-        schedule = books.schedule
+        schedule = ledger.schedule
         for name in self._new:
-            request, one = capture.requests.get(name), schedule.held.get(name)
+            request, one = capture.requests.get(name), schedule.requests.get(name)
             if request is not None and one is not None:
                 schedule.req[one.number] = request.req
-        for one, found, why in books.prefixes:
+        for one, found, why in ledger.prefixes:
             if capture.requests.wanted(one.name) and schedule.req[one.number] >= 0 and capture.session is not None:
                 runs = tuple(CachedRows(low, n, schedule.req[o] if o >= 0 else -1) for low, n, o in found)
-                prefix = CachedPrefix(books.bytes.step, schedule.req[one.number], runs, why)
+                prefix = CachedPrefix(ledger.bytes.step, schedule.req[one.number], runs, why)
                 capture.session.sink.line(CACHED.to_line(prefix))
-        books.prefixes.clear()
+        ledger.prefixes.clear()
         self._new = ()
 
     @contextlib.contextmanager
@@ -428,11 +410,9 @@ class StatesObserver(StepObserver):
             self._drafting = False
 
     def end_step(self) -> None:
-        if self.books is not None and self._open and self.dead is None:
+        if self.ledger is not None and self._open and self.dead is None:
             self._open = False
-            self.books.end_step()
-
-    # --- the journal -------------------------------------------------------------------------------------------------
+            self.ledger.end_step()
 
     def _sink(self) -> Sink:
         """The capture's, or that of a dump of its own."""
@@ -445,11 +425,10 @@ class StatesObserver(StepObserver):
             model = self._adapter.model()
             device = torch.device(getattr(runner, "device", "cpu"))
             run = run_info(runner, model, device, parallel, self.config.to_json())
-            others = {k: v for k, v in parallel.items() if k != "rank"}
             self._recording = Recording(
                 self.config, root_of(self.config), run, Layouts({}, 0, 1), lambda part, rows: None,
-                rank=parallel["rank"],
-                device=device, parallel=others, beside="this engine's ledger of states goes", announced=True,
+                rank=parallel["rank"], device=device, parallel=parallel,
+                contents="this engine's ledger of states goes", announced=True,
             )  # fmt: skip
         return self._recording.session.sink
 
@@ -458,8 +437,6 @@ class StatesObserver(StepObserver):
         if not self._found:
             self._found = True
             say(f"the cache, not the kernel: {sentence(found)}, rank {self._adapter.parallel['rank']} (said once)")
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _off(self, why: str) -> None:
         self.dead = why
@@ -475,7 +452,7 @@ class StatesObserver(StepObserver):
                 self.layers.close()
 
     def close(self, reason: str) -> None:
-        """Writes what was looked at, once, before the capture closes its dump. Never raises."""
+        """Writes what was checked, once, before the capture closes its dump. Never raises."""
         if self._closed:
             return
         self._closed = True
@@ -487,34 +464,34 @@ class StatesObserver(StepObserver):
             self._recording.close(reason)
 
     def _finish(self) -> None:
-        books, layers, findings = self.books, self.layers, self._findings
+        ledger, layers, findings = self.ledger, self.layers, self._findings
         for undo in (layers, self._forwards):
             if undo is not None:
                 undo.close()
-        if books is None or layers is None or findings is None:
+        if ledger is None or layers is None or findings is None:
             return
         if self.dead is None:
-            books.ended(tuple(books.schedule.held))
-            books.arrivals.close()
+            ledger.ended(tuple(ledger.schedule.requests))
+            ledger.arrivals.close()
             findings.flush()
-        skipped = layers.skipped + books.bytes.unseen
-        if books.arrivals.lost:
-            skipped["hashes beyond what one step may have on its way"] = books.arrivals.lost
+        skipped = layers.skipped + ledger.bytes.unseen
+        if ledger.arrivals.lost:
+            skipped["hashes beyond what one step may have on its way"] = ledger.arrivals.lost
         if self.dead is not None:
             skipped[self.dead] += 1
-        for _, what in books.strange_metadata:
+        for _, what in ledger.strange_metadata:
             skipped[f"metadata that were never right, and mean something else here ({what.strip('_').lower()})"] += 1
         if self.mode == OWNERS and self._capture() is None:
             return
         totals = StateTotals(
-            self.mode, layers.count, books.steps, books.bytes.hashed,
-            books.bytes.checked, books.held,
-            findings.count, dict(books.events), dict(skipped),
+            self.mode, layers.count, ledger.steps, ledger.bytes.hashed,
+            ledger.bytes.checked, ledger.held,
+            findings.count, dict(ledger.events), dict(skipped),
         )  # fmt: skip
         self._sink().line(TOTALS.to_line(totals))
-        if not books.steps or self.mode == OWNERS:
+        if not ledger.steps or self.mode == OWNERS:
             return
         what = f"{findings.count} findings" if findings.count else "nothing wrong"
-        say(f"states: {what} in {books.steps} steps: {books.bytes.checked:,} blocks of layers looked at, "
-            f"{books.bytes.hashed:,} hashed after a write, {books.held:,} numbers of metadata held against "
+        say(f"states: {what} in {ledger.steps} steps: {ledger.bytes.checked:,} blocks of layers looked at, "
+            f"{ledger.bytes.hashed:,} hashed after a write, {ledger.held:,} numbers of metadata held against "
             "the schedule")  # fmt: skip

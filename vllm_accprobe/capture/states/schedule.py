@@ -1,14 +1,13 @@
-"""What the scheduler has said: which request holds which blocks, and what a step must read and write in them.
+"""What the scheduler has decided: which request has which blocks, and what a step must read and write in them.
 
-The problem: a kernel is given block tables, slots and lengths that a runner keeps up to date in buffers of its own,
-over many steps; one that is stale is a wrong answer of a right kernel. The idea: a second set of books, made of
-nothing but the scheduler's words (new blocks, whole tables, finished requests), from which follows for each step, group
-of the cache and request what is read and where each row is written. Each block has a generation, which changes when the
-block is given out again: whoever reads a block in another generation than the one that it was given reads what
-somebody else may have written. Each block also has an owner (the request that it was given to, for which positions,
-under which adapter and salt), and the key of what fills it: a request whose prefix comes from the cache reads another
-request's rows, and they are its own only if adapter, salt, images and tokens are the same up to there.
-Not here: what the kernel was given (checks.py), bytes (ledger.py).
+The problem: a kernel gets block tables, slots and lengths that a runner keeps up to date over many steps; one that is
+stale is a wrong answer of a correct kernel. The idea: a second account, from nothing but the scheduler's output (new
+blocks, whole tables, finished requests), from which follows what each request reads and where each row is written. Each
+block has a generation, which changes when the block is assigned again, and an owner: the request, its positions,
+adapter and salt, and a key of the tokens and images that fill it. A request whose prefix comes from the cache reads
+another request's rows, which are right only if adapter, salt, images and tokens agree up to there.
+
+Not here: what the kernel got (checks.py), bytes (ledger.py).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ NULL = 0
 HIT, RESUMED, LOADED, COPIED, REUSED, ENDED = (
     "prefix hit", "resume after preemption", "transfer", "copy", "reuse", "end of the request",
 )  # fmt: skip
-"""Events, as they are said and counted."""
+"""Events, as they are named and counted."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
     """One group of the cache. kind: KV or STATE. block_size: tokens. window: positions that a query sees, 0 for all;
-    chunk: positions are seen back to a multiple of it, 0 for all. extra: blocks of a state beside the current one
+    chunk: positions are seen back to a multiple of it, 0 for all. extra: blocks of a state besides the current one
     (drafts). aligned: a state moves on to another block at each multiple of block_size, else it stays in the first.
     watched: False for one whose blocks are not understood: nothing is concluded from them."""
 
@@ -49,9 +48,9 @@ class CacheGroup:
 
 
 @dataclass
-class Held:
+class ScheduledRequest:
     """A request and what it holds. number: in the ledger; tables: by group, int64 [blocks]; gens: the generation of
-    each block when it was given. keys: of the prompt's whole blocks, by group, see prompt_keys; wrote: by group, the
+    each block when it was assigned. keys: of the prompt's whole blocks, by group, see prompt_keys; wrote: by group, the
     column of the state that it wrote last, -1 for none. context: index into Schedule.contexts. tail: its last token ids
     before position tail_end, as far as somebody asks for them (checks.py)."""
 
@@ -72,7 +71,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Strange:
+class UnexpectedBlock:
     """A block that the schedule itself cannot mean. kind: FREED, or STRANGE, FOREIGN, STALE, of a prefix that came from
     the cache; taken: by whom (a number, -1 for nobody), in which step. last: the last column of a run of such blocks;
     why: what is wrong with their owner."""
@@ -80,7 +79,7 @@ class Strange:
     kind: str
     group: int
     block: int
-    request: Held
+    request: ScheduledRequest
     column: int
     taken: int = -1
     taken_step: int = -1
@@ -92,20 +91,20 @@ class Strange:
 class BlockArrival:
     """Blocks that come to a request with something in them. event: HIT, RESUMED or LOADED; columns of its table."""
 
-    request: Held
+    request: ScheduledRequest
     group: int
     event: str
     columns: np.ndarray
 
 
 class Schedule:
-    """The books of one engine. groups: of the cache; blocks: in all; loads: a connector may bring blocks from outside
+    """The ledger of one engine. groups: of the cache; blocks: in all; loads: a connector may bring blocks from outside
     the engine."""
 
     def __init__(self, groups: Sequence[CacheGroup], blocks: int, loads: bool = False):
         self.groups = list(groups)
         self.loads = loads
-        self.held: dict[str, Held] = {}
+        self.requests: dict[str, ScheduledRequest] = {}
         self.names: list[str] = []
         self.gen = np.zeros(blocks, np.int64)
         self.taker = np.full(blocks, -1, np.int64)
@@ -115,7 +114,7 @@ class Schedule:
         self.pictures = [np.zeros(blocks, np.uint64) for _ in groups]
         """The same of its images; 0 where ``content`` is."""
         self.column = [np.full(blocks, -1, np.int32) for _ in groups]
-        """By group, for which column of its owner's table a block was given out."""
+        """By group, for which column of its owner's table a block was assigned."""
         self.context = np.zeros(blocks, np.int32)
         """Index into ``contexts`` of the owner's."""
         self.contexts: list[tuple[str, str]] = [("", "")]
@@ -127,18 +126,16 @@ class Schedule:
         self.holders = np.zeros(blocks, np.int32)
         """How many requests have the block in their table."""
         self.suspects: set[str] = set()
-        """Requests one of whose blocks was given to somebody else: `lost` must look at them."""
+        """Requests one of whose blocks was assigned to another request: `lost` must check them."""
 
-    # --- the scheduler's words -----------------------------------------------------------------------------------
-
-    def ended(self, names: Sequence[str]) -> list[Held]:
-        """These requests get no more rows: what they held, which others may be given from now on."""
-        found = [self.held.pop(name) for name in names if name in self.held]
+    def ended(self, names: Sequence[str]) -> list[ScheduledRequest]:
+        """These requests get no more rows: their blocks, which others may get from now on."""
+        found = [self.requests.pop(name) for name in names if name in self.requests]
         for one in found:
             self._holds(one, -1)
         return found
 
-    def _holds(self, one: Held, by: int) -> None:
+    def _holds(self, one: ScheduledRequest, by: int) -> None:
         for table in one.tables:
             np.add.at(self.holders, table[table != NULL], by)
 
@@ -150,14 +147,14 @@ class Schedule:
         starts: Mapping[str, int],
         new: Mapping[str, NewRequest],
     ) -> tuple[list[BlockArrival], np.ndarray]:
-        """Takes a step's words. Returns what arrived with something in it, and the blocks that were given out anew,
+        """Takes a step's words. Returns what arrived with something in it, and the blocks that were assigned anew,
         int64, which had other owners. Raises KeyError for a request that nobody has named."""
         fresh: list[np.ndarray] = []
         arrivals: list[BlockArrival] = []
         copied = {dst for _, dst in moves.copies}
         for name, tables in moves.tables.items():
-            resumed = name in self.held
-            one = self.held.get(name) or self._new(name, new.get(name))
+            resumed = name in self.requests
+            one = self.requests.get(name) or self._new(name, new.get(name))
             self._holds(one, -1)
             one.tables = [np.asarray(ids, np.int64) for ids in tables]
             one.wrote.clear()
@@ -179,9 +176,9 @@ class Schedule:
                 arrivals += self._arrival(one, g, event, came)
                 fresh.append(self._give(one, g, np.flatnonzero(~came & (table != NULL)), step))
             self._holds(one, 1)
-            one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is given
+            one.gens = [self.gen[table].copy() for table in one.tables]  # once all of it is assigned
         for name, tables in moves.more.items():
-            one = self.held[name]
+            one = self.requests[name]
             for g, ids in enumerate(tables):
                 more = np.asarray(ids, np.int64)
                 first = len(one.tables[g])
@@ -190,7 +187,7 @@ class Schedule:
                 np.add.at(self.holders, more[more != NULL], 1)
                 one.gens[g] = np.concatenate([one.gens[g], self.gen[more]])
         for name, n in counts.items():
-            one = self.held[name]
+            one = self.requests[name]
             start, length = starts.get(name, 0), len(one.prompt) if one.prompt is not None else one.start + one.n + 1
             generated = name not in moves.tables and one.n and one.start >= length
             one.accepted = start - one.start if generated else None
@@ -198,8 +195,8 @@ class Schedule:
             self.done[one.number] = max(self.done[one.number], start + n)
         return arrivals, np.concatenate(fresh) if fresh else np.empty(0, np.int64)
 
-    def _new(self, name: str, new: NewRequest | None) -> Held:
-        one = self.held[name] = Held(name, len(self.names), None if new is None else new.prompt, [], [])
+    def _new(self, name: str, new: NewRequest | None) -> ScheduledRequest:
+        one = self.requests[name] = ScheduledRequest(name, len(self.names), None if new is None else new.prompt, [], [])
         self.names.append(name)
         self.done.append(0)
         self.req.append(-1)
@@ -210,13 +207,13 @@ class Schedule:
             one.context, one.images = self.contexts.index(context), new.images
         return one
 
-    def _give(self, one: Held, g: int, columns: np.ndarray, step: int) -> np.ndarray:
+    def _give(self, one: ScheduledRequest, g: int, columns: np.ndarray, step: int) -> np.ndarray:
         """The blocks at ``columns`` of its table are ``one``'s from now on, with nothing in them."""
         blocks = one.tables[g][columns]
         for block in blocks[self.holders[blocks] > 0].tolist():
             self.suspects.update(
                 other.name
-                for other in self.held.values()
+                for other in self.requests.values()
                 if other is not one and any(block in table for table in other.tables)
             )
         self.gen[blocks] += 1
@@ -243,18 +240,16 @@ class Schedule:
         return slice(self._lowest(group, start) // group.block_size, -(-start // group.block_size))
 
     @staticmethod
-    def _arrival(one: Held, g: int, event: str, which: np.ndarray) -> list[BlockArrival]:
+    def _arrival(one: ScheduledRequest, g: int, event: str, which: np.ndarray) -> list[BlockArrival]:
         return [BlockArrival(one, g, event, np.flatnonzero(which))] if which.any() else []
 
-    def _ours(self, one: Held, g: int, table: np.ndarray) -> np.ndarray:
+    def _ours(self, one: ScheduledRequest, g: int, table: np.ndarray) -> np.ndarray:
         """Which blocks hold this prompt's own tokens already; where a connector loads, others are brought."""
         keys, _ = self.prompt_keys(one, g)
         known = np.zeros(len(table), bool)
         n = min(len(keys), len(table))
         known[:n] = self.content[g][table[:n]] == keys[:n]
         return known
-
-    # --- what a step must do -------------------------------------------------------------------------------------
 
     @staticmethod
     def _lowest(group: CacheGroup, start: int) -> int:
@@ -266,12 +261,12 @@ class Schedule:
             low = max(low, start // group.chunk * group.chunk)
         return low
 
-    def state_column(self, g: int, one: Held) -> int:
+    def state_column(self, g: int, one: ScheduledRequest) -> int:
         """Where the current state lies in the request's table."""
         group = self.groups[g]
         return (one.start + one.n - 1) // group.block_size if group.aligned else 0
 
-    def reads(self, g: int, one: Held) -> np.ndarray:
+    def reads(self, g: int, one: ScheduledRequest) -> np.ndarray:
         """Columns of the table whose blocks are read in this step, int64, rising."""
         group, table = self.groups[g], one.tables[g]
         if group.kind == STATE:
@@ -281,7 +276,7 @@ class Schedule:
         columns = np.arange(first, min(-(-one.start // group.block_size), len(table)))
         return columns[table[columns] != NULL]
 
-    def writes(self, g: int, one: Held) -> np.ndarray:
+    def writes(self, g: int, one: ScheduledRequest) -> np.ndarray:
         """Columns whose blocks are written in this step, int64, rising."""
         group, table = self.groups[g], one.tables[g]
         if group.kind == STATE:
@@ -290,7 +285,7 @@ class Schedule:
         stop = -(-(one.start + one.n) // group.block_size)
         return np.arange(one.start // group.block_size, min(stop, len(table)))
 
-    def touched(self, g: int, one: Held) -> np.ndarray:
+    def touched(self, g: int, one: ScheduledRequest) -> np.ndarray:
         """Columns of keys and values that are read or written in this step, int64, rising: one run, since what is
         written follows what is read."""
         size, table = self.groups[g].block_size, one.tables[g]
@@ -298,7 +293,7 @@ class Schedule:
         columns = np.arange(first, min(-(-(one.start + one.n) // size), len(table)))
         return columns[table[columns] != NULL]
 
-    def slots(self, g: int, one: Held) -> np.ndarray:
+    def slots(self, g: int, one: ScheduledRequest) -> np.ndarray:
         """Where each row of the request must be written, int64 [n]; -1 beyond its table."""
         size, table = self.groups[g].block_size, one.tables[g]
         positions = np.arange(one.start, one.start + one.n)
@@ -308,20 +303,18 @@ class Schedule:
         out[inside] = table[columns[inside]] * size + positions[inside] % size
         return out
 
-    def lost(self, g: int, one: Held, columns: np.ndarray) -> list[Strange]:
-        """Of the columns that are read, those whose block was given to somebody else since."""
+    def lost(self, g: int, one: ScheduledRequest, columns: np.ndarray) -> list[UnexpectedBlock]:
+        """Of the columns that are read, those whose block was assigned to another request since."""
         blocks = one.tables[g][columns]
         gone = np.flatnonzero(self.gen[blocks] != one.gens[g][columns])
         found = []
         for i in gone.tolist():
             column, block = int(columns[i]), int(blocks[i])
-            found.append(Strange(FREED, g, block, one, column, int(self.taker[block]), int(self.taken[block])))
-            one.gens[g][column] = self.gen[block]  # said once
+            found.append(UnexpectedBlock(FREED, g, block, one, column, int(self.taker[block]), int(self.taken[block])))
+            one.gens[g][column] = self.gen[block]  # reported once
         return found
 
-    # --- what blocks hold ----------------------------------------------------------------------------------------
-
-    def prompt_keys(self, one: Held, g: int) -> tuple[np.ndarray, np.ndarray]:
+    def prompt_keys(self, one: ScheduledRequest, g: int) -> tuple[np.ndarray, np.ndarray]:
         """(keys of the tokens, keys of the images) of each whole block of the prompt, uint64: equal keys, equal tokens
         from the first one on, or the same images at the same places."""
         found = one.keys.get(g)
@@ -340,7 +333,7 @@ class Schedule:
             found = one.keys[g] = np.array(keys, np.uint64), np.array(pictures, np.uint64)
         return found
 
-    def filled(self, g: int, one: Held) -> None:
+    def filled(self, g: int, one: ScheduledRequest) -> None:
         """This step's rows are written: blocks of the prompt that they complete are known by their tokens."""
         if self.groups[g].kind == STATE or one.prompt is None or one.start >= len(one.prompt):
             return
@@ -351,14 +344,14 @@ class Schedule:
         self.content[g][blocks[mine]] = keys[columns][mine]
         self.pictures[g][blocks[mine]] = pictures[columns][mine]
 
-    def strangers(self, arrival: BlockArrival) -> list[Strange]:
+    def unexpected(self, arrival: BlockArrival) -> list[UnexpectedBlock]:
         """Of blocks that a prefix hit has brought, those that another request filled with something else than this one
         has there: under another adapter or salt, with other images or tokens, for other positions, or not at all. One
         for each run of columns with the same owner and the same reason."""
         one, g = arrival.request, arrival.group
         if self.groups[g].kind == STATE or arrival.event == LOADED or not self.groups[g].watched:
             return []
-        found: list[Strange] = []
+        found: list[UnexpectedBlock] = []
         for column in arrival.columns.tolist():
             block = int(one.tables[g][column])
             kind, why = self._wrong_owner(one, g, column, block)
@@ -368,10 +361,10 @@ class Schedule:
             if last and (last.kind, last.why, last.taken, last.last) == (kind, why, owner, column - 1):
                 found[-1] = replace(last, last=column)
             else:
-                found.append(Strange(kind, g, block, one, column, owner, step, column, why))
+                found.append(UnexpectedBlock(kind, g, block, one, column, owner, step, column, why))
         return found
 
-    def _wrong_owner(self, one: Held, g: int, column: int, block: int) -> tuple[str, str]:
+    def _wrong_owner(self, one: ScheduledRequest, g: int, column: int, block: int) -> tuple[str, str]:
         """(kind, why) of a block that came with something in it; ("", "") where nothing is known to be wrong."""
         number = int(self.taker[block])
         if number < 0 or number == one.number:
@@ -400,14 +393,14 @@ class Schedule:
         if content := int(self.content[g][block]):
             return content, int(self.pictures[g][block])
         number, column = int(self.taker[block]), int(self.column[g][block])
-        owner = self.held.get(self.names[number])
+        owner = self.requests.get(self.names[number])
         if owner is None or owner.number != number or column < 0:
             return 0, 0
         keys, pictures = self.prompt_keys(owner, g)
         whole = column < len(keys) and (column + 1) * self.groups[g].block_size <= self.done[number]
         return (int(keys[column]), int(pictures[column])) if whole else (0, 0)
 
-    def owners(self, one: Held, end: int) -> np.ndarray:
+    def owners(self, one: ScheduledRequest, end: int) -> np.ndarray:
         """By position up to ``end``, the number of the request whose rows the cache of keys and values holds there,
         int32 [end]; -1 where nobody knows, and where groups of the cache do not agree."""
         found = np.full(end, -2, np.int32)

@@ -1,37 +1,20 @@
 """Module taps: every forward of every chosen module, inputs as they went in, outputs as they came out.
 
-Which modules are captured: globs over module paths, class names, and presets for the kinds people ask for.
-
-Where a module's forward is written: ``vllm/model_executor/layers/linear.py:1391``.
-
-The problem: a verdict names a module, and a person looks for the code. The idea: the code that Python runs knows its
-file and first line, and its module's dotted name is the end of the file's path, so that no path of this machine is
-written down. An operator that chooses one of several implementations when it is built (vLLM's CustomOp) has the one
-that it chose. It is asked once for each module, when taps are put on, and reads no file.
-
-What is done around one call of a tapped module.
-
-The problem: a kernel may change its inputs in place, a module may have several names or be called twice, the model may
-raise, and all of this is asked hundreds of times per step. The idea: inputs are taken before the forward runs, outputs
-after; of several names that one counts which lies in the module that is running, and with it the part of the model; the
-first calls of each kind are checked by hash for inputs that were changed in place, and from then on only
-those that were. Whatever goes wrong here ends the capture and never the call.
-
-Module taps: every forward of every chosen module, inputs as they went in, outputs as they came out.
-
 The problem: PyTorch's hooks never fire for classes whose ``__call__`` goes straight to ``forward`` (vLLM's
-torch.compile decorator does so even in eager mode), for the lm_head (its quantisation method is called instead),
-and one shared instance (rotary embedding) has as many names as layers. The idea: ``forward`` is wrapped on the
-instance, which every way of calling a module passes through; names are resolved by the module that is running
-around the call.
+torch.compile decorator), nor for the lm_head (its quantisation method is called); a kernel may change its inputs in
+place; one shared instance has as many names as layers; a forward takes tuples, dicts and containers, by position or by
+name. The idea: ``forward`` is wrapped on the instance. Inputs are taken before it runs, outputs after; inputs are named
+by the forward's signature, and a path in a container is part of the role. Of several names the one counts that lies in
+the running module. The first calls of each kind are compared by hash for inputs that were changed in place, later only
+those that were. Each module's line has its plain attributes and where its forward is written. An error ends the capture
+only.
 
-Not here: which requests and tokens (rows.py), the line that it is written in (taps/hooks.py, dump/schema.py), what
-happens to a tensor (session.py, session.py, session.py), what happens to a tensor (session.py), which rows it has
-(rows.py), compiled graphs, where nothing is tapped yet.
+Not here: which rows a tensor has (core/rows.py), what happens to it (core/session.py), compiled graphs (graphs/).
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -40,11 +23,210 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState, Ticket
-from vllm_accprobe.capture.taps.arguments import Inputs, argument_names, attributes, outputs
 from vllm_accprobe.config import ProbeConfig, words_choose
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
+
+_PLAIN = frozenset((type(None), bool, int, float, str))
+"""Types of arguments that hold no tensor."""
+_OUTPUTS = tuple(f"output.{index}" for index in range(32))
+_Tensor = torch.Tensor
+
+
+def argument_names(forward: Callable[..., Any]) -> tuple[list[str], str]:
+    """Positional parameter names of ``forward`` and the prefix for what ``*args`` swallows.
+
+    vLLM's CustomOp has ``forward(*args, **kwargs)``; the names are those of the method that it dispatches to.
+    """
+    owner = getattr(forward, "__self__", None)
+    for candidate in (forward, getattr(owner, "_forward_method", None), getattr(owner, "forward_native", None)):
+        if candidate is not None:
+            names, spread = _signature(candidate)
+            if names:
+                return names, spread
+    return [], ""
+
+
+def _signature(forward: Callable[..., Any]) -> tuple[list[str], str]:
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        return [], ""
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    star = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    return positional, f"{star}." if star and star != "args" else ""
+
+
+_ATTRIBUTES = [
+    "eps", "variance_epsilon", "hidden_size", "input_size", "output_size", "input_size_per_partition",
+    "output_size_per_partition", "tp_size", "tp_rank", "num_heads", "num_kv_heads", "total_num_heads",
+    "total_num_kv_heads", "head_size", "head_dim", "num_kv_head_replicas", "scale", "scaling", "sliding_window",
+    "rotary_dim", "base", "is_neox_style", "max_position_embeddings", "num_embeddings", "embedding_dim",
+    "org_vocab_size", "top_k", "global_num_experts", "local_num_experts", "reduce_results", "gather_output",
+    "input_is_parallel", "skip_bias_add", "soft_cap", "in_features", "out_features", "normalized_shape",
+    "logits_soft_cap", "cap_value", "approximate", "norm_before_gate", "num_groups", "alpha", "limit", "embed_scale",
+    # experts and their routing, vLLM's and transformers'
+    "renormalize", "scoring_func", "routed_scaling_factor", "use_grouped_topk", "num_expert_group", "topk_group",
+    "num_group", "norm_topk_prob", "apply_router_weight_on_input", "activation", "swiglu_limit", "swiglu_alpha",
+    "swiglu_beta", "mrope_section", "mrope_interleaved", "scaling_factor",
+    # attention
+    "head_size_v", "kv_cache_dtype", "_k_scale_float", "_v_scale_float", "attn_type", "has_sink", "use_alibi_sqrt",
+    "is_causal", "softcap", "num_key_value_groups", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank",
+    "kv_lora_rank",
+    # convolutions
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+    "enable_linear",
+    # rotary embeddings, vLLM's and transformers'
+    "low_freq_factor", "high_freq_factor", "orig_max_position", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "extrapolation_factor", "attn_factor", "truncate", "scaling_alpha",
+    "max_trained_positions", "mixed_b", "short_factor", "long_factor", "short_mscale", "long_mscale", "use_long_rope",
+    "rope_type", "attention_scaling", "original_max_seq_len", "max_seq_len_cached",
+]  # fmt: skip
+_IMPL = ("scale", "alibi_slopes", "sinks", "logits_soft_cap", "sliding_window", "kv_cache_dtype")
+"""Of the object that computes vLLM's attention: ``impl.scale`` and so on."""
+_ROUTER = (
+    "top_k", "renormalize", "scoring_func", "routed_scaling_factor",
+    "use_grouped_topk", "num_expert_group", "topk_group",
+)  # fmt: skip
+"""Of the object that chooses experts, which is no module: ``router.scoring_func`` and so on."""
+_LONGEST = 256
+"""A list of more numbers is no description."""
+
+
+def attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Plain numbers, strings and booleans that describe the operator, and lists of them.
+
+    ``impl.<name>`` are those of an attention's kernel; ``router.<name>`` of what chooses experts, ``router.class`` its
+    class; ``has_correction_bias``: whether scores are corrected before experts are chosen; ``custom_routing``: the name
+    of a function that chooses them; ``rope_parameters`` of a rotary embedding of transformers is the configuration's,
+    by name.
+    """
+    found: dict[str, Any] = {}
+    for name in _ATTRIBUTES:
+        value = _plain(module.__dict__.get(name))
+        if value is not None:
+            found[name] = value
+    impl = module.__dict__.get("impl")
+    if impl is not None:
+        for name in _IMPL:
+            value = _plain(getattr(impl, name, None))
+            if value is not None:
+                found[f"impl.{name}"] = value
+    _add_routing(module, found)
+    if "rope_type" in module.__dict__:
+        config = module.__dict__.get("config")
+        value = _plain(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+        if value is not None:
+            found["rope_parameters"] = value
+    return found
+
+
+def _add_routing(module: torch.nn.Module, found: dict[str, Any]) -> None:
+    """How a module's experts are chosen, as far as it is the module's own attributes that say it not yet."""
+    router = module.__dict__.get("router")
+    holders = [module] if router is None or isinstance(router, torch.nn.Module) else [module, router]
+    if len(holders) > 1:
+        found["router.class"] = type(router).__name__
+        for name in _ROUTER:
+            value = _plain(getattr(router, name, None))
+            if value is not None:
+                found[f"router.{name}"] = value
+    for holder in holders:
+        if hasattr(holder, "e_score_correction_bias"):
+            found["has_correction_bias"] = holder.e_score_correction_bias is not None
+        function = getattr(holder, "custom_routing_function", None)
+        if function is not None:
+            found["custom_routing"] = str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """``value`` if it is plain, a small tensor's numbers, a list or dict of such; else None."""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, _Tensor):
+        small = value.device.type != "meta" and value.dim() <= 1 and value.numel() <= _LONGEST
+        return value.detach().tolist() if small and value.layout is torch.strided else None
+    if isinstance(value, (list, tuple)) and len(value) <= _LONGEST and depth < 3:
+        items = [_plain(v, depth + 1) for v in value]
+        return None if any(item is None for item in items) else items
+    if isinstance(value, Mapping) and depth < 3:
+        return {str(k): item for k, v in value.items() if (item := _plain(v, depth + 1)) is not None}
+    return None
+
+
+class Inputs:
+    """Names what goes into calls of one callable, whose positional arguments are called ``arguments``; ``spread`` is
+    the prefix of what ``*args`` swallows."""
+
+    __slots__ = ("_named", "_positional", "_spread")
+
+    def __init__(self, arguments: list[str], spread: str):
+        self._positional = ["input." + name for name in arguments]
+        self._spread = f"input.{spread}"
+        self._named: dict[str, str] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """All tensors that go into a call, with their roles."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for position, value in enumerate(args):
+            if isinstance(value, _Tensor):
+                found.append((self._role(position), value))
+            elif type(value) not in _PLAIN:
+                found += flatten(self._role(position), value, nested=True)
+        for name, value in kwargs.items():
+            if type(value) not in _PLAIN:
+                role = self._named.get(name)
+                if role is None:
+                    role = self._named[name] = "input." + name
+                if isinstance(value, _Tensor):
+                    found.append((role, value))
+                else:
+                    found += flatten(role, value, nested=True)
+        return found
+
+    def _role(self, position: int) -> str:
+        if position >= len(self._positional):
+            return f"{self._spread}{position - len(self._positional)}"
+        return self._positional[position]
+
+
+def outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that come out of a call, with their roles."""
+    if isinstance(result, _Tensor):
+        return [("output.0", result)]
+    if type(result) is not tuple or len(result) > len(_OUTPUTS):
+        return [] if result is None else list(flatten("output", result))
+    found: list[tuple[str, torch.Tensor]] = []
+    for role, value in zip(_OUTPUTS, result, strict=False):
+        if isinstance(value, _Tensor):
+            found.append((role, value))
+        elif isinstance(value, (list, tuple, Mapping)):
+            found += flatten(role, value, depth=1)
+    return found
+
+
+def flatten(role: str, value: Any, nested: bool = False, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors inside ``value`` with their roles.
+
+    ``output.0`` of a bare tensor or a tuple's first, ``output.key`` of a mapping, ``input.x.0`` inside an argument.
+    """
+    if isinstance(value, torch.Tensor):
+        yield (role if nested or depth else role + ".0"), value
+        return
+    if depth > 4:
+        return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            if isinstance(item, (torch.Tensor, list, tuple, Mapping)):
+                yield from flatten(f"{role}.{index}", item, nested, depth + 1)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flatten(f"{role}.{key}", item, nested, depth + 1)
+    elif isinstance(getattr(value, "tensors", None), Mapping):  # vLLM's IntermediateTensors
+        yield from flatten(role, value.tensors, nested, depth + 1)
 
 
 def chooses(config: ProbeConfig, path: str, cls: str) -> bool:
@@ -57,7 +239,7 @@ def picks(words: Sequence[str], path: str, cls: str) -> bool:
     return words_choose(words, path or ROOT_TAP, path, cls)
 
 
-_LONGEST = 300
+_MOST_SOURCE = 300
 
 
 def source_of(module: torch.nn.Module) -> str | None:
@@ -82,7 +264,7 @@ def _place(forward: Any) -> str | None:
     own = path.with_suffix("").parts
     whole = next((p for p in (parts, [*parts, "__init__"]) if own[-len(p) :] == tuple(p)), None)
     name = "/".join(whole) + path.suffix if whole is not None else path.name
-    return f"{name}:{code.co_firstlineno}"[-_LONGEST:]
+    return f"{name}:{code.co_firstlineno}"[-_MOST_SOURCE:]
 
 
 _CHECKS = 2
@@ -120,14 +302,17 @@ class Tap:
 
     def name(self, stack: list[str]) -> str:
         """The tap's path; of a shared instance the one that lies in the innermost running module."""
-        if len(self.names) == 1:
-            return self.names[0]
-        for running in reversed(stack):
-            prefix = running + "."
-            for name in self.names:
-                if name.startswith(prefix):
+        return innermost(self.names, stack)
+
+
+def innermost(names: Sequence[str], running: Sequence[str]) -> str:
+    """Of a module's several ``names`` the one that lies in the innermost module that runs."""
+    if len(names) > 1:
+        for path in reversed(running):
+            for name in names:
+                if name.startswith(path + "."):
                     return name
-        return self.names[0]
+    return names[0]
 
 
 def tapped(session: Session, tap: Tap, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +370,7 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
         if session.takes_inputs:
             checks, sites, cls = tap.checks[state.prefill], tap.sites[name], tap.cls
             short = state.rows > 0 and part is LANGUAGE and session.flatten is None
-            take = session.express.take
+            take = session.fast_path.take
             for role, tensor in tap.inputs(args, kwargs):
                 ticket = None
                 if checks.get(role, 0) < _CHECKS:
@@ -210,7 +395,7 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     if session.takes_outputs:
         sites, cls = tap.sites[name], tap.cls
         short = state.rows > 0 and part is LANGUAGE and session.flatten is None
-        take = session.express.take
+        take = session.fast_path.take
         for role, tensor in outputs(result):
             if not short:
                 session.record(state, name, cls, role, number, tensor, part, None, sites)
@@ -223,7 +408,7 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
 
 
 def _verdict(checks: dict[str, int], role: str) -> Callable[[bool], None]:
-    """Remembers whether an input is changed in place: one that is, is looked at after every call from then on."""
+    """Remembers whether an input is changed in place: one that is, is compared after every call from then on."""
 
     def changed(different: bool) -> None:
         checks[role] = -1 << 30 if different else checks.get(role, 0) + 1
@@ -247,12 +432,12 @@ class TapOwner(Protocol):
 class Taps:
     """All taps of one model. ``remove`` puts every forward back.
 
-    around: what is put around each forward; calls.tapped of a session, module_call.watched of a Watch.
+    wrapper: wraps each forward: `tapped` of a session, errcheck's `watched` of a Watch.
     """
 
-    def __init__(self, owner: TapOwner, around: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
+    def __init__(self, owner: TapOwner, wrapper: Callable[[Tap, Callable[..., Any]], Callable[..., Any]]):
         self._owner = owner
-        self._around = around
+        self._wrapper = wrapper
         self._undo: list[Callable[[], None]] = []
         self.taps: list[Tap] = []
 
@@ -293,7 +478,7 @@ class Taps:
             self._undo.pop()()
 
     def narrow(self, words: tuple[str, ...] | None) -> frozenset[str] | None:
-        """Of the tapped modules only those are taken from now on that ``words`` pick (selection.picks); None: all. What
+        """Of the tapped modules only those are taken from now on that ``words`` pick (see `picks`); None: all. What
         is taken, None for all."""
         for tap in self.taps:
             picked = (n for n in tap.tapped if words is None or picks(words, "" if n == ROOT_TAP else n, tap.cls))
@@ -332,7 +517,7 @@ class Taps:
             return
         original = module.forward
         tap = Tap(taps, cls, original, parts, chosen, taps[0] == ROOT_TAP)
-        self._undo.append(put_over(module, "forward", self._around(tap, original)))
+        self._undo.append(override(module, "forward", self._wrapper(tap, original)))
         self.taps.append(tap)
 
     def _wrap_apply(self, module: torch.nn.Module, taps: list[str], cls: str) -> None:
@@ -342,10 +527,10 @@ class Taps:
             return
         original = method.apply
         tap = Tap(taps[:1], cls, original, {taps[0]: HEAD}, frozenset(taps[:1]), False)
-        around = self._around(tap, original)
+        wrapper = self._wrapper(tap, original)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            return around(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)
+            return wrapper(*args, **kwargs) if not args or args[0] is module else original(*args, **kwargs)
 
         try:
             method.apply = apply

@@ -1,11 +1,11 @@
 """Parameters and buffers: a fingerprint of each, and its payload once per run where there is room.
 
-The problem: different weights explain most "wrong" answers and must be told from wrong arithmetic first, yet all
-weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
-computed where the parameter lies, are enough to say "different"; payloads are stored while all of them fit a
-quarter of the budget. What counts are the weights as the checkpoint gave them: kernels re-pack them afterwards,
-each machine's in its own form (weights.py tells when). Not here: the decision's rule
-(ProbeConfig.wants_param_payloads) and layouts (layout.py).
+The problem: different weights explain most "wrong" answers and must be distinguished from wrong arithmetic first, yet
+all weights of a large model do not fit into a dump. The idea: statistics and a hash of a fixed sample of elements,
+computed where the parameter lies, show a difference; payloads are stored while all of them fit a quarter of the budget.
+The weights that count are those of the checkpoint: kernels re-pack them afterwards, each machine's in its own form.
+
+Not here: when that is (vllm/weights.py), the rule for payloads (ProbeConfig.wants_param_payloads).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.dump.journal import TensorHead
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine, digest
+from vllm_accprobe.dump.journal_writer import TensorLine, digest
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -77,7 +77,7 @@ class ParameterLines:
                 self._record(path, cls, name, tensor)
 
     def whole(self, tap: str, name: str, tensor: torch.Tensor) -> None:
-        """A tensor beside the model's own, which is the same on all ranks: an adapter's, a draft model's."""
+        """A tensor that is not the model's own, which is the same on all ranks: an adapter's, a draft model's."""
         self._record(tap, "", name, tensor)
 
     def _record(self, path: str, cls: str, name: str, tensor: torch.Tensor) -> None:

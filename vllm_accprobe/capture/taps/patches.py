@@ -1,24 +1,29 @@
-"""Values that patches look at, as records like those of module taps.
+"""What is captured besides modules: values inside patched functions, labels and operators, put on a model together.
 
-The problem: a value inside a function belongs to no module boundary, yet analysis wants a tap, rows and a layout. The
-idea: the tap is ``<module path>::<name>``, by the ``self`` of the function, else by the module that runs around it;
-rows come from the same session; the layout is that of a tap which the patch names as being alike. What does not fit the
-installed source is refused, said and counted, and serving goes on. Not here: how a function gets its taps (patching/).
+The problem: a value inside a function belongs to no module boundary, yet analysis wants a tap, rows and a layout; and a
+model runner of vLLM and a Probe put the same things on a model and must take them off in the same order. The idea: the
+tap is ``<module path>::<name>``, by the ``self`` of the function, else by the running module; rows come from the same
+session; the layout is that of a tap which the patch names as similar. A patch that does not fit the installed source is
+refused and counted, and serving goes on. `put_on` applies what the settings ask for.
+
+Not here: how a function gets its taps (patching/), labels (capture/labels.py), operators (ops/dispatch.py).
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, Sites, StepState
-from vllm_accprobe.capture.taps.arguments import outputs
-from vllm_accprobe.capture.taps.hooks import chooses
+from vllm_accprobe.capture.labels import Labels, set_label
+from vllm_accprobe.capture.taps.hooks import Taps, chooses, outputs
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
 from vllm_accprobe.patching.check import insertions, package_root, package_version
 from vllm_accprobe.patching.install import install, loaded, remove
@@ -57,7 +62,7 @@ class Patches:
         self.refused: list[str] = []
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Installs what fits. Raises nothing: a refusal is said and counted."""
+        """Installs what fits. Raises nothing: a refusal is reported and counted."""
         for patch in patches:
             for target in patch.targets:
                 self._apply(patch, target)
@@ -97,8 +102,6 @@ class Patches:
     def _skip(self, patch: Patch, target: Target, why: str) -> None:
         self._session.sink.skip(f"patch:{patch.name}:{target.function}", why, count=len(target.taps))
 
-    # --- while the model runs ----------------------------------------------------------------------------------
-
     def value(self, key: str, owner: Any, value: Any) -> None:
         """Called by patched functions. Never raises."""
         session = self._session
@@ -125,8 +128,6 @@ class Patches:
         path, part = self._place(state, spec.target, owner)
         spec.fired += 1
         if spec.tap.label is not None:
-            from vllm_accprobe.capture.labels import set_label
-
             side, name = spec.tap.label
             set_label(side, f"{path}.{name}", value)
             return
@@ -142,7 +143,7 @@ class Patches:
                 return
             sites = self._sites[name] = {}
             index = (1 << 20) + len(self._sites)
-            session.sink.module(Module(name, cls, index, {"value": spec.tap.value, "in": spec.target.function}))
+            session.module(Module(name, cls, index, {"value": spec.tap.value, "in": spec.target.function}))
             if spec.tap.like is not None:
                 tap, role = spec.tap.like
                 session.layouts.alias[name] = (path if tap == "." else f"{path}.{tap}", role)
@@ -172,8 +173,6 @@ class Patches:
         prefix = self._prefix
         language = not path or not prefix or dotted.startswith(prefix + ".") or prefix.startswith(dotted)
         return path or ROOT_TAP, LANGUAGE if language else VISION
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Takes the taps out and counts what was never reached."""
@@ -211,3 +210,61 @@ def apply_named(
         say(f"patches: {error}; serving goes on without them")
         session.sink.skip("patch:", f"refused: {error}"[:_MOST])
     return patches
+
+
+class Attachments:
+    """What is attached besides one session's taps, until ``close``."""
+
+    def __init__(self, labels: Labels, patches: Any):
+        self.labels = labels
+        self.patches = patches
+
+    def close(self) -> None:
+        """Collects what labels named and puts patched functions back; to be called before the sink is closed."""
+        self.labels.close()
+        if self.patches is not None:
+            self.patches.close()
+
+
+def put_on(
+    session: Session,
+    taps: Taps,
+    model: torch.nn.Module,
+    prefix: str,
+    root: Path,
+    rank: int,
+    *,
+    stored: bool,
+    runner: Any = None,
+    compiled: bool = False,
+) -> Attachments:
+    """Puts on ``model`` what ``session.config`` asks for besides ``taps``, which are attached.
+
+    Args:
+        prefix: path of the language model inside a multi-modal one, or "".
+        root: the dump's directory; rank: the global rank that writes to it.
+        stored: parameters' payloads are in the dump.
+        runner: vLLM's model runner, or None for a model outside vLLM.
+        compiled: the engine compiles or captures graphs.
+    """
+    config = session.config
+    if config.ops:
+        from vllm_accprobe.capture.ops.dispatch import of_model, of_runner
+
+        if runner is not None:
+            of_runner(session, taps, model, runner, stored, compiled)
+        else:
+            of_model(session, taps, model, stored)
+    labels = Labels(
+        session,
+        Path(os.path.abspath(root)),
+        rank,
+        parts=lambda: {name: part for tap in taps.taps for name, part in tap.parts.items()},
+        whole_graphs=compiled,
+        outside=runner is None,  # an engine's warm-up makes many, which nobody misses
+    )
+    labels.open()
+    patches = None
+    if config.patches:
+        patches = apply_named(session, model, prefix, session.say)
+    return Attachments(labels, patches)

@@ -1,30 +1,14 @@
-"""The rows of the running step, in the order in which vLLM's runner computes them.
+"""The rows of the running step, in the order in which vLLM's runner computes them, and what masks their logits.
 
-Who changes the logits of a row between the model and the sampler: grammars, word lists, biases, penalties.
+The problem: which request a row belongs to is decided when the runner prepares its inputs; V1 keeps it in its input
+batch, V2 in a local of execute_model, and the scheduler's output has another order. With ``--mm-encoder-tp-mode data``
+every rank encodes some of a step's images, and the tensors do not say which. A grammar that forbids tokens looks like a
+wrong sampler. The idea: keep the scheduler's output and ask the runner only when a tap fires; its answer must add up to
+what was scheduled. vLLM runs a distributed encoder in functions of its own, ``run_dp_sharded_*``, which pick images by
+plain arithmetic; the same arithmetic, while such a call runs, says what this rank has. What masks a request's logits
+stands in the runner's bookkeeping, and is read just before sampling.
 
-The problem: a grammar forbids tokens, and a comparison that does not know it calls the sampler wrong. The idea: the
-runner's own bookkeeping says, once per step and without a tensor, which request has what; it is read just before
-sampling, by request, in words that both of vLLM's runners share. Temperature, min-p, top-k and top-p leave the best
-logit the best and are no masks.
-
-The rows of the step that runs, in the order in which vLLM's runner computes them.
-
-The problem: which request a row belongs to is decided by the runner when it prepares its inputs; V1 keeps the answer
-in its input batch, V2 in a local of execute_model, and the scheduler's output has other orders. The idea: hold the
-scheduler's output, and ask the runner only when a tap fires; its answer must add up to what was scheduled, or it is an
-error that is said.
-
-Images that are dealt out to ranks: which of them a rank's encoder computes while it runs.
-
-The problem: with ``--mm-encoder-tp-mode data`` every rank encodes some of a step's images, whole ones picked by their
-size, or tiles cut at any place, and the tensors do not say which. The idea: vLLM runs such an encoder in a function of
-its own, ``run_dp_sharded_*`` (model_executor/models/vision.py), that is given all images and picks by plain arithmetic;
-around each call the same arithmetic says what is this rank's, and for as long as the call runs, rows of the encoder are
-counted in that. Where the arithmetic is not known, such rows have no names.
-
-Not here: taking the logits that are left (sampling.py), what a flipped token then means (judge), which steps are wanted
-(runner.py), what other releases call things (vllm_compat.py), arithmetic on rows (rows.py), rows (rows.py), layouts of
-the tensors (session.py), joining the ranks (align).
+Not here: other releases' names (vllm_compat.py), arithmetic on rows (core/rows.py), taking logits (sampling.py).
 """
 
 from __future__ import annotations
@@ -37,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.rows import (
     EncoderDataParallel,
     EncoderItem,
@@ -44,12 +29,11 @@ from vllm_accprobe.capture.core.rows import (
     Requests,
     Scheduled,
     Space,
-    dealt_space,
     logits_space,
+    share_space,
     token_space,
     vision_space,
 )
-from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.core.session import HEAD, VISION
 from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.capture.vllm.vllm_compat import (
@@ -90,8 +74,9 @@ def grammar_of(args: Iterable[Any]) -> Grammar:
     for value in args:
         names, mask = getattr(value, "structured_output_request_ids", None), getattr(value, "grammar_bitmask", None)
         if names and mask is not None:
-            told = isinstance(names, list) and len(names) == len(mask)  # one row each: no drafts
-            return {n: xxhash.xxh3_128_hexdigest(mask[i].tobytes()) if told else None for i, n in enumerate(names)}
+            if not isinstance(names, list) or len(names) != len(mask):  # drafts: several rows for one
+                return dict.fromkeys(names)
+            return {name: xxhash.xxh3_128_hexdigest(mask[i].tobytes()) for i, name in enumerate(names)}
     return {}
 
 
@@ -108,7 +93,7 @@ def masks_of(runner: Any, prepared: Any, names: Sequence[str], grammar: Grammar)
     return {name: tuple(sorted(by)) for name, by in found.items()}
 
 
-def tells(runner: Any) -> bool:
+def reports_masks(runner: Any) -> bool:
     """Whether `masks_of` sees all that this runner has: V2 of 0.13 and 0.14 keeps penalties and biases in tensors of
     the step only, where no entry does not mean no mask."""
     if not hasattr(runner, "prepare_inputs"):
@@ -200,19 +185,19 @@ class EngineBatch:
         self._rows: list[Scheduled] | None = None
         self._items: list[EncoderItem] = []
         self._taken = 0
-        self._deals = 0
-        self._usual: EncoderDataParallel | None = None
-        self._said = False
-        self.deal: EncoderDataParallel | None = None
-        """What this rank's encoder computes at the moment, where images are dealt out to ranks."""
+        self._shares = 0
+        self._usual_share: EncoderDataParallel | None = None
+        self._reported = False
+        self.share: EncoderDataParallel | None = None
+        """What this rank's encoder computes at the moment, where images are distributed to ranks."""
 
     def begin(self, out: Any) -> None:
         """A step begins with the scheduler's output ``out``; what was known of the last one is forgotten."""
         self._scheduled = out
         self._prepared = self._rows = None
         self._items = []
-        self.deal = self._usual
-        self._taken = self._deals = 0
+        self.share = self._usual_share
+        self._taken = self._shares = 0
 
     def revised(self, out: Any) -> None:
         """What the runner makes of the scheduler's output, where it works with a copy of its own."""
@@ -276,40 +261,40 @@ class EngineBatch:
         """How many rows the runner computes, where it says so (V2); else 0."""
         return int(getattr(self._prepared, "num_tokens_after_padding", 0) or 0)
 
-    def dealt(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
-        """The encoder begins with images that are dealt out. runs: gets the items that no call has taken yet; how many
-        this one takes, and what of them is this rank's. Never raises: what cannot be told has rows without names."""
+    def begin_share(self, runs: Callable[[list[EncoderItem]], tuple[int, tuple[ItemRun, ...]] | None]) -> None:
+        """The encoder begins with images that are distributed. runs: gets the items that no call has taken yet; how
+        many this one takes, and what of them is this rank's. Never raises: what is not known has rows without names."""
         if self._scheduled is None:
             return
-        self._deals += 1
+        self._shares += 1
         found, why = None, "the function is not one of vLLM's, or its images are others"
         try:
             found = runs(self.items()[self._taken :])
-        except Exception as error:  # an older or a vendor's way to deal
+        except Exception as error:  # an older or a vendor's way
             why = f"{type(error).__name__}: {error}"
         if found is None:
             self._unknown(why)
         self._taken += sys.maxsize if found is None else found[0]  # after a call that nobody knows: none either
-        self.deal = EncoderDataParallel(self._deals, None if found is None else found[1])
+        self.share = EncoderDataParallel(self._shares, None if found is None else found[1])
 
-    def gathered(self) -> None:
+    def end_share(self) -> None:
         """The encoder has ended, and every rank has what all have computed."""
-        self.deal = self._usual
+        self.share = self._usual_share
 
-    def blind(self) -> None:
-        """Images are dealt out, and nobody will say when: no row of an encoder can be told."""
-        self.deal = self._usual = EncoderDataParallel(0, None)
+    def no_known_shares(self) -> None:
+        """Images are distributed, and no call shows when: no row of an encoder is known."""
+        self.share = self._usual_share = EncoderDataParallel(0, None)
         self._unknown("no function of vLLM's that deals was found")
 
     def _unknown(self, why: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             known = "images are dealt out to ranks in a way that is not known"
             say(f"{known} ({why}): rows of the encoder are not told apart")
 
     def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The runner's own buffers of token ids and positions of the first ``n`` rows: integers of shape [n], on the
-        runner's device or in host memory. (What the positions may say is limited by rowmaps.py.)"""
+        runner's device or in host memory. (What the positions may say is limited by core/rows.py.)"""
         source = self._prepared if self._prepared is not None else self._runner
         ids = device_buffer(getattr(source, "input_ids", None))
         positions = positions_of(source)
@@ -317,7 +302,7 @@ class EngineBatch:
 
     def masked(self, grammar: Grammar) -> dict[str, Mask]:
         """By request, in the order of the rows: what masks its logits in this step. grammar: those that a grammar
-        constrains, where somebody was told."""
+        constrains, where the sampler got them."""
         names = [part.internal for part in self.rows()]
         grammar = grammar or grammar_of([self._scheduled])
         found = masks_of(self._runner, self._prepared, names, grammar)
@@ -366,9 +351,9 @@ class ChosenRows:
 
     def space(self, part: str, rows: int) -> Space | None:
         """The row space of a tensor with ``rows`` rows in ``part`` of the model (session.py's words for parts)."""
-        batch, deal = self.batch.rows(), self.batch.deal
-        if part == VISION and deal is not None:
-            return dealt_space(self._config, self._requests, deal, rows)
+        batch, share = self.batch.rows(), self.batch.share
+        if part == VISION and share is not None:
+            return share_space(self._config, self._requests, share, rows)
         if part == VISION:
             return self.images(self.batch.items(), rows)
         if part == HEAD:
@@ -378,7 +363,7 @@ class ChosenRows:
         return space
 
     def images(self, items: list[EncoderItem], rows: int) -> Space | None:
-        """Rows of the encoder's ``items``; None where ``rows`` of them cannot be told apart."""
+        """Rows of the encoder's ``items``; None where ``rows`` of them cannot be distinguished."""
         return vision_space(self._config, self._requests, items, rows)
 
     def logits(self, batch: list[Scheduled], rows: int = 0) -> Space:
@@ -421,27 +406,27 @@ _NAME = "run_dp_sharded_"
 _BY_SIZE, _BY_TILE = _NAME + "mrope_vision_model", _NAME + "vision_model"
 
 
-def deals(vllm_config: Any) -> bool:
-    """Whether the engine was asked to deal out the encoder's inputs. Models that cannot do so split weights instead."""
+def distributes_encoder(vllm_config: Any) -> bool:
+    """Whether the engine distributes the encoder's inputs. Models that cannot do so split weights instead."""
     config = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
     mode = getattr(config, "mm_encoder_tp_mode", None)
     return mode == "data" and int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1) or 1) > 1
 
 
-def watch_dealing(batch: EngineBatch, vllm_config: Any) -> Dealing | None:
-    """What tells ``batch`` of each deal, or None for an engine that does not deal images out."""
-    if not deals(vllm_config):
+def watch_encoder(batch: EngineBatch, vllm_config: Any) -> EncoderDistribution | None:
+    """What notifies ``batch`` of each call, or None for an engine that does not distribute images."""
+    if not distributes_encoder(vllm_config):
         return None
-    dealing = Dealing(batch)
-    if not dealing.seen:
-        batch.blind()
-    return dealing
+    distribution = EncoderDistribution(batch)
+    if not distribution.seen:
+        batch.no_known_shares()
+    return distribution
 
 
-class Dealing:
-    """Wraps the functions that deal, wherever vLLM's modules hold them, until ``close``.
+class EncoderDistribution:
+    """Wraps the functions that distribute, wherever vLLM's modules hold them, until ``close``.
 
-    batch: is told what its rank computes. seen: functions that were found.
+    batch: gets what its rank computes. seen: functions that were found.
     """
 
     def __init__(self, batch: EngineBatch):
@@ -456,7 +441,7 @@ class Dealing:
             for name in [n for n in names if n.startswith(_NAME)]:
                 original = names[name]
                 if callable(original):
-                    self._put(names, name, wrapped.setdefault(id(original), self._around(name, original)))
+                    self._put(names, name, wrapped.setdefault(id(original), self._counting(name, original)))
 
     def close(self) -> None:
         """Puts the functions back."""
@@ -474,17 +459,17 @@ class Dealing:
 
         self._undo.append(undo)
 
-    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         batch = self._batch
 
-        def dealt(*args: Any, **kwargs: Any) -> Any:
+        def begin_share(*args: Any, **kwargs: Any) -> Any:
             try:
-                batch.dealt(lambda items: self._runs(name, original, items, args, kwargs))
+                batch.begin_share(lambda items: self._runs(name, original, items, args, kwargs))
                 return original(*args, **kwargs)
             finally:
-                batch.gathered()
+                batch.end_share()
 
-        return dealt
+        return begin_share
 
     def _runs(
         self, name: str, original: Any, items: list[EncoderItem], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -499,7 +484,7 @@ class Dealing:
 
 
 def _place(world: dict[str, Any]) -> tuple[int, int]:
-    """(this rank, ranks) of the group that images are dealt to, as the dealing function asks for them."""
+    """(this rank, ranks) of the group that images are distributed to, as the distributing function asks for them."""
     rank, size = (world[f"get_tensor_model_parallel_{what}"]() for what in ("rank", "world_size"))
     return int(rank), int(size)
 

@@ -1,20 +1,12 @@
 """The capture of one worker: the observer that owns a Recording, and the history of its weights.
 
-The weights' life of one worker: its parts, put together.
-
-The problem: loading begins before there is a journal, and what the calls, the adapters and the fingerprints need is
-spread over worker, runner and model. The idea: one object for the capture, with a method for each moment. It says where
-an error goes: into the journal, and the looking ends.
-
-The capture of one worker: the observer that owns a Recording, and turns steps into armed ones.
-
 The problem: a dump of a served model has the weights as they were loaded, the chosen steps of the chosen requests, what
 was sampled, operators, labels and patches, all in their order, and whatever of it fails must end the capture and not
 the serving. The idea: one observer of the runner that puts the parts on when they can be put on, opens the session's
 steps, and takes everything off again.
 
-Not here: events (weights.py), prints (capture/weights/), taps (taps/hooks.py), what a runner is (runner.py), the
-dump itself (core/recording.py).
+Not here: events of weights (weights.py), taps (taps/hooks.py), what a runner is (runner.py), the dump
+(core/recording.py).
 """
 
 from __future__ import annotations
@@ -28,16 +20,16 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.arming import Windows
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.recording import Attachments, Recording, put_on, root_of
+from vllm_accprobe.capture.core.recording import Recording, root_of
 from vllm_accprobe.capture.core.rows import Requests, wanted_at_all
-from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.core.session import LANGUAGE, NOTHING, Session
 from vllm_accprobe.capture.taps.hooks import Taps, chooses, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
-from vllm_accprobe.capture.vllm.attach import observe
-from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, watch_dealing
-from vllm_accprobe.capture.vllm.compiled import InGraphs, LookingOn
+from vllm_accprobe.capture.taps.patches import Attachments, put_on
+from vllm_accprobe.capture.vllm.batch import ChosenRows, EncoderDistribution, watch_encoder
+from vllm_accprobe.capture.vllm.compiled import DummyRunOnly, InGraphs
 from vllm_accprobe.capture.vllm.modes import AttachedModes, record_draft_layer
 from vllm_accprobe.capture.vllm.runner import RunnerAdapter
 from vllm_accprobe.capture.vllm.sampling import Sampling
@@ -48,8 +40,8 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     compiles,
     hidden_size,
     language_prefix,
+    run_info,
 )
-from vllm_accprobe.capture.vllm.vllm_compat import run_info as run_info
 from vllm_accprobe.capture.vllm.weights import MOST, AdapterSlots, WeightCalls
 from vllm_accprobe.capture.weights.history import WeightLife
 from vllm_accprobe.config import ProbeConfig
@@ -61,7 +53,7 @@ MANY_ADAPTERS = f"an adapter in a slot, after the first {MOST}"
 
 
 class Weights:
-    """Never raises. session: asked for when there is something to write."""
+    """Never raises. session: gives it when there is something to write."""
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter, session: Callable[[], Session | None]):
         self._adapter, self._session = adapter, session
@@ -74,13 +66,8 @@ class Weights:
             config.weights,
         )
         self._calls = WeightCalls(self.life, adapter.worker, adapter.runner)
+        self.examine, self.loading, self.settle = self.life.examine, self._calls.loading, self._calls.settle
         self._slots: AdapterSlots | None = None
-
-    def loading(self) -> contextlib.AbstractContextManager[Any]:
-        return self._calls.loading()
-
-    def look(self, path: str, layer: torch.nn.Module) -> None:
-        self.life.look(path, layer)
 
     def loaded(self, model: torch.nn.Module) -> None:
         """The model is loaded, packed, and has its adapters' layers."""
@@ -89,10 +76,10 @@ class Weights:
         with self.life.safely():
             self._calls.watch(model)
             if self._slots is None:
-                self._slots = AdapterSlots(self.life, self._adapter.runner, lambda: self._adapter.quiet, self._many)
-
-    def settle(self) -> None:
-        self._calls.settle()
+                self._slots = AdapterSlots(
+                    self.life, self._adapter.runner, lambda: self._adapter.quiet,
+                    lambda: self._skip(ROOT_TAP, MANY_ADAPTERS),
+                )  # fmt: skip
 
     def close(self) -> None:
         with self.life.safely():
@@ -104,38 +91,28 @@ class Weights:
         if session is not None and session.dead is None:
             session.sink.line(line)
 
-    def _many(self) -> None:
-        self._skip(ROOT_TAP, MANY_ADAPTERS)
-
     def _skip(self, path: str, reason: str) -> None:
         session = self._session()
         if session is not None:
             session.sink.skip(path, reason)
 
     def _failed(self, error: BaseException) -> None:
-        said = f"{type(error).__name__}: {error}"
-        say(f"{_WHERE} failed ({said}): their life is not told any further; capture goes on")
+        text = f"{type(error).__name__}: {error}"
+        say(f"{_WHERE} failed ({text}): their life is not told any further; capture goes on")
         session = self._session()
         if session is not None:
-            session.sink.error(_WHERE, said, None)
-
-
-def attach(wrapper: Any) -> CaptureObserver | None:
-    """Called in each worker after init_device. Returns the capture, or None if this rank is not captured. Never
-    raises."""
-    failed = "could not attach ({}): NOTHING will be captured on this rank; run `accprobe doctor`"
-    return observe(wrapper, CaptureObserver, CaptureObserver.without, failed, left_out)
-
-
-def left_out(config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver | None:
-    """What a rank needs that is not captured."""
-    return LookingOn(config, adapter) if config.graphs else None
+            session.sink.error(_WHERE, text, None)
 
 
 class CaptureObserver(StepObserver):
     """What captures one worker. ``session`` and ``taps`` are None until the model is loaded."""
 
     without = "NOTHING will be captured on this rank"
+    unattached = "could not attach ({}): NOTHING will be captured on this rank; run `accprobe doctor`"
+
+    @classmethod
+    def left_out(cls, config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver | None:
+        return DummyRunOnly(config, adapter) if config.graphs else None
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self.config = self._selected = config
@@ -148,13 +125,13 @@ class CaptureObserver(StepObserver):
         self._recording: Recording | None = None
         self._parameters: ParameterLines | None = None
         self._attachments: Attachments | None = None
-        self._dealing: Dealing | None = None
+        self._encoder: EncoderDistribution | None = None
         self._modes: AttachedModes | None = None
         self._graphs: InGraphs | None = None
         self._weights = Weights(config, adapter, lambda: self.session)
         self.windows = Windows(config, self._aim, self._note, self._refuse, say)
         self._seen_steps = self._armed_steps = 0
-        self._closed = self._said_unplaced = False
+        self._closed = self._reported_unplaced = False
 
     @property
     def awake(self) -> bool:
@@ -165,13 +142,11 @@ class CaptureObserver(StepObserver):
         """Whether tensors of the step that runs are taken."""
         return self.session is not None and self.session.state is not None
 
-    # --- the model ---------------------------------------------------------------------------------------------
-
     def layer(self, model: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
         if self.taps is None and (self.session is None or self.session.dead is None):
             _, parameters = self._open(model)
             parameters.layer(path, layer)
-            self._weights.look(path, layer)
+            self._weights.examine(path, layer)
 
     def draft_layer(self, path: str, layer: torch.nn.Module) -> None:
         if self.taps is None and (self.session is None or self.session.dead is None):
@@ -181,7 +156,7 @@ class CaptureObserver(StepObserver):
         return self._weights.loading()
 
     def _open(self, model: torch.nn.Module) -> tuple[Session, ParameterLines]:
-        """This rank's place in the dump, beside that of an earlier engine of the same process. Taps come later, when
+        """This rank's place in the dump, next to that of an earlier engine of the same process. Taps come later, when
         the model is complete."""
         if self.session is None:
             runner, parallel = self._adapter.runner, self._adapter.parallel
@@ -192,11 +167,10 @@ class CaptureObserver(StepObserver):
             layouts = Layouts(modules, tp_rank, tp_size, hidden_size(runner.vllm_config))
             self._recording = Recording(
                 self.config, self.root, run, layouts, self._rows.space, rank=parallel["rank"], device=device,
-                parallel={k: v for k, v in parallel.items() if k != "rank"}, beside="this engine's dump goes",
-                announced=True,
+                parallel=parallel, contents="this engine's dump goes", announced=True,
             )  # fmt: skip
             self.root, self.session = self._recording.root, self._recording.session
-            self.session.deal = lambda: self._adapter.batch.deal
+            self.session.encoder_share = lambda: self._adapter.batch.share
         if self._parameters is None:
             self._parameters = ParameterLines(self.session, model, say)
         return self.session, self._parameters
@@ -212,7 +186,7 @@ class CaptureObserver(StepObserver):
         compiled = compiles(runner.vllm_config, model)
         if compiled and self.config.graphs:
             self._graphs = InGraphs(session, runner, model)
-            self._graphs.around()
+            self._graphs.wrap()
         self.taps = Taps(session, functools.partial(tapped, session))
         self.taps.attach(model, language_prefix(model))
         Sampling(session, runner, model, self._rows)
@@ -221,13 +195,13 @@ class CaptureObserver(StepObserver):
         self._modes = AttachedModes(session, parameters, runner, model, batch)
         if self._graphs is not None:
             self._graphs.place(self.root)
-        self._dealing = watch_dealing(batch, runner.vllm_config)
+        self._encoder = watch_encoder(batch, runner.vllm_config)
         self._attachments = put_on(
             session, self.taps, model, language_prefix(model), self.root, self._adapter.parallel["rank"],
             stored=parameters.stored, runner=runner, compiled=compiled,
         )  # fmt: skip
         if self._graphs is not None and self._graphs.placed:
-            pass  # it has said how much is seen
+            pass  # its line says how much is seen
         elif compiled and self.config.graphs:
             say(
                 "the engine compiles or captures graphs (left as configured by VLLM_ACCPROBE_GRAPHS=1): "
@@ -241,13 +215,11 @@ class CaptureObserver(StepObserver):
                 "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
             )
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def begin_step(self, step: EngineStep) -> None:
         session = self.session
         assert session is not None
         self._weights.settle()
-        self.windows.told(step.arming, step.number)
+        self.windows.update(step.arming, step.number)
         for new in step.new:
             self.requests.add(
                 new.name, new.prompt, new.length, new.images, new.adapter, new.embedded, new.salt, new.sampling
@@ -274,13 +246,13 @@ class CaptureObserver(StepObserver):
             self.requests.forget(name)
 
     def _placed(self, step: EngineStep) -> bool:
-        """Whether the rows of ``step`` can be told; a step of which they cannot is counted as skipped."""
+        """Whether the rows of ``step`` are known; a step of which they are not is counted as skipped."""
         if not step.unplaced:
             return True
         assert self.session is not None
         self.session.sink.skip(ROOT_TAP, step.unplaced)
-        if not self._said_unplaced:
-            self._said_unplaced = True
+        if not self._reported_unplaced:
+            self._reported_unplaced = True
             say(f"{step.unplaced}: such steps are skipped (said once)")
         return False
 
@@ -330,15 +302,13 @@ class CaptureObserver(StepObserver):
             # No tap fired (a captured graph, or a filter): the step's rows are written all the same.
             space = self._rows.space(LANGUAGE, 0)
             if space is not None and space.n:
-                self.session.sink.rows(state.number, space)
+                self.session.announce(state, space)
 
     def end_step(self) -> None:
         if self.session is not None:
             self.session.end()
         if self._graphs is not None:
             self._graphs.end_step()
-
-    # --- the end -----------------------------------------------------------------------------------------------
 
     def failed(self, where: str, error: BaseException) -> None:
         if self.session is not None:
@@ -358,7 +328,7 @@ class CaptureObserver(StepObserver):
             recording.end(reason)
             session, sink = recording.session, recording.session.sink
             if self._graphs is not None:
-                self._graphs.end()  # some of its taps stand around others of ours
+                self._graphs.end()  # some of its taps wrap others of ours
             if self.taps is not None:
                 if self._armed_steps:
                     for tap, why in self.taps.never_fired():
@@ -368,8 +338,8 @@ class CaptureObserver(StepObserver):
                 self._graphs.close()
             if self._attachments is not None:
                 self._attachments.close()
-            if self._dealing is not None:
-                self._dealing.close()
+            if self._encoder is not None:
+                self._encoder.close()
             if self._modes is not None:
                 self._modes.close()
             self.windows.close()

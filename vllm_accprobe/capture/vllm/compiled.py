@@ -1,17 +1,10 @@
 """Taps inside a compiled engine: where capture/graphs meets vLLM.
 
-One forward of invented tokens, not compiled, in which a compiled engine shows what its modules give back.
-
-The problem: it must run before anything is compiled, with vLLM's own dummy batch, which on several ranks is a matter of
-all of them, also of those that are not captured. The idea: the same function on every rank; a rank that is left out has
-an observer that takes part in this and in nothing else.
-
-Taps inside a compiled engine: where capture/graphs meets vLLM.
-
-The problem: taps must stand before vLLM compiles and profiles its memory, with the shapes that a forward has, and then
-hear when a forward of a step begins and ends. The idea: when the model is loaded, vLLM's own dummy batch says what
-every module gives back; the taps are placed, their key goes into vLLM's compile key; the forward of each step, whoever
-calls it, aims the taps and drains them. Whatever fails here leaves the engine as it is without taps.
+The problem: taps must be placed before vLLM compiles and profiles its memory, with the shapes that a forward has, and
+must know when a forward of a step begins and ends. The idea: when the model is loaded, vLLM's own dummy batch, which is
+not compiled, shows what every module returns; all ranks of the engine take part, also those that are not captured. The
+taps are placed and their key goes into vLLM's compile key; the forward of each step aims the taps and reads them out. A
+failure leaves the engine as it is without taps.
 
 Not here: the taps (capture/graphs), forwards (runner.py), which engines compile (vllm_compat.py).
 """
@@ -28,18 +21,16 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.session import LANGUAGE, Session
-from vllm_accprobe.capture.graphs.drain import GraphDrain
-from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, ring_bytes, watching
-from vllm_accprobe.capture.graphs.placement import plan as plan
-from vllm_accprobe.capture.taps.arguments import Inputs, outputs
-from vllm_accprobe.capture.taps.hooks import chooses, picks
+from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, plan, ring_bytes, watching
+from vllm_accprobe.capture.graphs.readout import GraphReadout
+from vllm_accprobe.capture.taps.hooks import Inputs, chooses, outputs, picks
 from vllm_accprobe.capture.vllm.relied_on import in_graphs
 from vllm_accprobe.capture.vllm.runner import Forwards, RunnerAdapter
 from vllm_accprobe.capture.vllm.vllm_compat import PIECES, StepObserver, compiled_modules, compiles, level
 from vllm_accprobe.config import TAP_SET, ProbeConfig
-from vllm_accprobe.dump.recorder.journal_writer import amend_graphs
+from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.schema import ROOT_TAP, StepGraph
 
 _TOKENS = 11
@@ -60,7 +51,7 @@ def refusal(config: ProbeConfig, runner: Any) -> str:
     return f"no taps in compiled graphs: {why}" if why else ""
 
 
-def look(runner: Any, model: torch.nn.Module) -> Sightings:
+def observe_dummy_run(runner: Any, model: torch.nn.Module) -> Sightings:
     """One dummy batch, not compiled. What will be compiled is seen, and where whole forwards are captured, everything.
 
     Raises whatever vLLM raises.
@@ -79,7 +70,7 @@ def look(runner: Any, model: torch.nn.Module) -> Sightings:
     return seen
 
 
-class LookingOn(StepObserver):
+class DummyRunOnly(StepObserver):
     """What a rank that is not captured does where others are: it computes the dummy batch with them."""
 
     without = "nothing is captured on this rank"
@@ -87,14 +78,14 @@ class LookingOn(StepObserver):
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
         self._config = config
         self._adapter = adapter
-        self._looked = False
+        self._done = False
 
     def loaded(self) -> None:
         runner, model = self._adapter.runner, self._adapter.model()
-        if self._looked or not compiles(runner.vllm_config, model) or refusal(self._config, runner):
+        if self._done or not compiles(runner.vllm_config, model) or refusal(self._config, runner):
             return
-        self._looked = True
-        look(runner, model)
+        self._done = True
+        observe_dummy_run(runner, model)
 
     def failed(self, where: str, error: BaseException) -> None:
         say(f"{where} failed ({type(error).__name__}: {error}): {self.without}; serving goes on")
@@ -126,7 +117,7 @@ _WHERE = "taps in compiled graphs"
 
 
 class InGraphs:
-    """The taps of one engine that compiles. ``around`` the root before other taps, ``place`` before it compiles.
+    """The taps of one engine that compiles. ``wrap`` the root before other taps, ``place`` before it compiles.
 
     Until taps are placed, and where they cannot be, every method does nothing.
     """
@@ -138,13 +129,11 @@ class InGraphs:
         self._unfit: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._placed: Placed | None = None
-        self._drain: GraphDrain | None = None
+        self._readout: GraphReadout | None = None
         self._forwards = Forwards(lambda: session.state is not None, self._begins, self._ends)
         os.environ[TAP_SET] = ""
 
-    # --- before the engine compiles ----------------------------------------------------------------------------
-
-    def around(self) -> None:
+    def wrap(self) -> None:
         """Wraps the forwards: the root's inside its tap, whose output then comes after those of its parts."""
         self._forwards.root(self._model)
         self._forwards.runner(self._runner)
@@ -164,22 +153,22 @@ class InGraphs:
             session.sink.skip(ROOT_TAP, why)
             say(f"{why}: modules inside compiled graphs are not seen")
             return
-        asked = functools.partial(chooses, config)
+        selects = functools.partial(chooses, config)
         rows = int(self._runner.vllm_config.scheduler_config.max_num_batched_tokens)
-        seen = look(self._runner, self._model)
+        seen = observe_dummy_run(self._runner, self._model)
         budget, device = config.graph_mb * 10**6, torch.device(getattr(self._runner, "device", "cpu"))
         ring = ring_bytes(budget, device) if config.task == "tensor" else 0
         made = plan(
-            seen, asked if config.modules else lambda path, cls: False, rows, budget - ring,
+            seen, selects if config.modules else lambda path, cls: False, rows, budget - ring,
             inputs=config.capture_inputs, outputs=config.capture_outputs, only_stats=config.task == "stats",
             places=functools.partial(picks, config.graph_taps) if config.graph_taps else None,
             folds=device.type == "cpu" and "inductor" in _compiled_how(self._runner.vllm_config)["backend"],
         )  # fmt: skip
         self._unfit, self._names = made.unfit, seen.names
-        placed = Placed(made, asked, device)
+        placed = Placed(made, selects, device)
         if ring:
             session.sink.reserve(ring)
-        self._placed, self._drain = placed, GraphDrain(session, placed)
+        self._placed, self._readout = placed, GraphReadout(session, placed)
         os.environ[TAP_SET] = made.key
         facts = {**made.facts(), "ring": ring, "chosen": len(placed.chosen), **_where(made, seen)}
         amend_graphs(root, {**_compiled_how(self._runner.vllm_config), **facts})
@@ -194,8 +183,6 @@ class InGraphs:
         """Whether there are taps."""
         return self._placed is not None and bool(self._placed.plan.placed)
 
-    # --- steps -------------------------------------------------------------------------------------------------
-
     def begin_step(self) -> None:
         """A step is armed."""
         try:
@@ -208,10 +195,10 @@ class InGraphs:
         try:
             if graph is not None:
                 self._session.computed_by(graph)
-            if self._drain is not None:
-                self._drain.aim(rows)
+            if self._readout is not None:
+                self._readout.aim(rows)
         except Exception as error:
-            self._drain = None
+            self._readout = None
             self._session.fail(_WHERE, error)
 
     def _ends(self, named: dict[str, Any] | None, result: Any) -> None:
@@ -237,11 +224,11 @@ class InGraphs:
 
     def computed(self) -> None:
         """The forward of a step has returned; a second call of the same step does nothing."""
-        self._safely(GraphDrain.take)
+        self._safely(GraphReadout.take)
 
     def end_step(self) -> None:
         """What is computed now is of no step."""
-        self._safely(GraphDrain.rest)
+        self._safely(GraphReadout.rest)
 
     def why(self, tap: str, otherwise: str) -> str:
         """Why nothing was captured at ``tap``."""
@@ -250,7 +237,7 @@ class InGraphs:
     def end(self) -> None:
         """Taps copy nothing any more, and are taken off; what they left out is counted."""
         self.end_step()
-        placed, self._placed, self._drain = self._placed, None, None
+        placed, self._placed, self._readout = self._placed, None, None
         if placed is not None:
             placed.remove()
             for (path, role), why in placed.plan.partly.items():
@@ -258,16 +245,16 @@ class InGraphs:
                     self._session.sink.skip(path, why, role)
 
     def close(self) -> None:
-        """The forwards are as they were; what stands around the root's is gone already."""
+        """The forwards are as they were; what wrapped the root's is gone already."""
         self._forwards.close()
 
-    def _safely(self, what: Callable[[GraphDrain], None]) -> None:
-        if self._drain is None:
+    def _safely(self, what: Callable[[GraphReadout], None]) -> None:
+        if self._readout is None:
             return
         try:
-            what(self._drain)
+            what(self._readout)
         except Exception as error:
-            self._drain = None
+            self._readout = None
             self._session.fail(_WHERE, error)
 
 

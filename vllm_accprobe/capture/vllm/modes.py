@@ -1,42 +1,14 @@
-"""vLLM's modes in which rows or weights are others than the step's: LoRA, draft models, prompt embeddings.
+"""vLLM's modes in which rows or weights are not the step's: LoRA, draft models, prompt embeddings, extra logits.
 
-LoRA adapters: their weights in the dump, once each, as their files have them.
+The problem: an adapter is read when the first request asks for it, then merged and copied into a slot; a draft model
+runs within the target's step, shares modules with it, and has rows of its own; prompts of embeddings have no token ids;
+with prompt log-probabilities the head runs again, over rows of a prompt. Any of these tensors may be taken for one of
+the step's. The idea: the one method that reads an adapter's files gives parameters of the modules they belong to, under
+the adapter's name. A draft's modules are counted as skipped, its own weights recorded under ``draft:``. Embeddings are
+named by a hash of their bfloat16 rounding, the same for engines of other dtypes. Head and embedding go through methods
+of the model that are called with the extra rows: these are skipped, as their rows are captured elsewhere.
 
-The problem: an adapter is no part of the model when the model is loaded; vLLM reads it when the first request asks for
-it, scales it, merges it and copies it into a slot that another adapter gets later. A wrong adapter looks like a wrong
-projection. The idea: the runner's adapter manager has one method that reads an adapter's files; what it gives is
-recorded as parameters of the modules that they belong to, under the adapter's name, before anything is merged. Every
-rank reads the whole adapter, so that it is the same on all.
-
-Draft models: none of their tensors is the target's, and what is not captured of them is counted.
-
-The problem: a draft model runs within the target's step, shares modules with it, and has rows of its own: those of the
-target shifted by one, then one for each request and guess, by release in other orders. A tap of the target that a
-draft calls must not fire, and a dump must say that a second model was there. The idea: nothing that runs while drafts
-are proposed is recorded (capturing.py); here the draft's modules are counted as skipped, and its weights, which no
-row has to be known for, are recorded under ``draft:`` and their path, those of linear layers before a kernel packs
-them and leaves nothing (weights.py). Weights that are the target's own are left out.
-
-Prompts that are embeddings: what names them, and which of their rows are tokens.
-
-The problem: a prompt of embeddings has no token ids, so that two of them looked alike, and the runner's buffer of ids
-holds at their rows what an earlier request left there. The idea: the hash of the embeddings is the prompt's identity.
-They are hashed after rounding to bfloat16, so that an engine in float32 and one in bfloat16, which cast what
-a client sent, have the same name for it (float16 engines only where it was bfloat16 already). A prompt that is partly
-tokens is named after both.
-
-Calls of the model's parts whose rows are not the step's: they are not recorded, and are counted.
-
-The problem: with prompt log-probabilities the head runs again, over rows of a prompt, and with prompt embeddings the
-embedding runs over the rows that are tokens only. By its shape such a tensor may be taken for one of the step's: two
-rows of a prompt for two requests' last rows, or a width for a number of rows. The idea: both go through a method of the
-model that is called with those rows. What they compute is a function of each row alone whose rows are captured
-elsewhere: the root's output, and the root's ``inputs_embeds``.
-
-What a capture puts on for vLLM's modes, in one place: adapters, a draft model, rows that are not the step's.
-
-Not here: which request has which adapter (runner.py), what becomes of the slots, which rows of the target are drafts
-(core/rows.py), prompts of tokens (core/rows.py), the sampled rows' logits (sampling.py).
+Not here: adapters' slots and packing (weights.py), which rows are drafts (core/rows.py).
 """
 
 from __future__ import annotations
@@ -47,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 from vllm_accprobe.capture.core.session import Session
 from vllm_accprobe.capture.taps.params import ParameterLines, named_tensors, own_tensors, sample_hash
 from vllm_accprobe.capture.vllm.batch import EngineBatch
@@ -64,7 +36,7 @@ def adapter_name(new: Any) -> str:
 
 
 class Adapters:
-    """Looks at each adapter that ``runner`` loads. A runner without a manager has none, and nothing happens."""
+    """Records each adapter that ``runner`` loads. A runner without a manager has none, and nothing happens."""
 
     def __init__(self, session: Session, parameters: ParameterLines, runner: Any):
         self._session = session
@@ -81,10 +53,10 @@ class Adapters:
 
         def read(request: Any, *args: Any, **kwargs: Any) -> Any:
             loaded = original(request, *args, **kwargs)
-            self._look(request, loaded)
+            self._record_adapter(request, loaded)
             return loaded
 
-        self._undo = put_over(manager, _READS, read)
+        self._undo = override(manager, _READS, read)
 
     def close(self) -> None:
         """The manager is as it was."""
@@ -92,7 +64,7 @@ class Adapters:
             self._undo()
             self._undo = None
 
-    def _look(self, request: Any, loaded: Any) -> None:
+    def _record_adapter(self, request: Any, loaded: Any) -> None:
         if self._session.dead is not None:
             return
         try:
@@ -186,26 +158,26 @@ TOKENS_ONLY = "rows embedded apart from prompt embeddings: they are in the model
 
 
 class OtherRows:
-    """Stands around ``model.compute_logits`` and ``model.embed_input_ids``, where it has them."""
+    """Wraps ``model.compute_logits`` and ``model.embed_input_ids``, where it has them."""
 
     def __init__(self, session: Session, model: Any, batch: EngineBatch):
         self._session = session
         self._batch = batch
         self._undo: list[Callable[[], None]] = []
-        for name, around in (("compute_logits", self._logits), ("embed_input_ids", self._embed)):
+        for name, call in (("compute_logits", self._logits), ("embed_input_ids", self._embed)):
             original = getattr(model, name, None)
             if callable(original):
-                self._undo.append(put_over(model, name, self._around(original, around)))
+                self._undo.append(override(model, name, self._skipping(original, call)))
 
     def close(self) -> None:
         """Both are as they were."""
         while self._undo:
             self._undo.pop()()
 
-    def _around(self, original: Callable[..., Any], other: Callable[[int], str]) -> Callable[..., Any]:
+    def _skipping(self, original: Callable[..., Any], other: Callable[[int], str]) -> Callable[..., Any]:
         session = self._session
 
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             state = session.state
             if state is None:
                 return original(*args, **kwargs)
@@ -220,7 +192,7 @@ class OtherRows:
             finally:
                 session.state = state if session.dead is None else None
 
-        return around
+        return call
 
     def _logits(self, _: int) -> str:
         """The first call of a step is for the rows that are sampled."""

@@ -1,22 +1,14 @@
-"""vLLM's model runner: which execute_model is a step, and what it computes.
+"""vLLM's model runner: which worker is observed, which execute_model is a step, and what it computes.
 
-vLLM's model runner, told to those who listen: which execute_model is a step, and what it computes.
+The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names; engines
+run dummy, profile and warm-up batches through the same code; in a compiled engine the root's Python may not run at all.
+The idea: wrap the runner INSTANCE once, whatever its class, read the scheduler's output, which all share, and notify
+the observers (capture, errcheck, ledger, forcing), which live as long as vLLM's worker wrapper. For taps in graphs
+every method is wrapped that may run a forward: the root's own, V1's ``_model_forward``, V2's replays. What is missing
+is said, not guessed. Only this module, batch.py, weights.py and vllm_compat.py know vLLM's runner.
 
-The problem: V1 and V2 runners, vendors' copies of them and ten releases differ in everything but a few names, and
-engines run dummy, profile and warm-up batches through the same code. The idea: wrap the runner INSTANCE once, after the
-worker has made it, so that the class does not matter; read the scheduler's output, which all share, and tell the
-observers. Whatever is missing is said, not guessed. Only this module, batch.py, weights.py and vllm_compat.py know
-vLLM's runner.
-
-Where the forward of a step begins and ends in a compiled engine.
-
-The problem: taps in graphs must be aimed before and drained after it, with its number of rows; the root's Python runs
-when pieces are replayed, and does not when the whole forward is. The idea: everything that a runner may call is
-wrapped: the root's own forward, which comes first where it runs, so that the root's output comes after those of its
-parts; V1's ``_model_forward``; and V2's replays. The first to begin and the first to end count. Where the root did not
-run, what it would have been given and has given is told.
-
-Not here: what observers do (vllm_compat.py), the order of the rows (batch.py), the taps (compiled.py).
+Not here: what an observer does (vllm_compat.StepObserver), the order of the rows (batch.py), which observer is asked
+for (plugin.py).
 """
 
 from __future__ import annotations
@@ -24,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from vllm_accprobe.capture.arming import SALTS, WORDS
-from vllm_accprobe.capture.core.attribute_override import put_over, wrap
+from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.attribute_override import override, wrap_method
 from vllm_accprobe.capture.core.recording import at_exit
-from vllm_accprobe.capture.core.say import say as say
 from vllm_accprobe.capture.vllm.batch import EngineBatch
 from vllm_accprobe.capture.vllm.modes import adapter_name, embeddings_of, hash_embeddings
 from vllm_accprobe.capture.vllm.relied_on import unplaced
@@ -42,11 +34,13 @@ from vllm_accprobe.capture.vllm.vllm_compat import (
     StepObserver,
     images_of,
     moves_of,
+    parallel_of,
     refusal,
     starts,
     step_graph,
 )
-from vllm_accprobe.capture.vllm.weights import before_packing as before_packing
+from vllm_accprobe.capture.vllm.weights import before_packing
+from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import StepGraph
 
 _QUIET = ("compile_or_warm_up_model", "determine_available_memory", "initialize_from_config", "execute_dummy_batch")
@@ -108,8 +102,8 @@ class RunnerAdapter:
 
     def _wrap_all(self) -> None:
         for name in _QUIET:
-            wrap(self._worker, name, self._quietly)
-        for name, around in (
+            wrap_method(self._worker, name, self._quietly)
+        for name, replacement in (
             ("execute_model", self._execute_model),
             ("sample_tokens", self._sample_tokens),
             ("pool", self._sample_tokens),
@@ -118,27 +112,25 @@ class RunnerAdapter:
             ("_update_states", self._update_states),
             ("load_model", self._load_model),
         ):
-            wrap(self.runner, name, around)
+            wrap_method(self.runner, name, replacement)
         # vLLM ends processes in several ways: its own shutdown (plugin.py), and those of at_exit.
         at_exit(self.close, "process exit")
-
-    # --- the model ---------------------------------------------------------------------------------------------
 
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._refuses():
             return original(*args, **kwargs)
-        with before_packing(self._look_at_layer, self._look_at_draft), contextlib.ExitStack() as stack:
+        with before_packing(self._layer_loaded, self._draft_layer_loaded), contextlib.ExitStack() as stack:
             for observer in reversed(self.observers):
                 stack.enter_context(observer.loading())
             result = original(*args, **kwargs)
-        self._tell(self.observers, "attaching to the model", lambda observer: observer.loaded())
+        self._notify(self.observers, "attaching to the model", lambda observer: observer.loaded())
         if not self._speculates:
             self._speculates = True
-            wrap(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
+            wrap_method(getattr(self.runner, "speculator", None), "propose", self._draft)  # V2
         return result
 
     def _refuses(self) -> bool:
-        """Whether this runner's rows cannot be told apart, which is known before its model is loaded; said once."""
+        """Whether this runner's rows cannot be distinguished: known before its model is loaded, and reported once."""
         try:
             why = refusal(self.runner)
         except Exception as error:
@@ -149,25 +141,23 @@ class RunnerAdapter:
         self._refused = bool(why)
         return self._refused
 
-    def _look_at_layer(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
+    def _layer_loaded(self, model: torch.nn.Module, layer: torch.nn.Module) -> None:
         """A layer whose weights are loaded and not yet packed."""
 
-        def look(observer: StepObserver) -> None:
+        def notify(observer: StepObserver) -> None:
             if not self._paths:
                 self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
             path = self._paths.get(id(layer))
             if path is not None:
                 observer.layer(model, path, layer)
 
-        self._tell(reversed(self.observers), "the loaded weights", look)
+        self._notify(reversed(self.observers), "the loaded weights", notify)
 
-    def _look_at_draft(self, draft: torch.nn.Module, layer: torch.nn.Module) -> None:
+    def _draft_layer_loaded(self, draft: torch.nn.Module, layer: torch.nn.Module) -> None:
         """The same of a draft model's layer."""
         path = next((path for path, module in draft.named_modules() if module is layer), None)
         if path is not None:
-            self._tell(reversed(self.observers), "a draft's loaded weights", lambda one: one.draft_layer(path, layer))
-
-    # --- steps -------------------------------------------------------------------------------------------------
+            self._notify(reversed(self.observers), "a draft's loaded weights", lambda one: one.draft_layer(path, layer))
 
     def _execute_model(self, original: Callable[..., Any], out: Any, *args: Any, **kwargs: Any) -> Any:
         self._end_step()
@@ -181,15 +171,15 @@ class RunnerAdapter:
             for observer in awake:
                 observer.failed("reading the scheduler's output", error)
         else:
-            self._tell(reversed(awake), "reading the scheduler's output", lambda one: one.begin_step(step))
+            self._notify(reversed(awake), "reading the scheduler's output", lambda one: one.begin_step(step))
         with contextlib.ExitStack() as stack:
             for observer in reversed(awake):
                 stack.enter_context(observer.running())
             result = original(out, *args, **kwargs)
-        self._tell(awake, "ending a step", lambda one: one.computed())
+        self._notify(awake, "ending a step", lambda one: one.computed())
         if result is not None or getattr(self.runner, "sample_tokens", None) is None:
             self._end_step()  # an answer (pooling, a pipeline's first ranks): nobody will ask for tokens
-        self._raise_if_asked()
+        self._raise_if_stopping()
         return result
 
     def _read(self, out: Any) -> EngineStep:
@@ -214,7 +204,7 @@ class RunnerAdapter:
                 return original(*args, **kwargs)
         finally:
             self._end_step()
-            self._raise_if_asked()
+            self._raise_if_stopping()
 
     def _draft(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -242,20 +232,18 @@ class RunnerAdapter:
         finally:
             self._quiet -= 1
 
-    # --- the observers -----------------------------------------------------------------------------------------
-
     def _end_step(self) -> None:
         """Whatever runs next, it is not of the step that may still be open."""
-        self._tell(self.observers, "ending a step", lambda one: one.end_step())
+        self._notify(self.observers, "ending a step", lambda one: one.end_step())
 
-    def _tell(self, observers: Iterable[StepObserver], where: str, what: Callable[[StepObserver], None]) -> None:
+    def _notify(self, observers: Iterable[StepObserver], where: str, what: Callable[[StepObserver], None]) -> None:
         for observer in observers:
             try:
                 what(observer)
             except Exception as error:
                 observer.failed(where, error)
 
-    def _raise_if_asked(self) -> None:
+    def _raise_if_stopping(self) -> None:
         for observer in self.observers:
             error, observer.stopping = observer.stopping, None
             if error is not None:
@@ -306,13 +294,13 @@ class Forwards:
             self._ends(None, result)
             return result
 
-        self._undo.append(put_over(model, "forward", forward))
+        self._undo.append(override(model, "forward", forward))
 
     def runner(self, runner: Any) -> None:
-        """What the runner calls around it."""
+        """What the runner calls it by."""
         original = getattr(runner, "_model_forward", None)
         if callable(original):
-            self._undo.append(put_over(runner, "_model_forward", self._around(original)))
+            self._undo.append(override(runner, "_model_forward", self._watched(original)))
 
     def step(self, runner: Any) -> None:
         """A step begins: V2's replays, which are made when its graphs are."""
@@ -323,29 +311,29 @@ class Forwards:
         for name in _REPLAYS:
             original = getattr(manager, name, None)
             if callable(original):
-                self._undo.append(put_over(manager, name, self._around(original)))
+                self._undo.append(override(manager, name, self._watched(original)))
 
     def close(self) -> None:
         """All of them are as they were."""
         while self._undo:
             self._undo.pop()()
 
-    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def around(*args: Any, **kwargs: Any) -> Any:
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             if not self._armed():
                 return original(*args, **kwargs)
-            told = _told(args)
+            replayed = _replayed_graph(args)
             named = next((value for value in args if isinstance(value, dict)), kwargs)
-            self._begins(told.size if told is not None else rows_of((), named), told or step_graph())
+            self._begins(replayed.size if replayed is not None else rows_of((), named), replayed or step_graph())
             result = original(*args, **kwargs)
             self._ends(named, result)
             return result
 
-        return around
+        return replacement
 
 
-def _told(args: tuple[Any, ...]) -> StepGraph | None:
-    """The graph that a replay is asked for (V2: BatchExecutionDescriptor)."""
+def _replayed_graph(args: tuple[Any, ...]) -> StepGraph | None:
+    """The graph of a replay (V2: BatchExecutionDescriptor)."""
     for value in args:
         mode = getattr(getattr(value, "cg_mode", None), "name", "NONE")
         if mode != "NONE":
@@ -359,3 +347,39 @@ def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(value, torch.Tensor) and value.dim():
             return int(value.shape[-1] if value.dtype in (torch.int32, torch.int64) else value.shape[0])
     return 0
+
+
+Observer = TypeVar("Observer", bound=StepObserver)
+ADAPTER = "_accprobe"
+"""What vLLM's wrapper keeps the adapter as; plugin.py closes it."""
+
+
+def observe(wrapper: Any, kind: type[Observer]) -> Observer | None:
+    """Adds an observer of this ``kind`` to the adapter of the worker inside vLLM's ``wrapper``, and returns it. Called
+    in each worker after init_device.
+
+    Returns None where the worker has no runner, or this rank is not chosen, which then has what ``kind.left_out``
+    makes. Never raises: where something is wrong the server starts without the probe, with a line.
+    """
+    try:
+        config = ProbeConfig.from_env()
+        worker = getattr(wrapper, "worker", wrapper)
+        runner = getattr(worker, "model_runner", None)
+        if runner is None:
+            say(f"{type(worker).__name__} has no model_runner after init_device: {kind.without}")
+            return None
+        parallel = parallel_of(getattr(wrapper, "vllm_config", None) or runner.vllm_config)
+        adapter = wrapper.__dict__.get(ADAPTER)
+        if adapter is None or adapter.runner is not runner:
+            adapter = RunnerAdapter(worker, runner, parallel)
+        observer = kind(config, adapter) if in_ranges(config.ranks, parallel["rank"]) else None
+        other = observer or kind.left_out(config, adapter)
+        if other is not None:
+            wrapper.__dict__[ADAPTER] = adapter
+            adapter.add(other)
+        return observer
+    except ConfigError as error:
+        say(str(error))
+    except Exception as error:
+        say(kind.unattached.format(f"{type(error).__name__}: {error}"))
+    return None

@@ -1,31 +1,15 @@
 """What was sampled: token ids, the best logits, and what each request asks of the sampler.
 
-Which tokens a request is to be answered with, as its client says it.
+The problem: a flipped token is an error only if its margin was wide, and whether it is right depends on temperature,
+filters, seed, penalties and word lists, which a batch that mixes two requests up has wrong in its own tensors. The
+idea: ``compute_logits`` gives the best ids and values on the device, before penalties and grammars change them in
+place; the runner's sampling method gives the tokens. They are records of a tap ``sampler``, with the settings as the
+runner has them by row. A request's own parameters are copied from the scheduler's output before the runner reads them;
+what is cut is named, and is in the digest. Where anything masks logits the journal says so by request, and the best
+logits that are left are taken too. Tokens that a client names come in ``vllm_xargs`` as one string: 0.11 takes no lists
+there.
 
-The problem: after a token that two servers do not choose alike, they answer other texts, and nothing can be compared;
-so a client names the tokens beforehand. The idea: they come with the request in ``vllm_xargs``, which every release
-hands on to ``SamplingParams.extra_args``, as one string of numbers: 0.11 takes no lists there, and later releases look
-at each item of a list.
-
-What a request asks of the sampler, taken once, when the scheduler first names it.
-
-The problem: whether a token is right depends on the request's temperature, filters, seed, penalties, biases and word
-lists, and a batch that mixes two requests up has the wrong ones in its own tensors. The idea: the scheduler's output
-carries each new request's own parameters, in every release and for both runners; they are copied from there, before the
-runner has made anything of them, and stand in the request's line of the journal. Lists are cut; what is cut is named,
-and is in the digest all the same.
-
-What was sampled: token ids, the best logits and so the margin, per row of the logits.
-
-The problem: a flipped token is an error only if its margin was wide, and the sampler is no part of the model. The
-idea: the model's ``compute_logits`` is where rows become logits rows; its result gives the best ids and values on
-the device at once (before penalties and grammars change it in place). The runner's sampling method then gives the
-tokens. They are ordinary records of a tap called ``sampler``, as are temperature, filters and penalties as the runner
-has them by row, where any row needs them. In a step in which anything masks logits (batch.py), or a request asks for
-it, the journal says so by request, and the best logits that are left are taken as well. Which noise draws the tokens
-is an attribute of the tap.
-
-Not here: putting them in place (teacher_forcing.py), what follows (judge/sampling_rules.py), what a flip means (judge).
+Not here: what masks logits (batch.py), putting named tokens in place (teacher_forcing.py), what a flip means (judge).
 """
 
 from __future__ import annotations
@@ -38,10 +22,11 @@ from typing import Any
 import torch
 import xxhash
 
-from vllm_accprobe.capture.core.say import say
+from vllm_accprobe.capture.core import say
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.core.session import HEAD, Session
 from vllm_accprobe.capture.taps.hooks import chooses
-from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, tells
+from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, reports_masks
 from vllm_accprobe.capture.vllm.relied_on import unsampled
 from vllm_accprobe.dump.journal import MASKS
 from vllm_accprobe.dump.schema import (
@@ -87,14 +72,14 @@ class NamedTokens:
         return self.ids[k] if 0 <= k < len(self.ids) else -1
 
 
-def asked(extra: Mapping[str, Any] | None, prompt: int) -> NamedTokens | None:
+def named_tokens(extra: Mapping[str, Any] | None, prompt: int) -> NamedTokens | None:
     """Of a request's extra_args; None where it asks for nothing. Raises ValueError, which quotes nothing."""
-    said = (extra or {}).get(KEY)
-    if said is None:
+    text = (extra or {}).get(KEY)
+    if text is None:
         return None
-    if not isinstance(said, str) or not _NUMBERS.fullmatch(said):
+    if not isinstance(text, str) or not _NUMBERS.fullmatch(text):
         raise ValueError(f"{KEY} is not a text of token ids with a blank between two")
-    ids = tuple(map(int, said.split(" ")))
+    ids = tuple(map(int, text.split(" ")))
     return NamedTokens(prompt, ids, max(ids))
 
 
@@ -189,13 +174,13 @@ class Sampling:
             session.sink.skip(SAMPLER, why)
             say(f"{why}: logits and tokens are skipped")
             return
-        told = tells(runner)
+        reported = reports_masks(runner)
         sampler = getattr(runner, "sampler", None)
-        attrs: dict[str, Any] = ({MASKS_KNOWN: True} if told else {}) | noise_of(sampler) | filters_of(runner)
+        attrs: dict[str, Any] = ({MASKS_KNOWN: True} if reported else {}) | noise_of(sampler) | filters_of(runner)
         if hasattr(sampler, "apply_sampling_params"):
             attrs[SCALED] = True
-        session.sink.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
-        if not told:
+        session.module(Module(SAMPLER, self._cls, 1 << 20, attrs))
+        if not reported:
             session.sink.skip(SAMPLER, "this runner does not tell by request what masks logits", "masks")
         self._wrap(model, "compute_logits", self._compute_logits)
         method = "_sample" if hasattr(runner, "_sample") else "sample"
@@ -213,16 +198,9 @@ class Sampling:
         elif hasattr(sampler, "sample"):
             self._wrap(sampler, "sample", self._before_sample)
 
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
+    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        if wrap_method(owner, name, replacement) is None:
             self._session.sink.skip(SAMPLER, f"no {name} to wrap")
-            return
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        owner.__dict__[name] = wrapped
 
     def _compute_logits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._session.state
@@ -254,19 +232,19 @@ class Sampling:
 
     def _sample_tokens(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._grammar = {}
-        self._aside(self._constrained, (*args, *kwargs.values()))
+        self._guarded(self._constrained, (*args, *kwargs.values()))
         return original(*args, **kwargs)
 
     def _constrained(self, args: tuple[Any, ...]) -> None:
         self._grammar = grammar_of(args)
 
     def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._aside(self._masks)
+        self._guarded(self._masks)
         if self._session.config.capture_inputs:
-            self._aside(self._settings)
+            self._guarded(self._settings)
         output = original(*args, **kwargs)
         if self._session.config.capture_outputs:
-            self._aside(self._tokens, output)
+            self._guarded(self._tokens, output)
         return output
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +261,7 @@ class Sampling:
             return original(*args, **kwargs)
         return self._sample(original, *args, **kwargs)
 
-    def _aside(self, take: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, take: Callable[..., None], *args: Any) -> None:
         """Takes something of the step, if there is one; the operators that this calls are none of the model's."""
         state = self._session.state
         if state is None:
@@ -307,12 +285,12 @@ class Sampling:
             self._session.sink.line(MASKS.to_line(Masks(state.number, found)))
 
     def _before_sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._aside(self._left, args[0] if args else kwargs.get("logits"))
+        self._guarded(self._left, args[0] if args else kwargs.get("logits"))
         return original(*args, **kwargs)
 
     def _after_masks(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = original(*args, **kwargs)
-        self._aside(self._left, logits)
+        self._guarded(self._left, logits)
         return logits
 
     def _left(self, logits: Any) -> None:

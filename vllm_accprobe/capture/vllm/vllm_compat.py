@@ -1,26 +1,12 @@
-"""What vLLM's releases and vendors call things, whether an engine is eager, and what listens to a runner.
+"""What vLLM's releases and vendors call things, whether an engine is eager, and what observes a runner.
 
-Whether an engine is eager: how it is made so, and how it is seen afterwards.
+The problem: the same fact has other names in 0.11 and 0.33, in V1 and V2, in vendors' copies. ``enforce_eager`` is not
+enough for an eager engine: from 0.11 to 0.15 a compilation level or mode that somebody names wins over it, and the
+configuration still says eager. The idea: each fact is one function, with its fallbacks in one place. Eager is asked for
+in every word that a release has, and afterwards the modules are believed. What a step is comes to observers as an
+`EngineStep`, in words of no release.
 
-The problem: compiled and captured graphs run no Python, and a tap is Python. ``enforce_eager`` is not enough: from vLLM
-0.11 to 0.15 a compilation level or mode that somebody names wins over it (0.11 config/__init__.py: 336, 0.13
-config/vllm.py: 652), the model is compiled, and the configuration still says eager. The idea: ask for eager in every
-word that a release has, and afterwards believe the modules, not the wish.
-
-What listens to a model runner: a capture, errcheck, and whatever comes after them.
-
-The problem: each of them must know what a step is, which requests it has, when weights are loaded and when a process
-ends, and a runner that is wrapped by each is wrapped several times, each time a little differently. The idea: one
-adapter knows the runner (runner.py) and tells its observers, a handful of calls per step, in words that are no
-release's.
-
-What vLLM's releases and vendors call things: plain functions that read its objects, none of which is kept.
-
-The problem: the same fact has other names in 0.11 and 0.33, in V1 and V2, in vendors' copies. The idea: each fact
-is one function here, with the fallbacks in one place, so that runner.py reads like the design.
-
-Not here: who patches the engine's arguments (plugin.py), what is said and skipped then (runner.py), what an observer
-does (capturing.py, capture/errcheck/observer.py), the order of the rows (batch.py), any wrapping.
+Not here: who patches the engine's arguments (plugin.py), the order of the rows (batch.py), any wrapping (runner.py).
 """
 
 from __future__ import annotations
@@ -40,7 +26,7 @@ import torch
 from vllm_accprobe.capture.core.recording import run_facts
 from vllm_accprobe.capture.core.session import NOTHING
 from vllm_accprobe.capture.vllm import relied_on
-from vllm_accprobe.config import REPLICAS
+from vllm_accprobe.config import REPLICAS, ProbeConfig
 from vllm_accprobe.dump.schema import Image, SamplingParameters, StepGraph
 
 _NAMES = ("level", "mode", "cudagraph_mode")
@@ -79,7 +65,7 @@ def make_eager(args: Any) -> list[str]:
 
 
 def compiles(vllm_config: Any, model: Any) -> bool:
-    """Whether the built engine compiles or captures graphs, whatever it was asked for: what is inside runs no Python.
+    """Whether the built engine compiles or captures graphs, whatever was requested: what is inside runs no Python.
 
     ``model``: its modules know (vLLM's ``support_torch_compile`` sets ``do_not_compile`` on each).
     """
@@ -102,7 +88,7 @@ def compiled_modules(model: Any) -> list[str]:
 
 
 def facts(vllm_config: Any, model: Any) -> dict[str, Any]:
-    """What run.json says of it: ``eager`` as it is, beside what the engine was asked for."""
+    """What run.json says of it: ``eager`` as it is, and what was requested."""
     config = vllm_config.compilation_config
     graphs = getattr(config, "cudagraph_mode", None)
     return {
@@ -148,15 +134,12 @@ class BlockMoves:
     """What the scheduler did with the cache's blocks before a step, by request, one sequence per group of the cache.
 
     tables: the whole tables of requests that are new or resumed; more: what was added to the tables of others.
-    preempted: as far as it is said. copies: (from, to), block by block, before the forward. zeroed: blocks that are
-    filled with zeros before it.
+    copies: (from, to), block by block, before the forward.
     """
 
     tables: Mapping[str, Sequence[Sequence[int]]]
     more: Mapping[str, Sequence[Sequence[int]]]
-    preempted: Sequence[str] = ()
     copies: Sequence[tuple[int, int]] = ()
-    zeroed: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -164,10 +147,10 @@ class EngineStep:
     """One batch that the scheduler has made.
 
     number: of the steps from 0 on; None for a batch that is no step (nothing scheduled, or the engine's own warm-up).
-    counts: tokens by request; tokens: all of them. starts: asked for the tokens computed before, by request.
-    finished: requests of earlier steps that get no more rows. arming: the control file's words (capture/arming/), None
-    where the scheduler does not look at it. unplaced: why nobody can tell its rows, "" where they can be told. blocks:
-    asked for what was done with the cache's blocks.
+    counts: tokens by request; tokens: all of them. starts: gives the tokens computed before, by request. finished:
+    requests of earlier steps that get no more rows. arming: the control file's words (capture/arming.py), None where
+    the scheduler does not read it. unplaced: why its rows are not known, "" where they are. blocks: gives what was
+    done with the cache's blocks.
     """
 
     number: int | None
@@ -190,7 +173,17 @@ class StepObserver:
 
     without = "nothing is observed on this rank"
     """What follows where the runner cannot be observed, for the line that says so."""
+    unattached: str = "the probe could not attach ({}); serving goes on"
+    """The line for a failure while it attaches, with ``{}`` for the error."""
     stopping: Exception | None = None
+
+    def __init__(self, config: ProbeConfig, adapter: Any):
+        """adapter: runner.RunnerAdapter, which will call this observer."""
+
+    @classmethod
+    def left_out(cls, config: ProbeConfig, adapter: Any) -> StepObserver | None:
+        """What a rank has that the settings do not choose."""
+        return None
 
     @property
     def awake(self) -> bool:
@@ -262,13 +255,10 @@ def moves_of(out: Any) -> BlockMoves:
             whole = flags[i] if resumed is None and flags else name in (resumed or ())
             (tables if whole else more)[name] = _ids(ids)
     copies = [(int(copy[0]), int(copy[1])) for copy in getattr(out, "kv_cache_block_copies", None) or ()]
-    return BlockMoves(
-        tables, more, tuple(getattr(out, "preempted_req_ids", None) or ()), copies,
-        tuple(getattr(out, "new_block_ids_to_zero", None) or ()),
-    )  # fmt: skip
+    return BlockMoves(tables, more, copies)
 
 
-def given_metadata(layer: str) -> tuple[Any, Any]:
+def metadata_of_layer(layer: str) -> tuple[Any, Any]:
     """(attention metadata, slot mapping) of the layer that the engine calls so, of the forward that runs; None where
     there is none, or several parts of a batch have one each."""
     contexts = sys.modules.get("vllm.forward_context")
@@ -345,7 +335,7 @@ def guesses(vllm_config: Any) -> bool:
 
 
 def refusal(runner: Any) -> str:
-    """Why the rows of this runner's tensors cannot be told apart, in a few words; "" where they can."""
+    """Why the rows of this runner's tensors cannot be distinguished, in a few words; "" where they can."""
     why = relied_on.refused(runner)
     if why:
         return why
@@ -411,7 +401,7 @@ def language_prefix(model: torch.nn.Module) -> str:
 def replica_of(config: Any) -> tuple[int, int]:
     """(which data-parallel replica this is, how many there are), of vLLM's parallel configuration.
 
-    An engine of a dense model is told nothing of its siblings from 0.14.1 on: rank 0 of 1 in each. Only
+    An engine of a dense model knows nothing of its siblings from 0.14.1 on: rank 0 of 1 in each. Only
     ``data_parallel_index`` stays, and the front end knows the number (plugin.py)."""
     if getattr(config, "distributed_executor_backend", None) == "external_launcher":
         return 0, 1  # ranks and world_size are those of all replicas already
@@ -419,8 +409,8 @@ def replica_of(config: Any) -> tuple[int, int]:
     if index is None:
         index = getattr(config, "data_parallel_rank", 0)
     index = int(index or 0)
-    told = os.environ.get(REPLICAS, "")
-    size = max(int(getattr(config, "data_parallel_size", 1) or 1), int(told) if told.isdecimal() else 1)
+    replicas = os.environ.get(REPLICAS, "")
+    size = max(int(getattr(config, "data_parallel_size", 1) or 1), int(replicas) if replicas.isdecimal() else 1)
     return index, max(size, index + 1)
 
 
@@ -444,13 +434,6 @@ def parallel_of(vllm_config: Any) -> dict[str, Any]:
     return {"rank": int(config.rank) + replica * world, "world_size": world * replicas, **groups}
 
 
-def platform_name() -> str:
-    """Class of vLLM's platform, a vendor's perhaps."""
-    from vllm.platforms import current_platform
-
-    return type(current_platform).__name__
-
-
 def device_name(device: torch.device) -> str:
     """What the device calls itself, else its type."""
     if device.type == "cpu":
@@ -465,14 +448,15 @@ def run_info(
     runner: Any, model: Any, device: torch.device, parallel: dict[str, Any], probe: dict[str, Any]
 ) -> dict[str, Any]:
     """run.json of a vLLM engine."""
-    config = runner.vllm_config
     import vllm
+    from vllm.platforms import current_platform
 
+    config = runner.vllm_config
     model_config = config.model_config
     return run_facts(
         probe,
         versions={"vllm": str(getattr(vllm, "__version__", "unknown"))},
-        system={"vllm": platform_name()},
+        system={"vllm": type(current_platform).__name__},  # a vendor's, perhaps
         device={"type": device.type, "name": device_name(device)},
         model={
             "path": str(getattr(model_config, "model", "")),

@@ -1,30 +1,14 @@
 """The calls by which vLLM loads, packs, reloads and syncs weights, as events of a weights' history.
 
-LoRA adapters in their slots: what was to be put there, and what lies there.
-
-The problem: an adapter is copied into one of a few slots of each layer's stacked tensors; a layer that is passed over
-keeps the adapter that was there before. The idea: when the manager has activated one, its own tensors and the slot are
-looked at, layer by layer; zeros around a tensor of lower rank add nothing to the sum without order, so that both must
-be equal. Only the slot that was filled is read.
-
-The moment between loading and packing: weights as the checkpoint gave them.
-
-The problem: after loading, vLLM's quantisation methods turn weights into the form that a machine's kernels want,
-and may leave nothing of the original (the CPU's linear layers keep an empty tensor); such forms cannot be compared
-between machines, and a wrong checkpoint would go unseen. The idea: while the runner's load_model runs, each layer's
-method is wrapped so that the layer's parameters are looked at just before it packs them. Where a release has no
-such place, nothing happens, and parameters are recorded after loading, as they then are.
-
-The calls by which vLLM changes weights, told to a WeightLife as events.
-
 The problem: weights are changed by reload_weights, by a weight transfer's session of three calls, by a trainer that
-calls load_weights on the live model as often as it has buckets, by sleep and wake, and by an adapter's activation; in
-each release some of these are missing. The idea: whichever of the named methods a worker, a runner or a model has is
-wrapped on the instance; calls of load_weights between two steps are one sync, which is looked at before the next step
-begins.
+calls load_weights on the live model, by sleep and wake, and by an adapter's activation; quantisation methods pack them
+and may leave nothing of the original. In each release some of these calls are missing. The idea: whichever of the named
+methods a worker, a runner or a model has is wrapped on the instance; calls of load_weights between two steps are one
+sync. While a model is loaded each layer's method is wrapped, so that its parameters are seen just before it packs them.
+When an adapter is activated, its own tensors and the slot that was filled are compared, layer by layer: zeros around a
+tensor of lower rank add nothing to the sum without order.
 
-Not here: which of two adapters a request wants (the rows' own identity), what is recorded (params.py), what is looked
-at (capture/weights/history.py).
+Not here: what is recorded (taps/params.py), what is examined (capture/weights/history.py).
 """
 
 from __future__ import annotations
@@ -36,12 +20,12 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.attribute_override import wrap
+from vllm_accprobe.capture.core.attribute_override import wrap_method
 from vllm_accprobe.capture.weights.history import WeightLife, tap_path
 from vllm_accprobe.dump.journal import GIVEN, LOAD, RELOAD, SLOT, SYNC, WAKE
 
 MOST = 256
-"""Activations that are looked at: a server with more adapters than slots exchanges some in every step."""
+"""Activations that are examined: a server with more adapters than slots exchanges some in every step."""
 Say = Callable[..., None]
 
 
@@ -56,13 +40,8 @@ class AdapterSlots:
         self._manager = getattr(worker, "_adapter_manager", None)
         if self._manager is None:
             return
-        self._wrap(worker, "_load_adapter", self._load)
-        self._wrap(self._manager, "activate_adapter", self._activate)
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if callable(original):
-            setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+        wrap_method(worker, "_load_adapter", self._load)
+        wrap_method(self._manager, "activate_adapter", self._activate)
 
     def _load(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         number, name = getattr(request, "lora_int_id", None), getattr(request, "lora_name", "")
@@ -75,12 +54,12 @@ class AdapterSlots:
         if result and not self._quiet() and not self._life.off:
             if self._left:
                 self._left -= 1
-                self._look(number)
+                self._record_slot(number)
             else:
                 self._skipped()
         return result
 
-    def _look(self, number: int) -> None:
+    def _record_slot(self, number: int) -> None:
         manager: Any = self._manager
         with self._life.safely():
             slot = manager.lora_index_to_id.index(number)
@@ -92,12 +71,12 @@ class AdapterSlots:
         registered = manager._registered_adapters
         adapter = registered[number] if number in registered else None  # noqa: SIM401  (a cache: get() counts)
         for path, module in manager.modules.items():
-            given = None if adapter is None else manager._get_lora_layer_weights(adapter, path)
+            as_loaded = None if adapter is None else manager._get_lora_layer_weights(adapter, path)
             for name in ("lora_a", "lora_b"):
                 stacked = getattr(module, f"{name}_stacked", None)
                 if not isinstance(stacked, (tuple, list)):
                     continue
-                whole = _whole(given, name, len(stacked), int(getattr(module, "tp_size", 1) or 1))
+                whole = _whole(as_loaded, name, len(stacked), int(getattr(module, "tp_size", 1) or 1))
                 for i, tensor in enumerate(stacked):
                     where = tap_path(path), type(module).__name__, f"{name}.{i}"
                     if whole is not None:
@@ -107,14 +86,14 @@ class AdapterSlots:
                     say(*where, SLOT, tensor[slot])
 
 
-def _whole(given: Any, name: str, count: int, tp_size: int) -> list[torch.Tensor | None] | None:
+def _whole(as_loaded: Any, name: str, count: int, tp_size: int) -> list[torch.Tensor | None] | None:
     """The adapter's tensors for each of the layer's ``count`` slices, None in it for a slice that it leaves alone;
-    None where they are cut over ranks, or cannot be told."""
+    None where they are cut over ranks, or not known."""
     if tp_size > 1:
         return None
-    if not given:
+    if not as_loaded:
         return [None] * count
-    found = getattr(given, name, None)
+    found = getattr(as_loaded, name, None)
     found = [found] if isinstance(found, torch.Tensor) else found
     if not isinstance(found, list) or len(found) != count:
         return None
@@ -128,9 +107,9 @@ _METHOD = "process_weights_after_loading"
 
 
 @contextmanager
-def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
-    """While the context lasts, ``look`` sees each layer of the first model that is loaded, before it is packed, and
-    ``look_at_draft`` those of any later one: a draft model is loaded after the one that is captured."""
+def before_packing(examine: Layer, examine_draft: Layer) -> Iterator[None]:
+    """While the context lasts, ``examine`` sees each layer of the first model that is loaded, before it is packed, and
+    ``examine_draft`` those of any later one: a draft model is loaded after the one that is captured."""
     try:
         from vllm.model_executor.model_loader import base_loader
 
@@ -141,7 +120,7 @@ def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
     seen: list[torch.nn.Module] = []
 
     def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        undo = wrap_packing(model, look_at_draft if seen else look)
+        undo = wrap_packing(model, examine_draft if seen else examine)
         seen.append(model)
         try:
             return original(model, *args, **kwargs)
@@ -156,7 +135,7 @@ def before_packing(look: Layer, look_at_draft: Layer) -> Iterator[None]:
             setattr(base_loader, _METHOD, original)
 
 
-def wrap_packing(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
+def wrap_packing(model: torch.nn.Module, examine: Layer) -> Callable[[], None]:
     """Wraps the packing of every quantisation method in ``model``, on its instance; returns what undoes it."""
     wrapped: list[Any] = []
     for module in model.modules():
@@ -164,15 +143,15 @@ def wrap_packing(model: torch.nn.Module, look: Layer) -> Callable[[], None]:
         if not hasattr(method, _METHOD) or not hasattr(method, "__dict__"):
             continue
         pack = getattr(method, _METHOD)
-        if look in getattr(pack, "__accprobe__", ()):  # one method of several layers
+        if examine in getattr(pack, "__accprobe__", ()):  # one method of several layers
             continue
 
         def packed(layer: Any, *args: Any, _pack: Callable[..., Any] = pack, **kwargs: Any) -> Any:
             if isinstance(layer, torch.nn.Module):
-                look(model, layer)
+                examine(model, layer)
             return _pack(layer, *args, **kwargs)
 
-        packed.__accprobe__ = (look, *getattr(pack, "__accprobe__", ()))  # type: ignore[attr-defined]
+        packed.__accprobe__ = (examine, *getattr(pack, "__accprobe__", ()))  # type: ignore[attr-defined]
         method.__dict__[_METHOD] = packed
         wrapped.append(method)
 
@@ -209,8 +188,8 @@ class WeightCalls:
         if self._model is not None:
             return
         self._model = model
-        self.life.finish(model, given=True)
-        for owner, name, around in (
+        self.life.finish(model, as_loaded=True)
+        for owner, name, replacement in (
             (self._runner, "reload_weights", self._reload),
             (self._worker, "start_weight_update", self._start),
             (self._worker, "update_weights", self._update),
@@ -219,13 +198,14 @@ class WeightCalls:
             (self._worker, "wake_up", self._wake),
             (model, "load_weights", self._load_weights),
         ):
-            self._wrap(owner, name, around)
+            if (ours := wrap_method(owner, name, replacement)) is not None:
+                self._wrapped.append((owner, name, ours))
 
     def settle(self) -> None:
-        """A step is about to begin, or the run to end: what was written since the last one is looked at."""
+        """A step is about to begin, or the run to end: what was written since the last one is examined."""
         if self._pending and self._model is not None:
             self._pending = False
-            self.life.finish(self._model, given=False)
+            self.life.finish(self._model, as_loaded=False)
 
     def close(self) -> None:
         """Takes the wrappers off."""
@@ -237,13 +217,6 @@ class WeightCalls:
         if self._undo is not None:
             self._undo()
 
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        wrapped = wrap(owner, name, around)
-        if wrapped is not None:
-            self._wrapped.append((owner, name, wrapped))
-
-    # --- events ------------------------------------------------------------------------------------------------
-
     def _begin(self, kind: str, **about: Any) -> bool:
         """Whether an event was begun: within another one, or after a failure, none is."""
         life = self.life
@@ -254,15 +227,15 @@ class WeightCalls:
             self._slept = False
             about["detail"] = "after sleep that discards weights"
         life.begin(kind, **about)
-        self._undo = wrap_packing(self._model, lambda _, layer: life.look(self._path(layer), layer))
+        self._undo = wrap_packing(self._model, lambda _, layer: life.examine(self._path(layer), layer))
         return True
 
-    def _finish(self, *, given: bool) -> None:
+    def _finish(self, *, as_loaded: bool) -> None:
         if self._undo is not None:
             self._undo()
             self._undo = None
         assert self._model is not None
-        self.life.finish(self._model, given=given)
+        self.life.finish(self._model, as_loaded=as_loaded)
 
     def _path(self, layer: torch.nn.Module) -> str:
         assert self._model is not None
@@ -275,7 +248,7 @@ class WeightCalls:
             with self.life.watch:
                 return original(*args, **kwargs)
         finally:
-            self._finish(given=True)
+            self._finish(as_loaded=True)
 
     def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._begin(SYNC):
@@ -295,7 +268,7 @@ class WeightCalls:
         try:
             return self._update(original, *args, **kwargs)
         finally:
-            self._finish(given=True)
+            self._finish(as_loaded=True)
 
     def _load_weights(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.life.open is None and self._begin(SYNC):
@@ -316,5 +289,5 @@ class WeightCalls:
         result = original(*args, **kwargs)
         # After a sleep that discards the weights they are nothing until somebody writes them.
         if (tags is None or "weights" in tags) and not self._slept and self._begin(WAKE):
-            self._finish(given=False)
+            self._finish(as_loaded=False)
         return result

@@ -1,14 +1,10 @@
-"""The fingerprint of one tensor, made where it lies: statistics and a hash in a pass over its bits.
+"""The fingerprint of one tensor, made where it lies: sums of its mixed bits, in chunks.
 
-The fingerprint of one tensor, made where it lies: a pass over its bits in chunks.
-
-The problem: after each event all weights must be looked at once more, on the device that holds them, without a copy of
+The problem: after each event all weights must be examined once more, on the device that holds them, without a copy of
 any. The idea: rows of bits are mixed and summed chunk by chunk; eight bytes for each row leave the device, in one copy
-at the end. On the host a compiled loop does it.
+at the end. On the host a compiled loop does it. Sums are kept of what a checkpoint or a sync loaded, never values.
 
-What a tensor was as a checkpoint or a sync gave it, as far as it is kept: sums, never values.
-
-Not here: what is mixed how (mixing.py), which tensors (history.py), when it is looked at (history.py).
+Not here: how bits are mixed (mixing.py), which tensors, and when (history.py).
 """
 
 from __future__ import annotations
@@ -132,7 +128,7 @@ def _signed(number: int) -> int:
 
 @dataclass
 class LoadedTensor:
-    """What a tensor was as it was given last. raw: `raw_bytes` of it."""
+    """What a tensor was as it was loaded last. raw: `raw_bytes` of it."""
 
     sums: RowSums
     dtype: torch.dtype

@@ -1,28 +1,14 @@
 """A model's weights over its life: after each event, one pass over all of them and a line for each.
 
-What the rows of a parameter are called: q, k and v, gate and up, of each expert.
+The problem: a sync that leaves one scale behind, a reload that loses a shard or a packed copy that stays old change no
+shape and raise nothing; a parameter with the same bytes after a sync may have been written with equal ones, or not at
+all. The idea: whoever sees vLLM's call opens an event; each layer is examined just before it is packed, and all of them
+when the event is over, outside of any forward. While weights are written, a dispatch mode notes where in its storage
+each operator writes, and reads no data; other threads' writes are not seen. Ranges of rows have names (q, k, v, gate,
+up) from the sizes that a parallel layer carries. Only fingerprints are kept. A failure ends the history and nothing
+else.
 
-The problem: "rows 256 to 319 were not written" says little; "k was not" says where to look. The idea: the sizes that a
-parallel layer carries (capture/core/layout.py) name ranges of rows; fused experts are blocks of rows, each with the
-same ranges. A layer whose sizes do not fit the tensor has no names.
-
-Which elements were written while weights are loaded: told from torch's own calls.
-
-The problem: a parameter that holds the same bytes after a sync may have been written with equal ones, or not at all,
-and memory that nobody wrote holds whatever was there. The idea: while somebody loads, a dispatch mode looks at each
-operator that changes an argument, and notes where in its storage; memory that an operator made anew is whole unless it
-was made empty. Nothing of the data is read. What other threads and a device's own transports write is not seen: then a
-parameter that loading itself did not seem to write is not judged (judge/weights/).
-
-A model's weights over its life: after each event, one pass over all of them and a line for each.
-
-The problem: a sync that leaves one scale behind, a reload that loses a shard, a packed copy that stays old change no
-shape and raise nothing. The idea: an event is opened by whoever sees vLLM's call (capture/vllm/weights/), each layer is
-looked at just before it is packed, and all of them when the event is over, outside of any forward; the writes between
-are watched. Fingerprints are all that is kept. A failure here is noted, ends the looking and nothing else. Not here:
-what the lines say (dump/weights/), how a print is made (fingerprint.py), what it means (judge/weights/).
-
-Not here: fingerprints (fingerprint.py).
+Not here: fingerprints (fingerprint.py), the lines (dump/journal.py), what they mean (judge/weights/).
 """
 
 from __future__ import annotations
@@ -39,16 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_accprobe.capture.core import layout
 from vllm_accprobe.capture.core.session import DTYPE_NAMES
 from vllm_accprobe.capture.taps.params import own_tensors
-from vllm_accprobe.capture.weights.fingerprint import LoadedTensor, RowSums, raw_bytes
-from vllm_accprobe.capture.weights.fingerprint import sums_of as sums_of
+from vllm_accprobe.capture.weights.fingerprint import LoadedTensor, RowSums, raw_bytes, sums_of
 from vllm_accprobe.dump.journal import (
+    LIFE,
     LOAD,
     LOADED,
     PACKED,
     Range,
     WeightEvent,
     WeightPrint,
-    event_line,
     pack_rows,
     print_line,
     row_count,
@@ -120,8 +105,8 @@ class _Storage:
 
 
 class WriteWatch(TorchDispatchMode):
-    """Looks on while weights are written; may be entered again and again, and remembers until `forget`. on: whether it
-    looks at all."""
+    """Observes writes of weights; may be entered again and again, and remembers until `forget`. on: whether it observes
+    at all."""
 
     def __init__(self, on: bool = True) -> None:
         super().__init__()
@@ -167,11 +152,11 @@ class WriteWatch(TorchDispatchMode):
                 for tensor in _tensors(value):
                     self._write(tensor)
             return
-        given = {p for a in (*args, *kwargs.values()) for t in _tensors(a) if (p := _pointer(t))}
+        as_loaded = {p for a in (*args, *kwargs.values()) for t in _tensors(a) if (p := _pointer(t))}
         empty = func.__name__.startswith(("empty", "new_empty"))
         for tensor in _tensors(result):
             pointer = _pointer(tensor)
-            if pointer and pointer not in given:
+            if pointer and pointer not in as_loaded:
                 self._storages[pointer] = _Storage(empty)
 
     def _write(self, tensor: torch.Tensor) -> None:
@@ -188,13 +173,13 @@ class WriteWatch(TorchDispatchMode):
 
     def of(self, tensor: torch.Tensor) -> tuple[tuple[tuple[int, int, int], ...] | None, bool]:
         """((first row, end, times) of the rows of ``tensor`` that were written, whether its memory was empty before);
-        None where nobody could look. A row of which a part was written counts as written."""
+        None where it was not observed. A row of which a part was written counts as written."""
         if self.failed is not None or not self.on or not tensor.is_contiguous() or not tensor.numel():
             return None, False
         rows = row_count(tuple(tensor.shape))
         storage = self._storages.get(_pointer(tensor))
         if rows > MAX_ROWS:
-            rows = 1  # told as a whole
+            rows = 1  # as a whole
         if storage is None:
             return (), False
         width = tensor.numel() * tensor.element_size() / rows
@@ -269,8 +254,8 @@ TRANSPOSED = "transposed"
 class WeightLife:
     """The events and prints of one rank.
 
-    line: writes a journal line. chosen: whether a module (path, class) is looked at. step: the number of the next step.
-    failed: told once, when something here has failed. how: FULL; ``prints``, without watching writes; or OFF.
+    line: writes a journal line. chosen: whether a module (path, class) is examined. step: the number of the next step.
+    failed: called once, when something here has failed. how: FULL; ``prints``, without watching writes; or OFF.
     """
 
     def __init__(
@@ -291,13 +276,13 @@ class WeightLife:
         self._loaded: dict[Key, LoadedTensor] = {}
         self._reordered: set[Key] = set()
         self._said: dict[Key, str] = {}
-        self._looked: set[Key] = set()
+        self._examined: set[Key] = set()
         self._about: dict[str, Any] = {}
         self._seconds, self._bytes = 0.0, 0
 
     @contextlib.contextmanager
     def safely(self) -> Iterator[None]:
-        """What fails inside ends the looking, and reaches nobody."""
+        """What fails inside ends the history, and reaches nobody."""
         try:
             yield
         except Exception as error:
@@ -311,22 +296,22 @@ class WeightLife:
             return
         self.open = kind
         self._number += 1
-        self._looked.clear()
+        self._examined.clear()
         self._about = about
         self._seconds, self._bytes = 0.0, 0
         if kind != LOAD:  # loading began before anybody could call this
             self.watch.forget()
 
-    def look(self, path: str, module: torch.nn.Module) -> None:
-        """``module`` has its tensors as they were given; they are packed next."""
+    def examine(self, path: str, module: torch.nn.Module) -> None:
+        """``module`` has its tensors as they were loaded; they are packed next."""
         if self.off or self.open is None or not self._chosen(path, type(module).__name__):
             return
         with self.safely():
             for name, tensor in own_tensors(module):
-                self._given(path, module, name, tensor)
+                self._loaded_tensor(path, module, name, tensor)
 
-    def finish(self, model: torch.nn.Module, *, given: bool) -> None:
-        """The event is over: all tensors as they lie now. given: what was not looked at is as it was given."""
+    def finish(self, model: torch.nn.Module, *, as_loaded: bool) -> None:
+        """The event is over: all tensors as they lie now. as_loaded: what was not examined is as it was loaded."""
         kind, self.open = self.open, None
         if self.off or kind is None:
             return
@@ -338,11 +323,11 @@ class WeightLife:
                 if not self._chosen(path, type(module).__name__):
                     continue
                 for name, tensor in own_tensors(module):
-                    self._lies(path, module, name, tensor, given)
+                    self._packed_tensor(path, module, name, tensor, as_loaded)
             self._event(kind)
 
     def adapter(self, prints: Callable[[Callable[..., None]], None], **about: Any) -> None:
-        """An event of its own: an adapter's slot. prints: calls what it is given with (path, class, name, form,
+        """An event of its own: an adapter's slot. prints: calls its argument with (path, class, name, form,
         tensor)."""
         if self.off or self.open is not None:
             return
@@ -356,18 +341,16 @@ class WeightLife:
         detail = [self._about.pop("detail", "")]
         if self.watch.failed is not None:
             detail.append(f"writes were not watched to the end: {self.watch.failed}")
-        self._line(event_line(WeightEvent(
+        self._line(LIFE.to_line(WeightEvent(
             self._rank, self._number, kind, self._step(), seconds=self._seconds, nbytes=self._bytes,
             detail="; ".join(filter(None, detail)), **self._about,
         )))  # fmt: skip
 
-    # --- tensors -----------------------------------------------------------------------------------------------
-
-    def _given(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    def _loaded_tensor(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         key = (path, name)
-        if key in self._looked or not _plain(tensor):
+        if key in self._examined or not _plain(tensor):
             return
-        self._looked.add(key)
+        self._examined.add(key)
         before, raw = self._loaded.get(key), raw_bytes(tensor)
         if before is not None and before.same(tensor, raw):
             sums = before.sums
@@ -376,30 +359,32 @@ class WeightLife:
             self._loaded[key] = LoadedTensor(sums, tensor.dtype, raw)
         self._print(path, module, name, LOADED, tensor.dtype, sums, seen=tensor)
 
-    def _lies(self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, given: bool) -> None:
+    def _packed_tensor(
+        self, path: str, module: torch.nn.Module, name: str, tensor: torch.Tensor, as_loaded: bool
+    ) -> None:
         key = (path, name)
         if not _plain(tensor) or not tensor.numel():
             return
-        if given and key not in self._looked:
-            self._given(path, module, name, tensor)
+        if as_loaded and key not in self._examined:
+            self._loaded_tensor(path, module, name, tensor)
             return
         loaded = self._loaded.get(key)
         raw = raw_bytes(tensor) if loaded is not None else None
-        if key in self._looked and loaded is not None and loaded.same(tensor, raw):
-            return  # it lies as it was given
+        if key in self._examined and loaded is not None and loaded.same(tensor, raw):
+            return  # unchanged since it was loaded
         before = loaded if loaded is not None and loaded.dtype == tensor.dtype else None
         view, how = tensor, ""
         if before is not None and (turned := transposed(tensor, before.sums.shape)) is not None:
             view, how = turned, TRANSPOSED
         sums = self._sums(view)
-        if key in self._looked:
+        if key in self._examined:
             reordered = before is not None and not how and sums.whole != before.sums.whole
             (self._reordered.add if reordered else self._reordered.discard)(key)
             if before is not None and not how and not reordered:
-                return  # it lies as it was given
+                return  # unchanged since it was loaded
         if key in self._reordered:
             how = "unknown"  # an order that is not undone
-        seen = tensor if key not in self._looked else None
+        seen = tensor if key not in self._examined else None
         self._print(path, module, name, PACKED, tensor.dtype, sums, undone=how, seen=seen)
 
     def _slot(self, path: str, cls: str, name: str, form: str, tensor: torch.Tensor) -> None:
@@ -438,7 +423,7 @@ class WeightLife:
 
 
 def tap_path(path: str) -> str:
-    """A module's path as it was before an adapter's layer was put around it."""
+    """A module's path as it was before an adapter's layer wrapped it."""
     return path.replace(".base_layer", "")
 
 

@@ -39,10 +39,10 @@ import numpy as np
 
 from vllm_accprobe.dump import dtypes, journal
 from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.files import HeaderEntry, build_header, entry_room
 from vllm_accprobe.dump.journal import MODULE
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, Layout, Module, OpCall, Record
-from vllm_accprobe.dump.segment import HeaderEntry, build_header, entry_room
 
 RANK_FILE = re.compile(r"globalrank-(\d{1,9})_localrank-\d{1,9}", re.ASCII)
 H5_FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
@@ -264,7 +264,7 @@ def module(e: Any) -> Module | None:
 def op(rank: int, e: Any) -> OpCall | None:
     """A call as of_op wrote it; None for what is none."""
     try:
-        return journal.op_call(rank, e)
+        return journal.OP.from_line(e, rank=rank)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
 

@@ -46,7 +46,7 @@ from vllm_accprobe.gate.sending.prompts import PromptLine
 PLUGIN, TRACE, SCORED = "accprobe", "trace replay", "scored"
 WAYS = (PLUGIN, TRACE, SCORED)
 KEY = "accprobe_along"
-"""The same word as in capture/forcing/tokens_asked.py."""
+"""The same word as in capture/vllm/sampling.py."""
 GENERATE = "/inference/v1/generate"
 PROBE = PromptLine(OWN_REQUEST, token_ids=(3, 4, 5), along=(7, 3, 9, 4))
 """What a server is asked to find out whether it can: ids that every vocabulary has, and nobody would choose so."""

@@ -397,7 +397,7 @@ def _same_fingerprint(value: Any, record: Record) -> bool:
     """Whether a tensor has a record's sample (capture/taps/params.py) and its smallest and largest number."""
     flat, stats = value.contiguous().view(-1), record.stats
     with contextlib.suppress(ImportError):  # who reads dumps need not have xxhash
-        from vllm_accprobe.dump.recorder.journal_writer import digest
+        from vllm_accprobe.dump.journal_writer import digest
 
         sample = flat[:: max(1, -(-flat.numel() // _SAMPLE))].contiguous()
         if digest([(sample.data_ptr(), sample.nbytes)]) != record.sample:

@@ -25,7 +25,7 @@ class Toy:
         self.said: list[StateFinding] = []
         self.layers = [Layer(f"layer.{i}", 0, i, Pages([c], BLOCKS)) for i, c in enumerate(self.caches)]
         findings = Findings(schedule, self.said.append)
-        self.books = BlockLedger(schedule, [self.layers], mode, findings, Arrivals(staged=staged), inside=inside)
+        self.ledger = BlockLedger(schedule, [self.layers], mode, findings, Arrivals(staged=staged), inside=inside)
         self.step = -1
         self.wrong_lengths = False
 
@@ -42,12 +42,12 @@ class Toy:
         step = EngineStep(
             self.step, counts, sum(counts.values()), new, finished, lambda: starts or {}, blocks=lambda: blocks
         )
-        self.books.begin(step)
+        self.ledger.begin(step)
         for source, block in moves.get("copies", ()):
             for cache in self.caches:
                 cache[block] = cache[source]
-        held = [self.books.schedule.held[name] for name in counts]
-        slots = torch.cat([torch.from_numpy(self.books.schedule.slots(0, one)) for one in held])
+        held = [self.ledger.schedule.requests[name] for name in counts]
+        slots = torch.cat([torch.from_numpy(self.ledger.schedule.slots(0, one)) for one in held])
         metadata = SimpleNamespace(
             slot_mapping=slots,
             seq_lens=torch.tensor([one.start + one.n + self.wrong_lengths for one in held]),
@@ -55,25 +55,25 @@ class Toy:
                 [torch.nn.functional.pad(torch.from_numpy(o.tables[0]), (0, 8 - len(o.tables[0]))) for o in held]
             ),
         )
-        self.books.forward(list(counts), lambda group: (metadata, None))
+        self.ledger.forward(list(counts), lambda group: (metadata, None))
         for layer, cache in zip(self.layers, self.caches, strict=True):
-            if self.books.inside:
-                self.books.bytes.enters(layer)
+            if self.ledger.inside:
+                self.ledger.bytes.enters(layer)
             for row, slot in enumerate(slots.tolist()):
                 if not (layer.number == 1 and row == skip):
                     cache[slot // SIZE, slot % SIZE] = 1000 * self.step + row + layer.number + 1
-            if self.books.inside:
-                self.books.bytes.wrote(layer, lambda *of: False)
-                self.books.bytes.leaves(layer)
+            if self.ledger.inside:
+                self.ledger.bytes.wrote(layer, lambda *of: False)
+                self.ledger.bytes.leaves(layer)
             if in_between is not None and layer.number == 0:
                 in_between(self.caches)
-        self.books.computed()
-        self.books.end_step()
+        self.ledger.computed()
+        self.ledger.end_step()
 
     def close(self) -> list[StateFinding]:
-        self.books.ended(tuple(self.books.schedule.held))
-        self.books.arrivals.close()
-        self.books.findings.flush()
+        self.ledger.ended(tuple(self.ledger.schedule.requests))
+        self.ledger.arrivals.close()
+        self.ledger.findings.flush()
         return self.said
 
 
@@ -93,8 +93,8 @@ def test_what_is_right_is_silent(toy: Toy) -> None:
     toy.run({"a": 1}, {"a": 7}, finished=("b",))
     toy.run({"a": 1, "c": 3}, {"a": 8}, tables={"c": [[3]]}, more={"a": [[5]]})
     assert toy.close() == []
-    assert toy.books.bytes.checked > 20
-    assert toy.books.events["end of the request"] == 3
+    assert toy.ledger.bytes.checked > 20
+    assert toy.ledger.events["end of the request"] == 3
 
 
 def test_bytes_that_nobody_wrote(toy: Toy) -> None:
@@ -119,7 +119,7 @@ def test_a_row_that_is_not_written(toy: Toy) -> None:
     begun(toy)
     toy.run({"a": 1, "b": 1}, {"a": 7, "b": 6}, skip=1)
     found = toy.close()
-    if toy.books.arrivals.direct:
+    if toy.ledger.arrivals.direct:
         (one,) = found
         assert (one.kind, one.layer, one.block, one.request) == ("stale", "layer.1", 4, "b")
     else:  # a device's write cannot be tried again, when its number is known at last
@@ -131,16 +131,16 @@ def test_a_copy_that_comes_late(toy: Toy) -> None:
     old = [cache[6].clone() for cache in toy.caches]
     toy.run({"a": 1, "c": 1}, {"a": 7, "c": 4}, tables={"c": [[6, 7]]}, copies=[(1, 6)])
     assert toy.close() == []
-    late = Toy(not toy.books.arrivals.direct)
+    late = Toy(not toy.ledger.arrivals.direct)
     begun(late)
-    forward = late.books.forward
+    forward = late.ledger.forward
 
     def before(names: Any, given: Any) -> None:
         for cache, was in zip(late.caches, old, strict=True):
             cache[6] = was
         forward(names, given)
 
-    late.books.forward = before  # type: ignore[method-assign]
+    late.ledger.forward = before  # type: ignore[method-assign]
     late.run({"a": 1, "c": 1}, {"a": 7, "c": 4}, tables={"c": [[6, 7]]}, copies=[(1, 6)])
     (found,) = [one for one in late.close() if one.block == 6]
     assert (found.kind, found.request, found.layers) == ("late", "c", 2)
@@ -180,7 +180,7 @@ def test_modes_look_at_less(mode: str) -> None:
         for step in range(7, 12):
             toy.run({"a": 1}, {"a": step}, more={"a": [[5]]} if step == 8 else None)
     assert full.close() == less.close() == []
-    assert 0 < less.books.bytes.checked < full.books.bytes.checked
+    assert 0 < less.ledger.bytes.checked < full.ledger.bytes.checked
 
 
 def test_owners_alone_need_no_bytes() -> None:
@@ -189,8 +189,8 @@ def test_owners_alone_need_no_bytes() -> None:
     toy.caches[1][1, 0, 0] ^= 64  # bytes are not looked at
     toy.run({"a": 1, "b": 1}, {"a": 7, "b": 6})
     assert toy.said == []
-    assert toy.books.held > 0
-    assert (toy.books.bytes.hashed, toy.books.bytes.checked) == (0, 0)
+    assert toy.ledger.held > 0
+    assert (toy.ledger.bytes.hashed, toy.ledger.bytes.checked) == (0, 0)
     toy.run({"a": 1, "b": 1, "c": 2}, {"a": 8, "b": 7}, tables={"c": [[1]]}, more={"a": [[5]]})
     (found,) = toy.close()
     assert (found.kind, found.block, found.request, found.layers, found.first) == ("freed", 1, "a", 2, "layer.0")
@@ -207,7 +207,7 @@ def test_a_prefix_of_another_adapter_names_both(mode: str) -> None:
     assert sentence(found).endswith(
         "request 'b' (adapter a2) reads blocks 0-1 (positions 0 to 7), which request 'a' (adapter a1) wrote"
     )
-    ((one, runs, why),) = toy.books.prefixes
+    ((one, runs, why),) = toy.ledger.prefixes
     assert (one.name, runs) == ("b", ((0, 8, 0),))
     assert why in sentence(found)
 
@@ -218,4 +218,4 @@ def test_metadata_that_a_vendor_means_otherwise_are_no_findings_of_a_capture() -
         toy.wrong_lengths = True
         begun(toy)
         assert [one.kind for one in toy.said][:2] == expected
-        assert toy.books.strange_metadata == ({(0, "_Lengths")} if mode == "owners" else set())
+        assert toy.ledger.strange_metadata == ({(0, "_Lengths")} if mode == "owners" else set())

@@ -11,8 +11,8 @@ import xxhash
 from dump.dumps import bits, parts, tensor_event, writer
 
 from vllm_accprobe.dump.journal import TensorHead
+from vllm_accprobe.dump.journal_writer import TensorLine, TensorTemplate, encode, spell
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.journal_writer import TensorLine, TensorTemplate, encode, spell
 from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.stats import StatsCell, moments_at, tensor_stats
 

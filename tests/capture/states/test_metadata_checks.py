@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.capture.states.checks import WrongNumber, looks
+from vllm_accprobe.capture.states.checks import WrongNumber, metadata_checks
 from vllm_accprobe.capture.states.schedule import KV, STATE, CacheGroup, Schedule
 from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, NewRequest
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
@@ -34,8 +34,8 @@ def paged(**changes: Any) -> SimpleNamespace:
 
 
 def said(made: Schedule, metadata: Any, **how: Any) -> list[WrongNumber]:
-    held = list(made.held.values())
-    found, missing = looks(made, 0, held, metadata, None, **how)
+    held = list(made.requests.values())
+    found, missing = metadata_checks(made, 0, held, metadata, None, **how)
     assert missing == []
     return [wrong for look in found for wrong in look.compare([one.numpy() for one in look.tensors])]
 
@@ -120,7 +120,7 @@ def test_states_of_requests_with_drafts() -> None:
         non_spec_state_indices_tensor=torch.tensor([5]),
         num_accepted_tokens=torch.tensor([1]),
     )
-    made.held["a"].accepted = 1
+    made.requests["a"].accepted = 1
     assert said(made, metadata) == []
     metadata.num_accepted_tokens = torch.tensor([2])  # another request's count (vllm 53912)
     (wrong,) = said(made, metadata)
@@ -136,7 +136,7 @@ def test_drafts_that_only_the_device_knows_are_not_guessed() -> None:
         spec_state_indices_tensor=torch.tensor([[3, 7]]),
         non_spec_state_indices_tensor=torch.tensor([5]),
     )
-    found, missing = looks(made, 0, list(made.held.values()), metadata, None)
+    found, missing = metadata_checks(made, 0, list(made.requests.values()), metadata, None)
     assert found == []
     assert missing == ["states of a step whose drafts only the device knows"]
     metadata.spec_sequence_masks = torch.tensor([True, False])
@@ -145,7 +145,7 @@ def test_drafts_that_only_the_device_knows_are_not_guessed() -> None:
 
 def test_what_metadata_do_not_have_is_said() -> None:
     made = schedule()
-    found, missing = looks(made, 0, list(made.held.values()), SimpleNamespace(), None)
+    found, missing = metadata_checks(made, 0, list(made.requests.values()), SimpleNamespace(), None)
     assert found == []
     assert missing == ["metadata without a slot mapping", "metadata without a block table"]
-    assert np.array_equal(made.slots(0, made.held["a"]), [30, 31])
+    assert np.array_equal(made.slots(0, made.requests["a"]), [30, 31])

@@ -11,10 +11,17 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.core.rows import EncoderDataParallel, EncoderItem, ItemRun, Requests, dealt_space
+from vllm_accprobe.capture.core.rows import EncoderDataParallel, EncoderItem, ItemRun, Requests, share_space
 from vllm_accprobe.capture.core.session import VISION
 from vllm_accprobe.capture.vllm import batch as capture_batch
-from vllm_accprobe.capture.vllm.batch import ChosenRows, Dealing, EngineBatch, by_size, by_tile, deals
+from vllm_accprobe.capture.vllm.batch import (
+    ChosenRows,
+    EncoderDistribution,
+    EngineBatch,
+    by_size,
+    by_tile,
+    distributes_encoder,
+)
 from vllm_accprobe.config import ProbeConfig
 
 A, B, C = (EncoderItem(name, 0, "image", n) for name, n in (("a", 16), ("b", 15), ("c", 9)))
@@ -72,20 +79,20 @@ def test_tiles_that_do_not_fit_the_placeholders_are_not_guessed() -> None:
 
 def test_rows_of_a_deal_are_counted_from_where_each_image_begins() -> None:
     requests, config = known("a", "b"), ProbeConfig()
-    deal = EncoderDataParallel(2, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))
-    patches = dealt_space(config, requests, deal, 24)
+    share = EncoderDataParallel(2, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))
+    patches = share_space(config, requests, share, 24)
     assert patches is not None
     assert (patches.name, patches.src, patches.n, patches.ranges) == ("vision/2#2", 24, 16, [(0, 16)])
     assert [(s.req, s.pos, s.n, s.row, s.image) for s in patches.segments] == [(1, 8, 16, 0, 0)]
-    tiles = dealt_space(config, requests, deal, 3)
+    tiles = share_space(config, requests, share, 3)
     assert tiles is not None
     assert (tiles.name, [(s.req, s.pos, s.n, s.row) for s in tiles.segments]) == ("vision/1:4#2", [(1, 1, 2, 0)])
-    assert dealt_space(config, requests, EncoderDataParallel(1, None), 24) is None
+    assert share_space(config, requests, EncoderDataParallel(1, None), 24) is None
 
 
 def look(image_input: Any, vision_model: Any) -> None:
     """Stands in for a function that deals; its names are those that a test gives it."""
-    seen.append(batch.deal)  # type: ignore[name-defined] # noqa: F821
+    seen.append(batch.share)  # type: ignore[name-defined] # noqa: F821
 
 
 def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +111,20 @@ def test_a_call_that_deals_is_watched_for_as_long_as_it_runs(monkeypatch: pytest
         monkeypatch.setitem(sys.modules, module.__name__, module)
     batch.begin(Plain(scheduled_encoder_inputs={}))
     monkeypatch.setattr(batch, "items", lambda: TILES)
-    dealing = Dealing(batch)
-    assert dealing.seen == {"run_dp_sharded_vision_model"}
+    distribution = EncoderDistribution(batch)
+    assert distribution.seen == {"run_dp_sharded_vision_model"}
     model.run_dp_sharded_vision_model(Plain(shape=(5, 3, 2, 2)), None)
     assert seen == [EncoderDataParallel(1, (ItemRun(TILES[1], 4, 8), ItemRun(None, 0, 4)))]
-    assert batch.deal is None
+    assert batch.share is None
     model.run_dp_sharded_vision_model(Plain(shape=(5, 3, 2, 2)), None)  # all items are taken: whose are these?
     assert seen[1] == EncoderDataParallel(2, None)
-    dealing.close()
+    distribution.close()
     assert model.run_dp_sharded_vision_model is home.run_dp_sharded_vision_model is original
 
 
 def test_where_nobody_says_when_images_are_dealt_no_row_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = EngineBatch(Plain(input_batch=Plain(req_ids=[]), requests={}))
-    batch.blind()
+    batch.no_known_shares()
     cached = Plain(req_ids=[], num_computed_tokens=[])
     batch.begin(Plain(total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=cached))
     monkeypatch.setattr(batch, "items", lambda: [A])
@@ -129,10 +136,10 @@ def test_only_an_engine_that_deals_is_one() -> None:
         config = Plain(mm_encoder_tp_mode=mode) if mode else None
         return Plain(model_config=Plain(multimodal_config=config), parallel_config=Plain(tensor_parallel_size=ranks))
 
-    assert deals(engine("data", 2))
-    assert not deals(engine("data", 1))
-    assert not deals(engine("weights", 2))
-    assert not deals(engine(None, 2))
+    assert distributes_encoder(engine("data", 2))
+    assert not distributes_encoder(engine("data", 1))
+    assert not distributes_encoder(engine("weights", 2))
+    assert not distributes_encoder(engine(None, 2))
 
 
 def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +154,8 @@ def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: 
     said: list[str] = []
     monkeypatch.setattr(capture_batch, "say", said.append, raising=False)
     for _ in range(2):
-        batch.dealt(lambda items: (len(items), ()))
-    assert batch.deal == EncoderDataParallel(2, None)
+        batch.begin_share(lambda items: (len(items), ()))
+    assert batch.share == EncoderDataParallel(2, None)
     assert said == [
         "images are dealt out to ranks in a way that is not known (AttributeError: no such field in this release): "
         "rows of the encoder are not told apart"

@@ -11,13 +11,13 @@ from types import ModuleType
 import pytest
 
 from vllm_accprobe import plugin
-from vllm_accprobe.dump.recorder import journal_writer
-from vllm_accprobe.dump.recorder.journal_writer import writing
+from vllm_accprobe.dump import journal_writer
+from vllm_accprobe.dump.journal_writer import writing
 
 ENGINE = """
 import signal, sys, time
 from pathlib import Path
-from vllm_accprobe.dump.recorder.journal_writer import JournalFile
+from vllm_accprobe.dump.journal_writer import JournalFile
 root, writes, then = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 (root / "rank0000").mkdir(parents=True)
 journal = JournalFile(root / "rank0000")

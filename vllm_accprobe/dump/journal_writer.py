@@ -1,42 +1,14 @@
-"""What the writer appends: journal lines, run.json, and what is on its way.
+"""Journal lines as text, the file that they are appended to, run.json, and whether somebody still writes to a dump.
 
-Adds to run.json what is known only afterwards, in one piece: a reader sees the old file or the new one.
+The problem: hundreds of tensors per step each become a line while a model waits, and nine tenths of a line are the same
+at every call of a tap; events hold cells that are filled later and numbers that JSON has no word for; a disk that fills
+up in the middle of a line must not spoil the lines after it. The idea: the part of a tensor's line that stays is
+encoded once, as a template; a line on its way is a template, three numbers and the cell of its bytes. One encoder never
+raises. After a failed write the file is cut back to its last whole line, and a small reserve file makes room for the
+line that says what happened. A writer locks its journal until it has closed it or died: a front end that ends its
+engine waits for that lock, and no longer.
 
-The hash by which a journal line names bytes, taken from memory.
-
-Apart from statistics (stats.py), which readers of a dump import, too: they need no xxhash.
-
-Page-aligned staging memory for the writer.
-
-The problem: writes past the page cache need page-aligned addresses, and fresh memory costs more than the copy into it.
-The idea: a few anonymous maps, made once, touched once and used in turn.
-
-Journal lines: how an event becomes one line of JSON, and the file they are appended to.
-
-The problem: an event is a dict that may hold dataclasses of schema.py, cells that are filled later and numbers that
-JSON has no word for, and a disk that fills up in the middle of a line must not spoil the lines after it. The idea:
-one encoder that never raises, and a file that is cut back to its last whole line after a failed write; a small
-reserve file is kept until then, so that there is room for the line that says what happened.
-
-run.json: what is true of all ranks of a run, written once.
-
-Tensor lines that are text from the start.
-
-The problem: hundreds of tensors per step each become a journal line while a model waits, and nine tenths of such a line
-are the same at every call of a tap. The idea: the part that stays is encoded once, as a template; a line on its way is
-a template, three numbers and the cell of its bytes (TemplateLine), and text only when it is written.
-
-Whether somebody still writes to a dump that is about to be closed, and waiting for them.
-
-The problem: a front end that ends its engine must not kill it while a rank is writing its last lines, nor wait for half
-a minute for an engine that hangs and has nothing to write any more. The idea: a writer holds a lock on its journal
-until it has closed it or died, and a rank of errcheck says in its report that it has closed it.
-
-What is on its way through the writer: lines, and the batches in which they travel with the bytes.
-
-Not here: writing it the first time (writer.py), who waits for whom (writer.py), when a line is written (writer.py),
-what stands in it (the capture room), what a tensor's line says (dump/journal.py), who keeps templates
-(capture/core/session.py), or in a report (findings.py), and what becomes of them (disk_threads.py).
+Not here: when a line is written (writer.py), what stands in it (journal.py), who keeps templates (capture).
 """
 
 from __future__ import annotations
@@ -46,7 +18,6 @@ import dataclasses
 import itertools
 import json
 import math
-import mmap
 import os
 import secrets
 import time
@@ -54,15 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import xxhash
 
-from vllm_accprobe.dump.files import beside
+from vllm_accprobe.dump.files import HeaderEntry, entry_key, entry_room, numbered_siblings, write_all
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
-from vllm_accprobe.dump.journal import TensorHead, last, told
+from vllm_accprobe.dump.journal import TensorHead, cell_fields, last
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, SCHEMA, Payload
-from vllm_accprobe.dump.segment import HEADER_BYTES, HeaderEntry, SegmentFile, entry_key, entry_room, write_all
 from vllm_accprobe.dump.stats import StatsCell, in_words
 
 
@@ -87,45 +56,6 @@ def digest(parts: Sequence[tuple[int, int]]) -> str:
         if nbytes:
             hasher.update((ctypes.c_char * nbytes).from_address(address))
     return hasher.hexdigest()
-
-
-_HELD = 1 << 20
-"""Bytes up to which a copy keeps the GIL: given up for a microsecond, it may be milliseconds until it is back."""
-_copy_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-
-
-class AlignedBlock:
-    """``size`` bytes: ``array`` (uint8) and ``view`` show the same memory at ``address``."""
-
-    __slots__ = ("_map", "address", "array", "size", "view")
-
-    def __init__(self, size: int):
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        self._map = mmap.mmap(-1, size, **private)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)  # halves the CPU time of a write past the page cache
-            except OSError:
-                pass
-        self.size = size
-        self.array = np.frombuffer(self._map, dtype=np.uint8)
-        self.array[::4096] = 0  # the first touch of a page costs microseconds: not while a request waits
-        self.view = memoryview(self._map)
-        self.address = self.array.ctypes.data
-
-    def fill(self, at: int, source: int, nbytes: int) -> None:
-        """Copies ``nbytes`` bytes from the address ``source`` to ``at``; while many are copied, the GIL is free."""
-        if nbytes <= _HELD:
-            _copy_held(self.address + at, source, nbytes)
-        else:
-            ctypes.memmove(self.address + at, source, nbytes)
-
-    def zero(self, start: int, nbytes: int) -> None:
-        """Gaps are zeros: nothing that lay here before reaches the disk."""
-        if nbytes > 0:
-            ctypes.memset(self.address + start, 0, nbytes)
 
 
 try:
@@ -200,7 +130,7 @@ class JournalFile:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
         self._fd = os.open(directory / JOURNAL, flags, 0o600)
         self.size = 0
-        lock(self._fd)  # held until this process ends, however it ends: repair keeps away meanwhile
+        lock(self._fd)  # locked until this process ends, however it ends: repair keeps away meanwhile
         fd = os.open(self._reserve, flags, 0o600)
         try:
             write_all(fd, bytes(_RESERVE_BYTES), 0)
@@ -325,7 +255,7 @@ def _spell(cell: StatsCell) -> str:
 
 
 GRACE_S = 30.0
-"""How long a front end waits for an engine that has been told to end and still writes its dump, at least."""
+"""How long a front end waits for an engine that was ordered to end and still writes its dump, at least."""
 SETTLE_S = 5.0
 """How long it waits for one that has closed its dump, or never had one, at least."""
 
@@ -348,7 +278,7 @@ def end(procs: Sequence[Any], timeout: float, root: str) -> None:
 def writing(root: Path) -> bool:
     """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
     beside it (``root.2`` ...). Never raises."""
-    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), beside(root))
+    dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), numbered_siblings(root))
     return any(_written(place) for dump in dumps for place in (dump, dump / "errcheck"))
 
 
@@ -386,7 +316,7 @@ class TensorLine:
         cell = self.cell
         if cell.payload is not None:
             cell.settle()
-        return {**self.event, **told(cell)}
+        return {**self.event, **cell_fields(cell)}
 
     def entry(self, payload: Payload) -> HeaderEntry:
         """The tensor's entry in the segment's header."""
@@ -396,38 +326,3 @@ class TensorLine:
 
 
 Line = TensorLine | Event | Callable[[], Event | None] | TemplateLine
-
-
-class OpenSegment:
-    """A segment: the producer knows where it ``end``s and how much ``room`` its header has left, the disk thread has
-    the ``file``, the journal thread the header's ``entries``."""
-
-    __slots__ = ("end", "entries", "file", "index", "room")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.end = 0
-        self.room = HEADER_BYTES - 256
-        self.entries: list[HeaderEntry] = []
-        self.file: SegmentFile | None = None
-
-
-class WriteBatch:
-    """``used`` bytes of ``block`` that follow each other in ``segment``, the pieces of payloads in them as (the
-    payload's cell, start, stop), the lines to be written when they are on disk, and those of them that ``brought``
-    their bytes. ``last``: the segment ends here. ``written``: the disk thread is through with it; ``error``: what
-    happened there."""
-
-    __slots__ = ("block", "born", "brought", "error", "last", "lines", "pieces", "segment", "used", "written")
-
-    def __init__(self) -> None:
-        self.block: AlignedBlock | None = None
-        self.segment: OpenSegment | None = None
-        self.used = 0
-        self.born = time.monotonic()
-        self.last = False
-        self.lines: list[Line] = []
-        self.brought: list[TensorLine | TemplateLine] = []
-        self.pieces: list[tuple[StatsCell, int, int]] = []
-        self.written = False
-        self.error: BaseException | None = None

@@ -13,8 +13,7 @@ from support.patch_text import target
 
 from vllm_accprobe import Probe, gen_id, labels, set_label
 from vllm_accprobe.capture.errcheck import watch as module_call
-from vllm_accprobe.capture.errcheck.bad_values import WatchedStep
-from vllm_accprobe.capture.errcheck.watch import Watch
+from vllm_accprobe.capture.errcheck.watch import Watch, WatchedStep
 from vllm_accprobe.capture.taps.hooks import Taps
 from vllm_accprobe.dump.reader import open_dump
 

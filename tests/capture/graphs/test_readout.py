@@ -20,13 +20,12 @@ import torch
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
 from vllm_accprobe.capture.core.session import Session, Sink
-from vllm_accprobe.capture.graphs.drain import DROPPED, UNSEEN, GraphDrain
 from vllm_accprobe.capture.graphs.placement import Placed, plan, watching
+from vllm_accprobe.capture.graphs.readout import DROPPED, UNSEEN, GraphReadout
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.disk_threads import WriterThread
-from vllm_accprobe.dump.recorder.writer import write_run_json
 from vllm_accprobe.dump.schema import Request, Segment, Step
+from vllm_accprobe.dump.writer import WriterThread, write_run_json
 
 ROWS, WIDE, STEPS, OPENS = 64, 4096, 36, 32
 """A step has 1.3 MB; the writer's blocks (24 MiB) and the ring (4 MiB before them) hold some of the first steps. The
@@ -100,7 +99,7 @@ def computed(
 
     session = Session(config, sink, Layouts({}, 0, 1), print, rows_of)
     placed = Placed(plan(seen, lambda path, cls: False, rows, budget), lambda path, cls: True, torch.device("cpu"))
-    drain = GraphDrain(session, placed)
+    readout = GraphReadout(session, placed)
     want = []
     requests = [Request(0, "r", "r", "00", rows)]
     space["rows"] = rows
@@ -110,11 +109,11 @@ def computed(
         want.append({"down": down, "last": model.last.forward(down)})
         session.begin(Step(number), requests, True)
         if number not in unseen:
-            drain.aim(rows)
+            readout.aim(rows)
         model(x)
-        drain.take()
-        drain.take()  # as execute_model's end says it again
-        drain.rest()
+        readout.take()
+        readout.take()  # as execute_model's end says it again
+        readout.rest()
         session.end()
         if gate is not None and number == OPENS:
             gate.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_accprobe.capture.core.attribute_override import put_over
+from vllm_accprobe.capture.core.attribute_override import override
 
 
 class Owner:
@@ -11,8 +11,8 @@ class Owner:
 
 def test_one_over_the_other_and_back() -> None:
     owner = Owner()
-    first = put_over(owner, "name", "first")
-    second = put_over(owner, "name", "second")
+    first = override(owner, "name", "first")
+    second = override(owner, "name", "second")
     assert owner.name == "second"
     second()
     assert owner.name == "first"

@@ -15,12 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_accprobe.capture.vllm.attach import observe
-from vllm_accprobe.capture.vllm.runner import RunnerAdapter
+from vllm_accprobe.capture.vllm.runner import RunnerAdapter, observe
 from vllm_accprobe.capture.vllm.vllm_compat import StepObserver, parallel_of
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.reader import open_dump
-from vllm_accprobe.dump.recorder.writer import RankWriter, write_run_json
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 
 @pytest.fixture(autouse=True)
@@ -69,15 +68,15 @@ def test_chosen_ranks_count_replicas(monkeypatch: pytest.MonkeyPatch, chosen: st
     monkeypatch.setenv("VLLM_ACCPROBE_RANKS", chosen)
     got: list[int] = []
 
-    def make(config: ProbeConfig, adapter: RunnerAdapter) -> StepObserver:
-        got.append(adapter.parallel["rank"])
-        return StepObserver()
+    class Counted(StepObserver):
+        def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
+            got.append(adapter.parallel["rank"])
 
     for index in range(2):
         parallel = Plain(rank=0, world_size=1, data_parallel_index=index, data_parallel_rank=0, data_parallel_size=1)
         worker = Plain(model_runner=Plain(vllm_config=Plain(parallel_config=parallel)))
         wrapper = Plain(worker=worker, vllm_config=worker.model_runner.vllm_config)
-        observe(wrapper, make, "", "")
+        observe(wrapper, Counted)
     assert got == made
 
 

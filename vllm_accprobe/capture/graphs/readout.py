@@ -1,23 +1,14 @@
-"""From the buffers of a compiled graph to the dump: once per step, with the rows of that step.
+"""From the buffers of a compiled graph to the dump: once per step, with that step's rows.
 
-From the lines of the taps that measure to the dump: what a capture of statistics would have written of that step.
+The problem: a graph's taps know neither steps nor requests, their buffers have few rows, the next step overwrites them,
+and a line of statistics may be an old one. The idea: before the forward the wanted rows are chosen; after it the
+buffers go through the session like tensors of a hook, with the same roles, row maps and lines. Statistics carry the
+number of their choice, and a line with another number is a skip. Rows that do not fit are counted, and a buffer that
+nobody has written is a skip. Everything is copied before the next forward can overwrite it: in host memory into the
+writer's block, on a device on the stream in which the next forward comes. Without room for that the forward waits, or
+all taps of the step are counted skips (VLLM_ACCPROBE_GRAPH_FULL=drop).
 
-The problem: a line of numbers may be an old one, or of a graph that has no such tap, and on a device it arrives only
-when the device has come so far. The idea: each step has a serial number that the taps copy into their lines; a line
-with another one is a skip. Lines in host memory are read at once, those of a device go over the staging together, one
-copy a step.
-
-From the buffers of a compiled graph to the dump: once per step, with that step's rows.
-
-The problem: a graph's taps know neither steps nor requests, their buffers are few rows high, and the next step writes
-over them. The idea: before the forward the rows that are wanted are chosen (tap_op.choose), after it the buffers go
-through the session like tensors of a hook: the same roles, the same row maps, the same lines. Rows that do not fit are
-left out of the step's map for these taps and counted; a buffer that nobody has written to is a skip and no tensor.
-Nothing is handed over that the next forward could write over: it is copied first, in host memory into the writer's
-block, on a device on the stream in which the next forward comes. Where there is no room for that, the forward waits, or
-(VLLM_ACCPROBE_GRAPH_FULL=drop) all taps of the step are counted skips.
-
-Not here: the operator (graph_ops.py), which taps there are (placement.py), when a forward begins (vllm/compiled.py).
+Not here: the operators (graph_ops.py), which taps there are (placement.py), when a forward begins (vllm/compiled.py).
 """
 
 from __future__ import annotations
@@ -38,9 +29,9 @@ DROPPED = "dropped, the disk was slower than the model (VLLM_ACCPROBE_GRAPH_FULL
 NOT_MEASURED = "the compiled graph did not run its tap, or with a tensor of another form"
 
 
-class StatsDrain:
+class StatsReadout:
     """The taps of one placed plan that measure: ``aim`` before the forward, ``take`` of each tap after it,
-    ``flush`` when all are taken, ``rest`` when no step runs. select: what they share, see stats_op.stats_selection."""
+    ``flush`` when all are taken, ``rest`` when no step runs. select: what they share, see graph_ops.stats_selection."""
 
     def __init__(self, session: Session, select: torch.Tensor):
         self._session = session
@@ -57,17 +48,11 @@ class StatsDrain:
 
     def take(self, state: StepState, one: Sighting, buffer: torch.Tensor) -> None:
         """The forward has returned, and ``buffer`` is the line of the tap at ``one``."""
-        session, space = self._session, self._space
+        space = self._space
         if space is None or not space.n:
             return
-        if not space.announced:
-            space.announced = True
-            session.sink.rows(state.number, space)
-        seq = state.seq
-        state.seq = seq + 1
-        layout = session.layout_event(one.path, one.role, torch.Size((space.n, *one.shape)))
-        head = TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
-        if session.sink.direct:
+        head = _head(self._session, state, one, space, torch.Size((space.n, *one.shape)))
+        if self._session.sink.direct:
             self._read(head, one, buffer, self._serial, space.n)
         else:
             self._waiting.append((head, one, buffer))
@@ -105,7 +90,7 @@ class StatsDrain:
             self._session.sink.measured(head, DTYPE_NAMES[one.dtype], (rows, *one.shape), found.sums, found.hash)
 
 
-HELD = f"{TOKENS}/held"
+FIRST_ROWS = f"{TOKENS}/held"
 """The row space of a graph's taps in a step with more rows than their buffers have: the first ones."""
 MORE_PADDING = "rows of padding beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
 MORE_ROWS = "rows beyond those that VLLM_ACCPROBE_GRAPH_MB holds in one step"
@@ -113,7 +98,7 @@ NOT_RUN = "the compiled graph did not run its tap"
 UNSEEN = "this runner calls the compiled model in a way that is not watched: no rows were chosen in that step"
 
 
-class GraphDrain:
+class GraphReadout:
     """The taps of one placed plan, step by step: ``aim`` before the forward, ``take`` after it, ``rest`` at its end."""
 
     def __init__(self, session: Session, placed: Placed):
@@ -126,7 +111,7 @@ class GraphDrain:
         self._space: Space | None = None
         self._padding: Space | None = None
         self._on = False
-        self._stats = StatsDrain(session, placed.stats_select) if placed.plan.measured else None
+        self._stats = StatsReadout(session, placed.stats_select) if placed.plan.measured else None
         self._live: set[tuple[str, str, int]] = set()
         self._sites: dict[tuple[str, str, int], Sites] = {}
 
@@ -147,7 +132,7 @@ class GraphDrain:
         if self._stats is not None:
             self._stats.aim(space)
         most = self._placed.plan.rows
-        self._space, self._padding = held(space, most) if most else space, None
+        self._space, self._padding = first_rows(space, most) if most else space, None
         if most:
             self._aim_copies(self._space, most)
 
@@ -172,7 +157,7 @@ class GraphDrain:
                 session.fired.add(one.path)
                 session.sink.skip(one.path, DROPPED, one.role)
             return
-        left = (state.spaces[TOKENS].n - space.n) if space.name == HELD else 0
+        left = (state.spaces[TOKENS].n - space.n) if space.name == FIRST_ROWS else 0
         for sighting, buffer in self._placed.chosen:
             if self._stats is not None and self._placed.plan.measures(sighting):
                 if not state.calls.get(sighting.path):
@@ -208,7 +193,7 @@ class GraphDrain:
             self._stats.flush(drops=not fits)
 
     def _count_unseen(self) -> None:
-        """A step has computed, and nobody has said that its forward began: a vendor's runner that replays it whole."""
+        """A step has computed, and no call has shown its forward: a vendor's runner that replays it whole."""
         session, state = self._session, self._session.state
         if state is None or state is self._begun:
             return
@@ -243,15 +228,16 @@ class GraphDrain:
 
     def _record(self, state: StepState, one: Sighting, rows: torch.Tensor, space: Space) -> None:
         """A tensor that has the kept rows of ``space`` and no others."""
-        session = self._session
-        if not space.announced:
-            space.announced = True
-            session.sink.rows(state.number, space)
-        seq = state.seq
-        state.seq = seq + 1
-        layout = session.layout_event(one.path, one.role, rows.shape)
-        head = TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
-        session.sink.tensor(head, rows, None)
+        self._session.sink.tensor(_head(self._session, state, one, space, rows.shape), rows, None)
+
+
+def _head(session: Session, state: StepState, one: Sighting, space: Space, shape: torch.Size) -> TensorHead:
+    """What is known of the next tensor of a step, which has the kept rows of ``space``."""
+    session.announce(state, space)
+    seq = state.seq
+    state.seq = seq + 1
+    layout = session.layout_event(one.path, one.role, shape)
+    return TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
 
 
 def padding_of(space: Space, most: int) -> Space:
@@ -260,7 +246,7 @@ def padding_of(space: Space, most: int) -> Space:
     return Space(PADDING, space.padded, space.padded, [(space.src, stop)], [])
 
 
-def held(space: Space, most: int) -> Space:
+def first_rows(space: Space, most: int) -> Space:
     """``space`` itself where its kept rows fit into ``most``, else one of its first ``most`` kept rows."""
     if space.n <= most:
         return space
@@ -275,5 +261,6 @@ def held(space: Space, most: int) -> Space:
         if n > 0:
             segments.append(dataclasses.replace(segment, n=n))
     return Space(
-        HELD, space.src, space.padded, ranges, segments, ids=space.ids, positions=space.positions, floors=space.floors
-    )
+        FIRST_ROWS, space.src, space.padded, ranges, segments,
+        ids=space.ids, positions=space.positions, floors=space.floors,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Writes one rank's part of a dump while the model runs: blocks, threads, lines, budget."""
