@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 
 
@@ -19,8 +18,8 @@ from vllm_accprobe.cli.output import answer
 class ArmOptions:
     """Which server, and whether it captures at all."""
 
-    dump: Annotated[Path, Argument(metavar="DUMP", help="The directory into which the server captures.")]
-    off: Annotated[bool, Option("--off", help="Capture nothing from now on.")] = False
+    dump: Path = argument("DUMP", "The directory into which the server captures.")
+    off: bool = option("--off", False, "Capture nothing from now on.")
 
 
 def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.options import argument, option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,40 +29,24 @@ _SETTINGS = "SETTINGS"
 class BisectOptions:
     """The server, golden, and which settings are varied."""
 
-    command: Annotated[list[str], Argument(metavar="-- CMD...", help="The server that is wrong: vllm serve MODEL ...")]
-    golden: Annotated[
-        str,
-        Option("--golden", metavar="SIDE", help="A folder of send, a URL or a command; the plain command by default."),
-    ] = ""
-    out: Annotated[Path, options.out("the runs")] = Path("accprobe-bisect")
-    prompts: options.Prompts = ""
-    only: Annotated[list[str], Option("--only", metavar=_SETTINGS, help="Vary only these.")] = field(
-        default_factory=list
-    )
-    hold: Annotated[list[str], Option("--hold", metavar=_SETTINGS, help="Leave as in CMD.")] = field(
-        default_factory=list
-    )
-    plain: Annotated[
-        list[str],
-        Option("--plain", metavar="SETTING=VALUE", help="Another plain value, of attention. Can be repeated."),
-    ] = field(default_factory=list)
-    switches: Annotated[
-        Path | None, Option("--switches", metavar="FILE", help="A vendor's own switches, toml or json.")
-    ] = None
-    floor: options.Floors = field(default_factory=list)
-    narrow: Annotated[bool, Option("--narrow", help="Of numbers that are found: from where on they fail.")] = False
-    repeat: Annotated[
-        int,
-        Option("--repeat", metavar="N", min=1, max=20, help="Run each so many times: all must pass to count as pass."),
-    ] = 1
-    share: Annotated[
-        float | None,
-        Option("--share", metavar="S", help="A run fails that is so much of CMD's distance away. Default: 0.5."),
-    ] = None
-    plan: Annotated[
-        bool, Option("--plan", help="Only say what would be done, and write nothing: settings, number of runs.")
-    ] = False
-    as_json: options.Json = False
+    command: list[str] = argument("-- CMD...", "The server that is wrong: vllm serve MODEL ...")
+    golden: str = option("--golden", "", "A folder of send, a URL or a command; the plain command by default.",
+                         metavar="SIDE")  # fmt: skip
+    out: Path = options.out("the runs", Path("accprobe-bisect"))
+    prompts: str | None = options.prompts("")
+    only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS)
+    hold: list[str] = option("--hold", [], "Leave as in CMD.", metavar=_SETTINGS)
+    plain: list[str] = option("--plain", [], "Another plain value, of attention. Can be repeated.",
+                              metavar="SETTING=VALUE")  # fmt: skip
+    switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE")
+    floor: list[str] = options.floors()
+    narrow: bool = option("--narrow", False, "Of numbers that are found: from where on they fail.")
+    repeat: int = option("--repeat", 1, "Run each so many times: all must pass to count as pass.", metavar="N", min=1,
+                         max=20)  # fmt: skip
+    share: float | None = option("--share", None, "A run fails that is so much of CMD's distance away. Default: 0.5.",
+                                 metavar="S")  # fmt: skip
+    plan: bool = option("--plan", False, "Only say what would be done, and write nothing: settings, number of runs.")
+    as_json: bool = options.as_json()
 
 
 def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:

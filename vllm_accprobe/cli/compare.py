@@ -7,18 +7,17 @@ its files (dump_pair.py)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import dump_pair, options
 from vllm_accprobe.cli.aliases import is_quiet
 from vllm_accprobe.cli.dump_pair import JudgeOptions, WorkOptions
 from vllm_accprobe.cli.endings import CommandError
-from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import Format, answered, say_written
 
 if TYPE_CHECKING:
@@ -32,111 +31,74 @@ DEFAULT = "accprobe-report"
 class CompareOptions:
     """What is compared, and where the results go."""
 
-    golden: Annotated[Path | None, Argument(metavar="GOLDEN", help="The dump, or table, to trust.")] = None
-    mine: Annotated[Path | None, Argument(metavar="MINE", help="The dump, or table, to judge.")] = None
-    sheet: Annotated[
-        Path | None,
-        Argument(metavar="[RESULT.csv]", help="torch_xray's table of both, by its standard; see docs/migration.md."),
-    ] = None
-    further: Annotated[list[Path], Argument(metavar="[RUN]...", help="Further runs, with --calibrate.")] = field(
-        default_factory=list
-    )
-    out: Annotated[Path | None, options.out("compare.csv, .json, .html; accprobe-report, or where --rejudge reads")] = (
-        None
-    )
-    golden_path: Annotated[Path | None, Hidden("--golden-path", metavar="GOLDEN", help="As GOLDEN (ait, msit).")] = None
-    my_path: Annotated[Path | None, Hidden("--my-path", metavar="MINE", help="As MINE (ait, msit).")] = None
+    golden: Path | None = argument("GOLDEN", "The dump, or table, to trust.", None)
+    mine: Path | None = argument("MINE", "The dump, or table, to judge.", None)
+    sheet: Path | None = argument("[RESULT.csv]", "torch_xray's table of both, by its standard; see docs/migration.md.",
+                                  None)  # fmt: skip
+    further: list[Path] = argument("[RUN]...", "Further runs, with --calibrate.", [])
+    out: Path | None = options.out("compare.csv, .json, .html; accprobe-report, or where --rejudge reads", None)
+    golden_path: Path | None = hidden("--golden-path", None, "As GOLDEN (ait, msit).", metavar="GOLDEN")
+    my_path: Path | None = hidden("--my-path", None, "As MINE (ait, msit).", metavar="MINE")
 
 
 @dataclass(frozen=True)
 class InsteadOptions:
     """What is done in place of a comparison."""
 
-    plan: Annotated[
-        bool, Option("--plan", help="Only say what would be done, and write nothing: what is compared with what.")
-    ] = False
-    rejudge: Annotated[
-        Path | None,
-        Option("--rejudge", metavar="DIR", help="Judge a saved comparison (an --out) again, without dumps."),
-    ] = None
-    tokenizer: options.Tokenizer = None
+    plan: bool = option("--plan", False, "Only say what would be done, and write nothing: what is compared with what.")
+    rejudge: Path | None = option("--rejudge", None, "Judge a saved comparison (an --out) again, without dumps.",
+                                  metavar="DIR")  # fmt: skip
+    tokenizer: Path | None = options.tokenizer()
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
     """Of several runs of golden's side, or of one dump with --profile."""
 
-    calibrate: Annotated[
-        Path | None,
-        Option("--calibrate", metavar="OUT", help="All dumps are runs of golden's side: write there what they differ "
-               "by, for --floor."),
-    ] = None  # fmt: skip
-    profile: Annotated[
-        bool,
-        Option("--profile", help="With --calibrate: how the machine of one dump computes, read from its replay. Needs "
-               "torch."),
-    ] = False  # fmt: skip
-    accept_failing: Annotated[
-        bool,
-        Option("--accept-failing", help="With --calibrate: take runs that fail, too; what they show is never found "
-               "again."),
-    ] = False  # fmt: skip
+    calibrate: Path | None = option("--calibrate", None, "All dumps are runs of golden's side: write there what they "
+                                    "differ by, for --floor.", metavar="OUT")  # fmt: skip
+    profile: bool = option("--profile", False, "With --calibrate: how the machine of one dump computes, read from its "
+                           "replay. Needs torch.")  # fmt: skip
+    accept_failing: bool = option("--accept-failing", False, "With --calibrate: take runs that fail, too; what they "
+                                  "show is never found again.")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TableOptions:
     """Of two tables of operators."""
 
-    algorithm: Annotated[
-        list[str],
-        Option("--algorithm", metavar="GLOB=NAME", help="Of two tables: judge these operators by absolute, benchmark, "
-               "binary, ulp, dual-1000 or accumulative. Can be repeated."),
-    ] = field(default_factory=list)  # fmt: skip
-    by: Annotated[
-        str,
-        Option("--by", metavar="WHAT", help="Of two tables: call, output by output; tap, operator: what a module or an "
-               "operator did over all its calls."),
-    ] = "call"  # fmt: skip
-    gpu: Annotated[Path | None, Hidden("-gpu", metavar="FILE", help="GOLDEN.csv as msprobe says it.")] = None
-    npu: Annotated[Path | None, Hidden("-npu", metavar="FILE", help="MINE.csv as msprobe says it.")] = None
+    algorithm: list[str] = option("--algorithm", [], "Of two tables: judge these operators by absolute, benchmark, "
+                                  "binary, ulp, dual-1000 or accumulative. Can be repeated.",
+                                  metavar="GLOB=NAME")  # fmt: skip
+    by: str = option("--by", "call", "Of two tables: call, output by output; tap, operator: what a module or an "
+                     "operator did over all its calls.", metavar="WHAT")  # fmt: skip
+    gpu: Path | None = hidden("-gpu", None, "GOLDEN.csv as msprobe says it.", metavar="FILE")
+    npu: Path | None = hidden("-npu", None, "MINE.csv as msprobe says it.", metavar="FILE")
 
 
 @dataclass(frozen=True)
 class LabelOptions:
     """Of one dump with labels."""
 
-    acl: Annotated[
-        list[Path],
-        Option("--acl", metavar="DIR", help="Of one labelled dump: where the accelerator's library wrote the files "
-               "that labels name. Can be repeated."),
-    ] = field(default_factory=list)  # fmt: skip
-    tolerance: Annotated[
-        float | None,
-        Option("--tolerance", metavar="REL", help="Of one labelled dump: allowed relative L2 error of a row; "
-               "by default by the coarser dtype."),
-    ] = None  # fmt: skip
-    exec: Annotated[
-        str | None, Hidden("--exec", metavar="LINE", help="A command as one line, run first, with labels on.")
-    ] = None
-    dir: Annotated[str | None, Hidden("--dir", "-d", metavar="DIR", help="Where the command's dump goes.")] = None
-    types: Annotated[str | None, Hidden("--type", metavar="TYPES", help="With --exec: what Ascend's ATB writes.")] = (
-        None
-    )
+    acl: list[Path] = option("--acl", [], "Of one labelled dump: where the accelerator's library wrote the files that "
+                             "labels name. Can be repeated.", metavar="DIR")  # fmt: skip
+    tolerance: float | None = option("--tolerance", None, "Of one labelled dump: allowed relative L2 error of a row; "
+                                     "by default by the coarser dtype.", metavar="REL")  # fmt: skip
+    exec: str | None = hidden("--exec", None, "A command as one line, run first, with labels on.", metavar="LINE")
+    dir: str | None = hidden("--dir -d", None, "Where the command's dump goes.", metavar="DIR")
+    types: str | None = hidden("--type", None, "With --exec: what Ascend's ATB writes.", metavar="TYPES")
 
 
 @dataclass(frozen=True)
 class PrintOptions:
     """How the result is printed."""
 
-    form: Annotated[
-        Format,
-        Option("--format", help="What stdout gets: terminal, markdown, github (annotations for GitHub Actions, and the "
-               "markdown as the step's summary), or json, as --json."),
-    ] = Format.terminal  # fmt: skip
-    as_json: options.Json = False
-    log_level: options.LogLevel = None
-    quiet: options.Quiet = False
-    verbose: options.Verbose = False
+    form: Format = option("--format", Format.terminal, "What stdout gets: terminal, markdown, github (annotations for "
+                          "GitHub Actions, and the markdown as the step's summary), or json, as --json.")  # fmt: skip
+    as_json: bool = options.as_json()
+    log_level: str | None = options.log_level()
+    quiet: bool = options.quiet()
+    verbose: bool = options.verbose()
 
     @property
     def format(self) -> Format:

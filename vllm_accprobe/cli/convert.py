@@ -8,15 +8,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
 
 if TYPE_CHECKING:
@@ -32,15 +32,11 @@ SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 class ConvertOptions:
     """From where, to where."""
 
-    dump: Annotated[Path, Argument(metavar="DUMP", help="A dump of any format (accprobe inspect --formats).")]
-    out: Annotated[
-        Path | None,
-        Argument(metavar="[OUT]", help="File for one rank, directory for several; none: h5, beside the "
-                 "dump."),
-    ] = None  # fmt: skip
-    names: options.Globs = field(default_factory=list)
-    to: Annotated[str | None, Option("--to", metavar="|".join(KINDS), help="Container; else by OUT's ending.")] = None
-    level: options.Level = None
+    dump: Path = argument("DUMP", "A dump of any format (accprobe inspect --formats).")
+    out: Path | None = argument("[OUT]", "File for one rank, directory for several; none: h5, beside the dump.", None)
+    names: list[str] = options.globs()
+    to: str | None = option("--to", None, "Container; else by OUT's ending.", metavar="|".join(KINDS))
+    level: int | None = options.level()
 
 
 def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json as json_
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.places import check_place
 
 if TYPE_CHECKING:
@@ -27,42 +27,28 @@ _RUN_S = 3600.0
 class DoctorOptions:
     """This environment, or a wheel."""
 
-    as_json: options.Json = False
-    quick: Annotated[bool, Option("--quick", help="Leave out what needs vLLM imported (about ten seconds).")] = False
-    timeout: Annotated[
-        float | None,
-        Option("--timeout", metavar="S", min=1.0, help="How long to wait; for vLLM's import (180), for each run of "
-               "--graphs (3600)."),
-    ] = None  # fmt: skip
-    wheel: Annotated[
-        list[Path],
-        Option("--wheel", metavar="FILE", help="Read a wheel or sdist, not installed: is all there that capture relies "
-               "on? A vendor's, and its vLLM's. Can be repeated."),
-    ] = field(default_factory=list)  # fmt: skip
+    as_json: bool = options.as_json()
+    quick: bool = option("--quick", False, "Leave out what needs vLLM imported (about ten seconds).")
+    timeout: float | None = option("--timeout", None, "How long to wait; for vLLM's import (180), for each run of "
+                                   "--graphs (3600).", metavar="S", min=1.0)  # fmt: skip
+    wheel: list[Path] = option("--wheel", [], "Read a wheel or sdist, not installed: is all there that capture relies "
+                               "on? A vendor's, and its vLLM's. Can be repeated.", metavar="FILE")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GraphProofOptions:
     """Do taps in captured graphs change what is computed?"""
 
-    command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="With --graphs: vllm serve ..., a script.")] = (
-        field(default_factory=list)
-    )
-    graphs: Annotated[
-        bool,
-        Option("--graphs", help="Run CMD with taps in its graphs off, on and selected: are tokens and bits the same?"),
-    ] = False
-    out: Annotated[Path, options.out("with --graphs, in a new directory")] = Path("accprobe-doctor-graphs")
-    full: Annotated[bool, Option("--full", help="With --graphs: also with taps at all modules.")] = False
-    bisect: Annotated[
-        bool | None,
-        Option("--bisect/--no-bisect", help="Find the module whose tap changes bits; not for --full by default."),
-    ] = None
-    prompts: options.Prompts = None
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", min=1, help="Tokens to generate for a prompt.")] = 16
-    port: Annotated[
-        int | None, Option("--port", min=1, max=65535, metavar="N", help="A server's port: CMD listens there.")
-    ] = None
+    command: list[str] = argument("[-- CMD...]", "With --graphs: vllm serve ..., a script.", [])
+    graphs: bool = option("--graphs", False, "Run CMD with taps in its graphs off, on and selected: are tokens and "
+                          "bits the same?")  # fmt: skip
+    out: Path = options.out("with --graphs, in a new directory", Path("accprobe-doctor-graphs"))
+    full: bool = option("--full", False, "With --graphs: also with taps at all modules.")
+    bisect: bool | None = option("--bisect/--no-bisect", None, "Find the module whose tap changes bits; not for "
+                                 "--full by default.")  # fmt: skip
+    prompts: str | None = options.prompts()
+    max_tokens: int = option("--max-tokens", 16, "Tokens to generate for a prompt.", metavar="N", min=1)
+    port: int | None = option("--port", None, "A server's port: CMD listens there.", min=1, max=65535, metavar="N")
 
 
 def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:

@@ -22,15 +22,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.options import option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
@@ -187,22 +187,14 @@ def compare_tables(
 class JudgeOptions:
     """By which limits, and of which tensors."""
 
-    op_mapping_file: Annotated[
-        Path | None,
-        Option("--op-mapping-file", metavar="FILE", help="YAML or JSON: which place of mine is which of golden, see "
-               "docs/formats.md."),
-    ] = None  # fmt: skip
-    taps: Annotated[
-        str | None, Option("--taps", metavar="GLOBS", help="Only taps that match these globs; '!...' excludes.")
-    ] = None
-    standard: Annotated[
-        str | None,
-        Option("--standard", metavar="NAME", help="The limits: {standards}; accprobe by default. Of two tables: "
-               "{tables}; msprobe by default."),
-    ] = None  # fmt: skip
-    floor: options.Floors = field(default_factory=list)
-    rate: options.Rate = None
-    weights: options.Weights = None
+    op_mapping_file: Path | None = option("--op-mapping-file", None, "YAML or JSON: which place of mine is which of "
+                                          "golden, see docs/formats.md.", metavar="FILE")  # fmt: skip
+    taps: str | None = option("--taps", None, "Only taps that match these globs; '!...' excludes.", metavar="GLOBS")
+    standard: str | None = option("--standard", None, "The limits: {standards}; accprobe by default. Of two tables: "
+                                  "{tables}; msprobe by default.", metavar="NAME")  # fmt: skip
+    floor: list[str] = options.floors()
+    rate: float | None = options.rate()
+    weights: Path | None = options.weights()
 
     @property
     def floors(self) -> list[Path]:
@@ -213,21 +205,15 @@ class JudgeOptions:
 class WorkOptions:
     """How it is computed."""
 
-    ray: Annotated[
-        str | None,
-        Option("--ray", metavar="ADDRESS", help="Measure on the machines of the Ray cluster at this address."),
-    ] = None
-    jobs: options.Jobs = 0
-    replay: Annotated[
-        bool | None,
-        Option("--replay/--no-replay", help="Run all of both sides' operators again against references, which decides, "
-               "or none. Needs torch. By default as many as --replay-seconds allow."),
-    ] = None  # fmt: skip
-    replay_seconds: Annotated[
-        float,
-        Option("--replay-seconds", min=0.0, show_default=False, metavar="S", help="Time for running operators again: "
-               "what is suspected and what failed first, then some of all. Default: 60; 0: none."),
-    ] = 60.0  # fmt: skip
+    ray: str | None = option("--ray", None, "Measure on the machines of the Ray cluster at this address.",
+                             metavar="ADDRESS")  # fmt: skip
+    jobs: int = options.jobs(0)
+    replay: bool | None = option("--replay/--no-replay", None, "Run all of both sides' operators again against "
+                                 "references, which decides, or none. Needs torch. By default as many as "
+                                 "--replay-seconds allow.")  # fmt: skip
+    replay_seconds: float = option("--replay-seconds", 60.0, "Time for running operators again: what is suspected and "
+                                   "what failed first, then some of all. Default: 60; 0: none.", min=0.0,
+                                   show_default=False, metavar="S")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import say_written
 
 if TYPE_CHECKING:
@@ -28,40 +28,24 @@ if TYPE_CHECKING:
 class EvaluationOptions:
     """Which questions, and what is written of them."""
 
-    tasks: Annotated[list[str], Option("--tasks", metavar="GLOBS", help="Only these tasks.")] = field(
-        default_factory=list
-    )
-    metrics: Annotated[list[str], Option("--metrics", metavar="GLOBS", help="Only these metrics.")] = field(
-        default_factory=list
-    )
-    filters: Annotated[list[str], Option("--filters", metavar="GLOBS", help="Only these filters.")] = field(
-        default_factory=list
-    )
-    prompts_out: Annotated[
-        Path | None,
-        Option("--prompts-out", metavar="FILE", help="Write the questions that flipped, as prompts for accprobe send."),
-    ] = None
-    csv: Annotated[Path | None, Option("--csv", metavar="FILE", help="Write a csv there: a row for each metric.")] = (
-        None
-    )
+    tasks: list[str] = option("--tasks", [], "Only these tasks.", metavar="GLOBS")
+    metrics: list[str] = option("--metrics", [], "Only these metrics.", metavar="GLOBS")
+    filters: list[str] = option("--filters", [], "Only these filters.", metavar="GLOBS")
+    prompts_out: Path | None = option("--prompts-out", None, "Write the questions that flipped, as prompts for "
+                                      "accprobe send.", metavar="FILE")  # fmt: skip
+    csv: Path | None = option("--csv", None, "Write a csv there: a row for each metric.", metavar="FILE")
 
 
 @dataclass(frozen=True)
 class EvalDiffOptions:
     """What is compared."""
 
-    golden: Annotated[
-        Path,
-        Argument(metavar="A", help="Of the machine that is trusted: a file or folder of answers, a trainer's jsonl."),
-    ]
-    mine: Annotated[
-        str,
-        Argument(metavar="B", help="Of the other one; of a trainer also a folder of accprobe send, a URL, a command."),
-    ]
-    out: Annotated[Path | None, options.out("the answers, where B is a server")] = None
-    rate: options.Rate = None
-    as_json: options.Json = False
-    verbose: options.Verbose = False
+    golden: Path = argument("A", "Of the machine that is trusted: a file or folder of answers, a trainer's jsonl.")
+    mine: str = argument("B", "Of the other one; of a trainer also a folder of accprobe send, a URL, a command.")
+    out: Path | None = options.out("the answers, where B is a server", None)
+    rate: float | None = options.rate()
+    as_json: bool = options.as_json()
+    verbose: bool = options.verbose()
 
 
 def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: options.ScoringOptions) -> None:
@@ -98,9 +82,9 @@ def compare_samples(
     from vllm_accprobe.report import servers
 
     rate = evaluations.RATE if rate is None else rate
-    for path, option in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
+    for path, name in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
         if path is not None:
-            _check_file(path, option, (golden, mine))
+            _check_file(path, name, (golden, mine))
     try:
         left, right = evaluations.open_side(golden), evaluations.open_side(mine)
         places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")

@@ -6,56 +6,42 @@ whose older spellings are hidden options; the gate itself (gate_run.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-
-from typer import Argument, Option
 
 from vllm_accprobe.cli import aliases, options
 from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.eval_diff import EvaluationOptions
-from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.options import argument, hidden, option
 
 
 @dataclass(frozen=True)
 class GateOptions:
     """What is compared, and where the results go."""
 
-    golden: Annotated[
-        str,
-        Argument(metavar="GOLDEN", help="The machine that is trusted: a folder of accprobe send, a URL, or a command."),
-    ] = ""
-    mine: Annotated[str, Argument(metavar="MINE", help="The other one.")] = ""
-    prompts: options.Prompts = "default"
-    out: Annotated[Path | None, options.out("gate.json, folders of the servers; one begun is continued")] = None
-    floor: options.Floors = field(default_factory=list)
-    floor_dtype: Annotated[
-        str,
-        Option("--floor-dtype", metavar="DTYPE", help="Of the floor that golden's command makes. Default: see "
-               "docs/gate.md."),
-    ] = ""  # fmt: skip
-    no_floor: Annotated[bool, Option("--no-floor", help="Golden's command makes none.")] = False
-    rate: options.Rate = None
-    as_json: options.Json = False
-    verbose: options.Verbose = False
-    itself: Annotated[str, Hidden("--self", metavar="COMMAND|URL", help="See self-check.")] = ""
-    samples: Annotated[bool, Hidden("--samples", help="See eval-diff.")] = False
+    golden: str = argument("GOLDEN", "The machine that is trusted: a folder of accprobe send, a URL, or a command.", "")
+    mine: str = argument("MINE", "The other one.", "")
+    prompts: str | None = options.prompts("default")
+    out: Path | None = options.out("gate.json, folders of the servers; one begun is continued", None)
+    floor: list[str] = options.floors()
+    floor_dtype: str = option("--floor-dtype", "", "Of the floor that golden's command makes. Default: see "
+                              "docs/gate.md.", metavar="DTYPE")  # fmt: skip
+    no_floor: bool = option("--no-floor", False, "Golden's command makes none.")
+    rate: float | None = options.rate()
+    as_json: bool = options.as_json()
+    verbose: bool = options.verbose()
+    itself: str = hidden("--self", "", "See self-check.", metavar="COMMAND|URL")
+    samples: bool = hidden("--samples", False, "See eval-diff.")
 
 
 @dataclass(frozen=True)
 class LocalizeOptions:
     """What follows a gate that fails."""
 
-    localize: Annotated[
-        bool,
-        Option(
-            "--localize", help="Where they differ: capture the worst tokens of both, compare, and name the operator."
-        ),
-    ] = False
-    localize_gb: Annotated[
-        float, Option("--localize-gb", metavar="GB", min=0.001, help="Disk for it, for each side and rank.")
-    ] = 20
+    localize: bool = option("--localize", False, "Where they differ: capture the worst tokens of both, compare, and "
+                            "name the operator.")  # fmt: skip
+    localize_gb: float = option("--localize-gb", 20, "Disk for it, for each side and rank.", metavar="GB", min=0.001)
 
 
 def gate(

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
-from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
@@ -33,107 +32,67 @@ _MOST_RUNS = 100_000
 _WORST = ("tap", "cls", "role", "rank", "step", "call", "request", "position", "column", "measure", "measured",
           "allowed", "created", "severity", "tier", "chance", "message")  # fmt: skip
 
-Against = Annotated[
-    str,
-    Option("--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."),
-]
-
 
 @dataclass(frozen=True)
 class OpcheckOptions:
     """What is checked, by which limits, and where the results go."""
 
-    dump: Annotated[
-        Path | None, Argument(metavar="[DUMP]", help="A dump, its directory or dump.json; none with --op.")
-    ] = None
-    ops: options.Ops = field(default_factory=list)
-    ids: options.Ids = ""
-    weights: options.Weights = None
-    standard: Annotated[
-        str | None, Option("--standard", metavar="NAME", help="The limits: {standards}; operator by default.")
-    ] = None
-    against: Against = _EXACT
-    rerun: Annotated[bool, Option("--rerun", help="Against vLLM's native code, or torch's, run here and now.")] = False
-    backward: Annotated[bool, Option("--backward", help="Gradients of the operators, too, against autograd's.")] = False
-    attributes: Annotated[
-        list[str],
-        Option("--attribute", metavar="A=V", help="Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Can be "
-               "repeated."),
-    ] = field(default_factory=list)  # fmt: skip
-    kl: Annotated[bool, Option("--kl", help="Measure the KL divergence of each output, too.")] = False
-    seed: options.Seed = 0
-    jobs: options.Jobs = 1
-    resume: Annotated[bool, Option("--resume", help="Continue the run that was interrupted in --out.")] = False
-    save: Annotated[Path | None, Option("--save-failed", metavar="DIR", help="Failed calls go here, with tensors.")] = (
-        None
-    )
-    out: Annotated[Path, options.out("opcheck.csv")] = Path("accprobe-opcheck")
-    verbose: options.Verbose = False
+    dump: Path | None = argument("[DUMP]", "A dump, its directory or dump.json; none with --op.", None)
+    ops: list[str] = options.ops()
+    ids: str = options.ids()
+    weights: Path | None = options.weights()
+    standard: str | None = option("--standard", None, "The limits: {standards}; operator by default.", metavar="NAME")
+    against: str = options.against()
+    rerun: bool = option("--rerun", False, "Against vLLM's native code, or torch's, run here and now.")
+    backward: bool = option("--backward", False, "Gradients of the operators, too, against autograd's.")
+    attributes: list[str] = option("--attribute", [], "Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Can "
+                                   "be repeated.", metavar="A=V")  # fmt: skip
+    kl: bool = option("--kl", False, "Measure the KL divergence of each output, too.")
+    seed: int = options.seed()
+    jobs: int = options.jobs()
+    resume: bool = option("--resume", False, "Continue the run that was interrupted in --out.")
+    save: Path | None = option("--save-failed", None, "Failed calls go here, with tensors.", metavar="DIR")
+    out: Path = options.out("opcheck.csv", Path("accprobe-opcheck"))
+    verbose: bool = options.verbose()
 
 
 @dataclass(frozen=True)
 class KernelOptions:
     """This machine's own kernels, in place of a reference."""
 
-    repeat: Annotated[
-        int, Option("--repeat", min=0, metavar="N", help="Run each so many times: calls, here, for races and unwritten "
-                    "memory."),
-    ] = 0  # fmt: skip
-    rows: Annotated[
-        str, Option("--rows", metavar="SIZES", help="Rows in batches of these sizes, e.g. 1,N or all, here.")
-    ] = ""
-    op: Annotated[
-        str, Option("--op", metavar="NAME", help="No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.")
-    ] = ""
-    shapes: Annotated[
-        list[str],
-        Option("--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Can be repeated: further calls."),
-    ] = field(default_factory=list)
-    dtype: Annotated[
-        str, Option("--dtype", metavar="DTYPES", help="Theirs: one, or one for each; int64:32 is below 32.")
-    ] = "float32"
-    arguments: Annotated[
-        list[str], Option("--with", metavar="NAME=JSON", help="An argument of it by name. Can be repeated.")
-    ] = field(default_factory=list)
-    load: Annotated[
-        list[str],
-        Option("--load", metavar="MODULE", help="Import this first: it registers operators. Can be repeated."),
-    ] = field(default_factory=list)
+    repeat: int = option("--repeat", 0, "Run each so many times: calls, here, for races and unwritten memory.", min=0,
+                         metavar="N")  # fmt: skip
+    rows: str = option("--rows", "", "Rows in batches of these sizes, e.g. 1,N or all, here.", metavar="SIZES")
+    op: str = option("--op", "", "No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.", metavar="NAME")
+    shapes: list[str] = option("--shape", [], "Its tensors, e.g. 7x64,64x32. Can be repeated: further calls.",
+                               metavar="SHAPES")  # fmt: skip
+    dtype: str = option("--dtype", "float32", "Theirs: one, or one for each; int64:32 is below 32.", metavar="DTYPES")
+    arguments: list[str] = option("--with", [], "An argument of it by name. Can be repeated.", metavar="NAME=JSON")
+    load: list[str] = option("--load", [], "Import this first: it registers operators. Can be repeated.",
+                             metavar="MODULE")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MsprobeOptions:
     """msprobe's acc_check, multi_acc_check and run_ut (opcheck/compat/msprobe.py)."""
 
-    api_info: Annotated[
-        Path | None, Hidden("-api_info", metavar="FILE", help="DUMP as msprobe says it: its limits.")
-    ] = None
-    config: Annotated[Path | None, Hidden("--config", metavar="FILE", help="msprobe's config.json or config.yaml.")] = (
-        None
-    )
-    once: Annotated[bool, Hidden("-f", help="Calls that differ in values alone are checked once.")] = False
-    device: Annotated[
-        str, Hidden("-d", "--device", metavar="DEVICES", help="Run the calls here and judge that: cpu, cuda:1, 0,1.")
-    ] = ""
-    csv_path: Annotated[
-        Path | None, Hidden("-csv_path", metavar="FILE", help="As --resume of msprobe's result csv.")
-    ] = None
-    save_error: Annotated[bool, Hidden("-save_error_data", help="As --save-failed ut_error_data<time>.")] = False
-    jit: Annotated[bool, Hidden("--jit_compile", help="An NPU compiles its operators (-j alone is the same).")] = False
+    api_info: Path | None = hidden("-api_info", None, "DUMP as msprobe says it: its limits.", metavar="FILE")
+    config: Path | None = hidden("--config", None, "msprobe's config.json or config.yaml.", metavar="FILE")
+    once: bool = hidden("-f", False, "Calls that differ in values alone are checked once.")
+    device: str = hidden("-d --device", "", "Run the calls here and judge that: cpu, cuda:1, 0,1.", metavar="DEVICES")
+    csv_path: Path | None = hidden("-csv_path", None, "As --resume of msprobe's result csv.", metavar="FILE")
+    save_error: bool = hidden("-save_error_data", False, "As --save-failed ut_error_data<time>.")
+    jit: bool = hidden("--jit_compile", False, "An NPU compiles its operators (-j alone is the same).")
 
 
 @dataclass(frozen=True)
 class AitOptions:
     """ait llm opcheck (opcheck/compat/ait.py)."""
 
-    same: Annotated[Path | None, Hidden("--input", metavar="DIR", help="As DUMP: ATB's tensors of one execution.")] = (
-        None
-    )
-    table: Annotated[Path | None, Hidden("--csv-path", metavar="FILE", help="ATB's operation_tensors_N.csv.")] = None
-    metric: Annotated[
-        list[str], Hidden("--metric", metavar="WORDS", help="More columns of opcheck_result.csv: abs cos_sim kl.")
-    ] = field(default_factory=list)
-    card: Annotated[int | None, Hidden("--device-id", metavar="N", help="As ait has it; no card is used.")] = None
+    same: Path | None = hidden("--input", None, "As DUMP: ATB's tensors of one execution.", metavar="DIR")
+    table: Path | None = hidden("--csv-path", None, "ATB's operation_tensors_N.csv.", metavar="FILE")
+    metric: list[str] = hidden("--metric", [], "More columns of opcheck_result.csv: abs cos_sim kl.", metavar="WORDS")
+    card: int | None = hidden("--device-id", None, "As ait has it; no card is used.", metavar="N")
 
 
 def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOptions, from_ait: AitOptions) -> None:

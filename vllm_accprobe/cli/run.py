@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
 from vllm_accprobe.cli.endings import CommandError
-from vllm_accprobe.cli.options import Hidden, flag
+from vllm_accprobe.cli.options import argument, flag, hidden, option
 from vllm_accprobe.cli.output import answer, size
 from vllm_accprobe.report.text import count
 
@@ -33,61 +32,42 @@ if TYPE_CHECKING:
 class RunOptions:
     """What is run, and the capture's settings."""
 
-    command: Annotated[list[str], Argument(metavar="-- CMD...", help="vllm serve ..., a script, a shell line.")] = (
-        field(default_factory=list)
-    )
-    exec: options.Exec = None
-    dir: options.Dir = None
-    task: Annotated[str | None, Option("--task", help="tensor, or stats (statistics and hashes only).")] = None
-    ranks: options.Ranks = None
-    parts: Annotated[str | None, Option("--parts", metavar="PARTS", help="Of input, output, params.")] = None
-    max_gb: Annotated[float | None, Option("--max-gb", metavar="GB", help="Disk budget per rank.")] = None
-    ops: Annotated[bool | None, Option("--ops/--no-ops", help="Capture operator calls too.")] = None
-    graphs: Annotated[
-        bool | None, Option("--graphs/--eager", help="Leave compiled and captured graphs as configured.")
-    ] = None
-    settings: Annotated[
-        list[str],
-        Option("--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup. Can be repeated."),
-    ] = field(default_factory=list)
-    config: Annotated[str | None, Option("--config", metavar="FILE", help="A TOML file with such settings.")] = None
-    log_level: options.LogLevel = None
-    quiet: options.Quiet = False
+    command: list[str] = argument("-- CMD...", "vllm serve ..., a script, a shell line.", [])
+    exec: str | None = options.exec_line()
+    dir: str | None = options.dump_dir()
+    task: str | None = option("--task", None, "tensor, or stats (statistics and hashes only).")
+    ranks: str | None = options.ranks()
+    parts: str | None = option("--parts", None, "Of input, output, params.", metavar="PARTS")
+    max_gb: float | None = option("--max-gb", None, "Disk budget per rank.", metavar="GB")
+    ops: bool | None = option("--ops/--no-ops", None, "Capture operator calls too.")
+    graphs: bool | None = option("--graphs/--eager", None, "Leave compiled and captured graphs as configured.")
+    settings: list[str] = option("--set", [], "Any other setting, e.g. ops_mode=dedup. Can be repeated.",
+                                 metavar="NAME=VALUE")  # fmt: skip
+    config: str | None = option("--config", None, "A TOML file with such settings.", metavar="FILE")
+    log_level: str | None = options.log_level()
+    quiet: bool = options.quiet()
 
 
 @dataclass(frozen=True)
 class RunAtbOptions:
     """What Ascend's ATB writes meanwhile."""
 
-    atb: Annotated[bool, Option("--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb.")] = False
-    atb_ids: Annotated[
-        str | None, Option("--atb-ids", metavar="IDS", help="Operations, e.g. 2,3_1; all by default.")
-    ] = None
-    atb_range: Annotated[
-        str | None, Option("--atb-range", help="First and last executions, e.g. 3,5,7,7; 0,0 by default.")
-    ] = None
-    atb_op: Annotated[
-        str | None, Option("--atb-op", metavar="GLOBS", help="Beginnings of operation names, e.g. self,linear.")
-    ] = None
-    atb_time: Annotated[
-        int | None,
-        Option("--atb-time", help="0 before, 1 after (the default), 2 both, 3 inputs before, outputs after."),
-    ] = None
-    atb_part: Annotated[int | None, Option("--atb-part", help="0 inputs, 1 outputs, 2 both (the default).")] = None
-    atb_child: Annotated[
-        bool | None, Option("--atb-child/--no-atb-child", help="With --atb-ids: their operations too (the default).")
-    ] = None
-    save_operation_child: Annotated[
-        str | None, Hidden("--save-operation-child", metavar="True|False", help="The same, as ait has it.")
-    ] = None
-    atb_tiling: Annotated[bool, Option("--atb-tiling", help="Tiling data too.")] = False
-    atb_describe: Annotated[bool, Option("--atb-describe", help="Descriptions without values.")] = False
-    atb_type: Annotated[
-        str | None,
-        Option("--atb-type", metavar="TYPES", help="Of model, layer, op, kernel, tensor (the default), cpu_profiling, "
-               "stats; onnx draws model and layer."),
-    ] = None  # fmt: skip
-    atb_device: Annotated[int | None, Option("--atb-device", metavar="N", help="Only this device.")] = None
+    atb: bool = option("--atb", False, "Let Ascend's ATB write its tensors too; they go to DIR/atb.")
+    atb_ids: str | None = option("--atb-ids", None, "Operations, e.g. 2,3_1; all by default.", metavar="IDS")
+    atb_range: str | None = option("--atb-range", None, "First and last executions, e.g. 3,5,7,7; 0,0 by default.")
+    atb_op: str | None = option("--atb-op", None, "Beginnings of operation names, e.g. self,linear.", metavar="GLOBS")
+    atb_time: int | None = option("--atb-time", None, "0 before, 1 after (the default), 2 both, 3 inputs before, "
+                                  "outputs after.")  # fmt: skip
+    atb_part: int | None = option("--atb-part", None, "0 inputs, 1 outputs, 2 both (the default).")
+    atb_child: bool | None = option("--atb-child/--no-atb-child", None, "With --atb-ids: their operations too (the "
+                                    "default).")  # fmt: skip
+    save_operation_child: str | None = hidden("--save-operation-child", None, "The same, as ait has it.",
+                                              metavar="True|False")  # fmt: skip
+    atb_tiling: bool = option("--atb-tiling", False, "Tiling data too.")
+    atb_describe: bool = option("--atb-describe", False, "Descriptions without values.")
+    atb_type: str | None = option("--atb-type", None, "Of model, layer, op, kernel, tensor (the default), "
+                                  "cpu_profiling, stats; onnx draws model and layer.", metavar="TYPES")  # fmt: skip
+    atb_device: int | None = option("--atb-device", None, "Only this device.", metavar="N")
 
 
 def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) -> None:

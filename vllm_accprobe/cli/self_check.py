@@ -8,13 +8,13 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from typer import Argument
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.options import argument
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import Asking
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class SelfCheckOptions:
     """The server, and where the answers go."""
 
-    command: Annotated[list[str], Argument(metavar="-- CMD...|URL", help="vllm serve MODEL ..., or a running server.")]
-    prompts: options.Prompts = "default"
-    out: Annotated[Path, options.out("a folder for the answers; one begun is continued")] = Path("accprobe-self")
-    rate: options.Rate = None
-    as_json: options.Json = False
+    command: list[str] = argument("-- CMD...|URL", "vllm serve MODEL ..., or a running server.")
+    prompts: str | None = options.prompts("default")
+    out: Path = options.out("a folder for the answers; one begun is continued", Path("accprobe-self"))
+    rate: float | None = options.rate()
+    as_json: bool = options.as_json()
 
 
 def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, progress, say_written
 
 
@@ -21,32 +20,19 @@ from vllm_accprobe.cli.output import answer, progress, say_written
 class SendOptions:
     """What is sent, to whom, and where the answers go."""
 
-    out: Annotated[Path, options.out("a folder; one begun is continued")]
-    prompts: Annotated[
-        str,
-        Argument(metavar="[PROMPTS]", help="A jsonl, a ShareGPT json, a text with a prompt on each line, or default."),
-    ] = "default"
-    url: Annotated[str, Option("--url", metavar="URL", help="The server, for example http://localhost:8000.")] = ""
-    engine: Annotated[str, Option("--engine", metavar="CMD", help="Or a command that serves: started, and ended.")] = ""
-    along: Annotated[
-        Path | None,
-        Option("--teacher-force", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as "
-               "answers."),
-    ] = None  # fmt: skip
-    arrive: Annotated[
-        list[str],
-        Option(
-            "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
-        ),
-    ] = field(default_factory=list)
-    top: Annotated[
-        int | None,
-        Option("--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."),
-    ] = None
-    score_tokens: Annotated[
-        int,
-        Option("--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."),
-    ] = 1024
+    out: Path = options.out("a folder; one begun is continued")
+    prompts: str = argument("[PROMPTS]", "A jsonl, a ShareGPT json, a text with a prompt on each line, or default.",
+                            "default")  # fmt: skip
+    url: str = option("--url", "", "The server, for example http://localhost:8000.", metavar="URL")
+    engine: str = option("--engine", "", "Or a command that serves: started, and ended.", metavar="CMD")
+    along: Path | None = option("--teacher-force", None, "Golden's folder: its token ids are sent, and forced as "
+                                "answers.", metavar="GOLDEN")  # fmt: skip
+    arrive: list[str] = option("--arrive", [], "one, all or poisson:RATE; a pass for each. Default: one, all; "
+                               "golden's.", metavar="HOW")  # fmt: skip
+    top: int | None = option("--top", None, "Log-probabilities for each token. Default: 20; golden's.", metavar="N",
+                             min=2, max=1000)  # fmt: skip
+    score_tokens: int = option("--score-tokens", 1024, "Longer ones are not scored: a server may lack the memory.",
+                               metavar="N", min=2)  # fmt: skip
 
 
 def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
