@@ -1,35 +1,13 @@
 """From a gate that failed to an operator: which rows are captured on both sides, and what their comparison says.
 
-Which requests and rows of a failed gate are captured, in which pass.
+The problem: a capture of everything does not fit on a disk; the worst token's own row may only show what an earlier row
+left in the KV cache; and a fault may need its batch, its chunks or a cached prefix. The idea: the command is started
+with the probe disarmed and sent every prompt up to the target's pass, in the same pattern and along golden's tokens;
+before each pass the control file says which requests are captured: a few whole ones, and those that filled their prefix
+cache. A row's size is measured first; what exceeds the budget is left out in a fixed order, each with a sentence. Where
+a side cannot be started here, the same is printed as commands. The answers while captured show whether the fault did.
 
-The problem: a capture of everything does not fit on a disk, and a capture of the worst token's own row shows what was
-passed on to it: the error may have been made in an earlier row, which left wrong keys and values behind. The idea: of
-the pass in which the worst token lies a few requests are captured whole, up to that token; where their prompts came
-from the prefix cache, so is the prompt of the request that filled it, in whichever pass. What a disk budget does not
-hold is left out in a fixed order, and each omission is a sentence.
-
-A dig that a person does: the commands, where a side cannot be started from here.
-
-The problem: golden stands on a GPU in another room, and this machine has a URL of it, or only its folder. The idea: the
-same capture is a few settings in front of each side's own command, because a request's name tells its pass; the same
-prompts in the same passes are one `accprobe send --teacher-force`. Commands may hold keys, so COMMAND stands for them.
-
-One side of a gate once more, with a capture of what was chosen.
-
-The problem: a fault may need its batch, its chunks or a warm prefix cache, and a capture of all that costs more than
-the disk has. The idea: the command is started with the probe on and disarmed, and is sent every prompt of the passes up
-to the target's, in the same pattern and along golden's tokens; before each pass, while the server is idle, the control
-file says which of its requests are captured. What a row costs is measured on golden's side with a request of four
-tokens, before anything else.
-
-What the comparison of a dig says: the culprit, its token, and whether the fault showed while it was captured.
-
-The problem: a capture changes a server (it is slower, and eager unless told otherwise), so a comparison that finds
-nothing may have looked at a server without the fault. The idea: the answers that came back while it was captured are
-measured as the gate's were; where the target's gap is gone, that is said, and why it may be.
-
-Not here: which tokens are worst (measure/gating.py), who starts it (cli/gate_dig.py), comparing (comparison/),
-sentences (report/servers.py).
+Not here: which tokens are worst (measure/gating.py), comparing (comparison/), sentences (report/servers.py).
 """
 
 from __future__ import annotations

@@ -1,50 +1,14 @@
 """One server against itself: which of its paths gives other numbers than rounding explains.
 
-How coarse the numbers are from which a server took its log-probabilities.
+The problem: a server has many paths to the same token (alone or in a batch, whole or in chunks, fresh or cached, decode
+or scoring, compiled or not), and without a second machine nothing says what is right. The idea: an `OwnPath` says how
+prompts are sent or how the command is changed, each under cache salts of its own, and the paths measure each other.
+What must be equal is compared as bits; the others may differ by a few times what the *other* paths differ in the mean,
+and by a few steps of the logits' grid (log-probabilities of bfloat16 logits differ by multiples of a power of two).
+Each path is a folder of `send` with one pass, so that an interrupted run is resumed. A fault that all paths share needs
+a second server.
 
-The problem: two ways of computing one answer may differ by rounding, and how much rounding is depends on the dtype of
-the logits, which no server tells. The idea: it shows. Log-probabilities of one token's candidates are logits less one
-constant, so their differences are differences of logits, and of logits in bfloat16 these are all multiples of one power
-of two. Where there is no such grid (logits in float32, or capped afterwards), the step is 0.
-
-The paths by which one server can compute one answer, and what each may change.
-
-The problem: a server has many paths to the same token: a batch of one or of many, a prompt whole or in chunks, fresh or
-with a prefix from the cache, decode or scoring, compiled or not. Each path has kernels and bookkeeping of its own, and
-a fault in one of them is a fault though no second machine is there. The idea: a `OwnPath` says how the prompts are sent
-(the same for every server), or how the command is changed (a restart); and whether it must give the same bits or may
-round in another way. Some paths need only requests, so that a URL is enough.
-
-A sender whose requests meet the prefix cache only where they are meant to.
-
-The problem: a prompt that was sent before, or that begins like another, is partly served from the prefix cache, so
-that "fresh" is an accident. The idea: vLLM's ``cache_salt`` keeps requests of different salts apart in the cache; each
-prompt of each path has a salt of its own, and whoever wants a hit asks first under the same salt, for one token. What
-was found in the cache is told by the answer (``cached``).
-
-Which path of one server gives other numbers than rounding explains.
-
-The problem: there is no second machine to say what is right, and other batch shapes round in other ways, by an amount
-that depends on the model. The idea: the paths measure each other. What must be the same to the bit is compared as bits.
-Of the others each has an allowance: a few times what the *other* paths differ in the mean (their median, so that one
-odd path does not set it), and not less than a few steps of the logits' own grid. Three questions are asked, each by a
-binomial test, with no assumption about the shape of rounding: whether more than half of the prompts lie beyond it in
-the mean; of each prompt, whether more than half of its tokens do, because some faults need a long prompt; and whether
-first tokens are far beyond, because what is wrong in a prompt's last rows shows there, and little later.
-What no path can show: a fault that is the same in all of them, say from a position on. That takes a second server.
-
-All paths of one server, one after the other, into one folder.
-
-    OUT/PATH/           a folder of `send` for each path, with one pass
-    OUT/engine-N.log    what the servers that we started said
-
-The problem: the paths need one another's answers (what is scored is what was decoded), some need a server of their
-own, and one that does not start with a changed command must not cost the others. The idea: the first path gives token
-ids and answers; what comes later is sent as ids under its own salt, and along these answers where the server can be
-forced; each path is a `send`, so an interrupted run goes on.
-
-Not here: sending (self_check.py, passes.py), ; how answers are forced and scored (gate/sending/client.py), lines
-(report/servers).
+Not here: sending and forcing (sending/), lines (report/servers.py).
 """
 
 from __future__ import annotations

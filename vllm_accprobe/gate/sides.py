@@ -1,28 +1,13 @@
 """The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
 
-In which dtype golden's own command makes a floor: rounding alone, measured on the machine that is trusted.
+The problem: to compare two servers, somebody starts the one, sends, keeps the answers, ends it (both may need the same
+card), and sends the other one the answers of the first. The idea: whatever a side is, it becomes a folder. Golden is
+sent first and answers freely, the others are forced along its tokens; a complete folder is not sent again, and one that
+was begun is resumed. `served` starts a command, waits until it answers, and ends it; bisect, self-check and localize use
+it, too. A floor is golden's command in another dtype: it rounds at the same places by another amount. Mine's dtype if
+it is another, else a finer one; for float32 there is none, and bfloat16 gives a limit that is far too wide.
 
-The problem: where batching changes nothing, any other kernel differs "beyond batching"; the size of rounding alone is
-not known beforehand. The idea: golden's model once more in another dtype rounds at the same places by another amount,
-and that gives golden's own rounding. Which dtype: mine's, if it is another than golden's, because then its rounding is
-what honest servers differ by; else one that is finer: float16 for bfloat16 (the same memory, eight times as fine),
-float32 for float16. For float32 there is none that is finer: bfloat16 gives a limit that is far too wide for float32's
-own rounding, and still narrow for most faults; a floor of the user's own is better there.
-
-A server that `send` starts itself and ends again.
-
-The problem: whoever compares two builds types the same three steps every time, and a server that is left behind holds
-a card. The idea: `run/launcher.py` starts and ends the command, the port is ours, its output goes into the folder.
-
-The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
-
-The problem: to compare two servers somebody has to start the one, send, keep what came back, end it (both may need the
-same card), start the other, and send it just what the first one answered. The idea: a side is whatever there is, and
-becomes a folder; golden is sent first and answers freely, the others are forced along its tokens. A folder that is
-complete is not sent again, one that was begun is gone on with, so the same command goes on after anything.
-
-Not here: what the floor says (gate/measure/conditions.py), what is asked of it (passes.py), sending (sending/),
-comparing (measure/gating.py).
+Not here: what a floor says (measure/conditions.py), sending (sending/), comparing (measure/gating.py).
 """
 
 from __future__ import annotations

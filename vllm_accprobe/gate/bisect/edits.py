@@ -1,41 +1,15 @@
 """The settings that bisect varies in a `vllm serve` command, and how it changes them.
 
-A `vllm serve` command whose settings can be changed, whichever way they were spelled.
-
-The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``--no-async-scheduling``,
-``-cc.mode=0``, a JSON with ten other fields in it, a variable in front of the command), and a change must replace that
-one and leave the others. The idea: a command is words and an environment; an `Edit` takes options away by any of their
-names, adds words at the end, sets fields of an option that is JSON, and sets or unsets variables.
-
-What the vLLM that a command starts can be told, read from its source.
-
-The problem: an option that this release does not have ends every trial before it began, and importing vLLM to ask its
-parser takes 10 to 30 seconds, in an environment that need not be ours. The idea: the command's own Python is asked
-where its vllm lies (nothing is imported), and the option's names, the fields of the passes, the custom operators and
-those of vLLM IR stand in its source as literals. Where there is no such Python (a container, a remote host) all
-options are taken to be there, and the engine's log tells which custom operators there are (trials.py). Not here:
-what is made of it.
-
-The settings that bisect varies: what the command has, and what the plainest value of it is.
-
-The problem: a fault of a new card shows with prefix caching, or chunks and asynchronous scheduling together, or with
-one custom operator, and whoever switches by hand tries three of the hundred combinations. The idea: each
-`ServerSetting` is one setting whose value in the command is not the plain one, with the `Edit` that makes it plain.
-What is made of many (compilation, custom operators) is one axis first, and is taken apart only where it belongs to
-the culprits.
-
-A vendor's own switches, from a file: variables, options and words that no table of ours knows.
-
-The problem: each card's plugin has kernels that a variable switches off (``XMLIR_...``, ``VLLM_ASCEND_ENABLE_...``),
-and these are the first suspects. The idea: a toml or json file names each switch and its plain value; what the
-command has differs from it or there is nothing to vary.
+The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``-cc.mode=0``, a field of JSON,
+a variable), an option that this release does not have ends a trial, and vendors have switches of their own. The idea: a
+command is words and an environment, which an `Edit` changes. A `ServerSetting` is one whose value is not the plain one,
+with its Edit; settings of many parts (compilation, custom operators) are one axis first. What the command's vLLM has is
+read from its source (nothing is imported); where there is none, all options are taken to be there. A vendor's file:
 
     [[switch]]
     name = "fused norm"                       # as it is printed
     environment = "VLLM_VENDOR_FUSED_NORM"    # or: option = "--vendor-kernels", or: words = ["--vendor-plain"]
-    plain = "0"                               # of the variable or option; left away: unset, taken away
-
-Not here: trying (trials.py).
+    plain = "0"                               # of the variable or option; left out: unset, taken away
 """
 
 from __future__ import annotations

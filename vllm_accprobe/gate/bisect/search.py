@@ -1,29 +1,12 @@
-"""The smallest set of settings that makes a command fail.
+"""The smallest set of settings that makes a command fail, searched over real servers.
 
-Delta debugging: the smallest set that still fails, where a set's outcome is known only by trying it.
+The problem: n settings have 2^n combinations, each is a server's start; a fault may need two of them together, there
+may be two faults, some combinations do not start, and an outcome may change by itself. The idea: the command and the
+plain configuration are tried, then `ddmin` over what differs; a setting of many parts is divided where it is found; the
+decisive outcomes are tried twice. Without the set the command must pass, else another set is searched in the rest.
 
-The problem: n settings have 2^n combinations, each is a server's start, and a fault may need two or three of them
-together, so that switching one by one finds nothing or takes the first for the only one. The idea: ddmin [A. Zeller,
-R. Hildebrandt, IEEE Transactions on Software Engineering 28 (2002) 183, fig. 5]: halves, then quarters and so on, and
-what is left without each, are tried; what fails is gone on with. A combination that cannot be tried (a server that does
-not start) is unresolved: it is neither taken for failing nor for passing, and smaller pieces go around it.
-The result fails, and no set with one member less does: it is 1-minimal, which for faults that only grow with more
-settings is the smallest within itself. One culprit of n takes about 2 log2 n trials, n^2 + 3 n are the most (their
-proposition 12; trials that are known already are not counted there).
-
-The smallest set of settings that makes a command fail, searched over real servers.
-
-The problem: the answer must hold in both directions (the set alone makes a plain command fail; without it the command
-passes), a fault may need two settings, there may be two faults, some combinations do not start, and an outcome may
-change by itself. The idea: plain and bad are tried, then ddmin over what differs; what is made of many is taken apart
-where it is found; the decisive outcomes are tried once more, and what does not come out twice the same is told. What
-is left without the set is tried, too: where it still fails, there is another set, which is searched in the rest. Not
-here: the algorithm, servers (trials.py), what failing is (trials.py).
-
-A configuration is the set of axes that are as in the command; all others are plain. An axis that was taken apart is as
-in the command where all of its parts are.
-
-Not here: what a trial is (trials.py).
+A configuration is the set of axes that are as in the command; all others are plain. An axis that was divided is as in
+the command where all of its parts are. Not here: what a trial is and what failing is (trials.py).
 """
 
 from __future__ import annotations
@@ -39,8 +22,10 @@ PASS, FAIL, UNRESOLVED = "pass", "fail", "unresolved"
 
 
 def ddmin(items: Sequence[str], test: Callable[[tuple[str, ...]], str]) -> tuple[str, ...]:
-    """The members of ``items``, in their order, of a 1-minimal failing set. test: PASS, FAIL or UNRESOLVED for a set.
-    All ``items`` are taken to fail and none of them to pass; neither is asked for."""
+    """The members of ``items``, in their order, of a 1-minimal failing set: no set with one member less fails
+    [A. Zeller, R. Hildebrandt, IEEE Transactions on Software Engineering 28 (2002) 183, fig. 5]. test: PASS, FAIL or
+    UNRESOLVED (does not start: neither) for a set. All ``items`` are taken to fail and none of them to pass; neither is
+    tested. One culprit of n takes about 2 log2 n trials, n^2 + 3 n are the most (proposition 12)."""
     current, n = tuple(items), 2
     while len(current) >= 2:
         pieces = split(current, n)

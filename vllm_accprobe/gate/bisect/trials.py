@@ -1,33 +1,12 @@
-"""One trial: a command is edited, served, asked and ended, or its result is remembered.
+"""One trial: a command with some settings made plain is served, sent the prompts and judged, or its result is kept.
 
-What an engine says of itself at its start, so that settings that make no difference need no trial.
+The problem: a trial costs a server's start, a bisection is hours, and settings change rounding, so that the gate alone
+fails for nearly any two of them. The idea: a trial's folder has a name of all that decides its numbers (words,
+environment, prompts, versions): a complete one is not run again, one that was begun is resumed. A trial fails where the
+gate fails and its distance from golden is a good part of the command's own: the same failure, not any other [Zeller and
+Hildebrandt, 3.1]. vLLM's log tells what defaults were chosen; a setting that two logs show alike is none.
 
-The problem: what a command leaves to vLLM's defaults (asynchronous scheduling, custom operators) is decided by
-platform and model, and is often the plain value already. The idea: vLLM prints its configuration, and with
-VLLM_LOGGING_LEVEL=DEBUG the custom operators of the model; a setting that two logs tell alike is none. What a log
-does not tell stays an axis.
-
-One trial: the command with some settings made plain is served, asked, and ended; and what was tried is kept.
-
-The problem: a trial costs a server's start, a bisection is hours, and terminals close. The idea: a trial's folder has
-a name made of all that decides its numbers: words, environment, prompts, how they are sent, versions. What is there and
-complete is not run again, by whatever bisection asks for it; what was begun goes on. A command that ends before it
-serves is kept as one that does not start; a server that is lost twice in the middle, too.
-
-Whether one trial shows the difference that is looked for.
-
-The problem: settings change rounding, so that nearly any two of them differ by a little, and the gate, which is sharp
-enough for that, fails; a search would then end at the first setting that rounds in another way. The idea: a trial fails
-where the gate fails and its distance from golden is a good part of what the command's own is: the same failure, not any
-other, which is what delta debugging asks for [Zeller and Hildebrandt, 3.1].
-
-From a configuration to its outcome: the command is edited, run or remembered, and judged against golden.
-
-The problem: a search knows sets of names, a trial knows commands, and between them stands what only a first run tells:
-the model's length, which custom operators it has, how far the bad command is from golden. The idea: one object that is
-given a configuration and gives an outcome, and says each in a line with its time.
-
-Not here: what is tried (search.py), the gate's verdict (measure/gating.py), the search (search.py).
+Not here: what is tried (search.py), the gate's verdict (measure/gating.py).
 """
 
 from __future__ import annotations

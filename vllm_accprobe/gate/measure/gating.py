@@ -1,23 +1,11 @@
 """Two servers, by their folders: the verdict, and the smallest distance that the prompts could have shown.
 
-The smallest distance that these prompts could have shown, per condition; and how many would show enough.
+The problem: "not the same numbers" is true of any two right cards, "the same within 0.05" of many broken ones, and two
+servers that "do not differ" on eight prompts may differ by six times the floor. The idea: mine fails where it is further
+from golden than golden's own batching and right servers explain (conditions.py). The same test judges distances that
+are enlarged until it fails, under each condition; prompts that would not have shown ENOUGH times the floor are no pass.
 
-The problem: two servers that "do not differ" to eight prompts may differ by six times the floor in every decoded token.
-The idea: the same test (floor.judge) judges a mine that is further away: the distances that were measured, of the
-tokens under one condition, are enlarged alike, until the test fails. How the distances scatter over tokens and prompts,
-what the limits are, and how many conditions share the false-alarm rate, all of that is then as it was. The figure is in
-units of the floor, the distance of servers that are right, as the verdict's own. Too few prompts are those that would
-not have shown ENOUGH times the floor, in all tokens, in prefill or in decode: that is no pass.
-
-Two servers, by their folders: the verdict, under which condition they differ, and the tokens that show it best.
-
-The problem: "not the same numbers" is true of any two honest cards, and "the same within 0.05" of many broken ones.
-The idea: mine fails where it is further from golden than golden's own batching makes it, and further than servers that
-are known to be right are from one another (conditions.py). Without such servers the limit is golden's batching alone,
-and the verdict says so.
-
-Not here: the test (conditions.py), columns (token_gaps.py), the tests (conditions.py), the condition (conditions.py),
-sentences (report/servers.py), making folders (gate/sides.py).
+Not here: the test (conditions.py), columns (token_gaps.py), sentences (report/servers.py), folders (gate/sides.py).
 """
 
 from __future__ import annotations

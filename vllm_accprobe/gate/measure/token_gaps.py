@@ -1,30 +1,13 @@
 """Two replies to one prompt, token by token, and what each token's numbers depend on.
 
-Two replies to one prompt, token by token, for as long as both have read the same.
+The problem: after the first token that differs two servers answer different texts, and a token may show an error that
+an earlier chunk left in its keys and values. The idea: positions are compared up to and including the first token that
+differs; where a side was forced nothing ends. Features cover the context: the last chunk that computed a row of it, the
+largest and smallest batch that did, whether the request began with a prefix hit: from the engine's steps, else
+estimated from the server's answers. `Table` has a row for each token, with every distance that is known: golden to mine,
+golden to itself, and floors.
 
-The problem: after the first token that is not the same, two servers answer different texts, and comparing these says
-nothing about numbers. The idea: positions are compared up to and including the first token that is not the same: its
-context is still. Where a side was forced along the other's tokens, that never happens: a flip is then a token that is
-not the server's own best, and ends nothing. A `scored` reply has a token for each position of prompt and answer.
-
-What a token's numbers depend on, in one server: chunks, batches, prefix hits.
-
-The problem: a kernel is wrong in the second chunk of a prompt, and every later token reads the wrong keys and values
-that it left behind; told by the step that computed the token itself, it would be wrong nearly everywhere. The idea:
-features take in the context: the last chunk that computed a row of it, the largest and the smallest batch that did,
-whether its request began with a prefix hit. The engine's steps say this exactly (gate/sending/replies.py); without them
-hits are what the server says of its cache, batches are counted from requests that overlap in time, and chunks are
-unknown.
-
-All compared tokens of two servers, and of those known to be right, as columns.
-
-The problem: what a distance between golden and mine is worth shows beside two others of the same token: how far golden
-is from itself in another batch, and how far two servers that are known to be right are from one another. The idea: a
-row for each token of golden's and mine's passes of the same arrival, so that batches differ as little as they can, and
-in each row every distance that is known; a row is there only where all sides have read the same text so far.
-
-Not here: what is expected (conditions.py), who forces (gate/sending/passes.py), which feature explains a difference
-(condition.py), what they say (conditions.py).
+Not here: what is expected, and which feature explains a difference (conditions.py).
 """
 
 from __future__ import annotations

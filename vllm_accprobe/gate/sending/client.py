@@ -1,30 +1,13 @@
 """One request to an OpenAI-compatible server, and its answer as numbers.
 
-The ways in which a server can be made to answer with tokens that are named beforehand.
+The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and after the
+first token that two servers choose differently nothing more can be compared. The idea: vLLM is asked for ids, every
+shape of answer becomes one `Reply`, and a server is made to answer with named tokens in the first of `WAYS` that works:
+our plugin (VLLM_ACCPROBE_FORCE=1) replaces sampled tokens, and all code runs as in serving; vLLM's trace replay (0.32
+on, model runner V2); or prompt and answer scored as one prompt, which exercises no decode kernel, no prefix cache and
+no batch of decodes. http.client: no proxy of the environment sees a prompt, and no text of a request is in an error.
 
-The problem: after a token that two servers do not choose alike they answer other texts, and nothing more can be
-compared. The idea, in the order in which a server is asked:
-
-- ``accprobe``: our plugin in the server (``VLLM_ACCPROBE_FORCE=1``, or the probe with it) puts the tokens in place of
-  those that were sampled. All of the server's code runs as in serving.
-- ``trace replay``: vLLM's own, from 0.32 on, with model runner V2 and ``--enable-trace-replay --enable-scale-out``.
-- ``scored``: prompt and answer are sent as one prompt, with log-probabilities of its tokens. Any vLLM can do it. It
-  exercises no decode kernel, no prefix cache, and no batch of decodes.
-
-An answer as numbers, whichever of a server's routes gave it.
-
-The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and each of
-vLLM's ways to force or score tokens has an answer of another shape. The idea: one Reply, and a function for each shape;
-what a server leaves out is None, what is no answer is a reply that was refused.
-
-One request to an OpenAI-compatible server.
-
-The problem: of an answer only token ids and log-probabilities can be compared, and OpenAI's routes give texts; a server
-that is killed or hangs must be told from one that refuses a prompt. The idea: vLLM is asked for ids
-(``return_token_ids``, ``return_tokens_as_token_ids``). The standard library's http.client: a request on a connection of
-its own needs no more, and no proxy of the environment sees a prompt. No text of a request or an answer is in an error.
-
-Not here: which tokens (passes.py), where it is kept (replies.py), when (passes.py, passes.py).
+Not here: which tokens and when (passes.py), where replies are kept (replies.py).
 """
 
 from __future__ import annotations

@@ -1,27 +1,13 @@
 """All prompts to a server, once for each pass, with or without teacher forcing.
 
-Which tokens the prompts of a pass are to be answered with: golden's, or those of the folder's own first pass.
+The problem: a difference between two servers means nothing without that of a server from itself, and what a server
+computes depends on the batch; after the first token that differs, texts differ; a server may die in the middle. The
+idea: a pass has a word for how requests arrive (one: each after the answer before; all: at once; poisson:RATE: at
+moments that are the same every time). Prompts go as golden's token ids and along golden's answers, or along the
+folder's own first pass; a last pass, `score`, sends prompt and answer as one prompt. A few threads empty a queue; the
+first failure that is not one prompt's stops the rest, and what was answered is in the folder.
 
-The problem: two servers' answers part at the first token that they do not choose alike, and so do two passes of one
-server; what comes after says nothing about numbers. The idea: prompts go as the token ids that golden read, answers
-along the token ids that golden gave, in every pass; a free folder's second pass goes along its own first. And one pass
-more, `score`: prompt and answer as one prompt, of which each token has a log-probability.
-
-When the requests of a pass are sent: which of them meet in one batch.
-
-The problem: what a server computes for a request depends on what else is in its batch, so the way requests arrive is
-part of the measurement. The idea: a pass has a word for it (one: each after the answer to the one before; all: at once;
-poisson:RATE: at random moments, RATE a second), and the moments are the same every time.
-
-All prompts to a server, once for each pass, so that the folder holds what the server's own batching changes.
-
-The problem: a difference between two servers means nothing without the difference of a server from itself; and a server
-that dies in the middle must not cost what was measured. The idea: the same prompts go twice, one by one and then all at
-once; each pass is a queue that a few threads empty at the moments of its arrival. The first failure that is not one
-prompt's stops the rest, by closing their sockets; what was answered is in the folder.
-
-Not here: how a server is made to (client.py, client.py), the folder's format (replies.py), a command that serves
-(sides.py).
+Not here: how a server is forced (client.py), the folder (replies.py), a command that serves (gate/sides.py).
 """
 
 from __future__ import annotations

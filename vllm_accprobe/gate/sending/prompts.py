@@ -1,17 +1,9 @@
-"""Prompts from a file, or the set that ships with us.
+"""Prompts from a file (jsonl, ShareGPT, plain text), or the 24 that ship with us.
 
-The set of prompts that ships with us: 24, made by us, of 5 to about 8,000 tokens.
-
-The problem: most errors need something special to show: a length beyond a chunk or a window, a prefix that is already
-in the cache, digits, a script of many tokens for each word. The idea: a few short prompts written by hand, and long
-ones composed of small lists with a fixed seed, so that they are the same everywhere and take no room here. Lengths are
-about those of a BPE of 100,000 tokens or more, 4 characters of English for each.
-
-Prompts from a file: jsonl, ShareGPT, plain text, or the set that ships with us.
-
-The problem: two captures, or two servers, are comparable only if they got the same prompts under the same names, and
-everybody keeps prompts in a file of another shape. The idea: whatever the file is, each prompt becomes one line of one
-format (docs/gate.md), with an id that is the same in every run; that line is what is kept and sent.
+The problem: two captures are comparable only if they got the same prompts under the same names, and most errors need
+something special to show: a length beyond a chunk or window, a cached prefix, digits, a script of many tokens for each
+word. The idea: each prompt becomes one line of one format (docs/gate.md), with an id that is the same in every run. The
+shipped ones have 5 to about 8,000 tokens; long ones are composed with a fixed seed, at 4 characters a token.
 
 Not here: sending (client.py).
 """
