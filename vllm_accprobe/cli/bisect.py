@@ -198,8 +198,8 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
 
 def _trials(out: Path, prompts: TrialPrompts, version: str, variables: list[str]) -> Any:
     from vllm_accprobe import __version__
-    from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate.bisect.trials import Trials
+    from vllm_accprobe.gate.sending.passes import made_by
 
     return Trials(out, prompts, {"vllm": version, "accprobe": __version__}, made_by(prompts.source), variables)
 
@@ -215,9 +215,7 @@ def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent 
     if golden.startswith(("http://", "https://")):
         how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
         sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
-        from vllm_accprobe.cli.send import made_by
-
-        about = made_by(prompts.source)
+        about = passes.made_by(prompts.source)
         passes.send(
             sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden", about
         )

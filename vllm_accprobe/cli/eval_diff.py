@@ -134,10 +134,10 @@ def _write_prompts(path: Path, prompts: list[dict[str, object]]) -> None:
 
 def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
-    from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate import trainer
     from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.client import NotServed, SendError
+    from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
 
     url = mine.startswith(("http://", "https://"))
@@ -163,8 +163,10 @@ def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, a
         found = trainer.compare(left, right.answers, right.how, right.left_out)
     except trainer.TrainerError as e:
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
+    except NotServed as e:
+        raise CommandError(f"MINE: {e}") from None
     except (SendError, replies.FolderError) as e:
-        raise CommandError(str(e).replace("--engine:", "MINE:").replace("--url:", "MINE:")) from None
+        raise CommandError(str(e).replace("--url:", "MINE:")) from None
     except trainer.RatioError as e:
         raise NothingThere(f"{e} ({golden}, {mine if not asks else 'the server'})") from None
     if as_json:

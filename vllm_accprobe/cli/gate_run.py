@@ -35,7 +35,7 @@ from vllm_accprobe.gate.localize import (
     dug,
 )
 from vllm_accprobe.gate.measure import gating
-from vllm_accprobe.gate.sending.client import SendError
+from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, Asking, ServerSide, SideError
@@ -133,7 +133,7 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
         result = gating.compare(first, second, made, gating.RATE if rate is None else rate)
     except sides.NotComparable as e:
         raise NothingThere(str(e)) from None
-    except (sides.SideError, FolderError) as e:
+    except (sides.SideError, NotServed, FolderError) as e:
         raise CommandError(str(e)) from None
     except gating.GateError as e:
         raise NothingThere(f"{e} ({first.path}, {second.path})") from None
@@ -150,7 +150,7 @@ def _own_floor(
         side = ServerSide(COMMAND, sides.command(golden.text, one))
         try:
             sent = sides.made("floor 0", side, out / f"floor-{i}", asking, first, _progress, environ)
-        except sides.NotServed as e:
+        except NotServed as e:
             refused.append(f"{one}: {e}")
             continue
         if gating.has_numbers(first, sent):
@@ -209,7 +209,7 @@ def localize(
         _compared(done.dump("golden"), done.dump("mine"), done.root / "compare")
         found = dug(done, done.root / "compare", gate.golden)
     except (LocalizeError, SendError, TeacherForcingError, FolderError, SideError, ValueError) as e:
-        raise CommandError(f"dig: {str(e).replace('--engine: ', '')} (the gate itself has failed, see above)") from None
+        raise CommandError(f"dig: {e} (the gate itself has failed, see above)") from None
     for line in servers.localize_lines(found):
         say(line)
     return found

@@ -47,12 +47,12 @@ def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> Non
 
 def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """side: a URL or a command. Raises typer.Exit."""
-    from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate import self_check as asked_paths
     from vllm_accprobe.gate import self_check as odd_one
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.client import NotServed, SendError
+    from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
     from vllm_accprobe.whole_file import whole
 
@@ -68,8 +68,10 @@ def check_server(side: str, asking: Asking, out: Path | None, rate: float | None
     try:
         lines = prompts_file.read(asking.prompts)
         found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+    except NotServed as e:
+        raise CommandError(f"CMD: {e}") from None
     except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
-        raise CommandError(str(e).replace("--engine:", "CMD:").replace("--url:", "URL:")) from None
+        raise CommandError(str(e).replace("--url:", "URL:")) from None
     result = odd_one.judge(
         found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
     )

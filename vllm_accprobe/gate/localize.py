@@ -33,7 +33,7 @@ from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.sides import served as served
+from vllm_accprobe.gate.sides import served
 from vllm_accprobe.run.settings import allow_plugin
 from vllm_accprobe.whole_file import write_private
 
@@ -282,7 +282,7 @@ def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[s
 class Localization:
     """The folder of a dig: OUT/dig with plan.json, a dump of each side and what was sent to each.
 
-    key: what must be the same where it is gone on with. Raises DigError, OSError."""
+    key: what must be the same where it is gone on with. Raises LocalizeError, OSError."""
 
     def __init__(self, root: Path, key: Mapping[str, Any], plan: LocalizePlan):
         self.root, self.plan = root, plan
@@ -316,8 +316,8 @@ class Localization:
         write_private(self.root / PLAN, text + "\n")
 
     def capture(self, side: str, command: str, golden: Sent, how: Recapturing) -> None:
-        """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, AlongError,
-        DigError, OSError."""
+        """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, TeacherForcingError,
+        LocalizeError, OSError."""
         if side in self.done:
             return
         dump, sent = self.dump(side), self.sent(side)

@@ -437,7 +437,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         except SendError as e:  # one changed command that does not serve costs its own paths only
             for path in these:
                 found.paths += [] if path in found.paths else [path]
-                found.missing.setdefault(path.name, str(e).replace("--engine: ", ""))
+                found.missing.setdefault(path.name, str(e))
     return found
 
 

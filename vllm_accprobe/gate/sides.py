@@ -3,8 +3,8 @@
 The problem: to compare two servers, somebody starts the one, sends, keeps the answers, ends it (both may need the same
 card), and sends the other one the answers of the first. The idea: whatever a side is, it becomes a folder. Golden is
 sent first and answers freely, the others are forced along its tokens; a complete folder is not sent again, and one that
-was begun is resumed. `served` starts a command, waits until it answers, and ends it; bisect, self-check and localize use
-it, too. A floor is golden's command in another dtype: it rounds at the same places by another amount. Mine's dtype if
+was begun is resumed. `served` starts a command, waits until it answers and ends it, for every command that serves. A
+floor is golden's command in another dtype: it rounds at the same places by another amount. Mine's dtype if
 it is another, else a finer one; for float32 there is none, and bfloat16 gives a limit that is far too wide.
 
 Not here: what a floor says (measure/conditions.py), sending (sending/), comparing (measure/gating.py).
@@ -15,20 +15,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from vllm_accprobe import __version__
 from vllm_accprobe.gate.sending import passes, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
@@ -96,17 +92,17 @@ _LOOK_S = 0.25
 
 @contextmanager
 def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
-    """(url, key) of the server that ``command`` starts, once it answers. out: an existing folder, where its output
-    goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be forced. Raises
-    SendError."""
+    """(url, key) of the server that ``command`` starts, once it answers; it is ended with the context. out: an existing
+    folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be
+    forced. Raises NotServed."""
     try:
         words = shlex.split(command)
     except ValueError as e:
-        raise SendError(f"--engine: {e}") from None
+        raise NotServed(str(e)) from None
     given = list(itertools.takewhile(assigns, words))
     environ, words = {**environ, **dict(word.split("=", 1) for word in given)}, words[len(given) :]
     if not words:
-        raise SendError("--engine: write a command, for example --engine 'vllm serve MODEL'")
+        raise NotServed("write a command, for example --engine 'vllm serve MODEL'")
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
     log = out / f"engine-{number}.log"
     if not environ.get(FORCE):
@@ -114,12 +110,12 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
     try:
         server = understood(words, environ)
         if not server.url:
-            raise SendError(f"--engine: {words[0]} is no `vllm serve`: start it yourself, and give --url")
+            raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and give --url")
         with Background(server.words, environ, log=log) as running:
             _wait(running, server.url, server.key, time.monotonic() + ready_s)
             yield server.url, server.key
     except (ServerCommandError, LaunchError) as e:
-        raise SendError(f"--engine: {e}") from None
+        raise NotServed(str(e)) from None
 
 
 def assigns(word: str) -> bool:
@@ -132,13 +128,11 @@ def _wait(running: Background, url: str, key: str, until: float) -> None:
     sender = Sender(url, key, timeout=10.0)
     while time.monotonic() < until:
         if running.code is not None:
-            raise SendError(
-                f"--engine: the command ended with exit code {running.code} before it served; read {running.log}"
-            )
+            raise NotServed(f"the command ended with exit code {running.code} before it served; read {running.log}")
         if sender.healthy():
             return
         time.sleep(_LOOK_S)
-    raise SendError(f"--engine: nothing answers at {url} (--ready-timeout); read {running.log}")
+    raise NotServed(f"nothing answers at {url} (--ready-timeout); read {running.log}")
 
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
@@ -148,10 +142,6 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 class SideError(Exception):
     """One line: what a side is not, or cannot be made. Exit code 2."""
-
-
-class NotServed(SideError):
-    """One line: a command that ended, or answered nothing, before it ever served."""
 
 
 class NotComparable(SideError):
@@ -223,7 +213,8 @@ def made(
     environ: dict[str, str],
 ) -> Sent:
     """The folder of a side, which is sent to ``out`` where it is none. what: golden, mine or floor N, for people.
-    golden: whose tokens are forced; None: the side answers freely. Raises SideError; what was answered is kept."""
+    golden: whose tokens are forced; None: the side answers freely. Raises SideError, NotServed; what was answered is
+    kept."""
     try:
         if of.kind == FOLDER:
             return replies.read(Path(of.text))
@@ -235,7 +226,7 @@ def made(
         with ExitStack() as stack:
             url, key = of.text, environ.get("VLLM_API_KEY", "")
             if of.kind == COMMAND:
-                url, key = _started(stack, of, out, asking.ready_s, environ)
+                url, key = stack.enter_context(served(of.text, environ, out, asking.ready_s))
             _sent(what, of, Sender(url, key), out, asking, golden, lines, digest, progress)
         return replies.read(out)
     except NotServed as e:
@@ -243,20 +234,7 @@ def made(
     except OtherIds as e:
         raise NotComparable(f"{what}: {e}") from None
     except (SendError, passes.TeacherForcingError, prompts_file.PromptsError, replies.FolderError) as e:
-        raise SideError(f"{what}: {_plain(e)}") from None
-
-
-def _plain(e: Exception) -> str:
-    return str(e).replace("--engine: ", "").replace("--url: ", "")
-
-
-def _started(stack: ExitStack, of: ServerSide, out: Path, ready_s: float, environ: dict[str, str]) -> tuple[str, str]:
-    try:
-        return stack.enter_context(served(of.text, environ, out, ready_s))
-    except ServerLost:
-        raise
-    except SendError as e:
-        raise NotServed(_plain(e)) from None
+        raise SideError(f"{what}: {str(e).replace('--url: ', '')}") from None
 
 
 def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | None) -> bool:
@@ -289,12 +267,8 @@ def _sent(
     plan = passes.planned(asked, digest, len(arrivals), asking.score, begun)
     concurrency = int(settings.get("concurrency", asking.concurrency))
     with progress(what, len(lines) * (len(arrivals) + plan.score)) as tell:
-        done = passes.send(asked, server, lines, arrivals, concurrency, out, _about(asking, of), tell, plan)
+        made = passes.made_by(asking.prompts) | {"side": of.digest}
+        done = passes.send(asked, server, lines, arrivals, concurrency, out, made, tell, plan)
     if not done.answered:
         said = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
         raise NotComparable(f"{what}: no prompt was answered: {said} ({out})")
-
-
-def _about(asking: Asking, of: ServerSide) -> dict[str, Any]:
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"accprobe": __version__, "source": os.path.basename(asking.prompts), "started": now, "side": of.digest}

@@ -1,4 +1,4 @@
-"""How far the policy that trains is from the policy that serves: a trainer's jsonl against a server's log-probabilities.
+"""How far the policy that trains is from the one that serves: a trainer's jsonl against a server's log-probabilities.
 
 The problem: every trainer has its own names for the same lists, pads on its own side, and counts from the first token,
 the second or the answer's first; and what differs between the two programs enters every gradient as if it were
@@ -221,7 +221,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of one kind. n; mean, worst: of |log r|. k1 = -log r, k3 = (r - 1) - log r: means over tokens drawn from q,
+    """Tokens of one kind. n; mean, worst: of |log r|. k1 = -log r, k3 = (r - 1) - log r: means over tokens that q drew,
     which estimate KL(q || p) without bias [J. Schulman, Approximating KL divergence, 2020]. ess: (sum r)^2 / sum r^2 as
     a share of n [L. Kish, Survey Sampling, 1965]. beyond: share outside [1/2, 2]; clipped: outside PPO's range, 1 - 0.2
     to 1 + 0.2 [J. Schulman et al., arXiv 1707.06347]."""

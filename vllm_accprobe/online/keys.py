@@ -1,9 +1,8 @@
 """Where the line goes: from options, or from the keys that msprobe's config.json has for it.
 
-The problem: who has used msprobe's online pre-check has two config.json, one for each side. The idea: they are read as
+The problem: users of msprobe's online pre-check have two config.json, one for each side. The idea: they are read as
 they are: the ``run_ut`` block with ``is_online`` says how to receive, the ``tensor`` block with ``online_run_ut`` how
-to send; what is set and has no meaning here is named. Not here: the connection itself (line.py, line.py,
-shared.py).
+to send; what is set and has no meaning here is named. Not here: the connection (line.py, shared.py).
 """
 
 from __future__ import annotations

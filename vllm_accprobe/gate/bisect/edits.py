@@ -1,6 +1,6 @@
 """The settings that bisect varies in a `vllm serve` command, and how it changes them.
 
-The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``-cc.mode=0``, a field of JSON,
+The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``-cc.mode=0``, a JSON field,
 a variable), an option that this release does not have ends a trial, and vendors have switches of their own. The idea: a
 command is words and an environment, which an `Edit` changes. A `ServerSetting` is one whose value is not the plain one,
 with its Edit; settings of many parts (compilation, custom operators) are one axis first. What the command's vLLM has is

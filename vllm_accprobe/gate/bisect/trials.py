@@ -37,7 +37,7 @@ from vllm_accprobe.gate.bisect.search import (
 )
 from vllm_accprobe.gate.measure import conditions, gating
 from vllm_accprobe.gate.sending import passes, prompts, replies
-from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
 from vllm_accprobe.gate.sending.passes import Arrival
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
@@ -173,7 +173,7 @@ class Trials:
         about |= {"schema": 1, "command": command.line(), "lost": about.get("lost", 0)}
         try:
             self._serve(command, place)
-        except _NotServed as e:
+        except NotServed as e:
             about["why"] = str(e)
         except ServerLost as e:
             about["lost"] += 1
@@ -194,19 +194,11 @@ class Trials:
         # The custom operators of the model are told at this level alone; with --enable-log-requests it tells prompts.
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
-        try:
-            server = served(shlex.join(command.words), environ, place, asked.ready)
-            url, key = server.__enter__()
-        except SendError as e:
-            raise _NotServed(str(e).removeprefix("--engine: ")) from None
-        try:
-            how: dict[str, Any] = {"timeout": asked.timeout, "top": asked.top, "max_tokens": asked.max_tokens}
-            sender, told = Sender(url, key, model=asked.model, **how).introduced()
-            lines, arrive = list(asked.lines), list(asked.arrive)
-            out = place / FOLDER
-            passes.send(sender, told, lines, arrive, asked.concurrency, out, self._made | {"source": asked.source})
-        finally:
-            server.__exit__(None, None, None)
+        made = self._made | {"source": asked.source}
+        with served(shlex.join(command.words), environ, place, asked.ready) as (url, key):
+            plain = Sender(url, key, asked.timeout, asked.top, asked.max_tokens, asked.model)
+            sender, server = plain.introduced()
+            passes.send(sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made)
 
     def _known(self, key: str, place: Path) -> Tried | None:
         about = _read(place)
@@ -218,10 +210,6 @@ class Trials:
         if not replies.exists(sent) or not replies.read_about(sent).get("complete"):
             return None
         return Tried(key, sent, log, seconds, key not in self._ran)
-
-
-class _NotServed(Exception):
-    """It ended before it served, or does not answer in time."""
 
 
 def _read(place: Path) -> dict[str, Any]:

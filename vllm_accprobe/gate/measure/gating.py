@@ -1,9 +1,10 @@
 """Two servers, by their folders: the verdict, and the smallest distance that the prompts could have shown.
 
 The problem: "not the same numbers" is true of any two right cards, "the same within 0.05" of many broken ones, and two
-servers that "do not differ" on eight prompts may differ by six times the floor. The idea: mine fails where it is further
-from golden than golden's own batching and right servers explain (conditions.py). The same test judges distances that
-are enlarged until it fails, under each condition; prompts that would not have shown ENOUGH times the floor are no pass.
+servers that "do not differ" on eight prompts may differ by six times the floor. The idea: mine fails where it is
+further from golden than golden's own batching and right servers explain (conditions.py). The same test judges distances
+that are enlarged until it fails, under each condition; prompts that would not have shown ENOUGH times the floor are no
+pass.
 
 Not here: the test (conditions.py), columns (token_gaps.py), sentences (report/servers.py), folders (gate/sides.py).
 """
@@ -20,7 +21,7 @@ import numpy as np
 from vllm_accprobe.gate.measure import conditions
 from vllm_accprobe.gate.measure.conditions import LEAST, GateCondition, Sizes
 from vllm_accprobe.gate.measure.conditions import RATE as RATE
-from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, forced, pairs
+from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, pairs
 from vllm_accprobe.gate.sending import replies as steps_log
 from vllm_accprobe.gate.sending.replies import Sent
 
@@ -262,7 +263,7 @@ def compare(
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
         _times(table, sizes, said and said[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
         said and said[0], differs and differs[0], _worst(table, sizes),
-        tuple(_gating_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
+        tuple(_known_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes)), reach,
     )  # fmt: skip
@@ -299,7 +300,7 @@ def _too_few(power: Power | None) -> str | None:
     return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {said}: {more}"
 
 
-def _gating_rms(values: np.ndarray) -> float | None:
+def _known_rms(values: np.ndarray) -> float | None:
     known = values[~np.isnan(values)]
     return float(np.sqrt(np.square(known).mean())) if len(known) else None
 
@@ -307,7 +308,10 @@ def _gating_rms(values: np.ndarray) -> float | None:
 def _times(table: Table, sizes: conditions.Sizes, mask: np.ndarray | None) -> float | None:
     """None where the right servers are equal and mine is not."""
     limited = ~np.isnan(conditions.limits(sizes)) & (mask if mask is not None else np.ones(len(table.tokens), bool))
-    mine, right = _gating_rms(sizes.mine[limited]), _gating_rms(np.fmax(sizes.itself, sizes.rounding)[limited])
+    mine, right = (
+        _known_rms(sizes.mine[limited]),
+        _known_rms(np.fmax(sizes.itself, sizes.rounding)[limited]),
+    )
     if mine is None or right is None or not np.isfinite(mine):
         return None
     return mine / right if right else None if mine else 1.0
@@ -338,7 +342,7 @@ def _cells(table: Table, sizes: conditions.Sizes, *of: Gaps) -> tuple[Cell, ...]
         for name, members in sorted(groups.items(), key=_order):
             chosen = np.array(members)
             selves = [_self(side, at, name) for side in of[1:]]
-            away = (_gating_rms(sizes.mine[chosen]), _gating_rms(right[chosen]))
+            away = (_known_rms(sizes.mine[chosen]), _known_rms(right[chosen]))
             found.append(_cell(name, [slots[i][0] for i in members], selves, away))
     return tuple(found)
 
@@ -396,7 +400,7 @@ def _worst(table: Table, sizes: conditions.Sizes) -> tuple[WorstToken, ...]:
 
 
 def _forced(mine: Sent) -> str | None:
-    ways = {forced(r) for replies in mine.passes for r in replies.values()} - {None}
+    ways = {r.forced for replies in mine.passes for r in replies.values()} - {None}
     return ", ".join(sorted(str(way) for way in ways)) or None
 
 

@@ -1,7 +1,7 @@
 """One request to an OpenAI-compatible server, and its answer as numbers.
 
-The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and after the
-first token that two servers choose differently nothing more can be compared. The idea: vLLM is asked for ids, every
+The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and after
+the first token that two servers choose differently nothing more can be compared. The idea: vLLM is asked for ids, every
 shape of answer becomes one `Reply`, and a server is made to answer with named tokens in the first of `WAYS` that works:
 our plugin (VLLM_ACCPROBE_FORCE=1) replaces sampled tokens, and all code runs as in serving; vLLM's trace replay (0.32
 on, model runner V2); or prompt and answer scored as one prompt, which exercises no decode kernel, no prefix cache and
@@ -202,8 +202,6 @@ def _margins(tops: list[tuple[list[int] | None, list[float]]]) -> list[float | N
     return [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
 
 
-__all__ = ["NotForced", "OtherIds", "Reply", "SendError", "Sender", "ServerLost"]
-
 SCORE_TOKENS = 1024
 """Chosen: longer prompts are not scored. A server computes the logits of a whole chunk for that, float32, and their
 logarithms beside them: 1.2 GB for 1,024 tokens of a vocabulary of 152,000, which it has not kept free."""
@@ -222,6 +220,10 @@ class SendError(Exception):
 
 class ServerLost(SendError):
     """One line: it answered before, and does not any more."""
+
+
+class NotServed(SendError):
+    """One line: a command that cannot be started, ended, or answered nothing before it served."""
 
 
 class NotForced(SendError):
@@ -261,9 +263,8 @@ class Sender:
 
     def introduced(self) -> tuple[Sender, dict[str, Any]]:
         """With the name of the model, the first that the server has, and what it says of itself. Raises SendError."""
-        status, models = replace(self, timeout=min(self.timeout, INTRODUCTION_S))._exchange(
-            "GET", "/v1/models", None, "", {}
-        )
+        patient = replace(self, timeout=min(self.timeout, INTRODUCTION_S))
+        status, models = patient._exchange("GET", "/v1/models", None, "", {})
         if status in (401, 403):
             raise SendError(f"{self.url} wants a key ({status}): put it into VLLM_API_KEY")
         try:

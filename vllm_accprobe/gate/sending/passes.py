@@ -22,12 +22,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe import __version__
 from vllm_accprobe.gate.sending import client, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
 SCORE = "score"
@@ -97,7 +99,7 @@ def has_images(line: PromptLine) -> bool:
 
 def forced_lines(golden: replies.Sent) -> list[PromptLine]:
     """Golden's prompts as its token ids, each with the answer of its pass 0; without those that have no answer or no
-    token ids. Raises AlongError, PromptsError."""
+    token ids. Raises TeacherForcingError, PromptsError."""
     asked = prompts_file.read(str(golden.path / replies.PROMPTS))
     first = golden.passes[0] if golden.passes else {}
     found = [forced for line in asked if (forced := along(line, first.get(line.name))) is not None]
@@ -139,7 +141,7 @@ def planned(
     """How ``sender``'s server is forced, for a new folder or for one that was begun (its send.json).
 
     golden: the digest of what all passes go along. passes: the free or forced ones. score: None: where the server can.
-    Raises AlongError, ServerLost.
+    Raises TeacherForcingError, ServerLost.
     """
     if begun is not None:
         return _gone_on_with(sender, golden, score, begun)
@@ -182,11 +184,17 @@ def told(plan: Forcing, golden: replies.Sent, lines: int) -> str:
 
 
 def golden_of(path: Path) -> replies.Sent:
-    """Raises FolderError, AlongError, OSError."""
+    """Raises FolderError, TeacherForcingError, OSError."""
     golden = replies.read(path)
     if not golden.passes or not golden.passes[0]:
         raise TeacherForcingError(f"{path} has no answers to go along")
     return golden
+
+
+def made_by(prompts: str) -> dict[str, str]:
+    """What send.json says of the version, the prompts' source and the time."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"accprobe": __version__, "source": Path(prompts).name, "started": now}
 
 
 SEED = 0
@@ -412,6 +420,3 @@ class _Pass:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
             time.sleep(_LOOK_S / 10)
-
-
-__all__ = ["Done", "ServerLost", "send", "settings"]
