@@ -1,17 +1,10 @@
 """What a user may set: environment variables and the TOML file, checked before anything starts.
 
-What a setting may say: one function per kind of value, and the words that some of them choose from.
-
-The problem: the same value comes as text (environment), as TOML's own types, and as Python's. The idea: each function
-takes any of them and gives the one form that ProbeConfig keeps, or raises ValueError with what would be right; whoever
-calls it knows the setting's name and puts it in front.
-
-What the probe shall capture: one frozen dataclass with three spellings.
-
 The problem: the same settings come as environment variables (a served model), as a TOML file (a long list of modules)
-and as keyword arguments (a script). The idea: ProbeConfig is the only form that the rest of the house knows; each
-spelling is parsed field by field by the same functions, and every mistake is one line that names the setting and the
-nearest valid one. Precedence: environment over file over preset over default.
+and as keyword arguments (a script). The idea: ProbeConfig, a frozen dataclass, is the only form that the rest knows.
+Each value is parsed by one function, which takes text, TOML's types and Python's, or raises ValueError with what would
+be right; every mistake is one line that names the setting and the nearest valid one. Precedence: environment over file
+over preset over default.
 
 Not here: what the settings do (capture/), ait's spelling (dump_config.py).
 """

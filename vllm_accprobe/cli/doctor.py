@@ -15,7 +15,7 @@ from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.places import check_place
 
 if TYPE_CHECKING:
-    from vllm_accprobe.doctor import Finding
+    from vllm_accprobe.doctor.checks import Finding
     from vllm_accprobe.doctor.graph_proof import TapProof
 
 _COLOUR = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
@@ -74,7 +74,7 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
         raise CommandError("a command is run with --graphs only: accprobe doctor --graphs -- CMD ...")
     if wrong := [name for name in options.used(of_graphs) if name not in ("--out", "--max-tokens")]:
         raise CommandError(f"{wrong[0]} goes with --graphs")
-    from vllm_accprobe.doctor import ERROR, examine
+    from vllm_accprobe.doctor.checks import ERROR, examine
 
     findings = examine(quick=quick, timeout=timeout or 180.0)
     errors = sum(f.level == ERROR for f in findings)
@@ -117,8 +117,8 @@ def _wheels(paths: list[Path], json: bool) -> int:
     from vllm_accprobe.doctor.wheel import WheelError, modes_found, read
 
     try:
-        wheels = holding.together([read(path) for path in paths])
-        found = holding.held(wheels)
+        wheels = holding.wheel_pair([read(path) for path in paths])
+        found = holding.checked_places(wheels)
         modes = modes_found(wheels)
     except WheelError as error:
         raise CommandError(str(error)) from None
@@ -147,7 +147,7 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
         what = understood(how.command, os.environ, how.port)
         command_line(what.words, os.environ)
         prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
-    except (ServerCommandError, LaunchError, graph_proof.AskingError) as error:
+    except (ServerCommandError, LaunchError, graph_proof.ServerRequestError) as error:
         raise CommandError(str(error)) from None
     runs = Runs(os.environ, out)
     check_place(out)

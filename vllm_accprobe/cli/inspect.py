@@ -95,19 +95,18 @@ def inspect(
     kind, opened = _kind(name, what, of_list, of_tensor, of_size)
     path, names = what.path, what.names
     if kind == "size":
-        _refuse(kind, chosen, of_list, of_tensor)
+        options.refuse("--size", chosen, of_list, of_tensor)
         _size(_needed(path, "MODEL_DIR"), of_size, what.as_json)
         return
-    _refuse(kind, of_size)
     if kind in ("formats", "repair"):
-        _refuse(kind, chosen, of_list, of_tensor)
+        options.refuse(f"--{kind}", of_size, chosen, of_list, of_tensor)
         if names:
             raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
         run: Any = (lambda: _formats(path)) if kind == "formats" else (lambda: _repair(_needed(path, "DUMP")))
     elif kind == "show":
         from vllm_accprobe.cli.inspect_tensor import show
 
-        _refuse(kind, of_list)
+        options.refuse("one TAP", of_size, of_list)
         if len(names) > 1:
             raise CommandError(f"one TAP is shown in detail, and {len(names)} are named")
         tap = names[0] if names else ""
@@ -115,7 +114,7 @@ def inspect(
     else:
         from vllm_accprobe.cli.inspect_list import summary
 
-        _refuse(kind, of_tensor)
+        options.refuse("a list of tensors", of_size, of_tensor)
         dump = _needed(path, "DUMP")
         run = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
     answered(name, what.as_json, run)
@@ -140,17 +139,6 @@ def _kind(
 
     opened = open_dump(what.path)
     return ("show" if is_tap(opened, what.names[0]) else "summary"), opened
-
-
-_OF = {
-    "size": "--size", "formats": "--formats", "repair": "--repair", "show": "one TAP", "summary": "a list of tensors"
-}  # fmt: skip
-
-
-def _refuse(kind: str, *groups: Any) -> None:
-    """Raises CommandError for an option that means nothing here."""
-    if wrong := list(options.used(*groups)):
-        raise CommandError(f"{wrong[0]} does not go with {_OF[kind]}: leave it out")
 
 
 def _needed(path: Path | None, word: str) -> Path:

@@ -121,6 +121,12 @@ def used(*groups: Any) -> dict[str, Any]:
     return found
 
 
+def refuse(what: str, *groups: Any, but: Sequence[str] = ()) -> None:
+    """Raises CommandError for an option that means nothing with ``what``. but: those that do."""
+    if wrong := [name for name in used(*groups) if name not in but]:
+        raise CommandError(f"{wrong[0]} does not go with {what}: leave it out")
+
+
 class Command(typer.core.TyperCommand):
     """A command that understands other tools' names and its own older ones (aliases.py), and whose help may have
     ``{standards}``: their names take a while to gather, and few read them."""

@@ -1,8 +1,7 @@
 """Runs in a subprocess: imports vLLM and prints, as one JSON line, what only an import can tell.
 
-The problem: platform and hook points are known to vLLM's code alone, and importing that code may print, hang or crash.
-The idea: a process of its own whose last line is JSON behind a marker; every question is answered by a value or by the
-error it met. Not here: what the answers mean (checks.py).
+The problem: importing vLLM may print, hang or crash. The idea: a process whose last line is JSON after a marker; every
+question has a value or the error it met. Not here: what the answers mean (checks.py).
 """
 
 from __future__ import annotations

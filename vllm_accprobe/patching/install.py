@@ -1,19 +1,11 @@
 """A function's code with taps in it, put into the live function and taken out again.
 
-From a function's syntax tree and taps to a code object that looks at the values on its way.
-
-The problem: the function shall do exactly what it did, at the same lines of its file (for tracebacks), also when the
-look goes wrong. The idea: after (before) the anchor a call of one global name is inserted, in a ``try`` whose handler
-tells the same object; the whole is compiled in its place in its module, so that ``super()``, private names and calls of
-imported modules are compiled as they were.
-
-Puts a tapped code object into a live function, and takes it out again.
-
-The problem: by the time a model is loaded, its methods are bound in many places; replacing the function object would
-miss those. The idea: the function stays and gets another ``__code__``, which reaches everybody. The source is checked
-twice: its statements, and that the function in memory really is what the source says, so that two tools that change
-one function do not undo each other unawares. Several listeners (engines of one process) share one hook; what is in a
-function is the union of what they asked for, and the last one to leave restores it. Nothing is written to a file.
+The problem: the function shall do exactly what it did, at the same lines of its file, also when a tap fails; and by the
+time a model is loaded, its methods are bound in many places. The idea: after (before) an anchor a call of one global
+name is inserted, in a ``try`` whose handler calls the same object; the whole is compiled in its place in its module.
+The function stays and gets another ``__code__``. The source is checked twice: its statements, and that the function in
+memory is what the source says, so that two tools do not undo each other. Engines of one process share one hook; the
+last one to leave restores the function. No file is written.
 
 Not here: where anchors are (source.py), what the hook does with a value (capture/taps/patches.py).
 """

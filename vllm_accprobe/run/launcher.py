@@ -1,29 +1,15 @@
 """Commands that are started, watched and ended: terminal, signals, exit code.
 
-What kind of command is to be run again and again: a server that must be asked and ended, or a program that ends.
+The problem: a command may be a server that never ends and wants one SIGINT, a script that reads the terminal, or a line
+for the shell with children of its own; Ctrl-C reaches a whole process group, ``kill`` one process; and we may be killed
+meanwhile. The idea: `run` is as if nobody stood in between. Where stdin is a terminal the command stays in our process
+group and is only passed what others sent to us; elsewhere it gets a group of its own and everything through us, once.
+Signals are waited for, not caught. `Background` runs a command in a session of its own with a log; at its end it gets
+SIGTERM, its group time to follow, then SIGKILL. A `Guard` sends SIGTERM where we die first. `understood` reads from the
+words whether a command is a server, and gives it a free port.
 
-The problem: `vllm serve` listens somewhere, wants a key perhaps, never ends; a script ends by itself. The idea: read
-it off the command's words, and give a server that names no port a free one.
-
-Runs a command as if nobody stood in between: its terminal, its signals, its exit code.
-
-The problem: the command may be a server that wants exactly one SIGINT, a script that reads the terminal, or a line for
-the shell with children of its own; Ctrl-C reaches a whole process group, ``kill`` one process. The idea: where stdin is
-a terminal the command stays in our process group, gets what the terminal sends by itself, and is only passed what
-others sent to us (the signal says who sent it); elsewhere it gets a group of its own and everything through us, once:
-SIGINT, SIGHUP and SIGQUIT to the group, as a terminal would, SIGTERM to the command alone. Signals are waited for, not
-caught, so that nothing runs inside a handler. If we are killed ourselves, a shell that waits for the end of a pipe
-passes a SIGTERM on for us: no server is left behind that nobody watches.
-
-A command that runs beside us until it has done its work, and then ends, whatever happens here.
-
-The problem: a server never ends by itself, its engine outlives its front end by the seconds in which a dump is closed,
-and whoever started it may be killed meanwhile. The idea: a context in which the command runs in a session of its own,
-with a log of its own and no terminal; at the context's end it gets SIGTERM, its whole group time to follow, and what is
-left then SIGKILL. A guard ends it where we are killed ourselves.
-
-Not here: asking it (doctor/graph_proof.py, gate/sending), what the command is given (settings.py), progress
-(watcher.py), ; what is asked of a server (doctor/graph_proof.py).
+Not here: requests to a server (gate/sending, doctor/graph_proof.py), the command's environment (settings.py), progress
+(watcher.py).
 """
 
 from __future__ import annotations
