@@ -15,8 +15,6 @@ from vllm_accprobe.cli.endings import CommandError, going_on
 from vllm_accprobe.cli.options import argument, option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm_accprobe.gate.bisect.edits import ServerSetting
     from vllm_accprobe.gate.bisect.search import Cause
     from vllm_accprobe.gate.bisect.trials import TrialPrompts, Trier
@@ -56,18 +54,19 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
     and an interrupted bisection goes on with the same command. Exit code 0: nothing differs, 1: it differs, 2: bad
     usage, or a server was lost, 3: nothing could be tried."""
-    from vllm_accprobe.gate.bisect import edits
-    from vllm_accprobe.gate.bisect import edits as settings
-    from vllm_accprobe.gate.bisect import trials as judging
+    from vllm_accprobe import __version__
+    from vllm_accprobe.gate.bisect import edits, trials
     from vllm_accprobe.gate.bisect.search import expected
+    from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.sending.replies import FolderError
     from vllm_accprobe.report import servers
     from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
 
     out, as_json = what.out, what.as_json
-    share = judging.SHARE if what.share is None else what.share
+    share = trials.SHARE if what.share is None else what.share
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
     places.check(out, {})
@@ -77,12 +76,14 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
         if not understood(target.words, target.full()).url:
             raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
         there = edits.look(target)
-        found = settings.axes(
+        found = edits.axes(
             target, there, edits.read_vendor(what.switches, target) if what.switches else (), _pairs(what.plain)
         )
         axes = _chosen(found, what.only, what.hold)
         prompts, folder = _prompts(what.golden, what.prompts or "", serving)
-        trials = _trials(out, prompts, there.version, [name for a in found for name, _ in a.edit.environ])
+        versions = {"vllm": there.version, "accprobe": __version__}
+        variables = [name for a in found for name, _ in a.edit.environ]
+        runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
         usual, most = expected(axes, bool(what.golden))
         for line in servers.plan_lines(axes, usual, most, kept):
@@ -93,10 +94,10 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the runs are", out)
-        against = folder or _golden(what.golden, prompts, out, trials)
-        rate = judging.rate_each(usual, len(prompts.lines))
-        trier = _trier(target, axes, trials, against, rate, share)
-        trier.expected, trier.floors = usual, [_floor(Path(path)) for path in what.floor]
+        against = folder or _golden(what.golden, prompts, out, runs)
+        rate = trials.rate_each(usual, len(prompts.lines))
+        trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
+        trier.expected, trier.floors = usual, [replies.read(Path(path)) for path in what.floor]
         _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
     except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
         raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
@@ -136,20 +137,6 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
         for text in servers.bisect_lines(found, trier.rows, trier.seconds, line):
             typer.echo(text)
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
-
-
-def _trier(
-    target: Any, axes: Sequence[ServerSetting], trials: Any, golden: Sent | None, rate: float, share: float
-) -> Trier:
-    from vllm_accprobe.gate.bisect.trials import Trier
-
-    return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
-
-
-def _floor(path: Path) -> Sent:
-    from vllm_accprobe.gate.sending import replies
-
-    return replies.read(path)
 
 
 def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> list[ServerSetting]:
@@ -194,14 +181,6 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
     arrive = tuple(parse(word) for word in how.pop("arrive"))
     source = Path(prompts or "default").name
     return TrialPrompts(tuple(lines), arrive, timeout=serving.timeout, ready=serving.ready, source=source, **how), sent
-
-
-def _trials(out: Path, prompts: TrialPrompts, version: str, variables: list[str]) -> Any:
-    from vllm_accprobe import __version__
-    from vllm_accprobe.gate.bisect.trials import Trials
-    from vllm_accprobe.gate.sending.passes import made_by
-
-    return Trials(out, prompts, {"vllm": version, "accprobe": __version__}, made_by(prompts.source), variables)
 
 
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:

@@ -80,6 +80,7 @@ def compare_samples(
     from vllm_accprobe.gate import evaluations
     from vllm_accprobe.gate.evaluations import SamplesError, match
     from vllm_accprobe.report import servers
+    from vllm_accprobe.whole_file import write_private
 
     rate = evaluations.RATE if rate is None else rate
     for path, name in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
@@ -110,26 +111,19 @@ def compare_samples(
             typer.echo(line)
     if how.prompts_out is not None:
         prompts, without = evaluations.prompts(result.flips, left.prompts)
-        _write_prompts(how.prompts_out, prompts)
+        # Whole and only for its owner: these are an evaluation's questions, which others may not publish.
+        write_private(how.prompts_out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
         more = f"; {without:,} have none in the files" if without else ""
         say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
     raise typer.Exit(1 if result.verdict == "fail" else 0)
 
 
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
-
     if path.is_dir():
         raise CommandError(f"{option} {path} is a directory: name a file")
     if any(places.is_same(path, other) for other in inputs):
         raise CommandError(f"{option} {path} is what is read: name another file")
     places.writable(path.parent, option)
-
-
-def _write_prompts(path: Path, prompts: list[dict[str, object]]) -> None:
-    """Whole and only for its owner: these are an evaluation's questions, which others may not publish."""
-    from vllm_accprobe.whole_file import write_private
-
-    write_private(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
 
 
 def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
@@ -154,12 +148,11 @@ def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, a
             assert out is not None
             places.check(out, {})
             going_on("the answers are", out)
+            made = made_by(str(golden))
             if url:
-                right = trainer.of_server(
-                    left, mine, os.environ.get("VLLM_API_KEY", ""), out, made_by(str(golden)), asking
-                )
+                right = trainer.of_server(left, mine, os.environ.get("VLLM_API_KEY", ""), out, made, asking)
             else:
-                right = trainer.of_command(left, mine, os.environ, out, made_by(str(golden)), asking)
+                right = trainer.of_command(left, mine, os.environ, out, made, asking)
         found = trainer.compare(left, right.answers, right.how, right.left_out)
     except trainer.TrainerError as e:
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None

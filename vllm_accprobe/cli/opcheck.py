@@ -6,9 +6,12 @@ writes what `online serve` needs, too. Not here: the check (opcheck/run), the li
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,6 @@ from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.compat.msprobe import Precheck
     from vllm_accprobe.opcheck.run.process_pool import CheckedRun
     from vllm_accprobe.opcheck.run.result_row import CheckResult
     from vllm_accprobe.opcheck.run.worker import Job
@@ -105,89 +107,74 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
     from vllm_accprobe.opcheck.compat import ait as ait_words
-    from vllm_accprobe.opcheck.compat import msprobe as precheck_options
+    from vllm_accprobe.opcheck.compat import msprobe as msprobe_words
 
     ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
                          from_ait.card, checking.rerun)  # fmt: skip
     say_notes(ait.notes)
-    check = precheck_options.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
-                                  msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
-    out, standard = check.out or checking.out, checking.standard or _default_standard(check)
+    check = msprobe_words.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
+                                       msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
+    out, standard, save = check.out or checking.out, checking.standard or "operator", checking.save or check.save
+    if check.msprobe and not checking.standard:  # its own limits where its own words were used
+        mindspore = msprobe_words.framework_of(check.dump) == "mindspore"
+        standard = "mindspore" if mindspore else "msprobe"
     here = _here(machine)
-    require_torch("opcheck", threads=bool(here["repeat"] or here["batch"] or here["named"]))
-    from vllm_accprobe.opcheck.compat import msprobe as precheck_files
+    runs_here = bool(here["repeat"] or here["batch"] or here["named"])
+    require_torch("opcheck", threads=runs_here)
     from vllm_accprobe.opcheck.run.process_pool import PART, RunError, run
     from vllm_accprobe.opcheck.run.result_row import Unavailable
 
-    save = checking.save or check.save
-    fields = here | ait.job() | _as_msprobe(check, checking, here)
-    job = _job(checking, check.dump, standard, save, fields, list(ait.ops), ait.calls, ait.kl)
-    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
-    files = precheck_files.of(check, standard, job.dump)
-    dump = check.dump or Path(machine.op)
-    going_on("the calls that were checked are", out / PART, ["--resume"])
-    bar = LaterBar()
-    try:
-        with files.begun(out, out / PART):
-            found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=bar.start,
-                        done=bar.one)  # fmt: skip
-    except (RunError, Unavailable) as why:
-        raise CommandError(str(why)) from None
-    finally:
-        bar.end()
-    say_notes(check.notes)
-    conclude(found, dump, job, out, standard, bool(checking.ops or checking.ids), checking.verbose,
-             lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
-
-
-def _default_standard(check: Precheck) -> str:
-    """msprobe's limits where its own words were used; MindSpore's for a dump of MindSpore."""
-    if not check.msprobe:
-        return "operator"
-    from vllm_accprobe.opcheck.compat.msprobe import framework_of
-
-    return "mindspore" if framework_of(check.dump) == "mindspore" else "msprobe"
-
-
-def _as_msprobe(check: Precheck, checking: OpcheckOptions, here: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Job that msprobe's words fill. Raises CommandError."""
-    runs_here = bool(here["repeat"] or here["batch"] or here["named"] is not None)
     if check.devices and (checking.against != _EXACT or checking.rerun or runs_here):
         raise CommandError("--device runs the calls here: not with --against, --rerun, --repeat, --rows or --op")
-    if check.once and here["named"] is not None:
+    if check.once and here["named"]:
         raise CommandError("--filter_api leaves calls of a dump out; --op has none")
-    lists = check.config
-    return {"devices": check.devices, "once": check.once, "white": lists.white_list if lists else (),
-            "black": lists.black_list if lists else (), "jit": check.jit}  # fmt: skip
-
-
-def _job(
-    checking: OpcheckOptions,
-    dump: Path | None,
-    standard: str,
-    save: Path | None,
-    fields: dict[str, Any],
-    ops: list[str],
-    ids: str,
-    kl: bool,
-) -> Job:
-    """Raises CommandError."""
-    from vllm_accprobe.opcheck.run.worker import AGAIN, Job
-
     check_standard(standard)
     if checking.rerun and checking.against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
-    if fields["repeat"] or fields["batch"] or fields["named"] is not None:
-        _check_here(checking, fields["named"] is not None, dump, standard, kl, save)
-    elif fields["load"]:
+    if runs_here:
+        _check_here(checking, machine, check.dump, standard, ait.kl, save)
+    elif here["load"]:
         raise CommandError("--load goes with --repeat, --rows and --op")
+    fields = here | ait.job() | {
+        "devices": check.devices, "once": check.once, "white": check.config.white_list if check.config else (),
+        "black": check.config.black_list if check.config else (), "jit": check.jit, "ops": tuple(ait.ops),
+    }  # fmt: skip
+    job = _job(checking, check.dump, standard, save, fields, ait)
+    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    files = msprobe_words.of(check, standard, job.dump)
+    going_on("the calls that were checked are", out / PART, ["--resume"])
+    with ExitStack() as bars:
+        tick = [lambda: None]
+
+        def begin(taps: int) -> None:
+            tick[0] = bars.enter_context(progress("opcheck", taps))
+
+        try:
+            with files.begun(out, out / PART):
+                found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=begin,
+                            done=lambda: tick[0]())  # fmt: skip
+        except (RunError, Unavailable) as why:
+            raise CommandError(str(why)) from None
+    say_notes(check.notes)
+    conclude(found, check.dump or Path(machine.op), job, out, standard, bool(checking.ops or checking.ids),
+             checking.verbose, lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
+
+
+def _job(
+    checking: OpcheckOptions, dump: Path | None, standard: str, save: Path | None, fields: dict[str, Any], ait: Any
+) -> Job:
+    """ait: its words (opcheck/compat/ait.py). Raises CommandError."""
+    from vllm_accprobe.opcheck.run.worker import AGAIN, Job
+
     places.require_directory(checking.weights, "--weights")
-    fields |= {
-        "ops": tuple(ops),
-        "standard": standard,
-        "seed": checking.seed,
-        "attributes": _attributes(checking.attributes),
-    }
+    if checking.attributes:  # else this process has no need of torch
+        from vllm_accprobe.opcheck.calls.records import parsed_attributes
+
+        try:
+            parsed_attributes(checking.attributes)
+        except ValueError as why:
+            raise CommandError(f"--attribute: {why}") from None
+    fields |= {"standard": standard, "seed": checking.seed, "attributes": tuple(checking.attributes)}
     if dump is None:
         if fields["named"] is None:
             raise CommandError("DUMP is missing: name a dump's directory, or an operator with --op")
@@ -195,10 +182,10 @@ def _job(
     if not dump.exists():
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     way, golden = against(checking.against, dump)
-    weights = checking.weights if checking.weights is not None else model_of(run_json(dump))
+    weights = checking.weights or model_of(run_json(dump))
     return Job(
-        str(dump.resolve()), model=str(weights.resolve()) if weights else "", ids=tuple(sorted(ids_of(ids))),
-        against=AGAIN if checking.rerun else way, golden=golden, kl=kl or checking.kl, backward=checking.backward,
+        str(dump.resolve()), model=str(weights.resolve()) if weights else "", ids=tuple(sorted(ids_of(ait.calls))),
+        against=AGAIN if checking.rerun else way, golden=golden, kl=ait.kl or checking.kl, backward=checking.backward,
         save=str(save.resolve()) if save else "", **fields,
     )  # fmt: skip
 
@@ -226,19 +213,6 @@ def against(word: str, dump: Path | None) -> tuple[str, str]:
     return GOLDEN, str(Path(word).resolve())
 
 
-def _attributes(texts: list[str]) -> tuple[str, ...]:
-    """Raises CommandError for what is no attribute."""
-    if not texts:
-        return ()  # this process has no need of torch
-    from vllm_accprobe.opcheck.calls.records import parsed_attributes as parsed
-
-    try:
-        parsed(texts)
-    except ValueError as why:
-        raise CommandError(f"--attribute: {why}") from None
-    return tuple(texts)
-
-
 def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.compat import ait as op_csv
@@ -261,8 +235,6 @@ def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
 
 def ids_of(text: str) -> frozenset[str]:
     """``0.0.57,0.1.3`` as a set. Raises CommandError."""
-    import re
-
     found = frozenset(filter(None, (part.strip() for part in text.split(","))))
     for item in found:
         if not re.fullmatch(r"\d+\.\d+\.\d+", item):
@@ -274,9 +246,6 @@ def require_torch(command: str, threads: bool = False) -> None:
     """Raises CommandError where torch is missing. Unless the environment says otherwise, or with ``threads``, it will
     use one thread: small products are no slower for it, and threads that wait for one another in a loop take the other
     cores."""
-    import importlib.util
-    import os
-
     from vllm_accprobe.children import ONE_THREAD
 
     if importlib.util.find_spec("torch") is None:
@@ -339,10 +308,12 @@ def conclude(
         written[-1].write_text(computes.to_json(), encoding="utf-8")
     written += more(out)
     say_written(*written)
+    failed = [(max(group, key=lambda r: r.severity), len(group)) for group in table.failures(checked)]
     wrong = bool(totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR))
     answer(
         verdict="fail" if wrong else "pass", calls=totals.calls, checked=totals.checked, statuses=totals.statuses,
-        skipped=totals.skipped, wrong=[_module(group) for group in table.failures(checked)], machine=machine.habits,
+        skipped=totals.skipped, machine=machine.habits,
+        wrong=[{name: getattr(worst, name) for name in _WORST} | {"outputs": n} for worst, n in failed],
     )  # fmt: skip
     raise typer.Exit(1 if wrong else 0)
 
@@ -362,16 +333,8 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     return f"; the nearest names: {', '.join(found)}" if found else ""
 
 
-def _module(group: list[CheckResult]) -> dict[str, object]:
-    """The worst output of a module, with how many of its outputs failed."""
-    worst = max(group, key=lambda r: r.severity)
-    return {name: getattr(worst, name) for name in _WORST} | {"outputs": len(group)}
-
-
 def run_json(dump: Path) -> object:
     """run.json of a directory; None where it has none that can be read (opening the dump tells why)."""
-    import json
-
     try:
         path = dump / "run.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
@@ -451,8 +414,8 @@ def _say_here(job: Job, rows: list[CheckResult], out: Path, most: int | None) ->
 
 
 def _check_here(
-    checking: OpcheckOptions, named: bool, dump: Path | None, standard: str, kl: bool, save: Path | None
-) -> None:  # fmt: skip
+    checking: OpcheckOptions, machine: KernelOptions, dump: Path | None, standard: str, kl: bool, save: Path | None
+) -> None:
     """Raises CommandError for options that mean nothing for this machine's kernels alone."""
     chosen = {"--against": checking.against != _EXACT, "--rerun": checking.rerun, "--backward": checking.backward,
               "--kl": kl or checking.kl, "--save-failed": save is not None}  # fmt: skip
@@ -460,21 +423,5 @@ def _check_here(
         raise CommandError(f"{used[0]} does not go with --repeat, --rows or --op: those run this machine's kernels")
     if standard not in ("operator", "strict"):
         raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
-    if named and dump is not None:
+    if machine.op and dump is not None:
         raise CommandError("--op takes no DUMP: its inputs are drawn")
-
-
-class LaterBar:
-    """A progress bar that learns its length later."""
-
-    def __init__(self) -> None:
-        from contextlib import ExitStack
-
-        self._stack = ExitStack()
-        self.one = lambda: None
-
-    def start(self, taps: int) -> None:
-        self.one = self._stack.enter_context(progress("opcheck", taps))
-
-    def end(self) -> None:
-        self._stack.close()

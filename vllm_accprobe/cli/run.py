@@ -79,7 +79,11 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     from vllm_accprobe.run.atb import AIT, DIRECTORY, options_of
 
     quiet = is_quiet(what.log_level) or what.quiet
-    words = _command(what.command, what.exec)
+    if what.exec is not None and what.command:
+        raise CommandError("the command is named twice, behind --exec and at the end: name it once")
+    words = [what.exec] if what.exec else list(what.command)
+    if not words:
+        raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
     settings = {
         "dir": what.dir, "task": what.task, "tokens": wanted.tokens, "steps": wanted.steps, "ranks": what.ranks,
         "modules": wanted.modules, "parts": what.parts, "requests": wanted.requests,
@@ -101,23 +105,13 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     raise typer.Exit(conclude(launched(words, settings, chosen, quiet, {}, folder), quiet))
 
 
-def _command(words: list[str] | None, line: str | None) -> list[str]:
-    """What is started. Raises CommandError."""
-    if line is not None and words:
-        raise CommandError("the command is named twice, behind --exec and at the end: name it once")
-    found = [line] if line else list(words or [])
-    if not found:
-        raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
-    return found
-
-
 def _truth(word: str | None) -> bool | None:
     """As ait reads it. Raises CommandError."""
-    if word is None:
-        return None
-    if word.lower() not in ("true", "false", "1", "0", "yes", "no", "t", "f", "y", "n"):
+    if word is None or word.lower() in ("true", "1", "yes", "t", "y"):
+        return None if word is None else True
+    if word.lower() not in ("false", "0", "no", "f", "n"):
         raise CommandError(f"--save-operation-child {word}: write True or False")
-    return word.lower() in ("true", "1", "yes", "t", "y")
+    return False
 
 
 def _settings(words: list[str]) -> dict[str, str | None]:
@@ -147,13 +141,9 @@ class EndedRun:
 
 
 def launched(
-    command: Sequence[str],
-    settings_of: Mapping[str, str | None],
-    atb: AtbOptions | None,
-    quiet: bool,
-    more: Mapping[str, str],
-    folder: str = "",
-) -> EndedRun:
+    command: Sequence[str], settings_of: Mapping[str, str | None], atb: AtbOptions | None, quiet: bool,
+    more: Mapping[str, str], folder: str = "",
+) -> EndedRun:  # fmt: skip
     """Runs ``command`` with the probe on. settings_of: by name, None: the environment's; atb: None for no ATB; more:
     further variables for the command; folder: where ATB writes, below the dump. Raises CommandError, ConfigError before
     anything is started."""
@@ -230,11 +220,8 @@ def _ending(code: int, killed: int) -> str:
     import signal
 
     ending = f"exit code {code}"
-    if code > 128:
-        try:
-            ending += f", {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
+    if code - 128 in set(signal.Signals):
+        ending += f", {signal.Signals(code - 128).name}"
     if killed:
         return f"{ending}; this machine ran out of memory meanwhile and killed {killed} process{'es' * (killed > 1)}"
     return f"{ending}: killed, most often for lack of memory" if code == 128 + signal.SIGKILL else ending

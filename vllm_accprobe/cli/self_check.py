@@ -47,8 +47,7 @@ def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> Non
 
 def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """side: a URL or a command. Raises typer.Exit."""
-    from vllm_accprobe.gate import self_check as asked_paths
-    from vllm_accprobe.gate import self_check as odd_one
+    from vllm_accprobe.gate import self_check as paths
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import NotServed, SendError
@@ -64,17 +63,16 @@ def check_server(side: str, asking: Asking, out: Path | None, rate: float | None
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
-    how = asked_paths.PathAsking(out, made_by(asking.prompts), asking, say)
+    how = paths.PathAsking(out, made_by(asking.prompts), asking, say)
     try:
         lines = prompts_file.read(asking.prompts)
-        found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+        found = paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except NotServed as e:
         raise CommandError(f"CMD: {e}") from None
     except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
         raise CommandError(str(e).replace("--url:", "URL:")) from None
-    result = odd_one.judge(
-        found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
-    )
+    rate = paths.RATE if rate is None else rate
+    result = paths.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
     fields = servers.self_check_json(result)
     with whole(out / "self.json") as part:
         part.write_text(json.dumps(fields, indent=1) + "\n")
