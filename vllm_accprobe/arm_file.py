@@ -59,7 +59,7 @@ def _spans(ranges: Ranges | None) -> str | None:
     return None if ranges is None else ",".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
 
 
-def understood(value: Any) -> ArmSelection:
+def parse_selection(value: Any) -> ArmSelection:
     """The selection of the file's object, whoever made it. Raises ArmFileError."""
     if not isinstance(value, Mapping):
         raise ArmFileError("it is no object with " + ", ".join(_KEYS))
@@ -131,7 +131,7 @@ def read(path: Path, owner: int | None = None) -> ArmSelection:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         raise ArmFileError("it is no json") from None
-    return understood(value)
+    return parse_selection(value)
 
 
 def write(dump: Path, selection: ArmSelection) -> Path:

@@ -43,11 +43,11 @@ def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
     if dump.stat().st_uid != os.geteuid():
         raise CommandError(f"{dump} belongs to another user, and only the server's own user can arm it")
     watcher = Watcher(dump.absolute())
-    found = watcher.look()
+    found = watcher.poll()
     if found.ranks and not watcher.writing():
         raise CommandError(f"{dump}: no server writes into this dump any more")
     try:
-        selection = arm_file.understood({"on": not server.off, **chosen})
+        selection = arm_file.parse_selection({"on": not server.off, **chosen})
     except arm_file.ArmFileError as e:
         raise CommandError(str(e)) from None
     path = arm_file.write(dump, selection)

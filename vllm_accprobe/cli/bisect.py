@@ -63,7 +63,7 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.sending.replies import FolderError
     from vllm_accprobe.report import servers
-    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
+    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, server_command
 
     out, as_json = what.out, what.as_json
     share = trials.SHARE if what.share is None else what.share
@@ -73,9 +73,9 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     try:
         target = edits.command(what.command, os.environ)
         command_line(target.words, target.full())
-        if not understood(target.words, target.full()).url:
+        if not server_command(target.words, target.full()).url:
             raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
-        there = edits.look(target)
+        there = edits.options_offered(target)
         found = edits.axes(
             target, there, edits.read_vendor(what.switches, target) if what.switches else (), _pairs(what.plain)
         )

@@ -1,6 +1,6 @@
 """``accprobe convert DUMP OUT --to h5|npz|safetensors|onnx``.
 
-Not here: the containers (formats/write/), the model as a graph (topology/)."""
+Not here: the containers (formats/io/containers.py), the model as a graph (topology/)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
     dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.formats.write import containers
+    from vllm_accprobe.formats.io import containers
 
     kind = to or (what.out.suffix.lstrip(".") if what.out is not None else "h5")
     if kind not in KINDS:
@@ -110,7 +110,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
 
 def _summary(dump: Dump, records: list[Record], path: Path) -> None:
     """torch_xray's summary.csv: the columns and names of its table. Raises OSError."""
-    from vllm_accprobe.formats.write.containers import h5_names
+    from vllm_accprobe.formats.io.containers import h5_names
     from vllm_accprobe.report.table import write_csv_lines
 
     def lines() -> Iterator[tuple[object, ...]]:
@@ -123,7 +123,7 @@ def _summary(dump: Dump, records: list[Record], path: Path) -> None:
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:
     """Where each rank goes. A name that ends like the container is a file, anything else a directory."""
-    from vllm_accprobe.formats.write import containers
+    from vllm_accprobe.formats.io import containers
 
     if out.suffix == f".{kind}" and not out.is_dir():
         if len(ranks) > 1:

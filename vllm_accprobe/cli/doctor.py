@@ -140,11 +140,11 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     from vllm_accprobe.doctor import graph_proof
     from vllm_accprobe.doctor.graph_proof import CHANGED, SAME, Prover, Runs
     from vllm_accprobe.report.text import safe
-    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
+    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, server_command
 
     out = Path(os.path.abspath(how.out))
     try:
-        what = understood(how.command, os.environ, how.port)
+        what = server_command(how.command, os.environ, how.port)
         command_line(what.words, os.environ)
         prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
     except (ServerCommandError, LaunchError, graph_proof.ServerRequestError) as error:

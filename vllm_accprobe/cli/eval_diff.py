@@ -21,7 +21,7 @@ from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import say_written
 
 if TYPE_CHECKING:
-    from vllm_accprobe.gate.sides import Asking
+    from vllm_accprobe.gate.sides import SendSettings
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: opt
         else:
             if wrong := list(options.used(evaluation)):
                 raise CommandError(f"{wrong[0]} goes with two runs of an evaluation, and {runs.golden} is a trainer's")
-            compare_trainer(runs.golden, runs.mine, scoring.asking("default"), runs.out, runs.as_json)
+            compare_trainer(runs.golden, runs.mine, scoring.settings("default"), runs.out, runs.as_json)
     if runs.out is not None:
         raise CommandError("--out goes with a trainer's jsonl and a server")
     compare_samples(runs.golden, Path(runs.mine), evaluation, runs.rate, runs.as_json, runs.verbose)
@@ -126,7 +126,7 @@ def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
     places.writable(path.parent, option)
 
 
-def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
+def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
     from vllm_accprobe.gate import trainer
     from vllm_accprobe.gate.sending import replies
@@ -150,9 +150,9 @@ def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, a
             going_on("the answers are", out)
             made = made_by(str(golden))
             if url:
-                right = trainer.of_server(left, mine, os.environ.get("VLLM_API_KEY", ""), out, made, asking)
+                right = trainer.of_server(left, mine, os.environ.get("VLLM_API_KEY", ""), out, made, settings)
             else:
-                right = trainer.of_command(left, mine, os.environ, out, made, asking)
+                right = trainer.of_command(left, mine, os.environ, out, made, settings)
         found = trainer.compare(left, right.answers, right.how, right.left_out)
     except trainer.TrainerError as e:
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None

@@ -72,19 +72,19 @@ def gate(
         compare_samples(Path(golden), Path(mine), evaluation, rate, sides.as_json, sides.verbose)
     if wrong := list(options.used(evaluation)):
         raise CommandError(f"{wrong[0]} is an option of `accprobe eval-diff A B`")
-    asking = scoring.asking(sides.prompts or "default")
+    settings = scoring.settings(sides.prompts or "default")
     if sides.itself:
         from vllm_accprobe.cli.self_check import check_server
 
         aliases.note("gate --self", "self-check -- CMD")
-        check_server(sides.itself, asking, out, rate, sides.as_json)
+        check_server(sides.itself, settings, out, rate, sides.as_json)
     if Path(golden).is_file():
         from vllm_accprobe.cli.eval_diff import compare_trainer
 
         aliases.note("gate TRAINER.jsonl MINE", "eval-diff TRAINER.jsonl MINE")
-        compare_trainer(Path(golden), mine, asking, out, sides.as_json)
+        compare_trainer(Path(golden), mine, settings, out, sides.as_json)
     from vllm_accprobe.cli import gate_run
 
     floors = gate_run.Floors(tuple(sides.floor), sides.floor_dtype, sides.no_floor)
-    gate_run.run(golden, mine, out, floors, asking, rate, sides.as_json,
+    gate_run.run(golden, mine, out, floors, settings, rate, sides.as_json,
                  localizing.localize_gb if localizing.localize else None)  # fmt: skip

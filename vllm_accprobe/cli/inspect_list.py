@@ -57,7 +57,7 @@ def summary(
         raise CommandError("--level: how deep --tree shows the model; a table of tensors has no levels")
     limit = limit if limit is not None else 0 if wanted() else _ROWS
     opened = open_dump(dump) if opened is None else opened
-    foreign.look(opened)
+    foreign.note_values(opened)
     if named and (kind := getattr(opened, "kind", "")):
         typer.echo(f"format: {kind}")
         answer(format=kind)

@@ -31,7 +31,7 @@ from vllm_accprobe.dump.journal import Lives, sentence
 from vllm_accprobe.dump.reader import Dump, Ranges, names_request, row_space, rows_of
 from vllm_accprobe.dump.schema import Record, Request, hash_tokens
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.formats.write import containers
+from vllm_accprobe.formats.io import containers
 from vllm_accprobe.judge.weights import faults_within, side_of, spoken
 from vllm_accprobe.report.html.data import tokenizer_at
 from vllm_accprobe.report.text import count, num, safe

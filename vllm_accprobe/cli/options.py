@@ -253,11 +253,11 @@ class ScoringOptions(ServingOptions):
     score: bool | None = option("--score/--no-score", None, "A last pass that scores prompt and answer. Default: "
                                 "where a server can.")  # fmt: skip
 
-    def asking(self, prompts: str) -> Any:
+    def settings(self, prompts: str) -> Any:
         """gate.sides.Asking."""
-        from vllm_accprobe.gate.sides import Asking
+        from vllm_accprobe.gate.sides import SendSettings
 
-        return Asking(
+        return SendSettings(
             prompts=prompts, max_tokens=self.max_tokens, concurrency=self.concurrency or 64, model=self.model,
             timeout=self.timeout, ready_s=self.ready, score=self.score,
         )  # fmt: skip

@@ -181,7 +181,7 @@ def launched(
             environ[REGISTER] = register.name
             watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
             before = _killed_for_memory()
-            code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
+            code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
             status.clear()
             watcher.settle()
     except LaunchError as error:
@@ -239,7 +239,7 @@ def _killed_for_memory() -> int:
 def conclude(ran: EndedRun, quiet: bool) -> int:
     """Says what there is and gives the exit code."""
     watcher, code, files, killed = ran.watcher, ran.code, ran.files, ran.killed
-    found, dumps = watcher.look(), watcher.dumps()
+    found, dumps = watcher.poll(), watcher.dumps()
     answer(dumps=dumps, captured=found, files_of_atb=files, command_exit_code=code)
     for reason in found.stops:
         say(f"capture stopped early: {reason}")

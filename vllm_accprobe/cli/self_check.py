@@ -17,7 +17,7 @@ from vllm_accprobe.cli.endings import CommandError, going_on
 from vllm_accprobe.cli.options import argument
 
 if TYPE_CHECKING:
-    from vllm_accprobe.gate.sides import Asking
+    from vllm_accprobe.gate.sides import SendSettings
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> Non
     options.check_rate(server.rate)
     words = server.command
     side = words[0] if len(words) == 1 else shlex.join(words)
-    check_server(side, scoring.asking(server.prompts or "default"), server.out, server.rate, server.as_json)
+    check_server(side, scoring.settings(server.prompts or "default"), server.out, server.rate, server.as_json)
 
 
-def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
+def check_server(side: str, settings: SendSettings, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """side: a URL or a command. Raises typer.Exit."""
     from vllm_accprobe.gate import self_check as paths
     from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -63,9 +63,9 @@ def check_server(side: str, asking: Asking, out: Path | None, rate: float | None
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
-    how = paths.PathAsking(out, made_by(asking.prompts), asking, say)
+    how = paths.PathSettings(out, made_by(settings.prompts), settings, say)
     try:
-        lines = prompts_file.read(asking.prompts)
+        lines = prompts_file.read(settings.prompts)
         found = paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except NotServed as e:
         raise CommandError(f"CMD: {e}") from None

@@ -1,38 +1,15 @@
 """Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
 
-The words of msprobe's dumps: names of files, sections and statistics, and of operators.
+The problem: its own comparison takes one step at a time, named on both sides, and drops what golden has alone; a record
+is a module or an API call with its tensors in nested lists, written when it ends. The idea: all steps and ranks below a
+directory are one dump. A module's place is its path, an API's the module that called it (construct.json), inputs stand
+before what ran inside, outputs after it; backward runs are ``backward.<path>``. API records are operator calls in our
+journal's VALUES, so that they can be run again. Each payload is opened for what it says of itself; one that is no
+tensor, or another than the index says, is left out with its reason. Layout:
+``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, ``dump_tensor_data/<data_name>``
+(``dump_data_dir`` is another machine's path and is not used).
 
-The payload files of a dump of msprobe: ``dump_tensor_data/<data_name>``, .pt or .npy.
-
-The problem: the index says dtype and shape, the file says so too, and one among thousands may be cut off, or be no
-tensor at all. The idea: each file is opened for what it says of itself when the dump is, as in all other formats; one
-that cannot be read, or that holds something else than the index says, is left out with its reason, and its record keeps
-its statistics. Reading is then one read at a known offset.
-
-The records of one dump.json of msprobe: where each stands, and its tensors in the order of execution.
-
-The problem: a record is a module or an API call with its tensors in nested lists, numbered over the whole step, written
-when it ends. The idea: a module's place is its path; an API's place is the module that called it, so that its number
-counts there; inputs stand before what ran inside, outputs behind it.
-
-msprobe's API records as operator calls, so that they can be run again.
-
-The problem: a record of an API (``Functional.linear.0.forward``, ``Mint.add.3.forward``) holds its arguments as a list
-and a dictionary of descriptions, tensors and plain values mixed. The idea: the same VALUES that our own dumps use for
-operators (dump/journal.py), with the roles that the record's tensors have. What cannot be said in them is an argument
-that was not kept. In a dump of MindSpore, methods and ``ops`` bear PyTorch's names and are other functions; they get
-names of their own.
-
-Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
-
-The problem: its own comparison takes one step at a time, one that is named on both sides, and throws away what golden
-has alone. The idea: all steps and ranks below a directory are one dump, each with its own index; an API's place is the
-module that called it (construct.json), so that one call more elsewhere moves nothing. Backward runs are places of their
-own, ``backward.<path>``.
-Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
-``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
-
-Not here: the containers (torchfile.py, tensor_file.py), which function a name means (opcheck/references/api.py).
+Not here: the containers (io/), which function a name means (opcheck/references/api.py).
 """
 
 from __future__ import annotations
@@ -393,7 +370,7 @@ def open(path: Path) -> ForeignDump:
         raise refused[0]
     if len(processes) > 1:
         dump.problem(f"{len(processes)} processes without a rank's number: taken for ranks in the order of their ids")
-    passed.tell(dump)
+    passed.report(dump)
     return dump
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.io.containers import RANK_FILE, key_place
 from vllm_accprobe.formats.io.plain_file import FileTensor
 from vllm_accprobe.formats.io.tensor_file import SUFFIXES, first, items
-from vllm_accprobe.formats.write.containers import RANK_FILE, key_place
 
 __all__ = ["HOW", "NAME", "SUFFIXES", "first", "items", "open", "recognise"]
 NAME = "single file"

@@ -32,7 +32,7 @@ from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sides import Asking, served
+from vllm_accprobe.gate.sides import SendSettings, served
 
 _FINE = 12
 """Chosen: steps down to 2^-12; the spacing of float16 logits around 4 is 2^-8, of bfloat16 2^-5."""
@@ -396,12 +396,12 @@ class PathAnswers:
 
 
 @dataclass(frozen=True)
-class PathAsking:
+class PathSettings:
     """What is the same for all paths; tell: told of each path as it begins."""
 
     out: Path
     made: Mapping[str, Any]
-    asking: Asking = field(default_factory=Asking)
+    settings: SendSettings = field(default_factory=SendSettings)
     tell: Callable[[str], None] = lambda said: None
 
 
@@ -409,7 +409,7 @@ def is_url(side: str) -> bool:
     return side.startswith(("http://", "https://"))
 
 
-def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: PathAsking) -> PathAnswers:
+def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: PathSettings) -> PathAnswers:
     """side: a URL, or a command. Raises SendError, FolderError, OSError where the first path has no answer."""
     found = PathAnswers()
     if is_url(side):
@@ -422,7 +422,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         raise SendError(f"CMD: {e}") from None
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(REQUESTS, how.out, found):
-        with served(path_command(words), environ, how.out, how.asking.ready_s) as (url, key):
+        with served(path_command(words), environ, how.out, how.settings.ready_s) as (url, key):
             _all(REQUESTS, url, key, lines, how, found)
     lengths = [len(r.prompt_token_ids or ()) for r in found.answers[BASE].values()]
     changed: dict[str, list[OwnPath]] = {}
@@ -432,7 +432,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         if _kept(these, how.out, found):
             continue
         try:
-            with served(command, environ, how.out, how.asking.ready_s) as (url, key):
+            with served(command, environ, how.out, how.settings.ready_s) as (url, key):
                 _all(these, url, key, lines, how, found)
         except SendError as e:  # one changed command that does not serve costs its own paths only
             for path in these:
@@ -442,11 +442,11 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
 
 
 def _all(
-    these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathAsking, found: PathAnswers
+    these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathSettings, found: PathAnswers
 ) -> None:
     """Of one server. Raises SendError."""
-    plain = Sender(url, key, timeout=how.asking.timeout, top=how.asking.top)
-    plain = replace(plain, max_tokens=how.asking.max_tokens, model=how.asking.model)
+    plain = Sender(url, key, timeout=how.settings.timeout, top=how.settings.top)
+    plain = replace(plain, max_tokens=how.settings.max_tokens, model=how.settings.model)
     known, server = plain.introduced()
     forced, salt = known.how_forced(), secrets.token_hex(16)
     decoding = forced if forced != client.SCORED else None
@@ -465,7 +465,7 @@ def _all(
         sender = SaltedSender(**own, own=path, salt=salt)
         plan = passes.FREE if way is None else passes.Forcing(way, passes.digest(replies.read(how.out / BASE)))
         folder, made = how.out / path.name, dict(how.made) | {"path": path.name}
-        passes.send(sender, server, sent, [parse(path.arrive)], how.asking.concurrency, folder, made, plan=plan)
+        passes.send(sender, server, sent, [parse(path.arrive)], how.settings.concurrency, folder, made, plan=plan)
         found.answers[path.name] = replies.read(folder).passes[0]
         if path.name == BASE:
             _check(found, decoding)

@@ -28,7 +28,7 @@ from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendE
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.run.launcher import Background, LaunchError, ServerCommandError, option_of, understood
+from vllm_accprobe.run.launcher import Background, LaunchError, ServerCommandError, option_of, server_command
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -108,7 +108,7 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
     if not environ.get(FORCE):
         environ = {**environ, FORCE: str((out / replies.folder_name(number)).absolute())}
     try:
-        server = understood(words, environ)
+        server = server_command(words, environ)
         if not server.url:
             raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and give --url")
         with Background(server.words, environ, log=log) as running:
@@ -175,7 +175,7 @@ class ServerSide:
 
 
 @dataclass(frozen=True)
-class Asking:
+class SendSettings:
     """How a side is asked; as the options of `send`. model: where a server has several."""
 
     prompts: str = prompts_file.DEFAULT
@@ -207,7 +207,7 @@ def made(
     what: str,
     of: ServerSide,
     out: Path,
-    asking: Asking,
+    sending: SendSettings,
     golden: Sent | None,
     progress: Progress,
     environ: dict[str, str],
@@ -218,7 +218,7 @@ def made(
     try:
         if of.kind == FOLDER:
             return replies.read(Path(of.text))
-        lines = prompts_file.read(asking.prompts) if golden is None else passes.forced_lines(golden)
+        lines = prompts_file.read(sending.prompts) if golden is None else passes.forced_lines(golden)
         digest = None if golden is None else passes.digest(golden)
         if replies.exists(out) and _complete(out, of, lines, digest):
             return replies.read(out)
@@ -226,8 +226,8 @@ def made(
         with ExitStack() as stack:
             url, key = of.text, environ.get("VLLM_API_KEY", "")
             if of.kind == COMMAND:
-                url, key = stack.enter_context(served(of.text, environ, out, asking.ready_s))
-            _sent(what, of, Sender(url, key), out, asking, golden, lines, digest, progress)
+                url, key = stack.enter_context(served(of.text, environ, out, sending.ready_s))
+            _sent(what, of, (url, key), out, sending, golden, lines, digest, progress)
         return replies.read(out)
     except NotServed as e:
         raise NotServed(f"{what}: {e}") from None
@@ -251,24 +251,23 @@ def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | 
 
 
 def _sent(
-    what: str, of: ServerSide, sender: Sender, out: Path, asking: Asking, golden: Sent | None, lines: list[PromptLine],
-    digest: str | None, progress: Progress,
+    what: str, of: ServerSide, server: tuple[str, str], out: Path, sending: SendSettings, golden: Sent | None,
+    lines: list[PromptLine], digest: str | None, progress: Progress,
 ) -> None:  # fmt: skip
+    """server: (url, key)."""
     settings = {} if golden is None else golden.about.get("settings", {})
-    words = [w for w in settings.get("arrive", asking.arrive) if w != passes.SCORE]
+    words = [w for w in settings.get("arrive", sending.arrive) if w != passes.SCORE]
     arrivals = [parse(word) for word in words]
-    asked = Sender(
-        sender.url, sender.key, asking.timeout, settings.get("top", asking.top), asking.max_tokens, asking.model
-    )
-    asked, server = asked.introduced()
+    top = settings.get("top", sending.top)
+    sender, about = Sender(*server, sending.timeout, top, sending.max_tokens, sending.model).introduced()
     if golden is not None:
-        passes.check_vocabulary(asked, golden)
+        passes.check_vocabulary(sender, golden)
     begun = replies.read_about(out) if replies.exists(out) else None
-    plan = passes.planned(asked, digest, len(arrivals), asking.score, begun)
-    concurrency = int(settings.get("concurrency", asking.concurrency))
+    plan = passes.planned(sender, digest, len(arrivals), sending.score, begun)
+    concurrency = int(settings.get("concurrency", sending.concurrency))
     with progress(what, len(lines) * (len(arrivals) + plan.score)) as tell:
-        made = passes.made_by(asking.prompts) | {"side": of.digest}
-        done = passes.send(asked, server, lines, arrivals, concurrency, out, made, tell, plan)
+        made = passes.made_by(sending.prompts) | {"side": of.digest}
+        done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan)
     if not done.answered:
         said = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
         raise NotComparable(f"{what}: no prompt was answered: {said} ({out})")

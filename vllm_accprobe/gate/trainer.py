@@ -27,7 +27,7 @@ from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.passes import Forcing, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
-from vllm_accprobe.gate.sides import Asking, served
+from vllm_accprobe.gate.sides import SendSettings, served
 
 PROMPT = ("prompt_token_ids", "prompt_ids", "prompts")
 ANSWER = ("response_token_ids", "response_ids", "responses", "completion_ids", "output_token_ids", "token_ids")
@@ -387,10 +387,12 @@ def of_folder(path: Path) -> Rollout:
     return Rollout(scored, "; ".join(sorted(HOW.get(h, str(h)) for h in how)), left)
 
 
-def of_server(golden: Trained, url: str, key: str, out: Path, made: Mapping[str, Any], asking: Asking) -> Rollout:
+def of_server(
+    golden: Trained, url: str, key: str, out: Path, made: Mapping[str, Any], sending: SendSettings
+) -> Rollout:
     """Asks ``url`` for the trainer's tokens; ``out`` becomes, or is, a folder of `send`. Raises SendError, FolderError,
     OSError."""
-    sender, server = Sender(url, key, timeout=asking.timeout, model=asking.model).introduced()
+    sender, server = Sender(url, key, timeout=sending.timeout, model=sending.model).introduced()
     if (way := sender.how_forced()) is None:
         raise SendError(f"{url} neither decodes nor scores tokens that are named: {client.HOW_TO_FORCE}")
     lines = []
@@ -398,17 +400,17 @@ def of_server(golden: Trained, url: str, key: str, out: Path, made: Mapping[str,
         start = max(line.start, 1)
         lines.append(PromptLine(line.name, token_ids=line.ids[:start], along=line.ids[start:]))
     digest = hashlib.sha256(to_text(lines).encode()).hexdigest()
-    passes.send(sender, server, lines, [parse("all")], asking.concurrency, out, dict(made), plan=Forcing(way, digest))
+    passes.send(sender, server, lines, [parse("all")], sending.concurrency, out, dict(made), plan=Forcing(way, digest))
     return of_folder(out)
 
 
 def of_command(
     golden: Trained, command: str, environ: Mapping[str, str], out: Path, made: Mapping[str, Any],
-    asking: Asking,
+    sending: SendSettings,
 ) -> Rollout:  # fmt: skip
     """The same of a server that is started and ended."""
     if replies.exists(out) and replies.read_about(out).get("complete"):
         return of_folder(out)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with served(command, environ, out, asking.ready_s) as (url, key):
-        return of_server(golden, url, key, out, made, asking)
+    with served(command, environ, out, sending.ready_s) as (url, key):
+        return of_server(golden, url, key, out, made, sending)

@@ -5,8 +5,8 @@ for the shell with children of its own; Ctrl-C reaches a whole process group, ``
 meanwhile. The idea: `run` is as if nobody stood in between. Where stdin is a terminal the command stays in our process
 group and is only passed what others sent to us; elsewhere it gets a group of its own and everything through us, once.
 Signals are waited for, not caught. `Background` runs a command in a session of its own with a log; at its end it gets
-SIGTERM, its group time to follow, then SIGKILL. A `Guard` sends SIGTERM where we die first. `understood` reads from the
-words whether a command is a server, and gives it a free port.
+SIGTERM, its group time to follow, then SIGKILL. A `Guard` sends SIGTERM where we die first. `server_command` reads from
+the words whether a command is a server, and gives it a free port.
 
 Not here: requests to a server (gate/sending, doctor/graph_proof.py), the command's environment (settings.py), progress
 (watcher.py).
@@ -52,7 +52,7 @@ class ServerCommand:
         return f"ServerCommand({self.words[:1]}, {self.url!r})"
 
 
-def understood(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
+def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
     """How ``words`` are run. port: given by the user: the command is a server, and listens there.
 
     Raises ServerCommandError for a server that cannot be asked, or whose port is taken.

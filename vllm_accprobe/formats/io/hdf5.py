@@ -22,9 +22,9 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common.foreign import numpy_dtype
+from vllm_accprobe.formats.io import containers
 from vllm_accprobe.formats.io.plain_file import descriptor, fill, natural
 from vllm_accprobe.formats.io.zipindex import too_much
-from vllm_accprobe.formats.write import containers
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".h5", ".hdf5")
@@ -39,7 +39,7 @@ class Dataset:
     """group: path of the group it stands in, "" for the root; name: its own; dtype: torch's name, or numpy's where
     torch has none; offset: of its bits in the file where they lie in one piece, else None; problem: why it cannot be
     read, or ""; narrow: the dtype that its values had before HDF5, where `accprobe convert` noted it; notes: what else
-    that noted (formats/write/containers.py)."""
+    that noted (formats/io/containers.py)."""
 
     path: Path
     group: str

@@ -269,7 +269,7 @@ class Offered:
         return self.options is None or option in self.options
 
 
-def look(command: ServeCommand) -> Offered:
+def options_offered(command: ServeCommand) -> Offered:
     """Never raises for what is not found there."""
     environ = command.full()
     python = interpreter(command.words, environ)
