@@ -26,9 +26,8 @@ from vllm_accprobe.capture.errcheck import plain_script
 from vllm_accprobe.capture.padded_batch import Foresight, Rectangle, language_path
 from vllm_accprobe.capture.taps.hooks import Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
-from vllm_accprobe.config import PREFIX, ConfigError, ProbeConfig, in_ranges
+from vllm_accprobe.config import PREFIX, ConfigError, DumpConfig, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
-from vllm_accprobe.dump_config import DumpConfig
 
 
 class Probe:

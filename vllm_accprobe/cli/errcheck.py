@@ -73,9 +73,8 @@ def errcheck(what: ErrcheckOptions) -> None:
 
     from vllm_accprobe.children import HOME
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
-    from vllm_accprobe.run.launcher import LaunchError
+    from vllm_accprobe.run.launcher import LaunchError, allow_plugin
     from vllm_accprobe.run.launcher import run as launch
-    from vllm_accprobe.run.settings import allow_plugin
 
     environ = dict(os.environ)
     environ[PREFIX + "ERRCHECK"] = ",".join([what.kinds, *(["exit"] if what.exit else [])])

@@ -36,7 +36,7 @@ def patches(wanted: PatchesOptions) -> None:
     Exit code 0: all fit, 1: a place is refused, 2: bad usage or no patch, 3: there is nothing to check against.
     """
     action, source, verbose = wanted.action, wanted.source, wanted.verbose
-    from vllm_accprobe.patching.check import ABSENT, FITS, REFUSED, check, package_root, package_version
+    from vllm_accprobe.patching.install import ABSENT, FITS, REFUSED, check, package_root, package_version
     from vllm_accprobe.patching.schema import PatchError, choose
     from vllm_accprobe.report.text import count
 

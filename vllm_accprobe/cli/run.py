@@ -153,9 +153,8 @@ def launched(
     from vllm_accprobe.cli import places
     from vllm_accprobe.formats.common.sniff import is_own
     from vllm_accprobe.run import atb as atb_room
-    from vllm_accprobe.run.launcher import LaunchError, command_line
+    from vllm_accprobe.run.launcher import REGISTER, LaunchError, command_line, environment
     from vllm_accprobe.run.launcher import run as launch
-    from vllm_accprobe.run.settings import REGISTER, environment
     from vllm_accprobe.run.watcher import Watcher
 
     environ, settings, notes = environment(settings_of, os.environ)

@@ -32,8 +32,7 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.recorder.journal_writer import amend_graphs
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
-from vllm_accprobe.run.launcher import Background, ServerCommand
-from vllm_accprobe.run.settings import allow_plugin
+from vllm_accprobe.run.launcher import Background, ServerCommand, allow_plugin
 
 PROMPTS = (
     "The first computers filled whole rooms, and",

@@ -34,7 +34,7 @@ from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
 from vllm_accprobe.gate.sides import served
-from vllm_accprobe.run.settings import allow_plugin
+from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.whole_file import write_private
 
 MOST = 3

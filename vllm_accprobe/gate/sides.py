@@ -28,7 +28,14 @@ from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendE
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.run.launcher import Background, LaunchError, ServerCommandError, option_of, server_command
+from vllm_accprobe.run.launcher import (
+    Background,
+    LaunchError,
+    ServerCommandError,
+    option_of,
+    server_command,
+    split_line,
+)
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -36,8 +43,10 @@ _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 
 def of_command(command: str) -> str | None:
     """The dtype that a command's words or its model's config.json name; None where nobody knows."""
-    words = _words(command)
-    said = next((word for word in (option_of(words, "--dtype"),) if word and word != "auto"), None)
+    words = split_line(command)
+    said = option_of(words, "--dtype")
+    if said in (None, "", "auto"):
+        said = None
     if said is None and (model := _model(words)) is not None:
         said = _configured(model)
     said = _SHORT.get(said or "", said)
@@ -55,7 +64,7 @@ def candidates(golden: str, mine: str | None) -> list[str]:
 
 def command(golden: str, dtype: str) -> str:
     """Golden's command with this dtype."""
-    words, kept = _words(golden), []
+    words, kept = split_line(golden), []
     skip = False
     for word in words:
         if skip or word == "--dtype" or word.startswith("--dtype="):
@@ -63,13 +72,6 @@ def command(golden: str, dtype: str) -> str:
             continue
         kept.append(word)
     return shlex.join([*kept, f"--dtype={dtype}"])
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
 
 
 def _model(words: list[str]) -> str | None:

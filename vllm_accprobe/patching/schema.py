@@ -233,8 +233,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def _only(table: Mapping[str, Any], known: set[str]) -> None:
-    import difflib
-
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(str(key), sorted(known), n=1)

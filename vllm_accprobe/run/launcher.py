@@ -8,7 +8,7 @@ Signals are waited for, not caught. `Background` runs a command in a session of 
 SIGTERM, its group time to follow, then SIGKILL. A `Guard` sends SIGTERM where we die first. `server_command` reads from
 the words whether a command is a server, and gives it a free port.
 
-Not here: requests to a server (gate/sending, doctor/graph_proof.py), the command's environment (settings.py), progress
+Not here: requests to a server (gate/sending, doctor/graph_proof.py), progress
 (watcher.py).
 """
 
@@ -27,6 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from vllm_accprobe.config import ENV, PREFIX, RUN_ID, ConfigError, ProbeConfig, default_dir
+from vllm_accprobe.dump.schema import RUN_JSON
 
 _SERVER_MODULE = "vllm.entrypoints."
 _DEFAULT_PORT = 8000
@@ -60,7 +63,7 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     if not words:
         raise ServerCommandError("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
     one_line = len(words) == 1 and " " in words[0]
-    parts = _split(words[0]) if one_line else list(words)
+    parts = split_line(words[0]) if one_line else list(words)
     if port is None and not _serves(parts):
         return ServerCommand(tuple(words))
     for option in _REFUSED:
@@ -103,10 +106,11 @@ def option_of(parts: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _split(line: str) -> list[str]:
+def split_line(line: str) -> list[str]:
+    """A command's words; of a line for the shell, which may be more than words, what blanks part."""
     try:
         return shlex.split(line)
-    except ValueError:  # a line for the shell may be more than words
+    except ValueError:
         return line.split()
 
 
@@ -360,3 +364,47 @@ class Background:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+# --- the environment of a command with the probe on ---
+
+PLUGIN = "accprobe"
+REGISTER = "ACCPROBE_RUN_REGISTER"
+"""Names the file in which processes announce their dumps; as in capture/core/recording.py, which imports torch's
+room."""
+
+
+def environment(
+    options: Mapping[str, str | None], base: Mapping[str, str]
+) -> tuple[dict[str, str], ProbeConfig, list[str]]:
+    """(environment, settings, lines to say) for a command. options: by setting's name in small letters; None: not
+    given, the base environment's stays. The directory is settled, absolute.
+
+    Raises:
+        ConfigError: a setting is wrong, or the directory already holds a dump.
+    """
+    environ = dict(base)
+    environ[ENV] = "1"
+    for name, value in options.items():
+        if value is not None:
+            # The command may work in another directory than this one.
+            environ[PREFIX + name.upper()] = os.path.abspath(value) if name == "config" else value
+    config = ProbeConfig.from_env(environ)
+    root = os.path.abspath(config.dir or default_dir())
+    # With a run id of its own a command joins a run that others, on other machines, may have begun.
+    if not environ.get(RUN_ID) and Path(root, RUN_JSON).exists():
+        raise ConfigError(f"--dir={root} already holds a dump; name another directory, or remove it")
+    environ[PREFIX + "DIR"] = root
+    notes = []
+    if allow_plugin(environ):
+        notes.append(f"VLLM_PLUGINS did not contain {PLUGIN}, and vLLM would not have loaded it: added")
+    return environ, config.with_dir(root), notes
+
+
+def allow_plugin(environ: dict[str, str]) -> bool:
+    """Adds our plugin to vLLM's list of those that it may load, where there is one without it; whether it did."""
+    names = [p.strip() for p in environ.get("VLLM_PLUGINS", PLUGIN).split(",")]
+    if PLUGIN in names:
+        return False
+    environ["VLLM_PLUGINS"] = ",".join([*filter(None, names), PLUGIN])
+    return True

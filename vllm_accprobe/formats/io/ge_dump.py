@@ -93,30 +93,11 @@ def _take(data: memoryview, at: int, size: int) -> memoryview:
 _MAX_HEADER = 16 << 20
 _MAX_DIMS = 32
 _DTYPES = {
-    1: "float32",
-    2: "float16",
-    3: "int8",
-    4: "uint8",
-    5: "int16",
-    6: "uint16",
-    7: "int32",
-    8: "int64",
-    9: "uint32",
-    10: "uint64",
-    11: "bool",
-    12: "float64",
-    16: "complex64",
-    17: "complex128",
-    18: "int8",  # quantised integers: the integers themselves are compared
-    19: "int16",
-    20: "int32",
-    21: "uint8",
-    22: "uint16",
-    27: "bfloat16",
-    34: "float8_e5m2",
-    35: "float8_e4m3fn",
-    36: "float8_e8m0fnu",
-}
+    1: "float32", 2: "float16", 3: "int8", 4: "uint8", 5: "int16", 6: "uint16", 7: "int32", 8: "int64", 9: "uint32",
+    10: "uint64", 11: "bool", 12: "float64", 16: "complex64", 17: "complex128", 18: "int8", 19: "int16", 20: "int32",
+    21: "uint8", 22: "uint16", 27: "bfloat16", 34: "float8_e5m2", 35: "float8_e4m3fn", 36: "float8_e8m0fnu",
+}  # fmt: skip
+"""GE's data types; of quantised integers (18 to 22) the integers themselves are compared."""
 NC1HWC0, FRACTAL_NZ = 3, 29
 
 
