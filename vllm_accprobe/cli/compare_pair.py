@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import typer
 
 from vllm_accprobe.cli import places, replay
-from vllm_accprobe.cli.compare import CompareOptions, InsteadOptions, JudgeOptions, PrintOptions, WorkOptions
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import Format, say_notes, say_written
 from vllm_accprobe.comparison import engine, store
@@ -29,10 +28,10 @@ DEFAULT = "accprobe-report"
 
 
 def compare_dumps(
-    golden: Any, mine: Any, what: CompareOptions, judging: JudgeOptions, work: WorkOptions, instead: InsteadOptions,
-    printed: PrintOptions,
+    golden: Any, mine: Any, what: Any, judging: Any, work: Any, instead: Any, printed: Any
 ) -> NoReturn:  # fmt: skip
-    """Two dumps (paths or None), or a saved comparison. Raises typer.Exit."""
+    """Two dumps (paths or None), or a saved comparison. The groups are those of compare.py: CompareOptions,
+    JudgeOptions, WorkOptions, InsteadOptions, PrintOptions. Raises typer.Exit."""
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
     # has gone costs a tenth of the time that a pair of equal dumps takes.
     gc.set_threshold(100_000, 50, 50)
@@ -94,9 +93,7 @@ def compare_dumps(
     raise typer.Exit(0 if result.verdict == PASS else 1)
 
 
-def _check_arguments(
-    golden: Path | None, mine: Path | None, judging: JudgeOptions, work: WorkOptions, instead: InsteadOptions
-) -> None:
+def _check_arguments(golden: Path | None, mine: Path | None, judging: Any, work: Any, instead: Any) -> None:
     if instead.rejudge is None and (golden is None or mine is None):
         raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
     others = (golden, instead.plan, judging.taps, judging.op_mapping_file, work.ray, work.jobs, work.replay)
@@ -104,7 +101,7 @@ def _check_arguments(
         raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
 
 
-def _again(judging: JudgeOptions, standard: str, rate: float) -> tuple[str, ...]:
+def _again(judging: Any, standard: str, rate: float) -> tuple[str, ...]:
     """The words that another comparison of the same two dumps needs, too (Comparison.options)."""
     mapping, weights = judging.op_mapping_file, judging.weights
     out = ["--op-mapping-file", str(mapping)] if mapping is not None else []
