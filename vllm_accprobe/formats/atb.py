@@ -441,18 +441,7 @@ def _add(dump: AtbDump, f: plain_file.FoundFile, where: AtbPlace, rank: int) -> 
         return
     read = (lambda: read_tensor(f.path, header)) if header.stored else None
     record = dump.add(
-        Tensor(
-            name=f.name,
-            tap=tap,
-            role=role,
-            dtype=header.dtype,
-            shape=header.shape,
-            read=read,
-            cls=operator,
-            step=step,
-            rank=rank,
-            stats=header.stats,
-        )
+        Tensor(f.name, tap, role, header.dtype, header.shape, read, operator, step, rank, stats=header.stats)
     )
     if kind == "in" and record is not None:
         held = dump.operands.setdefault((rank, step, tap), {})

@@ -159,8 +159,7 @@ def _add_weight(dump: ForeignDump, f: plain_file.FoundFile, rank: int, tree: Map
 
 def add_torch_file(
     dump: ForeignDump, f: plain_file.FoundFile, tap: str, role: str, *, cls: str = "", step: int | None = 0,
-    rank: int = 0,
-    order: int | None = None, row: tuple[Any, ...] | None = None,
+    rank: int = 0, order: int | None = None, row: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
     """Adds the tensors of a torch file: usually one, under ``role``; of a container each with its key behind that."""
     try:

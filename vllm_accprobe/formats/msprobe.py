@@ -407,23 +407,13 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         read = None
         if name:
             read = payload(dump, data_dir, name, stored, (dtype, tuple(shape)), (place.tap, step, leaf.role))
+        label = f"{key}.{leaf.suffix}" if leaf.suffix else key
+        call = None if leaf.role.startswith(PARAM) else place.call
+        digest = f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None
         record = dump.add(
-            Tensor(
-                name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
-                tap=place.tap,
-                role=leaf.role,
-                dtype=dtype,
-                shape=tuple(shape),
-                read=read,
-                cls=place.cls,
-                step=step,
-                rank=rank,
-                call=None if leaf.role.startswith(PARAM) else place.call,
-                stats=stats,
-                hash=f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None,
-                order=order,
-            )
-        )
+            Tensor(label, place.tap, leaf.role, dtype, tuple(shape), read, place.cls, step, rank, call, stats, digest,
+                   order=order)
+        )  # fmt: skip
         if record is not None:
             numbers.setdefault(key, (record.call, order))
     _add_calls(dump, places, numbers, step, rank)

@@ -50,18 +50,9 @@ def add(dump: ForeignDump, item: FileTensor, file: str, tap: str, *, alone: bool
         if said.role != VALUE:
             dump.run.pop(INDEPENDENT, None)
         dump.add(
-            Tensor(
-                name=f"{file}:{item.key}",
-                tap=said.tap,
-                role=said.role,
-                dtype=item.dtype,
-                shape=item.shape,
-                read=item.read,
-                step=said.step or 0,
-                rank=rank,
-                call=said.call,
-            )
-        )
+            Tensor(f"{file}:{item.key}", said.tap, said.role, item.dtype, item.shape, item.read, step=said.step or 0,
+                   rank=rank, call=said.call)
+        )  # fmt: skip
         return
     key = "" if alone else item.key
     name = f"{file}:{key}" if key else file

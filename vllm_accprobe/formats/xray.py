@@ -86,20 +86,10 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
         if d.problem:
             dump.skip(tap, f"HDF5: a dataset {d.problem}", None, role)
             continue
+        number = int(step) if step.isdecimal() and len(step) < 10 else 0
+        layout = UNKNOWN if noted is None else noted.layout
         record = dump.add(
-            Tensor(
-                name=d.name,
-                tap=tap,
-                role=role,
-                dtype=d.dtype,
-                shape=d.shape,
-                read=d.read,
-                cls=cls,
-                step=int(step) if step.isdecimal() and len(step) < 10 else 0,
-                rank=rank,
-                call=call,
-                layout=UNKNOWN if noted is None else noted.layout,
-            )
-        )
+            Tensor(d.name, tap, role, d.dtype, d.shape, d.read, cls, number, rank, call, layout=layout)
+        )  # fmt: skip
         if record is not None:
             dump.noted(rank, containers.module(d.notes.get("module")), containers.op(rank, d.notes.get("op")), record)

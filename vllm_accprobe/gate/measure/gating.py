@@ -63,17 +63,18 @@ class Power:
 
 
 def power_of(table: Table, sizes: Sizes, masks: Sequence[np.ndarray], rate: float) -> Power:
-    """masks: as given to floor.judge, with which the verdict was made."""
+    """masks: as given to conditions.judge, with which the verdict was made."""
+    test = EnlargedTest(table, sizes, masks, rate)
     wheres = _conditions(table, sizes)
-    shown = tuple(ShownDistance(name, _smallest(table, sizes, masks, where, rate)) for name, where in wheres.items())
+    shown = tuple(ShownDistance(name, test.smallest(where)) for name, where in wheres.items())
     found = Power(shown, None)
     if found.enough:
         return found
     short = [wheres[one.condition] for one in shown if not one.enough]
     prompts = int((~np.isnan(conditions.by_prompt(table, sizes, np.ones(len(table.tokens), bool)))).sum())
     for k in _TIMES:
-        more = _repeated(table, sizes, masks, short, k)
-        if all(_fails(more[0], more[1], more[2], where, ENOUGH, rate) for where in more[3]):
+        more = test.repeated(k)
+        if all(more.fails(np.tile(where, k), ENOUGH) for where in short):
             return Power(shown, k * prompts)
     return found
 
@@ -87,41 +88,56 @@ def _conditions(table: Table, sizes: Sizes) -> dict[str, np.ndarray]:
     return found
 
 
-def _smallest(
-    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], where: np.ndarray, rate: float
-) -> float | None:  # fmt: skip
-    """By halving: the test's p falls as the distance grows."""
-    right = _rms(_right(sizes)[where])
-    if not right:
-        return 0.0
-    low, high = 0.0, math.log(ENOUGH)
-    if not _fails(table, sizes, masks, where, ENOUGH, rate):
-        low, high = high, math.log(_MOST)
-        if not _fails(table, sizes, masks, where, _MOST, rate):
-            return None
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if _fails(table, sizes, masks, where, math.exp(middle), rate):
-            high = middle
-        else:
-            low = middle
-    return math.exp(high)
+@dataclass(frozen=True)
+class EnlargedTest:
+    """The verdict's test, of distances that are enlarged where a mask ``where`` says so."""
 
+    table: Table
+    sizes: Sizes
+    masks: Sequence[np.ndarray]
+    rate: float
 
-def _fails(
-    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], where: np.ndarray, times: float, rate: float
-) -> bool:  # fmt: skip
-    """Whether the verdict would be a fail with the distances in ``where`` enlarged to ``times`` that of right ones."""
-    mine = sizes.mine.copy()
-    base = mine[where]
-    if not _rms(base):  # equal servers: the right ones' distances, of other tokens
-        base = np.roll(_right(sizes)[where], int(where.sum()) // 2)
-    size = _rms(base)
-    if not size:
-        return False
-    mine[where] = base * (times * _rms(_right(sizes)[where]) / size)
-    tested = conditions.judge(table, replace(sizes, mine=mine), masks)
-    return tested is not None and tested.p <= rate
+    def fails(self, where: np.ndarray, times: float) -> bool:
+        """Whether the verdict would be a fail with the distances in ``where`` enlarged to ``times`` that of right
+        ones."""
+        mine, right = self.sizes.mine.copy(), _right(self.sizes)[where]
+        base = mine[where]
+        if not _rms(base):  # equal servers: the right ones' distances, of other tokens
+            base = np.roll(right, int(where.sum()) // 2)
+        size = _rms(base)
+        if not size:
+            return False
+        mine[where] = base * (times * _rms(right) / size)
+        tested = conditions.judge(self.table, replace(self.sizes, mine=mine), self.masks)
+        return tested is not None and tested.p <= self.rate
+
+    def smallest(self, where: np.ndarray) -> float | None:
+        """The smallest distance that fails, by halving: the test's p falls as the distance grows."""
+        if not _rms(_right(self.sizes)[where]):
+            return 0.0
+        low, high = 0.0, math.log(ENOUGH)
+        if not self.fails(where, ENOUGH):
+            low, high = high, math.log(_MOST)
+            if not self.fails(where, _MOST):
+                return None
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.fails(where, math.exp(middle)) else (middle, high)
+        return math.exp(high)
+
+    def repeated(self, k: int) -> EnlargedTest:
+        """As if each prompt had been sent ``k`` times under other names, with the same distances."""
+        table, n = self.table, len(self.table.names)
+        wide = replace(
+            table, names=tuple(f"{name}#{i}" for i in range(k) for name in table.names),
+            prompt=np.concatenate([table.prompt + i * n for i in range(k)]),
+            pass_index=np.tile(table.pass_index, k), tokens=table.tokens * k, features=table.features * k,
+            across=np.tile(table.across, k), itself=np.tile(table.itself, k), floors=np.tile(table.floors, k),
+            others=np.tile(table.others, k),
+        )  # fmt: skip
+        mine, itself, rounding = (np.tile(x, k) for x in (self.sizes.mine, self.sizes.itself, self.sizes.rounding))
+        sizes = Sizes(mine, self.sizes.nearest, itself, rounding)
+        return EnlargedTest(wide, sizes, [np.tile(m, k) for m in self.masks], self.rate)
 
 
 def _right(sizes: Sizes) -> np.ndarray:
@@ -131,23 +147,6 @@ def _right(sizes: Sizes) -> np.ndarray:
 def _rms(values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
     return float(np.sqrt(np.square(known).mean())) if len(known) else 0.0
-
-
-def _repeated(
-    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], wheres: Sequence[np.ndarray], k: int
-) -> tuple[Table, Sizes, list[np.ndarray], list[np.ndarray]]:
-    """As if each prompt had been sent ``k`` times under other names, with the same distances."""
-    n = len(table.names)
-    prompt = np.concatenate([table.prompt + i * n for i in range(k)])
-    wide = replace(
-        table, names=tuple(f"{name}#{i}" for i in range(k) for name in table.names), prompt=prompt,
-        pass_index=np.tile(table.pass_index, k), tokens=table.tokens * k, features=table.features * k,
-        across=np.tile(table.across, k), itself=np.tile(table.itself, k), floors=np.tile(table.floors, k),
-        others=np.tile(table.others, k),
-    )  # fmt: skip
-    mine, itself, rounding = (np.tile(x, k) for x in (sizes.mine, sizes.itself, sizes.rounding))
-    more = Sizes(mine, sizes.nearest, itself, rounding)
-    return wide, more, [np.tile(m, k) for m in masks], [np.tile(w, k) for w in wheres]
 
 
 WORST = 64
