@@ -194,8 +194,8 @@ def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str]) ->
     if sides and "all" not in modes:
         values["parts"] = sides
     if block.get("summary_mode", "statistics") not in _MODES:
-        held = "every dump has min, max, mean, l2 norm and hashes"
-        notes.append(f"summary_mode of the config file's {name} block is ignored: {held}")
+        statistics = "every dump has min, max, mean, l2 norm and hashes"
+        notes.append(f"summary_mode of the config file's {name} block is ignored: {statistics}")
     for key, value in block.items():
         if key in _BLOCK or (key in _IN_BLOCK and value in (None, [], {}, "", False)):  # a template's empty places
             continue

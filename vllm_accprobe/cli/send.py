@@ -109,7 +109,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}")
     answer(prompts=done.of, answered=done.answered, refused=done.refused, sent=done.sent, reasons=done.reasons)
     if golden is not None and plan.how is not None:
-        typer.echo(f"forced along {along}: {passes.told(plan, golden, len(lines))}")
+        typer.echo(f"forced along {along}: {passes.describe(plan, golden, len(lines))}")
     if done.refused:
         typer.echo(f"refused: {_reasons(done.reasons)}")
     say_written(out)

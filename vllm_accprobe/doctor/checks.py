@@ -232,8 +232,8 @@ def configuration(environ: Mapping[str, str]) -> list[Finding]:
         config = ProbeConfig.from_env(environ)
     except ConfigError as error:
         return [Finding(ERROR, "settings", str(error), "the server would not start with the probe on")]
-    given = sorted(name for name in environ if name.startswith(PREFIX))
-    text = ", ".join(f"{name}={environ[name]}" for name in given) if given else "all at their defaults"
+    settings = sorted(name for name in environ if name.startswith(PREFIX))
+    text = ", ".join(f"{name}={environ[name]}" for name in settings) if settings else "all at their defaults"
     out = [Finding(OK, "settings", text)]
     if config.graphs:
         text = f"{PREFIX}GRAPHS=1: inside compiled or captured graphs taps see some modules, the rest counts as skipped"
@@ -349,9 +349,9 @@ def answers_of(environ: Mapping[str, str], *, timeout: float, command: list[str]
             except ValueError:
                 break
             return answers if isinstance(answers, dict) else {"failed": "the answer cannot be read"}
-    said = [line.strip() for line in errors.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
     end = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-    return {"failed": f"importing vLLM ended with {end}" + (f": {said[-1][:300]}" if said else "")}
+    return {"failed": f"importing vLLM ended with {end}" + (f": {lines[-1][:300]}" if lines else "")}
 
 
 def findings(answers: Answers) -> list[Finding]:

@@ -129,10 +129,10 @@ class Client:
         name = f"accprobe-doctor-{number}"
         answer = self._json("/v1/completions", body, name)
         try:
-            said = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
+            choices = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
         except (KeyError, TypeError, AttributeError):
             raise ServerRequestError(f"request {name}: the answer has no choices") from None
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()
 
     def _json(self, path: str, body: dict[str, Any] | None, name: str) -> Any:
         headers = {"Content-Type": "application/json"} | ({"X-Request-Id": name} if name else {})
@@ -232,12 +232,12 @@ class Runs:
     def _bare(self) -> dict[str, str]:
         kept = {name: value for name, value in self._base.items() if not name.startswith(PREFIX)}
         c = self.config
-        said = {
+        facts = {
             "GRAPHS": "1", "MODULES": ",".join(OUTCOME), "PARTS": "output", "STEPS": _spelt(c.steps),
             "TOKENS": _spelt(c.tokens), "RANKS": _spelt(c.ranks), "REQUESTS": ",".join(c.requests),
             "MAX_GB": str(c.max_gb),
         }  # fmt: skip
-        return kept | {PREFIX + name: value for name, value in said.items()}
+        return kept | {PREFIX + name: value for name, value in facts.items()}
 
     def _theirs(self, modules: str) -> dict[str, str]:
         return {**self._base, PREFIX + "MODULES": modules, PREFIX + "PARTS": self._parts()}
@@ -328,7 +328,7 @@ class Tally:
         far = [x for x in (self.rel_l2, other.rel_l2) if x is not None]
         return Tally(self.rows + other.rows, self.differing + other.differing, max(far, default=None))
 
-    def beside(self, other: Tally) -> Tally:
+    def alongside(self, other: Tally) -> Tally:
         """Both, where they are about the same rows: another tap, another rank."""
         both = self + other
         return Tally(max(self.rows, other.rows), max(self.differing, other.differing), both.rel_l2)
@@ -434,11 +434,11 @@ def outcome(reference: Bits, other: Bits) -> Effect:
     for place in reference.places():
         _, tap, role, _ = place
         if tap == SAMPLER and role in TOP:
-            top = top.beside(pairing.spot(place))
+            top = top.alongside(pairing.spot(place))
         elif tap.rpartition(".")[2] in _HEADS and role.startswith("output."):
-            logits = logits.beside(pairing.spot(place))
+            logits = logits.alongside(pairing.spot(place))
         elif tap == ROOT_TAP and role.startswith("output."):
-            root = root.beside(pairing.spot(place))
+            root = root.alongside(pairing.spot(place))
     ours, theirs = reference.batches(), other.batches()
     batches = all(ours[key] == theirs[key] for key in ours if key in theirs)
     return Effect(compared, top, logits, root, batches, len(pairing.behind))
@@ -666,14 +666,14 @@ class Prover:
         ran = TapRunResult(run.name, str(run.place), seconds, graphs if isinstance(graphs, dict) else {}, answers)
         if self._ran:
             first = self._ran[0]
-            said = outcome(self._bits[first.name], bits)
+            result = outcome(self._bits[first.name], bits)
             same = answers == first.answers if answers or first.answers else None
             # Fewer chosen ones must show the values that all of them show.
             on = next((bits for name, bits in self._bits.items() if name == "on"), None)
             parting = first_difference(on, bits) if on is not None and on is not bits else None
-            ran = replace(ran, outcome=said, same_answers=same, parting=parting)
+            ran = replace(ran, outcome=result, same_answers=same, parting=parting)
         self._ran.append(ran)
-        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps" + _said(ran))
+        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps" + _sameness(ran))
         return ran
 
     # --- which module ------------------------------------------------------------------------------------------
@@ -702,8 +702,8 @@ class Prover:
         count = first_change(len(modules), differs)
         if count == len(modules) and not differs(count):  # not the graph, but what is done with it
             return Culprit(changed.name, "", count, len(tried), None)
-        said = tried[count].outcome
-        far = None if said is None else said.root.rel_l2
+        result = tried[count].outcome
+        far = None if result is None else result.root.rel_l2
         return Culprit(changed.name, modules[count - 1], count - 1, len(tried), far)
 
     def _end(
@@ -749,13 +749,13 @@ def placed(dump: Dump, graphs: dict[str, Any]) -> list[str]:
     if not isinstance(pieces, list):
         return seen
     between = [str(path) for path in graphs.get("between") or ()]
-    told: list[str] = []
+    paths: list[str] = []
     for number, piece in enumerate(pieces):
-        told += [str(path) for path in piece]
+        paths += [str(path) for path in piece]
         if len(between) == len(pieces) - 1 and number < len(between):
-            told.append(between[number])
-    told = list(dict.fromkeys([*told, *between]))
-    return [path for path in seen if path in told] if set(told) <= set(seen) else told
+            paths.append(between[number])
+    paths = list(dict.fromkeys([*paths, *between]))
+    return [path for path in seen if path in paths] if set(paths) <= set(seen) else paths
 
 
 def _nothing(dump: Dump) -> str:
@@ -774,12 +774,12 @@ def _refusal(dump: Dump) -> str:
 
 def _amended(ran: TapRunResult, repeats: bool, module: str | None) -> dict[str, Any]:
     """``engine.graphs.changed`` of a run with taps: what they changed."""
-    said = ran.outcome
-    assert said is not None
+    result = ran.outcome
+    assert result is not None
     changed: dict[str, Any] = {
-        "tokens": differs(said.tokens.same), "top_logits": differs(said.top_logits.same),
-        "logits": differs(said.logits.same), "root": differs(said.root.same),
-        "root_rel_l2": number(said.root.rel_l2), "against": "off", "repeats": repeats,
+        "tokens": differs(result.tokens.same), "top_logits": differs(result.top_logits.same),
+        "logits": differs(result.logits.same), "root": differs(result.root.same),
+        "root_rel_l2": number(result.root.rel_l2), "against": "off", "repeats": repeats,
     }  # fmt: skip
     return changed | ({"module": module} if module else {})
 
@@ -794,7 +794,7 @@ def number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _said(ran: TapRunResult) -> str:
+def _sameness(ran: TapRunResult) -> str:
     return "" if ran.same is None else ", the same bits as off" if ran.same else ", OTHER BITS than off"
 
 
@@ -831,10 +831,10 @@ def verdict(proof: TapProof) -> str:
     """The last line."""
     if proof.verdict == SAME:
         full = next((ran for ran in proof.runs if ran.name == "full"), None)
-        said = "looking changed nothing: tokens, logits and the model's output are the same bits, with taps and without"
+        text = "looking changed nothing: tokens, logits and the model's output are the same bits, with taps and without"
         if full is not None and full.same is False and full.outcome is not None:
-            said += f"; the full set does change them (root rel_l2 {_figure(full.outcome.root.rel_l2)})"
-        return f"{said}\n({DISTRUST})"
+            text += f"; the full set does change them (root rel_l2 {_figure(full.outcome.root.rel_l2)})"
+        return f"{text}\n({DISTRUST})"
     if proof.verdict == CHANGED:
         wrong = [ran.name for ran in proof.runs if ran.name in ("on", "selected") and ran.same is False]
         return f"LOOKING CHANGED THE RESULT: {' and '.join(wrong)} against off"
@@ -876,9 +876,9 @@ def _run(ran: TapRunResult) -> dict[str, Any]:
 def _table(runs: tuple[TapRunResult, ...]) -> list[str]:
     rows = [list(_HEAD)]
     for ran in runs:
-        said = ran.outcome
-        spots = ["-"] * 5 if said is None else [
-            *map(_cell, (said.tokens, said.top_logits, said.logits, said.root)), _figure(said.root.rel_l2),
+        result = ran.outcome
+        spots = ["-"] * 5 if result is None else [
+            *map(_cell, (result.tokens, result.top_logits, result.logits, result.root)), _figure(result.root.rel_l2),
         ]  # fmt: skip
         taps = str(ran.taps) + (f" ({ran.graphs.get('set')})" if ran.taps else "")
         rows.append([ran.name, taps, *spots, str(ran.graphs.get("key") or "-")[:8], f"{ran.seconds:.0f} s"])

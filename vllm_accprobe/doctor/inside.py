@@ -121,8 +121,8 @@ def _batch(runner: Any) -> list[str]:
     have = getattr(runner.InputBatch, "__dataclass_fields__", {})
     missing = [f"InputBatch.{name}" for name in BATCH_FIELDS if name not in have]
     states = getattr(runner, "RequestState", None)
-    held = SLOTS in have and states is not None and "self.prefill_len" in inspect.getsource(states)
-    return missing + ([] if PREFILL in have or held else [f"InputBatch.{PREFILL} and RequestState.prefill_len"])
+    has_slots = SLOTS in have and states is not None and "self.prefill_len" in inspect.getsource(states)
+    return missing + ([] if PREFILL in have or has_slots else [f"InputBatch.{PREFILL} and RequestState.prefill_len"])
 
 
 def _default_runner() -> str:

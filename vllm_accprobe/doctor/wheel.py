@@ -71,8 +71,8 @@ def read(path: Path) -> Package:
     except OSError as error:
         raise WheelError(f"{path}: {error.strerror or error}") from None
     except _BROKEN as error:
-        said = " ".join(str(error).split())[:200]
-        raise WheelError(f"{path}: not a readable archive ({said}); download it again") from None
+        text = " ".join(str(error).split())[:200]
+        raise WheelError(f"{path}: not a readable archive ({text}); download it again") from None
     if not files:
         raise WheelError(f"{path}: no Python file is in it")
     return Package(path, _header(metadata, "Name"), _header(metadata, "Version"), files)

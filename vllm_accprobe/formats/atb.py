@@ -319,8 +319,8 @@ class AtbDump(ForeignDump):
         param = self.parameters.of(rank, step, tap)
         for sentence in self.parameters.problems:
             self.problem(sentence)
-        held = self.operands.get((rank, step, tap), {})
-        after = [str(k) for k, r in held.items() if r.role.startswith("inplace.")]
+        operands = self.operands.get((rank, step, tap), {})
+        after = [str(k) for k, r in operands.items() if r.role.startswith("inplace.")]
         return ({} if param is None else {"param": param}) | ({"kept_after": after} if after else {})
 
 
@@ -444,9 +444,9 @@ def _add(dump: AtbDump, f: plain_file.FoundFile, where: AtbPlace, rank: int) -> 
         Tensor(f.name, tap, role, header.dtype, header.shape, read, operator, step, rank, stats=header.stats)
     )
     if kind == "in" and record is not None:
-        held = dump.operands.setdefault((rank, step, tap), {})
-        if f.parts[-2] == "before" or index not in held:
-            held[index] = record
+        operands = dump.operands.setdefault((rank, step, tap), {})
+        if f.parts[-2] == "before" or index not in operands:
+            operands[index] = record
 
 
 _LINEAR = re.compile(r"linear|lmhead|lm_head", re.I)

@@ -2,7 +2,7 @@
 
 The problem: the same dump may be named at any of its levels, tensors may be missing whose statistics are there, and
 nothing says in which order the modules ran. The idea: a file's own directories say which module, token and process it
-is of, from the file upwards; statistics stand in where a tensor is missing, and tell the order (module_order.py).
+is of, from the file upwards; statistics stand in where a tensor is missing, and tell the order.
 Layout: ``torch_tensors/{device}_{pid}/{token}/{root.model.x}/{input_0,output,output_0}.pth``, ``weights/*.pth`` and
 ``model_tree.json`` beside the tokens, ``statistics.csv`` beside the tensors; ait's older releases call the directory
 above ``ait_dump``. A model that returns a dataclass has no output in such a dump, inputs are what they were after the
@@ -70,9 +70,9 @@ def open(path: Path) -> ForeignDump:
     one_run({p[:-1] for p in processes}, path)
     ranks = number_ranks(list(processes))
     for head in sorted({p[:-1] for p in processes}):
-        beside = path.joinpath(*head).parent / "tensors" if head[-1:] == ("torch_tensors",) else None
-        if beside is not None and path in beside.parents and beside.is_dir():
-            dump.problem(f"{beside} holds an ATB dump, not read with the torch dump beside it: name it instead")
+        sibling = path.joinpath(*head).parent / "tensors" if head[-1:] == ("torch_tensors",) else None
+        if sibling is not None and path in sibling.parents and sibling.is_dir():
+            dump.problem(f"{sibling} holds an ATB dump, not read with the torch dump beside it: name it instead")
     for key, process in processes.items():
         _add_process(dump, process, ranks[key])
     passed.report(dump)

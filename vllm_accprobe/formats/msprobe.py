@@ -79,7 +79,7 @@ def names_in(dump: ForeignDump, directory: str) -> set[str]:
 
 
 def payload(
-    dump: ForeignDump, directory: str, name: Any, stored: set[str], said: tuple[str, tuple[int, ...]],
+    dump: ForeignDump, directory: str, name: Any, stored: set[str], announced: tuple[str, tuple[int, ...]],
     place: tuple[str, int, str],
 ) -> Read | None:  # fmt: skip
     """What reads a record's file. said: dtype and shape by the index; place: tap, step, role. Opens the file for what
@@ -95,15 +95,15 @@ def payload(
     path = Path(directory, name)
     try:
         found = tensor_file.first(path) if name.endswith(".npy") else _torch_item(path)
-        held = _held(found, said[0], path)
+        read = _reader(found, announced[0], path)
     except DumpError as e:
         dump.unreadable(e, tap, step, role)
         return None
-    if math.prod(found.shape) != math.prod(said[1]):
-        what = f"{list(found.shape)} where {list(said[1])} was announced"
+    if math.prod(found.shape) != math.prod(announced[1]):
+        what = f"{list(found.shape)} where {list(announced[1])} was announced"
         dump.unreadable(f"{path} holds {what}", tap, step, role)
         return None
-    return held
+    return read
 
 
 def _torch_item(path: Path) -> TorchTensor:
@@ -113,7 +113,7 @@ def _torch_item(path: Path) -> TorchTensor:
     return found[0][1]
 
 
-def _held(item: FileTensor | TorchTensor, dtype: str, path: Path) -> Read:
+def _reader(item: FileTensor | TorchTensor, dtype: str, path: Path) -> Read:
     """What reads the bits of ``dtype``: the file's own, or of a bfloat16 that numpy stored as float32, which takes
     its values to tell. Raises DumpError where the file's dtype is another."""
     if item.dtype == dtype or dtype not in DTYPES:
@@ -256,8 +256,8 @@ _DEEPEST = 6
 
 def arguments(record: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(positional, by keyword) VALUES of a record's arguments; a tensor's role is its record's, ``input.<place>``."""
-    given = record.get(INPUTS, record.get("input"))
-    args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(given)))
+    inputs = record.get(INPUTS, record.get("input"))
+    args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(inputs)))
     kwargs = record.get(KEYWORDS)
     named = kwargs.items() if isinstance(kwargs, dict) else ()
     return args, {str(k): _value(v, f"input.{k}", 0) for k, v in named}

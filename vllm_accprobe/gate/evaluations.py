@@ -265,8 +265,8 @@ def _document(line: dict[str, Any]) -> str:
 
 def _arguments(line: dict[str, Any]) -> list[list[Any]]:
     """The arguments of each request: ``{"gen_args_0": {"arg_0": ...}}``, or, in older files, lists."""
-    given = line.get("arguments")
-    requests = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else []
+    args = line.get("arguments")
+    requests = list(args.values()) if isinstance(args, dict) else args if isinstance(args, list) else []
     rows = [list(r.values()) if isinstance(r, dict) else r for r in requests]
     return [r for r in rows if isinstance(r, list) and r]
 
@@ -280,17 +280,17 @@ def harness_prompts(place: Place) -> list[dict[str, Any]]:
         line = parse(f.readline().strip().removeprefix(b"\xef\xbb\xbf"))
     found: list[dict[str, Any]] = []
     for first, *others in _arguments(line):
-        asked = _asked(first)
-        if asked is None:
+        request = _asked(first)
+        if request is None:
             continue
         how = next((o for o in others if isinstance(o, dict)), None)
         continuation = next((o for o in others if isinstance(o, str)), None)
         if how is not None:
-            asked |= _limits(how)
-        elif continuation is not None and "prompt" in asked:
-            asked = {"prompt": asked["prompt"] + continuation, "max_tokens": 1}
-        if asked not in found:
-            found.append(asked)
+            request |= _limits(how)
+        elif continuation is not None and "prompt" in request:
+            request = {"prompt": request["prompt"] + continuation, "max_tokens": 1}
+        if request not in found:
+            found.append(request)
     return found
 
 
@@ -361,13 +361,13 @@ def read_opencompass(path: Path, side: Side) -> None:
         if not scores:
             side.left_out[NO_SCORE] += 1
             continue
-        asked = predictions.get(index, {})
-        prompt = digest(item.get("prompt", asked.get("origin_prompt")))
-        target = next((item[k] for k in ("answer", "references", "gold") if item.get(k) is not None), asked.get("gold"))
-        said = asked.get("prediction", item.get("origin_prediction", item.get("pred")))
+        found = predictions.get(index, {})
+        prompt = digest(item.get("prompt", found.get("origin_prompt")))
+        target = next((item[k] for k in ("answer", "references", "gold") if item.get(k) is not None), found.get("gold"))
+        answered = found.get("prediction", item.get("origin_prediction", item.get("pred")))
         side.by_index |= not prompt
         side.answers.append(
-            Answer(path.stem, "", prompt, str(index), prompt, digest(target), digest(said), scores, (path, index))
+            Answer(path.stem, "", prompt, str(index), prompt, digest(target), digest(answered), scores, (path, index))
         )
 
 
@@ -381,11 +381,11 @@ def load_opencompass(path: Path) -> Any:
 
 def _details(value: Any) -> dict[int, dict[str, Any]]:
     """Each question's details by its index in the data set."""
-    given = value.get("details") if isinstance(value, dict) else None
-    if isinstance(given, dict):
-        items = [(int(k), v) for k, v in given.items() if re.fullmatch(r"\d{1,9}", k)]
+    details = value.get("details") if isinstance(value, dict) else None
+    if isinstance(details, dict):
+        items = [(int(k), v) for k, v in details.items() if re.fullmatch(r"\d{1,9}", k)]
     else:
-        items = list(enumerate(given)) if isinstance(given, list) else []
+        items = list(enumerate(details)) if isinstance(details, list) else []
     found = {}
     for index, item in items:
         if isinstance(item, dict):
@@ -440,12 +440,12 @@ def opencompass_prompts(place: Place) -> list[dict[str, Any]]:
     """What was asked: a text, or messages where the prompt has roles."""
     path, index = place
     item = _details(load_opencompass(path)).get(index, {})
-    asked = item.get("prompt") or _predictions(path).get(index, {}).get("origin_prompt")
-    if isinstance(asked, str) and asked:
-        return [{"prompt": asked}]
-    if isinstance(asked, list) and asked and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in asked):
-        said = [(_ROLES.get(m["role"], m["role"].lower()), m.get("prompt", m.get("content"))) for m in asked]
-        return [{"messages": [{"role": role, "content": text} for role, text in said if isinstance(text, str)]}]
+    value = item.get("prompt") or _predictions(path).get(index, {}).get("origin_prompt")
+    if isinstance(value, str) and value:
+        return [{"prompt": value}]
+    if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        turns = [(_ROLES.get(m["role"], m["role"].lower()), m.get("prompt", m.get("content"))) for m in value]
+        return [{"messages": [{"role": role, "content": text} for role, text in turns if isinstance(text, str)]}]
     return []
 
 
@@ -875,10 +875,10 @@ def prompts(flips: Iterable[FlippedAnswer], of: Prompts) -> tuple[list[dict[str,
         if (a.task, a.key, a.name) in seen:
             continue
         seen.add((a.task, a.key, a.name))
-        asked = of(a.place)
-        without += not asked
-        for k, line in enumerate(asked):
-            base = "-".join(filter(None, (a.task, a.name, str(k) if len(asked) > 1 else "")))
+        requests = of(a.place)
+        without += not requests
+        for k, line in enumerate(requests):
+            base = "-".join(filter(None, (a.task, a.name, str(k) if len(requests) > 1 else "")))
             name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in base)[:120]
             unique, again = name, 1
             while unique in lines:

@@ -236,11 +236,11 @@ def settings(plan: LocalizePlan, side: str, gigabytes: float) -> str:
     """The environment of a side's command."""
     requests = ",".join(literal(name) for window in plan.windows for name in window.requests)
     first, last = min(w.first for w in plan.windows), max(w.last for w in plan.windows)
-    given = {
+    values = {
         "": "1", "_FORCE": "1", "_DIR": f"{side}-dump", "_MAX_GB": f"{gigabytes:g}", "_REQUESTS": requests,
         "_TOKENS": f"{first}-{last}" if last > first else str(first),
     }  # fmt: skip
-    return " ".join(f"VLLM_ACCPROBE{name}={shlex.quote(value)}" for name, value in given.items())
+    return " ".join(f"VLLM_ACCPROBE{name}={shlex.quote(value)}" for name, value in values.items())
 
 
 PLAN = "plan.json"
@@ -331,19 +331,19 @@ class Localization:
         with ExitStack() as stack:
             environ = environment(how.environ, dump, how.gigabytes)
             url, key = stack.enter_context(served(command, environ, sent, how.ready_s))
-            asked = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
-            asked, server = asked.introduced()
+            sender = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
+            sender, server = sender.introduced()
             if side == "golden" and not self.done:
-                sizes = measured(asked, dump, lines[0], how.gigabytes * 1e9 * SPARE)
+                sizes = measured(sender, dump, lines[0], how.gigabytes * 1e9 * SPARE)
                 self.plan = self.plan if sizes is None else narrowed(self.plan, sizes)
-            forcing = passes.planned(asked, passes.digest(golden), len(arrivals), score, None)
+            forcing = passes.planned(sender, passes.digest(golden), len(arrivals), score, None)
             tell = stack.enter_context(how.progress(f"{side}, captured", len(lines) * len(self.plan.words)))
             many = int(settings.get("concurrency", 64))
 
             def arm(index: int) -> None:
                 self._arm(index, dump)
 
-            passes.send(asked, server, lines, arrivals, many, sent, {}, tell, forcing, arm)
+            passes.send(sender, server, lines, arrivals, many, sent, {}, tell, forcing, arm)
             arm_file.write(dump, ArmSelection(False))
         if not open_dump(dump).records:
             raise LocalizeError(f"{dump}: nothing was captured; read {sent}/engine-0.log")
@@ -437,11 +437,11 @@ class Localized:
 def dug(dig: Localization, compared: Path, golden: Sent) -> Localized:
     """compared: the folder of the comparison. golden: the gate's, whose prompts the culprit's request is one of. Raises
     OSError, ValueError."""
-    said = json.loads((compared / "compare.json").read_bytes())
-    origins = said.get("origins") or []
+    comparison = json.loads((compared / "compare.json").read_bytes())
+    origins = comparison.get("origins") or []
     origin = origins[0] if origins else None
     return Localized(
-        dig.plan, str(said.get("verdict")), origin, max(len(origins) - 1, 0), _gap(dig), _token(origin, golden),
+        dig.plan, str(comparison.get("verdict")), origin, max(len(origins) - 1, 0), _gap(dig), _token(origin, golden),
         made_eager(dig.sent("mine") / "engine-0.log"), commands(dig.dump("golden"), dig.dump("mine"), dig.root),
     )  # fmt: skip
 
@@ -480,10 +480,10 @@ def _gap(dig: Localization) -> float | None:
 def _token(origin: Mapping[str, Any] | None, golden: Sent) -> tuple[str, int, int] | None:
     if origin is None or type(origin.get("position")) is not int:
         return None
-    asked = str(origin.get("request"))
+    request = str(origin.get("request"))
     for index in range(len(golden.passes)):
-        name = asked.removesuffix(f"{_PASS}{index}") if index else asked
+        name = request.removesuffix(f"{_PASS}{index}") if index else request
         reply = golden.passes[0].get(name)
-        if reply is not None and reply.prompt_token_ids and steps_log.request_id(name, index) == asked:
+        if reply is not None and reply.prompt_token_ids and steps_log.request_id(name, index) == request:
             return name, index, max(int(origin["position"]) - len(reply.prompt_token_ids) + 1, 0)
     return None

@@ -113,10 +113,10 @@ def restarts(words: Sequence[str], longest: int) -> list[OwnPath]:
         found.append(OwnPath("eager", "eager, against compiled", add=(EAGER,)))
     sync = SYNC in words
     name, add, drop = ("async", (ASYNC,), (SYNC,)) if sync else ("sync", (SYNC,), (ASYNC,))
-    said = "asynchronous scheduling, against synchronous" if sync else "synchronous scheduling, against asynchronous"
-    found.append(OwnPath(name, said, EQUAL, add=add, drop=drop))
-    said += ", all requests at once"
-    found.append(OwnPath(f"{name}-batch", said, arrive="all", against="batch", add=add, drop=drop))
+    mode = "asynchronous scheduling, against synchronous" if sync else "synchronous scheduling, against asynchronous"
+    found.append(OwnPath(name, mode, EQUAL, add=add, drop=drop))
+    mode += ", all requests at once"
+    found.append(OwnPath(f"{name}-batch", mode, arrive="all", against="batch", add=add, drop=drop))
     chunk = max(1 << max((longest // MAX_PIECES).bit_length() - 1, 0), MIN_CHUNK)
     if longest > chunk and not any(w.startswith(CHUNK) for w in words):
         found.append(
@@ -216,9 +216,9 @@ class Distance:
 @dataclass(frozen=True)
 class PathFinding:
     """What one way showed. tokens, prompts: compared; flips: tokens that are not the same; unequal: prompts that are
-    not the same to the bit. mean, worst: gaps in nats; allowance: of a token, in the mean; p: that an equal or honestly
-    rounding way has so many tokens beyond it, over all prompts or in one of them, times how often it was asked; odd:
-    prompts beyond, worst first. ok: None where nothing was compared. why: the reason, for people."""
+    not the same to the bit. mean, worst: gaps in nats; allowance: of a token, in the mean; p: that an equal or merely
+    rounding way has so many tokens beyond it, over all prompts or in one of them, times how often it was tested;
+    outliers: prompts beyond, worst first. ok: None where nothing was compared. why: the reason, for people."""
 
     way: OwnPath
     ok: bool | None
@@ -231,17 +231,17 @@ class PathFinding:
     worst: float = 0.0
     allowance: float | None = None
     p: float | None = None
-    odd: tuple[str, ...] = ()
+    outliers: tuple[str, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SelfGate:
-    """findings: a way each; odd: the names of those that are not ok; agree: whether these agree with one another, so
-    that what they were compared with may be the odd one. None of both where fewer than two are odd."""
+    """findings: a way each; outliers: the names of those that are not ok; agree: whether these agree with one another,
+    so that what they were compared with may be the one that is off. None where there are fewer than two."""
 
     findings: tuple[PathFinding, ...]
-    odd: tuple[str, ...]
+    outliers: tuple[str, ...]
     agree: bool | None
     rate: float
     notes: tuple[str, ...] = ()
@@ -250,7 +250,7 @@ class SelfGate:
     def verdict(self) -> str | None:
         """None where nothing was compared."""
         known = [f for f in self.findings if f.ok is not None]
-        return None if not known else "fail" if self.odd else "pass"
+        return None if not known else "fail" if self.outliers else "pass"
 
 
 def judge(
@@ -258,15 +258,15 @@ def judge(
     notes: tuple[str, ...] = (),
 ) -> SelfGate:  # fmt: skip
     """answers: by the way's name. missing: why a way has none."""
-    asked = [w for w in paths if w.name != BASE]
+    checked = [w for w in paths if w.name != BASE]
     distances = {
         w.name: distance(answers[w.against], answers[w.name], w)
-        for w in asked
+        for w in checked
         if w.name in answers and w.against in answers
     }
-    noisy = [w.name for w in asked if w.name in distances and w.rule != EQUAL and distances[w.name].by_prompt]
+    noisy = [w.name for w in checked if w.name in distances and w.rule != EQUAL and distances[w.name].by_prompt]
     findings = []
-    for w in asked:
+    for w in checked:
         d = distances.get(w.name)
         if d is None or not d.by_prompt:
             why = (missing or {}).get(w.name, "no prompt could be compared")
@@ -275,8 +275,8 @@ def judge(
         others = np.array([distances[name].usual for name in noisy if name != w.name]).reshape(-1, 2)
         floor = (float(np.median(others[:, 0])), float(np.median(others[:, 1]))) if len(others) else (0.0, 0.0)
         findings.append(_judged(w, d, floor, rate / max(len(distances), 1)))
-    odd = tuple(f.way.name for f in findings if f.ok is False)
-    return SelfGate(tuple(findings), odd, _agree(odd, answers, findings, rate), rate, notes)
+    outliers = tuple(f.way.name for f in findings if f.ok is False)
+    return SelfGate(tuple(findings), outliers, _agree(outliers, answers, findings, rate), rate, notes)
 
 
 def distance(golden: Replies, mine: Replies, way: OwnPath) -> Distance:
@@ -319,12 +319,12 @@ def _other_best(reply: Reply, other: Reply, k: int) -> bool:
 
 def _judged(way: OwnPath, d: Distance, floor: tuple[float, float], rate: float) -> PathFinding:
     rows = d.all
-    p, odd = beyond(d, floor)
+    p, outliers = beyond(d, floor)
     allowance = max(TIMES * floor[0], STEPS * float(rows[:, 1].mean()))
     unequal = len(d.unequal)
     if way.rule == EQUAL and unequal and not way.restarts:
         ok, why = False, "the same request in the same batch must give the same bits"
-        odd = tuple(d.unequal)
+        outliers = tuple(d.unequal)
     elif p <= rate:
         ok, why = False, "further apart than rounding explains"
     elif way.scored or unequal:
@@ -337,7 +337,7 @@ def _judged(way: OwnPath, d: Distance, floor: tuple[float, float], rate: float) 
         ok, why = True, "the same bits"
     return PathFinding(
         way, ok, why, len(d.by_prompt), len(rows), d.flips, unequal, float(rows[:, 0].mean()), float(rows[:, 0].max()),
-        None if way.rule == EQUAL and not way.restarts else allowance, p, odd if not ok else (), dict(d.left_out),
+        None if way.rule == EQUAL and not way.restarts else allowance, p, outliers if not ok else (), dict(d.left_out),
     )  # fmt: skip
 
 
@@ -356,7 +356,7 @@ def beyond(d: Distance, floor: tuple[float, float]) -> tuple[float, tuple[str, .
         tokens_of.append((p, -float(sizes.max()), name, means[-1] or far))
     each = min(p for p, *_ in tokens_of) * len(tokens_of)
     least = min(_tail(sum(means), len(means)), each, _tail(sum(firsts), len(firsts), FAR_RATE))
-    return min(1.0, 3.0 * least), tuple(name for _, _, name, odd in sorted(tokens_of) if odd)
+    return min(1.0, 3.0 * least), tuple(name for _, _, name, further in sorted(tokens_of) if further)
 
 
 def _tail(k: int, n: int, q: float = 0.5) -> float:
@@ -365,13 +365,13 @@ def _tail(k: int, n: int, q: float = 0.5) -> float:
 
 
 def _agree(
-    odd: tuple[str, ...], answers: Mapping[str, Replies], findings: list[PathFinding], rate: float
+    outliers: tuple[str, ...], answers: Mapping[str, Replies], findings: list[PathFinding], rate: float
 ) -> bool | None:
-    """Whether the odd ways give the same as one another, within the widest of their allowances."""
-    ways = [f.way for f in findings if f.way.name in odd]
+    """Whether the outliers give the same as one another, within the widest of their allowances."""
+    ways = [f.way for f in findings if f.way.name in outliers]
     if len(ways) < 2 or any(w.against != BASE for w in ways):
         return None
-    widest = max(f.allowance or 0.0 for f in findings if f.way.name in odd) / TIMES
+    widest = max(f.allowance or 0.0 for f in findings if f.way.name in outliers) / TIMES
     pairs = [(a, b) for i, a in enumerate(ways) for b in ways[i + 1 :]]
     for a, b in pairs:
         d = distance(answers[a.name], answers[b.name], OwnPath("", "", before=b.before, scored=b.scored))
@@ -472,10 +472,10 @@ def _all(
 
 
 def _check(found: PathAnswers, forced: str | None) -> None:
-    told = [r for r in found.answers[BASE].values() if r.refused is None]
-    if told and not any(r.token_ids and r.prompt_token_ids for r in told):
+    answered = [r for r in found.answers[BASE].values() if r.refused is None]
+    if answered and not any(r.token_ids and r.prompt_token_ids for r in answered):
         raise SendError(NO_IDS)
-    if told and all(r.cached is None for r in told):
+    if answered and all(r.cached is None for r in answered):
         found.notes.append(
             f"the server does not tell its prefix hits ({DETAILS}): whether a prompt was fresh is not known"
         )

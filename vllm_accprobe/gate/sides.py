@@ -44,13 +44,13 @@ _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 def of_command(command: str) -> str | None:
     """The dtype that a command's words or its model's config.json name; None where nobody knows."""
     words = split_line(command)
-    said = option_of(words, "--dtype")
-    if said in (None, "", "auto"):
-        said = None
-    if said is None and (model := _model(words)) is not None:
-        said = _configured(model)
-    said = _SHORT.get(said or "", said)
-    return said if said in DTYPES else None
+    dtype = option_of(words, "--dtype")
+    if dtype in (None, "", "auto"):
+        dtype = None
+    if dtype is None and (model := _model(words)) is not None:
+        dtype = _configured(model)
+    dtype = _SHORT.get(dtype or "", dtype)
+    return dtype if dtype in DTYPES else None
 
 
 def candidates(golden: str, mine: str | None) -> list[str]:
@@ -101,8 +101,8 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
         words = shlex.split(command)
     except ValueError as e:
         raise NotServed(str(e)) from None
-    given = list(itertools.takewhile(assigns, words))
-    environ, words = {**environ, **dict(word.split("=", 1) for word in given)}, words[len(given) :]
+    assignments = list(itertools.takewhile(assigns, words))
+    environ, words = {**environ, **dict(word.split("=", 1) for word in assignments)}, words[len(assignments) :]
     if not words:
         raise NotServed("write a command, for example --engine 'vllm serve MODEL'")
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
@@ -246,8 +246,8 @@ def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | 
         raise replies.FolderError(f"{out} is of another command: name another --out")
     if (about.get("along") or {}).get("sha256") != digest:
         raise replies.FolderError(f"{out} went along other tokens than golden's: name another --out")
-    asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
-    if about.get("prompts") != asked:
+    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
+    if about.get("prompts") != prompts:
         raise replies.FolderError(f"{out} has other prompts: name another --out, or give those it was begun with")
     return bool(about.get("complete"))
 
@@ -271,5 +271,5 @@ def _sent(
         made = passes.made_by(sending.prompts) | {"side": of.digest}
         done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan)
     if not done.answered:
-        said = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
-        raise NotComparable(f"{what}: no prompt was answered: {said} ({out})")
+        reasons = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
+        raise NotComparable(f"{what}: no prompt was answered: {reasons} ({out})")

@@ -293,8 +293,8 @@ def compare(golden: Trained, mine: Mapping[str, Scored], how: str = "", left_out
             else:
                 nonfinite += 1
     if not rows and not nonfinite:
-        said = ", ".join(f"{n:,} {what}" for what, n in left.items() if n) or "no token is on both sides"
-        raise RatioError(f"nothing could be compared: {said}")
+        reasons = ", ".join(f"{n:,} {what}" for what, n in left.items() if n) or "no token is on both sides"
+        raise RatioError(f"nothing could be compared: {reasons}")
     return _measured(rows, names, nonfinite, how, +left)
 
 

@@ -303,11 +303,11 @@ class RankTail:
         at = number(have, "journal", 1 << 50)
         if digest_of(self.path, at) != have.get("digest"):
             raise TailError(f"the receiver holds rank {self.rank} of another run: give it another --out")
-        held = have.get("segments")
-        if not isinstance(held, list) or len(held) > MOST_SEGMENTS:
+        segments = have.get("segments")
+        if not isinstance(segments, list) or len(segments) > MOST_SEGMENTS:
             raise FrameError("it does not say which segments it has")
         sent: dict[int, int] = {}
-        for pair in held:
+        for pair in segments:
             if not isinstance(pair, list) or len(pair) != 2 or any(type(n) is not int or n < 0 for n in pair):
                 raise FrameError("it does not say which segments it has")
             sent[pair[0]] = pair[1]

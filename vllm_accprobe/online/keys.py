@@ -73,8 +73,8 @@ def read_keys(path: Path, block: str) -> Keys:
         raise DumpError(f"{where}.host is missing: name the receiver's address, or nfs_path")
     else:
         endpoint = Endpoint(host, port, None, Path(tls) if tls else None)
-    asked = found.get("rank_list", [0]) if block == RECEIVES else tree.get("rank") or None
-    ranks = None if asked is None else _ranks(asked, where)
+    ranks_value = found.get("rank_list", [0]) if block == RECEIVES else tree.get("rank") or None
+    ranks = None if ranks_value is None else _ranks(ranks_value, where)
     notes = [f"{block}.{key} has no effect here" for key in sorted(_IGNORED & set(found)) if found[key]]
     notes += [f"{block}.{key} is not known and has no effect" for key in sorted(set(found) - _KNOWN - _IGNORED)]
     return Keys(endpoint, ranks, _globs(found, where), tuple(notes))

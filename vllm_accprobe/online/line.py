@@ -481,10 +481,10 @@ class RankSender:
 
     def _expect(self, kind: int, body: bytearray, wanted: int) -> dict[str, Any]:
         if kind == REFUSED:
-            said = frames.json_in(body)
-            if said.get("again") is True:
-                raise Broken(str(said.get("why"))[:500])
-            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(said.get('why'))[:500]}")
+            message = frames.json_in(body)
+            if message.get("again") is True:
+                raise Broken(str(message.get("why"))[:500])
+            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message.get('why'))[:500]}")
         if kind != wanted:
             raise FrameError("the receiver answers something else than was asked")
         return frames.json_in(body) if body else {}
@@ -539,5 +539,5 @@ class RankSender:
 def _refused(end: Endpoint, error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{end.host}:{end.port}: its {reason_of(error)}"
-    said = reason_of(error).replace("it showed", "this side showed").replace("its certificate", "its own certificate")
-    return f"{end.host}:{end.port} refuses this side: {said}"
+    reason = reason_of(error).replace("it showed", "this side showed").replace("its certificate", "its own certificate")
+    return f"{end.host}:{end.port} refuses this side: {reason}"

@@ -158,7 +158,7 @@ class ArrivingJob(OpenJob):
         again = 0
         for tap in self.taps():
             if tap != STORED and self._stands(calls, tap):
-                yield from self._held(tap)
+                yield from self._rows_of(tap)
                 continue
             again += tap != STORED
             for row in self.rows(tap, {}, lambda step, call: None):
@@ -176,7 +176,7 @@ class ArrivingJob(OpenJob):
             whole = {place: frozenset(records) for place, records in calls.by_tap[key].items()}
         return whole == self._checked.get(key, {})
 
-    def _held(self, tap: Tap) -> Iterator[dict[str, Any]]:
+    def _rows_of(self, tap: Tap) -> Iterator[dict[str, Any]]:
         for at, length in self._rows.get(tap[:2], ()):
             self._spool.seek(at)
             yield {"row": json.loads(self._spool.read(length))}
@@ -216,8 +216,8 @@ def main() -> None:
             bench = ArrivingJob(Job.from_json(first["job"]), spool, first["totals"] and tuple(first["totals"]))
             say({"ready": True})
             for line in sys.stdin:
-                asked = json.loads(line)
-                for message in bench.finish() if "finish" in asked else bench.look(asked["look"], asked["ended"]):
+                request = json.loads(line)
+                for message in bench.finish() if "finish" in request else bench.look(request["look"], request["ended"]):
                     say(message)
         except Exception as error:
             say({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})

@@ -124,17 +124,17 @@ class FolderSender:
         """What the receiver says. Raises NotSent where it takes no more."""
         try:
             with os.fdopen(open_regular(self._folder / HAVE), "rb") as f:
-                said = frames.json_in(f.read(frames.CHUNK))
+                message = frames.json_in(f.read(frames.CHUNK))
         except FileNotFoundError:
             return dict(_EMPTY)
-        if said.get("refused"):
-            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(said['refused'])[:500]}")
-        return said
+        if message.get("refused"):
+            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message['refused'])[:500]}")
+        return message
 
     def _put(self, parts: list[Any], size: int) -> None:
         """One batch. Waits while there are many."""
-        said = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals, "run": _first_line(self.tail.path)}
-        whole = b"".join([*frames.words(HELLO, said), *frames.run_piece(self.dump), *parts, frames.head(SYNC, 0)])
+        message = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals, "run": _first_line(self.tail.path)}
+        whole = b"".join([*frames.words(HELLO, message), *frames.run_piece(self.dump), *parts, frames.head(SYNC, 0)])
         since, before = time.monotonic(), -1
         while not self._stop.is_set() and len(waiting := _batches(self._folder)) >= _WAITING:
             if waiting[0] != before:
@@ -247,13 +247,13 @@ class FolderReceiver:
         arrival: RankArrival | None = None
         for kind, body in frames.pieces(read, size - _DIGEST):
             if kind == HELLO and arrival is None:
-                said = frames.json_in(body)
-                if said.get("rank") != rank:
+                message = frames.json_in(body)
+                if message.get("rank") != rank:
                     raise FrameError("it is of another rank than its folder")
-                arrival = self.arrivals.begin(said)[1]
+                arrival = self.arrivals.begin(message)[1]
                 arrival.mirror.drop()
                 ours = _first_line(arrival.mirror.directory / JOURNAL)
-                if ours and said.get("run") != ours:
+                if ours and message.get("run") != ours:
                     raise MirrorError(f"this receiver holds rank {rank} of another run: give it another --out")
             elif arrival is None:
                 raise FrameError("its first piece is no greeting")

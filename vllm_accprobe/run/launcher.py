@@ -69,17 +69,17 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     for option in _REFUSED:
         if any(part == option or part.startswith(option + "=") for part in parts):
             raise ServerCommandError(f"{option}: a server is asked over plain HTTP; leave it away for this")
-    said = option_of(parts, "--port")
-    if port is not None and said is not None and said != str(port):
-        raise ServerCommandError(f"--port={port}, and the command says --port {said}")
+    value = option_of(parts, "--port")
+    if port is not None and value is not None and value != str(port):
+        raise ServerCommandError(f"--port={port}, and the command says --port {value}")
     host = option_of(parts, "--host") or ""
     host = "127.0.0.1" if host in _EVERYWHERE else host
     full = tuple(words)
-    if said is None and port is None and not one_line:
+    if value is None and port is None and not one_line:
         port = _free_port()
         full += (f"--port={port}",)
     elif port is None:
-        port = int(said) if said is not None and said.isdecimal() else _DEFAULT_PORT
+        port = int(value) if value is not None and value.isdecimal() else _DEFAULT_PORT
     if _taken(host, port):
         raise ServerCommandError(f"something listens on port {port} of {host} already: end it, or name another --port")
     key = option_of(parts, "--api-key") or environ.get("VLLM_API_KEY", "")

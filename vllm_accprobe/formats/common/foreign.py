@@ -334,9 +334,9 @@ def coarser_dtype(dump: Dump) -> tuple[str, str] | None:
     """(the coarser dtype, the container's)."""
     declared = {r.dtype for r in dump.records}
     for container in _CONTAINERS:
-        told = [s for r in _sample(dump, container) if (s := _grid_of(dump, r, container))]
+        grids = [s for r in _sample(dump, container) if (s := _grid_of(dump, r, container))]
         for name in _COARSER[container]:
-            if name not in declared and told and 2 * sum(s == name for s in told) >= len(told):
+            if name not in declared and grids and 2 * sum(s == name for s in grids) >= len(grids):
                 return name, container
     return None
 

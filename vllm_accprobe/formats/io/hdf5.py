@@ -210,8 +210,8 @@ def _notes(dataset: Any) -> Mapping[str, Any]:
 
 def _narrow(noted: Mapping[str, Any]) -> str:
     """The dtype whose numbers are float32 in the file, "" where its own is it."""
-    said = noted.get("dtype")
-    return said if isinstance(said, str) and containers.narrow(said) and said in DTYPES else ""
+    dtype = noted.get("dtype")
+    return dtype if isinstance(dtype, str) and containers.narrow(dtype) and dtype in DTYPES else ""
 
 
 def _noted(dataset: Any) -> str:
@@ -221,13 +221,13 @@ def _noted(dataset: Any) -> str:
     if not h5py.h5a.exists(dataset, b"dtype"):
         return ""
     try:
-        said = h5py.Dataset(dataset).attrs["dtype"]
+        dtype = h5py.Dataset(dataset).attrs["dtype"]
     except (OSError, TypeError, ValueError, KeyError, RuntimeError):
         return ""
-    return "bfloat16" if isinstance(said, str) and said == "bfloat16" else ""
+    return "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else ""
 
 
 def _short(error: Exception) -> str:
-    said = error.strerror if isinstance(error, OSError) else None
-    text = str(said or (error.args[0] if error.args else error))
+    reason = error.strerror if isinstance(error, OSError) else None
+    text = str(reason or (error.args[0] if error.args else error))
     return " ".join(text.split())[:160]

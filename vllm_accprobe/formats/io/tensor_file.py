@@ -71,8 +71,8 @@ def npy_header(begin: bytes, where: str) -> NpyHeader:
     if begin[6] > 3 or len(begin) < start + length or length > 1 << 20:
         raise DumpError(f"{where} has a damaged npy header")
     try:
-        said = ast.literal_eval(begin[start : start + length].decode("utf-8" if begin[6] > 2 else "latin1").strip())
-        descr, shape, fortran = said["descr"], said["shape"], said["fortran_order"]
+        header = ast.literal_eval(begin[start : start + length].decode("utf-8" if begin[6] > 2 else "latin1").strip())
+        descr, shape, fortran = header["descr"], header["shape"], header["fortran_order"]
         plain = isinstance(descr, str) and len(descr) < 20 and "O" not in descr
         dtype = np.dtype(descr) if plain else None
         ok = isinstance(shape, tuple) and len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
@@ -180,10 +180,10 @@ def safetensors_items(path: Path, fd: int, size: int) -> Iterator[FileTensor]:
             raise DumpError(f"{path} has a damaged safetensors header")
         dtype = _SAFE.get(kind, kind)
         info = DTYPES.get(dtype)
-        said = DTYPES.get(str(noted.get(key, "")))
-        rest = len(shape) - len(said.tail) if said is not None else 0
-        if said is not None and said.safetensors == kind and shape[rest:] == said.tail:
-            dtype, info, shape = said.name, said, shape[:rest]
+        noted_dtype = DTYPES.get(str(noted.get(key, "")))
+        rest = len(shape) - len(noted_dtype.tail) if noted_dtype is not None else 0
+        if noted_dtype is not None and noted_dtype.safetensors == kind and shape[rest:] == noted_dtype.tail:
+            dtype, info, shape = noted_dtype.name, noted_dtype, shape[:rest]
         if start < end or stop > room or (info is not None and stop - start != prod(shape) * info.itemsize):
             raise DumpError(f"{path}: {key[:80]!r} does not lie where its header says: damaged, or made up")
         end = stop

@@ -79,11 +79,11 @@ class ServeCommand:
 
     def flag(self, option: str) -> bool | None:
         """Of an option with ``--no-`` beside it: what is said last, None where nothing is."""
-        said = None
+        last = None
         for name, value, _ in _options(self.words):
             if name in (option, "--no-" + option[2:]):
-                said = name == option and (value or "true").lower() != "false"
-        return said
+                last = name == option and (value or "true").lower() != "false"
+        return last
 
     def json(self, option: str) -> dict[str, Any]:
         """The fields of an option that is JSON, its dotted spellings too. Raises BisectError."""
@@ -94,10 +94,10 @@ class ServeCommand:
                     made["mode"] = _value(value)
                     continue
                 try:
-                    given = json.loads(value)
+                    fields = json.loads(value)
                 except ValueError:
                     raise BisectError(f"{option} is no json: bisect cannot change it") from None
-                made.update(given)
+                made.update(fields)
             elif name.startswith(option + "."):
                 _set(made, name[len(option) + 1 :], _value(value or "true"))
         return made
@@ -282,10 +282,10 @@ def options_offered(command: ServeCommand) -> Offered:
                               capture_output=True, text=True, timeout=_WAIT_S, cwd="/")  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return Offered()
-    said = done.stdout.splitlines()
-    if done.returncode or not said or not said[0]:
+    printed = done.stdout.splitlines()
+    if done.returncode or not printed or not printed[0]:
         return Offered()
-    return read_offered(Path(said[0]), said[1] if len(said) > 1 else "")
+    return read_offered(Path(printed[0]), printed[1] if len(printed) > 1 else "")
 
 
 def interpreter(words: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
@@ -395,49 +395,49 @@ def _switch(
     name: str, option: str, fact: str, on: bool, command: ServeCommand, offered: Offered
 ) -> ServerSetting | None:
     """on: the plain value of ``option``."""
-    said = command.flag(option)
-    if option not in offered or said is on:
+    now = command.flag(option)
+    if option not in offered or now is on:
         return None
     words = (option if on else "--no-" + option[2:],)
     edit = Edit(drop=(option,), add=words)
-    return ServerSetting(name, _said(said), "on" if on else "off", edit, fact=fact)
+    return ServerSetting(name, _state(now), "on" if on else "off", edit, fact=fact)
 
 
-def _said(flag: bool | None) -> str:
+def _state(flag: bool | None) -> str:
     return "as by default" if flag is None else "on" if flag else "off"
 
 
 def _compilation(command: ServeCommand, offered: Offered) -> ServerSetting | None:
     if command.flag("--enforce-eager") or "--enforce-eager" not in offered:
         return None
-    given = command.json(CC)
+    config = command.json(CC)
     parts: list[ServerSetting] = []
     if CC in offered:
         fields: list[tuple[str, str, Any]] = [("mode", "mode", 0), ("graphs", "cudagraph_mode", "NONE")]
         fields += [(name, f"pass_config.{name}", False) for name in offered.passes]
         for name, path, value in fields:
-            now = _inside(given, path)
+            now = _inside(config, path)
             if now != value or type(now) is not type(value):
                 edit = Edit(fields=((CC, path, value),))
                 parts.append(ServerSetting(f"compilation: {name}", _shown(now), _shown(value), edit))
     level = command.get("--optimization-level")
-    value = "as by default" if level is None and not given else "-O" + (level or "") if not given else "as given"
+    value = "as by default" if level is None and not config else "-O" + (level or "") if not config else "as given"
     return ServerSetting("compilation", value, "eager", Edit(add=("--enforce-eager",)), tuple(parts), "eager")
 
 
 def _custom_ops(command: ServeCommand, offered: Offered) -> ServerSetting | None:
-    given = command.json(CC).get("custom_ops") or []
-    if CC not in offered or not isinstance(given, list) or ("none" in given and not any(o[:1] == "+" for o in given)):
+    words = command.json(CC).get("custom_ops") or []
+    if CC not in offered or not isinstance(words, list) or ("none" in words and not any(o[:1] == "+" for o in words)):
         return None
-    off = {op[1:] for op in given if op[:1] == "-"}
-    on = {op[1:] for op in given if op[:1] == "+"}
-    names = on if "none" in given else set(offered.custom_ops) - off | on
+    off = {op[1:] for op in words if op[:1] == "-"}
+    on = {op[1:] for op in words if op[:1] == "+"}
+    names = on if "none" in words else set(offered.custom_ops) - off | on
     parts = tuple(
         ServerSetting(f"custom operators: {name}", "as by default" if name not in on else "on", "native",
              Edit(fields=((CC, "custom_ops+", f"-{name}"),)))
         for name in sorted(names)
     )  # fmt: skip
-    shown = "as by default" if not given else ",".join(given)
+    shown = "as by default" if not words else ",".join(words)
     return ServerSetting(
         "custom operators", shown, "native", Edit(fields=((CC, "custom_ops", ["none"]),)), parts, "custom operators"
     )
@@ -447,18 +447,18 @@ def _ir_ops(command: ServeCommand, offered: Offered) -> ServerSetting | None:
     """vLLM IR (0.2x on): each operator has a list of who implements it, the first that can is taken."""
     if IR not in offered or not offered.ir_ops:
         return None
-    given = command.json(IR)
-    left = [name for name in offered.ir_ops if given.get(name) not in (["native"], "native")]
+    config = command.json(IR)
+    left = [name for name in offered.ir_ops if config.get(name) not in (["native"], "native")]
     parts = tuple(
         ServerSetting(
-            f"IR operators: {name}", _shown(given.get(name)), "native", Edit(fields=((IR, name, ["native"]),))
+            f"IR operators: {name}", _shown(config.get(name)), "native", Edit(fields=((IR, name, ["native"]),))
         )
         for name in left
     )
     if not left:
         return None
     edit = Edit(fields=tuple((IR, name, ["native"]) for name in left))
-    value = "as given" if given else "as by default"
+    value = "as given" if config else "as by default"
     return ServerSetting("IR operators", value, "native", edit, parts, "IR operators")
 
 
@@ -482,8 +482,8 @@ def _chunks(command: ServeCommand, offered: Offered) -> ServerSetting | None:
 
 
 def _runner(command: ServeCommand, offered: Offered) -> ServerSetting | None:
-    said = command.full().get(V2)
-    if said is None or said == "0" or V2 not in offered:
+    now = command.full().get(V2)
+    if now is None or now == "0" or V2 not in offered:
         return None
     return ServerSetting("model runner", "V2", "V1", Edit(environ=((V2, "0"),)))
 
@@ -585,17 +585,17 @@ def _axis(entry: Any, where: str, command: ServeCommand) -> ServerSetting | None
     name, plain = entry.get("name"), entry.get("plain")
     if not isinstance(name, str) or not name.strip() or len(name) > 100 or not name.isprintable() or "," in name:
         raise BisectError(f"--switches {where}: name is a printable text of at most 100 characters without commas")
-    given = [key for key in ("environment", "option", "words") if entry.get(key) is not None]
-    if len(given) != 1:
+    kinds = [key for key in ("environment", "option", "words") if entry.get(key) is not None]
+    if len(kinds) != 1:
         raise BisectError(f"--switches {where}: write one of environment, option and words")
     if isinstance(plain, (int, float)) and not isinstance(plain, bool):
         plain = str(plain)
     if plain is not None and (not isinstance(plain, str) or "\0" in plain):
         raise BisectError(f"--switches {where}: plain is a text, or is left away")
-    what = entry[given[0]]
-    if given[0] == "words":
+    what = entry[kinds[0]]
+    if kinds[0] == "words":
         return _words(name, what, plain, where, command)
-    if given[0] == "environment":
+    if kinds[0] == "environment":
         if not isinstance(what, str) or not _NAME.fullmatch(what):
             raise BisectError(f"--switches {where}: environment is the name of one variable")
         now = command.full().get(what)

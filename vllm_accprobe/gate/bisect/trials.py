@@ -82,12 +82,12 @@ def facts(text: str) -> dict[str, str]:
 def used(text: str) -> dict[str, bool] | None:
     """The custom operators of the model: whether each is enabled. None where the log does not tell."""
     found: dict[str, bool] = {}
-    told = False
+    logged = False
     for what, names in _USED.findall(text):
-        told = True
+        logged = True
         for name in re.findall(r"'([a-z0-9_]+)'", names):
             found[name] = found.get(name, False) or what == "enabled"
-    return found if told else None
+    return found if logged else None
 
 
 def same(name: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -341,10 +341,10 @@ class Trier:
         """Raises what trials raise."""
         command = self.made(configuration)
         known = self.trials.known(command, again)
-        told = {row.tried.key for row in self.rows}
+        reported = {row.tried.key for row in self.rows}
         tried = known or self.trials.run(command, again)
         outcome = self._judged(configuration, tried)
-        if tried.key not in told:
+        if tried.key not in reported:
             self.rows.append(
                 TrialRow(tuple(sorted(configuration.bad)), outcome, tried, command.line(), configuration.values)
             )
@@ -407,13 +407,13 @@ class Trier:
         if len(configuration.bad) == len(self.axes) and not configuration.apart and not configuration.values:
             names = ["the command itself"]
         names += [f"{name} {number}" for name, number in configuration.values]
-        said = outcome.kind if outcome.kind != PASS or not outcome.smaller else "pass (differs, by much less)"
+        verdict = outcome.kind if outcome.kind != PASS or not outcome.smaller else "pass (differs, by much less)"
         size = f" ({outcome.size:.3g} nats)" if outcome.kind != UNRESOLVED and outcome.size else ""
         where = f": {outcome.why}" if outcome.kind == UNRESOLVED else ""
         when = "kept" if tried.kept else f"{tried.seconds:.0f} s"
         of = f" of about {max(self.expected, len(self.rows))}" if self.expected else ""
         more = " again" * bool(again)
-        self.say(f"run {len(self.rows)}{of}: {', '.join(names)}{more}: {said}{size}{where}; {when}")
+        self.say(f"run {len(self.rows)}{of}: {', '.join(names)}{more}: {verdict}{size}{where}; {when}")
 
     def left(self, runs: int) -> float:
         """Seconds that so many more runs take, by the median of what was run."""

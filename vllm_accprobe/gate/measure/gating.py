@@ -252,7 +252,7 @@ def compare(
     alone = conditions.judge(table, conditions.batching(table), masks) if len(floors) else tested
     p = None if tested is None else tested.p
     beyond = p is not None and p <= rate
-    said = conditions.explain(table, sizes, rate) if beyond else None
+    cause = conditions.explain(table, sizes, rate) if beyond else None
     differs = None
     if not beyond and alone is not None and alone.p <= rate:
         differs = conditions.explain(table, conditions.batching(table), rate)
@@ -260,8 +260,8 @@ def compare(
     return Gate(
         across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
-        _times(table, sizes, said and said[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
-        said and said[0], differs and differs[0], _worst(table, sizes),
+        _times(table, sizes, cause and cause[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
+        cause and cause[0], differs and differs[0], _worst(table, sizes),
         tuple(_known_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes)), reach,
@@ -291,12 +291,12 @@ def _too_few(power: Power | None) -> str | None:
     if power is None or power.enough:
         return None
     blind = [one for one in power.shown if not one.enough]
-    said = ", ".join(
+    listed = ", ".join(
         f"{one.condition} (only one of {one.times:.2g} times)" if one.times is not None else f"{one.condition} (none)"
         for one in blind
     )
     more = f"send {power.needed:,} such prompts" if power.needed else "send more, and other, prompts"
-    return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {said}: {more}"
+    return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {listed}: {more}"
 
 
 def _known_rms(values: np.ndarray) -> float | None:

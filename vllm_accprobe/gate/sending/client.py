@@ -58,8 +58,8 @@ def forced_body(line: PromptLine, way: str | None, model: str, top: int) -> tupl
     greedy: dict[str, Any] = {"max_tokens": len(line.along), "temperature": 0.0, "seed": 0, "ignore_eos": True}
     if way == TRACE:
         params = greedy | {"logprobs": top, "trace_decode_token_ids": list(line.along), "detokenize": False}
-        asked = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
-        return GENERATE, asked | {"sampling_params": params}
+        body = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
+        return GENERATE, body | {"sampling_params": params}
     common = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True} | greedy
     if way == SCORED:
         whole = [*(line.token_ids or ()), *line.along]
@@ -109,14 +109,14 @@ def completion(reply: Reply, answer: Any) -> Reply:
         usage = answer.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
         prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        said = choice.get("logprobs")
-        if isinstance(said, dict) and "content" in said:
-            content = said["content"] or []
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and "content" in logprobs:
+            content = logprobs["content"] or []
             chosen = [_number(c.get("logprob")) for c in content]
             tops = [_top([(t["token"], t["logprob"]) for t in c.get("top_logprobs") or []]) for c in content]
-        elif isinstance(said, dict):
-            chosen = [_number(v) for v in said.get("token_logprobs") or []]
-            tops = [_top(list((t or {}).items())) for t in said.get("top_logprobs") or []]
+        elif isinstance(logprobs, dict):
+            chosen = [_number(v) for v in logprobs.get("token_logprobs") or []]
+            tops = [_top(list((t or {}).items())) for t in logprobs.get("top_logprobs") or []]
         else:
             return replace(reply, refused="an answer without log-probabilities")
         return replace(
@@ -331,15 +331,15 @@ class Sender:
             reply = (generated if self.way == TRACE else completion)(reply, answer)
         if reply.refused is not None:
             return reply
-        got, asked = tuple(reply.token_ids or ()), line.along or ()
+        got, forced = tuple(reply.token_ids or ()), line.along or ()
         if line.token_ids is not None and reply.prompt_token_ids != list(line.token_ids):
             raise OtherIds("the server read other token ids than were sent: nothing can be compared")
-        if got == asked[: len(got)] and len(got) < len(asked):
+        if got == forced[: len(got)] and len(got) < len(forced):
             return Reply(reply.name, reply.began, reply.seconds, refused="the server's longest sequence is too short")
-        if got != asked:
-            k = next((k for k, (a, b) in enumerate(zip(got, asked, strict=False)) if a != b), len(asked))
+        if got != forced:
+            k = next((k for k, (a, b) in enumerate(zip(got, forced, strict=False)) if a != b), len(forced))
             raise NotForced(
-                f"token {k + 1} of {len(asked)} is not the one that was named; to force a server, {HOW_TO_FORCE}"
+                f"token {k + 1} of {len(forced)} is not the one that was named; to force a server, {HOW_TO_FORCE}"
             )
         return reply
 

@@ -100,9 +100,9 @@ def has_images(line: PromptLine) -> bool:
 def forced_lines(golden: replies.Sent) -> list[PromptLine]:
     """Golden's prompts as its token ids, each with the answer of its pass 0; without those that have no answer or no
     token ids. Raises TeacherForcingError, PromptsError."""
-    asked = prompts_file.read(str(golden.path / replies.PROMPTS))
+    prompts = prompts_file.read(str(golden.path / replies.PROMPTS))
     first = golden.passes[0] if golden.passes else {}
-    found = [forced for line in asked if (forced := along(line, first.get(line.name))) is not None]
+    found = [forced for line in prompts if (forced := along(line, first.get(line.name))) is not None]
     if not found:
         raise TeacherForcingError(
             f"{golden.path} has no token ids to go along: its server has to be vLLM, and to have answered"
@@ -176,11 +176,11 @@ def _gone_on_with(sender: Sender, golden: str | None, score: bool | None, begun:
     return plan
 
 
-def told(plan: Forcing, golden: replies.Sent, lines: int) -> str:
+def describe(plan: Forcing, golden: replies.Sent, lines: int) -> str:
     """How, and how many of golden's prompts could not be."""
-    said = client.NOT_EXERCISED if plan.how == client.SCORED else f"by {plan.how}"
+    method = client.NOT_EXERCISED if plan.how == client.SCORED else f"by {plan.how}"
     left = int(golden.about.get("prompts", {}).get("count", lines)) - lines
-    return said + (f"; {left} of golden's prompts have no answer in its first pass" if left > 0 else "")
+    return method + (f"; {left} of golden's prompts have no answer in its first pass" if left > 0 else "")
 
 
 def golden_of(path: Path) -> replies.Sent:
@@ -318,10 +318,10 @@ def _about(
     plan: Forcing,
 ) -> dict[str, Any]:
     """send.json of a new folder, or of one that is gone on with."""
-    asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
+    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
     if replies.exists(out):
         about = replies.read_about(out)
-        for what, now in (("prompts", asked), ("settings", how)):
+        for what, now in (("prompts", prompts), ("settings", how)):
             if about.get(what) != now:
                 raise replies.FolderError(
                     f"{out} has other {what}: name another --out, or give those it was begun with"
@@ -336,7 +336,7 @@ def _about(
         way = plan.way(index, word)
         passes.append({"arrive": word, "answered": 0, "refused": 0, "resumed": 0} | ({"forced": way} if way else {}))
     along = {"along": {"sha256": plan.golden, "how": plan.how}} if plan.golden else {}
-    about = {"schema": replies.SCHEMA, **made, "url": sender.url, "server": server, "prompts": asked, "settings": how,
+    about = {"schema": replies.SCHEMA, **made, "url": sender.url, "server": server, "prompts": prompts, "settings": how,
              **along, "passes": passes, "complete": False}  # fmt: skip
     replies.begin(out, prompts_file.to_text(lines), about)
     return about
@@ -405,8 +405,8 @@ class _Pass:
             except BaseException as e:
                 with self._lock:
                     if self._failure is None and not self._stop.is_set():
-                        said = f"pass {self._index}, request {line.name}: {e}"
-                        self._failure = type(e)(said) if isinstance(e, SendError) else e
+                        problem = f"pass {self._index}, request {line.name}: {e}"
+                        self._failure = type(e)(problem) if isinstance(e, SendError) else e
                 self._stop.set()
                 return
             with self._lock:

@@ -73,10 +73,10 @@ def _story(tokens: int, seed: int) -> str:
 def _table(tokens: int) -> str:
     """Lines of code with numbers, about three characters for each token."""
     draw = random.Random(2)
-    said = "LIMITS = {\n"
-    while len(said) < tokens * 3:
-        said += f'    "layer_{draw.randrange(96)}": ({draw.random():.6f}, {draw.randrange(1 << 16)}),\n'
-    return said + "}\n\ndef largest(limits):\n    return"
+    code = "LIMITS = {\n"
+    while len(code) < tokens * 3:
+        code += f'    "layer_{draw.randrange(96)}": ({draw.random():.6f}, {draw.randrange(1 << 16)}),\n'
+    return code + "}\n\ndef largest(limits):\n    return"
 
 
 DEFAULT = NAME
@@ -170,8 +170,8 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
         text, ids = None, text
     if messages is None and "conversations" in value:
         messages = _conversation(value["conversations"], where)
-    given = [v for v in (text, messages, ids) if v is not None]
-    if len(given) != 1 or not given[0]:
+    kinds = [v for v in (text, messages, ids) if v is not None]
+    if len(kinds) != 1 or not kinds[0]:
         raise PromptsError(f"{where}: write one of prompt, messages, token_ids and conversations, and not an empty one")
     images = value.get("images")
     if images:
@@ -220,10 +220,10 @@ def _conversation(turns: Any, where: str) -> list[dict[str, Any]]:
     """ShareGPT's turns up to the last question; the answers before it are part of the prompt."""
     if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
         raise PromptsError(f"{where}: conversations is a list of objects with from and value")
-    said = [{"role": _ROLES.get(str(t.get("from")), "user"), "content": t["value"]} for t in turns]
-    while said and said[-1]["role"] != "user":
-        said.pop()
-    return said
+    messages = [{"role": _ROLES.get(str(t.get("from")), "user"), "content": t["value"]} for t in turns]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    return messages
 
 
 def _image(given: Any, where: str, folder: Path) -> str:

@@ -62,8 +62,8 @@ def read_steps(out: Path) -> Steps:
 
 
 def _number(path: Path) -> int | None:
-    said = re.fullmatch(r"steps-(\d{1,6})", path.name)
-    return int(said[1]) if said and path.is_dir() else None
+    match = re.fullmatch(r"steps-(\d{1,6})", path.name)
+    return int(match[1]) if match and path.is_dir() else None
 
 
 def _add(engine: dict[str, list[Row]], path: Path) -> None:
