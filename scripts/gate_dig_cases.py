@@ -34,7 +34,7 @@ from lab.gate_pairs import BASE, FAULTS, WAYS, GateCase  # noqa: E402
 from vllm_accprobe.cli import gate_run  # noqa: E402
 from vllm_accprobe.cli.endings import CommandError, NothingThere  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
-from vllm_accprobe.gate.sides import COMMAND, Asking, ServerSide  # noqa: E402
+from vllm_accprobe.gate.sides import COMMAND, SendSettings, ServerSide  # noqa: E402
 
 GIGABYTES = 4.0
 _NO_WORDS = {"disable_log_stats", "distributed_executor_backend"}
@@ -91,7 +91,7 @@ def _dig(bench: GateBench, case: GateCase, root: Path) -> tuple[str, str, str]:
     out.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
     dug = gate_run.localize(
-        failed, out, Asking(), GIGABYTES, lambda what, total: nullcontext(lambda done: None), said.append
+        failed, out, SendSettings(), GIGABYTES, lambda what, total: nullcontext(lambda done: None), said.append
     )
     (out / "said.txt").write_text("\n".join(said) + "\n")
     if dug is None or dug.origin is None or dug.token is None:

@@ -61,7 +61,7 @@ def test_a_wide_umask_and_a_planted_part(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_it_may_not_say(value: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ArmFileError) as error:
-        arm_file.understood(value)
+        arm_file.parse_selection(value)
     assert says in str(error.value)
     path = tmp_path / "arm.json"
     path.write_text(json.dumps(value))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.config import ConfigError, ProbeConfig, in_ranges, matches, parse_ranges
-from vllm_accprobe.dump_config import DumpConfig
+from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, in_ranges, matches, parse_ranges
 
 
 def test_ranges_are_closed_sorted_and_forgiving_of_spaces() -> None:

@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Probe": "vllm_accprobe.capture.torch_model",
     "register_hook": "vllm_accprobe.capture.torch_model",
-    "DumpConfig": "vllm_accprobe.dump_config",
+    "DumpConfig": "vllm_accprobe.config",
     "ProbeConfig": "vllm_accprobe.config",
     "PrecisionDebugger": "vllm_accprobe.debugger",
     "gen_id": "vllm_accprobe.labels",

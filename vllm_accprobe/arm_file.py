@@ -12,20 +12,21 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.config import Ranges, nearest, parse_ranges
-from vllm_accprobe.config import read_globs as globs
-from vllm_accprobe.config import read_modules as modules
+from vllm_accprobe.config import Ranges, nearest, parse_ranges, read_globs, read_modules
 from vllm_accprobe.whole_file import whole
 
 NAME = "arm.json"
 MAX_BYTES = 1 << 16
 """Chosen: some thousand request ids; it travels to every rank with every step."""
-_KEYS = ("on", "requests", "tokens", "modules", "steps")
+_READERS: dict[str, Callable[[object], Any]] = {
+    "requests": read_globs, "tokens": parse_ranges, "modules": read_modules, "steps": parse_ranges
+}  # fmt: skip
+_KEYS = ("on", *_READERS)
 
 
 class ArmFileError(ValueError):
@@ -59,7 +60,7 @@ def _spans(ranges: Ranges | None) -> str | None:
     return None if ranges is None else ",".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
 
 
-def understood(value: Any) -> ArmSelection:
+def parse_selection(value: Any) -> ArmSelection:
     """The selection of the file's object, whoever made it. Raises ArmFileError."""
     if not isinstance(value, Mapping):
         raise ArmFileError("it is no object with " + ", ".join(_KEYS))
@@ -69,30 +70,17 @@ def understood(value: Any) -> ArmSelection:
     on = value.get("on", True)
     if type(on) is not bool:
         raise ArmFileError("on is true or false")
+    for key, said in value.items():
+        if key in ("requests", "modules"):
+            if not (isinstance(said, str) or (isinstance(said, list) and all(isinstance(v, str) for v in said))):
+                raise ArmFileError(f"{key} is a list of globs")
+        elif key != "on" and type(said) not in (str, int):
+            raise ArmFileError(f"{key} is a text such as '0-4,7'")
     try:
-        return ArmSelection(
-            on,
-            globs(_names("requests", value["requests"])) if "requests" in value else None,
-            parse_ranges(_numbers("tokens", value["tokens"])) if "tokens" in value else None,
-            modules(_names("modules", value["modules"])) if "modules" in value else None,
-            parse_ranges(_numbers("steps", value["steps"])) if "steps" in value else None,
-        )
-    except ArmFileError:
-        raise
+        found = {key: _READERS[key](value[key]) for key in _KEYS if key in value and key != "on"}
     except ValueError as error:
         raise ArmFileError(str(error)[:200]) from None
-
-
-def _names(key: str, value: Any) -> Any:
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-        return value
-    raise ArmFileError(f"{key} is a list of globs")
-
-
-def _numbers(key: str, value: Any) -> Any:
-    if type(value) in (str, int):
-        return value
-    raise ArmFileError(f"{key} is a text such as '0-4,7'")
+    return ArmSelection(on, **found)
 
 
 def literal(name: str) -> str:
@@ -131,7 +119,7 @@ def read(path: Path, owner: int | None = None) -> ArmSelection:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         raise ArmFileError("it is no json") from None
-    return understood(value)
+    return parse_selection(value)
 
 
 def write(dump: Path, selection: ArmSelection) -> Path:

@@ -1,15 +1,13 @@
 """The Python processes that we start: none runs what lies in the current directory, none outlives who started it.
 
-The problem: ``python -c`` and ``python -m`` look for modules in the current directory first, and that may be a
-stranger's dump with a ``numpy.py`` in it; and a process whose parent was killed goes on for minutes, on a core of its
-own, for nobody. The idea: one way to start them all. A `Child` begins with a line that strikes the current directory
-off its path, before it imports anything, and takes this package from where its parent had it. It holds the reading end
-of a pipe whose other end only its parent has: however the parent dies, the kernel closes that end. Where it can (Linux)
-the kernel also kills the child there and then (``F_SETSIG``, see fcntl(2)), so that native code that never gives the
-interpreter's lock back cannot prevent it; elsewhere a thread waits for the end of the pipe.
-What stands in PYTHONPATH stays: who puts "." there, or an empty part ("x:"), wants it.
-Not here: the commands of others that `accprobe run` starts (run/launcher.py), Ray's workers
-(comparison/distributed.py).
+The problem: ``python -c`` and ``python -m`` look for modules in the current directory first, which may be a stranger's
+dump with a ``numpy.py`` in it; and a process whose parent was killed goes on. The idea: a `Child` begins with a line
+that removes the current directory from its path, and takes this package from where its parent had it. It holds the
+reading end of a pipe whose other end only its parent has: however the parent dies, the kernel closes that end, and on
+Linux kills the child at once (``F_SETSIG``, fcntl(2)), which native code that never releases the interpreter's lock
+cannot prevent; elsewhere a thread waits for the pipe's end. What stands in PYTHONPATH stays.
+
+Not here: the commands that `accprobe run` starts (run/launcher.py), Ray's workers (comparison/distributed.py).
 """
 
 from __future__ import annotations

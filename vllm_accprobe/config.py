@@ -1,19 +1,13 @@
 """What a user may set: environment variables and the TOML file, checked before anything starts.
 
-What a setting may say: one function per kind of value, and the words that some of them choose from.
-
-The problem: the same value comes as text (environment), as TOML's own types, and as Python's. The idea: each function
-takes any of them and gives the one form that ProbeConfig keeps, or raises ValueError with what would be right; whoever
-calls it knows the setting's name and puts it in front.
-
-What the probe shall capture: one frozen dataclass with three spellings.
-
 The problem: the same settings come as environment variables (a served model), as a TOML file (a long list of modules)
-and as keyword arguments (a script). The idea: ProbeConfig is the only form that the rest of the house knows; each
-spelling is parsed field by field by the same functions, and every mistake is one line that names the setting and the
-nearest valid one. Precedence: environment over file over preset over default.
+and as keyword arguments (a script). The idea: ProbeConfig, a frozen dataclass, is the only form that the rest knows.
+Each value is parsed by one function, which takes text, TOML's types and Python's, or raises ValueError with what would
+be right; every mistake is one line that names the setting and the nearest valid one. Precedence: environment over file
+over preset over default.
 
-Not here: what the settings do (capture/), ait's spelling (dump_config.py).
+`DumpConfig` is ait's and msit's spelling (tensor_part=2, token_range=[0]) of the same. Not here: what the settings do
+(capture/).
 """
 
 from __future__ import annotations
@@ -78,17 +72,19 @@ def in_ranges(ranges: Ranges, value: int) -> bool:
 
 def read_globs(value: object) -> tuple[str, ...]:
     """``"a,b*"`` or a list; "all" and "*" alone → (), which is all."""
-    found = tuple(str(item).strip() for item in _items(value) if str(item).strip())
+    found = tuple(_words(value))
     return () if found in (("all",), ("*",)) else found
 
 
-def _items(value: object) -> Sequence[object]:
-    return value if isinstance(value, (list, tuple)) else str(value).split(",")
+def _words(value: object) -> list[str]:
+    """The items of a list, or of a text with commas, without those that are empty."""
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    return [word for item in items if (word := str(item).strip())]
 
 
 def read_modules(value: object) -> tuple[str, ...]:
     """As ``globs``, but "all" and "*" stay ("all",): in compiled graphs it is not the same as naming nothing."""
-    return read_globs(value) or (("all",) if any(str(item).strip() for item in _items(value)) else ())
+    return read_globs(value) or (("all",) if _words(value) else ())
 
 
 def read_choice(options: tuple[str, ...]) -> Callable[[object], str]:
@@ -105,8 +101,7 @@ def read_choice(options: tuple[str, ...]) -> Callable[[object], str]:
 
 def read_parts(value: object) -> tuple[str, ...]:
     """Of input, output, params; at least one."""
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    found = tuple(dict.fromkeys(read_choice(PARTS)(item) for item in items if str(item).strip()))
+    found = tuple(dict.fromkeys(map(read_choice(PARTS), _words(value))))
     if not found:
         raise ValueError(f"name at least one of {', '.join(PARTS)}")
     return found
@@ -124,8 +119,7 @@ def read_flag(value: object) -> bool:
 
 def read_errcheck(value: object) -> tuple[str, ...]:
     """Of overflow, nan and exit; 1 is overflow and nan, 0 and its like are none."""
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    words = [str(item).strip().lower() for item in items if str(item).strip()]
+    words = [word.lower() for word in _words(value)]
     if all(word in ("0", "false", "no", "off") for word in words):
         return ()
     if words == ["1"]:
@@ -138,8 +132,7 @@ def read_errcheck(value: object) -> tuple[str, ...]:
 
 def read_names(value: object) -> tuple[str, ...]:
     """``"a,b"`` or a list, each once."""
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    return tuple(dict.fromkeys(str(item).strip() for item in items if str(item).strip()))
+    return tuple(dict.fromkeys(_words(value)))
 
 
 def read_amount(unit: str, short: str, most: int) -> Callable[[object], float]:
@@ -490,3 +483,49 @@ def _from_toml(path: str) -> dict[str, Any]:
             raise ConfigError(f"{key}={path}: {name!r} is not a setting{nearest(name, tuple(_PARSERS))}")
         values[name] = _parsed(f"{path}: {name}", _PARSERS[name], value)
     return values
+
+
+@dataclass(frozen=True)
+class DumpConfig:
+    """ait's and msit's spelling of a configuration: what register_hook() takes.
+
+    dump_path: directory, by default VLLM_ACCPROBE_DIR or ./accprobe/<UTC time>; token_range: token ordinals (default:
+    the prompt only, as in ait); module_list: classes or globs of modules, [] for all; tensor_part: 0 inputs, 1 outputs,
+    2 both; device_id: only this device; dump_last_logits: the logits only; mode: "module", "api" (operator calls too)
+    or both; api_list: operators, with "api"; dump_weight: parameters' payloads too; layer_name: a glob over module
+    paths, besides module_list.
+    """
+
+    dump_path: str | None = None
+    token_range: Any = (0,)
+    module_list: Any = ()
+    tensor_part: int = 2
+    device_id: int | None = None
+    dump_last_logits: bool = False
+    mode: Any = ("module",)
+    dump_weight: bool = False
+    layer_name: str | None = None
+    api_list: Any = ()
+
+    def to_probe(self) -> ProbeConfig:
+        """Raises ConfigError for a bad value."""
+        if self.tensor_part not in (0, 1, 2):
+            raise ConfigError(f"tensor_part={self.tensor_part}: 0 is inputs, 1 outputs, 2 both")
+        parts = ("input", "output", "input,output")[self.tensor_part] + (",params" if self.dump_weight else "")
+        names = [m if isinstance(m, str) else getattr(m, "__name__", str(m)) for m in self.module_list or ()]
+        names += [self.layer_name] if self.layer_name else []
+        names += ["logits"] if self.dump_last_logits else []
+        mode = (self.mode,) if isinstance(self.mode, str) else tuple(self.mode or ("module",))
+        for word in mode:
+            if word not in ("module", "api"):
+                raise ConfigError(f"mode={word}: known are module and api{nearest(str(word), ('module', 'api'))}")
+        if self.api_list and "api" not in mode:
+            raise ConfigError("api_list chooses operators, and mode is 'module': write mode=['module', 'api'] or 'api'")
+        values: dict[str, Any] = {"modules": names, "parts": parts, "tokens": self.token_range or (0,)}
+        # Without a path of its own: where `accprobe run` or the environment wants it.
+        path = self.dump_path or os.environ.get(PREFIX + "DIR")
+        if path:
+            values["dir"] = path
+        if "api" in mode:
+            values |= {"ops": True, "ops_list": list(self.api_list or ())}
+        return ProbeConfig.from_kwargs(**values)

@@ -1,17 +1,10 @@
-"""``PrecisionDebugger``: other tools' way to start and stop a capture from a script.
+"""``PrecisionDebugger``: the name that users of torch_xray and msprobe have in their scripts, writing our dump.
 
-What the arguments of ``PrecisionDebugger`` come to: torch_xray's, msprobe's, and msprobe's config.json.
-
-The problem: two tools' arguments, some of which we do not capture by. The idea: each becomes a field of ProbeConfig, a
-note in one line (no effect here), or a refusal in one line (asks for something else, and what to run instead).
-
-``PrecisionDebugger``: the name that users of torch_xray and msprobe have in their scripts, writing our dump.
-
-The problem: torch_xray's guide pastes a PrecisionDebugger into ``execute_model``, so that it is made anew in each step;
-msprobe's is made once, from a config.json, and driven by start, stop and step. Both count steps, differently, and both
-are in other people's code. The idea: one class with the arguments of both; making it again for the same dump_path gives
-the same object; behind it is a `Probe` on the model, which runs between start and stop. Arguments that say what we do
-not capture are refused or noted, each in one line; once it exists nothing raises, because it may live in a server.
+The problem: torch_xray's guide pastes one into ``execute_model``, so that it is made anew in each step; msprobe's is
+made once, from a config.json, and driven by start, stop and step; both are in other people's code. The idea: one class
+with the arguments of both; making it again for the same dump_path gives the same object; a `Probe` on the model runs
+between start and stop. Each argument becomes a field of ProbeConfig, a note in one line (no effect here), or a refusal
+in one line; once it exists nothing raises, because it may live in a server.
 
 Not here: capture (capture/torch_model.py), the settings' meaning (config.py); docs/migration.md has the table.
 """
@@ -201,8 +194,8 @@ def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str]) ->
     if sides and "all" not in modes:
         values["parts"] = sides
     if block.get("summary_mode", "statistics") not in _MODES:
-        held = "every dump has min, max, mean, l2 norm and hashes"
-        notes.append(f"summary_mode of the config file's {name} block is ignored: {held}")
+        statistics = "every dump has min, max, mean, l2 norm and hashes"
+        notes.append(f"summary_mode of the config file's {name} block is ignored: {statistics}")
     for key, value in block.items():
         if key in _BLOCK or (key in _IN_BLOCK and value in (None, [], {}, "", False)):  # a template's empty places
             continue

@@ -182,10 +182,10 @@ def _patch_engine_args() -> None:
             return original(self, *args, **kwargs)
         changed = make_eager(self)
         if changed:
-            asked = ", ".join(what for what in changed if what != "enforce_eager")
+            settings = ", ".join(what for what in changed if what != "enforce_eager")
             _say(
                 "the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)"
-                + (f"; it was given {asked}" if asked else "")
+                + (f"; it was given {settings}" if settings else "")
             )
         return original(self, *args, **kwargs)
 

@@ -1,15 +1,14 @@
 """``get_ge_dump_config`` and ``get_fx_dump_config``: a torchair CompilerConfig that writes what ``compare`` reads.
 
     from vllm_accprobe import torchair_dump            # was: from ait_llm.dump import torchair_dump
-
     config = torchair_dump.get_ge_dump_config(dump_path="dump")
     npu_backend = torchair.get_npu_backend(compiler_config=config)
     model = torch.compile(model, backend=npu_backend, dynamic=True)
 
-The problem: torchair's two graphs are dumped by settings in three places of its configuration, which have moved between
-releases. The idea: the functions of ait and msit under their names, which set these and nothing else, and say in one
-line what is wrong. Names and settings: torchair's ``configs/`` (dump_config.py, debug_config.py, fusion_config.py).
-Not here: what is written (formats/torchair.py).
+The problem: torchair's two graphs are dumped by settings in three places, which have moved between releases. The idea:
+the functions of ait and msit under their names set these and nothing else, and say in one line what is wrong. Names and
+settings: torchair's ``configs/`` (dump_config.py, debug_config.py, fusion_config.py). Not here: what is written
+(formats/torchair.py).
 """
 
 from __future__ import annotations

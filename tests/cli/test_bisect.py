@@ -180,7 +180,7 @@ def test_a_custom_operator_is_one_of_its_axis(place: Path, monkeypatch: pytest.M
     from vllm_accprobe.gate.bisect import edits
 
     ops = tuple(f"op{i:02}" for i in range(12))
-    monkeypatch.setattr(edits, "look", lambda command: edits.Offered(None, (), ops))
+    monkeypatch.setattr(edits, "options_offered", lambda command: edits.Offered(None, (), ops))
     fault(monkeypatch, ["!-op07", '!"none"'])
     assert (
         main(["bisect", "--out", "out", "--prompts", "p.jsonl", "--hold", "compilation", "--json", "--", *SERVE]) == 1

@@ -176,8 +176,8 @@ def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, mo
 
 
 def test_a_command_that_compares_again_repeats_what_was_given(tmp_path):
-    from vllm_accprobe.cli.compare import _again
-    from vllm_accprobe.cli.dump_pair import JudgeOptions
+    from vllm_accprobe.cli.compare import JudgeOptions
+    from vllm_accprobe.cli.compare_pair import _again
 
     floors = [str(tmp_path / "f"), str(tmp_path / "g")]
     given = _again(JudgeOptions(op_mapping_file=tmp_path / "m.yaml", taps="a,b", floor=floors), "strict", 0.25)

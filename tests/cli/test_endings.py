@@ -44,7 +44,7 @@ def slow(self, taps):
 process_pool.Team.check = slow
 """,
     "convert": """
-from vllm_accprobe.formats.write import containers
+from vllm_accprobe.formats.io import containers
 real = containers.write_npz
 def slow(dump, records, path, tick):
     if records[0].rank:

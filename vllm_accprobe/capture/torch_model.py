@@ -28,9 +28,8 @@ from vllm_accprobe.capture.padded_batch import Rectangle, TowerCalls, language_p
 from vllm_accprobe.capture.taps.hooks import Taps, tapped
 from vllm_accprobe.capture.taps.params import ParameterLines
 from vllm_accprobe.capture.taps.patches import put_on
-from vllm_accprobe.config import PREFIX, ConfigError, ProbeConfig, in_ranges
+from vllm_accprobe.config import PREFIX, ConfigError, DumpConfig, ProbeConfig, in_ranges
 from vllm_accprobe.dump.schema import Step
-from vllm_accprobe.dump_config import DumpConfig
 
 
 class Probe:

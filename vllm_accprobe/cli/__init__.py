@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     endings.begin()
     try:
-        aliases.understood(words)
+        aliases.check_words(words)
         with endings.insisting(), folded():
             typed = None if "_ACCPROBE_COMPLETE" in os.environ else (words or [""])[0]  # Tab needs all
             result = build(typed)(args=words, prog_name="accprobe", standalone_mode=False)

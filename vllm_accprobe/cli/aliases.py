@@ -48,7 +48,7 @@ OTHERS: dict[tuple[str, ...], str] = {
 """The first words of another tool's command → what is typed here."""
 
 
-def understood(words: Sequence[str]) -> None:
+def check_words(words: Sequence[str]) -> None:
     """A note that names today's command where ``words`` begin with an older one. Raises CommandError where they begin
     with another tool's (msprobe's ``-f pytorch`` before it)."""
     own = tuple(words[2:] if words[:1] in (["-f"], ["--framework"]) else words)

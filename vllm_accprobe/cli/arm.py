@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 
 
@@ -19,8 +18,8 @@ from vllm_accprobe.cli.output import answer
 class ArmOptions:
     """Which server, and whether it captures at all."""
 
-    dump: Annotated[Path, Argument(metavar="DUMP", help="The directory into which the server captures.")]
-    off: Annotated[bool, Option("--off", help="Capture nothing from now on.")] = False
+    dump: Path = argument("DUMP", "The directory into which the server captures.")
+    off: bool = option("--off", False, "Capture nothing from now on.")
 
 
 def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
@@ -44,11 +43,11 @@ def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
     if dump.stat().st_uid != os.geteuid():
         raise CommandError(f"{dump} belongs to another user, and only the server's own user can arm it")
     watcher = Watcher(dump.absolute())
-    found = watcher.look()
+    found = watcher.poll()
     if found.ranks and not watcher.writing():
         raise CommandError(f"{dump}: no server writes into this dump any more")
     try:
-        selection = arm_file.understood({"on": not server.off, **chosen})
+        selection = arm_file.parse_selection({"on": not server.off, **chosen})
     except arm_file.ArmFileError as e:
         raise CommandError(str(e)) from None
     path = arm_file.write(dump, selection)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.options import argument, option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm_accprobe.gate.bisect.edits import ServerSetting
     from vllm_accprobe.gate.bisect.search import Cause
     from vllm_accprobe.gate.bisect.trials import TrialPrompts, Trier
@@ -29,40 +27,24 @@ _SETTINGS = "SETTINGS"
 class BisectOptions:
     """The server, golden, and which settings are varied."""
 
-    command: Annotated[list[str], Argument(metavar="-- CMD...", help="The server that is wrong: vllm serve MODEL ...")]
-    golden: Annotated[
-        str,
-        Option("--golden", metavar="SIDE", help="A folder of send, a URL or a command; the plain command by default."),
-    ] = ""
-    out: Annotated[Path, options.out("the runs")] = Path("accprobe-bisect")
-    prompts: options.Prompts = ""
-    only: Annotated[list[str], Option("--only", metavar=_SETTINGS, help="Vary only these.")] = field(
-        default_factory=list
-    )
-    hold: Annotated[list[str], Option("--hold", metavar=_SETTINGS, help="Leave as in CMD.")] = field(
-        default_factory=list
-    )
-    plain: Annotated[
-        list[str],
-        Option("--plain", metavar="SETTING=VALUE", help="Another plain value, of attention. Can be repeated."),
-    ] = field(default_factory=list)
-    switches: Annotated[
-        Path | None, Option("--switches", metavar="FILE", help="A vendor's own switches, toml or json.")
-    ] = None
-    floor: options.Floors = field(default_factory=list)
-    narrow: Annotated[bool, Option("--narrow", help="Of numbers that are found: from where on they fail.")] = False
-    repeat: Annotated[
-        int,
-        Option("--repeat", metavar="N", min=1, max=20, help="Run each so many times: all must pass to count as pass."),
-    ] = 1
-    share: Annotated[
-        float | None,
-        Option("--share", metavar="S", help="A run fails that is so much of CMD's distance away. Default: 0.5."),
-    ] = None
-    plan: Annotated[
-        bool, Option("--plan", help="Only say what would be done, and write nothing: settings, number of runs.")
-    ] = False
-    as_json: options.Json = False
+    command: list[str] = argument("-- CMD...", "The server that is wrong: vllm serve MODEL ...")
+    golden: str = option("--golden", "", "A folder of send, a URL or a command; the plain command by default.",
+                         metavar="SIDE")  # fmt: skip
+    out: Path = options.out("the runs", Path("accprobe-bisect"))
+    prompts: str | None = options.prompts("")
+    only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS)
+    hold: list[str] = option("--hold", [], "Leave as in CMD.", metavar=_SETTINGS)
+    plain: list[str] = option("--plain", [], "Another plain value, of attention. Can be repeated.",
+                              metavar="SETTING=VALUE")  # fmt: skip
+    switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE")
+    floor: list[str] = options.floors()
+    narrow: bool = option("--narrow", False, "Of numbers that are found: from where on they fail.")
+    repeat: int = option("--repeat", 1, "Run each so many times: all must pass to count as pass.", metavar="N", min=1,
+                         max=20)  # fmt: skip
+    share: float | None = option("--share", None, "A run fails that is so much of CMD's distance away. Default: 0.5.",
+                                 metavar="S")  # fmt: skip
+    plan: bool = option("--plan", False, "Only say what would be done, and write nothing: settings, number of runs.")
+    as_json: bool = options.as_json()
 
 
 def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
@@ -72,33 +54,36 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
     and an interrupted bisection goes on with the same command. Exit code 0: nothing differs, 1: it differs, 2: bad
     usage, or a server was lost, 3: nothing could be tried."""
-    from vllm_accprobe.gate.bisect import edits
-    from vllm_accprobe.gate.bisect import edits as settings
-    from vllm_accprobe.gate.bisect import trials as judging
+    from vllm_accprobe import __version__
+    from vllm_accprobe.gate.bisect import edits, trials
     from vllm_accprobe.gate.bisect.search import expected
+    from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.sending.replies import FolderError
     from vllm_accprobe.report import servers
-    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
+    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, server_command
 
     out, as_json = what.out, what.as_json
-    share = judging.SHARE if what.share is None else what.share
+    share = trials.SHARE if what.share is None else what.share
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
     places.check(out, {})
     try:
         target = edits.command(what.command, os.environ)
         command_line(target.words, target.full())
-        if not understood(target.words, target.full()).url:
+        if not server_command(target.words, target.full()).url:
             raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
-        there = edits.look(target)
-        found = settings.axes(
+        there = edits.options_offered(target)
+        found = edits.axes(
             target, there, edits.read_vendor(what.switches, target) if what.switches else (), _pairs(what.plain)
         )
         axes = _chosen(found, what.only, what.hold)
         prompts, folder = _prompts(what.golden, what.prompts or "", serving)
-        trials = _trials(out, prompts, there.version, [name for a in found for name, _ in a.edit.environ])
+        versions = {"vllm": there.version, "accprobe": __version__}
+        variables = [name for a in found for name, _ in a.edit.environ]
+        runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
         kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
         usual, most = expected(axes, bool(what.golden))
         for line in servers.plan_lines(axes, usual, most, kept):
@@ -109,10 +94,10 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
             raise typer.Exit(0)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the runs are", out)
-        against = folder or _golden(what.golden, prompts, out, trials)
-        rate = judging.rate_each(usual, len(prompts.lines))
-        trier = _trier(target, axes, trials, against, rate, share)
-        trier.expected, trier.floors = usual, [_floor(Path(path)) for path in what.floor]
+        against = folder or _golden(what.golden, prompts, out, runs)
+        rate = trials.rate_each(usual, len(prompts.lines))
+        trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
+        trier.expected, trier.floors = usual, [replies.read(Path(path)) for path in what.floor]
         _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
     except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
         raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
@@ -152,20 +137,6 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
         for text in servers.bisect_lines(found, trier.rows, trier.seconds, line):
             typer.echo(text)
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
-
-
-def _trier(
-    target: Any, axes: Sequence[ServerSetting], trials: Any, golden: Sent | None, rate: float, share: float
-) -> Trier:
-    from vllm_accprobe.gate.bisect.trials import Trier
-
-    return Trier(target, axes, trials, golden, rate, share, lambda line: typer.echo(line, err=True))
-
-
-def _floor(path: Path) -> Sent:
-    from vllm_accprobe.gate.sending import replies
-
-    return replies.read(path)
 
 
 def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> list[ServerSetting]:
@@ -212,14 +183,6 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
     return TrialPrompts(tuple(lines), arrive, timeout=serving.timeout, ready=serving.ready, source=source, **how), sent
 
 
-def _trials(out: Path, prompts: TrialPrompts, version: str, variables: list[str]) -> Any:
-    from vllm_accprobe import __version__
-    from vllm_accprobe.cli.send import made_by
-    from vllm_accprobe.gate.bisect.trials import Trials
-
-    return Trials(out, prompts, {"vllm": version, "accprobe": __version__}, made_by(prompts.source), variables)
-
-
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:
     """Golden's answers, where it is a URL or a command; None where the plain configuration is golden."""
     from vllm_accprobe.gate.bisect import edits
@@ -231,9 +194,7 @@ def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent 
     if golden.startswith(("http://", "https://")):
         how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
         sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
-        from vllm_accprobe.cli.send import made_by
-
-        about = made_by(prompts.source)
+        about = passes.made_by(prompts.source)
         passes.send(
             sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden", about
         )

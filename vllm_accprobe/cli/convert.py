@@ -1,6 +1,6 @@
 """``accprobe convert DUMP OUT --to h5|npz|safetensors|onnx``.
 
-Not here: the containers (formats/write/), the model as a graph (topology/)."""
+Not here: the containers (formats/io/containers.py), the model as a graph (topology/)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
 
 if TYPE_CHECKING:
@@ -32,15 +32,11 @@ SUMMARY = ("Index", "Step", "Rank", "Module", "Min", "Max", "Mean", "Std")
 class ConvertOptions:
     """From where, to where."""
 
-    dump: Annotated[Path, Argument(metavar="DUMP", help="A dump of any format (accprobe inspect --formats).")]
-    out: Annotated[
-        Path | None,
-        Argument(metavar="[OUT]", help="File for one rank, directory for several; none: h5, beside the "
-                 "dump."),
-    ] = None  # fmt: skip
-    names: options.Globs = field(default_factory=list)
-    to: Annotated[str | None, Option("--to", metavar="|".join(KINDS), help="Container; else by OUT's ending.")] = None
-    level: options.Level = None
+    dump: Path = argument("DUMP", "A dump of any format (accprobe inspect --formats).")
+    out: Path | None = argument("[OUT]", "File for one rank, directory for several; none: h5, beside the dump.", None)
+    names: list[str] = options.globs()
+    to: str | None = option("--to", None, "Container; else by OUT's ending.", metavar="|".join(KINDS))
+    level: int | None = options.level()
 
 
 def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
@@ -50,7 +46,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     onnx: modules and operators of one step and which tensor feeds which, for Netron; of ATB's topology (json), too."""
     dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.formats.write import containers
+    from vllm_accprobe.formats.io import containers
 
     kind = to or (what.out.suffix.lstrip(".") if what.out is not None else "h5")
     if kind not in KINDS:
@@ -114,7 +110,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
 
 def _summary(dump: Dump, records: list[Record], path: Path) -> None:
     """torch_xray's summary.csv: the columns and names of its table. Raises OSError."""
-    from vllm_accprobe.formats.write.containers import h5_names
+    from vllm_accprobe.formats.io.containers import h5_names
     from vllm_accprobe.report.table import write_csv_lines
 
     def lines() -> Iterator[tuple[object, ...]]:
@@ -127,7 +123,7 @@ def _summary(dump: Dump, records: list[Record], path: Path) -> None:
 
 def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Path]:
     """Where each rank goes. A name that ends like the container is a file, anything else a directory."""
-    from vllm_accprobe.formats.write import containers
+    from vllm_accprobe.formats.io import containers
 
     if out.suffix == f".{kind}" and not out.is_dir():
         if len(ranks) > 1:

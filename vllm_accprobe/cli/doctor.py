@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json as json_
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.places import check_place
 
 if TYPE_CHECKING:
-    from vllm_accprobe.doctor import Finding
+    from vllm_accprobe.doctor.checks import Finding
     from vllm_accprobe.doctor.graph_proof import TapProof
 
 _COLOUR = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
@@ -27,42 +27,28 @@ _RUN_S = 3600.0
 class DoctorOptions:
     """This environment, or a wheel."""
 
-    as_json: options.Json = False
-    quick: Annotated[bool, Option("--quick", help="Leave out what needs vLLM imported (about ten seconds).")] = False
-    timeout: Annotated[
-        float | None,
-        Option("--timeout", metavar="S", min=1.0, help="How long to wait; for vLLM's import (180), for each run of "
-               "--graphs (3600)."),
-    ] = None  # fmt: skip
-    wheel: Annotated[
-        list[Path],
-        Option("--wheel", metavar="FILE", help="Read a wheel or sdist, not installed: is all there that capture relies "
-               "on? A vendor's, and its vLLM's. Can be repeated."),
-    ] = field(default_factory=list)  # fmt: skip
+    as_json: bool = options.as_json()
+    quick: bool = option("--quick", False, "Leave out what needs vLLM imported (about ten seconds).")
+    timeout: float | None = option("--timeout", None, "How long to wait; for vLLM's import (180), for each run of "
+                                   "--graphs (3600).", metavar="S", min=1.0)  # fmt: skip
+    wheel: list[Path] = option("--wheel", [], "Read a wheel or sdist, not installed: is all there that capture relies "
+                               "on? A vendor's, and its vLLM's. Can be repeated.", metavar="FILE")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GraphProofOptions:
     """Do taps in captured graphs change what is computed?"""
 
-    command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="With --graphs: vllm serve ..., a script.")] = (
-        field(default_factory=list)
-    )
-    graphs: Annotated[
-        bool,
-        Option("--graphs", help="Run CMD with taps in its graphs off, on and selected: are tokens and bits the same?"),
-    ] = False
-    out: Annotated[Path, options.out("with --graphs, in a new directory")] = Path("accprobe-doctor-graphs")
-    full: Annotated[bool, Option("--full", help="With --graphs: also with taps at all modules.")] = False
-    bisect: Annotated[
-        bool | None,
-        Option("--bisect/--no-bisect", help="Find the module whose tap changes bits; not for --full by default."),
-    ] = None
-    prompts: options.Prompts = None
-    max_tokens: Annotated[int, Option("--max-tokens", metavar="N", min=1, help="Tokens to generate for a prompt.")] = 16
-    port: Annotated[
-        int | None, Option("--port", min=1, max=65535, metavar="N", help="A server's port: CMD listens there.")
-    ] = None
+    command: list[str] = argument("[-- CMD...]", "With --graphs: vllm serve ..., a script.", [])
+    graphs: bool = option("--graphs", False, "Run CMD with taps in its graphs off, on and selected: are tokens and "
+                          "bits the same?")  # fmt: skip
+    out: Path = options.out("with --graphs, in a new directory", Path("accprobe-doctor-graphs"))
+    full: bool = option("--full", False, "With --graphs: also with taps at all modules.")
+    bisect: bool | None = option("--bisect/--no-bisect", None, "Find the module whose tap changes bits; not for "
+                                 "--full by default.")  # fmt: skip
+    prompts: str | None = options.prompts()
+    max_tokens: int = option("--max-tokens", 16, "Tokens to generate for a prompt.", metavar="N", min=1)
+    port: int | None = option("--port", None, "A server's port: CMD listens there.", min=1, max=65535, metavar="N")
 
 
 def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
@@ -88,7 +74,7 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
         raise CommandError("a command is run with --graphs only: accprobe doctor --graphs -- CMD ...")
     if wrong := [name for name in options.used(of_graphs) if name not in ("--out", "--max-tokens")]:
         raise CommandError(f"{wrong[0]} goes with --graphs")
-    from vllm_accprobe.doctor import ERROR, examine
+    from vllm_accprobe.doctor.checks import ERROR, examine
 
     findings = examine(quick=quick, timeout=timeout or 180.0)
     errors = sum(f.level == ERROR for f in findings)
@@ -131,8 +117,8 @@ def _wheels(paths: list[Path], json: bool) -> int:
     from vllm_accprobe.doctor.wheel import WheelError, modes_found, read
 
     try:
-        wheels = holding.together([read(path) for path in paths])
-        found = holding.held(wheels)
+        wheels = holding.wheel_pair([read(path) for path in paths])
+        found = holding.checked_places(wheels)
         modes = modes_found(wheels)
     except WheelError as error:
         raise CommandError(str(error)) from None
@@ -154,14 +140,14 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     from vllm_accprobe.doctor import graph_proof
     from vllm_accprobe.doctor.graph_proof import CHANGED, SAME, Prover, Runs
     from vllm_accprobe.report.text import safe
-    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, understood
+    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, server_command
 
     out = Path(os.path.abspath(how.out))
     try:
-        what = understood(how.command, os.environ, how.port)
+        what = server_command(how.command, os.environ, how.port)
         command_line(what.words, os.environ)
         prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
-    except (ServerCommandError, LaunchError, graph_proof.AskingError) as error:
+    except (ServerCommandError, LaunchError, graph_proof.ServerRequestError) as error:
         raise CommandError(str(error)) from None
     runs = Runs(os.environ, out)
     check_place(out)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.cli.places import check_place, require_directory
 
@@ -25,23 +25,15 @@ _GRACE_S = 10.0
 class ErrcheckOptions:
     """What is run, and what is an error."""
 
-    command: Annotated[list[str], Argument(metavar="[-- CMD...]", help="vllm serve ..., a script, a shell line.")] = (
-        field(default_factory=list)
-    )
-    exec: options.Exec = None
-    dir: options.Dir = None
-    kinds: Annotated[str, Option("--kinds", metavar="KINDS", help="What is an error: overflow, nan, or both.")] = (
-        "overflow,nan"
-    )
-    ranks: options.Ranks = None
-    exit: Annotated[bool, Option("--exit", help="Stop the command at the first finding; exit code 1.")] = False
-    graphs: Annotated[
-        bool,
-        Option("--graphs", help="Leave compiled and captured graphs as configured; modules inside are not seen."),
-    ] = False
-    read: Annotated[Path | None, Option("--read", metavar="DIR", help="Say what a run that has ended found there.")] = (
-        None
-    )
+    command: list[str] = argument("[-- CMD...]", "vllm serve ..., a script, a shell line.", [])
+    exec: str | None = options.exec_line()
+    dir: str | None = options.dump_dir()
+    kinds: str = option("--kinds", "overflow,nan", "What is an error: overflow, nan, or both.", metavar="KINDS")
+    ranks: str | None = options.ranks()
+    exit: bool = option("--exit", False, "Stop the command at the first finding; exit code 1.")
+    graphs: bool = option("--graphs", False, "Leave compiled and captured graphs as configured; modules inside are "
+                          "not seen.")  # fmt: skip
+    read: Path | None = option("--read", None, "Say what a run that has ended found there.", metavar="DIR")
 
 
 def errcheck(what: ErrcheckOptions) -> None:
@@ -81,9 +73,8 @@ def errcheck(what: ErrcheckOptions) -> None:
 
     from vllm_accprobe.children import HOME
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
-    from vllm_accprobe.run.launcher import LaunchError
+    from vllm_accprobe.run.launcher import LaunchError, allow_plugin
     from vllm_accprobe.run.launcher import run as launch
-    from vllm_accprobe.run.settings import allow_plugin
 
     environ = dict(os.environ)
     environ[PREFIX + "ERRCHECK"] = ",".join([what.kinds, *(["exit"] if what.exit else [])])

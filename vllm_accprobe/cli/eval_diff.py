@@ -9,59 +9,43 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import say_written
 
 if TYPE_CHECKING:
-    from vllm_accprobe.gate.sides import Asking
+    from vllm_accprobe.gate.sides import SendSettings
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
     """Which questions, and what is written of them."""
 
-    tasks: Annotated[list[str], Option("--tasks", metavar="GLOBS", help="Only these tasks.")] = field(
-        default_factory=list
-    )
-    metrics: Annotated[list[str], Option("--metrics", metavar="GLOBS", help="Only these metrics.")] = field(
-        default_factory=list
-    )
-    filters: Annotated[list[str], Option("--filters", metavar="GLOBS", help="Only these filters.")] = field(
-        default_factory=list
-    )
-    prompts_out: Annotated[
-        Path | None,
-        Option("--prompts-out", metavar="FILE", help="Write the questions that flipped, as prompts for accprobe send."),
-    ] = None
-    csv: Annotated[Path | None, Option("--csv", metavar="FILE", help="Write a csv there: a row for each metric.")] = (
-        None
-    )
+    tasks: list[str] = option("--tasks", [], "Only these tasks.", metavar="GLOBS")
+    metrics: list[str] = option("--metrics", [], "Only these metrics.", metavar="GLOBS")
+    filters: list[str] = option("--filters", [], "Only these filters.", metavar="GLOBS")
+    prompts_out: Path | None = option("--prompts-out", None, "Write the questions that flipped, as prompts for "
+                                      "accprobe send.", metavar="FILE")  # fmt: skip
+    csv: Path | None = option("--csv", None, "Write a csv there: a row for each metric.", metavar="FILE")
 
 
 @dataclass(frozen=True)
 class EvalDiffOptions:
     """What is compared."""
 
-    golden: Annotated[
-        Path,
-        Argument(metavar="A", help="Of the machine that is trusted: a file or folder of answers, a trainer's jsonl."),
-    ]
-    mine: Annotated[
-        str,
-        Argument(metavar="B", help="Of the other one; of a trainer also a folder of accprobe send, a URL, a command."),
-    ]
-    out: Annotated[Path | None, options.out("the answers, where B is a server")] = None
-    rate: options.Rate = None
-    as_json: options.Json = False
-    verbose: options.Verbose = False
+    golden: Path = argument("A", "Of the machine that is trusted: a file or folder of answers, a trainer's jsonl.")
+    mine: str = argument("B", "Of the other one; of a trainer also a folder of accprobe send, a URL, a command.")
+    out: Path | None = options.out("the answers, where B is a server", None)
+    rate: float | None = options.rate()
+    as_json: bool = options.as_json()
+    verbose: bool = options.verbose()
 
 
 def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: options.ScoringOptions) -> None:
@@ -83,7 +67,7 @@ def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: opt
         else:
             if wrong := list(options.used(evaluation)):
                 raise CommandError(f"{wrong[0]} goes with two runs of an evaluation, and {runs.golden} is a trainer's")
-            compare_trainer(runs.golden, runs.mine, scoring.asking("default"), runs.out, runs.as_json)
+            compare_trainer(runs.golden, runs.mine, scoring.settings("default"), runs.out, runs.as_json)
     if runs.out is not None:
         raise CommandError("--out goes with a trainer's jsonl and a server")
     compare_samples(runs.golden, Path(runs.mine), evaluation, runs.rate, runs.as_json, runs.verbose)
@@ -96,11 +80,12 @@ def compare_samples(
     from vllm_accprobe.gate import evaluations
     from vllm_accprobe.gate.evaluations import SamplesError, match
     from vllm_accprobe.report import servers
+    from vllm_accprobe.whole_file import write_private
 
     rate = evaluations.RATE if rate is None else rate
-    for path, option in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
+    for path, name in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
         if path is not None:
-            _check_file(path, option, (golden, mine))
+            _check_file(path, name, (golden, mine))
     try:
         left, right = evaluations.open_side(golden), evaluations.open_side(mine)
         places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
@@ -126,14 +111,14 @@ def compare_samples(
             typer.echo(line)
     if how.prompts_out is not None:
         prompts, without = evaluations.prompts(result.flips, left.prompts)
-        _write_prompts(how.prompts_out, prompts)
+        # Whole and only for its owner: these are an evaluation's questions, which others may not publish.
+        write_private(how.prompts_out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
         more = f"; {without:,} have none in the files" if without else ""
         say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
     raise typer.Exit(1 if result.verdict == "fail" else 0)
 
 
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
-
     if path.is_dir():
         raise CommandError(f"{option} {path} is a directory: name a file")
     if any(places.is_same(path, other) for other in inputs):
@@ -141,19 +126,12 @@ def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
     places.writable(path.parent, option)
 
 
-def _write_prompts(path: Path, prompts: list[dict[str, object]]) -> None:
-    """Whole and only for its owner: these are an evaluation's questions, which others may not publish."""
-    from vllm_accprobe.whole_file import write_private
-
-    write_private(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
-
-
-def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, as_json: bool) -> NoReturn:
+def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
-    from vllm_accprobe.cli.send import made_by
     from vllm_accprobe.gate import trainer
     from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.client import NotServed, SendError
+    from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
 
     url = mine.startswith(("http://", "https://"))
@@ -170,17 +148,18 @@ def compare_trainer(golden: Path, mine: str, asking: Asking, out: Path | None, a
             assert out is not None
             places.check(out, {})
             going_on("the answers are", out)
+            made = made_by(str(golden))
             if url:
-                right = trainer.of_server(
-                    left, mine, os.environ.get("VLLM_API_KEY", ""), out, made_by(str(golden)), asking
-                )
+                right = trainer.of_server(left, mine, os.environ.get("VLLM_API_KEY", ""), out, made, settings)
             else:
-                right = trainer.of_command(left, mine, os.environ, out, made_by(str(golden)), asking)
+                right = trainer.of_command(left, mine, os.environ, out, made, settings)
         found = trainer.compare(left, right.answers, right.how, right.left_out)
     except trainer.TrainerError as e:
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
+    except NotServed as e:
+        raise CommandError(f"MINE: {e}") from None
     except (SendError, replies.FolderError) as e:
-        raise CommandError(str(e).replace("--engine:", "MINE:").replace("--url:", "MINE:")) from None
+        raise CommandError(str(e).replace("--url:", "MINE:")) from None
     except trainer.RatioError as e:
         raise NothingThere(f"{e} ({golden}, {mine if not asks else 'the server'})") from None
     if as_json:

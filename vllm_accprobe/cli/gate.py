@@ -6,56 +6,42 @@ whose older spellings are hidden options; the gate itself (gate_run.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-
-from typer import Argument, Option
 
 from vllm_accprobe.cli import aliases, options
 from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.eval_diff import EvaluationOptions
-from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.options import argument, hidden, option
 
 
 @dataclass(frozen=True)
 class GateOptions:
     """What is compared, and where the results go."""
 
-    golden: Annotated[
-        str,
-        Argument(metavar="GOLDEN", help="The machine that is trusted: a folder of accprobe send, a URL, or a command."),
-    ] = ""
-    mine: Annotated[str, Argument(metavar="MINE", help="The other one.")] = ""
-    prompts: options.Prompts = "default"
-    out: Annotated[Path | None, options.out("gate.json, folders of the servers; one begun is continued")] = None
-    floor: options.Floors = field(default_factory=list)
-    floor_dtype: Annotated[
-        str,
-        Option("--floor-dtype", metavar="DTYPE", help="Of the floor that golden's command makes. Default: see "
-               "docs/gate.md."),
-    ] = ""  # fmt: skip
-    no_floor: Annotated[bool, Option("--no-floor", help="Golden's command makes none.")] = False
-    rate: options.Rate = None
-    as_json: options.Json = False
-    verbose: options.Verbose = False
-    itself: Annotated[str, Hidden("--self", metavar="COMMAND|URL", help="See self-check.")] = ""
-    samples: Annotated[bool, Hidden("--samples", help="See eval-diff.")] = False
+    golden: str = argument("GOLDEN", "The machine that is trusted: a folder of accprobe send, a URL, or a command.", "")
+    mine: str = argument("MINE", "The other one.", "")
+    prompts: str | None = options.prompts("default")
+    out: Path | None = options.out("gate.json, folders of the servers; one begun is continued", None)
+    floor: list[str] = options.floors()
+    floor_dtype: str = option("--floor-dtype", "", "Of the floor that golden's command makes. Default: see "
+                              "docs/gate.md.", metavar="DTYPE")  # fmt: skip
+    no_floor: bool = option("--no-floor", False, "Golden's command makes none.")
+    rate: float | None = options.rate()
+    as_json: bool = options.as_json()
+    verbose: bool = options.verbose()
+    itself: str = hidden("--self", "", "See self-check.", metavar="COMMAND|URL")
+    samples: bool = hidden("--samples", False, "See eval-diff.")
 
 
 @dataclass(frozen=True)
 class LocalizeOptions:
     """What follows a gate that fails."""
 
-    localize: Annotated[
-        bool,
-        Option(
-            "--localize", help="Where they differ: capture the worst tokens of both, compare, and name the operator."
-        ),
-    ] = False
-    localize_gb: Annotated[
-        float, Option("--localize-gb", metavar="GB", min=0.001, help="Disk for it, for each side and rank.")
-    ] = 20
+    localize: bool = option("--localize", False, "Where they differ: capture the worst tokens of both, compare, and "
+                            "name the operator.")  # fmt: skip
+    localize_gb: float = option("--localize-gb", 20, "Disk for it, for each side and rank.", metavar="GB", min=0.001)
 
 
 def gate(
@@ -86,19 +72,19 @@ def gate(
         compare_samples(Path(golden), Path(mine), evaluation, rate, sides.as_json, sides.verbose)
     if wrong := list(options.used(evaluation)):
         raise CommandError(f"{wrong[0]} is an option of `accprobe eval-diff A B`")
-    asking = scoring.asking(sides.prompts or "default")
+    settings = scoring.settings(sides.prompts or "default")
     if sides.itself:
         from vllm_accprobe.cli.self_check import check_server
 
         aliases.note("gate --self", "self-check -- CMD")
-        check_server(sides.itself, asking, out, rate, sides.as_json)
+        check_server(sides.itself, settings, out, rate, sides.as_json)
     if Path(golden).is_file():
         from vllm_accprobe.cli.eval_diff import compare_trainer
 
         aliases.note("gate TRAINER.jsonl MINE", "eval-diff TRAINER.jsonl MINE")
-        compare_trainer(Path(golden), mine, asking, out, sides.as_json)
+        compare_trainer(Path(golden), mine, settings, out, sides.as_json)
     from vllm_accprobe.cli import gate_run
 
     floors = gate_run.Floors(tuple(sides.floor), sides.floor_dtype, sides.no_floor)
-    gate_run.run(golden, mine, out, floors, asking, rate, sides.as_json,
+    gate_run.run(golden, mine, out, floors, settings, rate, sides.as_json,
                  localizing.localize_gb if localizing.localize else None)  # fmt: skip

@@ -35,10 +35,10 @@ from vllm_accprobe.gate.localize import (
     dug,
 )
 from vllm_accprobe.gate.measure import gating
-from vllm_accprobe.gate.sending.client import SendError
+from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
-from vllm_accprobe.gate.sides import COMMAND, FOLDER, Asking, ServerSide, SideError
+from vllm_accprobe.gate.sides import COMMAND, FOLDER, SendSettings, ServerSide, SideError
 
 RESULT = "gate.json"
 
@@ -64,14 +64,14 @@ class Opened:
 
 
 def run(
-    golden: str, mine: str, out: Path | None, floors: Floors, asking: Asking, rate: float | None, as_json: bool,
+    golden: str, mine: str, out: Path | None, floors: Floors, sending: SendSettings, rate: float | None, as_json: bool,
     localize_gb: float | None = None,
 ) -> NoReturn:  # fmt: skip
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. localize_gb: the disk budget of what
     follows a gate that fails; None: nothing does."""
     from vllm_accprobe.report import servers
 
-    opened = compare(golden, mine, out, floors, asking, rate)
+    opened = compare(golden, mine, out, floors, sending, rate)
     result = opened.gate
     fields = servers.gap_json(result, opened.names)
     if out is not None:
@@ -82,7 +82,7 @@ def run(
     if localize_gb is not None and result.verdict == "fail":
         tell = to_stderr if as_json else typer.echo
         failed = FailedGate(opened.golden, opened.mine, result.worst, (sides.side(golden), sides.side(mine)))
-        found = localize(failed, out, asking, localize_gb, _progress, tell)
+        found = localize(failed, out, sending, localize_gb, _progress, tell)
         fields |= {} if found is None else {"dig": found.to_json()}
         if out is not None:
             write(out / RESULT, fields)
@@ -91,7 +91,9 @@ def run(
     raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
 
 
-def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: Asking, rate: float | None) -> Opened:
+def compare(
+    golden: str, mine: str, out: Path | None, floors: Floors, sending: SendSettings, rate: float | None
+) -> Opened:
     """Makes what is no folder yet, golden first, and compares. Raises CommandError, NothingThere."""
     try:
         left, right = sides.side(golden), sides.side(mine)
@@ -115,25 +117,25 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
     place = out if out is not None else Path()  # of folders nothing is written
     environ = dict(os.environ)
     try:
-        first = sides.made("golden", left, place / "golden", asking, None, _progress, environ)
-        second = sides.made("mine", right, place / "mine", asking, first, _progress, environ)
+        first = sides.made("golden", left, place / "golden", sending, None, _progress, environ)
+        second = sides.made("mine", right, place / "mine", sending, first, _progress, environ)
         made, names = [], []
         for i, side in enumerate(floor_sides):
-            sent = sides.made(f"floor {i}", side, place / f"floor-{i}", asking, first, _progress, environ)
+            sent = sides.made(f"floor {i}", side, place / f"floor-{i}", sending, first, _progress, environ)
             if not gating.has_numbers(first, sent):
                 typer.echo(f"note: floor {i} ({side}) has no numbers for some tokens: it is left out", err=True)
                 continue
             made.append(sent)
             names.append(str(side))
         if left.kind == COMMAND and not floor_sides and not floors.none:
-            found = _own_floor(left, right, floors.dtype, place, asking, first, environ)
+            found = _own_floor(left, right, floors.dtype, place, sending, first, environ)
             if found is not None:
                 made.append(found[0])
                 names.append(found[1])
         result = gating.compare(first, second, made, gating.RATE if rate is None else rate)
     except sides.NotComparable as e:
         raise NothingThere(str(e)) from None
-    except (sides.SideError, FolderError) as e:
+    except (sides.SideError, NotServed, FolderError) as e:
         raise CommandError(str(e)) from None
     except gating.GateError as e:
         raise NothingThere(f"{e} ({first.path}, {second.path})") from None
@@ -141,7 +143,13 @@ def compare(golden: str, mine: str, out: Path | None, floors: Floors, asking: As
 
 
 def _own_floor(
-    golden: ServerSide, mine: ServerSide, dtype: str, out: Path, asking: Asking, first: Sent, environ: dict[str, str]
+    golden: ServerSide,
+    mine: ServerSide,
+    dtype: str,
+    out: Path,
+    sending: SendSettings,
+    first: Sent,
+    environ: dict[str, str],
 ) -> tuple[Sent, str] | None:
     """Golden's command in another dtype, the first that its server takes; None where it takes none."""
     wanted = [dtype] if dtype else sides.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
@@ -149,8 +157,8 @@ def _own_floor(
     for i, one in enumerate(wanted):
         side = ServerSide(COMMAND, sides.command(golden.text, one))
         try:
-            sent = sides.made("floor 0", side, out / f"floor-{i}", asking, first, _progress, environ)
-        except sides.NotServed as e:
+            sent = sides.made("floor 0", side, out / f"floor-{i}", sending, first, _progress, environ)
+        except NotServed as e:
             refused.append(f"{one}: {e}")
             continue
         if gating.has_numbers(first, sent):
@@ -190,7 +198,12 @@ class FailedGate:
 
 
 def localize(
-    gate: FailedGate, out: Path | None, asking: Asking, gigabytes: float, progress: Progress, say: Callable[[str], None]
+    gate: FailedGate,
+    out: Path | None,
+    sending: SendSettings,
+    gigabytes: float,
+    progress: Progress,
+    say: Callable[[str], None],
 ) -> Localized | None:
     """Captures both sides and compares, or says which commands would. say: gets the lines for people. None where there
     is nothing to localize, or it is to be done by hand. Raises CommandError, NothingThere."""
@@ -205,18 +218,18 @@ def localize(
             say(line)
         return None
     try:
-        done = _captured(plan, gate, out / LOCALIZED, asking, gigabytes, progress, say)
+        done = _captured(plan, gate, out / LOCALIZED, sending, gigabytes, progress, say)
         _compared(done.dump("golden"), done.dump("mine"), done.root / "compare")
         found = dug(done, done.root / "compare", gate.golden)
     except (LocalizeError, SendError, TeacherForcingError, FolderError, SideError, ValueError) as e:
-        raise CommandError(f"dig: {str(e).replace('--engine: ', '')} (the gate itself has failed, see above)") from None
+        raise CommandError(f"dig: {e} (the gate itself has failed, see above)") from None
     for line in servers.localize_lines(found):
         say(line)
     return found
 
 
 def _captured(
-    plan: LocalizePlan, gate: FailedGate, root: Path, asking: Asking, gigabytes: float, progress: Progress,
+    plan: LocalizePlan, gate: FailedGate, root: Path, sending: SendSettings, gigabytes: float, progress: Progress,
     say: Callable[[str], None],
 ) -> Localization:  # fmt: skip
     from vllm_accprobe.report import servers
@@ -224,7 +237,7 @@ def _captured(
     golden, mine = gate.commands
     key = {"golden": golden.digest, "mine": mine.digest, "along": digest(gate.golden), "gigabytes": gigabytes}
     done = Localization(root, key, plan)
-    how = Recapturing(gigabytes, asking.timeout, asking.ready_s, asking.model, dict(os.environ), progress)
+    how = Recapturing(gigabytes, sending.timeout, sending.ready_s, sending.model, dict(os.environ), progress)
     for side, command in (("golden", golden.text), ("mine", mine.text)):
         done.capture(side, command, gate.golden, how)
         if side == "golden":

@@ -5,16 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Option
+from typing import TYPE_CHECKING
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.opcheck import ids_of, near_names, opened_calls, require_torch
-from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.options import hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
@@ -27,26 +25,18 @@ if TYPE_CHECKING:
 class GentestOptions:
     """Which calls, and where the tests go."""
 
-    dump: options.Dump
-    failed: Annotated[bool, Option("--failed", help="Calls that opcheck finds wrong, the worst of each module.")] = (
-        False
-    )
-    ops: options.Ops = field(default_factory=list)
-    ids: options.Ids = ""
-    out: Annotated[Path | None, options.out("a new folder, accprobe-gentest")] = None
-    factory: Annotated[
-        str,
-        Hidden(
-            "--factory", metavar="load|draw", help="jprof's: all operators, tensors as captured (else drawn), or drawn."
-        ),
-    ] = ""
-    cpu_init: Annotated[bool, Hidden("--cpu_init", help="jprof's: inputs lie on the CPU first, as here always.")] = (
-        False
-    )
-    blacklist: Annotated[bool, Hidden("--blacklist", help="jprof's: without operators that have no reference.")] = False
-    seed: options.Seed = 0
-    limit: Annotated[int, Option("--limit", "-n", min=0, metavar="N", help="At most so many, calls; 0 for all.")] = 50
-    weights: options.Weights = None
+    dump: Path = options.dump()
+    failed: bool = option("--failed", False, "Calls that opcheck finds wrong, the worst of each module.")
+    ops: list[str] = options.ops()
+    ids: str = options.ids()
+    out: Path | None = options.out("a new folder, accprobe-gentest", None)
+    factory: str = hidden("--factory", "", "jprof's: all operators, tensors as captured (else drawn), or drawn.",
+                          metavar="load|draw")  # fmt: skip
+    cpu_init: bool = hidden("--cpu_init", False, "jprof's: inputs lie on the CPU first, as here always.")
+    blacklist: bool = hidden("--blacklist", False, "jprof's: without operators that have no reference.")
+    seed: int = options.seed()
+    limit: int = option("--limit -n", 50, "At most so many, calls; 0 for all.", min=0, metavar="N")
+    weights: Path | None = options.weights()
 
 
 def gentest(what: GentestOptions) -> None:

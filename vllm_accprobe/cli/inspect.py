@@ -6,16 +6,15 @@ dump that a killed run left behind is finished first. Not here: two dumps (compa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError, NothingThere
-from vllm_accprobe.cli.options import SelectionOptions
+from vllm_accprobe.cli.options import SelectionOptions, argument, option
 from vllm_accprobe.cli.output import answer, answered, say_notes
 
 
@@ -23,82 +22,54 @@ from vllm_accprobe.cli.output import answer, answered, say_notes
 class InspectOptions:
     """What is inspected."""
 
-    path: Annotated[
-        Path | None,
-        Argument(metavar="[DUMP|FILE|MODEL_DIR]", help="A dump of any format, a file of one, a model's folder."),
-    ] = None
-    names: Annotated[
-        list[str],
-        Argument(metavar="[TAP|GLOB]...", help="One TAP, or tap/role#call as in compare.csv: in detail. Or globs over "
-                 "taps, e.g. '*.mlp.*'; '!...' excludes: a list. FILE.txt, FILE.csv: the list goes there."),
-    ] = field(default_factory=list)  # fmt: skip
-    formats: Annotated[bool, Option("--formats", help="List the formats that can be read, or only name PATH's.")] = (
-        False
-    )
-    repair: Annotated[bool, Option("--repair", help="Finish the files that a killed run left behind.")] = False
-    as_json: options.Json = False
+    path: Path | None = argument("[DUMP|FILE|MODEL_DIR]", "A dump of any format, a file of one, a model's folder.",
+                                 None)  # fmt: skip
+    names: list[str] = argument("[TAP|GLOB]...", "One TAP, or tap/role#call as in compare.csv: in detail. Or globs "
+                                "over taps, e.g. '*.mlp.*'; '!...' excludes: a list. FILE.txt, FILE.csv: the list "
+                                "goes there.", [])  # fmt: skip
+    formats: bool = option("--formats", False, "List the formats that can be read, or only name PATH's.")
+    repair: bool = option("--repair", False, "Finish the files that a killed run left behind.")
+    as_json: bool = options.as_json()
 
 
 @dataclass(frozen=True)
 class ListOptions:
     """Of the list of tensors."""
 
-    csv: Annotated[
-        Path | None, Option("--csv", metavar="FILE", help="Write a csv there: all chosen tensors, in full precision.")
-    ] = None
-    limit: Annotated[
-        int | None,
-        Option("--limit", min=0, metavar="N", help="At most so many, rows of a table: 200, in json all; 0 for all."),
-    ] = None
-    ops: Annotated[bool, Option("--ops", help="Operators only: calls, shapes, ranges.")] = False
-    tree: Annotated[bool, Option("--tree", help="The model's modules as a tree, with shapes; also ATB's topology.")] = (
-        False
-    )
-    level: options.Level = None
+    csv: Path | None = option("--csv", None, "Write a csv there: all chosen tensors, in full precision.",
+                              metavar="FILE")  # fmt: skip
+    limit: int | None = option("--limit", None, "At most so many, rows of a table: 200, in json all; 0 for all.", min=0,
+                               metavar="N")  # fmt: skip
+    ops: bool = option("--ops", False, "Operators only: calls, shapes, ranges.")
+    tree: bool = option("--tree", False, "The model's modules as a tree, with shapes; also ATB's topology.")
+    level: int | None = options.level()
 
 
 @dataclass(frozen=True)
 class TensorOptions:
     """Of one tap, or of a prompt."""
 
-    calls: Annotated[
-        str, Option("--calls", metavar="RANGES", help="Ordinals of the tap's calls within a step.")
-    ] = ""  # fmt: skip
-    rows: Annotated[str, Option("--rows", metavar="RANGES", help="Rows to print or save, e.g. 0,5-9.")] = ""
-    positions: Annotated[
-        str, Option("--positions", metavar="RANGES", help="Positions within the request, e.g. 0-3.")
-    ] = ""  # fmt: skip
-    save: Annotated[
-        Path | None, Option("--save", metavar="FILE", help="Save the tensor, or its rows: .npy, .safetensors.")
-    ] = None
-    prompt: Annotated[
-        bool, Option("--prompt", help="No tensor, but the prompt of the request that --requests names: its token ids.")
-    ] = False
-    tokenizer: options.Tokenizer = None
+    calls: str = option("--calls", "", "Ordinals of the tap's calls within a step.", metavar="RANGES")
+    rows: str = option("--rows", "", "Rows to print or save, e.g. 0,5-9.", metavar="RANGES")
+    positions: str = option("--positions", "", "Positions within the request, e.g. 0-3.", metavar="RANGES")
+    save: Path | None = option("--save", None, "Save the tensor, or its rows: .npy, .safetensors.", metavar="FILE")
+    prompt: bool = option("--prompt", False, "No tensor, but the prompt of the request that --requests names: its "
+                          "token ids.")  # fmt: skip
+    tokenizer: Path | None = options.tokenizer()
 
 
 @dataclass(frozen=True)
 class SizeOptions:
     """How large a capture will be."""
 
-    size: Annotated[
-        bool, Option("--size", help="PATH is a model's folder or config.json: how large will a capture of it be?")
-    ] = False
-    tokens: Annotated[
-        int | None,
-        Option("--tokens", min=1, metavar="N", help="With --size: of prompts and answers together. Default: 1000."),
-    ] = None
-    answers: Annotated[
-        int | None,
-        Option("--answers", min=0, metavar="N", help="With --size: how many of these are sampled. Default: 16."),
-    ] = None
-    modules: options.Modules = None
-    preset: Annotated[
-        str | None, Option("--preset", metavar="NAME", help="With --size, as VLLM_ACCPROBE_PRESET: its modules.")
-    ] = None
-    tp: Annotated[
-        int | None, Option("--tp", min=1, metavar="N", help="With --size: ranks of tensor parallelism. Default: 1.")
-    ] = None
+    size: bool = option("--size", False, "PATH is a model's folder or config.json: how large will a capture of it be?")
+    tokens: int | None = option("--tokens", None, "With --size: of prompts and answers together. Default: 1000.", min=1,
+                                metavar="N")  # fmt: skip
+    answers: int | None = option("--answers", None, "With --size: how many of these are sampled. Default: 16.", min=0,
+                                 metavar="N")  # fmt: skip
+    modules: str | None = options.modules()
+    preset: str | None = option("--preset", None, "With --size, as VLLM_ACCPROBE_PRESET: its modules.", metavar="NAME")
+    tp: int | None = option("--tp", None, "With --size: ranks of tensor parallelism. Default: 1.", min=1, metavar="N")
 
 
 def inspect(
@@ -124,19 +95,18 @@ def inspect(
     kind, opened = _kind(name, what, of_list, of_tensor, of_size)
     path, names = what.path, what.names
     if kind == "size":
-        _refuse(kind, chosen, of_list, of_tensor)
+        options.refuse("--size", chosen, of_list, of_tensor)
         _size(_needed(path, "MODEL_DIR"), of_size, what.as_json)
         return
-    _refuse(kind, of_size)
     if kind in ("formats", "repair"):
-        _refuse(kind, chosen, of_list, of_tensor)
+        options.refuse(f"--{kind}", of_size, chosen, of_list, of_tensor)
         if names:
             raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
         run: Any = (lambda: _formats(path)) if kind == "formats" else (lambda: _repair(_needed(path, "DUMP")))
     elif kind == "show":
         from vllm_accprobe.cli.inspect_tensor import show
 
-        _refuse(kind, of_list)
+        options.refuse("one TAP", of_size, of_list)
         if len(names) > 1:
             raise CommandError(f"one TAP is shown in detail, and {len(names)} are named")
         tap = names[0] if names else ""
@@ -144,7 +114,7 @@ def inspect(
     else:
         from vllm_accprobe.cli.inspect_list import summary
 
-        _refuse(kind, of_tensor)
+        options.refuse("a list of tensors", of_size, of_tensor)
         dump = _needed(path, "DUMP")
         run = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
     answered(name, what.as_json, run)
@@ -169,17 +139,6 @@ def _kind(
 
     opened = open_dump(what.path)
     return ("show" if is_tap(opened, what.names[0]) else "summary"), opened
-
-
-_OF = {
-    "size": "--size", "formats": "--formats", "repair": "--repair", "show": "one TAP", "summary": "a list of tensors"
-}  # fmt: skip
-
-
-def _refuse(kind: str, *groups: Any) -> None:
-    """Raises CommandError for an option that means nothing here."""
-    if wrong := list(options.used(*groups)):
-        raise CommandError(f"{wrong[0]} does not go with {_OF[kind]}: leave it out")
 
 
 def _needed(path: Path | None, word: str) -> Path:

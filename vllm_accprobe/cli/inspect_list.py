@@ -9,22 +9,25 @@ and the range of what came out. Not here: one tensor in detail (inspect_tensor.p
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from vllm_accprobe.cli import inspect_tensor, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
-from vllm_accprobe.cli.inspect_tensor import shape_text
+from vllm_accprobe.cli.inspect_tensor import print_lines, shape_text
+from vllm_accprobe.cli.options import SelectionOptions
 from vllm_accprobe.cli.output import answer, print_table, progress, say_written, size, wanted
-
-if TYPE_CHECKING:
-    from vllm_accprobe.cli.options import SelectionOptions
-    from vllm_accprobe.dump.reader import Dump, Selection
-    from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.dump.journal import inputs, tensors
+from vllm_accprobe.dump.reader import Dump, Selection, matches, row_space, within
+from vllm_accprobe.dump.schema import OpCall, Record
+from vllm_accprobe.formats import ForeignDump, open_dump
+from vllm_accprobe.formats.common import foreign
+from vllm_accprobe.report.text import count, num, safe
 
 COLUMNS = ("index", "step", "rank", "tap", "role", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf")
 MORE = ("class", "call", "rows", "requests", "mutated", "hash", "layout", "bytes", "stored")
@@ -40,36 +43,32 @@ def summary(
 ) -> None:  # fmt: skip
     """opened: the dump where it is open already; how: inspect.ListOptions; named: another tool's format is printed
     first. Raises CommandError, NothingThere."""
-    from vllm_accprobe.formats import open_dump
-    from vllm_accprobe.formats.common import foreign
-
-    csv, limit = how.csv, how.limit
+    table, limit = how.csv, how.limit
     if how.tree:
-        if names or chosen_by.roles or chosen_by.requests or how.ops or csv is not None:
+        if names or chosen_by.roles or chosen_by.requests or how.ops or table is not None:
             raise CommandError("--tree shows one step of one rank: it takes --steps, --ranks and --level")
         from vllm_accprobe.cli.convert import tree
 
         lines = tree(dump, how.level, chosen_by.steps, chosen_by.ranks or "")
         answer(dump=dump, tree=lines)
-        for line in lines:
-            typer.echo(line)
+        print_lines(lines)
         return
     if how.level is not None:
         raise CommandError("--level: how deep --tree shows the model; a table of tensors has no levels")
     limit = limit if limit is not None else 0 if wanted() else _ROWS
     opened = open_dump(dump) if opened is None else opened
-    foreign.look(opened)
+    foreign.note_values(opened)
     if named and (kind := getattr(opened, "kind", "")):
         typer.echo(f"format: {kind}")
         answer(format=kind)
-    names, text, named_csv = _files(opened, names)
-    if csv is not None and named_csv is not None:
-        raise CommandError(f"--csv {csv} and {named_csv}: name one file")
-    csv = csv or named_csv
-    if csv is not None:
-        places.check_place(csv, [dump], "--csv")
-        places.check_own(csv, places.csv_with(*COLUMNS[:-2], "nan"), "--csv")
-        places.writable(csv.parent, "--csv")
+    names, text, named_table = _files(opened, names)
+    if table is not None and named_table is not None:
+        raise CommandError(f"--csv {table} and {named_table}: name one file")
+    table = table or named_table
+    if table is not None:
+        places.check_place(table, [dump], "--csv")
+        places.check_own(table, places.csv_with(*COLUMNS[:-2], "nan"), "--csv")
+        places.writable(table.parent, "--csv")
     if text is not None:
         places.check_place(text, [dump], "FILE")
         places.check_own(text, places.matching(r"\A\s*" + r"\s+".join(COLUMNS[:4])))
@@ -77,10 +76,10 @@ def summary(
     what = chosen_by.selection(names)
     calls: list[Any] = chosen_calls(opened, what) if getattr(opened, "ops", None) else []
     chosen = [] if how.ops else what.apply(opened, padding=True)
-    if chosen and csv is not None:
+    if chosen and table is not None:
         chosen = _with_statistics(opened, chosen)
-        _write_csv(opened, chosen, csv)
-    if chosen and (csv is None or text is not None):
+        _write_csv(opened, chosen, table)
+    if chosen and (table is None or text is not None):
         taps = set() if any("::" in name for name in names) else {call.tap for call in calls}
         listed = [(i, r) for i, r in chosen if r.tap not in taps]
         shown = _with_statistics(opened, listed[:limit] if limit and text is None else listed)
@@ -92,16 +91,15 @@ def summary(
         if len(shown) < len(listed):
             left = len(listed) - len(shown)
             typer.echo(f"... {left:,} more: --limit 0 shows all, --csv FILE writes all, a GLOB or --steps narrows down")
-    if calls and csv is None and text is None:
+    if calls and table is None and text is None:
         show_operators(opened, calls, limit)
     lines = about(opened, [r for _, r in chosen])
     skipped: Counter[str] = Counter()
     for s in opened.skips:
         skipped[s.reason] += s.count
     answer(dump=dump, about=lines, skipped=skipped)
-    for line in lines:
-        typer.echo(line)
-    say_written(*(path for path in (csv, text) if path is not None and chosen))
+    print_lines(lines)
+    say_written(*(path for path in (table, text) if path is not None and chosen))
     if not chosen and not calls and not getattr(opened, "state_totals", None):
         raise NothingThere(f"{dump}: {_why_none(opened, names, how.ops)}")
 
@@ -127,9 +125,6 @@ def _files(dump: Dump, names: list[str]) -> tuple[list[str], Path | None, Path |
 
 def _with_statistics(dump: Dump, chosen: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
     """The same; what has values and no statistics gets them computed, with a bar on a terminal."""
-    from vllm_accprobe.formats.common import foreign
-    from vllm_accprobe.formats.common.foreign import ForeignDump
-
     lacking = sum(foreign.missing(r) for _, r in chosen)
     if not lacking or not isinstance(dump, ForeignDump):  # of our own, what the journal does not say is not there
         return chosen
@@ -150,8 +145,6 @@ def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
 
 def about(dump: Dump, chosen: list[Record]) -> list[str]:
     """What the dump holds, what it lacks and why, as lines."""
-    from vllm_accprobe.report.text import count, safe
-
     records = [*dump.records, *dump.padding]
     stored = {(r.rank, r.payload.seg, r.payload.off): r.payload.nbytes for r in records if r.payload}
     tensors = sum(r.step is not None for r in records)
@@ -182,8 +175,6 @@ def about(dump: Dump, chosen: list[Record]) -> list[str]:
 
 
 def _cells(index: int, r: Record) -> list[str]:
-    from vllm_accprobe.report.text import num, safe
-
     s = r.stats
     values = [num(v, 6) for v in (s.min, s.max, s.mean, s.std)] if s else [num(None)] * 4
     bad = [str(s.nan), str(s.inf)] if s else [num(None)] * 2
@@ -193,18 +184,14 @@ def _cells(index: int, r: Record) -> list[str]:
 
 
 def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
-    import csv as csv_module
-
     with open(path, "w", newline="", encoding="utf-8") as f:
-        writer = csv_module.writer(f)
+        writer = csv.writer(f)
         writer.writerow([*COLUMNS[:-2], "nan", "inf", *MORE])
         writer.writerows(_rows(dump, chosen))
 
 
 def _rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]]:
     """A row of the csv for each record."""
-    from vllm_accprobe.dump.reader import row_space
-
     for index, r in chosen:
         s = r.stats
         stats: list[Any] = [s.min, s.max, s.mean, s.std, s.nan, s.inf] if s else [None] * 6
@@ -220,8 +207,6 @@ def _rows(dump: Dump, chosen: list[tuple[int, Record]]) -> Iterator[list[Any]]:
 def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:
     """The calls that a selection of tensors means: by names (operator or tap), steps, ranks and ordinals; none where
     requests are chosen, whose rows operators do not know."""
-    from vllm_accprobe.dump.reader import matches, within
-
     if selection.requests or (selection.roles and not selection.names):
         return []
     known: dict[str, bool] = {}
@@ -238,8 +223,6 @@ def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:
 
 def operator_table(dump: Dump, calls: Sequence[OpCall]) -> list[list[Any]]:
     """The rows of the table, most calls first."""
-    from vllm_accprobe.dump.journal import inputs, tensors
-
     kept = {(r.rank, r.step, r.tap, r.call) for r in dump.records if r.payload is not None and "::" in r.tap}
     by_op: dict[str, list[OpCall]] = {}
     for call in calls:
@@ -261,8 +244,6 @@ def operator_table(dump: Dump, calls: Sequence[OpCall]) -> list[list[Any]]:
 
 
 def _operator_cells(row: Sequence[Any]) -> list[str]:
-    from vllm_accprobe.report.text import num, safe
-
     op, *counts, form, low, high, nan, inf = row
     return [safe(op), *(f"{n:,}" for n in counts), safe(form, 60), num(low, 4), num(high, 4), str(nan), str(inf)]
 
@@ -277,8 +258,6 @@ def _number(value: Any) -> int:
 
 def show_operators(dump: Dump, calls: Sequence[OpCall], limit: int) -> None:
     """Prints the table and a line about it."""
-    from vllm_accprobe.report.text import count
-
     rows = operator_table(dump, calls)
     texts = ("operator", "commonest input")
     shown = rows[:limit] if limit else rows

@@ -1,54 +1,46 @@
-"""`accprobe inspect DUMP TAP`: one tensor, states and weights.
+"""``accprobe inspect DUMP TAP``: one tensor in detail; all states, all weights; with --prompt, a request's prompt.
 
-What a dump says of its states and of its weights over their life, as lines, before any comparison.
+The problem: after a report has named a tap, a person wants to see its numbers, of which a tensor has millions, some of
+them NaN; it also names a request, and the prompt is a user's text, which no report repeats. The idea: all records of
+the tap as a small table, then the first of them (or the only one that the options leave) as lines: a header, a
+histogram over the finite values, rows cut in the middle with what is left out counted. A prompt is printed from the ids
+beside the stored rows, with the positions that no stored row computed and what to set so that they are. Ids become text
+by a tokenizer.json that the user names; nothing is downloaded or stored.
 
-A line for each finding and one for each rank; `inspect DUMP states` and `inspect DUMP weights` have all of them. Not
-here: what a finding is (judge/weights, dump/journal), two dumps (compare).
-
-``accprobe inspect DUMP TAP``: one tensor in detail; with --prompt, a request's prompt.
-
-The problem: after a report has named a tap, a person wants to see the numbers, of which a tensor has millions, some of
-them NaN; it also names a request and a position, and the prompt is a user's text, which no report repeats. The idea:
-all records of the tap as a small table, then the first of them (or the only one that the options leave) as lines: a
-header, a histogram over the finite values, rows cut in the middle with what is left out counted. A prompt is printed
-from the ids beside the stored rows, with the positions that no stored row computed and what to set so that they are;
-the hash that the dump has of the prompt says whether the ids are it. Ids become text by a tokenizer.json that the user
-names; nothing is downloaded or stored. numpy is imported by each function: this module belongs to the command line.
+Not here: the list of tensors (inspect_list.py), what a finding is (judge/weights, dump/journal).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import typer
 
 from vllm_accprobe.cli import places
-from vllm_accprobe.cli.endings import CommandError as CommandError
-from vllm_accprobe.cli.endings import NothingThere as NothingThere
-from vllm_accprobe.cli.options import ranges
+from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.options import SelectionOptions, ranges
 from vllm_accprobe.cli.output import answer, say_written
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from vllm_accprobe.cli.options import SelectionOptions
-    from vllm_accprobe.dump.journal import Lives
-    from vllm_accprobe.dump.reader import Dump, Ranges
-    from vllm_accprobe.dump.schema import Record, Request
-
+from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.dump.dtypes import widen
+from vllm_accprobe.dump.journal import Lives, sentence
+from vllm_accprobe.dump.reader import Dump, Ranges, names_request, row_space, rows_of
+from vllm_accprobe.dump.schema import Record, Request, hash_tokens
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats.io import containers
+from vllm_accprobe.judge.weights import event_words, faults_within, side_of
+from vllm_accprobe.report.html.data import tokenizer_at
+from vllm_accprobe.report.text import count, num, safe
 
 _FINDINGS, _ADAPTERS = 5, 20
 
 
 def state_lines(dump: Dump, n: int = 20) -> list[str]:
     """What the run's own ledger of states has found, and checked."""
-    from vllm_accprobe.dump.journal import sentence
-    from vllm_accprobe.report.text import count, safe
-
     found, totals = getattr(dump, "states", []), getattr(dump, "state_totals", {})
     out = [f"the cache, not the kernel: {safe(sentence(one), 1000)}, rank {rank}" for rank, one in found[:n]]
     total = max(sum(one.findings for one in totals.values()), len(found))
@@ -68,9 +60,6 @@ def state_lines(dump: Dump, n: int = 20) -> list[str]:
 
 def weight_lines(lives: Lives | None, whole: bool = False) -> list[str]:
     """[] of a dump that tells nothing of its weights. whole: all findings and events."""
-    from vllm_accprobe.judge.weights import event_words, faults_within, side_of
-    from vllm_accprobe.report.text import count, safe
-
     if lives is None or not lives.events:
         return []
     side = side_of(lives)
@@ -115,15 +104,14 @@ def is_tap(dump: Dump, name: str) -> bool:
 
 def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, how: Any) -> None:
     """opened: the dump where it is open already; how: inspect.TensorOptions. Raises CommandError, NothingThere."""
-    from vllm_accprobe.formats.common.sniff import open_dump
-    from vllm_accprobe.report.text import count, safe
-
     save, request = how.save, chosen.requests
     if how.prompt or how.tokenizer is not None:
         others = tap or chosen.roles or chosen.steps or how.calls or chosen.ranks or how.rows or how.positions
         if others or save is not None or not how.prompt:
             raise CommandError("--prompt takes --requests and --tokenizer alone: inspect DUMP --requests ID --prompt")
-        _say(dump, prompt_lines(open_dump(dump), request, how.tokenizer))
+        lines = prompt_lines(open_dump(dump), request, how.tokenizer)
+        answer(dump=dump, lines=lines)
+        print_lines(lines)
         return
     if not tap:
         raise CommandError("name a TAP (`accprobe inspect DUMP` lists them), or --requests ID --prompt")
@@ -140,20 +128,19 @@ def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, ho
         places.writable(save.parent, "--save")
     wanted_rows, positions = ranges(how.rows, "--rows"), ranges(how.positions, "--positions")
     opened = open_dump(dump) if opened is None else opened
-    lines: list[str] = []
+    lines = []
     if tap == STATES and getattr(opened, "state_totals", None):
         lines = state_lines(opened, len(opened.states))
     elif tap == WEIGHTS:
         lines = weight_lines(getattr(opened, "lives", None), whole=True)
     if lines:
-        _say(dump, lines)
+        answer(dump=dump, lines=lines)
+        print_lines(lines)
         return
     name = _resolve(opened, tap)
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in name)
     found = [r for _, r in chosen.selection([escaped], how.calls).apply(opened, padding=True)]
     if positions:  # the steps that computed one of them
-        from vllm_accprobe.dump.reader import rows_of
-
         found = [r for r in found if rows_of(opened, r, request, positions).size]
     if not found:
         raise NothingThere(f"{safe(name)} is in {dump}, but {_what_there_is(opened, name)}")
@@ -169,8 +156,7 @@ def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, ho
         typer.echo("the first of them:")
     record = found[0]
     answer(dump=dump, matches=found, tensor=record, values=None)
-    for line in header(opened, record):
-        typer.echo(line)
+    print_lines(header(opened, record))
     if record.payload is None:
         typer.echo("only its statistics were stored, no values")
         if save is not None:
@@ -179,25 +165,23 @@ def show(dump: Path, opened: Dump | None, tap: str, chosen: SelectionOptions, ho
     array = opened.read(record)
     indices = choose(opened, record, wanted_rows, request, positions)
     answer(values=as_json(record, array, indices))
-    for line in histogram(array, record.dtype):
-        typer.echo(line)
-    for line in rows(opened, record, array, indices):
-        typer.echo(line)
+    print_lines([*histogram(array, record.dtype), *rows(opened, record, array, indices)])
     if save is not None:
-        save_tensor(save, record, array if indices is None else array.take(indices, axis=record.row_dim))
+        array = array if indices is None else array.take(indices, axis=record.row_dim)
+        if save.suffix == ".npy":
+            containers.save_npy(save, array, record.dtype)
+        else:
+            containers.save_safetensors(save, record.name, array, record.dtype)
         say_written(save)
 
 
-def _say(dump: Path, lines: list[str]) -> None:
-    answer(dump=dump, lines=lines)
+def print_lines(lines: Iterable[str]) -> None:
     for line in lines:
         typer.echo(line)
 
 
 def _resolve(dump: Dump, tap: str) -> str:
     """``tap`` as it was typed where it names a tap or a record; raises CommandError with the nearest names."""
-    from vllm_accprobe.report.text import safe
-
     taps = sorted({r.tap for r in dump.records} | {m.tap for ms in dump.modules.values() for m in ms})
     if tap in {r.tap for r in dump.records} or any(
         tap in (r.name, f"{r.tap}/{r.role}") for r in (*dump.records, *dump.padding)
@@ -214,8 +198,6 @@ def _resolve(dump: Dump, tap: str) -> str:
 
 
 def _what_there_is(dump: Dump, name: str) -> str:
-    from vllm_accprobe.report.text import safe
-
     records = [r for r in (*dump.records, *dump.padding) if name in (r.tap, f"{r.tap}/{r.role}", r.name)]
     roles = sorted({r.role for r in records})
     steps = sorted({r.step for r in records if r.step is not None})
@@ -225,8 +207,6 @@ def _what_there_is(dump: Dump, name: str) -> str:
 
 
 def _brief(r: Record) -> str:
-    from vllm_accprobe.report.text import safe
-
     step = "parameter" if r.step is None else f"step {r.step}"
     return f"{safe(r.which)} ({step}, rank {r.rank})"
 
@@ -248,8 +228,6 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 def stats_line(r: Record) -> str:
     """Extremes, mean and deviation, and NaN and Inf where there are any, in one line."""
-    from vllm_accprobe.report.text import num
-
     s = r.stats
     if s is None:
         return "no statistics"
@@ -259,8 +237,6 @@ def stats_line(r: Record) -> str:
 
 def header(dump: Dump, r: Record) -> list[str]:
     """A tensor without its values."""
-    from vllm_accprobe.report.text import num, safe
-
     step = "parameter" if r.step is None else f"step {r.step}"
     what = f"{r.dtype} {shape_text(r.shape)}"
     lines = [f"{safe(r.name)}  {safe(r.cls)}  {step}, rank {r.rank}", f"  {what}, {stats_line(r)}"]
@@ -279,10 +255,6 @@ def header(dump: Dump, r: Record) -> list[str]:
 
 def histogram(array: np.ndarray, dtype: str, bins: int = BINS) -> list[str]:
     """Counts of the finite values between their minimum and maximum, as bars; real parts of complex numbers."""
-    import numpy as np
-
-    from vllm_accprobe.dump.dtypes import widen
-
     flat = array.reshape(-1)
 
     def chunks() -> Any:
@@ -316,10 +288,6 @@ def histogram(array: np.ndarray, dtype: str, bins: int = BINS) -> list[str]:
 
 def choose(dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], positions: Ranges) -> np.ndarray | None:
     """Indices along dimension ``row_dim`` of the chosen rows; None where none were chosen. Raises CommandError."""
-    import numpy as np
-
-    from vllm_accprobe.dump.reader import row_space, rows_of
-
     if not wanted and not requests and not positions:
         return None
     if not r.shape:
@@ -340,10 +308,6 @@ def choose(dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], posit
 
 def rows(dump: Dump, r: Record, array: np.ndarray, indices: np.ndarray | None) -> list[str]:
     """The chosen rows, or, where none were chosen, everything if it is no more than a few numbers."""
-    import numpy as np
-
-    from vllm_accprobe.dump.dtypes import widen
-
     if indices is None:
         if array.size > 2 * _ENDS:
             return []
@@ -370,9 +334,6 @@ def _numbers(row: np.ndarray) -> str:
 
 
 def _row_name(dump: Dump, r: Record, index: int) -> str:
-    from vllm_accprobe.dump.reader import row_space
-    from vllm_accprobe.report.text import safe
-
     space = row_space(dump, r)
     start = 0
     for s in space.segments if space else ():
@@ -388,25 +349,11 @@ def _row_name(dump: Dump, r: Record, index: int) -> str:
 
 def as_json(r: Record, array: np.ndarray, indices: np.ndarray | None) -> dict[str, Any]:
     """``{"row": [values]}`` of the chosen rows, at most 64 of them; {} where none were chosen: --save has all."""
-    import numpy as np
-
-    from vllm_accprobe.dump.dtypes import widen
-
     if indices is None:
         return {}
     moved = np.moveaxis(array, r.row_dim, 0)
     rows = {int(i): widen(np.ascontiguousarray(moved[i]), r.dtype).reshape(-1) for i in indices[:_MAX_ROWS]}
     return {str(i): [str(x) if row.dtype.kind == "c" else x for x in row.tolist()] for i, row in rows.items()}
-
-
-def save_tensor(path: Path, r: Record, array: np.ndarray) -> None:
-    """Stored bits as .npy (bfloat16 and 8-bit floats as float32) or .safetensors (as they are)."""
-    from vllm_accprobe.formats.write import containers
-
-    if path.suffix == ".npy":
-        containers.save_npy(path, array, r.dtype)
-    else:
-        containers.save_safetensors(path, r.name, array, r.dtype)
 
 
 # --- a prompt ---
@@ -415,14 +362,11 @@ _A_LINE = 16
 _SPANS = 10
 _MOST = 1 << 22
 """Tokens of a prompt that are printed: more is no model's context."""
-Texts = Callable[[Sequence[int]], list[str]]
 
 
 def prompt_lines(dump: Dump, globs: Sequence[str], tokenizer: Path | None) -> list[str]:
     """The lines for the one request that ``globs`` name. Raises CommandError, and NothingThere where there is none or
     none of its prompt is recorded."""
-    from vllm_accprobe.report.text import count, safe
-
     request, keys = _chosen(dump, globs)
     ids = _ids(dump, keys, min(request.prompt_len, _MOST))
     what = f"request {safe(request.id, 80)}: a prompt of {count(request.prompt_len, 'token')}"
@@ -450,9 +394,6 @@ def prompt_lines(dump: Dump, globs: Sequence[str], tokenizer: Path | None) -> li
 
 def _chosen(dump: Dump, globs: Sequence[str]) -> tuple[Request, list[tuple[int, int]]]:
     """The request, and its (rank, number) on all ranks."""
-    from vllm_accprobe.dump.reader import names_request
-    from vllm_accprobe.report.text import safe
-
     by_name: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for key, request in dump.requests.items():
         if not globs or names_request(globs, request):
@@ -483,8 +424,6 @@ def _ids(dump: Dump, keys: Sequence[tuple[int, int]], length: int) -> dict[int, 
 
 
 def _same(request: Request, ids: Mapping[int, int], missing: Sequence[int]) -> str:
-    from vllm_accprobe.dump.schema import hash_tokens
-
     if missing or len(ids) != request.prompt_len:
         return ""
     try:
@@ -538,9 +477,6 @@ _LONGEST = 8
 def load_tokenizer(path: str | Path) -> Callable[[Sequence[int]], list[str]]:
     """What turns ids into their texts, one for each; joined they are the whole text. ``path``: a directory with a
     tokenizer.json, or that file. Raises CommandError, one line."""
-    from vllm_accprobe.comparison.result import CompareError
-    from vllm_accprobe.report.html.data import tokenizer_at
-
     try:
         tokenizer = tokenizer_at(Path(path))
     except CompareError as why:
@@ -550,10 +486,7 @@ def load_tokenizer(path: str | Path) -> Callable[[Sequence[int]], list[str]]:
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def texts(ids: Sequence[int]) -> list[str]:
-        return _each(ids, decoded, size)
-
-    return texts
+    return lambda ids: _each(ids, decoded, size)
 
 
 def _each(ids: Sequence[int], decode: Callable[[Sequence[int]], str], size: int) -> list[str]:

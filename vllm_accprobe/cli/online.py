@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
-from vllm_accprobe.cli.opcheck import Against, against, check_out, check_standard, conclude, require_torch
-from vllm_accprobe.cli.options import Command, ranges
+from vllm_accprobe.cli.opcheck import against, check_out, check_standard, conclude, require_torch
+from vllm_accprobe.cli.options import Command, argument, option, ranges
 from vllm_accprobe.cli.output import answer, say_notes
 from vllm_accprobe.cli.places import require_directory
 
@@ -28,26 +27,15 @@ _LEAST = 1 << 16
 class LineOptions:
     """How the two machines reach each other, and of which ranks."""
 
-    host: Annotated[str, Option("--host", help="The receiver's name or address, which its certificate must have.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[
-        int,
-        Option("--port", min=0, max=65535, metavar="N", help="A server's port: the receiver's; serve takes 0 for any "
-               "that is free."),
-    ] = _PORT  # fmt: skip
-    tls: Annotated[
-        Path | None,
-        Option("--tls", metavar="DIR", help="Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: "
-               "loopback."),
-    ] = None  # fmt: skip
-    shared: Annotated[
-        Path | None, Option("--shared", metavar="DIR", help="A folder that both machines see, in place of a line.")
-    ] = None
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="msprobe's config.json, in place of these options.")
-    ] = None
-    ranks: options.Ranks = None
+    host: str = option("--host", "127.0.0.1", "The receiver's name or address, which its certificate must have.")
+    port: int = option("--port", _PORT, "A server's port: the receiver's; serve takes 0 for any that is free.", min=0,
+                       max=65535, metavar="N")  # fmt: skip
+    tls: Path | None = option("--tls", None, "Certificates: ca.crt, and server.crt, .key or client.crt, .key. None: "
+                              "loopback.", metavar="DIR")  # fmt: skip
+    shared: Path | None = option("--shared", None, "A folder that both machines see, in place of a line.",
+                                 metavar="DIR")  # fmt: skip
+    config: Path | None = option("--config", None, "msprobe's config.json, in place of these options.", metavar="FILE")
+    ranks: str | None = options.ranks()
 
     def endpoint(self, keys: Keys | None) -> Endpoint:
         from vllm_accprobe.online.keys import Endpoint
@@ -59,30 +47,26 @@ class LineOptions:
 class ReceiveOptions:
     """What is checked, and where it goes."""
 
-    ops: options.Ops = field(default_factory=list)
-    weights: options.Weights = None
-    standard: Annotated[str, Option("--standard", metavar="NAME", help="The limits, as for opcheck.")] = "operator"
-    against: Against = "float64"
-    jobs: options.Jobs = 1
-    max_gb: Annotated[float, Option("--max-gb", min=0.001, metavar="GB", help="Disk budget per rank.")] = 20.0
-    ahead: Annotated[
-        float, Option("--ahead-gb", min=0.001, metavar="GB", help="What may lie unchecked; then senders wait.")
-    ] = 4.0
-    wait: Annotated[float, Option("--wait", metavar="S", help="End where nothing came for so long; 0: never.")] = 0.0
-    out: Annotated[Path, options.out("and the calls")] = Path("accprobe-online")
-    verbose: options.Verbose = False
+    ops: list[str] = options.ops()
+    weights: Path | None = options.weights()
+    standard: str = option("--standard", "operator", "The limits, as for opcheck.", metavar="NAME")
+    against: str = options.against()
+    jobs: int = options.jobs()
+    max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
+    ahead: float = option("--ahead-gb", 4.0, "What may lie unchecked; then senders wait.", min=0.001, metavar="GB")
+    wait: float = option("--wait", 0.0, "End where nothing came for so long; 0: never.", metavar="S")
+    out: Path = options.out("and the calls", Path("accprobe-online"))
+    verbose: bool = options.verbose()
 
 
 @dataclass(frozen=True)
 class OnlineSendOptions:
     """What is sent."""
 
-    dump: Annotated[Path, Argument(metavar="DUMP", help="Directory of a dump, also while it is written.")]
-    follow: Annotated[bool, Option("--follow", help="Go on until the capture ends; DUMP may not be there yet.")] = False
-    patience: Annotated[
-        float,
-        Option("--patience", min=0.0, metavar="S", help="How long to try where the receiver does not answer."),
-    ] = 120.0
+    dump: Path = argument("DUMP", "Directory of a dump, also while it is written.")
+    follow: bool = option("--follow", False, "Go on until the capture ends; DUMP may not be there yet.")
+    patience: float = option("--patience", 120.0, "How long to try where the receiver does not answer.", min=0.0,
+                             metavar="S")  # fmt: skip
 
 
 def serve(line: LineOptions, what: ReceiveOptions) -> None:

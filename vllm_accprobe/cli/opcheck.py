@@ -6,24 +6,25 @@ writes what `online serve` needs, too. Not here: the check (opcheck/run), the li
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
-from vllm_accprobe.cli.options import Hidden
+from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
-    from vllm_accprobe.opcheck.compat.msprobe import Precheck
     from vllm_accprobe.opcheck.run.process_pool import CheckedRun
     from vllm_accprobe.opcheck.run.result_row import CheckResult
     from vllm_accprobe.opcheck.run.worker import Job
@@ -33,107 +34,67 @@ _MOST_RUNS = 100_000
 _WORST = ("tap", "cls", "role", "rank", "step", "call", "request", "position", "column", "measure", "measured",
           "allowed", "created", "severity", "tier", "chance", "message")  # fmt: skip
 
-Against = Annotated[
-    str,
-    Option("--against", metavar="WHAT", help="float64, device (this machine's accelerator), or a golden dump."),
-]
-
 
 @dataclass(frozen=True)
 class OpcheckOptions:
     """What is checked, by which limits, and where the results go."""
 
-    dump: Annotated[
-        Path | None, Argument(metavar="[DUMP]", help="A dump, its directory or dump.json; none with --op.")
-    ] = None
-    ops: options.Ops = field(default_factory=list)
-    ids: options.Ids = ""
-    weights: options.Weights = None
-    standard: Annotated[
-        str | None, Option("--standard", metavar="NAME", help="The limits: {standards}; operator by default.")
-    ] = None
-    against: Against = _EXACT
-    rerun: Annotated[bool, Option("--rerun", help="Against vLLM's native code, or torch's, run here and now.")] = False
-    backward: Annotated[bool, Option("--backward", help="Gradients of the operators, too, against autograd's.")] = False
-    attributes: Annotated[
-        list[str],
-        Option("--attribute", metavar="A=V", help="Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Can be "
-               "repeated."),
-    ] = field(default_factory=list)  # fmt: skip
-    kl: Annotated[bool, Option("--kl", help="Measure the KL divergence of each output, too.")] = False
-    seed: options.Seed = 0
-    jobs: options.Jobs = 1
-    resume: Annotated[bool, Option("--resume", help="Continue the run that was interrupted in --out.")] = False
-    save: Annotated[Path | None, Option("--save-failed", metavar="DIR", help="Failed calls go here, with tensors.")] = (
-        None
-    )
-    out: Annotated[Path, options.out("opcheck.csv")] = Path("accprobe-opcheck")
-    verbose: options.Verbose = False
+    dump: Path | None = argument("[DUMP]", "A dump, its directory or dump.json; none with --op.", None)
+    ops: list[str] = options.ops()
+    ids: str = options.ids()
+    weights: Path | None = options.weights()
+    standard: str | None = option("--standard", None, "The limits: {standards}; operator by default.", metavar="NAME")
+    against: str = options.against()
+    rerun: bool = option("--rerun", False, "Against vLLM's native code, or torch's, run here and now.")
+    backward: bool = option("--backward", False, "Gradients of the operators, too, against autograd's.")
+    attributes: list[str] = option("--attribute", [], "Of modules, if not recorded: eps=1e-6, '*Norm:eps=1e-6'. Can "
+                                   "be repeated.", metavar="A=V")  # fmt: skip
+    kl: bool = option("--kl", False, "Measure the KL divergence of each output, too.")
+    seed: int = options.seed()
+    jobs: int = options.jobs()
+    resume: bool = option("--resume", False, "Continue the run that was interrupted in --out.")
+    save: Path | None = option("--save-failed", None, "Failed calls go here, with tensors.", metavar="DIR")
+    out: Path = options.out("opcheck.csv", Path("accprobe-opcheck"))
+    verbose: bool = options.verbose()
 
 
 @dataclass(frozen=True)
 class KernelOptions:
     """This machine's own kernels, in place of a reference."""
 
-    repeat: Annotated[
-        int, Option("--repeat", min=0, metavar="N", help="Run each so many times: calls, here, for races and unwritten "
-                    "memory."),
-    ] = 0  # fmt: skip
-    rows: Annotated[
-        str, Option("--rows", metavar="SIZES", help="Rows in batches of these sizes, e.g. 1,N or all, here.")
-    ] = ""
-    op: Annotated[
-        str, Option("--op", metavar="NAME", help="No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.")
-    ] = ""
-    shapes: Annotated[
-        list[str],
-        Option("--shape", metavar="SHAPES", help="Its tensors, e.g. 7x64,64x32. Can be repeated: further calls."),
-    ] = field(default_factory=list)
-    dtype: Annotated[
-        str, Option("--dtype", metavar="DTYPES", help="Theirs: one, or one for each; int64:32 is below 32.")
-    ] = "float32"
-    arguments: Annotated[
-        list[str], Option("--with", metavar="NAME=JSON", help="An argument of it by name. Can be repeated.")
-    ] = field(default_factory=list)
-    load: Annotated[
-        list[str],
-        Option("--load", metavar="MODULE", help="Import this first: it registers operators. Can be repeated."),
-    ] = field(default_factory=list)
+    repeat: int = option("--repeat", 0, "Run each so many times: calls, here, for races and unwritten memory.", min=0,
+                         metavar="N")  # fmt: skip
+    rows: str = option("--rows", "", "Rows in batches of these sizes, e.g. 1,N or all, here.", metavar="SIZES")
+    op: str = option("--op", "", "No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.", metavar="NAME")
+    shapes: list[str] = option("--shape", [], "Its tensors, e.g. 7x64,64x32. Can be repeated: further calls.",
+                               metavar="SHAPES")  # fmt: skip
+    dtype: str = option("--dtype", "float32", "Theirs: one, or one for each; int64:32 is below 32.", metavar="DTYPES")
+    arguments: list[str] = option("--with", [], "An argument of it by name. Can be repeated.", metavar="NAME=JSON")
+    load: list[str] = option("--load", [], "Import this first: it registers operators. Can be repeated.",
+                             metavar="MODULE")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MsprobeOptions:
     """msprobe's acc_check, multi_acc_check and run_ut (opcheck/compat/msprobe.py)."""
 
-    api_info: Annotated[
-        Path | None, Hidden("-api_info", metavar="FILE", help="DUMP as msprobe says it: its limits.")
-    ] = None
-    config: Annotated[Path | None, Hidden("--config", metavar="FILE", help="msprobe's config.json or config.yaml.")] = (
-        None
-    )
-    once: Annotated[bool, Hidden("-f", help="Calls that differ in values alone are checked once.")] = False
-    device: Annotated[
-        str, Hidden("-d", "--device", metavar="DEVICES", help="Run the calls here and judge that: cpu, cuda:1, 0,1.")
-    ] = ""
-    csv_path: Annotated[
-        Path | None, Hidden("-csv_path", metavar="FILE", help="As --resume of msprobe's result csv.")
-    ] = None
-    save_error: Annotated[bool, Hidden("-save_error_data", help="As --save-failed ut_error_data<time>.")] = False
-    jit: Annotated[bool, Hidden("--jit_compile", help="An NPU compiles its operators (-j alone is the same).")] = False
+    api_info: Path | None = hidden("-api_info", None, "DUMP as msprobe says it: its limits.", metavar="FILE")
+    config: Path | None = hidden("--config", None, "msprobe's config.json or config.yaml.", metavar="FILE")
+    once: bool = hidden("-f", False, "Calls that differ in values alone are checked once.")
+    device: str = hidden("-d --device", "", "Run the calls here and judge that: cpu, cuda:1, 0,1.", metavar="DEVICES")
+    csv_path: Path | None = hidden("-csv_path", None, "As --resume of msprobe's result csv.", metavar="FILE")
+    save_error: bool = hidden("-save_error_data", False, "As --save-failed ut_error_data<time>.")
+    jit: bool = hidden("--jit_compile", False, "An NPU compiles its operators (-j alone is the same).")
 
 
 @dataclass(frozen=True)
 class AitOptions:
     """ait llm opcheck (opcheck/compat/ait.py)."""
 
-    same: Annotated[Path | None, Hidden("--input", metavar="DIR", help="As DUMP: ATB's tensors of one execution.")] = (
-        None
-    )
-    table: Annotated[Path | None, Hidden("--csv-path", metavar="FILE", help="ATB's operation_tensors_N.csv.")] = None
-    metric: Annotated[
-        list[str], Hidden("--metric", metavar="WORDS", help="More columns of opcheck_result.csv: abs cos_sim kl.")
-    ] = field(default_factory=list)
-    card: Annotated[int | None, Hidden("--device-id", metavar="N", help="As ait has it; no card is used.")] = None
+    same: Path | None = hidden("--input", None, "As DUMP: ATB's tensors of one execution.", metavar="DIR")
+    table: Path | None = hidden("--csv-path", None, "ATB's operation_tensors_N.csv.", metavar="FILE")
+    metric: list[str] = hidden("--metric", [], "More columns of opcheck_result.csv: abs cos_sim kl.", metavar="WORDS")
+    card: int | None = hidden("--device-id", None, "As ait has it; no card is used.", metavar="N")
 
 
 def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOptions, from_ait: AitOptions) -> None:
@@ -146,89 +107,74 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     Exit code 0: pass, 1: an operator is wrong, 2: unreadable input, 3: nothing could be checked.
     """
     from vllm_accprobe.opcheck.compat import ait as ait_words
-    from vllm_accprobe.opcheck.compat import msprobe as precheck_options
+    from vllm_accprobe.opcheck.compat import msprobe as msprobe_words
 
     ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
                          from_ait.card, checking.rerun)  # fmt: skip
     say_notes(ait.notes)
-    check = precheck_options.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
-                                  msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
-    out, standard = check.out or checking.out, checking.standard or _default_standard(check)
+    check = msprobe_words.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
+                                       msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
+    out, standard, save = check.out or checking.out, checking.standard or "operator", checking.save or check.save
+    if check.msprobe and not checking.standard:  # its own limits where its own words were used
+        mindspore = msprobe_words.framework_of(check.dump) == "mindspore"
+        standard = "mindspore" if mindspore else "msprobe"
     here = _here(machine)
-    require_torch("opcheck", threads=bool(here["repeat"] or here["batch"] or here["named"]))
-    from vllm_accprobe.opcheck.compat import msprobe as precheck_files
+    runs_here = bool(here["repeat"] or here["batch"] or here["named"])
+    require_torch("opcheck", threads=runs_here)
     from vllm_accprobe.opcheck.run.process_pool import PART, RunError, run
     from vllm_accprobe.opcheck.run.result_row import Unavailable
 
-    save = checking.save or check.save
-    fields = here | ait.job() | _as_msprobe(check, checking, here)
-    job = _job(checking, check.dump, standard, save, fields, list(ait.ops), ait.calls, ait.kl)
-    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
-    files = precheck_files.of(check, standard, job.dump)
-    dump = check.dump or Path(machine.op)
-    going_on("the calls that were checked are", out / PART, ["--resume"])
-    bar = LaterBar()
-    try:
-        with files.begun(out, out / PART):
-            found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=bar.start,
-                        done=bar.one)  # fmt: skip
-    except (RunError, Unavailable) as why:
-        raise CommandError(str(why)) from None
-    finally:
-        bar.end()
-    say_notes(check.notes)
-    conclude(found, dump, job, out, standard, bool(checking.ops or checking.ids), checking.verbose,
-             lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
-
-
-def _default_standard(check: Precheck) -> str:
-    """msprobe's limits where its own words were used; MindSpore's for a dump of MindSpore."""
-    if not check.msprobe:
-        return "operator"
-    from vllm_accprobe.opcheck.compat.msprobe import framework_of
-
-    return "mindspore" if framework_of(check.dump) == "mindspore" else "msprobe"
-
-
-def _as_msprobe(check: Precheck, checking: OpcheckOptions, here: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Job that msprobe's words fill. Raises CommandError."""
-    runs_here = bool(here["repeat"] or here["batch"] or here["named"] is not None)
     if check.devices and (checking.against != _EXACT or checking.rerun or runs_here):
         raise CommandError("--device runs the calls here: not with --against, --rerun, --repeat, --rows or --op")
-    if check.once and here["named"] is not None:
+    if check.once and here["named"]:
         raise CommandError("--filter_api leaves calls of a dump out; --op has none")
-    lists = check.config
-    return {"devices": check.devices, "once": check.once, "white": lists.white_list if lists else (),
-            "black": lists.black_list if lists else (), "jit": check.jit}  # fmt: skip
-
-
-def _job(
-    checking: OpcheckOptions,
-    dump: Path | None,
-    standard: str,
-    save: Path | None,
-    fields: dict[str, Any],
-    ops: list[str],
-    ids: str,
-    kl: bool,
-) -> Job:
-    """Raises CommandError."""
-    from vllm_accprobe.opcheck.run.worker import AGAIN, Job
-
     check_standard(standard)
     if checking.rerun and checking.against != _EXACT:
         raise CommandError("--rerun and --against: choose one")
-    if fields["repeat"] or fields["batch"] or fields["named"] is not None:
-        _check_here(checking, fields["named"] is not None, dump, standard, kl, save)
-    elif fields["load"]:
+    if runs_here:
+        _check_here(checking, machine, check.dump, standard, ait.kl, save)
+    elif here["load"]:
         raise CommandError("--load goes with --repeat, --rows and --op")
+    fields = here | ait.job() | {
+        "devices": check.devices, "once": check.once, "white": check.config.white_list if check.config else (),
+        "black": check.config.black_list if check.config else (), "jit": check.jit, "ops": tuple(ait.ops),
+    }  # fmt: skip
+    job = _job(checking, check.dump, standard, save, fields, ait)
+    check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
+    files = msprobe_words.of(check, standard, job.dump)
+    going_on("the calls that were checked are", out / PART, ["--resume"])
+    with ExitStack() as bars:
+        tick = [lambda: None]
+
+        def begin(taps: int) -> None:
+            tick[0] = bars.enter_context(progress("opcheck", taps))
+
+        try:
+            with files.begun(out, out / PART):
+                found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=begin,
+                            done=lambda: tick[0]())  # fmt: skip
+        except (RunError, Unavailable) as why:
+            raise CommandError(str(why)) from None
+    say_notes(check.notes)
+    conclude(found, check.dump or Path(machine.op), job, out, standard, bool(checking.ops or checking.ids),
+             checking.verbose, lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
+
+
+def _job(
+    checking: OpcheckOptions, dump: Path | None, standard: str, save: Path | None, fields: dict[str, Any], ait: Any
+) -> Job:
+    """ait: its words (opcheck/compat/ait.py). Raises CommandError."""
+    from vllm_accprobe.opcheck.run.worker import AGAIN, Job
+
     places.require_directory(checking.weights, "--weights")
-    fields |= {
-        "ops": tuple(ops),
-        "standard": standard,
-        "seed": checking.seed,
-        "attributes": _attributes(checking.attributes),
-    }
+    if checking.attributes:  # else this process has no need of torch
+        from vllm_accprobe.opcheck.calls.records import parsed_attributes
+
+        try:
+            parsed_attributes(checking.attributes)
+        except ValueError as why:
+            raise CommandError(f"--attribute: {why}") from None
+    fields |= {"standard": standard, "seed": checking.seed, "attributes": tuple(checking.attributes)}
     if dump is None:
         if fields["named"] is None:
             raise CommandError("DUMP is missing: name a dump's directory, or an operator with --op")
@@ -236,10 +182,10 @@ def _job(
     if not dump.exists():
         raise CommandError(f"{dump} does not exist: name a dump's directory or file")
     way, golden = against(checking.against, dump)
-    weights = checking.weights if checking.weights is not None else model_of(run_json(dump))
+    weights = checking.weights or model_of(run_json(dump))
     return Job(
-        str(dump.resolve()), model=str(weights.resolve()) if weights else "", ids=tuple(sorted(ids_of(ids))),
-        against=AGAIN if checking.rerun else way, golden=golden, kl=kl or checking.kl, backward=checking.backward,
+        str(dump.resolve()), model=str(weights.resolve()) if weights else "", ids=tuple(sorted(ids_of(ait.calls))),
+        against=AGAIN if checking.rerun else way, golden=golden, kl=ait.kl or checking.kl, backward=checking.backward,
         save=str(save.resolve()) if save else "", **fields,
     )  # fmt: skip
 
@@ -267,19 +213,6 @@ def against(word: str, dump: Path | None) -> tuple[str, str]:
     return GOLDEN, str(Path(word).resolve())
 
 
-def _attributes(texts: list[str]) -> tuple[str, ...]:
-    """Raises CommandError for what is no attribute."""
-    if not texts:
-        return ()  # this process has no need of torch
-    from vllm_accprobe.opcheck.calls.records import parsed_attributes as parsed
-
-    try:
-        parsed(texts)
-    except ValueError as why:
-        raise CommandError(f"--attribute: {why}") from None
-    return tuple(texts)
-
-
 def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.compat import ait as op_csv
@@ -302,8 +235,6 @@ def check_out(out: Path, save: Path | None, dumps: list[Path]) -> None:
 
 def ids_of(text: str) -> frozenset[str]:
     """``0.0.57,0.1.3`` as a set. Raises CommandError."""
-    import re
-
     found = frozenset(filter(None, (part.strip() for part in text.split(","))))
     for item in found:
         if not re.fullmatch(r"\d+\.\d+\.\d+", item):
@@ -315,9 +246,6 @@ def require_torch(command: str, threads: bool = False) -> None:
     """Raises CommandError where torch is missing. Unless the environment says otherwise, or with ``threads``, it will
     use one thread: small products are no slower for it, and threads that wait for one another in a loop take the other
     cores."""
-    import importlib.util
-    import os
-
     from vllm_accprobe.children import ONE_THREAD
 
     if importlib.util.find_spec("torch") is None:
@@ -380,10 +308,12 @@ def conclude(
         written[-1].write_text(computes.to_json(), encoding="utf-8")
     written += more(out)
     say_written(*written)
+    failed = [(max(group, key=lambda r: r.severity), len(group)) for group in table.failures(checked)]
     wrong = bool(totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR))
     answer(
         verdict="fail" if wrong else "pass", calls=totals.calls, checked=totals.checked, statuses=totals.statuses,
-        skipped=totals.skipped, wrong=[_module(group) for group in table.failures(checked)], machine=machine.habits,
+        skipped=totals.skipped, machine=machine.habits,
+        wrong=[{name: getattr(worst, name) for name in _WORST} | {"outputs": n} for worst, n in failed],
     )  # fmt: skip
     raise typer.Exit(1 if wrong else 0)
 
@@ -403,16 +333,8 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     return f"; the nearest names: {', '.join(found)}" if found else ""
 
 
-def _module(group: list[CheckResult]) -> dict[str, object]:
-    """The worst output of a module, with how many of its outputs failed."""
-    worst = max(group, key=lambda r: r.severity)
-    return {name: getattr(worst, name) for name in _WORST} | {"outputs": len(group)}
-
-
 def run_json(dump: Path) -> object:
     """run.json of a directory; None where it has none that can be read (opening the dump tells why)."""
-    import json
-
     try:
         path = dump / "run.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
@@ -492,8 +414,8 @@ def _say_here(job: Job, rows: list[CheckResult], out: Path, most: int | None) ->
 
 
 def _check_here(
-    checking: OpcheckOptions, named: bool, dump: Path | None, standard: str, kl: bool, save: Path | None
-) -> None:  # fmt: skip
+    checking: OpcheckOptions, machine: KernelOptions, dump: Path | None, standard: str, kl: bool, save: Path | None
+) -> None:
     """Raises CommandError for options that mean nothing for this machine's kernels alone."""
     chosen = {"--against": checking.against != _EXACT, "--rerun": checking.rerun, "--backward": checking.backward,
               "--kl": kl or checking.kl, "--save-failed": save is not None}  # fmt: skip
@@ -501,21 +423,5 @@ def _check_here(
         raise CommandError(f"{used[0]} does not go with --repeat, --rows or --op: those run this machine's kernels")
     if standard not in ("operator", "strict"):
         raise CommandError("--repeat, --rows and --op know --standard operator and strict, where any difference fails")
-    if named and dump is not None:
+    if machine.op and dump is not None:
         raise CommandError("--op takes no DUMP: its inputs are drawn")
-
-
-class LaterBar:
-    """A progress bar that learns its length later."""
-
-    def __init__(self) -> None:
-        from contextlib import ExitStack
-
-        self._stack = ExitStack()
-        self.one = lambda: None
-
-    def start(self, taps: int) -> None:
-        self.one = self._stack.enter_context(progress("opcheck", taps))
-
-    def end(self) -> None:
-        self._stack.close()

@@ -1,10 +1,9 @@
 """Options of commands, each declared once, as fields of frozen dataclasses that a command takes and passes on whole.
 
-The problem: an option that five commands have was declared five times, and a command with thirty parameters copied them
-by hand into calls of thirty parameters. The idea: a group is a frozen dataclass whose fields are ``Annotated`` with
-typer's Option or Argument; groups inherit from groups; `expanded` turns a function of groups into one of fields, which
-is what typer reads, and builds the groups again when the command line was parsed. `Command` is how a command reads its
-words: names of other tools and older names of ours become today's first (aliases.py).
+The problem: five commands have the same option, and a command with thirty parameters passes them on by hand. The idea:
+a group is a frozen dataclass whose fields are made by `option`, `hidden` and `argument`; groups inherit from groups;
+`expanded` turns a function of groups into one of their fields, which is what typer reads, and builds the groups again
+when the command line was parsed. `Command` rewrites other tools' names and our older ones first (aliases.py).
 
 One name means one thing in all commands, and its help begins with the same sentence everywhere
 (tests/cli/test_options.py). Metavars in the plural are lists, with commas or repeated.
@@ -19,13 +18,11 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
-from typer import Argument, Option
 
 from vllm_accprobe.cli import aliases
 from vllm_accprobe.cli.endings import CommandError, CommandInterrupted
@@ -37,6 +34,34 @@ if TYPE_CHECKING:
 # --- the mechanism ---
 
 
+def _declared(declaration: Any, default: Any) -> Any:
+    """A field of a group. default: ``...`` where a value is required."""
+    if default is ...:
+        return field(metadata={"option": declaration})
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"option": declaration})
+    return field(default=default, metadata={"option": declaration})
+
+
+def option(names: str, default: Any, text: str, **how: Any) -> Any:
+    """A field that is an option. names: as ``--out -o`` or ``--ops/--no-ops``; how: typer.Option's arguments."""
+    return _declared(typer.Option(*names.split(), help=text, **how), default)
+
+
+hidden = functools.partial(option, hidden=True)
+"""Another tool's option: taken, and not in --help (docs/migration.md has them)."""
+
+
+def argument(metavar: str, text: str, default: Any = ...) -> Any:
+    """A field that is an argument."""
+    return _declared(typer.Argument(metavar=metavar, help=text), default)
+
+
+def _shared(names: str, default: Any, text: str, **how: Any) -> Callable[..., Any]:
+    """An option that several commands have: called for a field of each, with another default perhaps."""
+    return lambda default=default: option(names, default, text, **how)
+
+
 HIDDEN = "hidden"
 """``Annotated[Group, HIDDEN]``: the group's options are taken, and are not in --help."""
 
@@ -46,32 +71,26 @@ def expanded(function: Callable[..., Any], command: str, **fixed: Any) -> Callab
     group has it (output.answered). command: its name, in that JSON; fixed: arguments that no option stands for."""
     hints = typing.get_type_hints(function, include_extras=True)
     own = [name for name, p in inspect.signature(function).parameters.items() if p.default is inspect.Parameter.empty]
-    groups: dict[str, Any] = {name: hints[name] for name in own}
+    groups: dict[str, Any] = {}
     parameters: dict[str, inspect.Parameter] = {}
 
-    def add(name: str, annotation: Any, default: Any) -> None:
-        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
-                                             annotation=annotation)  # fmt: skip
+    def add(f: dataclasses.Field[Any], kind: Any, unseen: bool) -> None:
+        declaration = copy.copy(f.metadata["option"])
+        declaration.hidden = declaration.hidden or unseen
+        default = inspect.Parameter.empty if (value := default_of(f)) is MISSING else value
+        parameters[f.name] = inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declaration]
+        )
 
-    for name, group in groups.items():
-        hidden = typing.get_origin(group) is Annotated
-        groups[name] = group = typing.get_args(group)[0] if hidden else group
-        types = typing.get_type_hints(group, include_extras=True)
+    for name in own:
+        unseen = typing.get_origin(hints[name]) is Annotated
+        groups[name] = group = typing.get_args(hints[name])[0] if unseen else hints[name]
+        types = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
-            annotation = types[f.name]
-            if hidden:
-                plain, option = typing.get_args(annotation)
-                option = copy.copy(option)
-                option.hidden = True
-                annotation = Annotated[plain, option]
-            add(
-                f.name,
-                annotation,
-                inspect.Parameter.empty if (value := default_of(f)) is dataclasses.MISSING else value,
-            )
+            add(f, types[f.name], unseen)
     own_json = "as_json" in parameters
     if not own_json:
-        add("as_json", Json, False)
+        add(dataclasses.fields(_JsonOption)[0], bool, False)
 
     def run(**values: Any) -> Any:
         made = {name: group(**{f.name: values[f.name] for f in dataclasses.fields(group)})
@@ -86,21 +105,26 @@ def expanded(function: Callable[..., Any], command: str, **fixed: Any) -> Callab
 
 def default_of(f: dataclasses.Field[Any]) -> Any:
     """MISSING where it has none."""
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def used(*groups: Any) -> dict[str, Any]:
     """name of the option → value, of all fields that are not at their defaults."""
     found = {}
     for group in groups:
-        types = typing.get_type_hints(type(group), include_extras=True)
         for f in dataclasses.fields(group):
-            value = getattr(group, f.name)
+            value, declaration = getattr(group, f.name), f.metadata["option"]
             if value != default_of(f) and value is not None:
-                declared = [w for m in types[f.name].__metadata__ for w in (m.default, *(m.param_decls or ()))]
-                names = [w for w in declared if isinstance(w, str) and w.startswith("--")]
+                names = (declaration.default, *(declaration.param_decls or ()))
+                names = tuple(n for n in names if isinstance(n, str) and n.startswith("--"))
                 found[names[0].partition("/")[0] if names else f.name] = value
     return found
+
+
+def refuse(what: str, *groups: Any, but: Sequence[str] = ()) -> None:
+    """Raises CommandError for an option that means nothing with ``what``. but: those that do."""
+    if wrong := [name for name in used(*groups) if name not in but]:
+        raise CommandError(f"{wrong[0]} does not go with {what}: leave it out")
 
 
 class Command(typer.core.TyperCommand):
@@ -133,84 +157,59 @@ def filled(text: str, command: str) -> str:
     return text.replace("{standards}", of).replace("{tables}", ", ".join(names(MACHINES)))
 
 
-Hidden = functools.partial(Option, hidden=True)
-"""Another tool's option: taken, and not in --help (docs/migration.md has them)."""
-
-
 # --- options that several commands have ---
 
-Dump = Annotated[Path, Argument(metavar="DUMP", help="Directory of a dump.")]
-Globs = Annotated[list[str], Argument(metavar="[GLOB]...", help="Taps, e.g. '*.mlp.*'; '!...' excludes.")]
-Ops = Annotated[list[str], Option("--ops", metavar="GLOBS", help="Classes, operators, paths; '!...' excludes.")]
-Ids = Annotated[
-    str, Option("--ids", metavar="IDS", help="Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3.")
-]  # fmt: skip
-Weights = Annotated[
-    Path | None,
-    Option("--weights", metavar="DIR", help="The model's directory; by default the path in the dump's run.json."),
-]
 _STEPS, _RANKS, _REQUESTS = "Engine steps, e.g. 0-3,7", "Global ranks, e.g. 0,2-3", "Requests: globs over ids"
-Ranks = Annotated[str | None, Option("--ranks", metavar="RANGES", help=f"{_RANKS}.")]
-Modules = Annotated[
-    str | None,
-    Option("--modules", metavar="GLOBS", help="Modules: globs over paths, class names, or presets such as attention."),
-]
-Level = Annotated[
-    int | None,
-    Option("--level", min=0, metavar="N", help="How deep modules are opened: 1 is what the model calls; all by "
-           "default."),
-]  # fmt: skip
-Dir = Annotated[
-    str | None,
-    Option("--dir", "-d", metavar="DIR", help="Where the command's dump goes; by default ./accprobe/<UTC time>."),
-]
-Json = Annotated[bool, Option("--json", help="Print one json object, not lines.")]
-Jobs = Annotated[
-    int, Option("-j", "--jobs", min=0, max=256, metavar="N", help="Processes that work; 0: none besides this one.")
-]
-Verbose = Annotated[bool, Option("--verbose", "-v", help="Say more: all that fails, not the first ten.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Say less: the verdict and what is wrong.")]
-LogLevel = Annotated[str | None, Hidden("--log-level", "-l", metavar="LEVEL", help="warning and above: as --quiet.")]
-Rate = Annotated[
-    float | None,
-    Option("--false-alarm-rate", metavar="P", help="How probable a false alarm may be, in a whole comparison of equal "
-           "sides. Default: 0.001; between two servers 0.05."),
-]  # fmt: skip
-Floors = Annotated[
-    list[str],
-    Option("--floor", metavar="RUN", help="Another run of golden's side, or what --calibrate wrote. Can be repeated."),
-]
-Seed = Annotated[int, Option("--seed", help="Of inputs that are drawn, and of gradients.")]
-Exec = Annotated[str | None, Option("--exec", metavar="LINE", help="A command as one line, in place of -- CMD...")]
-Tokenizer = Annotated[
-    Path | None,
-    Option("--tokenizer", metavar="PATH", help="A model's folder or its tokenizer.json: shows tokens' text."),
-]
-Prompts = Annotated[
-    str | None,
-    Option("--prompts", metavar="FILE", help="What a server gets: one prompt a line, or JSONL as of accprobe send."),
-]
+dump = functools.partial(argument, "DUMP", "Directory of a dump.")
+globs = functools.partial(argument, "[GLOB]...", "Taps, e.g. '*.mlp.*'; '!...' excludes.", [])
+ops = _shared("--ops", [], "Classes, operators, paths; '!...' excludes.", metavar="GLOBS")
+ids = _shared("--ids", "", "Calls by opcheck.csv's column id, e.g. 0.0.57,0.1.3.", metavar="IDS")
+weights = _shared(
+    "--weights", None, "The model's directory; by default the path in the dump's run.json.", metavar="DIR"
+)
+ranks = _shared("--ranks", None, f"{_RANKS}.", metavar="RANGES")
+modules = _shared("--modules", None, "Modules: globs over paths, class names, or presets such as attention.",
+                  metavar="GLOBS")  # fmt: skip
+level = _shared("--level", None, "How deep modules are opened: 1 is what the model calls; all by default.", min=0,
+                metavar="N")  # fmt: skip
+dump_dir = _shared("--dir -d", None, "Where the command's dump goes; by default ./accprobe/<UTC time>.", metavar="DIR")
+as_json = _shared("--json", False, "Print one json object, not lines.")
+jobs = _shared("-j --jobs", 1, "Processes that work; 0: none besides this one.", min=0, max=256, metavar="N")
+verbose = _shared("--verbose -v", False, "Say more: all that fails, not the first ten.")
+quiet = _shared("--quiet -q", False, "Say less: the verdict and what is wrong.")
+log_level = _shared("--log-level -l", None, "warning and above: as --quiet.", metavar="LEVEL", hidden=True)
+rate = _shared("--false-alarm-rate", None, "How probable a false alarm may be, in a whole comparison of equal sides. "
+               "Default: 0.001; between two servers 0.05.", metavar="P")  # fmt: skip
+floors = _shared("--floor", [], "Another run of golden's side, or what --calibrate wrote. Can be repeated.",
+                 metavar="RUN")  # fmt: skip
+seed = _shared("--seed", 0, "Of inputs that are drawn, and of gradients.")
+exec_line = _shared("--exec", None, "A command as one line, in place of -- CMD...", metavar="LINE")
+tokenizer = _shared("--tokenizer", None, "A model's folder or its tokenizer.json: shows tokens' text.", metavar="PATH")
+prompts = _shared("--prompts", None, "What a server gets: one prompt a line, or JSONL as of accprobe send.",
+                  metavar="FILE")  # fmt: skip
+against = _shared("--against", "float64", "float64, device (this machine's accelerator), or a golden dump.",
+                  metavar="WHAT")  # fmt: skip
 
 
-def out(what: str) -> Any:
+def out(what: str, default: Any = ...) -> Any:
     """The option ``--out``. what: is written there."""
-    return Option("--out", "-o", metavar="DIR", help=f"Where the results go: {what}.")
+    return option("--out -o", default, f"Where the results go: {what}.", metavar="DIR")
+
+
+@dataclass(frozen=True)
+class _JsonOption:
+    as_json: bool = as_json()
 
 
 @dataclass(frozen=True)
 class SelectionOptions:
     """Tensors of a dump."""
 
-    steps: Annotated[str, Option("--steps", metavar="RANGES", help=f"{_STEPS}.")] = ""
-    ranks: Ranks = None
-    roles: Annotated[
-        list[str], Option("--roles", metavar="GLOBS", help="E.g. output.0 or 'input.*'; '!...' excludes.")
-    ] = field(default_factory=list)
-    requests: Annotated[
-        list[str],
-        Option("--requests", metavar="GLOBS", help=f"{_REQUESTS}, or starts of the prompts' hashes; '!...' excludes. "
-               "Only tensors with rows of these."),
-    ] = field(default_factory=list)  # fmt: skip
+    steps: str = option("--steps", "", f"{_STEPS}.", metavar="RANGES")
+    ranks: str | None = ranks()
+    roles: list[str] = option("--roles", [], "E.g. output.0 or 'input.*'; '!...' excludes.", metavar="GLOBS")
+    requests: list[str] = option("--requests", [], f"{_REQUESTS}, or starts of the prompts' hashes; '!...' excludes. "
+                                 "Only tensors with rows of these.", metavar="GLOBS")  # fmt: skip
 
     def selection(self, names: Sequence[str] = (), calls: str = "", parameters: bool = False) -> Selection:
         """Raises CommandError for a range that is none."""
@@ -227,52 +226,38 @@ class SelectionOptions:
 class CaptureOptions:
     """What a capture takes; None: as the environment says."""
 
-    tokens: Annotated[
-        str | None, Option("--tokens", metavar="RANGES", help="Token ordinals, e.g. 0-4,7; 0 is the prompt.")
-    ] = None
-    steps: Annotated[
-        str | None, Option("--steps", metavar="RANGES", help=f"{_STEPS}; 0 is the next one of a server that runs.")
-    ] = None
-    modules: Modules = None
-    requests: Annotated[str | None, Option("--requests", metavar="GLOBS", help=f"{_REQUESTS}; all by default.")] = None
+    tokens: str | None = option("--tokens", None, "Token ordinals, e.g. 0-4,7; 0 is the prompt.", metavar="RANGES")
+    steps: str | None = option("--steps", None, f"{_STEPS}; 0 is the next one of a server that runs.", metavar="RANGES")
+    modules: str | None = modules()
+    requests: str | None = option("--requests", None, f"{_REQUESTS}; all by default.", metavar="GLOBS")
 
 
 @dataclass(frozen=True)
 class ServingOptions:
     """How prompts are sent to a server, or to a command that serves."""
 
-    max_tokens: Annotated[
-        int, Option("--max-tokens", metavar="N", min=1, help="Tokens to generate for a prompt, where it says no other.")
-    ] = 32
-    concurrency: Annotated[
-        int | None,
-        Option("--concurrency", metavar="N", min=1, max=1024, help="Requests at a time. Default: 64; golden's."),
-    ] = None
-    timeout: Annotated[
-        float, Option("--timeout", metavar="S", min=0.1, help="How long to wait; here for one request.")
-    ] = 600.0
-    ready: Annotated[
-        float, Option("--ready-timeout", metavar="S", min=1, help="How long a command may take until it answers.")
-    ] = 1800.0
+    max_tokens: int = option("--max-tokens", 32, "Tokens to generate for a prompt, where it says no other.",
+                             metavar="N", min=1)  # fmt: skip
+    concurrency: int | None = option("--concurrency", None, "Requests at a time. Default: 64; golden's.", metavar="N",
+                                     min=1, max=1024)  # fmt: skip
+    timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
+    ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
+                          min=1)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ScoringOptions(ServingOptions):
     """The same, and what a server's answers are scored by."""
 
-    model: Annotated[
-        str, Option("--model", metavar="NAME", help="Where a server has several; the first by default.")
-    ] = ""
-    score: Annotated[
-        bool | None,
-        Option("--score/--no-score", help="A last pass that scores prompt and answer. Default: where a server can."),
-    ] = None
+    model: str = option("--model", "", "Where a server has several; the first by default.", metavar="NAME")
+    score: bool | None = option("--score/--no-score", None, "A last pass that scores prompt and answer. Default: "
+                                "where a server can.")  # fmt: skip
 
-    def asking(self, prompts: str) -> Any:
+    def settings(self, prompts: str) -> Any:
         """gate.sides.Asking."""
-        from vllm_accprobe.gate.sides import Asking
+        from vllm_accprobe.gate.sides import SendSettings
 
-        return Asking(
+        return SendSettings(
             prompts=prompts, max_tokens=self.max_tokens, concurrency=self.concurrency or 64, model=self.model,
             timeout=self.timeout, ready_s=self.ready, score=self.score,
         )  # fmt: skip

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.cli.places import require_directory
 
@@ -22,17 +22,11 @@ if TYPE_CHECKING:
 class PatchesOptions:
     """Which patches, and what is done."""
 
-    action: Annotated[str, Argument(metavar="list|check", help="list: name them; check: compare with the source.")]
-    which: Annotated[list[str], Argument(metavar="[NAME|FILE.toml]...", help="Default: all that are shipped.")] = field(
-        default_factory=list
-    )
-    source: Annotated[
-        Path | None,
-        Option(
-            "--source", metavar="DIR", help="A package's directory to check against, e.g. an unpacked wheel's vllm/."
-        ),
-    ] = None
-    verbose: options.Verbose = False
+    action: str = argument("list|check", "list: name them; check: compare with the source.")
+    which: list[str] = argument("[NAME|FILE.toml]...", "Default: all that are shipped.", [])
+    source: Path | None = option("--source", None, "A package's directory to check against, e.g. an unpacked wheel's "
+                                 "vllm/.", metavar="DIR")  # fmt: skip
+    verbose: bool = options.verbose()
 
 
 def patches(wanted: PatchesOptions) -> None:
@@ -42,7 +36,7 @@ def patches(wanted: PatchesOptions) -> None:
     Exit code 0: all fit, 1: a place is refused, 2: bad usage or no patch, 3: there is nothing to check against.
     """
     action, source, verbose = wanted.action, wanted.source, wanted.verbose
-    from vllm_accprobe.patching.check import ABSENT, FITS, REFUSED, check, package_root, package_version
+    from vllm_accprobe.patching.install import ABSENT, FITS, REFUSED, check, package_root, package_version
     from vllm_accprobe.patching.schema import PatchError, choose
     from vllm_accprobe.report.text import count
 

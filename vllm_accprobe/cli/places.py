@@ -108,6 +108,13 @@ def check_own(path: Path, ours: Ours, option: str = "") -> None:
         raise CommandError(f"{named} is not of this command: nothing is overwritten; name another file")
 
 
+def check_table(path: Path, option: str, columns: Iterable[str], dumps: Iterable[Path] = ()) -> None:
+    """Raises CommandError where a table with these columns cannot be written to ``path``."""
+    check_place(path, dumps, option)
+    check_own(path, csv_with(*columns))
+    writable(path.parent, option)
+
+
 def enclosing_dump(path: Path, dumps: Iterable[Path] = ()) -> Path | None:
     """The dump that ``path`` is or lies in: one of ``dumps``, or one of accprobe's own, or of a tool's whose dumps are
     recognised by more than the endings of their files."""

@@ -13,31 +13,35 @@ the replay alone, and what it has is used; once more ends all. What it proved is
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.cli.opcheck import run_json
 from vllm_accprobe.cli.output import progress
+from vllm_accprobe.comparison.notes import with_effects
+from vllm_accprobe.comparison.result import FAIL, PARTLY, WHOLE, Comparison
+from vllm_accprobe.comparison.store import MEASURED
+from vllm_accprobe.comparison.coverage import with_covers
+from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
-
-if TYPE_CHECKING:
-    from vllm_accprobe.children import Child
-    from vllm_accprobe.comparison.result import Comparison
-    from vllm_accprobe.opcheck.proof.decide import ReplayResult
+from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
+from vllm_accprobe.opcheck.proof.explained import place_of
 
 SECONDS = 60.0
 """Of wall time that a replay has by default."""
 SUSPECTS = 8
 _FAILED = 20_000
 """Chosen: failed pairs that are named to a replay; no time is long enough for more."""
-_MOST_RUN = 1 << 24
-"""Bytes of a run.json that is read before anything is opened."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,6 @@ class Replay:
     """A replay that has begun."""
 
     def __init__(self, request: ReplayRequest):
-        import subprocess
-
-        from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
-
         more = [x for glob in request.globs for x in ("--ops", glob)]
         more += ["--op-mapping-file", str(request.mapping)] if request.mapping is not None else []
         more += ["--weights", str(request.weights)] if request.weights is not None else []
@@ -169,8 +169,6 @@ def replayed(
         if request.replay:
             raise CommandError("--replay needs torch: install it beside accprobe (the CPU build will do)")
         return result
-    from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult
-
     before(result)
     late = Replay(request) if replay is None else None
     try:
@@ -196,8 +194,6 @@ def replayed(
 
 def remembered(result: Comparison, directory: Path) -> Comparison:
     """``result`` with what was proved when the comparison in ``directory`` was made, if anything was."""
-    from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult
-
     path = directory / NAME
     if not path.is_file():
         return result
@@ -210,9 +206,6 @@ def remembered(result: Comparison, directory: Path) -> Comparison:
 def what_was_kept(result: Comparison, directory: Path, replay: bool | None) -> str:
     """What was kept and what was not done again where ``result`` was judged again from ``directory``. No note of the
     result itself, which is the same as it was the first time."""
-    from vllm_accprobe.comparison.store import MEASURED
-    from vllm_accprobe.opcheck.proof.decide import NAME
-
     kept = f"the errors of {result.counts.total:,} pairs are those that were measured ({directory / MEASURED})"
     proof = f"what the replay proved then ({NAME}) was kept" if result.replayed else "nothing was replayed then"
     if (directory / NAME).is_file() and replay is False:
@@ -222,11 +215,6 @@ def what_was_kept(result: Comparison, directory: Path, replay: bool | None) -> s
 
 
 def _decided(result: Comparison, proof: ReplayResult) -> Comparison:
-    from vllm_accprobe.comparison.coverage import with_covers
-    from vllm_accprobe.comparison.notes import with_effects
-    from vllm_accprobe.comparison.result import PARTLY, WHOLE
-    from vllm_accprobe.opcheck.proof.decide import decide, narrowed
-
     proof, notes = allowed(proof, result.false_alarm_rate)
     decided = decide(with_effects(result, proof.constants), proof)
     decided = narrowed(decided, {b.tap for b in proof.blamed}, proof.right)
@@ -246,18 +234,12 @@ def allowed(proof: ReplayResult, rate: float) -> tuple[ReplayResult, list[str]]:
 
 
 def _torch() -> bool:
-    import importlib.util
-
     return importlib.util.find_spec("torch") is not None
 
 
 def _wishes(result: Comparison) -> dict[str, Any]:
     """What the comparison has found: for opcheck/run/budget.py, and for opcheck/proof/explained.py the places of pairs
     that fail, and origins, which are explained whole."""
-    from vllm_accprobe.comparison.gaps import suspects_of
-    from vllm_accprobe.comparison.result import FAIL
-    from vllm_accprobe.opcheck.proof.explained import place_of
-
     failed = [p for p in result.pairs if p.status == FAIL]
     worst = [p for p in failed if p.step is not None]
     worst.sort(key=lambda p: -((p.measured or 0.0) / p.allowed if p.allowed else math.inf))
@@ -271,14 +253,7 @@ def _wishes(result: Comparison) -> dict[str, Any]:
 
 def _both_captured(request: ReplayRequest) -> bool:
     """Whether both dumps are captures of a model, before they are opened."""
-    try:
-        paths = [side / "run.json" for side in (request.golden, request.mine)]
-        if any(path.stat().st_size > _MOST_RUN for path in paths):
-            return False
-        runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    except (OSError, ValueError, RecursionError):
-        return False
-    return all(isinstance(run, dict) and _captured(run) for run in runs)
+    return all(isinstance(run := run_json(side), dict) and _captured(run) for side in (request.golden, request.mine))
 
 
 def _captured(run: dict[str, Any]) -> bool:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
 from vllm_accprobe.cli.endings import CommandError
-from vllm_accprobe.cli.options import Hidden, flag
+from vllm_accprobe.cli.options import argument, flag, hidden, option
 from vllm_accprobe.cli.output import answer, size
 from vllm_accprobe.report.text import count
 
@@ -33,61 +32,42 @@ if TYPE_CHECKING:
 class RunOptions:
     """What is run, and the capture's settings."""
 
-    command: Annotated[list[str], Argument(metavar="-- CMD...", help="vllm serve ..., a script, a shell line.")] = (
-        field(default_factory=list)
-    )
-    exec: options.Exec = None
-    dir: options.Dir = None
-    task: Annotated[str | None, Option("--task", help="tensor, or stats (statistics and hashes only).")] = None
-    ranks: options.Ranks = None
-    parts: Annotated[str | None, Option("--parts", metavar="PARTS", help="Of input, output, params.")] = None
-    max_gb: Annotated[float | None, Option("--max-gb", metavar="GB", help="Disk budget per rank.")] = None
-    ops: Annotated[bool | None, Option("--ops/--no-ops", help="Capture operator calls too.")] = None
-    graphs: Annotated[
-        bool | None, Option("--graphs/--eager", help="Leave compiled and captured graphs as configured.")
-    ] = None
-    settings: Annotated[
-        list[str],
-        Option("--set", metavar="NAME=VALUE", help="Any other setting, e.g. ops_mode=dedup. Can be repeated."),
-    ] = field(default_factory=list)
-    config: Annotated[str | None, Option("--config", metavar="FILE", help="A TOML file with such settings.")] = None
-    log_level: options.LogLevel = None
-    quiet: options.Quiet = False
+    command: list[str] = argument("-- CMD...", "vllm serve ..., a script, a shell line.", [])
+    exec: str | None = options.exec_line()
+    dir: str | None = options.dump_dir()
+    task: str | None = option("--task", None, "tensor, or stats (statistics and hashes only).")
+    ranks: str | None = options.ranks()
+    parts: str | None = option("--parts", None, "Of input, output, params.", metavar="PARTS")
+    max_gb: float | None = option("--max-gb", None, "Disk budget per rank.", metavar="GB")
+    ops: bool | None = option("--ops/--no-ops", None, "Capture operator calls too.")
+    graphs: bool | None = option("--graphs/--eager", None, "Leave compiled and captured graphs as configured.")
+    settings: list[str] = option("--set", [], "Any other setting, e.g. ops_mode=dedup. Can be repeated.",
+                                 metavar="NAME=VALUE")  # fmt: skip
+    config: str | None = option("--config", None, "A TOML file with such settings.", metavar="FILE")
+    log_level: str | None = options.log_level()
+    quiet: bool = options.quiet()
 
 
 @dataclass(frozen=True)
 class RunAtbOptions:
     """What Ascend's ATB writes meanwhile."""
 
-    atb: Annotated[bool, Option("--atb", help="Let Ascend's ATB write its tensors too; they go to DIR/atb.")] = False
-    atb_ids: Annotated[
-        str | None, Option("--atb-ids", metavar="IDS", help="Operations, e.g. 2,3_1; all by default.")
-    ] = None
-    atb_range: Annotated[
-        str | None, Option("--atb-range", help="First and last executions, e.g. 3,5,7,7; 0,0 by default.")
-    ] = None
-    atb_op: Annotated[
-        str | None, Option("--atb-op", metavar="GLOBS", help="Beginnings of operation names, e.g. self,linear.")
-    ] = None
-    atb_time: Annotated[
-        int | None,
-        Option("--atb-time", help="0 before, 1 after (the default), 2 both, 3 inputs before, outputs after."),
-    ] = None
-    atb_part: Annotated[int | None, Option("--atb-part", help="0 inputs, 1 outputs, 2 both (the default).")] = None
-    atb_child: Annotated[
-        bool | None, Option("--atb-child/--no-atb-child", help="With --atb-ids: their operations too (the default).")
-    ] = None
-    save_operation_child: Annotated[
-        str | None, Hidden("--save-operation-child", metavar="True|False", help="The same, as ait has it.")
-    ] = None
-    atb_tiling: Annotated[bool, Option("--atb-tiling", help="Tiling data too.")] = False
-    atb_describe: Annotated[bool, Option("--atb-describe", help="Descriptions without values.")] = False
-    atb_type: Annotated[
-        str | None,
-        Option("--atb-type", metavar="TYPES", help="Of model, layer, op, kernel, tensor (the default), cpu_profiling, "
-               "stats; onnx draws model and layer."),
-    ] = None  # fmt: skip
-    atb_device: Annotated[int | None, Option("--atb-device", metavar="N", help="Only this device.")] = None
+    atb: bool = option("--atb", False, "Let Ascend's ATB write its tensors too; they go to DIR/atb.")
+    atb_ids: str | None = option("--atb-ids", None, "Operations, e.g. 2,3_1; all by default.", metavar="IDS")
+    atb_range: str | None = option("--atb-range", None, "First and last executions, e.g. 3,5,7,7; 0,0 by default.")
+    atb_op: str | None = option("--atb-op", None, "Beginnings of operation names, e.g. self,linear.", metavar="GLOBS")
+    atb_time: int | None = option("--atb-time", None, "0 before, 1 after (the default), 2 both, 3 inputs before, "
+                                  "outputs after.")  # fmt: skip
+    atb_part: int | None = option("--atb-part", None, "0 inputs, 1 outputs, 2 both (the default).")
+    atb_child: bool | None = option("--atb-child/--no-atb-child", None, "With --atb-ids: their operations too (the "
+                                    "default).")  # fmt: skip
+    save_operation_child: str | None = hidden("--save-operation-child", None, "The same, as ait has it.",
+                                              metavar="True|False")  # fmt: skip
+    atb_tiling: bool = option("--atb-tiling", False, "Tiling data too.")
+    atb_describe: bool = option("--atb-describe", False, "Descriptions without values.")
+    atb_type: str | None = option("--atb-type", None, "Of model, layer, op, kernel, tensor (the default), "
+                                  "cpu_profiling, stats; onnx draws model and layer.", metavar="TYPES")  # fmt: skip
+    atb_device: int | None = option("--atb-device", None, "Only this device.", metavar="N")
 
 
 def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) -> None:
@@ -99,7 +79,11 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     from vllm_accprobe.run.atb import AIT, DIRECTORY, options_of
 
     quiet = is_quiet(what.log_level) or what.quiet
-    words = _command(what.command, what.exec)
+    if what.exec is not None and what.command:
+        raise CommandError("the command is named twice, behind --exec and at the end: name it once")
+    words = [what.exec] if what.exec else list(what.command)
+    if not words:
+        raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
     settings = {
         "dir": what.dir, "task": what.task, "tokens": wanted.tokens, "steps": wanted.steps, "ranks": what.ranks,
         "modules": wanted.modules, "parts": what.parts, "requests": wanted.requests,
@@ -121,23 +105,13 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     raise typer.Exit(conclude(launched(words, settings, chosen, quiet, {}, folder), quiet))
 
 
-def _command(words: list[str] | None, line: str | None) -> list[str]:
-    """What is started. Raises CommandError."""
-    if line is not None and words:
-        raise CommandError("the command is named twice, behind --exec and at the end: name it once")
-    found = [line] if line else list(words or [])
-    if not found:
-        raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
-    return found
-
-
 def _truth(word: str | None) -> bool | None:
     """As ait reads it. Raises CommandError."""
-    if word is None:
-        return None
-    if word.lower() not in ("true", "false", "1", "0", "yes", "no", "t", "f", "y", "n"):
+    if word is None or word.lower() in ("true", "1", "yes", "t", "y"):
+        return None if word is None else True
+    if word.lower() not in ("false", "0", "no", "f", "n"):
         raise CommandError(f"--save-operation-child {word}: write True or False")
-    return word.lower() in ("true", "1", "yes", "t", "y")
+    return False
 
 
 def _settings(words: list[str]) -> dict[str, str | None]:
@@ -167,13 +141,9 @@ class EndedRun:
 
 
 def launched(
-    command: Sequence[str],
-    settings_of: Mapping[str, str | None],
-    atb: AtbOptions | None,
-    quiet: bool,
-    more: Mapping[str, str],
-    folder: str = "",
-) -> EndedRun:
+    command: Sequence[str], settings_of: Mapping[str, str | None], atb: AtbOptions | None, quiet: bool,
+    more: Mapping[str, str], folder: str = "",
+) -> EndedRun:  # fmt: skip
     """Runs ``command`` with the probe on. settings_of: by name, None: the environment's; atb: None for no ATB; more:
     further variables for the command; folder: where ATB writes, below the dump. Raises CommandError, ConfigError before
     anything is started."""
@@ -183,9 +153,8 @@ def launched(
     from vllm_accprobe.cli import places
     from vllm_accprobe.formats.common.sniff import is_own
     from vllm_accprobe.run import atb as atb_room
-    from vllm_accprobe.run.launcher import LaunchError, command_line
+    from vllm_accprobe.run.launcher import REGISTER, LaunchError, command_line, environment
     from vllm_accprobe.run.launcher import run as launch
-    from vllm_accprobe.run.settings import REGISTER, environment
     from vllm_accprobe.run.watcher import Watcher
 
     environ, settings, notes = environment(settings_of, os.environ)
@@ -211,7 +180,7 @@ def launched(
             environ[REGISTER] = register.name
             watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
             before = _killed_for_memory()
-            code = launch(command, environ, tick=lambda: status.show(watcher.look()), busy=watcher.writing)
+            code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
             status.clear()
             watcher.settle()
     except LaunchError as error:
@@ -250,11 +219,8 @@ def _ending(code: int, killed: int) -> str:
     import signal
 
     ending = f"exit code {code}"
-    if code > 128:
-        try:
-            ending += f", {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
+    if code - 128 in set(signal.Signals):
+        ending += f", {signal.Signals(code - 128).name}"
     if killed:
         return f"{ending}; this machine ran out of memory meanwhile and killed {killed} process{'es' * (killed > 1)}"
     return f"{ending}: killed, most often for lack of memory" if code == 128 + signal.SIGKILL else ending
@@ -272,7 +238,7 @@ def _killed_for_memory() -> int:
 def conclude(ran: EndedRun, quiet: bool) -> int:
     """Says what there is and gives the exit code."""
     watcher, code, files, killed = ran.watcher, ran.code, ran.files, ran.killed
-    found, dumps = watcher.look(), watcher.dumps()
+    found, dumps = watcher.poll(), watcher.dumps()
     answer(dumps=dumps, captured=found, files_of_atb=files, command_exit_code=code)
     for reason in found.stops:
         say(f"capture stopped early: {reason}")

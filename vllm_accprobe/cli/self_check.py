@@ -8,27 +8,27 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from typer import Argument
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.options import argument
 
 if TYPE_CHECKING:
-    from vllm_accprobe.gate.sides import Asking
+    from vllm_accprobe.gate.sides import SendSettings
 
 
 @dataclass(frozen=True)
 class SelfCheckOptions:
     """The server, and where the answers go."""
 
-    command: Annotated[list[str], Argument(metavar="-- CMD...|URL", help="vllm serve MODEL ..., or a running server.")]
-    prompts: options.Prompts = "default"
-    out: Annotated[Path, options.out("a folder for the answers; one begun is continued")] = Path("accprobe-self")
-    rate: options.Rate = None
-    as_json: options.Json = False
+    command: list[str] = argument("-- CMD...|URL", "vllm serve MODEL ..., or a running server.")
+    prompts: str | None = options.prompts("default")
+    out: Path = options.out("a folder for the answers; one begun is continued", Path("accprobe-self"))
+    rate: float | None = options.rate()
+    as_json: bool = options.as_json()
 
 
 def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:
@@ -42,17 +42,16 @@ def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> Non
     options.check_rate(server.rate)
     words = server.command
     side = words[0] if len(words) == 1 else shlex.join(words)
-    check_server(side, scoring.asking(server.prompts or "default"), server.out, server.rate, server.as_json)
+    check_server(side, scoring.settings(server.prompts or "default"), server.out, server.rate, server.as_json)
 
 
-def check_server(side: str, asking: Asking, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
+def check_server(side: str, settings: SendSettings, out: Path | None, rate: float | None, as_json: bool) -> NoReturn:
     """side: a URL or a command. Raises typer.Exit."""
-    from vllm_accprobe.cli.send import made_by
-    from vllm_accprobe.gate import self_check as asked_paths
-    from vllm_accprobe.gate import self_check as odd_one
+    from vllm_accprobe.gate import self_check as paths
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.client import NotServed, SendError
+    from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
     from vllm_accprobe.whole_file import whole
 
@@ -64,15 +63,16 @@ def check_server(side: str, asking: Asking, out: Path | None, rate: float | None
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
-    how = asked_paths.PathAsking(out, made_by(asking.prompts), asking, say)
+    how = paths.PathSettings(out, made_by(settings.prompts), settings, say)
     try:
-        lines = prompts_file.read(asking.prompts)
-        found = asked_paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+        lines = prompts_file.read(settings.prompts)
+        found = paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
+    except NotServed as e:
+        raise CommandError(f"CMD: {e}") from None
     except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
-        raise CommandError(str(e).replace("--engine:", "CMD:").replace("--url:", "URL:")) from None
-    result = odd_one.judge(
-        found.paths, found.answers, odd_one.RATE if rate is None else rate, found.missing, tuple(found.notes)
-    )
+        raise CommandError(str(e).replace("--url:", "URL:")) from None
+    rate = paths.RATE if rate is None else rate
+    result = paths.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
     fields = servers.self_check_json(result)
     with whole(out / "self.json") as part:
         part.write_text(json.dumps(fields, indent=1) + "\n")

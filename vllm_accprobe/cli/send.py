@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from typer import Argument, Option
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, progress, say_written
 
 
@@ -21,32 +20,19 @@ from vllm_accprobe.cli.output import answer, progress, say_written
 class SendOptions:
     """What is sent, to whom, and where the answers go."""
 
-    out: Annotated[Path, options.out("a folder; one begun is continued")]
-    prompts: Annotated[
-        str,
-        Argument(metavar="[PROMPTS]", help="A jsonl, a ShareGPT json, a text with a prompt on each line, or default."),
-    ] = "default"
-    url: Annotated[str, Option("--url", metavar="URL", help="The server, for example http://localhost:8000.")] = ""
-    engine: Annotated[str, Option("--engine", metavar="CMD", help="Or a command that serves: started, and ended.")] = ""
-    along: Annotated[
-        Path | None,
-        Option("--teacher-force", metavar="GOLDEN", help="Golden's folder: its token ids are sent, and forced as "
-               "answers."),
-    ] = None  # fmt: skip
-    arrive: Annotated[
-        list[str],
-        Option(
-            "--arrive", metavar="HOW", help="one, all or poisson:RATE; a pass for each. Default: one, all; golden's."
-        ),
-    ] = field(default_factory=list)
-    top: Annotated[
-        int | None,
-        Option("--top", metavar="N", min=2, max=1000, help="Log-probabilities for each token. Default: 20; golden's."),
-    ] = None
-    score_tokens: Annotated[
-        int,
-        Option("--score-tokens", metavar="N", min=2, help="Longer ones are not scored: a server may lack the memory."),
-    ] = 1024
+    out: Path = options.out("a folder; one begun is continued")
+    prompts: str = argument("[PROMPTS]", "A jsonl, a ShareGPT json, a text with a prompt on each line, or default.",
+                            "default")  # fmt: skip
+    url: str = option("--url", "", "The server, for example http://localhost:8000.", metavar="URL")
+    engine: str = option("--engine", "", "Or a command that serves: started, and ended.", metavar="CMD")
+    along: Path | None = option("--teacher-force", None, "Golden's folder: its token ids are sent, and forced as "
+                                "answers.", metavar="GOLDEN")  # fmt: skip
+    arrive: list[str] = option("--arrive", [], "one, all or poisson:RATE; a pass for each. Default: one, all; "
+                               "golden's.", metavar="HOW")  # fmt: skip
+    top: int | None = option("--top", None, "Log-probabilities for each token. Default: 20; golden's.", metavar="N",
+                             min=2, max=1000)  # fmt: skip
+    score_tokens: int = option("--score-tokens", 1024, "Longer ones are not scored: a server may lack the memory.",
+                               metavar="N", min=2)  # fmt: skip
 
 
 def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
@@ -59,10 +45,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     server has another vocabulary than golden's.
     """
     from vllm_accprobe.gate.sending import passes, replies
-    from vllm_accprobe.gate.sending import passes as forcing
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError
-    from vllm_accprobe.gate.sending.passes import parse
+    from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
     from vllm_accprobe.report.text import count
 
     url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
@@ -71,14 +55,14 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     if along is not None and what.prompts != prompts_file.DEFAULT:
         raise CommandError("--teacher-force: golden's prompts are sent; leave PROMPTS away")
     try:
-        golden = None if along is None else forcing.golden_of(along)
+        golden = None if along is None else passes.golden_of(along)
         was = {"arrive": ["one", "all"], "concurrency": 64, "top": 20} | (
             golden.about.get("settings", {}) if golden else {}
         )
-        arrivals = [parse(word) for word in what.arrive or was["arrive"] if word != forcing.SCORE]
+        arrivals = [passes.parse(word) for word in what.arrive or was["arrive"] if word != passes.SCORE]
     except ValueError as e:
         raise CommandError(f"--arrive: {e}") from None
-    except (forcing.TeacherForcingError, replies.FolderError) as e:
+    except (passes.TeacherForcingError, replies.FolderError) as e:
         raise CommandError(f"--teacher-force: {e}") from None
     places.check(out, {})
     if (
@@ -91,7 +75,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
     how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
     try:
-        lines = prompts_file.read(what.prompts) if golden is None else forcing.forced_lines(golden)
+        lines = prompts_file.read(what.prompts) if golden is None else passes.forced_lines(golden)
         with ExitStack() as stack:
             if engine:
                 from vllm_accprobe.gate.sides import served
@@ -102,19 +86,21 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
                 url, key = stack.enter_context(served(engine, os.environ, out, of.ready))
             sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
             if golden is not None:
-                forcing.check_vocabulary(sender, golden)
+                passes.check_vocabulary(sender, golden)
             begun = replies.read_about(out) if replies.exists(out) else None
-            digest = None if golden is None else forcing.digest(golden)
-            plan = forcing.planned(sender, digest, len(arrivals), of.score, begun)
+            digest = None if golden is None else passes.digest(golden)
+            plan = passes.planned(sender, digest, len(arrivals), of.score, begun)
             total = len(lines) * (len(arrivals) + plan.score)
             tell = stack.enter_context(progress("send", total, steps=True))
-            made = made_by(what.prompts if along is None else along.name)
+            made = passes.made_by(what.prompts if along is None else along.name)
             done = passes.send(
                 sender, server, lines, arrivals, of.concurrency or was["concurrency"], out, made, tell, plan
             )
     except OtherIds as e:
         raise NothingThere(str(e)) from None
-    except (SendError, prompts_file.PromptsError, replies.FolderError, forcing.TeacherForcingError) as e:
+    except NotServed as e:
+        raise CommandError(f"--engine: {e}") from None
+    except (SendError, prompts_file.PromptsError, replies.FolderError, passes.TeacherForcingError) as e:
         raise CommandError(str(e)) from None
     if not done.answered:
         raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")
@@ -123,7 +109,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}")
     answer(prompts=done.of, answered=done.answered, refused=done.refused, sent=done.sent, reasons=done.reasons)
     if golden is not None and plan.how is not None:
-        typer.echo(f"forced along {along}: {forcing.told(plan, golden, len(lines))}")
+        typer.echo(f"forced along {along}: {passes.describe(plan, golden, len(lines))}")
     if done.refused:
         typer.echo(f"refused: {_reasons(done.reasons)}")
     say_written(out)
@@ -131,13 +117,3 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
 
 def _reasons(reasons: dict[str, int]) -> str:
     return ", ".join(f"{n:,} {why}" for why, n in reasons.items())
-
-
-def made_by(prompts: str) -> dict[str, str]:
-    """What send.json has of the version, the source and the time; all commands that send begin so."""
-    from datetime import datetime, timezone
-
-    from vllm_accprobe import __version__
-
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"accprobe": __version__, "source": Path(prompts).name, "started": now}

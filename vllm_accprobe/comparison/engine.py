@@ -42,7 +42,7 @@ from vllm_accprobe.comparison.store import Finished, identity
 from vllm_accprobe.comparison.verdict.judging import gather, judge
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
-from vllm_accprobe.formats.common import foreign as held
+from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUES, ForeignDump
 from vllm_accprobe.judge.calibration import Calibration
 from vllm_accprobe.judge.weights import weights_between
@@ -148,7 +148,7 @@ def open_both(golden: str | Path | Any, mine: str | Path | Any) -> tuple[Any, An
     try:
         opened = [open_dump(d) if isinstance(d, (str, Path)) else d for d in (golden, mine)]
         for dump in opened:
-            held.look(dump)
+            foreign.note_values(dump)
     except NothingReadable as e:
         raise NothingCompared(f"nothing could be compared: {e}") from None
     except DumpError as e:

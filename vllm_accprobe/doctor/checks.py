@@ -1,29 +1,16 @@
-"""What is installed and set, and what vLLM itself says, as findings.
+"""Would a capture work here, and if not, why: checks that return findings.
 
-One line of the doctor's report.
+The problem: a probe that is filtered, mistyped or hooked to nothing prints nothing, and the user learns it after the
+run. The idea: each check is a function from what it examines (a metadata path, an environment, a directory) to
+findings: ok, warning or error, with what to do. vLLM is never imported in this process: package metadata, the settings
+and the disk are read here, and a subprocess (inside.py) with a time limit answers what only an import can tell.
 
-What is installed, read from package metadata alone.
-
-The problem: importing vLLM takes ten seconds and may fail for reasons of its own, yet most silent failures (no entry
-point, another environment, an allowlist without our name) stand in plain files. The idea: importlib.metadata over a
-search path that tests can give.
-
-The environment's settings and the disk that the dump would go to.
-
-The problem: a mistyped setting stops the server minutes into its start, and a slow or full disk slows every step. The
-idea: read the settings as the server would, and write a little where the dump would lie. The dump directory itself is
-not created.
-
-What vLLM itself says: asks inside.py in a subprocess, and turns its answers into findings.
-
-The problem: the answers need vLLM imported, which is slow and may fail. The idea: a time limit, a process that cannot
-take this one with it, and a pure function from answers to findings.
-
-Not here: what the settings mean (config.py), the questions (inside.py).
+Not here: what the settings mean (config.py), printing and exit codes (cli/doctor.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -61,6 +48,20 @@ class Finding:
     def to_json(self) -> dict[str, str]:
         """As `accprobe doctor --json` prints it."""
         return asdict(self)
+
+
+def examine(environ: Mapping[str, str] | None = None, *, quick: bool = False, timeout: float = 180.0) -> list[Finding]:
+    """All checks in the order in which they are printed. quick: leave out what needs vLLM imported in a subprocess
+    (about ten seconds); timeout: that subprocess's limit in seconds."""
+    environ = os.environ if environ is None else environ
+    found = vllm_distribution()
+    have_vllm = all(f.level != ERROR for f in found)
+    found += [*vllm_command(environ), *requirements(), *entry_points(), *allowlist(environ)]
+    if have_vllm and quick:
+        found.append(Finding(WARNING, "hook points", "not looked at (--quick)"))
+    elif have_vllm:
+        found += findings(answers_of(environ, timeout=timeout))
+    return [*found, *switch(environ), *configuration(environ), *directory(environ)]
 
 
 NAME = "accprobe"
@@ -209,18 +210,17 @@ PROBE_BYTES = 64 << 20
 BLOCK = 8 << 20
 
 
-def _config(environ: Mapping[str, str]) -> ProbeConfig | ConfigError:
-    try:
+def _config(environ: Mapping[str, str]) -> ProbeConfig | None:
+    """None where `configuration` says what is wrong."""
+    with contextlib.suppress(ConfigError):
         return ProbeConfig.from_env(environ)
-    except ConfigError as error:
-        return error
+    return None
 
 
 def switch(environ: Mapping[str, str]) -> list[Finding]:
     """Is the probe on."""
-    config = _config(environ)
-    if isinstance(config, ConfigError):
-        return []  # configuration() says so
+    if (config := _config(environ)) is None:
+        return []
     if config.enabled:
         return [Finding(OK, "switch", f"{ENV}={environ.get(ENV, '')}: the probe is on")]
     return [Finding(WARNING, "switch", "the probe is off: nothing is captured", f"{ENV}=1 turns it on")]
@@ -228,11 +228,12 @@ def switch(environ: Mapping[str, str]) -> list[Finding]:
 
 def configuration(environ: Mapping[str, str]) -> list[Finding]:
     """Would the server accept the settings."""
-    config = _config(environ)
-    if isinstance(config, ConfigError):
-        return [Finding(ERROR, "settings", str(config), "the server would not start with the probe on")]
-    given = sorted(name for name in environ if name.startswith(PREFIX))
-    text = ", ".join(f"{name}={environ[name]}" for name in given) if given else "all at their defaults"
+    try:
+        config = ProbeConfig.from_env(environ)
+    except ConfigError as error:
+        return [Finding(ERROR, "settings", str(error), "the server would not start with the probe on")]
+    settings = sorted(name for name in environ if name.startswith(PREFIX))
+    text = ", ".join(f"{name}={environ[name]}" for name in settings) if settings else "all at their defaults"
     out = [Finding(OK, "settings", text)]
     if config.graphs:
         text = f"{PREFIX}GRAPHS=1: inside compiled or captured graphs taps see some modules, the rest counts as skipped"
@@ -242,8 +243,7 @@ def configuration(environ: Mapping[str, str]) -> list[Finding]:
 
 def directory(environ: Mapping[str, str]) -> list[Finding]:
     """Can the dump directory be made and written, how fast is it, and how much is free."""
-    config = _config(environ)
-    if isinstance(config, ConfigError):
+    if (config := _config(environ)) is None:
         return []
     path = Path(os.path.abspath(config.dir or default_dir()))
     other = f"name another with {PREFIX}DIR"
@@ -321,7 +321,7 @@ Answers = dict[str, Any]
 INSIDE = "vllm_accprobe.doctor.inside"
 
 
-def ask(environ: Mapping[str, str], *, timeout: float, command: list[str] | None = None) -> Answers:
+def answers_of(environ: Mapping[str, str], *, timeout: float, command: list[str] | None = None) -> Answers:
     """The answers of inside.py by question, each ``{"value": ...}`` or ``{"error": str}``; ``{"failed": str}`` if the
     process did not answer within ``timeout`` seconds. command: another one that answers. Never raises for what the
     process does."""
@@ -331,9 +331,10 @@ def ask(environ: Mapping[str, str], *, timeout: float, command: list[str] | None
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
         # A folder named vllm in the working directory is not what `vllm serve` imports: a Child does not either.
-        with Child(INSIDE, env=env, **how) if command is None else _other(command, env, how) as process:
+        other = None if command is None else subprocess.Popen(command, env=env, text=True, errors="replace", **how)
+        with other or Child(INSIDE, env=env, **how) as process:
             try:
-                said_out, said_err = process.communicate(timeout=timeout)
+                printed, errors = process.communicate(timeout=timeout)
             except BaseException:
                 process.kill()
                 raise
@@ -341,20 +342,16 @@ def ask(environ: Mapping[str, str], *, timeout: float, command: list[str] | None
         return {"failed": f"importing vLLM did not end within {timeout:g} s"}
     except OSError as error:
         return {"failed": f"{command[0] if command else sys.executable}: {error.strerror or error}"}
-    for line in reversed(said_out.splitlines()):
+    for line in reversed(printed.splitlines()):
         if line.startswith(MARKER):
             try:
                 answers = json.loads(line[len(MARKER) :])
             except ValueError:
                 break
             return answers if isinstance(answers, dict) else {"failed": "the answer cannot be read"}
-    said = [line.strip() for line in said_err.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
     end = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-    return {"failed": f"importing vLLM ended with {end}" + (f": {said[-1][:300]}" if said else "")}
-
-
-def _other(command: list[str], env: Mapping[str, str], how: Mapping[str, Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=env, text=True, errors="replace", **how)
+    return {"failed": f"importing vLLM ended with {end}" + (f": {lines[-1][:300]}" if lines else "")}
 
 
 def findings(answers: Answers) -> list[Finding]:

@@ -1,44 +1,14 @@
 """Does a tap inside a compiled graph change what is computed: runs, compared bit by bit, and the module whose tap does.
 
-The same few requests for every run of a server, one after the other.
+The problem: a tap is an operator in the middle of what a compiler fuses, so that capturing may change the numbers that
+it shows; and an engine that does not repeat itself would look as if it did. The idea: the same requests, one after the
+other, to runs whose environments differ in the taps alone: ``off`` twice, which says whether bits are a standard at
+all, ``on`` with the user's settings, ``selected`` with fewer of the same taps, ``full``. A row is a request's at a
+position, and is looked up in the other dump; rows after a token that differs are counted and not compared. Where bits
+differ, taps are placed at the first half of the modules, and so on. Of answers only hashes are kept.
 
-The problem: what is computed depends on what else is in the batch, so that two runs are the same only if their requests
-come in the same order and none beside another. The idea: each is sent when the answer of the one before is there,
-greedily sampled, with a fixed id. Of the answers only a hash is kept: no text of a request or an answer is written
-anywhere by us.
-
-The runs of one command: their environments, which differ in the taps and in nothing else.
-
-The problem: taps off, on and selected must be three states of one engine, whatever the user's own settings are, and
-each must record what decides (tokens, logits, the root's output). The idea: every environment is made of the user's:
-``off`` has no taps, ``on`` has the user's own settings, ``selected`` chooses fewer of the same taps in fewer steps,
-``full`` asks for all, ``first N`` places only the first N of them.
-
-Carries out one run: starts the command with its environment, asks it where it serves, ends it.
-
-The problem: a server must be up before it is asked, and its dump is whole only after its end; a program must come to
-its end by itself, and either may fail or hang. The idea: one function from a run to hashes of answers; everything that
-goes wrong is one error with the end of the command's own log.
-
-Whether two runs of the same requests gave the same bits, and how far apart they are where not.
-
-The problem: two runs may have put the same rows into other batches, tokens that differ give other inputs from there on,
-and what is compared must be the same number, not the same place in a file. The idea: a row is a request's (by its
-prompt's hash and ordinal) at a position; each row of one dump is looked up in the other; behind the first token that
-differs a request's rows are counted and not compared. Where hashes say that tensors are equal nothing is read.
-
-Does a tap inside a compiled graph change what is computed: runs, compared, and the module whose tap does.
-
-The problem: a tap is an operator in the middle of what a compiler fuses, so that capturing may change the very numbers
-that it shows; and an engine that does not repeat itself would look as if it did. The idea: two runs without taps say
-whether bits are a standard at all; then the runs with taps are held against the first. Where bits differ, taps are
-placed at the first half of the modules, and so on: the first N leave all bits as they were, and the first N + 1 do not.
-That holds whatever the taps do together.
-
-What a proof says: a table and sentences for people, one object for programs.
-
-Not here: starting the server (run/launcher.py), the process (run/launcher.py), what judges numbers that may differ
-honestly (comparison/): here only equal is equal, ; printing and exit codes (cli/doctor.py).
+Not here: starting the server (run/launcher.py), what judges numbers that may differ (comparison/), exit codes
+(cli/doctor.py).
 """
 
 from __future__ import annotations
@@ -62,8 +32,7 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
-from vllm_accprobe.run.launcher import Background, ServerCommand
-from vllm_accprobe.run.settings import allow_plugin
+from vllm_accprobe.run.launcher import Background, ServerCommand, allow_plugin
 
 PROMPTS = (
     "The first computers filled whole rooms, and",
@@ -79,21 +48,21 @@ _MOST_BYTES = 4 << 20
 Prompt = str | tuple[int, ...]
 
 
-class AskingError(Exception):
+class ServerRequestError(Exception):
     """The server did not come up, or refused a request; one line."""
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """A prompt on each line: JSON (a text, a list of token ids, or an object with ``prompt`` or ``prompt_token_ids``)
-    or, where the line is none, the line itself. Raises AskingError; OSError."""
+    or, where the line is none, the line itself. Raises ServerRequestError; OSError."""
     with open(path, "rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise AskingError(f"{path}: more than {_MOST_BYTES >> 20} MB of prompts")
+        raise ServerRequestError(f"{path}: more than {_MOST_BYTES >> 20} MB of prompts")
     found = [_prompt(line, path, number) for number, line in enumerate(data.decode(errors="replace").splitlines(), 1)
              if line.strip()]  # fmt: skip
     if not found or len(found) > _MOST_PROMPTS:
-        raise AskingError(f"{path}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
+        raise ServerRequestError(f"{path}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
     return tuple(found)
 
 
@@ -110,7 +79,9 @@ def _prompt(line: str, path: Path, number: int) -> Prompt:
         return value
     if isinstance(value, (int, float)):  # a line of plain text that happens to be a number
         return line
-    raise AskingError(f"{path}, line {number}: neither a text nor a list of token ids, nor an object with `prompt`")
+    raise ServerRequestError(
+        f"{path}, line {number}: neither a text nor a list of token ids, nor an object with `prompt`"
+    )
 
 
 class Client:
@@ -123,8 +94,8 @@ class Client:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ready(self) -> bool:
-        """Waits until the server answers; False where its command has ended instead. Raises AskingError when it is
-        time to give up."""
+        """Waits until the server answers; False where its command has ended instead. Raises ServerRequestError when the
+        time is over."""
         while time.monotonic() < self._until:
             if not self._alive():
                 return False
@@ -137,15 +108,17 @@ class Client:
                 time.sleep(0.25)
             except (OSError, http.client.HTTPException):
                 time.sleep(0.25)
-        raise AskingError(f"the server did not answer {self._url}/health in time (--timeout)")
+        raise ServerRequestError(f"the server did not answer {self._url}/health in time (--timeout)")
 
     def ask(self, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
-        """Sends all, and gives a hash of each answer: its texts, tokens and log-probabilities. Raises AskingError."""
+        """A hash of each answer: its texts, tokens and log-probabilities. Raises ServerRequestError."""
         models = self._json("/v1/models", None, "")
         try:
             model = models["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
-            raise AskingError(f"{self._url}/v1/models names no model: is it an OpenAI-compatible server?") from None
+            raise ServerRequestError(
+                f"{self._url}/v1/models names no model: is it an OpenAI-compatible server?"
+            ) from None
         return [self._ask(str(model), prompt, max_tokens, number) for number, prompt in enumerate(prompts)]
 
     def _ask(self, model: str, prompt: Prompt, max_tokens: int, number: int) -> str:
@@ -156,10 +129,10 @@ class Client:
         name = f"accprobe-doctor-{number}"
         answer = self._json("/v1/completions", body, name)
         try:
-            said = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
+            choices = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
         except (KeyError, TypeError, AttributeError):
-            raise AskingError(f"request {name}: the answer has no choices") from None
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+            raise ServerRequestError(f"request {name}: the answer has no choices") from None
+        return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()
 
     def _json(self, path: str, body: dict[str, Any] | None, name: str) -> Any:
         headers = {"Content-Type": "application/json"} | ({"X-Request-Id": name} if name else {})
@@ -172,12 +145,12 @@ class Client:
             with self._opener.open(request, timeout=left) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:  # its body may hold the request's text
-            raise AskingError(f"{what}: the server says {error.code} {error.reason}") from None
+            raise ServerRequestError(f"{what}: the server says {error.code} {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "reason", None) or error
-            raise AskingError(f"{what}: {type(error).__name__}: {why}") from None
+            raise ServerRequestError(f"{what}: {type(error).__name__}: {why}") from None
         except ValueError:
-            raise AskingError(f"{what}: the answer is no JSON") from None
+            raise ServerRequestError(f"{what}: the answer is no JSON") from None
 
 
 OFF, AGAIN, ON, SELECTED, FULL = "off", "off again", "on", "selected", "full"
@@ -259,12 +232,12 @@ class Runs:
     def _bare(self) -> dict[str, str]:
         kept = {name: value for name, value in self._base.items() if not name.startswith(PREFIX)}
         c = self.config
-        said = {
+        facts = {
             "GRAPHS": "1", "MODULES": ",".join(OUTCOME), "PARTS": "output", "STEPS": _spelt(c.steps),
             "TOKENS": _spelt(c.tokens), "RANKS": _spelt(c.ranks), "REQUESTS": ",".join(c.requests),
             "MAX_GB": str(c.max_gb),
         }  # fmt: skip
-        return kept | {PREFIX + name: value for name, value in said.items()}
+        return kept | {PREFIX + name: value for name, value in facts.items()}
 
     def _theirs(self, modules: str) -> dict[str, str]:
         return {**self._base, PREFIX + "MODULES": modules, PREFIX + "PARTS": self._parts()}
@@ -319,7 +292,7 @@ def carry_out(
                 why = f"the server ended with exit code {process.code} before it answered"
                 raise RunFailed(f"run `{run.name}`: {why}", process.tail())
             return client.ask(prompts, max_tokens)
-        except AskingError as error:
+        except ServerRequestError as error:
             code = process.wait(1.0)  # what refuses a connection may be about to die
             ended = "" if code is None else f"; the server ended with exit code {code}"
             raise RunFailed(f"run `{run.name}`: {error}{ended}", process.tail()) from None
@@ -355,7 +328,7 @@ class Tally:
         far = [x for x in (self.rel_l2, other.rel_l2) if x is not None]
         return Tally(self.rows + other.rows, self.differing + other.differing, max(far, default=None))
 
-    def beside(self, other: Tally) -> Tally:
+    def alongside(self, other: Tally) -> Tally:
         """Both, where they are about the same rows: another tap, another rank."""
         both = self + other
         return Tally(max(self.rows, other.rows), max(self.differing, other.differing), both.rel_l2)
@@ -386,7 +359,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first place, in order of execution, at which two runs with taps have other values."""
 
     tap: str
@@ -461,24 +434,24 @@ def outcome(reference: Bits, other: Bits) -> Effect:
     for place in reference.places():
         _, tap, role, _ = place
         if tap == SAMPLER and role in TOP:
-            top = top.beside(pairing.spot(place))
+            top = top.alongside(pairing.spot(place))
         elif tap.rpartition(".")[2] in _HEADS and role.startswith("output."):
-            logits = logits.beside(pairing.spot(place))
+            logits = logits.alongside(pairing.spot(place))
         elif tap == ROOT_TAP and role.startswith("output."):
-            root = root.beside(pairing.spot(place))
+            root = root.alongside(pairing.spot(place))
     ours, theirs = reference.batches(), other.batches()
     batches = all(ours[key] == theirs[key] for key in ours if key in theirs)
     return Effect(compared, top, logits, root, batches, len(pairing.behind))
 
 
-def first_parting(reference: Bits, other: Bits) -> Parting | None:
+def first_difference(reference: Bits, other: Bits) -> FirstDifference | None:
     """Of the places inside that both dumps have: the first one whose values differ."""
     pairing = _Pairing(reference, other, _tokens(reference, other)[1])
     inside = [place for place in reference.places() if not decides(place[1]) and place in other.places()]
     for place in sorted(inside, key=lambda one: reference.places()[one][0].seq):
         spot = pairing.spot(place)
         if spot.differing:
-            return Parting(place[1], place[2], place[0], spot)
+            return FirstDifference(place[1], place[2], place[0], spot)
     return None
 
 
@@ -581,7 +554,7 @@ SAME, CHANGED, UNKNOWN = "same", "changed", "unknown"
 
 
 @dataclass(frozen=True)
-class Ran:
+class TapRunResult:
     """A run that was carried out. answers: hashes of a server's answers. outcome: against the first run without taps;
     None for that run itself. parting: against ``on``, for a run with other taps or fewer chosen ones."""
 
@@ -592,7 +565,7 @@ class Ran:
     answers: tuple[str, ...] = ()
     outcome: Effect | None = None
     same_answers: bool | None = None
-    parting: Parting | None = None
+    parting: FirstDifference | None = None
 
     @property
     def taps(self) -> int:
@@ -625,7 +598,7 @@ class TapProof:
 
     verdict: str
     why: str
-    runs: tuple[Ran, ...]
+    runs: tuple[TapRunResult, ...]
     repeats: bool | None = None
     culprits: tuple[Culprit, ...] = ()
     notes: tuple[str, ...] = ()
@@ -641,7 +614,7 @@ class Prover:
     def __init__(self, runs: Runs, serve: Serve, say: Callable[[str], None], clock: Callable[[], float]):
         self._runs, self._serve, self._say, self._clock = runs, serve, say, clock
         self._bits: dict[str, Bits] = {}
-        self._ran: list[Ran] = []
+        self._ran: list[TapRunResult] = []
 
     def prove(self, *, full: bool = False, bisect: bool | None = None) -> TapProof:
         """All of it. full: a run with taps at all modules, too. bisect: whether to look for the module whose tap
@@ -682,7 +655,7 @@ class Prover:
 
     # --- one run -----------------------------------------------------------------------------------------------
 
-    def _do(self, run: TapRun) -> Ran:
+    def _do(self, run: TapRun) -> TapRunResult:
         began = self._clock()
         answers = tuple(self._serve(run))
         seconds = self._clock() - began
@@ -690,22 +663,22 @@ class Prover:
         self._bits[run.name] = bits
         engine = bits.dump.run.get("engine")
         graphs = engine.get("graphs") if isinstance(engine, dict) else None
-        ran = Ran(run.name, str(run.place), seconds, graphs if isinstance(graphs, dict) else {}, answers)
+        ran = TapRunResult(run.name, str(run.place), seconds, graphs if isinstance(graphs, dict) else {}, answers)
         if self._ran:
             first = self._ran[0]
-            said = outcome(self._bits[first.name], bits)
+            result = outcome(self._bits[first.name], bits)
             same = answers == first.answers if answers or first.answers else None
             # Fewer chosen ones must show the values that all of them show.
             on = next((bits for name, bits in self._bits.items() if name == "on"), None)
-            parting = first_parting(on, bits) if on is not None and on is not bits else None
-            ran = replace(ran, outcome=said, same_answers=same, parting=parting)
+            parting = first_difference(on, bits) if on is not None and on is not bits else None
+            ran = replace(ran, outcome=result, same_answers=same, parting=parting)
         self._ran.append(ran)
-        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps" + _said(ran))
+        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps" + _sameness(ran))
         return ran
 
     # --- which module ------------------------------------------------------------------------------------------
 
-    def _culprit(self, changed: Ran, notes: list[str]) -> Culprit | None:
+    def _culprit(self, changed: TapRunResult, notes: list[str]) -> Culprit | None:
         modules = placed(self._bits[changed.name].dump, changed.graphs)
         try:
             self._runs.first(changed.name, modules)
@@ -719,7 +692,7 @@ class Prover:
             f"the taps of `{changed.name}` change the result; which of {len(modules)}: at most {most} more runs, about "
             f"{_minutes(most * changed.seconds)}"
         )
-        tried: dict[int, Ran] = {}
+        tried: dict[int, TapRunResult] = {}
 
         def differs(count: int) -> bool:
             if count not in tried:
@@ -729,8 +702,8 @@ class Prover:
         count = first_change(len(modules), differs)
         if count == len(modules) and not differs(count):  # not the graph, but what is done with it
             return Culprit(changed.name, "", count, len(tried), None)
-        said = tried[count].outcome
-        far = None if said is None else said.root.rel_l2
+        result = tried[count].outcome
+        far = None if result is None else result.root.rel_l2
         return Culprit(changed.name, modules[count - 1], count - 1, len(tried), far)
 
     def _end(
@@ -776,13 +749,13 @@ def placed(dump: Dump, graphs: dict[str, Any]) -> list[str]:
     if not isinstance(pieces, list):
         return seen
     between = [str(path) for path in graphs.get("between") or ()]
-    told: list[str] = []
+    paths: list[str] = []
     for number, piece in enumerate(pieces):
-        told += [str(path) for path in piece]
+        paths += [str(path) for path in piece]
         if len(between) == len(pieces) - 1 and number < len(between):
-            told.append(between[number])
-    told = list(dict.fromkeys([*told, *between]))
-    return [path for path in seen if path in told] if set(told) <= set(seen) else told
+            paths.append(between[number])
+    paths = list(dict.fromkeys([*paths, *between]))
+    return [path for path in seen if path in paths] if set(paths) <= set(seen) else paths
 
 
 def _nothing(dump: Dump) -> str:
@@ -799,14 +772,14 @@ def _refusal(dump: Dump) -> str:
     return next((skip.reason for skip in dump.skips if skip.tap == ROOT_TAP), "the dump does not say why")
 
 
-def _amended(ran: Ran, repeats: bool, module: str | None) -> dict[str, Any]:
+def _amended(ran: TapRunResult, repeats: bool, module: str | None) -> dict[str, Any]:
     """``engine.graphs.changed`` of a run with taps: what they changed."""
-    said = ran.outcome
-    assert said is not None
+    result = ran.outcome
+    assert result is not None
     changed: dict[str, Any] = {
-        "tokens": differs(said.tokens.same), "top_logits": differs(said.top_logits.same),
-        "logits": differs(said.logits.same), "root": differs(said.root.same),
-        "root_rel_l2": number(said.root.rel_l2), "against": "off", "repeats": repeats,
+        "tokens": differs(result.tokens.same), "top_logits": differs(result.top_logits.same),
+        "logits": differs(result.logits.same), "root": differs(result.root.same),
+        "root_rel_l2": number(result.root.rel_l2), "against": "off", "repeats": repeats,
     }  # fmt: skip
     return changed | ({"module": module} if module else {})
 
@@ -821,7 +794,7 @@ def number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _said(ran: Ran) -> str:
+def _sameness(ran: TapRunResult) -> str:
     return "" if ran.same is None else ", the same bits as off" if ran.same else ", OTHER BITS than off"
 
 
@@ -858,10 +831,10 @@ def verdict(proof: TapProof) -> str:
     """The last line."""
     if proof.verdict == SAME:
         full = next((ran for ran in proof.runs if ran.name == "full"), None)
-        said = "looking changed nothing: tokens, logits and the model's output are the same bits, with taps and without"
+        text = "looking changed nothing: tokens, logits and the model's output are the same bits, with taps and without"
         if full is not None and full.same is False and full.outcome is not None:
-            said += f"; the full set does change them (root rel_l2 {_figure(full.outcome.root.rel_l2)})"
-        return f"{said}\n({DISTRUST})"
+            text += f"; the full set does change them (root rel_l2 {_figure(full.outcome.root.rel_l2)})"
+        return f"{text}\n({DISTRUST})"
     if proof.verdict == CHANGED:
         wrong = [ran.name for ran in proof.runs if ran.name in ("on", "selected") and ran.same is False]
         return f"LOOKING CHANGED THE RESULT: {' and '.join(wrong)} against off"
@@ -881,7 +854,7 @@ def to_json(proof: TapProof) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run(ran: Ran) -> dict[str, Any]:
+def _run(ran: TapRunResult) -> dict[str, Any]:
     said, parting = ran.outcome, ran.parting
     figures = None if said is None else {
         "tokens": differs(said.tokens.same), "top_logits": differs(said.top_logits.same),
@@ -900,12 +873,12 @@ def _run(ran: Ran) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _table(runs: tuple[Ran, ...]) -> list[str]:
+def _table(runs: tuple[TapRunResult, ...]) -> list[str]:
     rows = [list(_HEAD)]
     for ran in runs:
-        said = ran.outcome
-        spots = ["-"] * 5 if said is None else [
-            *map(_cell, (said.tokens, said.top_logits, said.logits, said.root)), _figure(said.root.rel_l2),
+        result = ran.outcome
+        spots = ["-"] * 5 if result is None else [
+            *map(_cell, (result.tokens, result.top_logits, result.logits, result.root)), _figure(result.root.rel_l2),
         ]  # fmt: skip
         taps = str(ran.taps) + (f" ({ran.graphs.get('set')})" if ran.taps else "")
         rows.append([ran.name, taps, *spots, str(ran.graphs.get("key") or "-")[:8], f"{ran.seconds:.0f} s"])

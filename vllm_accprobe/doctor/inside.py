@@ -1,8 +1,7 @@
 """Runs in a subprocess: imports vLLM and prints, as one JSON line, what only an import can tell.
 
-The problem: platform and hook points are known to vLLM's code alone, and importing that code may print, hang or crash.
-The idea: a process of its own whose last line is JSON behind a marker; every question is answered by a value or by the
-error it met. Not here: what the answers mean (checks.py).
+The problem: importing vLLM may print, hang or crash. The idea: a process whose last line is JSON after a marker; every
+question has a value or the error it met. Not here: what the answers mean (checks.py).
 """
 
 from __future__ import annotations
@@ -122,8 +121,8 @@ def _batch(runner: Any) -> list[str]:
     have = getattr(runner.InputBatch, "__dataclass_fields__", {})
     missing = [f"InputBatch.{name}" for name in BATCH_FIELDS if name not in have]
     states = getattr(runner, "RequestState", None)
-    held = SLOTS in have and states is not None and "self.prefill_len" in inspect.getsource(states)
-    return missing + ([] if PREFILL in have or held else [f"InputBatch.{PREFILL} and RequestState.prefill_len"])
+    has_slots = SLOTS in have and states is not None and "self.prefill_len" in inspect.getsource(states)
+    return missing + ([] if PREFILL in have or has_slots else [f"InputBatch.{PREFILL} and RequestState.prefill_len"])
 
 
 def _default_runner() -> str:

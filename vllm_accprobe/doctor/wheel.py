@@ -1,40 +1,12 @@
 """What capture relies on, compared with the sources of a wheel and of the vLLM that it is for.
 
-The Python files of a wheel or a source distribution, read where it lies: nothing is unpacked, nothing is run.
-
-The problem: a vendor's wheel comes from anywhere, and may be a bomb, name files outside, or be no archive at all. The
-idea: only regular ``*.py`` files and the metadata are read, each and all of them up to a limit that is counted while
-bytes come out, whatever the headers say; one strange name refuses the whole.
-
-What modules of one or several packages define, by syntax tree: names, classes, functions, imports.
-
-The problem: a class is where its name is bound, which may be an import of another package's, and a vendor's class
-derives from vLLM's. The idea: modules are parsed when somebody asks for them; a name is followed through imports, from
-the vendor's package into vLLM's, to the class or function that it is. Nothing is imported or run.
-
-What a class and its instances have, by its source and that of the classes that it derives from.
-
-The problem: half of what capture reads are attributes that some method sets, in a class or in one of its bases, which
-may lie in another package. The idea: bases are followed through the sources; methods, class variables, dataclass
-fields and every ``self.name`` that is set count. What a method calls counts where the method is still run: not in one
-that a derived class has in its place and does not call. A base that is not in the given packages is told, not guessed.
-
-Holds what capture relies on against the sources of a wheel, and of the vLLM that it is for.
-
-The problem: a vendor's runner may be vLLM's, derive from it, or be a copy that has gone its own way, and what is
-missing there is missing although vLLM has it. The idea: each place of the declaration is looked for as vLLM's own
-class; runners and workers also among the vendor's classes, told by the methods that they have; what an attribute is
-made of follows the class that sets it.
-
-Which modes with other rows a wheel has, and the line of its source that shows it.
-
-The problem: whether a release can be asked for context parallelism or FlashComm at all is said by its source only. The
-idea: each mode names a file and what stands in a line of it; the first such line is the proof.
-
-What was found in a wheel, as lines, as JSON, and as a row of docs/compatibility.md.
-
-The problem: two hundred names that are there say nothing, one that is not says everything. The idea: what is missing
-first, each with what follows from it; then the modes in which rows are others; the rest is a number.
+The problem: a vendor's runner may be vLLM's, derive from it, or be a copy that has gone its own way; half of what
+capture reads are attributes that some method sets; and a wheel comes from anywhere. The idea: only regular ``*.py``
+files and the metadata are read where they lie, up to limits that are counted while bytes come out; nothing is unpacked,
+imported or run. Names are followed through imports and bases, from the vendor's package into vLLM's. Each place of the
+declaration is looked for as vLLM's class, runners and workers also among the vendor's classes, by their methods. A mode
+is found by a line of source. A base that is in no package is reported, not guessed. What is missing comes first, each
+with what follows from it.
 
 Not here: the declaration and the modes (capture/vllm/relied_on.py).
 """
@@ -99,8 +71,8 @@ def read(path: Path) -> Package:
     except OSError as error:
         raise WheelError(f"{path}: {error.strerror or error}") from None
     except _BROKEN as error:
-        said = " ".join(str(error).split())[:200]
-        raise WheelError(f"{path}: not a readable archive ({said}); download it again") from None
+        text = " ".join(str(error).split())[:200]
+        raise WheelError(f"{path}: not a readable archive ({text}); download it again") from None
     if not files:
         raise WheelError(f"{path}: no Python file is in it")
     return Package(path, _header(metadata, "Name"), _header(metadata, "Version"), files)
@@ -359,8 +331,8 @@ def _import_from(module: SourceModule, node: ast.ImportFrom) -> None:
 @dataclass
 class Class:
     """A class with all its bases. lineage: itself first. members: name → where it stands. called: attributes of self
-    that its methods call, those of replaced methods left out. strangers: bases that are in none of the packages, by the
-    package that they come from."""
+    that its methods call, those of replaced methods left out. unknown_bases: the packages of bases that are in none of
+    those at hand."""
 
     node: ast.ClassDef
     module: SourceModule
@@ -368,7 +340,7 @@ class Class:
     members: dict[str, Definition] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     made_of: dict[str, tuple[ast.AST, SourceModule]] = field(default_factory=dict)
-    strangers: set[str] = field(default_factory=set)
+    unknown_bases: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -436,7 +408,7 @@ def _lineage(sources: Sources, found: Definition, made: Class, seen: set[int], d
         if other is not None and isinstance(other.node, ast.ClassDef):
             _lineage(sources, other, made, seen, deep - 1)
         else:
-            made.strangers.add(sources.origin(base, found.module))
+            made.unknown_bases.add(sources.origin(base, found.module))
 
 
 def _calls(parts: Iterable[ast.AST]) -> set[str]:
@@ -494,7 +466,7 @@ class Lack:
 
 
 @dataclass(frozen=True)
-class Looked:
+class CheckedPlace:
     """One class or module that was looked at. there: how many needs are met."""
 
     place: str
@@ -506,7 +478,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Wheels:
-    """What is held: ``wheel``, and ``base``, the vLLM that it is for (itself, where it is vLLM)."""
+    """What is compared: ``wheel``, and ``base``, the vLLM that it is for (itself, where it is vLLM)."""
 
     wheel: Package
     base: Package
@@ -519,7 +491,7 @@ class Wheels:
         return tuple(int(n or 0) for n in found.groups()) if found else None
 
 
-def together(packages: Sequence[Package]) -> Wheels:
+def wheel_pair(packages: Sequence[Package]) -> Wheels:
     """The wheel and its base, in either order. Raises WheelError where vLLM itself is in none or in both of two."""
     cores = [one for one in packages if f"{VLLM}/__init__.py" in one.files]
     if not cores:
@@ -533,13 +505,13 @@ def together(packages: Sequence[Package]) -> Wheels:
     return Wheels((others or cores)[0], cores[0], Sources([*others, *cores]))
 
 
-def held(wheels: Wheels, declaration: Sequence[VllmPlace] = PLACES) -> list[Looked]:
+def checked_places(wheels: Wheels, declaration: Sequence[VllmPlace] = PLACES) -> list[CheckedPlace]:
     """Every place of the declaration that this release has, as it is in the wheel. Raises WheelError for a source file
     that is no Python."""
     places = [place for place in declaration if place.due(wheels.release)]
     roles = _roles(wheels)
     owners: dict[str, list[Class]] = {}
-    answers: list[Looked] = []
+    answers: list[CheckedPlace] = []
     for place in places:
         if all(":" not in one for one in place.at):
             answers.append(_module(wheels, place))
@@ -560,7 +532,11 @@ def _roles(wheels: Wheels) -> dict[str, list[Class]]:
             for node in module.bound.values():
                 one = class_of(wheels.sources, Definition(node, module)) if id(node) not in seen else None
                 seen.add(id(node))
-                if one is None or not {"execute_model", "load_model"} <= one.members.keys() or VLLM in one.strangers:
+                if (
+                    one is None
+                    or not {"execute_model", "load_model"} <= one.members.keys()
+                    or VLLM in one.unknown_bases
+                ):
                     continue  # not one, or what is left of one for a vLLM that was: it cannot be imported beside this
                 if "init_device" in one.members:
                     found[WORKER].append(one)
@@ -588,13 +564,13 @@ def _classes(
             return
 
 
-def _absent(place: VllmPlace) -> Looked:
+def _absent(place: VllmPlace) -> CheckedPlace:
     where = place.at[0].replace(":", ".")
     loss = place.loss or place.needs[0].loss
-    return Looked(place.name, where, "", 0, (Lack(place.name, where, "it is not there", loss, ""),))
+    return CheckedPlace(place.name, where, "", 0, (Lack(place.name, where, "it is not there", loss, ""),))
 
 
-def _class(wheels: Wheels, place: VllmPlace, one: Class) -> Looked:
+def _class(wheels: Wheels, place: VllmPlace, one: Class) -> CheckedPlace:
     lacks, there = [], 0
     for need in place.needs:
         if not need.due(wheels.release):
@@ -606,10 +582,10 @@ def _class(wheels: Wheels, place: VllmPlace, one: Class) -> Looked:
         if why:
             lacks.append(Lack(place.name, one.name, why, need.loss, have[0].at if have else one.at))
         there += not why
-    return Looked(place.name, one.name, one.at, there, tuple(lacks))
+    return CheckedPlace(place.name, one.name, one.at, there, tuple(lacks))
 
 
-def _module(wheels: Wheels, place: VllmPlace) -> Looked:
+def _module(wheels: Wheels, place: VllmPlace) -> CheckedPlace:
     for name in place.at:
         module = wheels.sources.module(name)
         if module is not None:
@@ -626,7 +602,7 @@ def _module(wheels: Wheels, place: VllmPlace) -> Looked:
         if why:
             lacks.append(Lack(place.name, module.name, why, need.loss, have[0].at if have else module.file))
         there += not why
-    return Looked(place.name, module.name, module.file, there, tuple(lacks))
+    return CheckedPlace(place.name, module.name, module.file, there, tuple(lacks))
 
 
 def _sets(module: SourceModule, name: str) -> bool:
@@ -700,7 +676,7 @@ def _line(wheels: Wheels, mark: str) -> str:
     return ""
 
 
-def findings(wheels: Wheels, looked: Sequence[Looked], modes: Sequence[ModeFound]) -> list[Finding]:
+def findings(wheels: Wheels, looked: Sequence[CheckedPlace], modes: Sequence[ModeFound]) -> list[Finding]:
     """One finding for what was looked at, one for each lack, one for each mode."""
     out = [_what(wheels)]
     there, kinds = sum(one.there for one in looked), len(looked)
@@ -713,12 +689,12 @@ def findings(wheels: Wheels, looked: Sequence[Looked], modes: Sequence[ModeFound
     return out
 
 
-def lacks(looked: Sequence[Looked]) -> list[Lack]:
+def lacks(looked: Sequence[CheckedPlace]) -> list[Lack]:
     """All of them."""
     return [lack for one in looked for lack in one.lacks]
 
 
-def to_json(wheels: Wheels, looked: Sequence[Looked], modes: Sequence[ModeFound]) -> dict[str, Any]:
+def to_json(wheels: Wheels, looked: Sequence[CheckedPlace], modes: Sequence[ModeFound]) -> dict[str, Any]:
     """``accprobe doctor --wheel FILE --json``."""
     return {
         "schema": 1,
@@ -735,7 +711,7 @@ def to_json(wheels: Wheels, looked: Sequence[Looked], modes: Sequence[ModeFound]
     }
 
 
-def summary(looked: Sequence[Looked]) -> str:
+def summary(looked: Sequence[CheckedPlace]) -> str:
     """The last line."""
     n = len(lacks(looked))
     if not n:

@@ -1,33 +1,15 @@
-"""Dumps of Ascend's transformer boost library (ATB), as ait and msit make them.
+"""Dumps of Ascend's transformer boost library (ATB), as ait and msit make them: one .bin per tensor.
 
-What parameters an ATB operator was created with, by where it stands in a dump.
+The problem: an operator is known by its path of numbered directories, releases differ in what lies above these, and a
+tensor file says nothing of transposeB or epsilon. The idea: a tensor file is any ``(in|out)tensor<k>.bin``, the
+numbered directories right above it are the operator, above these the execution (token) and the process. Parameters come
+from what is nearest to the call: ``op_param.json`` beside it, ait's ``operation_tensors_<execution>.csv``, the topology
+``model/{pid}/*.json``. Two graphs of one model, one quantised, are matched level by level. Layout:
+``tensors/{device}_{pid}/{token}/{i}_{Op}/{j}_{SubOp}/{before,after}/{intensor,outtensor}{k}.bin``, or ``{pid}/{tid}``;
+``statistic.csv``: statistics alone.
 
-The problem: a tensor file says nothing of transposeB, of epsilon, of a head count, and releases keep these in different
-files. The idea: one table that is asked by execution and operator and looks in the order of what is nearest to the
-call: ``op_param.json`` in the operator's own directory (msit from 8 on), the table of operators that ``ait llm dump
---type op`` writes (``operation_tensors_<execution>.csv``, columns OpName and OpParam, cut by ``|``), the topology
-(``param`` of its node). Read when it is asked for, kept for the next call.
-
-The graph of an ATB model: its operators as a tree, from the names of directories and the topology beside them.
-
-The problem: a directory says an operator's type and place, but not its parameters; two graphs of one model, one of them
-quantised, number their operators differently. The idea: the tree comes from the names, which are always there, its
-parameters from ``model/<pid>/*.json`` where that fits (child k of a node is the directory ``k_<opType>``); two trees
-are laid over one another level by level, a quantised operator counting as the one that it stands for.
-
-Dumps of Ascend's transformer boost library (ATB), as ait and msit make them: one .bin per tensor.
-
-The problem: an operator is known by its path of numbered directories, and releases differ in what lies above these.
-The idea: a tensor file is any ``(in|out)tensor<k>.bin``, the numbered directories right above it are the operator, the
-directory above these is the execution (token), and what lies above that names the process.
-Layout: ``tensors/{device}_{pid}/{token}/{i}_{Op}/{j}_{SubOp}/{before,after}/{intensor,outtensor}{k}.bin``, the same
-with ``{pid}/{tid}`` or ``thread_{tid}`` instead, ``inTensor0.bin`` in old releases; ``model/{pid}/*.json`` holds the
-topology, ``statistic.csv`` statistics without tensors.
-Beside them may lie what the operators were created with.
-
-Not here: what a parameter means (opcheck/references/atb), torch models (atb_torch.py), applying what is found here
-(align/without_row_maps.py), the files (atb_file.py), which operator is which module of another dump (atb.py,
-atb_torch.py).
+Not here: what a parameter means (opcheck/references/atb), the files (io/atb_file.py), two dumps
+(align/without_row_maps.py).
 """
 
 from __future__ import annotations
@@ -41,6 +23,8 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import Record
@@ -89,16 +73,16 @@ class AtbParameters:
             if _NAME not in names or _PARAM not in names:
                 raise DumpError(f"{path} is no table of ATB's operators: it has no columns {_NAME} and {_PARAM}")
             at, param = names.index(_NAME), names.index(_PARAM)
-            count, odd = 0, 0
+            count, bad = 0, 0
             for row in rows:
                 if not any(cell.strip() for cell in row):
                     continue
                 found = self._row(row, at, param, execution)
-                count, odd = count + found, odd + (not found)
+                count, bad = count + found, bad + (not found)
         except csv.Error as e:
             raise DumpError(f"{path} is no table of ATB's operators: {e}") from None
-        if odd:
-            self.problems.append(f"{path.name}: {odd} lines are not understood")
+        if bad:
+            self.problems.append(f"{path.name}: {bad} lines are not understood")
         self._known.clear()
         return count
 
@@ -131,10 +115,10 @@ class AtbParameters:
         """The parameters of an operator's call; None where nothing tells them."""
         place = rank, execution, tap
         if place not in self._known:
-            self._known[place] = self._look(place)
+            self._known[place] = self._found(place)
         return self._known[place]
 
-    def _look(self, place: Operator) -> Mapping[str, Any] | None:
+    def _found(self, place: Operator) -> Mapping[str, Any] | None:
         _, execution, tap = place
         path = self._files.get(place)
         if path is not None:
@@ -158,8 +142,6 @@ def id_of(tap: str) -> str:
 
 
 def _parsed(text: str) -> Mapping[str, Any] | None:
-    import orjson
-
     if len(text) > _LARGEST:
         return None
     try:
@@ -283,19 +265,14 @@ def plain_kind(kind: str) -> str:
 def atb_to_atb(golden: Sequence[Node], mine: Sequence[Node]) -> dict[str, str]:
     """mine's tap → golden's, for operators of two graphs that are the same, level by level in order."""
     out: dict[str, str] = {}
-    _lay(golden, mine, out)
-    return out
-
-
-def _lay(golden: Sequence[Node], mine: Sequence[Node], out: dict[str, str]) -> None:
     while len(golden) == 1 and len(mine) > 1 and golden[0].children:
         golden = golden[0].children
     kinds = [[_signature(n) for n in side] for side in (golden, mine)]
     for block in SequenceMatcher(None, kinds[0], kinds[1], autojunk=False).get_matching_blocks():
         for i in range(block.size):
             g, m = golden[block.a + i], mine[block.b + i]
-            out[m.tap] = g.tap
-            _lay(g.children, m.children, out)
+            out |= {m.tap: g.tap, **atb_to_atb(g.children, m.children)}
+    return out
 
 
 def _signature(n: Node) -> str:
@@ -310,7 +287,7 @@ def _signature(n: Node) -> str:
 NAME = "atb"
 HOW = "a directory with */before|after/intensor<k>.bin|outtensor<k>.bin, or ATB's statistic.csv"
 ORDER = 50
-ODD_LINE = "line of a table that is not understood"
+UNKNOWN_LINE = "line of a table that is not understood"
 _FILE = re.compile(r"(in|out)tensor(\d{1,6})\.bin", re.I | re.ASCII)
 _ATB_OPERATOR = re.compile(r"(\d{1,9})_(.+)", re.ASCII)
 _WHEN = ("before", "after")
@@ -342,8 +319,8 @@ class AtbDump(ForeignDump):
         param = self.parameters.of(rank, step, tap)
         for sentence in self.parameters.problems:
             self.problem(sentence)
-        held = self.operands.get((rank, step, tap), {})
-        after = [str(k) for k, r in held.items() if r.role.startswith("inplace.")]
+        operands = self.operands.get((rank, step, tap), {})
+        after = [str(k) for k, r in operands.items() if r.role.startswith("inplace.")]
         return ({} if param is None else {"param": param}) | ({"kept_after": after} if after else {})
 
 
@@ -410,7 +387,7 @@ def open(path: Path) -> AtbDump:
     if not entries:
         for table in tables:
             _add_table(dump, table)
-    passed.tell(dump)
+    passed.report(dump)
     return dump
 
 
@@ -464,23 +441,12 @@ def _add(dump: AtbDump, f: plain_file.FoundFile, where: AtbPlace, rank: int) -> 
         return
     read = (lambda: read_tensor(f.path, header)) if header.stored else None
     record = dump.add(
-        Tensor(
-            name=f.name,
-            tap=tap,
-            role=role,
-            dtype=header.dtype,
-            shape=header.shape,
-            read=read,
-            cls=operator,
-            step=step,
-            rank=rank,
-            stats=header.stats,
-        )
+        Tensor(f.name, tap, role, header.dtype, header.shape, read, operator, step, rank, stats=header.stats)
     )
     if kind == "in" and record is not None:
-        held = dump.operands.setdefault((rank, step, tap), {})
-        if f.parts[-2] == "before" or index not in held:
-            held[index] = record
+        operands = dump.operands.setdefault((rank, step, tap), {})
+        if f.parts[-2] == "before" or index not in operands:
+            operands[index] = record
 
 
 _LINEAR = re.compile(r"linear|lmhead|lm_head", re.I)
@@ -541,5 +507,5 @@ def _add_table(dump: AtbDump, f: plain_file.FoundFile) -> None:
         label = f"{f.name}:{r[0]}/{r[1]}/{r[2]}/{role}"
         dump.add(Tensor(label, tap, role, torch_dtype(r[7]), shape, cls=names[-1], step=step, rank=rank, stats=stats))
     if bad:
-        dump.skip(f.name, ODD_LINE, count=bad)
+        dump.skip(f.name, UNKNOWN_LINE, count=bad)
         dump.problem(f"{f.name}: {bad} lines are not understood")

@@ -39,7 +39,7 @@ def open(path: Path) -> ForeignDump:
                 _add(dump, found, name.replace("/", "."))
             except DumpError as e:
                 dump.unreadable(e, name)
-    passed.tell(dump)
+    passed.report(dump)
     return dump
 
 

@@ -2,7 +2,7 @@
 
 The problem: the same dump may be named at any of its levels, tensors may be missing whose statistics are there, and
 nothing says in which order the modules ran. The idea: a file's own directories say which module, token and process it
-is of, from the file upwards; statistics stand in where a tensor is missing, and tell the order (module_order.py).
+is of, from the file upwards; statistics stand in where a tensor is missing, and tell the order.
 Layout: ``torch_tensors/{device}_{pid}/{token}/{root.model.x}/{input_0,output,output_0}.pth``, ``weights/*.pth`` and
 ``model_tree.json`` beside the tokens, ``statistics.csv`` beside the tensors; ait's older releases call the directory
 above ``ait_dump``. A model that returns a dataclass has no output in such a dump, inputs are what they were after the
@@ -25,7 +25,6 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.formats.atb import number_ranks, one_run
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
-from vllm_accprobe.formats.common.module_order import execution_order
 from vllm_accprobe.formats.io import plain_file, torchfile
 from vllm_accprobe.formats.io.atb_file import number, stats_of
 from vllm_accprobe.formats.io.plain_file import read_json, read_text
@@ -71,12 +70,12 @@ def open(path: Path) -> ForeignDump:
     one_run({p[:-1] for p in processes}, path)
     ranks = number_ranks(list(processes))
     for head in sorted({p[:-1] for p in processes}):
-        beside = path.joinpath(*head).parent / "tensors" if head[-1:] == ("torch_tensors",) else None
-        if beside is not None and path in beside.parents and beside.is_dir():
-            dump.problem(f"{beside} holds an ATB dump, not read with the torch dump beside it: name it instead")
+        sibling = path.joinpath(*head).parent / "tensors" if head[-1:] == ("torch_tensors",) else None
+        if sibling is not None and path in sibling.parents and sibling.is_dir():
+            dump.problem(f"{sibling} holds an ATB dump, not read with the torch dump beside it: name it instead")
     for key, process in processes.items():
         _add_process(dump, process, ranks[key])
-    passed.tell(dump)
+    passed.report(dump)
     return dump
 
 
@@ -160,8 +159,7 @@ def _add_weight(dump: ForeignDump, f: plain_file.FoundFile, rank: int, tree: Map
 
 def add_torch_file(
     dump: ForeignDump, f: plain_file.FoundFile, tap: str, role: str, *, cls: str = "", step: int | None = 0,
-    rank: int = 0,
-    order: int | None = None, row: tuple[Any, ...] | None = None,
+    rank: int = 0, order: int | None = None, row: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
     """Adds the tensors of a torch file: usually one, under ``role``; of a container each with its key behind that."""
     try:
@@ -216,4 +214,116 @@ def _read_statistics(dump: ForeignDump, files: list[plain_file.FoundFile]) -> di
                 out[role] = (torch_dtype(row.get("DataType") or ""), shape, stats)
     except (OSError, ValueError, csv.Error) as e:
         dump.problem(f"{f.name} cannot be read: {str(e)[:80]}")
+    return out
+
+
+# --- in which order the modules ran, where nobody wrote it down ---
+
+
+def execution_order(
+    modules: list[str], declared: list[str], tables: Mapping[str, Mapping[str, tuple[Any, ...]]]
+) -> dict[str, tuple[int, int]]:
+    """module → (place of its inputs, place of its outputs): what a module encloses runs between the two.
+
+    tables: role → (dtype, shape, statistics) of each module. Siblings run in the order in which they hand tensors on;
+    one that was waiting for another runs right behind it, and where nothing is handed on the declaration decides."""
+    known = set(modules)
+    index = {m: i for i, m in enumerate([*declared, *sorted(known - set(declared), key=plain_file.natural)])}
+    children: dict[str, list[str]] = defaultdict(list)
+    members = known | {up for m in known for up in _above(m)}
+    for m in sorted(members, key=lambda m: index.get(m, len(index))):
+        children[m.rpartition(".")[0]].append(m)
+    children = {up: _usual(below) for up, below in children.items()}
+    gives: dict[str, set[Any]] = defaultdict(set)
+    takes: dict[str, set[Any]] = defaultdict(set)
+    for m, table in tables.items():
+        for role, row in table.items():
+            if row[2] is not None:
+                side = takes if role.startswith("input") else gives
+                for up in (m, *_above(m)):
+                    side[up].add((row[0], row[2]))
+    places: dict[str, tuple[int, int]] = {}
+    clock = 0
+    waiting: list[tuple[str, bool]] = [(m, False) for m in reversed(_sorted(children.get("", []), gives, takes))]
+    start: dict[str, int] = {}
+    while waiting:
+        m, done = waiting.pop()
+        clock += 1
+        if done:
+            places[m] = (start[m], clock)
+            continue
+        start[m] = clock
+        waiting.append((m, True))
+        waiting += [(c, False) for c in reversed(_sorted(children.get(m, []), gives, takes))]
+    return places
+
+
+_USUAL = tuple(
+    re.compile(p, re.I)
+    for p in (
+        r"embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embedding",
+        r"rotary\w*",
+        r"input_layernorm|ln_?1|norm_?1|attention_norm",
+        r"(self_)?att(entio)?n",
+        r"post_attention_layernorm|ln_?2|norm_?2|ffn_norm",
+        r"mlp|ffn|feed_forward|block_sparse_moe|moe",
+        r"q_proj|qkv_proj|query_key_value|wq",
+        r"k_proj|wk",
+        r"v_proj|wv",
+        r"q_norm",
+        r"k_norm",
+        r"o_proj|wo|out_proj",
+        r"gate_proj|gate_up_proj|w1|c_fc|fc1",
+        r"up_proj|w3",
+        r"act(_fn|ivation)?",
+        r"down_proj|w2|fc2",
+        r"layers|h|blocks",
+        r"norm|ln_f|final_layernorm",
+        r"model|transformer|backbone",
+        r"lm_head|output_layer|embed_out",
+    )
+)  # fmt: skip
+
+
+def _usual(siblings: list[str]) -> list[str]:
+    """Siblings whose names are known in the order in which such modules run; the others stay where they are."""
+    known = {}
+    for s in siblings:
+        own = s.rpartition(".")[2]
+        place = next((i for i, p in enumerate(_USUAL) if p.fullmatch(own)), None)
+        if place is not None:
+            known[s] = place
+    ordered = iter(sorted(known, key=lambda s: known[s]))
+    return [next(ordered) if s in known else s for s in siblings]
+
+
+def _above(module: str) -> list[str]:
+    out = []
+    while "." in module:
+        module = module.rpartition(".")[0]
+        out.append(module)
+    return out
+
+
+def _sorted(siblings: list[str], gives: Mapping[str, set[Any]], takes: Mapping[str, set[Any]]) -> list[str]:
+    """Siblings in the order of execution as far as it is known; given in the order of declaration."""
+    makers: dict[Any, list[str]] = defaultdict(list)
+    for s in siblings:
+        for value in gives.get(s, ()):
+            makers[value].append(s)
+    before: dict[str, set[str]] = {}
+    for s in siblings:
+        own = takes.get(s, set())
+        before[s] = {m for value in own for m in makers.get(value, ()) if m != s}
+    left = list(siblings)
+    out: list[str] = []
+    ready: list[str] = []
+    while left:
+        free = [s for s in left if not before[s] - set(out)]
+        chosen = next((s for s in reversed(ready) if s in free), None)
+        if chosen is None:  # a circle of equal values says nothing
+            chosen = free[0] if free else left[0]
+        left.remove(chosen)
+        out.append(chosen)
+        ready += [s for s in reversed(left) if chosen in before[s] and not before[s] - set(out)]
     return out

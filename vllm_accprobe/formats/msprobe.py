@@ -1,38 +1,15 @@
 """Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
 
-The words of msprobe's dumps: names of files, sections and statistics, and of operators.
+The problem: its own comparison takes one step at a time, named on both sides, and drops what golden has alone; a record
+is a module or an API call with its tensors in nested lists, written when it ends. The idea: all steps and ranks below a
+directory are one dump. A module's place is its path, an API's the module that called it (construct.json), inputs stand
+before what ran inside, outputs after it; backward runs are ``backward.<path>``. API records are operator calls in our
+journal's VALUES, so that they can be run again. Each payload is opened for what it says of itself; one that is no
+tensor, or another than the index says, is left out with its reason. Layout:
+``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, ``dump_tensor_data/<data_name>``
+(``dump_data_dir`` is another machine's path and is not used).
 
-The payload files of a dump of msprobe: ``dump_tensor_data/<data_name>``, .pt or .npy.
-
-The problem: the index says dtype and shape, the file says so too, and one among thousands may be cut off, or be no
-tensor at all. The idea: each file is opened for what it says of itself when the dump is, as in all other formats; one
-that cannot be read, or that holds something else than the index says, is left out with its reason, and its record keeps
-its statistics. Reading is then one read at a known offset.
-
-The records of one dump.json of msprobe: where each stands, and its tensors in the order of execution.
-
-The problem: a record is a module or an API call with its tensors in nested lists, numbered over the whole step, written
-when it ends. The idea: a module's place is its path; an API's place is the module that called it, so that its number
-counts there; inputs stand before what ran inside, outputs behind it.
-
-msprobe's API records as operator calls, so that they can be run again.
-
-The problem: a record of an API (``Functional.linear.0.forward``, ``Mint.add.3.forward``) holds its arguments as a list
-and a dictionary of descriptions, tensors and plain values mixed. The idea: the same VALUES that our own dumps use for
-operators (dump/journal.py), with the roles that the record's tensors have. What cannot be said in them is an argument
-that was not kept. In a dump of MindSpore, methods and ``ops`` bear PyTorch's names and are other functions; they get
-names of their own.
-
-Dumps of msprobe (MindStudio-Probe): many steps and ranks, tensors, statistics or checksums, PyTorch and MindSpore.
-
-The problem: its own comparison takes one step at a time, one that is named on both sides, and throws away what golden
-has alone. The idea: all steps and ranks below a directory are one dump, each with its own index; an API's place is the
-module that called it (construct.json), so that one call more elsewhere moves nothing. Backward runs are places of their
-own, ``backward.<path>``.
-Layout: ``[step<S>/][rank<R>|proc<PID>/]{dump,stack,construct}.json`` or ``debug.json``, payloads in
-``dump_tensor_data/<data_name>`` beside it (``dump_data_dir`` is another machine's path and is not used).
-
-Not here: the containers (torchfile.py, tensor_file.py), which function a name means (opcheck/references/api.py).
+Not here: the containers (io/), which function a name means (opcheck/references/api.py).
 """
 
 from __future__ import annotations
@@ -102,7 +79,7 @@ def names_in(dump: ForeignDump, directory: str) -> set[str]:
 
 
 def payload(
-    dump: ForeignDump, directory: str, name: Any, stored: set[str], said: tuple[str, tuple[int, ...]],
+    dump: ForeignDump, directory: str, name: Any, stored: set[str], announced: tuple[str, tuple[int, ...]],
     place: tuple[str, int, str],
 ) -> Read | None:  # fmt: skip
     """What reads a record's file. said: dtype and shape by the index; place: tap, step, role. Opens the file for what
@@ -118,15 +95,15 @@ def payload(
     path = Path(directory, name)
     try:
         found = tensor_file.first(path) if name.endswith(".npy") else _torch_item(path)
-        held = _held(found, said[0], path)
+        read = _reader(found, announced[0], path)
     except DumpError as e:
         dump.unreadable(e, tap, step, role)
         return None
-    if math.prod(found.shape) != math.prod(said[1]):
-        what = f"{list(found.shape)} where {list(said[1])} was announced"
+    if math.prod(found.shape) != math.prod(announced[1]):
+        what = f"{list(found.shape)} where {list(announced[1])} was announced"
         dump.unreadable(f"{path} holds {what}", tap, step, role)
         return None
-    return held
+    return read
 
 
 def _torch_item(path: Path) -> TorchTensor:
@@ -136,7 +113,7 @@ def _torch_item(path: Path) -> TorchTensor:
     return found[0][1]
 
 
-def _held(item: FileTensor | TorchTensor, dtype: str, path: Path) -> Read:
+def _reader(item: FileTensor | TorchTensor, dtype: str, path: Path) -> Read:
     """What reads the bits of ``dtype``: the file's own, or of a bfloat16 that numpy stored as float32, which takes
     its values to tell. Raises DumpError where the file's dtype is another."""
     if item.dtype == dtype or dtype not in DTYPES:
@@ -279,8 +256,8 @@ _DEEPEST = 6
 
 def arguments(record: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(positional, by keyword) VALUES of a record's arguments; a tensor's role is its record's, ``input.<place>``."""
-    given = record.get(INPUTS, record.get("input"))
-    args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(given)))
+    inputs = record.get(INPUTS, record.get("input"))
+    args = tuple(_value(v, f"input.{i}", 0) for i, v in enumerate(_listed(inputs)))
     kwargs = record.get(KEYWORDS)
     named = kwargs.items() if isinstance(kwargs, dict) else ()
     return args, {str(k): _value(v, f"input.{k}", 0) for k, v in named}
@@ -393,7 +370,7 @@ def open(path: Path) -> ForeignDump:
         raise refused[0]
     if len(processes) > 1:
         dump.problem(f"{len(processes)} processes without a rank's number: taken for ranks in the order of their ids")
-    passed.tell(dump)
+    passed.report(dump)
     return dump
 
 
@@ -430,23 +407,13 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
         read = None
         if name:
             read = payload(dump, data_dir, name, stored, (dtype, tuple(shape)), (place.tap, step, leaf.role))
+        label = f"{key}.{leaf.suffix}" if leaf.suffix else key
+        call = None if leaf.role.startswith(PARAM) else place.call
+        digest = f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None
         record = dump.add(
-            Tensor(
-                name=f"{key}.{leaf.suffix}" if leaf.suffix else key,
-                tap=place.tap,
-                role=leaf.role,
-                dtype=dtype,
-                shape=tuple(shape),
-                read=read,
-                cls=place.cls,
-                step=step,
-                rank=rank,
-                call=None if leaf.role.startswith(PARAM) else place.call,
-                stats=stats,
-                hash=f"crc32:{info['md5']}" if isinstance(info.get("md5"), str) else None,
-                order=order,
-            )
-        )
+            Tensor(label, place.tap, leaf.role, dtype, tuple(shape), read, place.cls, step, rank, call, stats, digest,
+                   order=order)
+        )  # fmt: skip
         if record is not None:
             numbers.setdefault(key, (record.call, order))
     _add_calls(dump, places, numbers, step, rank)

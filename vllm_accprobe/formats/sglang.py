@@ -1,19 +1,13 @@
 """Dumps of SGLang's dumper: one .pt per tensor and rank, whose file name is a row of ``key=value``.
 
-The notes in which SGLang's dumper says how ranks cut a tensor, and undoing what they say.
+The problem: a tensor's ranks lie in separate files, and how they make a whole is a note in the dumper's own language.
+The idea: the file name is the tensor's name, step, rank and place in the order of execution; the note becomes a layout,
+and ranks that are cut along several dimensions are joined here, when they are read. The note has one word per
+dimension, in brackets the parallel groups that cut it, each with ``partial`` (add instead of joining) or ``zigzag``
+(two chunks per rank, from both ends); after ``#`` the groups that hold copies: ``t num_heads[tp] head_dim``, ``t
+h[tp:partial]``, ``t h # tp:replicated``.
 
-The note: one word per dimension, in brackets the parallel groups that cut it, each with ``partial`` (add instead of
-joining) or ``zigzag`` (two chunks per rank, from both ends); after ``#`` the groups that hold copies:
-``t num_heads[tp] head_dim``, ``t h[tp:partial]``, ``t h # tp:replicated``. Several groups are undone one by one.
-
-Dumps of SGLang's dumper: one .pt per tensor and rank, whose file name is a row of ``key=value``.
-
-The problem: a tensor's ranks lie in separate files, and how they make a whole is a note in the dumper's own small
-language. The idea: the file name is the tensor's name, its step, rank and place in the order of execution; the note
-(``t num_heads[tp] head_dim``, ``t h[tp:partial]``, ``t h # tp:replicated``) becomes a layout, and several ranks that
-are cut along several dimensions are put together here, when they are read.
-
-Not here: which ranks there are, .pt files (torchfile.py).
+Not here: .pt files (io/torchfile.py).
 """
 
 from __future__ import annotations
@@ -117,7 +111,7 @@ _PREFIX = re.compile(r"step=.+?___rank=.+?___dump_index=.+?___name=.+\.pt")
 _NO_PLACE = {"step", "rank", "dump_index", "name", "recompute_status", "layer_id"}
 _RANKS = {"pp_rank", "tp_rank", "cp_rank", "ep_rank", "etp_rank", "dp_rank"}
 _HOOKED = re.compile(r"non_intrusive__(?:(.*)\.)?(inputs\.[^.]+|output)(?:\.(.+))?")
-ODD_NOTE = "dims note that is not understood"
+UNKNOWN_NOTE = "dims note that is not understood"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +175,7 @@ def open(path: Path) -> ForeignDump:
         for call in range(max(len(v) for v in ranks.values())):
             members = {r: v[call] for r, v in ranks.items() if call < len(v)}
             _add(dump, key, call, members)
-    passed.tell(dump)
+    passed.report(dump)
     return dump
 
 
@@ -241,7 +235,7 @@ def _add(dump: ForeignDump, key: tuple[Any, ...], call: int, members: Mapping[in
         try:
             dims = parse_dims(next(iter(notes)))
         except ValueError as e:
-            dump.problem(f"{ODD_NOTE}: {str(e)[:60]!r} of {tap}")
+            dump.problem(f"{UNKNOWN_NOTE}: {str(e)[:60]!r} of {tap}")
     axes = {r: _axes(m.meta) for r, m in members.items()}
     groups = {c.group for c in dims.cuts} if dims is not None else set()
     if len(groups) == 1 and len(members) > 1 and not any(axes.values()):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common.foreign import INDEPENDENT, VALUE, ForeignDump, Tensor
+from vllm_accprobe.formats.io.containers import RANK_FILE, key_place
 from vllm_accprobe.formats.io.plain_file import FileTensor
 from vllm_accprobe.formats.io.tensor_file import SUFFIXES, first, items
-from vllm_accprobe.formats.write.containers import RANK_FILE, key_place
 
 __all__ = ["HOW", "NAME", "SUFFIXES", "first", "items", "open", "recognise"]
 NAME = "single file"
@@ -50,18 +50,9 @@ def add(dump: ForeignDump, item: FileTensor, file: str, tap: str, *, alone: bool
         if said.role != VALUE:
             dump.run.pop(INDEPENDENT, None)
         dump.add(
-            Tensor(
-                name=f"{file}:{item.key}",
-                tap=said.tap,
-                role=said.role,
-                dtype=item.dtype,
-                shape=item.shape,
-                read=item.read,
-                step=said.step or 0,
-                rank=rank,
-                call=said.call,
-            )
-        )
+            Tensor(f"{file}:{item.key}", said.tap, said.role, item.dtype, item.shape, item.read, step=said.step or 0,
+                   rank=rank, call=said.call)
+        )  # fmt: skip
         return
     key = "" if alone else item.key
     name = f"{file}:{key}" if key else file

@@ -91,7 +91,7 @@ def open(path: Path) -> ForeignDump:
     listed = list(plain_file.files(path, _wanted, passed))
     fx = [f for f in listed if _FX.fullmatch(f.parts[-1])]
     found: ForeignDump = _open_fx(path, fx) if fx else _open_ge(path, listed)
-    passed.tell(found)
+    passed.report(found)
     return found
 
 

@@ -7,8 +7,8 @@ path too is paired in the order of execution (align/names.py), which is the orde
 Layout: ``globalrank-<r>_localrank-<l>.h5``, a group per step, in it datasets ``path.Class.n.forward_input.<i>``,
 ``...forward_output.<i>``, ``...forward_params.<name>``, the parts ``Class.n`` or ``n`` missing in some releases. HDF5
 has no bfloat16: torch_xray stores float32. `accprobe convert` writes such files, with what these names cannot say as an
-attribute (formats/write/containers.py).
-Not here: HDF5 itself (hdf5.py), the names' grammar (formats/write/containers.py).
+attribute (formats/io/containers.py).
+Not here: HDF5 itself (hdf5.py), the names' grammar (formats/io/containers.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pathlib import Path
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
-from vllm_accprobe.formats.io import hdf5
-from vllm_accprobe.formats.write import containers
-from vllm_accprobe.formats.write.containers import H5_FILE, dataset_place
+from vllm_accprobe.formats.io import containers, hdf5
+from vllm_accprobe.formats.io.containers import H5_FILE, dataset_place
 
 NAME = "torch_xray"
 HOW = "an .h5 file, or a directory with globalrank-<r>_localrank-<l>.h5; a group per step in it"
@@ -38,7 +37,7 @@ def open(path: Path) -> ForeignDump:
     dump = ForeignDump(path, NAME)
     files = [path] if path.is_file() else _files(path)
     ranks: dict[int, Path] = {}
-    for name, why in _odd(path):
+    for name, why in _not_files(path):
         dump.unreadable(f"{path / name}: {why}", name, rank=_rank(name))
     for i, file in enumerate(files):
         rank = _rank(file.name, i)
@@ -51,7 +50,7 @@ def open(path: Path) -> ForeignDump:
             if path.is_file():
                 raise
             dump.unreadable(e, file.name, rank=rank)
-    foreign.look(dump)
+    foreign.note_values(dump)
     return dump
 
 
@@ -61,7 +60,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if H5_FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
 
 
-def _odd(path: Path) -> list[tuple[str, str]]:
+def _not_files(path: Path) -> list[tuple[str, str]]:
     """(name, why) of what has the name of a rank's file and is none."""
     found = []
     for p in sorted(p for p in path.iterdir() if H5_FILE.fullmatch(p.name)) if path.is_dir() else ():
@@ -87,20 +86,10 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
         if d.problem:
             dump.skip(tap, f"HDF5: a dataset {d.problem}", None, role)
             continue
+        number = int(step) if step.isdecimal() and len(step) < 10 else 0
+        layout = UNKNOWN if noted is None else noted.layout
         record = dump.add(
-            Tensor(
-                name=d.name,
-                tap=tap,
-                role=role,
-                dtype=d.dtype,
-                shape=d.shape,
-                read=d.read,
-                cls=cls,
-                step=int(step) if step.isdecimal() and len(step) < 10 else 0,
-                rank=rank,
-                call=call,
-                layout=UNKNOWN if noted is None else noted.layout,
-            )
-        )
+            Tensor(d.name, tap, role, d.dtype, d.shape, d.read, cls, number, rank, call, layout=layout)
+        )  # fmt: skip
         if record is not None:
             dump.noted(rank, containers.module(d.notes.get("module")), containers.op(rank, d.notes.get("op")), record)

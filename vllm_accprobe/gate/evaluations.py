@@ -1,53 +1,12 @@
 """Two runs of an evaluation: whether they differ beyond chance, and on which questions.
 
-What one run of an evaluation said, whichever tool wrote it down.
-
-The problem: two tools write in different words which question was asked, what was answered and how that was
-scored; and a run of MMLU has 14,000 questions with prompts of many kilobytes. The idea: an `Answer` has hashes, scores
-and the place where its line stands; prompts are read again from there, for the few questions that flipped.
-
-Which answer of golden's belongs to which of mine.
-
-The problem: the n-th line of two files is the same question only as long as neither run was sharded, limited, resumed
-or shuffled. The idea: pairs have the same task, filter and hash of the question; questions that occur twice are matched
-by their names and then by their order. What only one side has is counted by name, and so is a pair whose right answer
-is not the same: it is no pair.
-
-Samples of lm-evaluation-harness: ``samples_<task>_<time>.jsonl`` of ``lm_eval --log_samples``.
-
-The problem: a line is one question under one filter, and its metrics stand in it as keys of their own, between all the
-others; versions before 0.4.8 do not list them, and older ones have no hashes. The idea: ``metrics`` and the hashes are
-taken where they stand, and made as the harness makes them where not (lm_eval/evaluator.py, evaluation_tracker.py:
-doc_hash is the SHA-256 of the document as indented json).
-
-OpenCompass's results with details, and the predictions they were made from.
-
-The problem: ``results/MODEL/DATASET.json`` has a score for each question but often not the question, which stands in
-``predictions/MODEL/DATASET.json``, or in parts of it (DATASET_0.json, ...); and each evaluator spells its details in a
-way of its own. The idea: both are read and joined by index; right or wrong is what the evaluators' base class takes for
-it (correct, is_correct, cascade_correct), and where there is none, whatever number is no part of the question.
-Sources: opencompass/openicl/icl_evaluator/icl_base_evaluator.py, tasks/openicl_eval.py, openicl/icl_inferencer/.
-
-Which samples a path holds: one file, or a folder of many tasks, of either tool.
-
-The problem: people name a file, the folder of a model, or the folder of a whole run, with several tasks and perhaps
-several times; and what they name by mistake is the summary beside the samples. The idea: files are known by what is in
-them and not by their names; of one task the newest file counts; two models in one folder are refused.
-
-What n paired questions say about two servers: p, interval, and how many questions it would take.
-
-The problem: 26 right answers of 50 against 24 are taken for a drop, and kernels are switched off one by one for it. The
-questions were the same, so the two counts are no independent samples: only the questions whose answers flipped speak.
-The idea: right or wrong is tested by McNemar's exact test, any other score by the sign-flip test of which McNemar's is
-the case of differences of one. Each p comes with an interval, and with the number of questions that would be needed.
-Signs: differences are mine - golden, negative where mine is worse. lost: golden right and mine wrong; won: the reverse.
-
-Whether two runs of an evaluation differ beyond chance, metric by metric, and on which questions.
-
-The problem: an evaluation has many tasks, filters and metrics, and the more of them are looked at, the surer one
-differs by chance. The idea: each is tested for itself, and the rate of false alarms, which is that of the
-whole comparison, is divided over them by Holm's rule. Questions that flipped are told whatever the verdict is: equally
-many lost and won are no drop, and still not the same numbers.
+The problem: lm-evaluation-harness and OpenCompass write in different words what was asked, answered and scored; the
+n-th line is the same question only if no run was sharded or shuffled; and 26 right answers of 50 against 24 are taken
+for a drop. The idea: an `Answer` has hashes, scores and its place in the file; pairs have the same task, filter and
+hash of the question. Only questions that flipped count: McNemar's exact test for right or wrong, the sign-flip test
+(of which it is a case) for other scores, Holm's rule over all metrics. Each p comes with an interval and the number of
+questions that would be needed. Signs: mine - golden; lost: golden right and mine wrong; won: the reverse. Sources:
+lm_eval/evaluator.py, evaluation_tracker.py; opencompass/openicl/icl_evaluator, tasks/openicl_eval.py.
 
 Not here: sentences (report/servers.py).
 """
@@ -306,8 +265,8 @@ def _document(line: dict[str, Any]) -> str:
 
 def _arguments(line: dict[str, Any]) -> list[list[Any]]:
     """The arguments of each request: ``{"gen_args_0": {"arg_0": ...}}``, or, in older files, lists."""
-    given = line.get("arguments")
-    requests = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else []
+    args = line.get("arguments")
+    requests = list(args.values()) if isinstance(args, dict) else args if isinstance(args, list) else []
     rows = [list(r.values()) if isinstance(r, dict) else r for r in requests]
     return [r for r in rows if isinstance(r, list) and r]
 
@@ -321,17 +280,17 @@ def harness_prompts(place: Place) -> list[dict[str, Any]]:
         line = parse(f.readline().strip().removeprefix(b"\xef\xbb\xbf"))
     found: list[dict[str, Any]] = []
     for first, *others in _arguments(line):
-        asked = _asked(first)
-        if asked is None:
+        request = _asked(first)
+        if request is None:
             continue
         how = next((o for o in others if isinstance(o, dict)), None)
         continuation = next((o for o in others if isinstance(o, str)), None)
         if how is not None:
-            asked |= _limits(how)
-        elif continuation is not None and "prompt" in asked:
-            asked = {"prompt": asked["prompt"] + continuation, "max_tokens": 1}
-        if asked not in found:
-            found.append(asked)
+            request |= _limits(how)
+        elif continuation is not None and "prompt" in request:
+            request = {"prompt": request["prompt"] + continuation, "max_tokens": 1}
+        if request not in found:
+            found.append(request)
     return found
 
 
@@ -402,13 +361,13 @@ def read_opencompass(path: Path, side: Side) -> None:
         if not scores:
             side.left_out[NO_SCORE] += 1
             continue
-        asked = predictions.get(index, {})
-        prompt = digest(item.get("prompt", asked.get("origin_prompt")))
-        target = next((item[k] for k in ("answer", "references", "gold") if item.get(k) is not None), asked.get("gold"))
-        said = asked.get("prediction", item.get("origin_prediction", item.get("pred")))
+        found = predictions.get(index, {})
+        prompt = digest(item.get("prompt", found.get("origin_prompt")))
+        target = next((item[k] for k in ("answer", "references", "gold") if item.get(k) is not None), found.get("gold"))
+        answered = found.get("prediction", item.get("origin_prediction", item.get("pred")))
         side.by_index |= not prompt
         side.answers.append(
-            Answer(path.stem, "", prompt, str(index), prompt, digest(target), digest(said), scores, (path, index))
+            Answer(path.stem, "", prompt, str(index), prompt, digest(target), digest(answered), scores, (path, index))
         )
 
 
@@ -422,11 +381,11 @@ def load_opencompass(path: Path) -> Any:
 
 def _details(value: Any) -> dict[int, dict[str, Any]]:
     """Each question's details by its index in the data set."""
-    given = value.get("details") if isinstance(value, dict) else None
-    if isinstance(given, dict):
-        items = [(int(k), v) for k, v in given.items() if re.fullmatch(r"\d{1,9}", k)]
+    details = value.get("details") if isinstance(value, dict) else None
+    if isinstance(details, dict):
+        items = [(int(k), v) for k, v in details.items() if re.fullmatch(r"\d{1,9}", k)]
     else:
-        items = list(enumerate(given)) if isinstance(given, list) else []
+        items = list(enumerate(details)) if isinstance(details, list) else []
     found = {}
     for index, item in items:
         if isinstance(item, dict):
@@ -481,12 +440,12 @@ def opencompass_prompts(place: Place) -> list[dict[str, Any]]:
     """What was asked: a text, or messages where the prompt has roles."""
     path, index = place
     item = _details(load_opencompass(path)).get(index, {})
-    asked = item.get("prompt") or _predictions(path).get(index, {}).get("origin_prompt")
-    if isinstance(asked, str) and asked:
-        return [{"prompt": asked}]
-    if isinstance(asked, list) and asked and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in asked):
-        said = [(_ROLES.get(m["role"], m["role"].lower()), m.get("prompt", m.get("content"))) for m in asked]
-        return [{"messages": [{"role": role, "content": text} for role, text in said if isinstance(text, str)]}]
+    value = item.get("prompt") or _predictions(path).get(index, {}).get("origin_prompt")
+    if isinstance(value, str) and value:
+        return [{"prompt": value}]
+    if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        turns = [(_ROLES.get(m["role"], m["role"].lower()), m.get("prompt", m.get("content"))) for m in value]
+        return [{"messages": [{"role": role, "content": text} for role, text in turns if isinstance(text, str)]}]
     return []
 
 
@@ -916,10 +875,10 @@ def prompts(flips: Iterable[FlippedAnswer], of: Prompts) -> tuple[list[dict[str,
         if (a.task, a.key, a.name) in seen:
             continue
         seen.add((a.task, a.key, a.name))
-        asked = of(a.place)
-        without += not asked
-        for k, line in enumerate(asked):
-            base = "-".join(filter(None, (a.task, a.name, str(k) if len(asked) > 1 else "")))
+        requests = of(a.place)
+        without += not requests
+        for k, line in enumerate(requests):
+            base = "-".join(filter(None, (a.task, a.name, str(k) if len(requests) > 1 else "")))
             name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in base)[:120]
             unique, again = name, 1
             while unique in lines:

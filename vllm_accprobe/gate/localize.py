@@ -1,35 +1,13 @@
 """From a gate that failed to an operator: which rows are captured on both sides, and what their comparison says.
 
-Which requests and rows of a failed gate are captured, in which pass.
+The problem: a capture of everything does not fit on a disk; the worst token's own row may only show what an earlier row
+left in the KV cache; and a fault may need its batch, its chunks or a cached prefix. The idea: the command is started
+with the probe disarmed and sent every prompt up to the target's pass, in the same pattern and along golden's tokens;
+before each pass the control file says which requests are captured: a few whole ones, and those that filled their prefix
+cache. A row's size is measured first; what exceeds the budget is left out in a fixed order, each with a sentence. Where
+a side cannot be started here, the same is printed as commands. The answers while captured show whether the fault did.
 
-The problem: a capture of everything does not fit on a disk, and a capture of the worst token's own row shows what was
-passed on to it: the error may have been made in an earlier row, which left wrong keys and values behind. The idea: of
-the pass in which the worst token lies a few requests are captured whole, up to that token; where their prompts came
-from the prefix cache, so is the prompt of the request that filled it, in whichever pass. What a disk budget does not
-hold is left out in a fixed order, and each omission is a sentence.
-
-A dig that a person does: the commands, where a side cannot be started from here.
-
-The problem: golden stands on a GPU in another room, and this machine has a URL of it, or only its folder. The idea: the
-same capture is a few settings in front of each side's own command, because a request's name tells its pass; the same
-prompts in the same passes are one `accprobe send --teacher-force`. Commands may hold keys, so COMMAND stands for them.
-
-One side of a gate once more, with a capture of what was chosen.
-
-The problem: a fault may need its batch, its chunks or a warm prefix cache, and a capture of all that costs more than
-the disk has. The idea: the command is started with the probe on and disarmed, and is sent every prompt of the passes up
-to the target's, in the same pattern and along golden's tokens; before each pass, while the server is idle, the control
-file says which of its requests are captured. What a row costs is measured on golden's side with a request of four
-tokens, before anything else.
-
-What the comparison of a dig says: the culprit, its token, and whether the fault showed while it was captured.
-
-The problem: a capture changes a server (it is slower, and eager unless told otherwise), so a comparison that finds
-nothing may have looked at a server without the fault. The idea: the answers that came back while it was captured are
-measured as the gate's were; where the target's gap is gone, that is said, and why it may be.
-
-Not here: which tokens are worst (measure/gating.py), who starts it (cli/gate_dig.py), comparing (comparison/),
-sentences (report/servers.py).
+Not here: which tokens are worst (measure/gating.py), comparing (comparison/), sentences (report/servers.py).
 """
 
 from __future__ import annotations
@@ -55,8 +33,8 @@ from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.sides import served as served
-from vllm_accprobe.run.settings import allow_plugin
+from vllm_accprobe.gate.sides import served
+from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.whole_file import write_private
 
 MOST = 3
@@ -258,11 +236,11 @@ def settings(plan: LocalizePlan, side: str, gigabytes: float) -> str:
     """The environment of a side's command."""
     requests = ",".join(literal(name) for window in plan.windows for name in window.requests)
     first, last = min(w.first for w in plan.windows), max(w.last for w in plan.windows)
-    given = {
+    values = {
         "": "1", "_FORCE": "1", "_DIR": f"{side}-dump", "_MAX_GB": f"{gigabytes:g}", "_REQUESTS": requests,
         "_TOKENS": f"{first}-{last}" if last > first else str(first),
     }  # fmt: skip
-    return " ".join(f"VLLM_ACCPROBE{name}={shlex.quote(value)}" for name, value in given.items())
+    return " ".join(f"VLLM_ACCPROBE{name}={shlex.quote(value)}" for name, value in values.items())
 
 
 PLAN = "plan.json"
@@ -304,7 +282,7 @@ def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[s
 class Localization:
     """The folder of a dig: OUT/dig with plan.json, a dump of each side and what was sent to each.
 
-    key: what must be the same where it is gone on with. Raises DigError, OSError."""
+    key: what must be the same where it is gone on with. Raises LocalizeError, OSError."""
 
     def __init__(self, root: Path, key: Mapping[str, Any], plan: LocalizePlan):
         self.root, self.plan = root, plan
@@ -338,8 +316,8 @@ class Localization:
         write_private(self.root / PLAN, text + "\n")
 
     def capture(self, side: str, command: str, golden: Sent, how: Recapturing) -> None:
-        """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, AlongError,
-        DigError, OSError."""
+        """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, TeacherForcingError,
+        LocalizeError, OSError."""
         if side in self.done:
             return
         dump, sent = self.dump(side), self.sent(side)
@@ -353,19 +331,19 @@ class Localization:
         with ExitStack() as stack:
             environ = environment(how.environ, dump, how.gigabytes)
             url, key = stack.enter_context(served(command, environ, sent, how.ready_s))
-            asked = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
-            asked, server = asked.introduced()
+            sender = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
+            sender, server = sender.introduced()
             if side == "golden" and not self.done:
-                sizes = measured(asked, dump, lines[0], how.gigabytes * 1e9 * SPARE)
+                sizes = measured(sender, dump, lines[0], how.gigabytes * 1e9 * SPARE)
                 self.plan = self.plan if sizes is None else narrowed(self.plan, sizes)
-            forcing = passes.planned(asked, passes.digest(golden), len(arrivals), score, None)
+            forcing = passes.planned(sender, passes.digest(golden), len(arrivals), score, None)
             tell = stack.enter_context(how.progress(f"{side}, captured", len(lines) * len(self.plan.words)))
             many = int(settings.get("concurrency", 64))
 
             def arm(index: int) -> None:
                 self._arm(index, dump)
 
-            passes.send(asked, server, lines, arrivals, many, sent, {}, tell, forcing, arm)
+            passes.send(sender, server, lines, arrivals, many, sent, {}, tell, forcing, arm)
             arm_file.write(dump, ArmSelection(False))
         if not open_dump(dump).records:
             raise LocalizeError(f"{dump}: nothing was captured; read {sent}/engine-0.log")
@@ -459,11 +437,11 @@ class Localized:
 def dug(dig: Localization, compared: Path, golden: Sent) -> Localized:
     """compared: the folder of the comparison. golden: the gate's, whose prompts the culprit's request is one of. Raises
     OSError, ValueError."""
-    said = json.loads((compared / "compare.json").read_bytes())
-    origins = said.get("origins") or []
+    comparison = json.loads((compared / "compare.json").read_bytes())
+    origins = comparison.get("origins") or []
     origin = origins[0] if origins else None
     return Localized(
-        dig.plan, str(said.get("verdict")), origin, max(len(origins) - 1, 0), _gap(dig), _token(origin, golden),
+        dig.plan, str(comparison.get("verdict")), origin, max(len(origins) - 1, 0), _gap(dig), _token(origin, golden),
         made_eager(dig.sent("mine") / "engine-0.log"), commands(dig.dump("golden"), dig.dump("mine"), dig.root),
     )  # fmt: skip
 
@@ -502,10 +480,10 @@ def _gap(dig: Localization) -> float | None:
 def _token(origin: Mapping[str, Any] | None, golden: Sent) -> tuple[str, int, int] | None:
     if origin is None or type(origin.get("position")) is not int:
         return None
-    asked = str(origin.get("request"))
+    request = str(origin.get("request"))
     for index in range(len(golden.passes)):
-        name = asked.removesuffix(f"{_PASS}{index}") if index else asked
+        name = request.removesuffix(f"{_PASS}{index}") if index else request
         reply = golden.passes[0].get(name)
-        if reply is not None and reply.prompt_token_ids and steps_log.request_id(name, index) == asked:
+        if reply is not None and reply.prompt_token_ids and steps_log.request_id(name, index) == request:
             return name, index, max(int(origin["position"]) - len(reply.prompt_token_ids) + 1, 0)
     return None

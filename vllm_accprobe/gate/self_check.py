@@ -1,50 +1,14 @@
 """One server against itself: which of its paths gives other numbers than rounding explains.
 
-How coarse the numbers are from which a server took its log-probabilities.
+The problem: a server has many paths to the same token (alone or in a batch, whole or in chunks, fresh or cached, decode
+or scoring, compiled or not), and without a second machine nothing says what is right. The idea: an `OwnPath` says how
+prompts are sent or how the command is changed, each under cache salts of its own, and the paths measure each other.
+What must be equal is compared as bits; the others may differ by a few times what the *other* paths differ in the mean,
+and by a few steps of the logits' grid (log-probabilities of bfloat16 logits differ by multiples of a power of two).
+Each path is a folder of `send` with one pass, so that an interrupted run is resumed. A fault that all paths share needs
+a second server.
 
-The problem: two ways of computing one answer may differ by rounding, and how much rounding is depends on the dtype of
-the logits, which no server tells. The idea: it shows. Log-probabilities of one token's candidates are logits less one
-constant, so their differences are differences of logits, and of logits in bfloat16 these are all multiples of one power
-of two. Where there is no such grid (logits in float32, or capped afterwards), the step is 0.
-
-The paths by which one server can compute one answer, and what each may change.
-
-The problem: a server has many paths to the same token: a batch of one or of many, a prompt whole or in chunks, fresh or
-with a prefix from the cache, decode or scoring, compiled or not. Each path has kernels and bookkeeping of its own, and
-a fault in one of them is a fault though no second machine is there. The idea: a `OwnPath` says how the prompts are sent
-(the same for every server), or how the command is changed (a restart); and whether it must give the same bits or may
-round in another way. Some paths need only requests, so that a URL is enough.
-
-A sender whose requests meet the prefix cache only where they are meant to.
-
-The problem: a prompt that was sent before, or that begins like another, is partly served from the prefix cache, so
-that "fresh" is an accident. The idea: vLLM's ``cache_salt`` keeps requests of different salts apart in the cache; each
-prompt of each path has a salt of its own, and whoever wants a hit asks first under the same salt, for one token. What
-was found in the cache is told by the answer (``cached``).
-
-Which path of one server gives other numbers than rounding explains.
-
-The problem: there is no second machine to say what is right, and other batch shapes round in other ways, by an amount
-that depends on the model. The idea: the paths measure each other. What must be the same to the bit is compared as bits.
-Of the others each has an allowance: a few times what the *other* paths differ in the mean (their median, so that one
-odd path does not set it), and not less than a few steps of the logits' own grid. Three questions are asked, each by a
-binomial test, with no assumption about the shape of rounding: whether more than half of the prompts lie beyond it in
-the mean; of each prompt, whether more than half of its tokens do, because some faults need a long prompt; and whether
-first tokens are far beyond, because what is wrong in a prompt's last rows shows there, and little later.
-What no path can show: a fault that is the same in all of them, say from a position on. That takes a second server.
-
-All paths of one server, one after the other, into one folder.
-
-    OUT/PATH/           a folder of `send` for each path, with one pass
-    OUT/engine-N.log    what the servers that we started said
-
-The problem: the paths need one another's answers (what is scored is what was decoded), some need a server of their
-own, and one that does not start with a changed command must not cost the others. The idea: the first path gives token
-ids and answers; what comes later is sent as ids under its own salt, and along these answers where the server can be
-forced; each path is a `send`, so an interrupted run goes on.
-
-Not here: sending (self_check.py, passes.py), ; how answers are forced and scored (gate/sending/client.py), lines
-(report/servers).
+Not here: sending and forcing (sending/), lines (report/servers.py).
 """
 
 from __future__ import annotations
@@ -68,7 +32,7 @@ from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sides import Asking, served
+from vllm_accprobe.gate.sides import SendSettings, served
 
 _FINE = 12
 """Chosen: steps down to 2^-12; the spacing of float16 logits around 4 is 2^-8, of bfloat16 2^-5."""
@@ -149,10 +113,10 @@ def restarts(words: Sequence[str], longest: int) -> list[OwnPath]:
         found.append(OwnPath("eager", "eager, against compiled", add=(EAGER,)))
     sync = SYNC in words
     name, add, drop = ("async", (ASYNC,), (SYNC,)) if sync else ("sync", (SYNC,), (ASYNC,))
-    said = "asynchronous scheduling, against synchronous" if sync else "synchronous scheduling, against asynchronous"
-    found.append(OwnPath(name, said, EQUAL, add=add, drop=drop))
-    said += ", all requests at once"
-    found.append(OwnPath(f"{name}-batch", said, arrive="all", against="batch", add=add, drop=drop))
+    mode = "asynchronous scheduling, against synchronous" if sync else "synchronous scheduling, against asynchronous"
+    found.append(OwnPath(name, mode, EQUAL, add=add, drop=drop))
+    mode += ", all requests at once"
+    found.append(OwnPath(f"{name}-batch", mode, arrive="all", against="batch", add=add, drop=drop))
     chunk = max(1 << max((longest // MAX_PIECES).bit_length() - 1, 0), MIN_CHUNK)
     if longest > chunk and not any(w.startswith(CHUNK) for w in words):
         found.append(
@@ -252,9 +216,9 @@ class Distance:
 @dataclass(frozen=True)
 class PathFinding:
     """What one way showed. tokens, prompts: compared; flips: tokens that are not the same; unequal: prompts that are
-    not the same to the bit. mean, worst: gaps in nats; allowance: of a token, in the mean; p: that an equal or honestly
-    rounding way has so many tokens beyond it, over all prompts or in one of them, times how often it was asked; odd:
-    prompts beyond, worst first. ok: None where nothing was compared. why: the reason, for people."""
+    not the same to the bit. mean, worst: gaps in nats; allowance: of a token, in the mean; p: that an equal or merely
+    rounding way has so many tokens beyond it, over all prompts or in one of them, times how often it was tested;
+    outliers: prompts beyond, worst first. ok: None where nothing was compared. why: the reason, for people."""
 
     way: OwnPath
     ok: bool | None
@@ -267,17 +231,17 @@ class PathFinding:
     worst: float = 0.0
     allowance: float | None = None
     p: float | None = None
-    odd: tuple[str, ...] = ()
+    outliers: tuple[str, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SelfGate:
-    """findings: a way each; odd: the names of those that are not ok; agree: whether these agree with one another, so
-    that what they were compared with may be the odd one. None of both where fewer than two are odd."""
+    """findings: a way each; outliers: the names of those that are not ok; agree: whether these agree with one another,
+    so that what they were compared with may be the one that is off. None where there are fewer than two."""
 
     findings: tuple[PathFinding, ...]
-    odd: tuple[str, ...]
+    outliers: tuple[str, ...]
     agree: bool | None
     rate: float
     notes: tuple[str, ...] = ()
@@ -286,7 +250,7 @@ class SelfGate:
     def verdict(self) -> str | None:
         """None where nothing was compared."""
         known = [f for f in self.findings if f.ok is not None]
-        return None if not known else "fail" if self.odd else "pass"
+        return None if not known else "fail" if self.outliers else "pass"
 
 
 def judge(
@@ -294,15 +258,15 @@ def judge(
     notes: tuple[str, ...] = (),
 ) -> SelfGate:  # fmt: skip
     """answers: by the way's name. missing: why a way has none."""
-    asked = [w for w in paths if w.name != BASE]
+    checked = [w for w in paths if w.name != BASE]
     distances = {
         w.name: distance(answers[w.against], answers[w.name], w)
-        for w in asked
+        for w in checked
         if w.name in answers and w.against in answers
     }
-    noisy = [w.name for w in asked if w.name in distances and w.rule != EQUAL and distances[w.name].by_prompt]
+    noisy = [w.name for w in checked if w.name in distances and w.rule != EQUAL and distances[w.name].by_prompt]
     findings = []
-    for w in asked:
+    for w in checked:
         d = distances.get(w.name)
         if d is None or not d.by_prompt:
             why = (missing or {}).get(w.name, "no prompt could be compared")
@@ -311,8 +275,8 @@ def judge(
         others = np.array([distances[name].usual for name in noisy if name != w.name]).reshape(-1, 2)
         floor = (float(np.median(others[:, 0])), float(np.median(others[:, 1]))) if len(others) else (0.0, 0.0)
         findings.append(_judged(w, d, floor, rate / max(len(distances), 1)))
-    odd = tuple(f.way.name for f in findings if f.ok is False)
-    return SelfGate(tuple(findings), odd, _agree(odd, answers, findings, rate), rate, notes)
+    outliers = tuple(f.way.name for f in findings if f.ok is False)
+    return SelfGate(tuple(findings), outliers, _agree(outliers, answers, findings, rate), rate, notes)
 
 
 def distance(golden: Replies, mine: Replies, way: OwnPath) -> Distance:
@@ -355,12 +319,12 @@ def _other_best(reply: Reply, other: Reply, k: int) -> bool:
 
 def _judged(way: OwnPath, d: Distance, floor: tuple[float, float], rate: float) -> PathFinding:
     rows = d.all
-    p, odd = beyond(d, floor)
+    p, outliers = beyond(d, floor)
     allowance = max(TIMES * floor[0], STEPS * float(rows[:, 1].mean()))
     unequal = len(d.unequal)
     if way.rule == EQUAL and unequal and not way.restarts:
         ok, why = False, "the same request in the same batch must give the same bits"
-        odd = tuple(d.unequal)
+        outliers = tuple(d.unequal)
     elif p <= rate:
         ok, why = False, "further apart than rounding explains"
     elif way.scored or unequal:
@@ -373,7 +337,7 @@ def _judged(way: OwnPath, d: Distance, floor: tuple[float, float], rate: float) 
         ok, why = True, "the same bits"
     return PathFinding(
         way, ok, why, len(d.by_prompt), len(rows), d.flips, unequal, float(rows[:, 0].mean()), float(rows[:, 0].max()),
-        None if way.rule == EQUAL and not way.restarts else allowance, p, odd if not ok else (), dict(d.left_out),
+        None if way.rule == EQUAL and not way.restarts else allowance, p, outliers if not ok else (), dict(d.left_out),
     )  # fmt: skip
 
 
@@ -392,7 +356,7 @@ def beyond(d: Distance, floor: tuple[float, float]) -> tuple[float, tuple[str, .
         tokens_of.append((p, -float(sizes.max()), name, means[-1] or far))
     each = min(p for p, *_ in tokens_of) * len(tokens_of)
     least = min(_tail(sum(means), len(means)), each, _tail(sum(firsts), len(firsts), FAR_RATE))
-    return min(1.0, 3.0 * least), tuple(name for _, _, name, odd in sorted(tokens_of) if odd)
+    return min(1.0, 3.0 * least), tuple(name for _, _, name, further in sorted(tokens_of) if further)
 
 
 def _tail(k: int, n: int, q: float = 0.5) -> float:
@@ -401,13 +365,13 @@ def _tail(k: int, n: int, q: float = 0.5) -> float:
 
 
 def _agree(
-    odd: tuple[str, ...], answers: Mapping[str, Replies], findings: list[PathFinding], rate: float
+    outliers: tuple[str, ...], answers: Mapping[str, Replies], findings: list[PathFinding], rate: float
 ) -> bool | None:
-    """Whether the odd ways give the same as one another, within the widest of their allowances."""
-    ways = [f.way for f in findings if f.way.name in odd]
+    """Whether the outliers give the same as one another, within the widest of their allowances."""
+    ways = [f.way for f in findings if f.way.name in outliers]
     if len(ways) < 2 or any(w.against != BASE for w in ways):
         return None
-    widest = max(f.allowance or 0.0 for f in findings if f.way.name in odd) / TIMES
+    widest = max(f.allowance or 0.0 for f in findings if f.way.name in outliers) / TIMES
     pairs = [(a, b) for i, a in enumerate(ways) for b in ways[i + 1 :]]
     for a, b in pairs:
         d = distance(answers[a.name], answers[b.name], OwnPath("", "", before=b.before, scored=b.scored))
@@ -432,12 +396,12 @@ class PathAnswers:
 
 
 @dataclass(frozen=True)
-class PathAsking:
+class PathSettings:
     """What is the same for all paths; tell: told of each path as it begins."""
 
     out: Path
     made: Mapping[str, Any]
-    asking: Asking = field(default_factory=Asking)
+    settings: SendSettings = field(default_factory=SendSettings)
     tell: Callable[[str], None] = lambda said: None
 
 
@@ -445,7 +409,7 @@ def is_url(side: str) -> bool:
     return side.startswith(("http://", "https://"))
 
 
-def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: PathAsking) -> PathAnswers:
+def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine], how: PathSettings) -> PathAnswers:
     """side: a URL, or a command. Raises SendError, FolderError, OSError where the first path has no answer."""
     found = PathAnswers()
     if is_url(side):
@@ -458,7 +422,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         raise SendError(f"CMD: {e}") from None
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(REQUESTS, how.out, found):
-        with served(path_command(words), environ, how.out, how.asking.ready_s) as (url, key):
+        with served(path_command(words), environ, how.out, how.settings.ready_s) as (url, key):
             _all(REQUESTS, url, key, lines, how, found)
     lengths = [len(r.prompt_token_ids or ()) for r in found.answers[BASE].values()]
     changed: dict[str, list[OwnPath]] = {}
@@ -468,21 +432,21 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         if _kept(these, how.out, found):
             continue
         try:
-            with served(command, environ, how.out, how.asking.ready_s) as (url, key):
+            with served(command, environ, how.out, how.settings.ready_s) as (url, key):
                 _all(these, url, key, lines, how, found)
         except SendError as e:  # one changed command that does not serve costs its own paths only
             for path in these:
                 found.paths += [] if path in found.paths else [path]
-                found.missing.setdefault(path.name, str(e).replace("--engine: ", ""))
+                found.missing.setdefault(path.name, str(e))
     return found
 
 
 def _all(
-    these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathAsking, found: PathAnswers
+    these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathSettings, found: PathAnswers
 ) -> None:
     """Of one server. Raises SendError."""
-    plain = Sender(url, key, timeout=how.asking.timeout, top=how.asking.top)
-    plain = replace(plain, max_tokens=how.asking.max_tokens, model=how.asking.model)
+    plain = Sender(url, key, timeout=how.settings.timeout, top=how.settings.top)
+    plain = replace(plain, max_tokens=how.settings.max_tokens, model=how.settings.model)
     known, server = plain.introduced()
     forced, salt = known.how_forced(), secrets.token_hex(16)
     decoding = forced if forced != client.SCORED else None
@@ -501,17 +465,17 @@ def _all(
         sender = SaltedSender(**own, own=path, salt=salt)
         plan = passes.FREE if way is None else passes.Forcing(way, passes.digest(replies.read(how.out / BASE)))
         folder, made = how.out / path.name, dict(how.made) | {"path": path.name}
-        passes.send(sender, server, sent, [parse(path.arrive)], how.asking.concurrency, folder, made, plan=plan)
+        passes.send(sender, server, sent, [parse(path.arrive)], how.settings.concurrency, folder, made, plan=plan)
         found.answers[path.name] = replies.read(folder).passes[0]
         if path.name == BASE:
             _check(found, decoding)
 
 
 def _check(found: PathAnswers, forced: str | None) -> None:
-    told = [r for r in found.answers[BASE].values() if r.refused is None]
-    if told and not any(r.token_ids and r.prompt_token_ids for r in told):
+    answered = [r for r in found.answers[BASE].values() if r.refused is None]
+    if answered and not any(r.token_ids and r.prompt_token_ids for r in answered):
         raise SendError(NO_IDS)
-    if told and all(r.cached is None for r in told):
+    if answered and all(r.cached is None for r in answered):
         found.notes.append(
             f"the server does not tell its prefix hits ({DETAILS}): whether a prompt was fresh is not known"
         )

@@ -1,28 +1,13 @@
 """The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
 
-In which dtype golden's own command makes a floor: rounding alone, measured on the machine that is trusted.
+The problem: to compare two servers, somebody starts the one, sends, keeps the answers, ends it (both may need the same
+card), and sends the other one the answers of the first. The idea: whatever a side is, it becomes a folder. Golden is
+sent first and answers freely, the others are forced along its tokens; a complete folder is not sent again, and one that
+was begun is resumed. `served` starts a command, waits until it answers and ends it, for every command that serves. A
+floor is golden's command in another dtype: it rounds at the same places by another amount. Mine's dtype if
+it is another, else a finer one; for float32 there is none, and bfloat16 gives a limit that is far too wide.
 
-The problem: where batching changes nothing, any other kernel differs "beyond batching"; the size of rounding alone is
-not known beforehand. The idea: golden's model once more in another dtype rounds at the same places by another amount,
-and that gives golden's own rounding. Which dtype: mine's, if it is another than golden's, because then its rounding is
-what honest servers differ by; else one that is finer: float16 for bfloat16 (the same memory, eight times as fine),
-float32 for float16. For float32 there is none that is finer: bfloat16 gives a limit that is far too wide for float32's
-own rounding, and still narrow for most faults; a floor of the user's own is better there.
-
-A server that `send` starts itself and ends again.
-
-The problem: whoever compares two builds types the same three steps every time, and a server that is left behind holds
-a card. The idea: `run/launcher.py` starts and ends the command, the port is ours, its output goes into the folder.
-
-The two sides of a gate, and its floors: each a folder of `send`, a server, or a command that serves.
-
-The problem: to compare two servers somebody has to start the one, send, keep what came back, end it (both may need the
-same card), start the other, and send it just what the first one answered. The idea: a side is whatever there is, and
-becomes a folder; golden is sent first and answers freely, the others are forced along its tokens. A folder that is
-complete is not sent again, one that was begun is gone on with, so the same command goes on after anything.
-
-Not here: what the floor says (gate/measure/conditions.py), what is asked of it (passes.py), sending (sending/),
-comparing (measure/gating.py).
+Not here: what a floor says (measure/conditions.py), sending (sending/), comparing (measure/gating.py).
 """
 
 from __future__ import annotations
@@ -30,24 +15,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from vllm_accprobe import __version__
 from vllm_accprobe.gate.sending import passes, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending.client import OtherIds, Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.run.launcher import Background, LaunchError, ServerCommandError, option_of, understood
+from vllm_accprobe.run.launcher import (
+    Background,
+    LaunchError,
+    ServerCommandError,
+    option_of,
+    server_command,
+    split_line,
+)
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -55,12 +43,14 @@ _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 
 def of_command(command: str) -> str | None:
     """The dtype that a command's words or its model's config.json name; None where nobody knows."""
-    words = _words(command)
-    said = next((word for word in (option_of(words, "--dtype"),) if word and word != "auto"), None)
-    if said is None and (model := _model(words)) is not None:
-        said = _configured(model)
-    said = _SHORT.get(said or "", said)
-    return said if said in DTYPES else None
+    words = split_line(command)
+    dtype = option_of(words, "--dtype")
+    if dtype in (None, "", "auto"):
+        dtype = None
+    if dtype is None and (model := _model(words)) is not None:
+        dtype = _configured(model)
+    dtype = _SHORT.get(dtype or "", dtype)
+    return dtype if dtype in DTYPES else None
 
 
 def candidates(golden: str, mine: str | None) -> list[str]:
@@ -74,7 +64,7 @@ def candidates(golden: str, mine: str | None) -> list[str]:
 
 def command(golden: str, dtype: str) -> str:
     """Golden's command with this dtype."""
-    words, kept = _words(golden), []
+    words, kept = split_line(golden), []
     skip = False
     for word in words:
         if skip or word == "--dtype" or word.startswith("--dtype="):
@@ -82,13 +72,6 @@ def command(golden: str, dtype: str) -> str:
             continue
         kept.append(word)
     return shlex.join([*kept, f"--dtype={dtype}"])
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
 
 
 def _model(words: list[str]) -> str | None:
@@ -111,30 +94,30 @@ _LOOK_S = 0.25
 
 @contextmanager
 def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
-    """(url, key) of the server that ``command`` starts, once it answers. out: an existing folder, where its output
-    goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be forced. Raises
-    SendError."""
+    """(url, key) of the server that ``command`` starts, once it answers; it is ended with the context. out: an existing
+    folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be
+    forced. Raises NotServed."""
     try:
         words = shlex.split(command)
     except ValueError as e:
-        raise SendError(f"--engine: {e}") from None
-    given = list(itertools.takewhile(assigns, words))
-    environ, words = {**environ, **dict(word.split("=", 1) for word in given)}, words[len(given) :]
+        raise NotServed(str(e)) from None
+    assignments = list(itertools.takewhile(assigns, words))
+    environ, words = {**environ, **dict(word.split("=", 1) for word in assignments)}, words[len(assignments) :]
     if not words:
-        raise SendError("--engine: write a command, for example --engine 'vllm serve MODEL'")
+        raise NotServed("write a command, for example --engine 'vllm serve MODEL'")
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
     log = out / f"engine-{number}.log"
     if not environ.get(FORCE):
         environ = {**environ, FORCE: str((out / replies.folder_name(number)).absolute())}
     try:
-        server = understood(words, environ)
+        server = server_command(words, environ)
         if not server.url:
-            raise SendError(f"--engine: {words[0]} is no `vllm serve`: start it yourself, and give --url")
+            raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and give --url")
         with Background(server.words, environ, log=log) as running:
             _wait(running, server.url, server.key, time.monotonic() + ready_s)
             yield server.url, server.key
     except (ServerCommandError, LaunchError) as e:
-        raise SendError(f"--engine: {e}") from None
+        raise NotServed(str(e)) from None
 
 
 def assigns(word: str) -> bool:
@@ -147,13 +130,11 @@ def _wait(running: Background, url: str, key: str, until: float) -> None:
     sender = Sender(url, key, timeout=10.0)
     while time.monotonic() < until:
         if running.code is not None:
-            raise SendError(
-                f"--engine: the command ended with exit code {running.code} before it served; read {running.log}"
-            )
+            raise NotServed(f"the command ended with exit code {running.code} before it served; read {running.log}")
         if sender.healthy():
             return
         time.sleep(_LOOK_S)
-    raise SendError(f"--engine: nothing answers at {url} (--ready-timeout); read {running.log}")
+    raise NotServed(f"nothing answers at {url} (--ready-timeout); read {running.log}")
 
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
@@ -163,10 +144,6 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 class SideError(Exception):
     """One line: what a side is not, or cannot be made. Exit code 2."""
-
-
-class NotServed(SideError):
-    """One line: a command that ended, or answered nothing, before it ever served."""
 
 
 class NotComparable(SideError):
@@ -200,7 +177,7 @@ class ServerSide:
 
 
 @dataclass(frozen=True)
-class Asking:
+class SendSettings:
     """How a side is asked; as the options of `send`. model: where a server has several."""
 
     prompts: str = prompts_file.DEFAULT
@@ -232,17 +209,18 @@ def made(
     what: str,
     of: ServerSide,
     out: Path,
-    asking: Asking,
+    sending: SendSettings,
     golden: Sent | None,
     progress: Progress,
     environ: dict[str, str],
 ) -> Sent:
     """The folder of a side, which is sent to ``out`` where it is none. what: golden, mine or floor N, for people.
-    golden: whose tokens are forced; None: the side answers freely. Raises SideError; what was answered is kept."""
+    golden: whose tokens are forced; None: the side answers freely. Raises SideError, NotServed; what was answered is
+    kept."""
     try:
         if of.kind == FOLDER:
             return replies.read(Path(of.text))
-        lines = prompts_file.read(asking.prompts) if golden is None else passes.forced_lines(golden)
+        lines = prompts_file.read(sending.prompts) if golden is None else passes.forced_lines(golden)
         digest = None if golden is None else passes.digest(golden)
         if replies.exists(out) and _complete(out, of, lines, digest):
             return replies.read(out)
@@ -250,28 +228,15 @@ def made(
         with ExitStack() as stack:
             url, key = of.text, environ.get("VLLM_API_KEY", "")
             if of.kind == COMMAND:
-                url, key = _started(stack, of, out, asking.ready_s, environ)
-            _sent(what, of, Sender(url, key), out, asking, golden, lines, digest, progress)
+                url, key = stack.enter_context(served(of.text, environ, out, sending.ready_s))
+            _sent(what, of, (url, key), out, sending, golden, lines, digest, progress)
         return replies.read(out)
     except NotServed as e:
         raise NotServed(f"{what}: {e}") from None
     except OtherIds as e:
         raise NotComparable(f"{what}: {e}") from None
     except (SendError, passes.TeacherForcingError, prompts_file.PromptsError, replies.FolderError) as e:
-        raise SideError(f"{what}: {_plain(e)}") from None
-
-
-def _plain(e: Exception) -> str:
-    return str(e).replace("--engine: ", "").replace("--url: ", "")
-
-
-def _started(stack: ExitStack, of: ServerSide, out: Path, ready_s: float, environ: dict[str, str]) -> tuple[str, str]:
-    try:
-        return stack.enter_context(served(of.text, environ, out, ready_s))
-    except ServerLost:
-        raise
-    except SendError as e:
-        raise NotServed(_plain(e)) from None
+        raise SideError(f"{what}: {str(e).replace('--url: ', '')}") from None
 
 
 def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | None) -> bool:
@@ -281,35 +246,30 @@ def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | 
         raise replies.FolderError(f"{out} is of another command: name another --out")
     if (about.get("along") or {}).get("sha256") != digest:
         raise replies.FolderError(f"{out} went along other tokens than golden's: name another --out")
-    asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
-    if about.get("prompts") != asked:
+    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
+    if about.get("prompts") != prompts:
         raise replies.FolderError(f"{out} has other prompts: name another --out, or give those it was begun with")
     return bool(about.get("complete"))
 
 
 def _sent(
-    what: str, of: ServerSide, sender: Sender, out: Path, asking: Asking, golden: Sent | None, lines: list[PromptLine],
-    digest: str | None, progress: Progress,
+    what: str, of: ServerSide, server: tuple[str, str], out: Path, sending: SendSettings, golden: Sent | None,
+    lines: list[PromptLine], digest: str | None, progress: Progress,
 ) -> None:  # fmt: skip
+    """server: (url, key)."""
     settings = {} if golden is None else golden.about.get("settings", {})
-    words = [w for w in settings.get("arrive", asking.arrive) if w != passes.SCORE]
+    words = [w for w in settings.get("arrive", sending.arrive) if w != passes.SCORE]
     arrivals = [parse(word) for word in words]
-    asked = Sender(
-        sender.url, sender.key, asking.timeout, settings.get("top", asking.top), asking.max_tokens, asking.model
-    )
-    asked, server = asked.introduced()
+    top = settings.get("top", sending.top)
+    sender, about = Sender(*server, sending.timeout, top, sending.max_tokens, sending.model).introduced()
     if golden is not None:
-        passes.check_vocabulary(asked, golden)
+        passes.check_vocabulary(sender, golden)
     begun = replies.read_about(out) if replies.exists(out) else None
-    plan = passes.planned(asked, digest, len(arrivals), asking.score, begun)
-    concurrency = int(settings.get("concurrency", asking.concurrency))
+    plan = passes.planned(sender, digest, len(arrivals), sending.score, begun)
+    concurrency = int(settings.get("concurrency", sending.concurrency))
     with progress(what, len(lines) * (len(arrivals) + plan.score)) as tell:
-        done = passes.send(asked, server, lines, arrivals, concurrency, out, _about(asking, of), tell, plan)
+        made = passes.made_by(sending.prompts) | {"side": of.digest}
+        done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan)
     if not done.answered:
-        said = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
-        raise NotComparable(f"{what}: no prompt was answered: {said} ({out})")
-
-
-def _about(asking: Asking, of: ServerSide) -> dict[str, Any]:
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"accprobe": __version__, "source": os.path.basename(asking.prompts), "started": now, "side": of.digest}
+        reasons = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
+        raise NotComparable(f"{what}: no prompt was answered: {reasons} ({out})")

@@ -1,39 +1,13 @@
-"""How far the policy that trains is from the policy that serves.
+"""How far the policy that trains is from the one that serves: a trainer's jsonl against a server's log-probabilities.
 
-A trainer's jsonl: token ids and the log-probability that the trainer gave each of them.
+The problem: every trainer has its own names for the same lists, pads on its own side, and counts from the first token,
+the second or the answer's first; and what differs between the two programs enters every gradient as if it were
+learning. The idea: names are data (verl, NeMo-RL, TRL, OpenRLHF, slime; from their sources), a list's length says how
+it is aligned, and the result is one list over the sequence, None where nothing is compared. The server's side is its
+answers, a folder of `send`, or what the trainer recorded while it sampled. With p the trainer's probability of a token,
+q the server's and r = p / q, the measures are those of the field; `Span` and `Ratios` name them.
 
-The problem: every trainer has its own names for the same four lists, pads on its own side, and counts log-probabilities
-from the first token, from the second or from the answer's first. The idea: names are data; how a list is aligned is
-told by its length; the result is one list over the whole sequence, with None where nothing is to be compared (prompt,
-padding, what a tool wrote). Names that were looked up in the sources:
-verl (prompts, responses, attention_mask, response_mask, old_log_probs, rollout_log_probs; prompt_ids, response_ids,
-response_logprobs of its agent loop), NeMo-RL (train_data_stepN.jsonl: token_ids, token_loss_mask, input_lengths,
-prev_logprobs, generation_logprobs; each value in a list of its own), TRL (prompt_ids, prompt_mask, completion_ids,
-completion_mask, old_per_token_logps, sampling_per_token_logps), OpenRLHF (sequences, attention_mask, action_mask,
-action_log_probs, rollout_log_probs), slime (tokens, response_length, loss_mask, log_probs, rollout_log_probs).
-
-How far the policy that trains is from the policy that serves, in the words of reinforcement learning.
-
-The problem: the trainer takes a rollout's tokens for its own samples, and what differs between the two programs
-enters every gradient as if it were learning. The idea: the measures that the field reads, over the tokens that the
-model chose: p is the trainer's probability of a token, q the server's, r = p / q the importance ratio.
-
-- k1 = -log r and k3 = (r - 1) - log r, means over tokens drawn from q, estimate KL(q || p); k1 without bias and with
-  more variance, k3 without bias too and never negative [J. Schulman, Approximating KL divergence, 2020]
-- effective sample size (sum r)^2 / sum r^2, as a share of n [L. Kish, Survey Sampling, 1965; A. Kong, 1992]
-- PPO's clip range is 1 - 0.2 to 1 + 0.2 [J. Schulman et al., arXiv 1707.06347]
-- a sequence's ratio is the product over its tokens; its geometric mean over tokens is GSPO's [C. Zheng et al.,
-  arXiv 2507.18071]
-- mean exp|log r| is NeMo-RL's token_mult_prob_error; mean and largest |p - q| are verl's rollout_probs_diff
-
-What a server says of a trainer's tokens, whatever stands for the server.
-
-The problem: the rollout may be a server that answers, a command, a folder of `send`, or the log-probabilities that the
-trainer itself wrote down while it sampled. The idea: each gives log-probabilities over the same token ids, by the
-sequence's name. A server is made to decode the trainer's tokens where it can be forced, and else scores them as a
-prompt; its answers are a folder of `send`, which is gone on with.
-
-Not here: forcing (gate/sending/client.py).
+Not here: forcing (sending/client.py).
 """
 
 from __future__ import annotations
@@ -53,7 +27,7 @@ from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.passes import Forcing, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
-from vllm_accprobe.gate.sides import Asking, served
+from vllm_accprobe.gate.sides import SendSettings, served
 
 PROMPT = ("prompt_token_ids", "prompt_ids", "prompts")
 ANSWER = ("response_token_ids", "response_ids", "responses", "completion_ids", "output_token_ids", "token_ids")
@@ -247,8 +221,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of one kind. n; mean, worst: of |log r|; k1, k3; ess: share of n; beyond: share outside [1/2, 2]; clipped:
-    share outside PPO's range."""
+    """Tokens of one kind. n; mean, worst: of |log r|. k1 = -log r, k3 = (r - 1) - log r: means over tokens that q drew,
+    which estimate KL(q || p) without bias [J. Schulman, Approximating KL divergence, 2020]. ess: (sum r)^2 / sum r^2 as
+    a share of n [L. Kish, Survey Sampling, 1965]. beyond: share outside [1/2, 2]; clipped: outside PPO's range, 1 - 0.2
+    to 1 + 0.2 [J. Schulman et al., arXiv 1707.06347]."""
 
     where: str
     n: int
@@ -264,8 +240,9 @@ class Span:
 @dataclass(frozen=True)
 class Ratios:
     """spans: all tokens, then by how many tokens of the answer stand before. quantiles: of r. sequences: how many;
-    product, geometric: quantiles of their ratios' logarithms and of their geometric means; sequence_ess: share.
-    mult: mean exp|log r|; prob_mean, prob_worst: of |p - q|. worst: (sequence, token of the answer, log p, log q).
+    product, geometric: quantiles of their ratios' logarithms and of their geometric means (GSPO's [C. Zheng et al.,
+    arXiv 2507.18071]); sequence_ess: share. mult: mean exp|log r|, NeMo-RL's token_mult_prob_error; prob_mean,
+    prob_worst: of |p - q|, verl's rollout_probs_diff. worst: (sequence, token of the answer, log p, log q).
     nonfinite: tokens of which a side has no finite number. left_out: by reason."""
 
     spans: tuple[Span, ...]
@@ -316,8 +293,8 @@ def compare(golden: Trained, mine: Mapping[str, Scored], how: str = "", left_out
             else:
                 nonfinite += 1
     if not rows and not nonfinite:
-        said = ", ".join(f"{n:,} {what}" for what, n in left.items() if n) or "no token is on both sides"
-        raise RatioError(f"nothing could be compared: {said}")
+        reasons = ", ".join(f"{n:,} {what}" for what, n in left.items() if n) or "no token is on both sides"
+        raise RatioError(f"nothing could be compared: {reasons}")
     return _measured(rows, names, nonfinite, how, +left)
 
 
@@ -410,10 +387,12 @@ def of_folder(path: Path) -> Rollout:
     return Rollout(scored, "; ".join(sorted(HOW.get(h, str(h)) for h in how)), left)
 
 
-def of_server(golden: Trained, url: str, key: str, out: Path, made: Mapping[str, Any], asking: Asking) -> Rollout:
+def of_server(
+    golden: Trained, url: str, key: str, out: Path, made: Mapping[str, Any], sending: SendSettings
+) -> Rollout:
     """Asks ``url`` for the trainer's tokens; ``out`` becomes, or is, a folder of `send`. Raises SendError, FolderError,
     OSError."""
-    sender, server = Sender(url, key, timeout=asking.timeout, model=asking.model).introduced()
+    sender, server = Sender(url, key, timeout=sending.timeout, model=sending.model).introduced()
     if (way := sender.how_forced()) is None:
         raise SendError(f"{url} neither decodes nor scores tokens that are named: {client.HOW_TO_FORCE}")
     lines = []
@@ -421,17 +400,17 @@ def of_server(golden: Trained, url: str, key: str, out: Path, made: Mapping[str,
         start = max(line.start, 1)
         lines.append(PromptLine(line.name, token_ids=line.ids[:start], along=line.ids[start:]))
     digest = hashlib.sha256(to_text(lines).encode()).hexdigest()
-    passes.send(sender, server, lines, [parse("all")], asking.concurrency, out, dict(made), plan=Forcing(way, digest))
+    passes.send(sender, server, lines, [parse("all")], sending.concurrency, out, dict(made), plan=Forcing(way, digest))
     return of_folder(out)
 
 
 def of_command(
     golden: Trained, command: str, environ: Mapping[str, str], out: Path, made: Mapping[str, Any],
-    asking: Asking,
+    sending: SendSettings,
 ) -> Rollout:  # fmt: skip
     """The same of a server that is started and ended."""
     if replies.exists(out) and replies.read_about(out).get("complete"):
         return of_folder(out)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with served(command, environ, out, asking.ready_s) as (url, key):
-        return of_server(golden, url, key, out, made, asking)
+    with served(command, environ, out, sending.ready_s) as (url, key):
+        return of_server(golden, url, key, out, made, sending)

@@ -1,7 +1,7 @@
 """The loops' machine code, kept on disk and run without numba.
 
 The problem: importing numba and loading what it has compiled takes longer than measuring a gigabyte. The idea: the
-first time on a machine numba compiles the loops (export.py), and their object code goes into one file in the user's
+first time on a machine numba compiles the loops (loops.objects), and their object code goes into one file in the user's
 cache; later llvmlite alone loads it, in a tenth of the time (measured: 0.14 s, 0.85 s by numba from its own cache). The
 file's name and first line say which sources, which llvmlite and which processor it belongs to; one that does not fit is
 made anew.
@@ -26,7 +26,7 @@ import numpy as np
 from vllm_accprobe import user_cache
 from vllm_accprobe.kernels import BLOCK
 
-SOURCES = ("__init__.py", "bits.py", "vectors.py", "loops.py", "export.py")
+SOURCES = ("__init__.py", "bits.py", "vectors.py", "loops.py")
 _STUBBED = ("numba_", "NRT_")
 _MAGIC = "accprobe loops 1"
 _MOST = 32 << 20
@@ -39,7 +39,7 @@ class Unusable(Exception):
 
 
 class Loops:
-    """The loops of loops.py, with buffers of their own for each thread. call: by name, C functions of export.SIGNATURE.
+    """The loops of loops.py, with buffers of their own for each thread. call: by name, C functions of loops.SIGNATURE.
 
     The arguments are those of loops.py without the buffers: arrays that are contiguous and of the right types.
     """
@@ -136,7 +136,7 @@ def _read(path: Path, name: str) -> dict[str, tuple[str, list[str], bytes]] | No
 def _made(name: str, place: Path | None) -> dict[str, tuple[str, list[str], bytes]]:
     """Compiled now, and written down where that is possible."""
     try:
-        from vllm_accprobe.kernels.export import objects
+        from vllm_accprobe.kernels.loops import objects
 
         made = objects()
     except Exception as e:  # whatever another release of numba does otherwise

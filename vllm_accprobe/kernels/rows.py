@@ -1,23 +1,14 @@
-"""The row table in one pass over the stored bits, compiled by numba.
+"""The row table in one pass over the stored bits, compiled by numba, without the interpreter's lock.
 
-The row table in one pass over the stored bits, compiled by numba, without the interpreter's lock.
-
-The problem: plain numpy reads each array a dozen times and makes a float64 copy of both sides first. The idea: the
-loops of loops.py read each element once; which rows meet is given as two index lists, so that gathering makes no copy
-either. bfloat16, float16, float32 and 8-bit floats run there; everything else, and a Python without numba, goes to
-definition.py.
-
-The row table of rows of any width, in the memory of short ones, and where the largest error of a row is.
-
-The problem: a tensor without rows is one row of the table, a weight of a billion elements too, and the loops keep three
-numbers per element of a row until it ends; and what asks for the whole row (``peak`` for its rms, the place of the
-largest error) would go over it again in plain numpy, which takes longer than all the rest. The idea: a wide row is cut
-into segments that the kernel takes for rows of their own; sums add up and maxima are maxima. The largest error is
-looked for in the first segment that has it. A segment's own peak, whose rms is another, bounds what the peak is with
-the whole row's: it is worked out again for the segments that can hold it, until no other could be more.
+The problem: plain numpy reads each array a dozen times and makes a float64 copy of both sides first; a weight of a
+billion elements is one row, and the loops keep three numbers per element of a row. The idea: the loops of loops.py read
+each element once, and rows that meet are two index lists, so that nothing is copied. bfloat16, float16, float32 and
+8-bit floats run there, everything else, and a Python without numba, in definition.py. A wide row is cut into segments
+that the kernel takes for rows: sums add up and maxima are maxima. A segment's own peak, whose rms is another, bounds
+the whole row's: it is computed again for the segments that can hold it.
 
 Not here: the meaning of the columns (definition.ROW_FIELDS), the loops (loops.py), where their machine code comes from
-(native.py), the fields (definition.py).
+(native.py).
 """
 
 from __future__ import annotations

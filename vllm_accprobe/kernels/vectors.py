@@ -134,11 +134,11 @@ def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence
     and maxima of ratio and d. a: |g|; d: |d|; ratio: d / a."""
     bound = builder.fadd(a, eps)
     close = builder.fadd(builder.fmul(a, _all(1e-5), flags=_SUMS), _all(1e-8), flags=_SUMS)
-    held = [builder.fcmp_ordered("<", d, builder.fmul(bound, _all(share))) for share in (1e-2, 1e-3, 1e-4)]
-    held += [builder.fcmp_ordered("<=", d, close), builder.fcmp_ordered(">", d, _all(1e-3))]
-    held.append(builder.fcmp_ordered(">", d, _ZERO))
+    within = [builder.fcmp_ordered("<", d, builder.fmul(bound, _all(share))) for share in (1e-2, 1e-3, 1e-4)]
+    within += [builder.fcmp_ordered("<=", d, close), builder.fcmp_ordered(">", d, _all(1e-3))]
+    within.append(builder.fcmp_ordered(">", d, _ZERO))
     new = list(sums[:2])
-    for i, h in enumerate(held):
+    for i, h in enumerate(within):
         count = new[i // 3]
         new[i // 3] = builder.select(h, builder.fadd(count, _all(float(1 << _DIGITS * (i % 3)))), count)
     seen = builder.fcmp_ordered(">", a, _all(2.0**-23))

@@ -1,39 +1,14 @@
 """What has arrived, of all ranks, whichever way it came: the sender's dump again, file by file, read while it grows.
 
-The pieces that go over the line, and their limits.
+The problem: what arrives was written by whoever could connect; a line breaks, a receiver is killed, and nothing may be
+lost or be there twice. The idea: a piece is twelve bytes (a word, a kind, a length) and a body of raw bytes or one flat
+JSON object; its length is checked against the kind's limit before it is read, and nothing is unpickled. A `RankTail`
+reads whole lines of a journal and first the payloads they name; a `RankMirror` appends them where they belong: what a
+receiver has is the length of its files. At a SYNC payloads reach the disk before the lines that name them, so that
+every line can be read after any kill. `ArrivedRanks` knows which ranks there are to be, and makes senders wait while
+too much is unchecked.
 
-The problem: what arrives was written by whoever could connect: lengths that fill the memory, objects that run code.
-The idea: a piece is twelve bytes (a word, a kind, a length) and a body that is raw bytes or one flat JSON object; its
-length is held against the kind's limit before a byte of it is awaited, and nothing is unpickled. The same pieces, one
-after the other and closed by a digest, are a batch of shared storage.
-
-What has arrived of one rank: the sender's dump again, file by file, which is also the record of what is here.
-
-The problem: a line breaks, a receiver is killed, and nothing may be lost or be there twice. The idea: no second record
-that could disagree with the first: a rank's journal and segments grow here by the bytes by which they grew there, each
-piece says where it belongs, and what a receiver has is the length of its files. A piece that is here already is left
-out, one that would leave a gap is refused. At a SYNC the payloads go to the disk before the journal's lines that name
-them, so that every line that is here can be read after any kill. The files are a dump, which everything else reads as
-any other.
-
-One rank of a dump, read from where the receiver stands, while it may still be written.
-
-The problem: a journal grows line by line, its payloads lie in segments that are renamed when they are full, and the
-process that writes must not notice that it is read. The idea: whole lines are read from where the receiver's journal
-ends; the bytes that they name, which are on the disk before them, go first. Nothing is remembered here that the
-receiver's answer does not say.
-
-A dump's calls while it grows: only those of some steps, with what earlier rounds have seen of each tap.
-
-What has arrived, of all ranks, whichever way it came.
-
-The problem: pieces come over many lines or through files, in any order of ranks, faster than they can be checked. The
-idea: one object that knows which ranks there are to be, what each has, and which have ended; that applies a piece and
-says what to answer; and that makes whoever brings more wait while too much is unchecked.
-
-Not here: sockets (line.py), files (shared.py), checks (live.py), the way there (line.py, shared.py), which steps
-(live.py), how a call is made (opcheck/calls/records.py), the lines (line.py), the files (shared.py), the checks
-(serving.py).
+Not here: sockets (line.py), a shared folder (shared.py), the checks (serving.py, live.py).
 """
 
 from __future__ import annotations
@@ -54,7 +29,6 @@ import xxhash
 from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, find_segment, open_regular, part_name, write_all
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
-from vllm_accprobe.dump.schema import JOURNAL as JOURNAL_NAME
 from vllm_accprobe.whole_file import write_private
 
 HELLO, WELCOME, RUN, DATA, JOURNAL_FRAME, SYNC, HAVE, END, REFUSED, READY = range(1, 11)
@@ -71,6 +45,7 @@ _LIMITS = {
     HELLO: WORDS, WELCOME: CHUNK, RUN: CHUNK, DATA: CHUNK + PLACE.size, JOURNAL_FRAME: CHUNK + PLACE.size, SYNC: 0,
     HAVE: WORDS, END: WORDS, REFUSED: WORDS, READY: 0,
 }  # fmt: skip
+RANK_FOLDER = re.compile(r"rank(\d{4,5})", re.ASCII)
 MOST_SEGMENTS = 1 << 14
 """Chosen: of one rank; at a gigabyte each more than any disk holds."""
 
@@ -115,7 +90,7 @@ def place_of(body: bytes | bytearray | memoryview) -> tuple[int, int, memoryview
     return segment, offset, memoryview(body)[PLACE.size :]
 
 
-def said_in(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+def json_in(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The JSON object in a body. Raises FrameError."""
     try:
         found = orjson.loads(body)
@@ -132,6 +107,15 @@ def number(said: Mapping[str, Any], key: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise FrameError(f"{key} is no number from 0 to {most:,}")
     return value
+
+
+def run_piece(dump: Path) -> list[bytes]:
+    """run.json of a dump; [] where there is none, or one that is too long."""
+    try:
+        text = (dump / RUN_JSON).read_bytes()[: CHUNK + 1]
+    except OSError:
+        return []
+    return [head(RUN, len(text)), text] if len(text) <= CHUNK else []
 
 
 def pieces(read: Callable[[int], bytes], until: int) -> Iterator[tuple[int, bytes]]:
@@ -301,7 +285,7 @@ class RankTail:
 
     def __init__(self, root: Path, rank: int):
         self.rank, self.directory = rank, root / rank_dir(rank)
-        self.path = self.directory / JOURNAL_NAME
+        self.path = self.directory / JOURNAL
         try:
             self._journal = open_regular(self.path)
         except OSError as error:
@@ -318,11 +302,11 @@ class RankTail:
         at = number(have, "journal", 1 << 50)
         if digest_of(self.path, at) != have.get("digest"):
             raise TailError(f"the receiver holds rank {self.rank} of another run: give it another --out")
-        held = have.get("segments")
-        if not isinstance(held, list) or len(held) > MOST_SEGMENTS:
+        segments = have.get("segments")
+        if not isinstance(segments, list) or len(segments) > MOST_SEGMENTS:
             raise FrameError("it does not say which segments it has")
         sent: dict[int, int] = {}
-        for pair in held:
+        for pair in segments:
             if not isinstance(pair, list) or len(pair) != 2 or any(type(n) is not int or n < 0 for n in pair):
                 raise FrameError("it does not say which segments it has")
             sent[pair[0]] = pair[1]
@@ -334,7 +318,7 @@ class RankTail:
         while chunk := self._lines():
             need: dict[int, int] = {}
             for line in chunk.splitlines():
-                self._look(line, need)
+                self._note_payload(line, need)
             for segment, stop in sorted(need.items()):
                 yield from self._data(segment, stop)
             view = memoryview(chunk)
@@ -366,7 +350,7 @@ class RankTail:
                 raise TailError(f"{self.path} has a line of more than {MAX_LINE >> 20} MiB")
             size *= 4
 
-    def _look(self, line: bytes, need: dict[int, int]) -> None:
+    def _note_payload(self, line: bytes, need: dict[int, int]) -> None:
         """Notes the bytes that a line names. A line that nobody understands names none; the receiver counts it."""
         self.lines += 1
         try:
@@ -403,20 +387,18 @@ class RankTail:
         if not at:
             return False
         start = max(at - _AT_ONCE, 0)
-        lines = os.pread(self._journal, at - start, start).splitlines()
-        need: dict[int, int] = {}
         self.ended, before = False, self.lines
-        for line in lines:
-            self._look(line, need)
+        for line in os.pread(self._journal, at - start, start).splitlines():
+            self._note_payload(line, {})
         self.lines = before
         return self.ended
+
 
 MOST_RANKS = 1 << 16
 HOLD_S = 600.0
 """Chosen: after this time a little more is taken even if nothing was checked: shorter than a sender's patience."""
 _FIRST_LINE = 1 << 20
 _KEPT = "arrival.json"
-_DIRECTORY = re.compile(r"rank(\d{4,5})", re.ASCII)
 
 
 class RankArrival:
@@ -452,7 +434,7 @@ class RankArrival:
             return {"journal": self.mirror.sync()}
         elif kind == END:
             have = self.mirror.sync()
-            if number(said_in(body), "journal", 1 << 50) != have:
+            if number(json_in(body), "journal", 1 << 50) != have:
                 raise FrameError("the end is not where the journal ends")
             self.ended = True
             self.keep(self.totals)
@@ -479,7 +461,7 @@ class ArrivedRanks:
         self._lock = threading.Lock()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in sorted(root.iterdir()):
-            match = _DIRECTORY.fullmatch(path.name)
+            match = RANK_FOLDER.fullmatch(path.name)
             if match and path.is_dir() and not path.is_symlink() and (ranks is None or int(match[1]) in ranks):
                 self.ranks[int(match[1])] = RankArrival(root, int(match[1]), budget)
 
@@ -521,10 +503,10 @@ class ArrivedRanks:
         if self.wanted is not None:
             return sorted(self.wanted)
         seen = set(self.ranks)
-        sizes = [n for rank in seen if (n := _world(self.root / rank_dir(rank) / JOURNAL_NAME))]
+        sizes = [n for rank in seen if (n := _world(self.root / rank_dir(rank) / JOURNAL))]
         chosen = _chosen(self.root / RUN_JSON)
-        all_of_it = range(max(sizes, default=0))
-        return sorted(seen | {r for r in all_of_it if not chosen or any(a <= r <= b for a, b in chosen)})
+        world = range(max(sizes, default=0))
+        return sorted(seen | {r for r in world if not chosen or any(a <= r <= b for a, b in chosen)})
 
     def complete(self) -> bool:
         """Whether all of all ranks is here."""
@@ -548,8 +530,7 @@ def _totals(given: Any) -> tuple[int, int] | None:
 
 def _world(journal: Path) -> int:
     """The number of ranks by a journal's first line, 0 where it does not say."""
-    start = _object(journal, first_line=True)
-    n = start.get("world_size")
+    n = _object(journal, first_line=True).get("world_size")
     return n if type(n) is int and 0 < n <= MOST_RANKS else 0
 
 

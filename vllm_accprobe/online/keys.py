@@ -1,9 +1,8 @@
 """Where the line goes: from options, or from the keys that msprobe's config.json has for it.
 
-The problem: who has used msprobe's online pre-check has two config.json, one for each side. The idea: they are read as
+The problem: users of msprobe's online pre-check have two config.json, one for each side. The idea: they are read as
 they are: the ``run_ut`` block with ``is_online`` says how to receive, the ``tensor`` block with ``online_run_ut`` how
-to send; what is set and has no meaning here is named. Not here: the connection itself (line.py, line.py,
-shared.py).
+to send; what is set and has no meaning here is named. Not here: the connection (line.py, shared.py).
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def read_keys(path: Path, block: str) -> Keys:
         raise DumpError(f"{where}.host is missing: name the receiver's address, or nfs_path")
     else:
         endpoint = Endpoint(host, port, None, Path(tls) if tls else None)
-    asked = found.get("rank_list", [0]) if block == RECEIVES else tree.get("rank") or None
-    ranks = None if asked is None else _ranks(asked, where)
+    ranks_value = found.get("rank_list", [0]) if block == RECEIVES else tree.get("rank") or None
+    ranks = None if ranks_value is None else _ranks(ranks_value, where)
     notes = [f"{block}.{key} has no effect here" for key in sorted(_IGNORED & set(found)) if found[key]]
     notes += [f"{block}.{key} is not known and has no effect" for key in sorted(set(found) - _KNOWN - _IGNORED)]
     return Keys(endpoint, ranks, _globs(found, where), tuple(notes))

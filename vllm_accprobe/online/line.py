@@ -1,41 +1,14 @@
 """A dump over the line: connections, certificates, sender and receiver.
 
-One connection, piece by piece, with a deadline for each.
+The problem: captured tensors are users' prompts, and whoever can reach the port can connect: without a certificate,
+with garbage, with half a line, ten thousand times; lines break, and a receiver may be slower than the capture. The
+idea: Python's TLS, at least 1.2, with certificates of one ca.crt on both sides, or this machine alone. A piece has a
+deadline as a whole; a peer has seconds for TLS and its first words, and of those that have not said who they are only
+so many are kept. A reason of refusal is printed once and counted. A sender has a thread and a connection for each rank,
+in a process that serves nobody; it asks for an answer after at most four megabytes and sends no more than sixteen
+before the answers. The next connection begins with what the receiver has.
 
-The problem: a socket's timeout starts anew with each byte, so that a peer that sends one a minute holds its place for
-ever. The idea: whoever waits for a piece says until when all of it must be there; the buffer is made for a length that
-the limits allow.
-
-Peers that are turned away: one line each, and a count where they do not stop.
-
-The problem: one line for each of a stranger's ten thousand connections fills the log that is to name the one sender
-whose certificate has expired. The idea: the first of an address and a reason is said, the others are counted and said
-with the end.
-
-Who may speak with whom: certificates on both sides, or nobody but this machine.
-
-The problem: captured tensors are users' prompts, and a receiver that takes anything from anybody is a hole. The idea:
-Python's own TLS, at least 1.2, where each side shows a certificate that the same ca.crt signed, and the sender checks
-that the receiver's is for the host that it called. Without a folder of certificates the line is plain, and then both
-ends must be this machine.
-
-Takes lines, says who may speak, and puts what they bring where it belongs.
-
-The problem: whoever can reach the port can connect: with no certificate, with a foreign one, with garbage, with half a
-line, ten thousand times. The idea: a peer has seconds for TLS and its first words, and memory for what the limits say;
-of those that have not said who they are only so many are kept, the oldest of them goes first, so that an honest one,
-which needs milliseconds, always comes through. A thread for each rank reads, writes and answers; it reads nothing while
-it writes, or waits for the checks.
-
-Sends the ranks of a dump to a receiver, over lines that may break.
-
-The problem: the receiver may be slower than the capture, restarted or out of reach for a while; the process that serves
-must feel none of it. The idea: a process of its own that reads what is on the disk, a thread and a connection for each
-rank. After at most four megabytes it asks for an answer, and sends no more than sixteen ahead of the answers: that the
-receiver does not read is how it says wait. Whatever breaks, the next connection begins with what the receiver has. Not
-here: what is sent (arrivals.py), what it comes to (arrivals.py).
-
-Not here: the pieces (arrivals.py), what the pieces mean (arrivals.py, arrivals.py).
+Not here: the pieces and what they mean (arrivals.py).
 """
 
 from __future__ import annotations
@@ -52,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.dump.schema import RUN_JSON
-from vllm_accprobe.online import arrivals
 from vllm_accprobe.online import arrivals as frames
 from vllm_accprobe.online.arrivals import (
     END,
@@ -62,7 +33,6 @@ from vllm_accprobe.online.arrivals import (
     PROTOCOL,
     READY,
     REFUSED,
-    RUN,
     SYNC,
     WELCOME,
     WORDS,
@@ -107,7 +77,7 @@ class Wire:
         """The next piece, whose first byte comes ``within`` seconds. Raises Broken and FrameError."""
         first = self._exactly(1, time.monotonic() + within)
         until = time.monotonic() + min(HALF_S, within)
-        kind, length = arrivals.length_of(bytes(first + self._exactly(arrivals.HEAD.size - 1, until)), most)
+        kind, length = frames.length_of(bytes(first + self._exactly(frames.HEAD.size - 1, until)), most)
         return kind, self._exactly(length, until)
 
     def _exactly(self, n: int, until: float) -> bytearray:
@@ -133,7 +103,7 @@ class Wire:
     def refuse(self, why: str, again: bool = False) -> None:
         """Says why and closes. again: another try may go better. Never raises."""
         try:
-            self.send(arrivals.words(arrivals.REFUSED, {"why": why[:500], "again": again}), 2.0)
+            self.send(frames.words(frames.REFUSED, {"why": why[:500], "again": again}), 2.0)
         except (Broken, FrameError):
             pass
         self.close()
@@ -234,16 +204,15 @@ def context(folder: Path, side: str) -> ssl.SSLContext:
     return made
 
 
-def told(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Why a handshake failed, or a line that had just begun, in words of the one who was refused or refuses."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate refused: {error.verify_message.rstrip('.')}"
     if isinstance(error, TimeoutError):
         return "no handshake in time"
     reason = str(getattr(error, "reason", "") or "")
-    for word, said in _ALERTS.items():
-        if word in reason:
-            return said
+    if known := next((text for word, text in _ALERTS.items() if word in reason), ""):
+        return known
     return reason.lower().replace("_", " ") or str(getattr(error, "strerror", None) or error or "it closed the line")
 
 
@@ -341,7 +310,7 @@ class Receiver:
                 kind, body = wire.receive(FIRST_S, WORDS)
             if kind != HELLO:
                 raise FrameError("its first words are no greeting")
-            rank, arrival = self.arrivals.begin(frames.said_in(body))
+            rank, arrival = self.arrivals.begin(frames.json_in(body))
         except Broken as why:
             self.refusals.add(address, str(why))
             return
@@ -367,7 +336,7 @@ class Receiver:
             wire.socket = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             wire.socket.do_handshake()  # type: ignore[attr-defined]
         except (OSError, ValueError) as error:
-            self.refusals.add(address, told(error))
+            self.refusals.add(address, reason_of(error))
             if isinstance(error, ssl.SSLError):
                 wire.close()  # its alert is to arrive
             return False
@@ -478,7 +447,7 @@ class RankSender:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.context is None:
             wire = Wire(plain)
-            wire.send([arrivals.head(READY, 0)])  # a receiver that awaits TLS answers this at once
+            wire.send([frames.head(READY, 0)])  # a receiver that awaits TLS answers this at once
             return self._ready(wire)
         try:
             return self._ready(Wire(self.context.wrap_socket(plain, server_hostname=end.host)))
@@ -488,7 +457,7 @@ class RankSender:
                 raise NotSent(_refused(end, error)) from None
             if "WRONG_VERSION" in str(error.reason):
                 raise NotSent(f"{end.host}:{end.port} does not speak TLS: leave --tls away, or give it one") from None
-            raise Broken(told(error)) from None
+            raise Broken(reason_of(error)) from None
 
     def _ready(self, wire: Wire) -> Wire:
         """TLS 1.3 tells a client only now that its certificate was refused."""
@@ -503,7 +472,7 @@ class RankSender:
             wire.cut()
             if is_refusal(error):
                 raise NotSent(_refused(self.endpoint, error)) from None
-            raise Broken(told(error)) from None
+            raise Broken(reason_of(error)) from None
         except FrameError:
             wire.cut()
             raise NotSent(f"{self.endpoint.host}:{self.endpoint.port} is no receiver of accprobe") from None
@@ -512,46 +481,41 @@ class RankSender:
 
     def _expect(self, kind: int, body: bytearray, wanted: int) -> dict[str, Any]:
         if kind == REFUSED:
-            said = arrivals.said_in(body)
-            if said.get("again") is True:
-                raise Broken(str(said.get("why"))[:500])
-            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(said.get('why'))[:500]}")
+            message = frames.json_in(body)
+            if message.get("again") is True:
+                raise Broken(str(message.get("why"))[:500])
+            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message.get('why'))[:500]}")
         if kind != wanted:
             raise FrameError("the receiver answers something else than was asked")
-        return arrivals.said_in(body) if body else {}
+        return frames.json_in(body) if body else {}
 
     def _serve(self, wire: Wire) -> None:
         said: dict[str, Any] = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals}
-        wire.send(arrivals.words(HELLO, said))
+        wire.send(frames.words(HELLO, said))
         self.tail.begin(self._expect(*wire.receive(ANSWER_S), WELCOME))
-        try:
-            text = (self.dump / RUN_JSON).read_bytes()[: arrivals.CHUNK + 1]
-            if len(text) <= arrivals.CHUNK:
-                wire.send([arrivals.head(RUN, len(text)), text])
-        except FileNotFoundError:
-            pass
-        waiting, unsaid, most = 0, 0, FIRST_SYNC
-        quiet = heard = time.monotonic()
+        wire.send(frames.run_piece(self.dump))
+        waiting, unsaid, most, sync = 0, 0, FIRST_SYNC, [frames.head(SYNC, 0)]
+        quiet = last = time.monotonic()
         while not self._stop.is_set():
             for parts, n in self.tail.pieces():
                 wire.send(parts, ANSWER_S)
                 self.bytes += n
                 unsaid += n
-                if unsaid >= most or time.monotonic() - heard > SYNC_S:
-                    waiting, unsaid, heard = self._ask(wire, waiting), 0, time.monotonic()
+                if unsaid >= most or time.monotonic() - last > SYNC_S:
+                    wire.send(sync, ANSWER_S)
+                    waiting, unsaid, last = waiting + 1, 0, time.monotonic()
                     most = min(most * 2, SYNC_BYTES)
-                    while waiting >= AHEAD:
-                        waiting = self._hear(wire, waiting)
+                    waiting = self._answers(wire, waiting, AHEAD - 1)
                 quiet = time.monotonic()
                 if self._stop.is_set():
                     return
             now = time.monotonic()
-            if unsaid or now - heard > ALIVE_S:
-                waiting, unsaid, heard = self._ask(wire, waiting), 0, now
-            while waiting:
-                waiting = self._hear(wire, waiting)
+            if unsaid or now - last > ALIVE_S:
+                wire.send(sync, ANSWER_S)
+                waiting, unsaid, last = waiting + 1, 0, now
+            waiting = self._answers(wire, waiting, 0)
             if self._over(now - quiet):
-                wire.send(arrivals.words(END, {"journal": self.tail.at}))
+                wire.send(frames.words(END, {"journal": self.tail.at}))
                 self._expect(*wire.receive(ANSWER_S), HAVE)
                 return
             self._stop.wait(POLL_S)
@@ -564,17 +528,16 @@ class RankSender:
             return True
         return False
 
-    def _ask(self, wire: Wire, waiting: int) -> int:
-        wire.send([arrivals.head(SYNC, 0)], ANSWER_S)
-        return waiting + 1
-
-    def _hear(self, wire: Wire, waiting: int) -> int:
-        self._expect(*wire.receive(ANSWER_S), HAVE)
-        return waiting - 1
+    def _answers(self, wire: Wire, waiting: int, most: int) -> int:
+        """Takes answers until no more than ``most`` of those that are ``waiting`` are missing; how many that are."""
+        while waiting > most:
+            self._expect(*wire.receive(ANSWER_S), HAVE)
+            waiting -= 1
+        return waiting
 
 
 def _refused(end: Endpoint, error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{end.host}:{end.port}: its {told(error)}"
-    said = told(error).replace("it showed", "this side showed").replace("its certificate", "its own certificate")
-    return f"{end.host}:{end.port} refuses this side: {said}"
+        return f"{end.host}:{end.port}: its {reason_of(error)}"
+    reason = reason_of(error).replace("it showed", "this side showed").replace("its certificate", "its own certificate")
+    return f"{end.host}:{end.port} refuses this side: {reason}"

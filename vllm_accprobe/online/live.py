@@ -1,13 +1,13 @@
 """The process that checks calls while they come, and gives the rows of an offline check in the end.
 
-The problem: opcheck goes tap by tap over a dump that is complete, and holds one tap's past at a time; here a dump grows
-step by step. The idea: in each round the copy is opened again, and of it only the steps that are complete on all ranks
-and were not checked yet are looked at, with what each tap has added up so far (its pools, and what attention looks back
-at) kept from the round before. In the end every tap is held against the complete dump: where it had the same calls with
-the same tensors, all of them checked, its rows stand; any other is checked once more, from the beginning, as opcheck
-does. So the table is opcheck's, and no row of it rests on what had not arrived yet. Where limits cannot be those of the
-whole (how many outputs there will be decides how much chance each one has, and a dump that is followed does not say),
-the rows of the rounds are only warnings, and opcheck makes the table. Not here: when to look (serving.py).
+The problem: opcheck goes tap by tap over a complete dump; here a dump grows step by step. The idea: in each round the
+copy is opened again, and only the steps that are complete on all ranks and not checked yet are taken; what each tap has
+added up so far (pools, and what attention reads of earlier steps) is kept. In the end, a tap that has the same calls
+with the same tensors in the complete dump keeps its rows; any other is checked once more from the beginning. Where
+limits depend on how many outputs there will be, and a followed dump does not say, the rows of the rounds are warnings,
+and opcheck makes the table.
+
+Not here: when a round begins (serving.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.judge.statistic import BUDGET, RATE, Budget
+from vllm_accprobe.opcheck.calls.module_index import ModuleIndex
+from vllm_accprobe.opcheck.calls.neighbours import Neighbours, Past
+from vllm_accprobe.opcheck.calls.records import Calls, Captured
+from vllm_accprobe.opcheck.floors.pooled import Pools
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, OURS, SKIP
+from vllm_accprobe.opcheck.run.table import cells
 from vllm_accprobe.opcheck.run.worker import STORED, Job, OpenJob, Tap
 
 _PASTS = 2 << 30
@@ -30,13 +39,53 @@ _PASTS = 2 << 30
 Key = tuple[int, str]
 
 
+class KeptPasts(Neighbours):
+    """Neighbours whose caches go on where the last round left them. pasts: by rank and tap; tap: the one at hand."""
+
+    def __init__(self, index: ModuleIndex, pasts: dict[tuple[int, str], Past]):
+        super().__init__(index)
+        self.tap = ""
+        self._pasts = pasts
+
+    def past(self, rank: int, cls: str) -> Past | None:
+        made = super().past(rank, cls)
+        if made is None:
+            return None
+        kept = self._pasts.setdefault((rank, self.tap), made)
+        kept.shared = made.shared  # more is known of who has whose beginning
+        return kept
+
+
+class ArrivingCalls(Calls):
+    """pasts: what attention looks back at, which this adds to; keeps: of the first round, None in it."""
+
+    def __init__(
+        self, dump: Dump, model: Path | None, pasts: dict[tuple[int, str], Past], keeps: Mapping[str, str] | None
+    ):  # fmt: skip
+        super().__init__(dump, model)
+        self._kept = self._neighbours = KeptPasts(self, pasts)
+        self._keeps = keeps
+
+    def only(self, low: int, high: int) -> None:
+        """Leaves the calls of the steps from low + 1 to high, with all that lies beside them in these steps."""
+        chosen = {
+            key: {place: records for place, records in held.items() if low < place[0] <= high}
+            for key, held in self.by_tap.items()
+        }  # fmt: skip
+        self.by_tap = defaultdict(dict, {key: held for key, held in chosen.items() if held})
+        ops = {key: [o for o in held if o.step is not None and low < o.step <= high] for key, held in self.ops.items()}
+        self.ops = {key: held for key, held in ops.items() if held}
+
+    def of(self, rank: int, tap: str, **more: Any) -> Iterator[Captured]:  # type: ignore[override]
+        self._kept.tap = tap
+        return super().of(rank, tap, **more)
+
+
 class ArrivingJob(OpenJob):
     """A job on a dump that grows. spool: where rows wait; outputs, taps: of the whole dump, as its senders say, or
     None."""
 
     def __init__(self, job: Job, spool: IO[bytes], totals: tuple[int, int] | None):
-        from vllm_accprobe.judge.statistic import BUDGET, RATE, Budget
-
         super().__init__(job)
         self._spool = spool
         self.budget = BUDGET if totals is None else Budget(RATE, max(totals[0], 1), max(totals[1], 1))
@@ -46,8 +95,8 @@ class ArrivingJob(OpenJob):
         self._rows: dict[Key, list[tuple[int, int]]] = {}
         self._checked: dict[Key, dict[tuple[int | None, int], frozenset[str]]] = {}
         self._again: set[Key] = set()
-        self._pools: dict[Key, Any] = {}
-        self._pasts: dict[Key, Any] = {}
+        self._pools: dict[Key, Pools] = {}
+        self._pasts: dict[Key, Past] = {}
         self._ranks: tuple[int, ...] = ()
         self._keeps: Mapping[str, str] | None = None
         self._later = False
@@ -55,9 +104,6 @@ class ArrivingJob(OpenJob):
     def look(self, ranks: Sequence[int], ended: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Checks what is complete and new; says what fails. ranks: that are to come; ended: that are all here. The last
         word has how many calls were checked so far."""
-        from vllm_accprobe.formats import open_dump
-        from vllm_accprobe.online.arriving import ArrivingCalls
-
         begun = time.monotonic()
         dump = open_dump(Path(self.job.dump))
         high = _complete(dump, ranks, ended)
@@ -74,11 +120,7 @@ class ArrivingJob(OpenJob):
             self._trim()
         yield {"looked": self.count, "opened": opened}
 
-    def _tap(self, calls: Any, rank: int, tap: str) -> Iterator[dict[str, Any]]:
-        from vllm_accprobe.opcheck.floors.pooled import Pools
-        from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP
-        from vllm_accprobe.opcheck.run.table import cells
-
+    def _tap(self, calls: Calls, rank: int, tap: str) -> Iterator[dict[str, Any]]:
         key = rank, tap
         if self._later and key in self._again:
             return
@@ -105,9 +147,6 @@ class ArrivingJob(OpenJob):
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """The rows of the table, in opcheck's order; or why they are not those of the whole."""
-        from vllm_accprobe.formats import open_dump
-        from vllm_accprobe.opcheck.calls.records import Calls
-
         calls = Calls(open_dump(Path(self.job.dump)), Path(self.job.model) if self.job.model else None)
         if calls.budget() != self.budget:
             yield {"unsettled": "how many outputs there are was not known before the end"}
@@ -119,14 +158,14 @@ class ArrivingJob(OpenJob):
         again = 0
         for tap in self.taps():
             if tap != STORED and self._stands(calls, tap):
-                yield from self._held(tap)
+                yield from self._rows_of(tap)
                 continue
             again += tap != STORED
             for row in self.rows(tap, {}, lambda step, call: None):
-                yield {"row": _cells(row)}
+                yield {"row": cells(row)}
         yield {"finished": again, "problems": self.problems}
 
-    def _stands(self, calls: Any, tap: Tap) -> bool:
+    def _stands(self, calls: Calls, tap: Tap) -> bool:
         key = tap[:2]
         if key in self._again:
             return False
@@ -137,24 +176,16 @@ class ArrivingJob(OpenJob):
             whole = {place: frozenset(records) for place, records in calls.by_tap[key].items()}
         return whole == self._checked.get(key, {})
 
-    def _held(self, tap: Tap) -> Iterator[dict[str, Any]]:
-        from vllm_accprobe.opcheck.run.result_row import OURS
-
+    def _rows_of(self, tap: Tap) -> Iterator[dict[str, Any]]:
         for at, length in self._rows.get(tap[:2], ()):
             self._spool.seek(at)
             yield {"row": json.loads(self._spool.read(length))}
         if self.source is None and self.options.standard == OURS and tap[:2] in self._pools:
             for row in self._pools[tap[:2]].rows(self.budget):
-                yield {"row": _cells(row)}
+                yield {"row": cells(row)}
 
 
-def _cells(row: Any) -> list[object]:
-    from vllm_accprobe.opcheck.run.table import cells
-
-    return cells(row)
-
-
-def _complete(dump: Any, ranks: Sequence[int], ended: Sequence[int]) -> int:
+def _complete(dump: Dump, ranks: Sequence[int], ended: Sequence[int]) -> int:
     """The last step that is complete on all ranks: one that another has followed; -1 where a rank has not begun."""
     if set(ranks) - set(dump.ranks):
         return -1
@@ -185,8 +216,8 @@ def main() -> None:
             bench = ArrivingJob(Job.from_json(first["job"]), spool, first["totals"] and tuple(first["totals"]))
             say({"ready": True})
             for line in sys.stdin:
-                asked = json.loads(line)
-                for message in bench.finish() if "finish" in asked else bench.look(asked["look"], asked["ended"]):
+                request = json.loads(line)
+                for message in bench.finish() if "finish" in request else bench.look(request["look"], request["ended"]):
                     say(message)
         except Exception as error:
             say({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})

@@ -5,7 +5,6 @@ Not here: one rank (line.py, shared.py).
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import defaultdict
@@ -15,12 +14,11 @@ from pathlib import Path
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import JOURNAL
-from vllm_accprobe.online.arrivals import TailError
+from vllm_accprobe.online.arrivals import RANK_FOLDER, TailError
 from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import NotSent, RankSender, TlsError
 from vllm_accprobe.online.shared import FolderSender
 
-_RANK = re.compile(r"rank(\d{4,5})", re.ASCII)
 _POLL_S = 0.2
 
 
@@ -91,15 +89,8 @@ def send_dump(
 
 def _ranks(dump: Path) -> list[int]:
     """Those that have a journal with a line in it."""
-    found = [(int(m[1]), p) for p in dump.glob("rank*") if (m := _RANK.fullmatch(p.name))]
-    return sorted(rank for rank, p in found if _size(p / JOURNAL))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    found = [(int(m[1]), p / JOURNAL) for p in dump.glob("rank*") if (m := RANK_FOLDER.fullmatch(p.name))]
+    return sorted(rank for rank, journal in found if journal.is_file() and journal.stat().st_size)
 
 
 def _totals(dump: Path) -> dict[int, tuple[int, int]]:

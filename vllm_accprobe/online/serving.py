@@ -1,19 +1,12 @@
 """One receiver from its start to its table, and the process that checks meanwhile.
 
-When to look, and what becomes of it: one process that checks while others bring.
+The problem: a kernel may crash the process that runs it, a round over nothing new is wasted, and senders must wait when
+the checks do not keep up. The idea: the rounds run in a child (live.py); a thread starts the next when there is more,
+no sooner than four times as long after the last one as opening the copy took; what was there when a round began counts
+as checked when it ends. If the child dies or its rows are not those of the whole, opcheck makes the table from the
+copy. A lock on the copy keeps two receivers from writing one.
 
-The problem: a kernel may crash the process that runs it, a round over nothing new is wasted, and whoever brings calls
-must wait when the checks do not keep up. The idea: the rounds run in a child (live.py); a thread here starts the next
-when there is more, no sooner than four times as long after the last one as opening the copy took; what was there when a
-round began counts as checked when it ends. If the child dies or cannot vouch for its rows, opcheck itself makes the
-table from the copy, in processes of its own.
-
-One receiver from its start to its table.
-
-The problem: receiving, checking and ending meet: who ends first, what stays, who may write where. The idea: this object
-holds the three, and a lock on the copy, so that two receivers never write one.
-
-Not here: the copy (arrivals.py), each of them (line.py or shared.py, serving.py), the report (cli/online.py).
+Not here: the copy (arrivals.py), how pieces come (line.py, shared.py), the report (cli/online.py).
 """
 
 from __future__ import annotations

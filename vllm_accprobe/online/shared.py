@@ -1,11 +1,12 @@
-"""The same through a folder that both machines see, for where no line can be opened between them.
+"""The same through a folder that both machines see, where no line can be opened between them.
 
 The problem: a shared file system has no connections, shows files half written, and keeps what a killed process left.
-The idea: a batch is a file of pieces and a digest, whole under its name or not there, numbered; the receiver takes them
-in order, deletes what it has put on its disk, and says in ``have.json`` what it has. A batch that comes twice changes
-nothing (arrivals.py), one that is damaged is counted, and its sender begins again behind what arrived. A sender waits
-while eight batches lie there. Each batch names its run by the digest of the journal's first line, so that what another
-run left behind is not taken for this one's. Not here: the pieces (arrivals.py).
+The idea: a batch is a numbered file of pieces and a digest, whole under its name or not there; the receiver takes them
+in order, deletes what is on its disk, and says in ``have.json`` what it has. A batch that comes twice changes nothing,
+one that is damaged is counted, and its sender begins again after what arrived. A sender waits while eight batches are
+there. Each batch names its run by the digest of the journal's first line.
+
+Not here: the pieces (arrivals.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from typing import Any
 import xxhash
 
 from vllm_accprobe.dump.files import open_regular
-from vllm_accprobe.dump.schema import JOURNAL as JOURNAL_NAME
-from vllm_accprobe.dump.schema import RUN_JSON, rank_dir
+from vllm_accprobe.dump.schema import JOURNAL, rank_dir
 from vllm_accprobe.online import arrivals as frames
 from vllm_accprobe.online.arrivals import (
     END,
     HELLO,
     PROTOCOL,
-    RUN,
     SYNC,
     ArrivedRanks,
     FrameError,
@@ -50,7 +49,6 @@ _WAITING = 8
 """Chosen: batches that may lie in the folder for one rank."""
 HAVE = "have.json"
 _NAME = re.compile(r"(\d{8})\.batch", re.ASCII)
-_RANK = re.compile(r"rank(\d{4,5})", re.ASCII)
 _DIGEST = 16
 _EMPTY: dict[str, Any] = {"journal": 0, "digest": xxhash.xxh3_128().hexdigest(), "segments": []}
 
@@ -126,17 +124,17 @@ class FolderSender:
         """What the receiver says. Raises NotSent where it takes no more."""
         try:
             with os.fdopen(open_regular(self._folder / HAVE), "rb") as f:
-                said = frames.said_in(f.read(frames.CHUNK))
+                message = frames.json_in(f.read(frames.CHUNK))
         except FileNotFoundError:
             return dict(_EMPTY)
-        if said.get("refused"):
-            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(said['refused'])[:500]}")
-        return said
+        if message.get("refused"):
+            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message['refused'])[:500]}")
+        return message
 
     def _put(self, parts: list[Any], size: int) -> None:
         """One batch. Waits while there are many."""
-        said = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals, "run": _first_line(self.tail.path)}
-        whole = b"".join([*frames.words(HELLO, said), *self._run(), *parts, frames.head(SYNC, 0)])
+        message = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals, "run": _first_line(self.tail.path)}
+        whole = b"".join([*frames.words(HELLO, message), *frames.run_piece(self.dump), *parts, frames.head(SYNC, 0)])
         since, before = time.monotonic(), -1
         while not self._stop.is_set() and len(waiting := _batches(self._folder)) >= _WAITING:
             if waiting[0] != before:
@@ -158,13 +156,6 @@ class FolderSender:
         if int(have.get("damaged") or 0) > self._damaged:
             self._say(f"rank {self.rank}: a batch arrived damaged: going on behind what is there")
             self._begin()
-
-    def _run(self) -> list[bytes]:
-        try:
-            text = (self.dump / RUN_JSON).read_bytes()[: frames.CHUNK + 1]
-        except OSError:
-            return []
-        return [frames.head(RUN, len(text)), text] if len(text) <= frames.CHUNK else []
 
     def _taken(self) -> bool:
         """Waits until all is there; False where it has to be sent again."""
@@ -204,9 +195,8 @@ class FolderReceiver:
         while not self.arrivals.stop.wait(POLL_S):
             try:
                 with os.scandir(self._shared) as entries:
-                    ranks = sorted(int(m[1]) for e in entries
-                                   if (m := _RANK.fullmatch(e.name)) and e.is_dir(follow_symlinks=False))  # fmt: skip
-                for rank in ranks:
+                    folders = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+                for rank in sorted(int(m[1]) for name in folders if (m := frames.RANK_FOLDER.fullmatch(name))):
                     self._rank(rank)
             except OSError as error:
                 self.refusals.add(str(self._shared), error.strerror or str(error))
@@ -257,13 +247,13 @@ class FolderReceiver:
         arrival: RankArrival | None = None
         for kind, body in frames.pieces(read, size - _DIGEST):
             if kind == HELLO and arrival is None:
-                said = frames.said_in(body)
-                if said.get("rank") != rank:
+                message = frames.json_in(body)
+                if message.get("rank") != rank:
                     raise FrameError("it is of another rank than its folder")
-                arrival = self.arrivals.begin(said)[1]
+                arrival = self.arrivals.begin(message)[1]
                 arrival.mirror.drop()
-                ours = _first_line(arrival.mirror.directory / JOURNAL_NAME)
-                if ours and said.get("run") != ours:
+                ours = _first_line(arrival.mirror.directory / JOURNAL)
+                if ours and message.get("run") != ours:
                     raise MirrorError(f"this receiver holds rank {rank} of another run: give it another --out")
             elif arrival is None:
                 raise FrameError("its first piece is no greeting")

@@ -1,19 +1,12 @@
 """A function's code with taps in it, put into the live function and taken out again.
 
-From a function's syntax tree and taps to a code object that looks at the values on its way.
-
-The problem: the function shall do exactly what it did, at the same lines of its file (for tracebacks), also when the
-look goes wrong. The idea: after (before) the anchor a call of one global name is inserted, in a ``try`` whose handler
-tells the same object; the whole is compiled in its place in its module, so that ``super()``, private names and calls of
-imported modules are compiled as they were.
-
-Puts a tapped code object into a live function, and takes it out again.
-
-The problem: by the time a model is loaded, its methods are bound in many places; replacing the function object would
-miss those. The idea: the function stays and gets another ``__code__``, which reaches everybody. The source is checked
-twice: its statements, and that the function in memory really is what the source says, so that two tools that change
-one function do not undo each other unawares. Several listeners (engines of one process) share one hook; what is in a
-function is the union of what they asked for, and the last one to leave restores it. Nothing is written to a file.
+The problem: the function shall do exactly what it did, at the same lines of its file, also when a tap fails; and by the
+time a model is loaded, its methods are bound in many places. The idea: after (before) an anchor a call of one global
+name is inserted, in a ``try`` whose handler calls the same object; the whole is compiled in its place in its module.
+The function stays and gets another ``__code__``. The source is checked twice: its statements, and that the function in
+memory is what the source says, so that two tools do not undo each other. Engines of one process share one hook; the
+last one to leave restores the function. No file is written. `check` does the same to a source without running any of
+it: which patches fit must be known before a server starts.
 
 Not here: where anchors are (source.py), what the hook does with a value (capture/taps/patches.py).
 """
@@ -23,14 +16,27 @@ import __future__
 
 import ast
 import copy
+import importlib.util
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from vllm_accprobe.patching.schema import AFTER, BEFORE, ENTRY, RESULT, RETURN, TapSpec
+from vllm_accprobe.patching.schema import (
+    AFTER,
+    BEFORE,
+    ENTRY,
+    RESULT,
+    RETURN,
+    Patch,
+    TapSpec,
+    Target,
+    in_range,
+    numbers,
+)
 from vllm_accprobe.patching.source import (
     Function,
     NotThere,
@@ -300,3 +306,100 @@ def _same(a: CodeType, b: CodeType) -> bool:
 def loaded(module: str) -> ModuleType | None:
     """The module, if somebody has imported it already. A patch imports nothing: what is not loaded does not run."""
     return sys.modules.get(module)
+
+
+# --- whether a patch fits a source that is installed, or lies unpacked in a directory ---
+
+FITS, ABSENT, OTHER, REFUSED = "fits", "absent", "other version", "refused"
+"""absent: an optional target that this source does not have; other version: outside of the target's ``versions``."""
+_VERSION = re.compile(r"^(?:__version__|version)\b.*?['\"](\d+\.\d+[^'\"]*)['\"]", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    target: Target
+    status: str
+    why: str = ""
+
+
+def check(patch: Patch, roots: Mapping[str, Path] | None = None) -> list[Outcome]:
+    """What becomes of each target. roots: directories of packages by name, instead of the installed ones."""
+    return [check_target(patch, target, roots or {}) for target in patch.targets]
+
+
+def check_target(patch: Patch, target: Target, roots: Mapping[str, Path]) -> Outcome:
+    package = target.module.partition(".")[0]
+    root = roots.get(package) or package_root(package)
+    if root is None:
+        return Outcome(target, ABSENT if target.optional else REFUSED, f"{package} is not installed")
+    version = package_version(root, package)
+    if not in_range(numbers(version), target.versions):
+        return Outcome(target, OTHER, f"{package} {version or 'of unknown version'} is not {target.versions}")
+    path = module_file(root, target.module)
+    try:
+        if path is None:
+            raise NotThere(f"no module {target.module}")
+        tree = parse_file(path)
+        found = find_function(tree, target.function)
+    except NotThere as error:
+        return Outcome(target, ABSENT if target.optional else REFUSED, str(error))
+    try:
+        function, classes = found
+        if target.hashes and fingerprint(function) not in target.hashes:
+            raise NotThere(f"its source has changed (it is {fingerprint(function)} now)")
+        compiled(tree, function, tapped(function, insertions(patch, target)), classes, str(path), 0)
+    except NotThere as error:
+        return Outcome(target, REFUSED, str(error))
+    except (SyntaxError, ValueError) as error:
+        return Outcome(target, REFUSED, f"it could not be compiled: {error}")
+    return Outcome(target, FITS)
+
+
+def insertions(patch: Patch, target: Target) -> list[Insertion]:
+    """The taps with keys that are unique in a process."""
+    return [
+        Insertion(f"{patch.name}|{target.name}|{tap.name}{'|' + tap.label[0] if tap.label else ''}", tap)
+        for tap in target.taps
+    ]
+
+
+def package_root(package: str) -> Path | None:
+    """Where an installed package lies; it is not imported."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin else None
+
+
+def module_file(root: Path, module: str) -> Path | None:
+    """The source of ``module``, whose package (or single file) is ``root``."""
+    if root.is_file():
+        return root if "." not in module else None
+    base = root.joinpath(*module.split(".")[1:])
+    for path in (base.with_name(base.name + ".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def package_version(root: Path, package: str) -> str:
+    """By its ``_version.py`` or ``version.py``, else by the installed metadata; "" if neither knows."""
+    for name in ("_version.py", "version.py", "__init__.py"):
+        try:
+            text = (root / name).read_text(errors="replace")[:20_000]
+        except OSError:
+            continue
+        match = _VERSION.search(text)
+        if match:
+            return match[1]
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except (metadata.PackageNotFoundError, ValueError):
+        return ""

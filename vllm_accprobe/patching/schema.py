@@ -1,13 +1,9 @@
 """What a patch file may say, and the patches that come with the package.
 
-What a patch file says, and nothing that it must not say.
-
-The problem: a patch puts code into somebody's running model; a file that may come from a colleague, or from the net,
-must not be able to do more than look at a value. The idea: TOML with a fixed set of keys; statements are anchors that
-are compared and never run; the value is a path of names, attributes and constant subscripts (``q``, ``self.scale``,
-``out[0]``, ``d["k"].x``), parsed and rebuilt here, and everything else is refused with one line.
-
-The patches that come with the package, and how a setting names them.
+The problem: a patch puts code into a running model, and a file from anywhere must not be able to do more than read a
+value. The idea: TOML with a fixed set of keys; statements are anchors that are compared and never run; the value is a
+path of names, attributes and constant subscripts (``self.scale``, ``out[0]``, ``d["k"].x``), parsed and rebuilt here;
+everything else is refused with one line.
 
 Not here: whether the source has such a place (source.py), what is put there (install.py).
 """
@@ -237,8 +233,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def _only(table: Mapping[str, Any], known: set[str]) -> None:
-    import difflib
-
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(str(key), sorted(known), n=1)

@@ -280,7 +280,7 @@ def ratio_json(found: Ratios) -> dict[str, Any]:
     return head | value | {"worst": worst}
 
 
-MAX_ODD = 5
+MAX_OUTLIERS = 5
 _SELF_HEADER = ("", "must be", "prompts", "tokens", "flips", "unequal", "mean", "worst", "allowed", "p")
 
 
@@ -292,9 +292,9 @@ def self_check_lines(gate: SelfGate) -> list[str]:
     verdicts = ["", *(("PASS: " if f.ok else "FAIL: ") + f.why for f in findings)]
     out += [f"{line}  {verdict}".rstrip() for line, verdict in zip(table, verdicts, strict=True)]
     for f in gate.findings:
-        if f.odd:
-            named = ", ".join(safe(name) for name in f.odd[:MAX_ODD])
-            more = f" and {len(f.odd) - MAX_ODD:,} more" if len(f.odd) > MAX_ODD else ""
+        if f.outliers:
+            named = ", ".join(safe(name) for name in f.outliers[:MAX_OUTLIERS])
+            more = f" and {len(f.outliers) - MAX_OUTLIERS:,} more" if len(f.outliers) > MAX_OUTLIERS else ""
             out.append(f"{f.way.name} ({f.way.says}): {named}{more}")
     for f in gate.findings:
         if f.ok is None:
@@ -312,10 +312,10 @@ def _headline(gate: SelfGate) -> str:
         said = "what must be the same to the bit is" if equal else "nothing differs by more than rounding"
         and_ = ", and nothing else differs by more than rounding" if equal else ""
         return f"PASS: {said}{and_} ({count(len(known), 'way')} of asking one server)"
-    odd = [f for f in known if f.way.name in gate.odd]
+    odd = [f for f in known if f.way.name in gate.outliers]
     if len(odd) == 1:
         return f"FAIL: only {odd[0].way.name} differs: {odd[0].way.says}: {odd[0].why} (p = {num(odd[0].p, 2)})"
-    named = f"{', '.join(gate.odd[:-1])} and {gate.odd[-1]}"
+    named = f"{', '.join(gate.outliers[:-1])} and {gate.outliers[-1]}"
     rounding = [f for f in known if f.way.rule != "the same bits"]
     if gate.agree and len(odd) == len(rounding):
         return f"FAIL: {named} all differ from alone and agree with one another: one request at a time is the odd one"
@@ -331,7 +331,7 @@ def _self_row(f: PathFinding) -> tuple[str, ...]:
 def self_check_json(gate: SelfGate) -> dict[str, Any]:
     """For programs. verdict is null where nothing was compared."""
     return {
-        "schema": 1, "verdict": gate.verdict, "odd": list(gate.odd), "agree": gate.agree,
+        "schema": 1, "verdict": gate.verdict, "odd": list(gate.outliers), "agree": gate.agree,
         "false_alarm_rate": gate.rate, "ways": [_finding(f) for f in gate.findings], "notes": list(gate.notes),
     }  # fmt: skip
 

@@ -1,22 +1,12 @@
 """How large a dump will be, from a model's config.json, before anything runs.
 
-The tensors that a decoder's layers have for each token, and which modules have them.
+The problem: a capture that fills the disk stops, and its size is known only from what a model's modules pass to one
+another, which no config.json says. The idea: a layer is two norms around attention (heads or a latent vector) and
+feed-forward (dense or experts). Each part lists its tensors once, with all modules that have them as an output or an
+input; a tensor is stored when one of these is chosen (measured: tiny models with vLLM 0.32; tests/e2e/test_dump_size.py
+compares sums with dumps, byte for byte). Another decoder is counted by what its config.json has in common with these.
 
-The problem: the size of a capture is known only from what the modules of a model pass to one another, which no
-config.json says. The idea: a layer is two norms around two parts, attention and feed-forward, and each part is one of
-two kinds: heads (with norms of their own or without) or a latent vector; dense or experts. Each lists its tensors once,
-with all modules that have them as an output or an input, as captures of tiny models with vLLM 0.32 have them.
-
-How large a dump will be, from a model's config.json, before anything runs.
-
-The problem: a capture that fills the disk stops, and one that is too small has to be made again. The idea: what an
-eager capture stores for each token is a sum over the tensors of a layer, each stored once (an output that is the next
-module's input is one tensor); a tensor is there when one of the modules that have it is chosen. dump_size.py lists
-them; tests/e2e/test_dump_size.py compares the sums with real dumps, byte for byte. A decoder of another type is counted
-by what its config.json has in common with those, and that is said.
-
-Not here: bytes, vision towers, parameters, what compression of the file system saves; the command (cli/size.py), which
-modules a word chooses (capture/taps/hooks.py).
+Not here: vision towers, parameters, the command (cli/inspect.py), which modules a word chooses (capture/taps/hooks.py).
 """
 
 from __future__ import annotations

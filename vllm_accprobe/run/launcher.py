@@ -1,29 +1,15 @@
 """Commands that are started, watched and ended: terminal, signals, exit code.
 
-What kind of command is to be run again and again: a server that must be asked and ended, or a program that ends.
+The problem: a command may be a server that never ends and wants one SIGINT, a script that reads the terminal, or a line
+for the shell with children of its own; Ctrl-C reaches a whole process group, ``kill`` one process; and we may be killed
+meanwhile. The idea: `run` is as if nobody stood in between. Where stdin is a terminal the command stays in our process
+group and is only passed what others sent to us; elsewhere it gets a group of its own and everything through us, once.
+Signals are waited for, not caught. `Background` runs a command in a session of its own with a log; at its end it gets
+SIGTERM, its group time to follow, then SIGKILL. A `Guard` sends SIGTERM where we die first. `server_command` reads from
+the words whether a command is a server, and gives it a free port.
 
-The problem: `vllm serve` listens somewhere, wants a key perhaps, never ends; a script ends by itself. The idea: read
-it off the command's words, and give a server that names no port a free one.
-
-Runs a command as if nobody stood in between: its terminal, its signals, its exit code.
-
-The problem: the command may be a server that wants exactly one SIGINT, a script that reads the terminal, or a line for
-the shell with children of its own; Ctrl-C reaches a whole process group, ``kill`` one process. The idea: where stdin is
-a terminal the command stays in our process group, gets what the terminal sends by itself, and is only passed what
-others sent to us (the signal says who sent it); elsewhere it gets a group of its own and everything through us, once:
-SIGINT, SIGHUP and SIGQUIT to the group, as a terminal would, SIGTERM to the command alone. Signals are waited for, not
-caught, so that nothing runs inside a handler. If we are killed ourselves, a shell that waits for the end of a pipe
-passes a SIGTERM on for us: no server is left behind that nobody watches.
-
-A command that runs beside us until it has done its work, and then ends, whatever happens here.
-
-The problem: a server never ends by itself, its engine outlives its front end by the seconds in which a dump is closed,
-and whoever started it may be killed meanwhile. The idea: a context in which the command runs in a session of its own,
-with a log of its own and no terminal; at the context's end it gets SIGTERM, its whole group time to follow, and what is
-left then SIGKILL. A guard ends it where we are killed ourselves.
-
-Not here: asking it (doctor/graph_proof.py, gate/sending), what the command is given (settings.py), progress
-(watcher.py), ; what is asked of a server (doctor/graph_proof.py).
+Not here: requests to a server (gate/sending, doctor/graph_proof.py), progress
+(watcher.py).
 """
 
 from __future__ import annotations
@@ -41,6 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from vllm_accprobe.config import ENV, PREFIX, RUN_ID, ConfigError, ProbeConfig, default_dir
+from vllm_accprobe.dump.schema import RUN_JSON
 
 _SERVER_MODULE = "vllm.entrypoints."
 _DEFAULT_PORT = 8000
@@ -66,7 +55,7 @@ class ServerCommand:
         return f"ServerCommand({self.words[:1]}, {self.url!r})"
 
 
-def understood(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
+def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
     """How ``words`` are run. port: given by the user: the command is a server, and listens there.
 
     Raises ServerCommandError for a server that cannot be asked, or whose port is taken.
@@ -74,23 +63,23 @@ def understood(words: Sequence[str], environ: Mapping[str, str], port: int | Non
     if not words:
         raise ServerCommandError("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
     one_line = len(words) == 1 and " " in words[0]
-    parts = _split(words[0]) if one_line else list(words)
+    parts = split_line(words[0]) if one_line else list(words)
     if port is None and not _serves(parts):
         return ServerCommand(tuple(words))
     for option in _REFUSED:
         if any(part == option or part.startswith(option + "=") for part in parts):
             raise ServerCommandError(f"{option}: a server is asked over plain HTTP; leave it away for this")
-    said = option_of(parts, "--port")
-    if port is not None and said is not None and said != str(port):
-        raise ServerCommandError(f"--port={port}, and the command says --port {said}")
+    value = option_of(parts, "--port")
+    if port is not None and value is not None and value != str(port):
+        raise ServerCommandError(f"--port={port}, and the command says --port {value}")
     host = option_of(parts, "--host") or ""
     host = "127.0.0.1" if host in _EVERYWHERE else host
     full = tuple(words)
-    if said is None and port is None and not one_line:
+    if value is None and port is None and not one_line:
         port = _free_port()
         full += (f"--port={port}",)
     elif port is None:
-        port = int(said) if said is not None and said.isdecimal() else _DEFAULT_PORT
+        port = int(value) if value is not None and value.isdecimal() else _DEFAULT_PORT
     if _taken(host, port):
         raise ServerCommandError(f"something listens on port {port} of {host} already: end it, or name another --port")
     key = option_of(parts, "--api-key") or environ.get("VLLM_API_KEY", "")
@@ -117,10 +106,11 @@ def option_of(parts: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _split(line: str) -> list[str]:
+def split_line(line: str) -> list[str]:
+    """A command's words; of a line for the shell, which may be more than words, what blanks part."""
     try:
         return shlex.split(line)
-    except ValueError:  # a line for the shell may be more than words
+    except ValueError:
         return line.split()
 
 
@@ -374,3 +364,47 @@ class Background:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+# --- the environment of a command with the probe on ---
+
+PLUGIN = "accprobe"
+REGISTER = "ACCPROBE_RUN_REGISTER"
+"""Names the file in which processes announce their dumps; as in capture/core/recording.py, which imports torch's
+room."""
+
+
+def environment(
+    options: Mapping[str, str | None], base: Mapping[str, str]
+) -> tuple[dict[str, str], ProbeConfig, list[str]]:
+    """(environment, settings, lines to say) for a command. options: by setting's name in small letters; None: not
+    given, the base environment's stays. The directory is settled, absolute.
+
+    Raises:
+        ConfigError: a setting is wrong, or the directory already holds a dump.
+    """
+    environ = dict(base)
+    environ[ENV] = "1"
+    for name, value in options.items():
+        if value is not None:
+            # The command may work in another directory than this one.
+            environ[PREFIX + name.upper()] = os.path.abspath(value) if name == "config" else value
+    config = ProbeConfig.from_env(environ)
+    root = os.path.abspath(config.dir or default_dir())
+    # With a run id of its own a command joins a run that others, on other machines, may have begun.
+    if not environ.get(RUN_ID) and Path(root, RUN_JSON).exists():
+        raise ConfigError(f"--dir={root} already holds a dump; name another directory, or remove it")
+    environ[PREFIX + "DIR"] = root
+    notes = []
+    if allow_plugin(environ):
+        notes.append(f"VLLM_PLUGINS did not contain {PLUGIN}, and vLLM would not have loaded it: added")
+    return environ, config.with_dir(root), notes
+
+
+def allow_plugin(environ: dict[str, str]) -> bool:
+    """Adds our plugin to vLLM's list of those that it may load, where there is one without it; whether it did."""
+    names = [p.strip() for p in environ.get("VLLM_PLUGINS", PLUGIN).split(",")]
+    if PLUGIN in names:
+        return False
+    environ["VLLM_PLUGINS"] = ",".join([*filter(None, names), PLUGIN])
+    return True

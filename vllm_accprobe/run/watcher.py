@@ -42,7 +42,7 @@ class RankProgress:
     stop: str = ""
     tail: bytes = b""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reads on where the last look ended, a bounded piece of it, and counts lines by what they say."""
         try:
             with open(self.path, "rb") as f:
@@ -149,13 +149,13 @@ class Watcher:
             return []
         return [Path(line) for line in lines[:_MOST] if os.path.isabs(line) and os.path.isdir(line)]
 
-    def look(self) -> Progress:
+    def poll(self) -> Progress:
         """Reads what is new."""
         nbytes = 0
         for dump in self.dumps():
             for directory in _ranks_of(dump):
                 journal = directory / JOURNAL
-                self._ranks.setdefault(journal, RankProgress(journal)).look()
+                self._ranks.setdefault(journal, RankProgress(journal)).poll()
                 nbytes += _size(directory)
         ranks = list(self._ranks.values())
         return Progress(
@@ -170,7 +170,7 @@ class Watcher:
 
     def writing(self) -> bool:
         """Whether a rank is still to be closed by a process that lives."""
-        self.look()
+        self.poll()
         return any(r.writing for r in self._ranks.values())
 
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_one_line_and_what_is_unknown_is_counted() -> Non
         dump.read(dump.records[0])
     with pytest.raises(DumpError, match="only statistics"):
         dump.read(dump.records[1])
-    assert [s.reason for s in dump.skips] == [f"{foreign.UNKNOWN_DTYPE} (int4)", foreign.ODD_SHAPE]
+    assert [s.reason for s in dump.skips] == [f"{foreign.UNKNOWN_DTYPE} (int4)", foreign.IMPOSSIBLE_SHAPE]
 
 
 @pytest.mark.parametrize(

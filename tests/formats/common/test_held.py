@@ -36,7 +36,7 @@ def file(path: Path, dtype: torch.dtype, layers: int = 6, wrong: float = 0.0, on
 def test_upcast_outputs_are_seen_and_compared_as_such(tmp_path: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     golden, mine = file(tmp_path / "g.npz", dtype), file(tmp_path / "m.npz", dtype, wrong=2e-3)
-    assert foreign.look(open_dump(golden)) == name
+    assert foreign.note_values(open_dump(golden)) == name
     found = compare(golden, mine)
     assert f"golden: its float32 values are {name} numbers: judged by what {name} can hold" in found.notes
     assert found.verdict == ("pass" if name == "bfloat16" else "fail")  # 2e-3 is below bfloat16's rounding alone
@@ -44,7 +44,7 @@ def test_upcast_outputs_are_seen_and_compared_as_such(tmp_path: Path, dtype: tor
 
 def test_a_float32_model_of_a_bfloat16_checkpoint(tmp_path: Path) -> None:
     golden, mine = file(tmp_path / "g.npz", torch.float32), file(tmp_path / "m.npz", torch.float32, wrong=1e-3)
-    assert foreign.look(open_dump(golden)) == ""
+    assert foreign.note_values(open_dump(golden)) == ""
     found = compare(golden, mine)
     assert found.verdict == "fail"
     assert not [n for n in found.notes if "numbers: judged" in n]
@@ -64,7 +64,7 @@ def test_outputs_are_looked_at_of_all_taps(tmp_path: Path) -> None:
 def test_integers_and_constants_tell_nothing(tmp_path: Path) -> None:
     ids = {f"0/layers.{k}/output.0": np.arange(200, dtype=np.float32).reshape(10, 20) for k in range(5)}
     np.savez(tmp_path / "i.npz", **ids)
-    assert foreign.look(open_dump(tmp_path / "i.npz")) == ""
+    assert foreign.note_values(open_dump(tmp_path / "i.npz")) == ""
 
 
 def test_the_summary_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def test_files_in_order_and_what_is_passed_over(tmp_path: Path) -> None:
     found = plain_file.files(tmp_path, lambda n: n.endswith(".t"), passed)
     assert [f.name for f in found] == ["a.t", "b9/x.t", "b10/x.t"]
     assert sorted(passed.links) == ["link.t", "out"]
-    assert passed.odd == [("d.t", "a directory in place of a file")]
+    assert passed.unusable == [("d.t", "a directory in place of a file")]
 
 
 def test_probe(tmp_path: Path) -> None:

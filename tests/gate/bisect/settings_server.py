@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.sending.client import SendError
+from vllm_accprobe.gate.sending.client import NotServed
 
 LENGTH = 512
 
@@ -122,7 +122,7 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
     try:
         server = server_of(shlex.split(command), 0)
     except Ended as e:
-        raise SendError(f"--engine: the command ended with exit code {e} before it served; read {log}") from None
+        raise NotServed(f"the command ended with exit code {e} before it served; read {log}") from None
     finally:
         os.environ.clear()
         os.environ.update(before)

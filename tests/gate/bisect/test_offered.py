@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.gate.bisect.edits import Offered, command, interpreter, look
+from vllm_accprobe.gate.bisect.edits import Offered, command, interpreter, options_offered
 from vllm_accprobe.gate.bisect.edits import read_offered as read
 
 ARGS = 'parser.add_argument("--enforce-eager", **x)\nparser.add_argument("--block-size")\n'
@@ -41,7 +41,7 @@ def test_it_stands_in_the_source(package: Path) -> None:
 
 def test_the_commands_own_python_is_asked_and_nothing_is_imported(package: Path, tmp_path: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package.parent)}
-    there = look(command([sys.executable, "-m", "vllm.entrypoints.openai.api_server"], environ))
+    there = options_offered(command([sys.executable, "-m", "vllm.entrypoints.openai.api_server"], environ))
     assert there.options is not None
     assert "--block-size" in there
 
@@ -63,13 +63,13 @@ def test_a_script_names_its_python(tmp_path: Path) -> None:
 
 def test_what_is_not_known_is_taken_to_be_there(tmp_path: Path) -> None:
     assert "--anything" in Offered()
-    assert look(command(["ssh", "host", "vllm-serve"], {"PATH": str(tmp_path)})) == Offered()
+    assert options_offered(command(["ssh", "host", "vllm-serve"], {"PATH": str(tmp_path)})) == Offered()
     assert read(tmp_path).options is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 def test_the_installed_one() -> None:
-    there = look(command([sys.executable, "-m", "vllm.entrypoints.openai.api_server"], os.environ))
+    there = options_offered(command([sys.executable, "-m", "vllm.entrypoints.openai.api_server"], os.environ))
     for option in ("--enforce-eager", "--enable-prefix-caching", "--async-scheduling", "--max-num-batched-tokens",
                    "--compilation-config", "--ir-op-priority", "--block-size", "--kv-cache-dtype"):  # fmt: skip
         assert option in there

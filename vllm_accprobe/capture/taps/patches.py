@@ -25,8 +25,7 @@ from vllm_accprobe.capture.core.session import HEAD, LANGUAGE, VISION, Session, 
 from vllm_accprobe.capture.labels import Labels, set_label
 from vllm_accprobe.capture.taps.hooks import Taps, chooses, outputs
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
-from vllm_accprobe.patching.check import insertions, package_root, package_version
-from vllm_accprobe.patching.install import install, loaded, remove
+from vllm_accprobe.patching.install import insertions, install, loaded, package_root, package_version, remove
 from vllm_accprobe.patching.schema import Patch, PatchError, TapSpec, Target, choose, in_range, numbers
 from vllm_accprobe.patching.source import NotThere
 

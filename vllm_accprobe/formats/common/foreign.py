@@ -1,29 +1,15 @@
-"""Another tool's dump behind the interface of our own.
+"""Another tool's dump behind the interface of our own, its missing statistics, and the dtype of its numbers.
 
-Statistics of tensors that another tool stored without any.
+The problem: every tool names, numbers and stores tensors in its own way, most write no statistics, and HDF5 and numpy
+have no bfloat16. The idea: a format's module describes each tensor once, as a `Tensor`; `ForeignDump` makes records
+that look like our own, and checks what is read, so that a file which changed, or lied, is one clear line. Opening reads
+indices and headers, never payloads. Statistics that are missing are computed when they are listed, a few tensors at a
+time. Of some outputs a few thousand numbers say which dtype they were computed in: a random float32 lies on bfloat16's
+grid with probability 2**-16. Half of the outputs that tell must be of the coarser dtype, because embeddings of a
+bfloat16 checkpoint always are.
 
-The problem: most tools write values and no statistics, and a list of tensors without a number says nothing. The idea:
-what has values and no statistics is read once, some tensors at a time, and the journal's own sums are taken of it; the
-dump is not written into.
-
-Another tool's dump with our own dump's face.
-
-The problem: every tool names, numbers and stores tensors in its own way, and nothing after reading should care. The
-idea: a format's module describes each tensor once, as a `Tensor`: its name in the tool's own spelling, the place that
-name means (tap, role, class, call, step, rank), dtype and shape, and a function that reads its bits when somebody wants
-them. `ForeignDump` makes records of these that look like our own, and checks what the functions return, so that a file
-which changed, or lied, is one clear line. Opening a dump reads indices and headers, never payloads.
-
-Of which dtype the numbers in a foreign dump's tensors are, where the file's own dtype is wider.
-
-The problem: HDF5 and numpy have no bfloat16, so tools store float32, and what two models may honestly differ by follows
-from what they computed in. The idea: of some outputs, each of another tap, a few thousand numbers are looked at; a
-random float32 lies on bfloat16's grid with probability 2**-16. Half of the outputs that tell must be of the coarser
-dtype: a float32 model of a bfloat16 checkpoint has embeddings on its grid, and nothing else. A dump that has tensors in
-the coarser dtype, too, keeps dtypes as they are.
-
-Not here: the sums (dump/stats.py), who shows them (cli/summary.py), how any format is laid out (its own module), which
-one a path is (sniff.py), single calls and their tensors (opcheck/calls/grid.py).
+Not here: how a format is laid out (its own module), which one a path is (sniff.py), single calls
+(opcheck/calls/grid.py).
 """
 
 from __future__ import annotations
@@ -109,7 +95,7 @@ UNREADABLE = "file that cannot be read"
 """The reason under which such files are counted; the dump's problems name the first ones."""
 _NAMED = 3
 UNKNOWN_DTYPE = "dtype that is not known here"
-ODD_SHAPE = "shape that no tensor has"
+IMPOSSIBLE_SHAPE = "shape that no tensor has"
 VALUES = "values"
 """In ``Dump.run``: the dtype whose numbers the tensors hold, where the file's own is wider."""
 Read = Callable[[], np.ndarray]
@@ -183,7 +169,7 @@ class ForeignDump(Dump):
             self.skip(t.tap, f"{UNKNOWN_DTYPE} ({t.dtype[:40]})", t.step, t.role)
             return None
         if len(t.shape) > 64 or any(n < 0 for n in t.shape):
-            self.skip(t.tap, ODD_SHAPE, t.step, t.role)
+            self.skip(t.tap, IMPOSSIBLE_SHAPE, t.step, t.role)
             return None
         # A weight is one thing however many steps show it; a later step's is its next call.
         step = None if t.role.startswith(PARAM) else t.step
@@ -323,19 +309,19 @@ _SPELLINGS = {
 }  # fmt: skip
 
 
-LOOKS, LARGEST, ENOUGH = 16, 16 << 20, 64
+SAMPLED, LARGEST, ENOUGH = 16, 16 << 20, 64
 """Tensors that are looked at, bytes of one, different numbers of one that it takes (chosen)."""
 _SEEN = 4096
 _CONTAINERS = ("float32", "float64")
 _COARSER = {"float32": ("bfloat16", "float16"), "float64": ("bfloat16", "float16", "float32")}
 
 
-def look(dump: Dump) -> str:
+def note_values(dump: Dump) -> str:
     """The coarser dtype whose numbers the outputs hold, "" where there is none, and for files that belong to no one
     run. Said among the dump's problems and kept in ``dump.run``."""
     if not isinstance(dump, ForeignDump) or VALUES in dump.run or dump.run.get(INDEPENDENT):
         return str(dump.run.get(VALUES, ""))
-    found = held(dump)
+    found = coarser_dtype(dump)
     if found:
         name, container = found
         dump.run[VALUES] = name
@@ -344,18 +330,18 @@ def look(dump: Dump) -> str:
     return ""
 
 
-def held(dump: Dump) -> tuple[str, str] | None:
+def coarser_dtype(dump: Dump) -> tuple[str, str] | None:
     """(the coarser dtype, the container's)."""
     declared = {r.dtype for r in dump.records}
     for container in _CONTAINERS:
-        told = [s for r in _some(dump, container) if (s := _held_of(dump, r, container))]
+        grids = [s for r in _sample(dump, container) if (s := _grid_of(dump, r, container))]
         for name in _COARSER[container]:
-            if name not in declared and told and 2 * sum(s == name for s in told) >= len(told):
+            if name not in declared and grids and 2 * sum(s == name for s in grids) >= len(grids):
                 return name, container
     return None
 
 
-def _some(dump: Dump, container: str) -> list[Record]:
+def _sample(dump: Dump, container: str) -> list[Record]:
     """Outputs of different taps, evenly from the first to the last."""
     by_tap: dict[str, Record] = {}
     for r in dump.records:
@@ -363,10 +349,10 @@ def _some(dump: Dump, container: str) -> list[Record]:
         if fits and r.role.startswith(("output", "value")):
             by_tap.setdefault(r.tap, r)
     found = list(by_tap.values())
-    return [found[i * len(found) // LOOKS] for i in range(LOOKS)] if len(found) > LOOKS else found
+    return [found[i * len(found) // SAMPLED] for i in range(SAMPLED)] if len(found) > SAMPLED else found
 
 
-def _held_of(dump: Dump, r: Record, container: str) -> str:
+def _grid_of(dump: Dump, r: Record, container: str) -> str:
     """The coarsest dtype that holds the finite values, the container's own, or "" where they do not tell: too few, or
     all of them multiples of one step as small integers are."""
     try:
@@ -378,12 +364,12 @@ def _held_of(dump: Dump, r: Record, container: str) -> str:
         if len(values) < ENOUGH:
             return ""
         for name, bits in (("bfloat16", 8), ("float16", 11), ("float32", 24)):
-            if name in _COARSER[container] and _on(values, name):
-                return "" if _steps(values) <= bits else name
+            if name in _COARSER[container] and _is_on_grid(values, name):
+                return "" if _bits_needed(values) <= bits else name
     return container
 
 
-def _on(values: np.ndarray, name: str) -> bool:
+def _is_on_grid(values: np.ndarray, name: str) -> bool:
     wide = values.astype(np.float32)
     if name == "bfloat16":
         return bool((wide == values).all() and not (wide.view(np.uint32) & 0xFFFF).any())
@@ -391,7 +377,7 @@ def _on(values: np.ndarray, name: str) -> bool:
         (wide == values).all())  # fmt: skip
 
 
-def _steps(values: np.ndarray) -> int:
+def _bits_needed(values: np.ndarray) -> int:
     """How many bits it takes to count the values in steps of the largest power of two that divides all of them."""
     mantissa, exponent = np.frexp(values)
     whole = np.ldexp(mantissa, 53).astype(np.int64)

@@ -1,21 +1,13 @@
-"""Which format a path is, and what lies near a path that is none.
+"""Which format a path is, and which dump lies near a path that is none.
 
-A path beside a dump: one folder too high, one too low, or one of its files.
+The problem: nobody should have to say which tool wrote a dump, and people name the folder above it, a rank's folder in
+it, or its run.json; read as a folder of single files, each of these opens under names that match nothing. The idea:
+each module at the top of formats/ is a format, and so is each that another package's entry point names (`DumpFormat`);
+they are tried in their order, single files and plain folders last. Before a folder is taken for a plain one, a dump
+around it or in it goes first: one is opened, with a note; several are named. Only names are read, links are not
+followed, and the search ends after some thousand names.
 
-The problem: who types a path often names the folder that holds the dump, a rank's folder in it, or its run.json. Read
-as a folder of single files, each of these opens, under names that meet nothing. The idea: before such a folder is taken
-for what it looks like, see whether a dump with a form of its own lies around it or in it. One that is alone there is
-taken, and the dump says so; of several the names are told. Only names are looked at, links are not followed, and the
-search ends after some thousand names.
-
-Which format a path is.
-
-The problem: nobody should have to say which tool wrote a dump, and a format more should be one file and no line
-elsewhere. The idea: each module at the top of formats/ is a format, and so is each that an entry point of another
-package names; see `DumpFormat` for what it says of itself. They are asked in their order; single files and plain
-folders, which take almost anything, come last. Other packages are asked only where a path is none of our own dumps.
-
-Not here: the formats themselves, entry points (extensions.py).
+Not here: the formats, entry points (extensions.py).
 """
 
 from __future__ import annotations
@@ -55,13 +47,13 @@ def is_own(path: Path) -> bool:
         return False
 
 
-def around(path: Path) -> Path | None:
+def enclosing(path: Path) -> Path | None:
     """The dump that ``path`` is a part of by its name: a rank's folder, run.json, a journal, msprobe's data folder."""
     name, parent = Path(os.path.abspath(path)).name, path.parent if path.name else path / ".."
     if name == RUN_JSON or RANK_DIR.fullmatch(name):
         return parent if is_own(parent) else None
     if name == JOURNAL:
-        above = around(parent)
+        above = enclosing(parent)
         return above if above is not None and RANK_DIR.fullmatch(parent.name) else None
     if name in _PARTS and (parent / DUMP).is_file():
         return parent
@@ -105,7 +97,7 @@ def own(path: Path) -> tuple[Path, str]:
         raise DumpError(f"{path} does not exist: name a dump's directory or file")
     if is_own(path):
         return path, ""
-    if (dump := around(path)) is not None:
+    if (dump := enclosing(path)) is not None:
         return dump, f"{path} is a part of a dump: all of {dump} was opened"
     if path.is_dir() and (found := dumps_below(path, is_own)):
         return only(path, found)

@@ -29,25 +29,10 @@ _MAX_HEADER = 64 << 10
 _USUAL_HEADER = 1 << 10
 _MAX_DIMS = 32
 _DTYPES = {
-    0: "float32",
-    1: "float16",
-    2: "int8",
-    3: "int32",
-    4: "uint8",
-    6: "int16",
-    7: "uint16",
-    8: "uint32",
-    9: "int64",
-    10: "uint64",
-    11: "float64",
-    12: "bool",
-    16: "complex64",
-    17: "complex128",
-    27: "bfloat16",
-    35: "float8_e5m2",
-    36: "float8_e4m3fn",
-    37: "float8_e8m0fnu",
-}
+    0: "float32", 1: "float16", 2: "int8", 3: "int32", 4: "uint8", 6: "int16", 7: "uint16", 8: "uint32", 9: "int64",
+    10: "uint64", 11: "float64", 12: "bool", 16: "complex64", 17: "complex128", 27: "bfloat16", 35: "float8_e5m2",
+    36: "float8_e4m3fn", 37: "float8_e8m0fnu",
+}  # fmt: skip
 """aclDataType of the CANN runtime."""
 
 

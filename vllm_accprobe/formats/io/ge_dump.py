@@ -1,20 +1,11 @@
 """A binary dump of one operator by Ascend's graph engine, read without its toolkit.
 
-Reads the wire format of protocol buffers, without a schema compiler and without trusting a length.
-
-The problem: graph engines describe a dump in a protobuf message, the usual reader of it comes with a vendor's toolkit,
-and the file may be made up. The idea: the wire format is small enough to walk through by hand: a message is a row of
-(field number, value); every length is checked against what is really there before it is used.
-Format: protobuf's "Encoding" page (varint, fixed64, length-delimited, fixed32; groups are refused).
-
-A binary dump of one operator by Ascend's graph engine, read without its toolkit.
-
-The problem: the file holds all tensors of an operator behind one protobuf header, in layouts that only the hardware
-likes, and the vendor's reader needs the vendor's toolkit. The idea: the header's few fields are read by number, the
-payloads follow one another in a fixed order (inputs, outputs, buffers, spaces) with their sizes in the header, and a
-layout is undone by a transpose.
-Format: uint64 length, little-endian; toolkit.dump.DumpData (field numbers of Ascend/metadef's dump_task.proto);
-payloads. Layouts: FRACTAL_NZ [.., n1, m1, m0, n0] and NC1HWC0 [n, c1, h, w, c0] as the CANN documents define them.
+The problem: the file holds all tensors of an operator after one protobuf header, in layouts of the hardware, and may be
+made up. The idea: the wire format (protobuf's "Encoding" page; groups are refused) is a row of (field number, value),
+and every length is checked against what is there. Payloads follow in a fixed order (inputs, outputs, buffers, spaces)
+with their sizes in the header; a layout is undone by a transpose. Format: uint64 length, little-endian;
+toolkit.dump.DumpData (Ascend/metadef's dump_task.proto); payloads. Layouts: FRACTAL_NZ [.., n1, m1, m0, n0] and NC1HWC0
+[n, c1, h, w, c0], as in the CANN documents.
 
 Not here: directories of such files and names (torchair.py).
 """
@@ -102,30 +93,11 @@ def _take(data: memoryview, at: int, size: int) -> memoryview:
 _MAX_HEADER = 16 << 20
 _MAX_DIMS = 32
 _DTYPES = {
-    1: "float32",
-    2: "float16",
-    3: "int8",
-    4: "uint8",
-    5: "int16",
-    6: "uint16",
-    7: "int32",
-    8: "int64",
-    9: "uint32",
-    10: "uint64",
-    11: "bool",
-    12: "float64",
-    16: "complex64",
-    17: "complex128",
-    18: "int8",  # quantised integers: the integers themselves are compared
-    19: "int16",
-    20: "int32",
-    21: "uint8",
-    22: "uint16",
-    27: "bfloat16",
-    34: "float8_e5m2",
-    35: "float8_e4m3fn",
-    36: "float8_e8m0fnu",
-}
+    1: "float32", 2: "float16", 3: "int8", 4: "uint8", 5: "int16", 6: "uint16", 7: "int32", 8: "int64", 9: "uint32",
+    10: "uint64", 11: "bool", 12: "float64", 16: "complex64", 17: "complex128", 18: "int8", 19: "int16", 20: "int32",
+    21: "uint8", 22: "uint16", 27: "bfloat16", 34: "float8_e5m2", 35: "float8_e4m3fn", 36: "float8_e8m0fnu",
+}  # fmt: skip
+"""GE's data types; of quantised integers (18 to 22) the integers themselves are compared."""
 NC1HWC0, FRACTAL_NZ = 3, 29
 
 

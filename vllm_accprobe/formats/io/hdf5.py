@@ -22,9 +22,9 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common.foreign import numpy_dtype
+from vllm_accprobe.formats.io import containers
 from vllm_accprobe.formats.io.plain_file import descriptor, fill, natural
 from vllm_accprobe.formats.io.zipindex import too_much
-from vllm_accprobe.formats.write import containers
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".h5", ".hdf5")
@@ -39,7 +39,7 @@ class Dataset:
     """group: path of the group it stands in, "" for the root; name: its own; dtype: torch's name, or numpy's where
     torch has none; offset: of its bits in the file where they lie in one piece, else None; problem: why it cannot be
     read, or ""; narrow: the dtype that its values had before HDF5, where `accprobe convert` noted it; notes: what else
-    that noted (formats/write/containers.py)."""
+    that noted (formats/io/containers.py)."""
 
     path: Path
     group: str
@@ -210,8 +210,8 @@ def _notes(dataset: Any) -> Mapping[str, Any]:
 
 def _narrow(noted: Mapping[str, Any]) -> str:
     """The dtype whose numbers are float32 in the file, "" where its own is it."""
-    said = noted.get("dtype")
-    return said if isinstance(said, str) and containers.narrow(said) and said in DTYPES else ""
+    dtype = noted.get("dtype")
+    return dtype if isinstance(dtype, str) and containers.narrow(dtype) and dtype in DTYPES else ""
 
 
 def _noted(dataset: Any) -> str:
@@ -221,13 +221,13 @@ def _noted(dataset: Any) -> str:
     if not h5py.h5a.exists(dataset, b"dtype"):
         return ""
     try:
-        said = h5py.Dataset(dataset).attrs["dtype"]
+        dtype = h5py.Dataset(dataset).attrs["dtype"]
     except (OSError, TypeError, ValueError, KeyError, RuntimeError):
         return ""
-    return "bfloat16" if isinstance(said, str) and said == "bfloat16" else ""
+    return "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else ""
 
 
 def _short(error: Exception) -> str:
-    said = error.strerror if isinstance(error, OSError) else None
-    text = str(said or (error.args[0] if error.args else error))
+    reason = error.strerror if isinstance(error, OSError) else None
+    text = str(reason or (error.args[0] if error.args else error))
     return " ".join(text.split())[:160]

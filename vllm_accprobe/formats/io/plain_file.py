@@ -1,23 +1,18 @@
-"""Opening and reading files that somebody else wrote, within limits and without leaving the dump.
+"""Opening and reading files that somebody else wrote, and walking their directories, within limits and without leaving
+the dump.
 
-Opening and reading one file of another tool's dump.
-
-The problem: a dump's file may be a link that leads elsewhere, be gone, or be shorter than it said a moment ago, and
-whatever reads it must say so in one line that names it. The idea: only plain files are opened (dump/files.py), what
-goes wrong inside is a `FileProblem` without a name, and `opened` puts the name in front; text has a limit.
-
-Walks through a directory that somebody else wrote, within limits and without leaving it.
-
-The problem: a dump of many ranks and tokens has a hundred thousand files, and a made-up one has links that lead out of
-it or directories without end. The idea: plain directories and plain files only, never through a link, to a bounded
-depth, in the order of names where numbers count as numbers; what is passed over is remembered (`Passed`), because a
+The problem: a file may be a link that leads elsewhere, be gone, or be shorter than it said; a dump has a hundred
+thousand files, and a made-up one directories without end. The idea: only plain files and directories are opened, to a
+bounded depth, in the order of names where numbers count as numbers; text has a limit. What goes wrong inside is a
+`FileProblem` without a name, and `opened` puts the name in front. What is passed over is kept (`Passed`), because a
 dump must say what it leaves out; `probe` looks for one file of a kind and gives up early.
 
-Not here: what the bytes mean (the other modules of this room), what the names mean (each format's module).
+Not here: what the bytes mean (the other modules here), what the names mean (each format's module).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -27,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
 from vllm_accprobe.dump.files import DumpError, open_regular, read_into
 from vllm_accprobe.formats.common.foreign import Read
@@ -104,10 +100,6 @@ def read_text(path: Path, limit: int = _MAX_TEXT) -> str:
 def read_json(path: Path, limit: int) -> Any:
     """A file of JSON, with NaN and Infinity, which tools write. Raises ValueError, also for what is nested too deep,
     and OSError."""
-    import json
-
-    import orjson
-
     text = read_text(path, limit)
     try:
         return orjson.loads(text)
@@ -146,11 +138,11 @@ class Passed:
     and of directories that cannot be listed."""
 
     links: list[str] = field(default_factory=list)
-    odd: list[tuple[str, str]] = field(default_factory=list)
+    unusable: list[tuple[str, str]] = field(default_factory=list)
 
-    def tell(self, dump: ForeignDump) -> None:
+    def report(self, dump: ForeignDump) -> None:
         """Puts all of it into the dump's skips and problems."""
-        for name, why in self.odd:
+        for name, why in self.unusable:
             dump.unreadable(f"{name}: {why}", name)
         if self.links:
             more = f" and {len(self.links) - 1} more" if len(self.links) > 1 else ""
@@ -176,7 +168,7 @@ def files(root: Path, wanted: Callable[[str], bool] | None = None, passed: Passe
         except OSError as e:
             if not parts or passed is None:
                 raise
-            passed.odd.append(("/".join(parts), f"cannot be listed: {e.strerror or e}"))
+            passed.unusable.append(("/".join(parts), f"cannot be listed: {e.strerror or e}"))
             continue
         if len(listed) > 1:
             listed.sort(key=lambda e: natural(e.name))
@@ -187,14 +179,14 @@ def files(root: Path, wanted: Callable[[str], bool] | None = None, passed: Passe
                     passed.links.append("/".join(here))
             elif entry.is_dir(follow_symlinks=False):
                 if passed is not None and wanted is not None and "." in entry.name and wanted(entry.name):
-                    passed.odd.append(("/".join(here), "a directory in place of a file"))
+                    passed.unusable.append(("/".join(here), "a directory in place of a file"))
                 if len(parts) < MAX_DEPTH:
                     below.append((here, entry.path))
             elif wanted is None or wanted(entry.name):
                 if entry.is_file(follow_symlinks=False):
                     yield FoundFile(here, entry.path)
                 elif passed is not None:
-                    passed.odd.append(("/".join(here), "not a plain file"))
+                    passed.unusable.append(("/".join(here), "not a plain file"))
         stack += reversed(below)
 
 

@@ -1,28 +1,12 @@
 """Tensors in files that torch.save wrote, without torch and without running what they say.
 
-Reading a pickle that may only say what a tensor is.
-
-The problem: torch saves tensors as pickles, and a pickle is a program that calls whatever it names. The idea: an
-interpreter of our own for the opcodes that data needs, whose only functions are those that its caller gives it by name:
-nothing is imported, nothing else is called, and what is not on the list ends in one line that says its name. Keys of
-dicts and sets must be plain values (a tuple of tuples of tuples ... costs ages to hash), and every length is
-held against the bytes that are there.
-
-A tensor as torch's files describe it, and the names that may describe one.
-
-The problem: a pickle says which functions make a tensor of a storage, and any name could stand there. The idea: a short
-list: the functions of torch that put a view on a storage, the types of storages, dtypes, and plain containers; what
-each of them checks is that the view lies within its storage. Everything else is refused by name.
-Source: torch/_utils.py, torch/storage.py; torch_npu/utils/storage.py for tensors saved from a card.
-
-Tensors in files that torch.save wrote, without torch and without running what they say.
-
-The problem: .pt and .pth files are pickles with payloads beside them, in a zip archive or, before torch 1.6, one behind
-the other; loading one with pickle runs whatever its author wanted. The idea: the archive's directory is read, its
-pickle interpreted with a short list of names, and what comes out is the tree of plain containers that was
-saved, with a `TorchTensor` for each tensor: dtype, shape, strides and where its storage lies in the file. Values are
-read by offset when somebody wants them, never more than the file holds; a view of a large storage reads its own part.
-Source: torch/serialization.py says what is written, docs.pytorch.org "Serialization semantics".
+The problem: .pt and .pth files are pickles with payloads beside them, in a zip archive or, before torch 1.6, one after
+the other; a pickle is a program that calls whatever it names. The idea: an interpreter for the opcodes that data needs,
+whose only functions are on a short list: those that put a view on a storage, types of storages, dtypes, plain
+containers. Nothing is imported; any other name ends in one line; keys must be plain values (nested tuples cost ages to
+hash), every length is checked against the bytes that are there, every view against its storage. The result is the tree
+that was saved, with a `TorchTensor` for each tensor; values are read by offset, a view of a large storage only its own
+part. Source: torch/serialization.py, _utils.py, storage.py; torch_npu/utils/storage.py for tensors saved from a card.
 
 Not here: what tools put into such files.
 """

@@ -1,41 +1,15 @@
 """The settings that bisect varies in a `vllm serve` command, and how it changes them.
 
-A `vllm serve` command whose settings can be changed, whichever way they were spelled.
-
-The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``--no-async-scheduling``,
-``-cc.mode=0``, a JSON with ten other fields in it, a variable in front of the command), and a change must replace that
-one and leave the others. The idea: a command is words and an environment; an `Edit` takes options away by any of their
-names, adds words at the end, sets fields of an option that is JSON, and sets or unsets variables.
-
-What the vLLM that a command starts can be told, read from its source.
-
-The problem: an option that this release does not have ends every trial before it began, and importing vLLM to ask its
-parser takes 10 to 30 seconds, in an environment that need not be ours. The idea: the command's own Python is asked
-where its vllm lies (nothing is imported), and the option's names, the fields of the passes, the custom operators and
-those of vLLM IR stand in its source as literals. Where there is no such Python (a container, a remote host) all
-options are taken to be there, and the engine's log tells which custom operators there are (trials.py). Not here:
-what is made of it.
-
-The settings that bisect varies: what the command has, and what the plainest value of it is.
-
-The problem: a fault of a new card shows with prefix caching, or chunks and asynchronous scheduling together, or with
-one custom operator, and whoever switches by hand tries three of the hundred combinations. The idea: each
-`ServerSetting` is one setting whose value in the command is not the plain one, with the `Edit` that makes it plain.
-What is made of many (compilation, custom operators) is one axis first, and is taken apart only where it belongs to
-the culprits.
-
-A vendor's own switches, from a file: variables, options and words that no table of ours knows.
-
-The problem: each card's plugin has kernels that a variable switches off (``XMLIR_...``, ``VLLM_ASCEND_ENABLE_...``),
-and these are the first suspects. The idea: a toml or json file names each switch and its plain value; what the
-command has differs from it or there is nothing to vary.
+The problem: one setting has many spellings (``--max_num_batched_tokens 64``, ``-tp=2``, ``-cc.mode=0``, a JSON field,
+a variable), an option that this release does not have ends a trial, and vendors have switches of their own. The idea: a
+command is words and an environment, which an `Edit` changes. A `ServerSetting` is one whose value is not the plain one,
+with its Edit; settings of many parts (compilation, custom operators) are one axis first. What the command's vLLM has is
+read from its source (nothing is imported); where there is none, all options are taken to be there. A vendor's file:
 
     [[switch]]
     name = "fused norm"                       # as it is printed
     environment = "VLLM_VENDOR_FUSED_NORM"    # or: option = "--vendor-kernels", or: words = ["--vendor-plain"]
-    plain = "0"                               # of the variable or option; left away: unset, taken away
-
-Not here: trying (trials.py).
+    plain = "0"                               # of the variable or option; left out: unset, taken away
 """
 
 from __future__ import annotations
@@ -105,11 +79,11 @@ class ServeCommand:
 
     def flag(self, option: str) -> bool | None:
         """Of an option with ``--no-`` beside it: what is said last, None where nothing is."""
-        said = None
+        last = None
         for name, value, _ in _options(self.words):
             if name in (option, "--no-" + option[2:]):
-                said = name == option and (value or "true").lower() != "false"
-        return said
+                last = name == option and (value or "true").lower() != "false"
+        return last
 
     def json(self, option: str) -> dict[str, Any]:
         """The fields of an option that is JSON, its dotted spellings too. Raises BisectError."""
@@ -120,10 +94,10 @@ class ServeCommand:
                     made["mode"] = _value(value)
                     continue
                 try:
-                    given = json.loads(value)
+                    fields = json.loads(value)
                 except ValueError:
                     raise BisectError(f"{option} is no json: bisect cannot change it") from None
-                made.update(given)
+                made.update(fields)
             elif name.startswith(option + "."):
                 _set(made, name[len(option) + 1 :], _value(value or "true"))
         return made
@@ -295,7 +269,7 @@ class Offered:
         return self.options is None or option in self.options
 
 
-def look(command: ServeCommand) -> Offered:
+def options_offered(command: ServeCommand) -> Offered:
     """Never raises for what is not found there."""
     environ = command.full()
     python = interpreter(command.words, environ)
@@ -308,10 +282,10 @@ def look(command: ServeCommand) -> Offered:
                               capture_output=True, text=True, timeout=_WAIT_S, cwd="/")  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return Offered()
-    said = done.stdout.splitlines()
-    if done.returncode or not said or not said[0]:
+    printed = done.stdout.splitlines()
+    if done.returncode or not printed or not printed[0]:
         return Offered()
-    return read_offered(Path(said[0]), said[1] if len(said) > 1 else "")
+    return read_offered(Path(printed[0]), printed[1] if len(printed) > 1 else "")
 
 
 def interpreter(words: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
@@ -421,49 +395,49 @@ def _switch(
     name: str, option: str, fact: str, on: bool, command: ServeCommand, offered: Offered
 ) -> ServerSetting | None:
     """on: the plain value of ``option``."""
-    said = command.flag(option)
-    if option not in offered or said is on:
+    now = command.flag(option)
+    if option not in offered or now is on:
         return None
     words = (option if on else "--no-" + option[2:],)
     edit = Edit(drop=(option,), add=words)
-    return ServerSetting(name, _said(said), "on" if on else "off", edit, fact=fact)
+    return ServerSetting(name, _state(now), "on" if on else "off", edit, fact=fact)
 
 
-def _said(flag: bool | None) -> str:
+def _state(flag: bool | None) -> str:
     return "as by default" if flag is None else "on" if flag else "off"
 
 
 def _compilation(command: ServeCommand, offered: Offered) -> ServerSetting | None:
     if command.flag("--enforce-eager") or "--enforce-eager" not in offered:
         return None
-    given = command.json(CC)
+    config = command.json(CC)
     parts: list[ServerSetting] = []
     if CC in offered:
         fields: list[tuple[str, str, Any]] = [("mode", "mode", 0), ("graphs", "cudagraph_mode", "NONE")]
         fields += [(name, f"pass_config.{name}", False) for name in offered.passes]
         for name, path, value in fields:
-            now = _inside(given, path)
+            now = _inside(config, path)
             if now != value or type(now) is not type(value):
                 edit = Edit(fields=((CC, path, value),))
                 parts.append(ServerSetting(f"compilation: {name}", _shown(now), _shown(value), edit))
     level = command.get("--optimization-level")
-    value = "as by default" if level is None and not given else "-O" + (level or "") if not given else "as given"
+    value = "as by default" if level is None and not config else "-O" + (level or "") if not config else "as given"
     return ServerSetting("compilation", value, "eager", Edit(add=("--enforce-eager",)), tuple(parts), "eager")
 
 
 def _custom_ops(command: ServeCommand, offered: Offered) -> ServerSetting | None:
-    given = command.json(CC).get("custom_ops") or []
-    if CC not in offered or not isinstance(given, list) or ("none" in given and not any(o[:1] == "+" for o in given)):
+    words = command.json(CC).get("custom_ops") or []
+    if CC not in offered or not isinstance(words, list) or ("none" in words and not any(o[:1] == "+" for o in words)):
         return None
-    off = {op[1:] for op in given if op[:1] == "-"}
-    on = {op[1:] for op in given if op[:1] == "+"}
-    names = on if "none" in given else set(offered.custom_ops) - off | on
+    off = {op[1:] for op in words if op[:1] == "-"}
+    on = {op[1:] for op in words if op[:1] == "+"}
+    names = on if "none" in words else set(offered.custom_ops) - off | on
     parts = tuple(
         ServerSetting(f"custom operators: {name}", "as by default" if name not in on else "on", "native",
              Edit(fields=((CC, "custom_ops+", f"-{name}"),)))
         for name in sorted(names)
     )  # fmt: skip
-    shown = "as by default" if not given else ",".join(given)
+    shown = "as by default" if not words else ",".join(words)
     return ServerSetting(
         "custom operators", shown, "native", Edit(fields=((CC, "custom_ops", ["none"]),)), parts, "custom operators"
     )
@@ -473,18 +447,18 @@ def _ir_ops(command: ServeCommand, offered: Offered) -> ServerSetting | None:
     """vLLM IR (0.2x on): each operator has a list of who implements it, the first that can is taken."""
     if IR not in offered or not offered.ir_ops:
         return None
-    given = command.json(IR)
-    left = [name for name in offered.ir_ops if given.get(name) not in (["native"], "native")]
+    config = command.json(IR)
+    left = [name for name in offered.ir_ops if config.get(name) not in (["native"], "native")]
     parts = tuple(
         ServerSetting(
-            f"IR operators: {name}", _shown(given.get(name)), "native", Edit(fields=((IR, name, ["native"]),))
+            f"IR operators: {name}", _shown(config.get(name)), "native", Edit(fields=((IR, name, ["native"]),))
         )
         for name in left
     )
     if not left:
         return None
     edit = Edit(fields=tuple((IR, name, ["native"]) for name in left))
-    value = "as given" if given else "as by default"
+    value = "as given" if config else "as by default"
     return ServerSetting("IR operators", value, "native", edit, parts, "IR operators")
 
 
@@ -508,8 +482,8 @@ def _chunks(command: ServeCommand, offered: Offered) -> ServerSetting | None:
 
 
 def _runner(command: ServeCommand, offered: Offered) -> ServerSetting | None:
-    said = command.full().get(V2)
-    if said is None or said == "0" or V2 not in offered:
+    now = command.full().get(V2)
+    if now is None or now == "0" or V2 not in offered:
         return None
     return ServerSetting("model runner", "V2", "V1", Edit(environ=((V2, "0"),)))
 
@@ -611,17 +585,17 @@ def _axis(entry: Any, where: str, command: ServeCommand) -> ServerSetting | None
     name, plain = entry.get("name"), entry.get("plain")
     if not isinstance(name, str) or not name.strip() or len(name) > 100 or not name.isprintable() or "," in name:
         raise BisectError(f"--switches {where}: name is a printable text of at most 100 characters without commas")
-    given = [key for key in ("environment", "option", "words") if entry.get(key) is not None]
-    if len(given) != 1:
+    kinds = [key for key in ("environment", "option", "words") if entry.get(key) is not None]
+    if len(kinds) != 1:
         raise BisectError(f"--switches {where}: write one of environment, option and words")
     if isinstance(plain, (int, float)) and not isinstance(plain, bool):
         plain = str(plain)
     if plain is not None and (not isinstance(plain, str) or "\0" in plain):
         raise BisectError(f"--switches {where}: plain is a text, or is left away")
-    what = entry[given[0]]
-    if given[0] == "words":
+    what = entry[kinds[0]]
+    if kinds[0] == "words":
         return _words(name, what, plain, where, command)
-    if given[0] == "environment":
+    if kinds[0] == "environment":
         if not isinstance(what, str) or not _NAME.fullmatch(what):
             raise BisectError(f"--switches {where}: environment is the name of one variable")
         now = command.full().get(what)

@@ -1,29 +1,12 @@
-"""The smallest set of settings that makes a command fail.
+"""The smallest set of settings that makes a command fail, searched over real servers.
 
-Delta debugging: the smallest set that still fails, where a set's outcome is known only by trying it.
+The problem: n settings have 2^n combinations, each is a server's start; a fault may need two of them together, there
+may be two faults, some combinations do not start, and an outcome may change by itself. The idea: the command and the
+plain configuration are tried, then `ddmin` over what differs; a setting of many parts is divided where it is found; the
+decisive outcomes are tried twice. Without the set the command must pass, else another set is searched in the rest.
 
-The problem: n settings have 2^n combinations, each is a server's start, and a fault may need two or three of them
-together, so that switching one by one finds nothing or takes the first for the only one. The idea: ddmin [A. Zeller,
-R. Hildebrandt, IEEE Transactions on Software Engineering 28 (2002) 183, fig. 5]: halves, then quarters and so on, and
-what is left without each, are tried; what fails is gone on with. A combination that cannot be tried (a server that does
-not start) is unresolved: it is neither taken for failing nor for passing, and smaller pieces go around it.
-The result fails, and no set with one member less does: it is 1-minimal, which for faults that only grow with more
-settings is the smallest within itself. One culprit of n takes about 2 log2 n trials, n^2 + 3 n are the most (their
-proposition 12; trials that are known already are not counted there).
-
-The smallest set of settings that makes a command fail, searched over real servers.
-
-The problem: the answer must hold in both directions (the set alone makes a plain command fail; without it the command
-passes), a fault may need two settings, there may be two faults, some combinations do not start, and an outcome may
-change by itself. The idea: plain and bad are tried, then ddmin over what differs; what is made of many is taken apart
-where it is found; the decisive outcomes are tried once more, and what does not come out twice the same is told. What
-is left without the set is tried, too: where it still fails, there is another set, which is searched in the rest. Not
-here: the algorithm, servers (trials.py), what failing is (trials.py).
-
-A configuration is the set of axes that are as in the command; all others are plain. An axis that was taken apart is as
-in the command where all of its parts are.
-
-Not here: what a trial is (trials.py).
+A configuration is the set of axes that are as in the command; all others are plain. An axis that was divided is as in
+the command where all of its parts are. Not here: what a trial is and what failing is (trials.py).
 """
 
 from __future__ import annotations
@@ -39,8 +22,10 @@ PASS, FAIL, UNRESOLVED = "pass", "fail", "unresolved"
 
 
 def ddmin(items: Sequence[str], test: Callable[[tuple[str, ...]], str]) -> tuple[str, ...]:
-    """The members of ``items``, in their order, of a 1-minimal failing set. test: PASS, FAIL or UNRESOLVED for a set.
-    All ``items`` are taken to fail and none of them to pass; neither is asked for."""
+    """The members of ``items``, in their order, of a 1-minimal failing set: no set with one member less fails
+    [A. Zeller, R. Hildebrandt, IEEE Transactions on Software Engineering 28 (2002) 183, fig. 5]. test: PASS, FAIL or
+    UNRESOLVED (does not start: neither) for a set. All ``items`` are taken to fail and none of them to pass; neither is
+    tested. One culprit of n takes about 2 log2 n trials, n^2 + 3 n are the most (proposition 12)."""
     current, n = tuple(items), 2
     while len(current) >= 2:
         pieces = split(current, n)
@@ -159,54 +144,48 @@ class Search:
     ):  # fmt: skip
         self._axes, self._attempt, self._golden, self._again = list(axes), attempt, golden, again
         self._narrow, self._equal, self._parts, self._length, self._say = narrow, equal, parts, lengths, say
-        self._held: tuple[str, ...] = ()
         self.outcomes: dict[Configuration, list[TrialOutcome]] = {}
 
     def find(self) -> Found:
         """Everything, from the first trial on. Raises what trials raise."""
         names = [a.name for a in self._axes]
         bad = Configuration(frozenset(names))
-        seen = self.test(bad) if self._golden else None
-        if seen is not None and seen.kind == UNRESOLVED:
-            return self._end(None, why=f"the command itself: {seen.why}", bad=seen)
-        base, plain = self._base(names)
-        if plain.kind == UNRESOLVED:
-            return self._end(None, why=f"no plain configuration: {plain.why}", bad=seen, plain=plain)
-        seen = seen or self.test(bad)
-        if seen.kind == UNRESOLVED:
-            return self._end(None, why=f"the command itself: {seen.why}", bad=seen, plain=plain)
-        if seen.kind == PASS:
-            return self._end("same", bad=seen, plain=plain)
-        if plain.kind == FAIL:
-            return self._end("elsewhere", bad=seen, plain=plain)
-        equal = self._equal(bad, Configuration(base))
+        found = Found(None, tuple(self._axes), bad=self.test(bad) if self._golden else None)
+        if found.bad is not None and found.bad.kind == UNRESOLVED:
+            found.why = f"the command itself: {found.bad.why}"
+            return found
+        base, found.plain = self._base(names)
+        found.held = tuple(base)
+        if found.plain.kind == UNRESOLVED:
+            found.why = f"no plain configuration: {found.plain.why}"
+            return found
+        found.bad = found.bad or self.test(bad)
+        if found.bad.kind == UNRESOLVED:
+            found.why = f"the command itself: {found.bad.why}"
+        elif found.bad.kind == PASS:
+            found.verdict = "same"
+        elif found.plain.kind == FAIL:
+            found.verdict = "elsewhere"
+        else:
+            self._search(found, names, base, self._equal(bad, Configuration(base)))
+        return found
+
+    def _search(self, found: Found, names: list[str], base: frozenset[str], equal: frozenset[str]) -> None:
+        """One set after another, until the command passes without them."""
+        found.equal = tuple(sorted(equal))
         left = [n for n in names if n not in base and n not in equal]
         base |= equal & frozenset(names)
-        causes: list[Cause] = []
-        rest: TrialOutcome | None = None
-        while left and len(causes) < MAX_CAUSES:
-            cause = self._cause(left, base, causes)
-            causes.append(cause)
-            tops = {self._top(n) for n in cause.names}
+        while left and len(found.causes) < MAX_CAUSES:
+            cause = self._cause(left, base, found.causes)
+            found.causes.append(cause)
             if cause.without.kind != FAIL:
-                rest = cause.without
+                found.rest = cause.without
                 break
+            tops = {self._top(n) for n in cause.names}
             left = [n for n in left if n not in tops]
             self._say(f"without {', '.join(tops)} it still fails: another set is searched in the rest")
-        verdict = "inconsistent" if any(c.flaky for c in causes) else "found" if causes else "elsewhere"
-        return self._end(verdict, tuple(sorted(equal)), causes, seen, plain, rest=rest)
-
-    def _end(
-        self,
-        verdict: str | None,
-        equal: tuple[str, ...] = (),
-        causes: Sequence[Cause] = (),
-        bad: TrialOutcome | None = None,
-        plain: TrialOutcome | None = None,
-        why: str = "",
-        rest: TrialOutcome | None = None,
-    ) -> Found:
-        return Found(verdict, tuple(self._axes), equal, self._held, list(causes), bad, plain, why, rest)
+        flaky = any(cause.flaky for cause in found.causes)
+        found.verdict = "inconsistent" if flaky else "found" if found.causes else "elsewhere"
 
     def test(self, configuration: Configuration) -> TrialOutcome:
         """Once; from memory where it was asked for before."""
@@ -238,7 +217,6 @@ class Search:
             base = frozenset({name})
         if plain.kind == UNRESOLVED:
             return frozenset(), plain
-        self._held = tuple(base)
         return base, plain
 
     def _cause(self, left: list[str], base: frozenset[str], found: Sequence[Cause]) -> Cause:
@@ -250,14 +228,8 @@ class Search:
         before = tuple(n for c in found for n in c.names)
         gone = apart.union(*(c.apart for c in found))
         rest = self._rest((*before, *chosen), gone)
-        cause = Cause(
-            tuple(self._axis(n) for n in chosen),
-            self.test(alone),
-            self.test(rest),
-            apart=apart,
-            before=before,
-            gone=gone,
-        )
+        settings = tuple(self._axis(n) for n in chosen)
+        cause = Cause(settings, self.test(alone), self.test(rest), apart=apart, before=before, gone=gone)
         for configuration, what in ((alone, "the set alone"), (rest, "the command without it")):
             first, second = self.test(configuration), self.repeat(configuration)
             if first.kind != second.kind:
@@ -274,7 +246,7 @@ class Search:
         self, name: str, chosen: tuple[str, ...], apart: frozenset[str], base: frozenset[str]
     ) -> tuple[tuple[str, ...], frozenset[str]]:
         """With ``name`` replaced by those of its parts that it takes."""
-        parts = [p.name for p in self._axis_parts(name)]
+        parts = [p.name for p in self._parts(self._axis(name))]
         if not parts:
             return chosen, apart
         others = tuple(n for n in chosen if n != name)
@@ -310,9 +282,6 @@ class Search:
 
     def _rest(self, chosen: Sequence[str], apart: frozenset[str]) -> Configuration:
         return without(chosen, apart, self._axes, {a.name: self._parts(a) for a in self._axes})
-
-    def _axis_parts(self, name: str) -> tuple[ServerSetting, ...]:
-        return self._parts(self._axis(name))
 
     def _axis(self, name: str) -> ServerSetting:
         each = [*self._axes, *(p for a in self._axes for p in a.parts)]

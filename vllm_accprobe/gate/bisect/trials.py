@@ -1,33 +1,12 @@
-"""One trial: a command is edited, served, asked and ended, or its result is remembered.
+"""One trial: a command with some settings made plain is served, sent the prompts and judged, or its result is kept.
 
-What an engine says of itself at its start, so that settings that make no difference need no trial.
+The problem: a trial costs a server's start, a bisection is hours, and settings change rounding, so that the gate alone
+fails for nearly any two of them. The idea: a trial's folder has a name of all that decides its numbers (words,
+environment, prompts, versions): a complete one is not run again, one that was begun is resumed. A trial fails where the
+gate fails and its distance from golden is a good part of the command's own: the same failure, not any other [Zeller and
+Hildebrandt, 3.1]. vLLM's log tells what defaults were chosen; a setting that two logs show alike is none.
 
-The problem: what a command leaves to vLLM's defaults (asynchronous scheduling, custom operators) is decided by
-platform and model, and is often the plain value already. The idea: vLLM prints its configuration, and with
-VLLM_LOGGING_LEVEL=DEBUG the custom operators of the model; a setting that two logs tell alike is none. What a log
-does not tell stays an axis.
-
-One trial: the command with some settings made plain is served, asked, and ended; and what was tried is kept.
-
-The problem: a trial costs a server's start, a bisection is hours, and terminals close. The idea: a trial's folder has
-a name made of all that decides its numbers: words, environment, prompts, how they are sent, versions. What is there and
-complete is not run again, by whatever bisection asks for it; what was begun goes on. A command that ends before it
-serves is kept as one that does not start; a server that is lost twice in the middle, too.
-
-Whether one trial shows the difference that is looked for.
-
-The problem: settings change rounding, so that nearly any two of them differ by a little, and the gate, which is sharp
-enough for that, fails; a search would then end at the first setting that rounds in another way. The idea: a trial fails
-where the gate fails and its distance from golden is a good part of what the command's own is: the same failure, not any
-other, which is what delta debugging asks for [Zeller and Hildebrandt, 3.1].
-
-From a configuration to its outcome: the command is edited, run or remembered, and judged against golden.
-
-The problem: a search knows sets of names, a trial knows commands, and between them stands what only a first run tells:
-the model's length, which custom operators it has, how far the bad command is from golden. The idea: one object that is
-given a configuration and gives an outcome, and says each in a line with its time.
-
-Not here: what is tried (search.py), the gate's verdict (measure/gating.py), the search (search.py).
+Not here: what is tried (search.py), the gate's verdict (measure/gating.py).
 """
 
 from __future__ import annotations
@@ -58,7 +37,7 @@ from vllm_accprobe.gate.bisect.search import (
 )
 from vllm_accprobe.gate.measure import conditions, gating
 from vllm_accprobe.gate.sending import passes, prompts, replies
-from vllm_accprobe.gate.sending.client import Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
 from vllm_accprobe.gate.sending.passes import Arrival
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
@@ -103,12 +82,12 @@ def facts(text: str) -> dict[str, str]:
 def used(text: str) -> dict[str, bool] | None:
     """The custom operators of the model: whether each is enabled. None where the log does not tell."""
     found: dict[str, bool] = {}
-    told = False
+    logged = False
     for what, names in _USED.findall(text):
-        told = True
+        logged = True
         for name in re.findall(r"'([a-z0-9_]+)'", names):
             found[name] = found.get(name, False) or what == "enabled"
-    return found if told else None
+    return found if logged else None
 
 
 def same(name: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -194,7 +173,7 @@ class Trials:
         about |= {"schema": 1, "command": command.line(), "lost": about.get("lost", 0)}
         try:
             self._serve(command, place)
-        except _NotServed as e:
+        except NotServed as e:
             about["why"] = str(e)
         except ServerLost as e:
             about["lost"] += 1
@@ -215,19 +194,11 @@ class Trials:
         # The custom operators of the model are told at this level alone; with --enable-log-requests it tells prompts.
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
-        try:
-            server = served(shlex.join(command.words), environ, place, asked.ready)
-            url, key = server.__enter__()
-        except SendError as e:
-            raise _NotServed(str(e).removeprefix("--engine: ")) from None
-        try:
-            how: dict[str, Any] = {"timeout": asked.timeout, "top": asked.top, "max_tokens": asked.max_tokens}
-            sender, told = Sender(url, key, model=asked.model, **how).introduced()
-            lines, arrive = list(asked.lines), list(asked.arrive)
-            out = place / FOLDER
-            passes.send(sender, told, lines, arrive, asked.concurrency, out, self._made | {"source": asked.source})
-        finally:
-            server.__exit__(None, None, None)
+        made = self._made | {"source": asked.source}
+        with served(shlex.join(command.words), environ, place, asked.ready) as (url, key):
+            plain = Sender(url, key, asked.timeout, asked.top, asked.max_tokens, asked.model)
+            sender, server = plain.introduced()
+            passes.send(sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made)
 
     def _known(self, key: str, place: Path) -> Tried | None:
         about = _read(place)
@@ -239,10 +210,6 @@ class Trials:
         if not replies.exists(sent) or not replies.read_about(sent).get("complete"):
             return None
         return Tried(key, sent, log, seconds, key not in self._ran)
-
-
-class _NotServed(Exception):
-    """It ended before it served, or does not answer in time."""
 
 
 def _read(place: Path) -> dict[str, Any]:
@@ -374,10 +341,10 @@ class Trier:
         """Raises what trials raise."""
         command = self.made(configuration)
         known = self.trials.known(command, again)
-        told = {row.tried.key for row in self.rows}
+        reported = {row.tried.key for row in self.rows}
         tried = known or self.trials.run(command, again)
         outcome = self._judged(configuration, tried)
-        if tried.key not in told:
+        if tried.key not in reported:
             self.rows.append(
                 TrialRow(tuple(sorted(configuration.bad)), outcome, tried, command.line(), configuration.values)
             )
@@ -440,13 +407,13 @@ class Trier:
         if len(configuration.bad) == len(self.axes) and not configuration.apart and not configuration.values:
             names = ["the command itself"]
         names += [f"{name} {number}" for name, number in configuration.values]
-        said = outcome.kind if outcome.kind != PASS or not outcome.smaller else "pass (differs, by much less)"
+        verdict = outcome.kind if outcome.kind != PASS or not outcome.smaller else "pass (differs, by much less)"
         size = f" ({outcome.size:.3g} nats)" if outcome.kind != UNRESOLVED and outcome.size else ""
         where = f": {outcome.why}" if outcome.kind == UNRESOLVED else ""
         when = "kept" if tried.kept else f"{tried.seconds:.0f} s"
         of = f" of about {max(self.expected, len(self.rows))}" if self.expected else ""
         more = " again" * bool(again)
-        self.say(f"run {len(self.rows)}{of}: {', '.join(names)}{more}: {said}{size}{where}; {when}")
+        self.say(f"run {len(self.rows)}{of}: {', '.join(names)}{more}: {verdict}{size}{where}; {when}")
 
     def left(self, runs: int) -> float:
         """Seconds that so many more runs take, by the median of what was run."""

@@ -1,31 +1,14 @@
-"""Whether mine is further away than the floors are from one another, and under which condition.
+"""Whether mine is further away than servers that are known to be right are from one another, and under which condition.
 
-Whether mine is further away than servers that are known to be right are from one another.
+The problem: log-probabilities of two right servers differ by batching and rounding, and a fixed limit is too wide for
+one model and too narrow for the next. The idea: the limit is measured, prompt by prompt: golden to itself in other
+batches, and golden to a floor. Of three servers with independent errors the squared distances are g2+m2, g2+f2 and
+f2+m2 [three-cornered hat: J. Gray, D. Allan, Proc. 28th Freq. Control Symp. (1974) 243]; the smaller of mine's two
+exceeds that of golden and floor only if mine's error exceeds both. Sign-flip tests over prompts, of all tokens, the
+worst token and each condition at once [P. Westfall, S. Young, Resampling-Based Multiple Testing, 1993, 2.3].
+A condition is an axis of the tokens' features and a threshold; the one that separates best, by likelihood, is named.
 
-The problem: log-probabilities differ between two runs of one server, because batches differ, and more between two
-honest cards, because they round in other places; a fixed limit is too wide for one model and too narrow for the next.
-The idea: the limit is measured, prompt by prompt. Beyond batching: golden to mine against golden to itself in other
-batches. Beyond rounding: with a further server that is known to be right (golden's model in another dtype or on another
-card), the three distances tell each one's own error [three-cornered hat: J. Gray, D. Allan, Proc. 28th Freq. Control
-Symp. (1974) 243]: with independent errors g, m and f of golden, mine and floor, the squares are g2+m2, g2+f2 and f2+m2,
-so that the smaller of mine's two exceeds that of golden and floor only if mine's own error exceeds both of theirs.
-Which of the three is the exact one need not be known.
-
-Under the null the two sizes of a prompt may change places, so each prompt is a coin: a sign-flip test over prompts, of
-all tokens, of the worst token, and of each condition at once, whose largest statistic is what counts [P. Westfall,
-S. Young, Resampling-Based Multiple Testing, 1993, 2.3]: conditions that hold for few tokens are looked for without more
-false alarms. Where a condition holds for few prompts, signs say nothing; there it is tested whether just these prompts,
-of all that there are, would be the ones beyond the limit. Each of the two tests has half of the rate.
-
-Under which condition mine is wrong: only decode, from a position on, in a later chunk, in large batches, in hits.
-
-The problem: whoever reads that two servers differ needs to know where to look, and conditions hang together: a second
-chunk begins at a position, a prefix hit comes in the second pass, whose batches are larger. The idea: a condition is an
-axis of the tokens' features and a threshold, and all thresholds that occur on all axes are tried; the one that parts
-"as the floor" from "beyond the floor" best, by likelihood, is named, and every other axis that does so as well. It is
-called "only" where the tokens without it are no further away than the floor allows.
-
-Not here: the columns (token_gaps.py), features (token_gaps.py).
+Not here: columns and features (token_gaps.py).
 """
 
 from __future__ import annotations

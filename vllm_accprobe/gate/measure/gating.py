@@ -1,23 +1,12 @@
 """Two servers, by their folders: the verdict, and the smallest distance that the prompts could have shown.
 
-The smallest distance that these prompts could have shown, per condition; and how many would show enough.
+The problem: "not the same numbers" is true of any two right cards, "the same within 0.05" of many broken ones, and two
+servers that "do not differ" on eight prompts may differ by six times the floor. The idea: mine fails where it is
+further from golden than golden's own batching and right servers explain (conditions.py). The same test judges distances
+that are enlarged until it fails, under each condition; prompts that would not have shown ENOUGH times the floor are no
+pass.
 
-The problem: two servers that "do not differ" to eight prompts may differ by six times the floor in every decoded token.
-The idea: the same test (floor.judge) judges a mine that is further away: the distances that were measured, of the
-tokens under one condition, are enlarged alike, until the test fails. How the distances scatter over tokens and prompts,
-what the limits are, and how many conditions share the false-alarm rate, all of that is then as it was. The figure is in
-units of the floor, the distance of servers that are right, as the verdict's own. Too few prompts are those that would
-not have shown ENOUGH times the floor, in all tokens, in prefill or in decode: that is no pass.
-
-Two servers, by their folders: the verdict, under which condition they differ, and the tokens that show it best.
-
-The problem: "not the same numbers" is true of any two honest cards, and "the same within 0.05" of many broken ones.
-The idea: mine fails where it is further from golden than golden's own batching makes it, and further than servers that
-are known to be right are from one another (conditions.py). Without such servers the limit is golden's batching alone,
-and the verdict says so.
-
-Not here: the test (conditions.py), columns (token_gaps.py), the tests (conditions.py), the condition (conditions.py),
-sentences (report/servers.py), making folders (gate/sides.py).
+Not here: the test (conditions.py), columns (token_gaps.py), sentences (report/servers.py), folders (gate/sides.py).
 """
 
 from __future__ import annotations
@@ -32,7 +21,7 @@ import numpy as np
 from vllm_accprobe.gate.measure import conditions
 from vllm_accprobe.gate.measure.conditions import LEAST, GateCondition, Sizes
 from vllm_accprobe.gate.measure.conditions import RATE as RATE
-from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, forced, pairs
+from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, pairs
 from vllm_accprobe.gate.sending import replies as steps_log
 from vllm_accprobe.gate.sending.replies import Sent
 
@@ -74,17 +63,18 @@ class Power:
 
 
 def power_of(table: Table, sizes: Sizes, masks: Sequence[np.ndarray], rate: float) -> Power:
-    """masks: as given to floor.judge, with which the verdict was made."""
+    """masks: as given to conditions.judge, with which the verdict was made."""
+    test = EnlargedTest(table, sizes, masks, rate)
     wheres = _conditions(table, sizes)
-    shown = tuple(ShownDistance(name, _smallest(table, sizes, masks, where, rate)) for name, where in wheres.items())
+    shown = tuple(ShownDistance(name, test.smallest(where)) for name, where in wheres.items())
     found = Power(shown, None)
     if found.enough:
         return found
     short = [wheres[one.condition] for one in shown if not one.enough]
     prompts = int((~np.isnan(conditions.by_prompt(table, sizes, np.ones(len(table.tokens), bool)))).sum())
     for k in _TIMES:
-        more = _repeated(table, sizes, masks, short, k)
-        if all(_fails(more[0], more[1], more[2], where, ENOUGH, rate) for where in more[3]):
+        more = test.repeated(k)
+        if all(more.fails(np.tile(where, k), ENOUGH) for where in short):
             return Power(shown, k * prompts)
     return found
 
@@ -98,41 +88,56 @@ def _conditions(table: Table, sizes: Sizes) -> dict[str, np.ndarray]:
     return found
 
 
-def _smallest(
-    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], where: np.ndarray, rate: float
-) -> float | None:  # fmt: skip
-    """By halving: the test's p falls as the distance grows."""
-    right = _rms(_right(sizes)[where])
-    if not right:
-        return 0.0
-    low, high = 0.0, math.log(ENOUGH)
-    if not _fails(table, sizes, masks, where, ENOUGH, rate):
-        low, high = high, math.log(_MOST)
-        if not _fails(table, sizes, masks, where, _MOST, rate):
-            return None
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if _fails(table, sizes, masks, where, math.exp(middle), rate):
-            high = middle
-        else:
-            low = middle
-    return math.exp(high)
+@dataclass(frozen=True)
+class EnlargedTest:
+    """The verdict's test, of distances that are enlarged where a mask ``where`` says so."""
 
+    table: Table
+    sizes: Sizes
+    masks: Sequence[np.ndarray]
+    rate: float
 
-def _fails(
-    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], where: np.ndarray, times: float, rate: float
-) -> bool:  # fmt: skip
-    """Whether the verdict would be a fail with the distances in ``where`` enlarged to ``times`` that of right ones."""
-    mine = sizes.mine.copy()
-    base = mine[where]
-    if not _rms(base):  # equal servers: the right ones' distances, of other tokens
-        base = np.roll(_right(sizes)[where], int(where.sum()) // 2)
-    size = _rms(base)
-    if not size:
-        return False
-    mine[where] = base * (times * _rms(_right(sizes)[where]) / size)
-    tested = conditions.judge(table, replace(sizes, mine=mine), masks)
-    return tested is not None and tested.p <= rate
+    def fails(self, where: np.ndarray, times: float) -> bool:
+        """Whether the verdict would be a fail with the distances in ``where`` enlarged to ``times`` that of right
+        ones."""
+        mine, right = self.sizes.mine.copy(), _right(self.sizes)[where]
+        base = mine[where]
+        if not _rms(base):  # equal servers: the right ones' distances, of other tokens
+            base = np.roll(right, int(where.sum()) // 2)
+        size = _rms(base)
+        if not size:
+            return False
+        mine[where] = base * (times * _rms(right) / size)
+        tested = conditions.judge(self.table, replace(self.sizes, mine=mine), self.masks)
+        return tested is not None and tested.p <= self.rate
+
+    def smallest(self, where: np.ndarray) -> float | None:
+        """The smallest distance that fails, by halving: the test's p falls as the distance grows."""
+        if not _rms(_right(self.sizes)[where]):
+            return 0.0
+        low, high = 0.0, math.log(ENOUGH)
+        if not self.fails(where, ENOUGH):
+            low, high = high, math.log(_MOST)
+            if not self.fails(where, _MOST):
+                return None
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.fails(where, math.exp(middle)) else (middle, high)
+        return math.exp(high)
+
+    def repeated(self, k: int) -> EnlargedTest:
+        """As if each prompt had been sent ``k`` times under other names, with the same distances."""
+        table, n = self.table, len(self.table.names)
+        wide = replace(
+            table, names=tuple(f"{name}#{i}" for i in range(k) for name in table.names),
+            prompt=np.concatenate([table.prompt + i * n for i in range(k)]),
+            pass_index=np.tile(table.pass_index, k), tokens=table.tokens * k, features=table.features * k,
+            across=np.tile(table.across, k), itself=np.tile(table.itself, k), floors=np.tile(table.floors, k),
+            others=np.tile(table.others, k),
+        )  # fmt: skip
+        mine, itself, rounding = (np.tile(x, k) for x in (self.sizes.mine, self.sizes.itself, self.sizes.rounding))
+        sizes = Sizes(mine, self.sizes.nearest, itself, rounding)
+        return EnlargedTest(wide, sizes, [np.tile(m, k) for m in self.masks], self.rate)
 
 
 def _right(sizes: Sizes) -> np.ndarray:
@@ -142,23 +147,6 @@ def _right(sizes: Sizes) -> np.ndarray:
 def _rms(values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
     return float(np.sqrt(np.square(known).mean())) if len(known) else 0.0
-
-
-def _repeated(
-    table: Table, sizes: Sizes, masks: Sequence[np.ndarray], wheres: Sequence[np.ndarray], k: int
-) -> tuple[Table, Sizes, list[np.ndarray], list[np.ndarray]]:
-    """As if each prompt had been sent ``k`` times under other names, with the same distances."""
-    n = len(table.names)
-    prompt = np.concatenate([table.prompt + i * n for i in range(k)])
-    wide = replace(
-        table, names=tuple(f"{name}#{i}" for i in range(k) for name in table.names), prompt=prompt,
-        pass_index=np.tile(table.pass_index, k), tokens=table.tokens * k, features=table.features * k,
-        across=np.tile(table.across, k), itself=np.tile(table.itself, k), floors=np.tile(table.floors, k),
-        others=np.tile(table.others, k),
-    )  # fmt: skip
-    mine, itself, rounding = (np.tile(x, k) for x in (sizes.mine, sizes.itself, sizes.rounding))
-    more = Sizes(mine, sizes.nearest, itself, rounding)
-    return wide, more, [np.tile(m, k) for m in masks], [np.tile(w, k) for w in wheres]
 
 
 WORST = 64
@@ -264,7 +252,7 @@ def compare(
     alone = conditions.judge(table, conditions.batching(table), masks) if len(floors) else tested
     p = None if tested is None else tested.p
     beyond = p is not None and p <= rate
-    said = conditions.explain(table, sizes, rate) if beyond else None
+    cause = conditions.explain(table, sizes, rate) if beyond else None
     differs = None
     if not beyond and alone is not None and alone.p <= rate:
         differs = conditions.explain(table, conditions.batching(table), rate)
@@ -272,9 +260,9 @@ def compare(
     return Gate(
         across, golden_self, mine_self, _cells(table, sizes, across, golden_self, mine_self),
         len(table.names) if tested is None else tested.prompts, p, None if alone is None else alone.p,
-        _times(table, sizes, said and said[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
-        said and said[0], differs and differs[0], _worst(table, sizes),
-        tuple(_gating_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
+        _times(table, sizes, cause and cause[1]), rate, _why(table, floors) if tested is None else _too_few(reach),
+        cause and cause[0], differs and differs[0], _worst(table, sizes),
+        tuple(_known_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
          *_notes(golden, mine, table, sizes)), reach,
     )  # fmt: skip
@@ -303,15 +291,15 @@ def _too_few(power: Power | None) -> str | None:
     if power is None or power.enough:
         return None
     blind = [one for one in power.shown if not one.enough]
-    said = ", ".join(
+    listed = ", ".join(
         f"{one.condition} (only one of {one.times:.2g} times)" if one.times is not None else f"{one.condition} (none)"
         for one in blind
     )
     more = f"send {power.needed:,} such prompts" if power.needed else "send more, and other, prompts"
-    return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {said}: {more}"
+    return f"these prompts would not have shown a difference of {ENOUGH:g} times the floor in {listed}: {more}"
 
 
-def _gating_rms(values: np.ndarray) -> float | None:
+def _known_rms(values: np.ndarray) -> float | None:
     known = values[~np.isnan(values)]
     return float(np.sqrt(np.square(known).mean())) if len(known) else None
 
@@ -319,7 +307,10 @@ def _gating_rms(values: np.ndarray) -> float | None:
 def _times(table: Table, sizes: conditions.Sizes, mask: np.ndarray | None) -> float | None:
     """None where the right servers are equal and mine is not."""
     limited = ~np.isnan(conditions.limits(sizes)) & (mask if mask is not None else np.ones(len(table.tokens), bool))
-    mine, right = _gating_rms(sizes.mine[limited]), _gating_rms(np.fmax(sizes.itself, sizes.rounding)[limited])
+    mine, right = (
+        _known_rms(sizes.mine[limited]),
+        _known_rms(np.fmax(sizes.itself, sizes.rounding)[limited]),
+    )
     if mine is None or right is None or not np.isfinite(mine):
         return None
     return mine / right if right else None if mine else 1.0
@@ -350,7 +341,7 @@ def _cells(table: Table, sizes: conditions.Sizes, *of: Gaps) -> tuple[Cell, ...]
         for name, members in sorted(groups.items(), key=_order):
             chosen = np.array(members)
             selves = [_self(side, at, name) for side in of[1:]]
-            away = (_gating_rms(sizes.mine[chosen]), _gating_rms(right[chosen]))
+            away = (_known_rms(sizes.mine[chosen]), _known_rms(right[chosen]))
             found.append(_cell(name, [slots[i][0] for i in members], selves, away))
     return tuple(found)
 
@@ -408,7 +399,7 @@ def _worst(table: Table, sizes: conditions.Sizes) -> tuple[WorstToken, ...]:
 
 
 def _forced(mine: Sent) -> str | None:
-    ways = {forced(r) for replies in mine.passes for r in replies.values()} - {None}
+    ways = {r.forced for replies in mine.passes for r in replies.values()} - {None}
     return ", ".join(sorted(str(way) for way in ways)) or None
 
 

@@ -1,30 +1,13 @@
 """Two replies to one prompt, token by token, and what each token's numbers depend on.
 
-Two replies to one prompt, token by token, for as long as both have read the same.
+The problem: after the first token that differs two servers answer different texts, and a token may show an error that
+an earlier chunk left in its keys and values. The idea: positions are compared up to and including the first token that
+differs; where a side was forced nothing ends. Features cover the context: the last chunk that computed a row of it, the
+largest and smallest batch that did, whether the request began with a prefix hit: from the engine's steps, else
+estimated from the server's answers. `Table` has a row for each token, with every distance that is known: golden to
+mine, golden to itself, and floors.
 
-The problem: after the first token that is not the same, two servers answer different texts, and comparing these says
-nothing about numbers. The idea: positions are compared up to and including the first token that is not the same: its
-context is still. Where a side was forced along the other's tokens, that never happens: a flip is then a token that is
-not the server's own best, and ends nothing. A `scored` reply has a token for each position of prompt and answer.
-
-What a token's numbers depend on, in one server: chunks, batches, prefix hits.
-
-The problem: a kernel is wrong in the second chunk of a prompt, and every later token reads the wrong keys and values
-that it left behind; told by the step that computed the token itself, it would be wrong nearly everywhere. The idea:
-features take in the context: the last chunk that computed a row of it, the largest and the smallest batch that did,
-whether its request began with a prefix hit. The engine's steps say this exactly (gate/sending/replies.py); without them
-hits are what the server says of its cache, batches are counted from requests that overlap in time, and chunks are
-unknown.
-
-All compared tokens of two servers, and of those known to be right, as columns.
-
-The problem: what a distance between golden and mine is worth shows beside two others of the same token: how far golden
-is from itself in another batch, and how far two servers that are known to be right are from one another. The idea: a
-row for each token of golden's and mine's passes of the same arrival, so that batches differ as little as they can, and
-in each row every distance that is known; a row is there only where all sides have read the same text so far.
-
-Not here: what is expected (conditions.py), who forces (gate/sending/passes.py), which feature explains a difference
-(condition.py), what they say (conditions.py).
+Not here: what is expected, and which feature explains a difference (conditions.py).
 """
 
 from __future__ import annotations
@@ -85,8 +68,8 @@ def gaps(golden: Reply, mine: Reply) -> tuple[list[TokenGap], int, str | None]:
         return [], 0, NO_IDS
     if golden.prompt_token_ids != mine.prompt_token_ids:
         return [], 0, OTHER_IDS
-    scored = SCORED in (forced(golden), forced(mine))
-    if scored and (forced(golden) != forced(mine) or ours != theirs):
+    scored = SCORED in (golden.forced, mine.forced)
+    if scored and (golden.forced != mine.forced or ours != theirs):
         return [], 0, OTHER_IDS
     n = min(len(ours), len(theirs), *(len(r.top or ()) for r in (golden, mine)))
     if not n:
@@ -113,11 +96,6 @@ def gaps(golden: Reply, mine: Reply) -> tuple[list[TokenGap], int, str | None]:
     return found, 0, None
 
 
-def forced(reply: Reply) -> str | None:
-    """How the tokens of a reply were forced, None where the server chose them."""
-    return reply.forced
-
-
 def _known(top: tuple[list[int] | None, list[float]]) -> dict[int, float]:
     ids, values = top
     return {i: v for i, v in zip(ids or (), values, strict=False) if v > CLIPPED}
@@ -142,7 +120,7 @@ def _best(reply: Reply, k: int) -> int:
     assert reply.token_ids is not None
     ids, values = reply.top[k]
     token = reply.token_ids[k]
-    if forced(reply) is None or not ids or (token in ids and values[ids.index(token)] >= values[0]):
+    if reply.forced is None or not ids or (token in ids and values[ids.index(token)] >= values[0]):
         return token
     return ids[0]
 
@@ -342,7 +320,7 @@ def build(golden: Sent, mine: Sent, right: Sequence[Sent], steps: Steps | None) 
             theirs = one.passes[passes[i]] if i in passes else {}
             near.append(Gaps().add(golden.passes[i], theirs))
             far.append(Gaps().add(theirs, mine.passes[j]))
-        scored = any(forced(r) == SCORED for r in mine.passes[j].values())
+        scored = any(r.forced == SCORED for r in mine.passes[j].values())
         for (name, k), token in across.add(golden.passes[i], mine.passes[j]).items():
             own = None if scored else themselves.get((name, k))
             sizes = [[_size(d.get((name, k))) for d in of] for of in (near, far)]

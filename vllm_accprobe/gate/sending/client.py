@@ -1,30 +1,13 @@
 """One request to an OpenAI-compatible server, and its answer as numbers.
 
-The ways in which a server can be made to answer with tokens that are named beforehand.
+The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and after
+the first token that two servers choose differently nothing more can be compared. The idea: vLLM is asked for ids, every
+shape of answer becomes one `Reply`, and a server is made to answer with named tokens in the first of `WAYS` that works:
+our plugin (VLLM_ACCPROBE_FORCE=1) replaces sampled tokens, and all code runs as in serving; vLLM's trace replay (0.32
+on, model runner V2); or prompt and answer scored as one prompt, which exercises no decode kernel, no prefix cache and
+no batch of decodes. http.client: no proxy of the environment sees a prompt, and no text of a request is in an error.
 
-The problem: after a token that two servers do not choose alike they answer other texts, and nothing more can be
-compared. The idea, in the order in which a server is asked:
-
-- ``accprobe``: our plugin in the server (``VLLM_ACCPROBE_FORCE=1``, or the probe with it) puts the tokens in place of
-  those that were sampled. All of the server's code runs as in serving.
-- ``trace replay``: vLLM's own, from 0.32 on, with model runner V2 and ``--enable-trace-replay --enable-scale-out``.
-- ``scored``: prompt and answer are sent as one prompt, with log-probabilities of its tokens. Any vLLM can do it. It
-  exercises no decode kernel, no prefix cache, and no batch of decodes.
-
-An answer as numbers, whichever of a server's routes gave it.
-
-The problem: of an answer only token ids and log-probabilities can be compared, OpenAI's routes give texts, and each of
-vLLM's ways to force or score tokens has an answer of another shape. The idea: one Reply, and a function for each shape;
-what a server leaves out is None, what is no answer is a reply that was refused.
-
-One request to an OpenAI-compatible server.
-
-The problem: of an answer only token ids and log-probabilities can be compared, and OpenAI's routes give texts; a server
-that is killed or hangs must be told from one that refuses a prompt. The idea: vLLM is asked for ids
-(``return_token_ids``, ``return_tokens_as_token_ids``). The standard library's http.client: a request on a connection of
-its own needs no more, and no proxy of the environment sees a prompt. No text of a request or an answer is in an error.
-
-Not here: which tokens (passes.py), where it is kept (replies.py), when (passes.py, passes.py).
+Not here: which tokens and when (passes.py), where replies are kept (replies.py).
 """
 
 from __future__ import annotations
@@ -75,8 +58,8 @@ def forced_body(line: PromptLine, way: str | None, model: str, top: int) -> tupl
     greedy: dict[str, Any] = {"max_tokens": len(line.along), "temperature": 0.0, "seed": 0, "ignore_eos": True}
     if way == TRACE:
         params = greedy | {"logprobs": top, "trace_decode_token_ids": list(line.along), "detokenize": False}
-        asked = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
-        return GENERATE, asked | {"sampling_params": params}
+        body = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
+        return GENERATE, body | {"sampling_params": params}
     common = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True} | greedy
     if way == SCORED:
         whole = [*(line.token_ids or ()), *line.along]
@@ -126,14 +109,14 @@ def completion(reply: Reply, answer: Any) -> Reply:
         usage = answer.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
         prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        said = choice.get("logprobs")
-        if isinstance(said, dict) and "content" in said:
-            content = said["content"] or []
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and "content" in logprobs:
+            content = logprobs["content"] or []
             chosen = [_number(c.get("logprob")) for c in content]
             tops = [_top([(t["token"], t["logprob"]) for t in c.get("top_logprobs") or []]) for c in content]
-        elif isinstance(said, dict):
-            chosen = [_number(v) for v in said.get("token_logprobs") or []]
-            tops = [_top(list((t or {}).items())) for t in said.get("top_logprobs") or []]
+        elif isinstance(logprobs, dict):
+            chosen = [_number(v) for v in logprobs.get("token_logprobs") or []]
+            tops = [_top(list((t or {}).items())) for t in logprobs.get("top_logprobs") or []]
         else:
             return replace(reply, refused="an answer without log-probabilities")
         return replace(
@@ -219,8 +202,6 @@ def _margins(tops: list[tuple[list[int] | None, list[float]]]) -> list[float | N
     return [round(t[1][0] - t[1][1], 6) if len(t[1]) > 1 else None for t in tops]
 
 
-__all__ = ["NotForced", "OtherIds", "Reply", "SendError", "Sender", "ServerLost"]
-
 SCORE_TOKENS = 1024
 """Chosen: longer prompts are not scored. A server computes the logits of a whole chunk for that, float32, and their
 logarithms beside them: 1.2 GB for 1,024 tokens of a vocabulary of 152,000, which it has not kept free."""
@@ -239,6 +220,10 @@ class SendError(Exception):
 
 class ServerLost(SendError):
     """One line: it answered before, and does not any more."""
+
+
+class NotServed(SendError):
+    """One line: a command that cannot be started, ended, or answered nothing before it served."""
 
 
 class NotForced(SendError):
@@ -278,9 +263,8 @@ class Sender:
 
     def introduced(self) -> tuple[Sender, dict[str, Any]]:
         """With the name of the model, the first that the server has, and what it says of itself. Raises SendError."""
-        status, models = replace(self, timeout=min(self.timeout, INTRODUCTION_S))._exchange(
-            "GET", "/v1/models", None, "", {}
-        )
+        patient = replace(self, timeout=min(self.timeout, INTRODUCTION_S))
+        status, models = patient._exchange("GET", "/v1/models", None, "", {})
         if status in (401, 403):
             raise SendError(f"{self.url} wants a key ({status}): put it into VLLM_API_KEY")
         try:
@@ -347,15 +331,15 @@ class Sender:
             reply = (generated if self.way == TRACE else completion)(reply, answer)
         if reply.refused is not None:
             return reply
-        got, asked = tuple(reply.token_ids or ()), line.along or ()
+        got, forced = tuple(reply.token_ids or ()), line.along or ()
         if line.token_ids is not None and reply.prompt_token_ids != list(line.token_ids):
             raise OtherIds("the server read other token ids than were sent: nothing can be compared")
-        if got == asked[: len(got)] and len(got) < len(asked):
+        if got == forced[: len(got)] and len(got) < len(forced):
             return Reply(reply.name, reply.began, reply.seconds, refused="the server's longest sequence is too short")
-        if got != asked:
-            k = next((k for k, (a, b) in enumerate(zip(got, asked, strict=False)) if a != b), len(asked))
+        if got != forced:
+            k = next((k for k, (a, b) in enumerate(zip(got, forced, strict=False)) if a != b), len(forced))
             raise NotForced(
-                f"token {k + 1} of {len(asked)} is not the one that was named; to force a server, {HOW_TO_FORCE}"
+                f"token {k + 1} of {len(forced)} is not the one that was named; to force a server, {HOW_TO_FORCE}"
             )
         return reply
 

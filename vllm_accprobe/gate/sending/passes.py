@@ -1,27 +1,13 @@
 """All prompts to a server, once for each pass, with or without teacher forcing.
 
-Which tokens the prompts of a pass are to be answered with: golden's, or those of the folder's own first pass.
+The problem: a difference between two servers means nothing without that of a server from itself, and what a server
+computes depends on the batch; after the first token that differs, texts differ; a server may die in the middle. The
+idea: a pass has a word for how requests arrive (one: each after the answer before; all: at once; poisson:RATE: at
+moments that are the same every time). Prompts go as golden's token ids and along golden's answers, or along the
+folder's own first pass; a last pass, `score`, sends prompt and answer as one prompt. A few threads empty a queue; the
+first failure that is not one prompt's stops the rest, and what was answered is in the folder.
 
-The problem: two servers' answers part at the first token that they do not choose alike, and so do two passes of one
-server; what comes after says nothing about numbers. The idea: prompts go as the token ids that golden read, answers
-along the token ids that golden gave, in every pass; a free folder's second pass goes along its own first. And one pass
-more, `score`: prompt and answer as one prompt, of which each token has a log-probability.
-
-When the requests of a pass are sent: which of them meet in one batch.
-
-The problem: what a server computes for a request depends on what else is in its batch, so the way requests arrive is
-part of the measurement. The idea: a pass has a word for it (one: each after the answer to the one before; all: at once;
-poisson:RATE: at random moments, RATE a second), and the moments are the same every time.
-
-All prompts to a server, once for each pass, so that the folder holds what the server's own batching changes.
-
-The problem: a difference between two servers means nothing without the difference of a server from itself; and a server
-that dies in the middle must not cost what was measured. The idea: the same prompts go twice, one by one and then all at
-once; each pass is a queue that a few threads empty at the moments of its arrival. The first failure that is not one
-prompt's stops the rest, by closing their sockets; what was answered is in the folder.
-
-Not here: how a server is made to (client.py, client.py), the folder's format (replies.py), a command that serves
-(sides.py).
+Not here: how a server is forced (client.py), the folder (replies.py), a command that serves (gate/sides.py).
 """
 
 from __future__ import annotations
@@ -36,12 +22,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe import __version__
 from vllm_accprobe.gate.sending import client, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
-from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError, ServerLost
+from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError
 from vllm_accprobe.gate.sending.prompts import PromptLine
 
 SCORE = "score"
@@ -111,10 +99,10 @@ def has_images(line: PromptLine) -> bool:
 
 def forced_lines(golden: replies.Sent) -> list[PromptLine]:
     """Golden's prompts as its token ids, each with the answer of its pass 0; without those that have no answer or no
-    token ids. Raises AlongError, PromptsError."""
-    asked = prompts_file.read(str(golden.path / replies.PROMPTS))
+    token ids. Raises TeacherForcingError, PromptsError."""
+    prompts = prompts_file.read(str(golden.path / replies.PROMPTS))
     first = golden.passes[0] if golden.passes else {}
-    found = [forced for line in asked if (forced := along(line, first.get(line.name))) is not None]
+    found = [forced for line in prompts if (forced := along(line, first.get(line.name))) is not None]
     if not found:
         raise TeacherForcingError(
             f"{golden.path} has no token ids to go along: its server has to be vLLM, and to have answered"
@@ -153,7 +141,7 @@ def planned(
     """How ``sender``'s server is forced, for a new folder or for one that was begun (its send.json).
 
     golden: the digest of what all passes go along. passes: the free or forced ones. score: None: where the server can.
-    Raises AlongError, ServerLost.
+    Raises TeacherForcingError, ServerLost.
     """
     if begun is not None:
         return _gone_on_with(sender, golden, score, begun)
@@ -188,19 +176,25 @@ def _gone_on_with(sender: Sender, golden: str | None, score: bool | None, begun:
     return plan
 
 
-def told(plan: Forcing, golden: replies.Sent, lines: int) -> str:
+def describe(plan: Forcing, golden: replies.Sent, lines: int) -> str:
     """How, and how many of golden's prompts could not be."""
-    said = client.NOT_EXERCISED if plan.how == client.SCORED else f"by {plan.how}"
+    method = client.NOT_EXERCISED if plan.how == client.SCORED else f"by {plan.how}"
     left = int(golden.about.get("prompts", {}).get("count", lines)) - lines
-    return said + (f"; {left} of golden's prompts have no answer in its first pass" if left > 0 else "")
+    return method + (f"; {left} of golden's prompts have no answer in its first pass" if left > 0 else "")
 
 
 def golden_of(path: Path) -> replies.Sent:
-    """Raises FolderError, AlongError, OSError."""
+    """Raises FolderError, TeacherForcingError, OSError."""
     golden = replies.read(path)
     if not golden.passes or not golden.passes[0]:
         raise TeacherForcingError(f"{path} has no answers to go along")
     return golden
+
+
+def made_by(prompts: str) -> dict[str, str]:
+    """What send.json says of the version, the prompts' source and the time."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"accprobe": __version__, "source": Path(prompts).name, "started": now}
 
 
 SEED = 0
@@ -324,10 +318,10 @@ def _about(
     plan: Forcing,
 ) -> dict[str, Any]:
     """send.json of a new folder, or of one that is gone on with."""
-    asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
+    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
     if replies.exists(out):
         about = replies.read_about(out)
-        for what, now in (("prompts", asked), ("settings", how)):
+        for what, now in (("prompts", prompts), ("settings", how)):
             if about.get(what) != now:
                 raise replies.FolderError(
                     f"{out} has other {what}: name another --out, or give those it was begun with"
@@ -342,7 +336,7 @@ def _about(
         way = plan.way(index, word)
         passes.append({"arrive": word, "answered": 0, "refused": 0, "resumed": 0} | ({"forced": way} if way else {}))
     along = {"along": {"sha256": plan.golden, "how": plan.how}} if plan.golden else {}
-    about = {"schema": replies.SCHEMA, **made, "url": sender.url, "server": server, "prompts": asked, "settings": how,
+    about = {"schema": replies.SCHEMA, **made, "url": sender.url, "server": server, "prompts": prompts, "settings": how,
              **along, "passes": passes, "complete": False}  # fmt: skip
     replies.begin(out, prompts_file.to_text(lines), about)
     return about
@@ -411,8 +405,8 @@ class _Pass:
             except BaseException as e:
                 with self._lock:
                     if self._failure is None and not self._stop.is_set():
-                        said = f"pass {self._index}, request {line.name}: {e}"
-                        self._failure = type(e)(said) if isinstance(e, SendError) else e
+                        problem = f"pass {self._index}, request {line.name}: {e}"
+                        self._failure = type(e)(problem) if isinstance(e, SendError) else e
                 self._stop.set()
                 return
             with self._lock:
@@ -426,6 +420,3 @@ class _Pass:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
             time.sleep(_LOOK_S / 10)
-
-
-__all__ = ["Done", "ServerLost", "send", "settings"]

@@ -1,17 +1,9 @@
-"""Prompts from a file, or the set that ships with us.
+"""Prompts from a file (jsonl, ShareGPT, plain text), or the 24 that ship with us.
 
-The set of prompts that ships with us: 24, made by us, of 5 to about 8,000 tokens.
-
-The problem: most errors need something special to show: a length beyond a chunk or a window, a prefix that is already
-in the cache, digits, a script of many tokens for each word. The idea: a few short prompts written by hand, and long
-ones composed of small lists with a fixed seed, so that they are the same everywhere and take no room here. Lengths are
-about those of a BPE of 100,000 tokens or more, 4 characters of English for each.
-
-Prompts from a file: jsonl, ShareGPT, plain text, or the set that ships with us.
-
-The problem: two captures, or two servers, are comparable only if they got the same prompts under the same names, and
-everybody keeps prompts in a file of another shape. The idea: whatever the file is, each prompt becomes one line of one
-format (docs/gate.md), with an id that is the same in every run; that line is what is kept and sent.
+The problem: two captures are comparable only if they got the same prompts under the same names, and most errors need
+something special to show: a length beyond a chunk or window, a cached prefix, digits, a script of many tokens for each
+word. The idea: each prompt becomes one line of one format (docs/gate.md), with an id that is the same in every run. The
+shipped ones have 5 to about 8,000 tokens; long ones are composed with a fixed seed, at 4 characters a token.
 
 Not here: sending (client.py).
 """
@@ -81,10 +73,10 @@ def _story(tokens: int, seed: int) -> str:
 def _table(tokens: int) -> str:
     """Lines of code with numbers, about three characters for each token."""
     draw = random.Random(2)
-    said = "LIMITS = {\n"
-    while len(said) < tokens * 3:
-        said += f'    "layer_{draw.randrange(96)}": ({draw.random():.6f}, {draw.randrange(1 << 16)}),\n'
-    return said + "}\n\ndef largest(limits):\n    return"
+    code = "LIMITS = {\n"
+    while len(code) < tokens * 3:
+        code += f'    "layer_{draw.randrange(96)}": ({draw.random():.6f}, {draw.randrange(1 << 16)}),\n'
+    return code + "}\n\ndef largest(limits):\n    return"
 
 
 DEFAULT = NAME
@@ -178,8 +170,8 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
         text, ids = None, text
     if messages is None and "conversations" in value:
         messages = _conversation(value["conversations"], where)
-    given = [v for v in (text, messages, ids) if v is not None]
-    if len(given) != 1 or not given[0]:
+    kinds = [v for v in (text, messages, ids) if v is not None]
+    if len(kinds) != 1 or not kinds[0]:
         raise PromptsError(f"{where}: write one of prompt, messages, token_ids and conversations, and not an empty one")
     images = value.get("images")
     if images:
@@ -228,10 +220,10 @@ def _conversation(turns: Any, where: str) -> list[dict[str, Any]]:
     """ShareGPT's turns up to the last question; the answers before it are part of the prompt."""
     if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
         raise PromptsError(f"{where}: conversations is a list of objects with from and value")
-    said = [{"role": _ROLES.get(str(t.get("from")), "user"), "content": t["value"]} for t in turns]
-    while said and said[-1]["role"] != "user":
-        said.pop()
-    return said
+    messages = [{"role": _ROLES.get(str(t.get("from")), "user"), "content": t["value"]} for t in turns]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    return messages
 
 
 def _image(given: Any, where: str, folder: Path) -> str:

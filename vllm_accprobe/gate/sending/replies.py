@@ -1,25 +1,14 @@
-"""The folder of a `send`: what was sent, what came back, and the engine's steps.
-
-What the engine computed when: for each request its steps, as an engine that we started wrote them down.
-
-    OUT/steps-0/steps-rank0.jsonl   {"step": 7, "requests": [["p3.pass1", 512, 256], ...]}: the request as it was sent,
-                                    tokens computed before, tokens of this step; steps-1 of the next engine
-
-The problem: whether a token came from a second chunk, a batch of nine or a prefix hit, its log-probability does not
-tell. The idea: read the engine's own lines. Where a send was gone on with, what the last engine says of a request
-counts: the others did not answer it.
-
-The folder of a `send`: what was sent, what came back, and how far it got.
+"""The folder of a `send`: what was sent, what came back, and which steps the engine computed.
 
     OUT/send.json       schema, server, settings, the passes and how many prompts each has answered
     OUT/prompts.jsonl   what was sent, a prompt on each line; `accprobe send` takes it again
     OUT/pass-0.jsonl    a `Reply` on each line, in the order of the answers; pass-1.jsonl, ...
+    OUT/steps-0/steps-rank0.jsonl   {"step": 7, "requests": [["p3.pass1", 512, 256], ...]}: tokens computed before, and
+                                    in this step; steps-1 of the next engine, whose lines replace those before
 
-The problem: a run of hours ends in the middle, and what was answered must neither be lost nor asked again. The idea:
-each answer is one line, written at once; a torn last line is cut off before the next is added; a folder is gone on with
-only where prompts, model and settings are the same. Directories are 0700 and files 0600: these are users' prompts.
-
-Not here: writing (capture/teacher_forcing.py), what is made of it, sending (passes.py).
+The problem: a run of hours ends in the middle, and what was answered must not be lost or sent again. The idea: each
+answer is one line, written at once; a torn last line is cut off; a folder is resumed only where prompts, model and
+settings are the same. Directories are 0700 and files 0600. Not here: writing steps (capture/teacher_forcing.py).
 """
 
 from __future__ import annotations
@@ -73,8 +62,8 @@ def read_steps(out: Path) -> Steps:
 
 
 def _number(path: Path) -> int | None:
-    said = re.fullmatch(r"steps-(\d{1,6})", path.name)
-    return int(said[1]) if said and path.is_dir() else None
+    match = re.fullmatch(r"steps-(\d{1,6})", path.name)
+    return int(match[1]) if match and path.is_dir() else None
 
 
 def _add(engine: dict[str, list[Row]], path: Path) -> None:

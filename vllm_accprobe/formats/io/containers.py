@@ -1,26 +1,13 @@
-"""A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors.
+"""A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors, and single files.
 
-What tensors and files are called in an export, as it is written and as it is read again.
+The problem: other people's scripts read HDF5 or npz, which know no bfloat16 and no 8-bit floats, and have one text for
+a tensor where ours have six parts. The idea: records are written one at a time in the order of execution, those dtypes
+widened to float32, which is exact. Writing a name and taking it apart stand side by side: torch_xray's
+``path.Class.n.forward_output.i``, ``step/tap/role#call`` in npz and safetensors, ``globalrank-<r>_localrank-<l>`` for a
+rank's file. What a layout cannot say (an input's name, an operator's call, a module's numbers, how ranks cut a tensor)
+is noted beside it in our journal's words; whoever reads the notes trusts nothing.
 
-The problem: a container has one text for a tensor, ours have six parts; who writes that text and who takes it apart
-must agree. The idea: for each container the two stand side by side: torch_xray's ``path.Class.n.forward_output.i`` in
-HDF5, ``step/tap/role#call`` in npz and safetensors, ``globalrank-<r>_localrank-<l>`` for one rank's file.
-
-What an export notes beside its tensors, so that reading it back loses nothing.
-
-The problem: another tool's layout has no name for an input (HDF5's datasets are numbered), no place for an operator
-below a module, for a module's numbers (eps, head counts) or for how a rank's tensor is a part of the whole. The idea:
-the layout is kept as that tool wants it, and what it cannot say is noted beside it, in the words of our own journal
-(journal.py, journal.py); who does not know of the notes does not see them, and whoever reads them trusts nothing.
-
-A dump in the containers of other tools: HDF5 as torch_xray lays it out, npz, safetensors, and single files.
-
-The problem: other people's scripts read HDF5 or npz, and neither knows bfloat16 or the 8-bit floats. The idea: records
-are written one at a time in the order of execution, those dtypes widened to float32, which is exact, and the original
-name and dtype kept as attributes where the container has some.
-
-Not here: where a container keeps them (containers.py, formats/xray.py), which records (reader.py), refusing to
-overwrite (cli/convert.py).
+Not here: which records (dump/reader.py), refusing to overwrite (cli/convert.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Layout, Record
-from vllm_accprobe.formats.write import containers
+from vllm_accprobe.formats.io import containers
 
 REPLICATED = Layout("replicated")
 

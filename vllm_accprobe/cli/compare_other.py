@@ -1,0 +1,229 @@
+"""What `accprobe compare` does with what is no pair of dumps: one labelled dump, two tables, runs to calibrate by.
+
+One dump: the pairs that a program named with set_label, or run it first. Two tables (of `opcheck`, a generated test or
+msprobe's accuracy_checking_details): two machines, each against the same reference. Calibration: what runs of golden's
+side differ by, a few numbers per tap; with --profile how one dump's machine computes, operator by operator.
+
+Not here: which it is (compare.py), two dumps (compare_pair.py), measuring (comparison/labelled_pairs.py), judging
+(opcheck/diff).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vllm_accprobe.cli import places
+from vllm_accprobe.cli.endings import CommandError, NothingThere
+from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
+
+if TYPE_CHECKING:
+    pass
+
+
+ALL_LABELS = "ACCPROBE_LABELS"
+"""Environment variable for the command: 1 counts labels that no set_task_id precedes, too (vllm_accprobe/labels.py)."""
+ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
+"""Directories of the caller's own environment are searched, too, as the library does."""
+
+
+def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbose: bool) -> None:
+    """opened: the dump where it is open already; how: compare.LabelOptions; out: for labels.csv and labels.json. Raises
+    typer.Exit; with --exec the code is the command's own where the pairs pass and it failed."""
+    from vllm_accprobe.comparison.labelled_pairs import compare_labels, count_pairs
+    from vllm_accprobe.dump.label_files import LABEL_TAP
+    from vllm_accprobe.formats.common.sniff import open_dump
+    from vllm_accprobe.report import table as report
+
+    limit = how.tolerance
+    if limit is not None and not 0 <= limit < 1:
+        raise CommandError(f"--tolerance: {limit} is no relative error; write for example 0.01")
+    for directory in how.acl:
+        places.require_directory(directory, "--acl")
+    ours = {"labels.csv": places.csv_with(*report.LABEL_COLUMNS), "labels.json": places.SCHEMA_AND_VERDICT}
+    if (dump is None) == (how.exec is None):
+        raise CommandError("name a DUMP, or with --exec a command that labels tensors while it runs; one of the two")
+    if how.exec is None and (how.dir is not None or how.types is not None):
+        raise CommandError("--dir and --type are for --exec: they say what the command writes, and where")
+    places.check(out, ours, dumps=[] if dump is None else [dump])
+    code = 0
+    if how.exec is not None:
+        code, dump = _run(how.exec, how.dir, how.types)
+    opened = opened or open_dump(dump)  # type: ignore[arg-type]
+    roots = [*how.acl, *(Path(d) for name in ENVS if (d := os.environ.get(name)) and Path(d).is_dir())]
+    with progress("comparing", count_pairs(opened)) as done:
+        found = compare_labels(opened, roots, limit, done)
+    say_notes(opened.problems)
+    if not found.pairs and not found.unpaired:
+        why = "; ".join(f"{n} x {reason}" for reason, n in found.skipped.items()) or "set_label was never called in it"
+        raise NothingThere(f"{dump} holds no labels: {why}")
+    out.mkdir(parents=True, exist_ok=True)
+    written = report.write(found, out)
+    for line in report.lines(found, None if verbose else 10):
+        typer.echo(line)
+    say_written(*written)
+    answer(**report.to_json(found))
+    verdict = report.verdict(found)
+    if verdict is None:
+        typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)
+    raise typer.Exit({"pass": code, "fail": 1, None: 3}[verdict])
+
+
+def _run(line: str, place: str | None, types: str | None) -> tuple[int, Path]:
+    """(the command's exit code, the dump with its labels). ATB writes, too, where ``types`` or the environment of its
+    ancestor asks for it. Raises CommandError."""
+    from vllm_accprobe.cli.run import launched, say
+    from vllm_accprobe.run.atb import ANCESTOR, options_of
+
+    atb = None
+    if types is not None or os.environ.get(ANCESTOR, "0") not in ("", "0"):
+        atb, notes = options_of({"types": types}, os.environ)
+        for note in notes:
+            say(note)
+    ran = launched([line], {"dir": place}, atb, False, {ALL_LABELS: "1"})
+    dumps = ran.watcher.dumps()
+    if ran.code:
+        say(f"the command ended with exit code {ran.code}")
+    if not dumps:
+        raise NothingThere("no label was captured: the command called no set_label of vllm_accprobe, or failed before")
+    if len(dumps) > 1:
+        named = ", ".join(map(str, dumps))
+        raise CommandError(f"the command left {len(dumps)} dumps ({named}): compare each with `accprobe compare DUMP`")
+    say(f"dump: {dumps[0]}")
+    return ran.code, Path(dumps[0])
+
+
+def compare_tables(
+    golden: Path | None, mine: Path | None, joined: Path | None, how: Any, standard: str | None, out: Path,
+    verbose: bool,
+) -> None:  # fmt: skip
+    """joined: torch_xray's table of both, to be written; how: compare.TableOptions. Raises typer.Exit."""
+    from vllm_accprobe.opcheck import diff as lines
+    from vllm_accprobe.opcheck.compat.msprobe import CompareFiles
+    from vllm_accprobe.opcheck.compat.xray import SUMMARY_COLUMNS as SUMMARY
+    from vllm_accprobe.opcheck.compat.xray import SummaryFile
+    from vllm_accprobe.opcheck.diff import DiffTotals, SheetError, open_diff
+    from vllm_accprobe.standards.finding import ERROR
+
+    theirs = how.gpu is not None or how.npu is not None
+    if theirs and (golden is not None or mine is not None):
+        raise CommandError("-gpu and -npu stand for GOLDEN.csv and MINE.csv: name each file once")
+    golden, mine = (how.gpu, how.npu) if theirs else (golden, mine)
+    if golden is None or mine is None:
+        raise CommandError("two files are needed: GOLDEN.csv MINE.csv, or -gpu FILE -npu FILE")
+    for path in (golden, mine):
+        if not path.exists():
+            raise CommandError(
+                f"{path} does not exist: name an opcheck.csv, a generated test's csv or msprobe's details"
+            )
+    standard = standard or ("msprobe" if joined is None else "xray")
+    if joined is not None:
+        places.check_table(joined, "RESULT.csv", SUMMARY[:4])
+    ours = {
+        "details.csv": places.matching(r"\A[^\n]*,dtype,shape,api,algorithm,level,status,message,"),
+        "result.csv": places.matching(r"\A[^\n]*,api,forward,backward,outputs,algorithm,message\n"),
+        "opdiff.md": places.matching(r"\A# [^\n]*\n\nGolden: `"),
+    }
+    places.check(out, ours)
+    try:
+        diff, totals = open_diff(golden, mine, standard, how.algorithm, how.by), DiffTotals()
+        places.refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
+        out.mkdir(parents=True, exist_ok=True)
+        with progress("opdiff", diff.mine.count() // lines.STEP) as done:
+            msprobes = CompareFiles(out, time.strftime("%Y%m%d%H%M%S"))
+            written = theirs or lines.is_msprobe(diff)
+            table = SummaryFile(joined) if joined is not None else None
+            gathering = [*([msprobes.add] if written else []), *([table.add] if table is not None else [])]
+
+            def also(compared: object) -> None:
+                for add in gathering:
+                    add(compared)
+
+            lines.write_details(diff, out / "details.csv", totals, done, also)
+    except SheetError as e:
+        raise CommandError(str(e)) from None
+    lines.write_result(diff, out / "result.csv", totals)
+    if not totals.judged:
+        for line in lines.left_out(diff, totals):
+            typer.echo(line)
+        why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
+        raise NothingThere(f"nothing could be judged: {lines.safe(why)} ({golden}, {mine})")
+    (out / "opdiff.md").write_text(lines.markdown(diff, totals), encoding="utf-8")
+    for line in lines.lines(diff, totals, None if verbose else 10):
+        typer.echo(line)
+    more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
+    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *more)
+    answer(
+        verdict="fail" if totals.statuses[ERROR] else "pass", standard=diff.standard, judged=totals.judged,
+        statuses=totals.statuses, operators=dict(lines.operators(totals)), skipped=totals.skipped, alone=totals.alone,
+        worst=[
+            {"place": dict(zip(diff.keys, c.row.key, strict=False)), "api": c.api, "status": c.finding.status,
+             "message": c.finding.message} for c in totals.worst_first()
+        ],
+    )  # fmt: skip
+    raise typer.Exit(1 if totals.statuses[ERROR] else 0)
+
+
+def calibrate(golden: Path | None, others: list[Path], how: Any, weights: Path | None, out: Path) -> None:
+    """how: compare.CalibrateOptions; out: a folder, for calibration.json or profile.json. Raises CommandError."""
+    if golden is None:
+        raise CommandError("name runs of golden's side: accprobe compare GOLDEN RUN... --calibrate OUT")
+    if how.profile:
+        if others or how.accept_failing:
+            raise CommandError("--profile is of one dump: leave out the others, or --profile")
+        _profile(golden, weights, out)
+        return
+    if not others:
+        raise CommandError("name a further run of golden's side behind GOLDEN, or ask for --profile")
+    if weights is not None:
+        raise CommandError("--weights goes with --profile")
+    _floor(golden, others, out, how.accept_failing)
+
+
+def _floor(golden: Path, others: list[Path], out: Path, failing: bool) -> None:
+    from vllm_accprobe.comparison import engine
+    from vllm_accprobe.judge.calibration import KIND, NAME
+
+    for i, other in enumerate(others):
+        for name, earlier in (("GOLDEN", golden), *(("OTHER", o) for o in others[:i])):
+            places.refuse_same((name, earlier), ("OTHER", other))
+    places.check(out, {NAME: places.matching(f'\\A\\{{"kind":\\s*"{KIND}"')}, dumps=[golden, *others])
+    found = engine.calibrate(golden, others, failing=failing)
+    path = found.save(out)
+    typer.echo(f"{len(found.floors)} tensors from {len(found.runs)} run{'s' * (len(found.runs) != 1)} ({found.source})")
+    for tap, worst in sorted(found.origins.items(), key=lambda o: -o[1])[:10]:
+        typer.echo(f"golden's own runs differ at {tap}: {worst:.3g}; as much of it is no origin")
+    say_written(path)
+    answer(tensors=len(found.floors), runs=found.runs, source=found.source, origins=found.origins)
+
+
+def _profile(dump: Path, model: Path | None, out: Path) -> None:
+    from vllm_accprobe.cli.opcheck import opened_calls, require_torch
+    from vllm_accprobe.judge.profile import NAME, OURS, Profile, host_of
+
+    require_torch("compare --calibrate --profile")
+    if not dump.exists():
+        raise CommandError(f"{dump} does not exist: name a dump's directory or file")
+    places.check(out, {NAME: places.matching(OURS)}, dumps=[dump])
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.registry import default_references
+    from vllm_accprobe.opcheck.run import pair, table
+
+    calls = opened_calls(dump, model)
+    taps = len(calls.taps())
+    with progress("replaying", taps, steps=True) as to:
+        [side] = pair.check_both([calls], default_references(), [], lambda done, of: to(done))
+    _, found = decided.settle(side.rows)
+    if not found.habits:
+        raise NothingThere(f"{dump}: nothing of how its machine computes could be measured")
+    for line in table.computes(found):
+        typer.echo(line)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / NAME
+    path.write_text(Profile(found.habits, host_of(calls.dump.run), found.units).to_json(), encoding="utf-8")
+    say_written(path)
+    answer(habits=found.habits, units=found.units, unknown=found.unknown)

@@ -1,0 +1,212 @@
+"""Two dumps compared as ``accprobe compare`` does it: replayed where that decides, printed, and written to a folder.
+
+Not here: what is compared (compare.py), the measuring (comparison/), the replay (replay.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from vllm_accprobe.cli import places, replay
+from vllm_accprobe.cli.endings import going_on
+from vllm_accprobe.cli.output import Format, say_notes, say_written
+from vllm_accprobe.comparison import engine, store
+from vllm_accprobe.comparison.pair import COLUMNS
+from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
+from vllm_accprobe.opcheck.compat import xray
+from vllm_accprobe.report.html.data import Vocabulary, token_texts
+
+DEFAULT = "accprobe-report"
+
+
+def compare_dumps(
+    golden: Any, mine: Any, what: Any, judging: Any, work: Any, instead: Any, printed: Any
+) -> NoReturn:  # fmt: skip
+    """Two dumps (paths or None), or a saved comparison. The groups are those of compare.py: CompareOptions,
+    JudgeOptions, WorkOptions, InsteadOptions, PrintOptions. Raises typer.Exit."""
+    # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
+    # has gone costs a tenth of the time that a pair of equal dumps takes.
+    gc.set_threshold(100_000, 50, 50)
+    sheet, rejudge, form = what.sheet, instead.rejudge, printed.format
+    places.require_directory(judging.weights, "--weights")
+    rate = FALSE_ALARM_RATE if judging.rate is None else judging.rate
+    engine.check_rate(rate)
+    _check_arguments(golden, mine, judging, work, instead)
+    dumps = [d for d in (golden, mine) if d is not None]
+    if golden is not None and mine is not None:
+        places.refuse_same(("GOLDEN", golden), ("MINE", mine))
+        for floor in judging.floors:  # of what is judged, a floor would excuse all that is wrong with it
+            places.refuse_same(("--floor", floor), ("GOLDEN", golden))
+            places.refuse_same(("--floor", floor), ("MINE", mine))
+    standard = xray.standard_for(sheet, judging.standard, rejudge is not None or instead.plan)
+    if sheet is not None:
+        places.check_table(sheet, "RESULT.csv", xray.TABLE_COLUMNS[:2], dumps)
+    home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
+    out = what.out or home or Path(DEFAULT)
+    if not instead.plan:
+        _check_out(out, [*dumps, *judging.floors], rejudge is None)
+    rules = engine.find_mapping(judging.op_mapping_file)
+    vocabulary = None if instead.tokenizer is None else Vocabulary(instead.tokenizer)  # a wrong path is refused at once
+    again = _again(judging, standard, rate)
+    if instead.plan:
+        from vllm_accprobe.comparison.plan.units import make_plan
+
+        plan = make_plan(*engine.open_both(golden, mine), taps=judging.taps, mapping=rules).lines()
+        typer.echo(json.dumps({"schema": 1, "plan": list(plan)}, indent=1) if form is Format.json else "\n".join(plan))
+        raise typer.Exit(0)
+    if rejudge is not None:
+        assert home is not None
+        result = engine.rejudge(store.load(rejudge), standard=standard, floors=judging.floors, rate=rate)
+        result = replay.remembered(result, home) if work.replay is not False else result
+        say_notes([replay.what_was_kept(result, home, work.replay)])
+        result = replace(result, options=again, out=str(home))
+    else:
+        before = _print_before if form is Format.terminal else lambda result: None
+        request = replay.ReplayRequest(
+            golden, mine, work.replay, judging.taps, judging.op_mapping_file, rate, work.replay_seconds, judging.weights
+        )
+        going_on("what was measured is", out / store.UNFINISHED)
+        with replay.begun(request) as begun:
+            with _progress("comparing") as advance, _tidy(out):
+                result = engine.compare(
+                    golden, mine, progress=advance, standard=standard, taps=judging.taps, mapping=rules, resume=out,
+                    ray=work.ray, jobs=work.jobs, floors=judging.floors, rate=rate,
+                )  # fmt: skip
+            result = replay.replayed(result, request, begun, out, before)
+        result = replace(result, options=again, out=str(out))
+    written = _write(result, out, rejudge is None, vocabulary)
+    if sheet is not None:
+        from vllm_accprobe.report.table import write_csv_lines
+
+        write_csv_lines(sheet, xray.TABLE_COLUMNS, xray.rows(result))
+        written.append(sheet)
+        typer.echo(xray.order(golden, mine), err=True)
+    _print(result, form, printed.verbosity, written)
+    raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _check_arguments(golden: Path | None, mine: Path | None, judging: Any, work: Any, instead: Any) -> None:
+    if instead.rejudge is None and (golden is None or mine is None):
+        raise CompareError("give two dumps, GOLDEN and MINE, or --rejudge DIR; accprobe compare --help says more")
+    others = (golden, instead.plan, judging.taps, judging.op_mapping_file, work.ray, work.jobs, work.replay)
+    if instead.rejudge is not None and any(others):
+        raise CompareError("--rejudge judges what was measured: it takes no dumps, no --taps and no --plan")
+
+
+def _again(judging: Any, standard: str, rate: float) -> tuple[str, ...]:
+    """The words that another comparison of the same two dumps needs, too (Comparison.options)."""
+    mapping, weights = judging.op_mapping_file, judging.weights
+    out = ["--op-mapping-file", str(mapping)] if mapping is not None else []
+    out += ["--taps", judging.taps] if judging.taps else []
+    out += ["--standard", standard] if standard != "accprobe" else []
+    out += [word for floor in judging.floor for word in ("--floor", str(floor))]
+    out += ["--false-alarm-rate", str(rate)] if rate != FALSE_ALARM_RATE else []
+    out += ["--weights", str(weights)] if weights is not None else []
+    return tuple(out)
+
+
+def _write(
+    result: Comparison, out: Path, measured: bool, vocabulary: Vocabulary | None
+) -> list[Path]:  # fmt: skip
+    """compare.csv, .json, .html, mine's tokens as text where there is a vocabulary; and measured.npz, where this is
+    what was ``measured`` just now. Raises OSError."""
+    from vllm_accprobe.report import html, table
+
+    out.mkdir(parents=True, exist_ok=True)
+    table.write_csv(result, out / "compare.csv")
+    (out / "compare.json").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    texts = None
+    if vocabulary is not None:
+        texts = token_texts(vocabulary, result.mine_path)
+        if texts.missing:
+            typer.echo(f"accprobe: {texts.missing}", err=True)
+    html.write_html(result, out / "compare.html", tokens=texts)
+    if result.measured is not None and measured:
+        store.save(result.measured, out)
+        store.forget(out)
+    return [out / name for name in ("compare.csv", "compare.json", "compare.html")]
+
+
+def _check_out(out: Path, dumps: list[Path], measured: bool) -> None:
+    """Raises CommandError where ``out`` is no place for what `_write` writes. measured: as there."""
+    ours = {
+        "compare.csv": places.csv_with(*COLUMNS[:7]),
+        "compare.json": places.SCHEMA_AND_VERDICT,
+        "compare.html": places.matching("<title>[^<]*accprobe"),
+    }
+    if measured:
+        ours["measured.npz"] = lambda head: head[30:38] == b"meta.npy"
+        ours["replay.json"] = places.matching(r"\A\{\"blamed\":")
+    places.check(out, ours, dumps=dumps)
+
+
+@contextlib.contextmanager
+def _tidy(out: Path) -> Iterator[None]:
+    """Where there is nothing to compare, nothing stays behind."""
+    there = out.exists()
+    try:
+        yield
+    except NothingCompared:
+        store.forget(out)
+        if not there:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal's stderr, nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
+
+
+def _print(comparison: Comparison, form: Format, verbosity: int, written: Iterable[Path]) -> None:
+    """``verbosity`` is report.terminal's and concerns the terminal only."""
+    if form is Format.terminal:
+        from rich.console import Console
+
+        from vllm_accprobe.report import terminal
+
+        terminal.render(comparison, Console(highlight=False), verbosity=verbosity)
+    elif form is Format.json:
+        typer.echo(json.dumps(comparison.to_json(), indent=1))
+    else:
+        from vllm_accprobe.report import markdown
+
+        lines = markdown.markdown_lines if form is Format.markdown else markdown.github_lines
+        for line in lines(comparison):
+            typer.echo(line)
+        if form is Format.github:
+            markdown.write_summary(comparison)
+    if verbosity > 0:
+        say_written(*written, err=form is not Format.terminal)
+
+
+def _print_before(comparison: Comparison) -> None:
+    """The verdict by comparison on stderr, while a replay that may change it goes on."""
+    from vllm_accprobe.report import facts
+
+    typer.echo(f"before replay: {facts.headline(comparison)}", err=True)

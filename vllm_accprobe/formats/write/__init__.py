@@ -1,1 +1,0 @@
-"""A dump in the containers of other tools: HDF5, npz, safetensors, msprobe's folders."""
