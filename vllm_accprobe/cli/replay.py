@@ -28,11 +28,11 @@ from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
 from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.opcheck import run_json
 from vllm_accprobe.cli.output import progress
+from vllm_accprobe.comparison.coverage import with_covers
+from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.notes import with_effects
 from vllm_accprobe.comparison.result import FAIL, PARTLY, WHOLE, Comparison
 from vllm_accprobe.comparison.store import MEASURED
-from vllm_accprobe.comparison.coverage import with_covers
-from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of

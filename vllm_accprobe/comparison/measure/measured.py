@@ -25,8 +25,8 @@ from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.plan.relations import Links, Sources
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.dump.files import take_room
+from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.judge.upstream import Key
 
 
