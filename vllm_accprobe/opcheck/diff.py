@@ -1,38 +1,13 @@
 """Two machines' csv files, both against the CPU, joined into a verdict for every output.
 
-The csv files that two machines leave: our opcheck.csv, a generated test's details, msprobe's own details.
-
-The problem: three writers, two languages of headers, hundreds of thousands of rows. The idea: a `Sheet` knows from the
-header which writer it was and gives `Row`s one at a time: what identifies the output, and its measures by the names of
-measures.Measures. msprobe's measures depend on the release that wrote them, so they stand for every release's here.
-Sources of msprobe's columns: its two documents and the header that release 26.2 writes.
-
-Many calls' rows as one: what a module, or an operator, did over a whole run.
-
-The problem: two servers batch the same requests differently, so that no call of one has its like on the other, and yet
-both ran the same kernels hundreds of times. The idea: rows of one identity (step and call left out) become one row:
-counts are added, maxima are maxima, the smallest cosine stays, means and shares are weighed by elements, root mean
-squares through their squares. A share of some elements only (of small values, of normal values) is weighed by all
-elements, because a csv does not say how many there were; rel_l2 likewise. A call that failed makes the whole row one
-without a result; calls that were skipped are left out and, where there are no others, said.
-
-Two machines' csv files, both against the CPU, joined into a verdict for every output.
-
 The problem: a kernel's distance from a reference in float64 says little until one knows how far a machine that is
-trusted is from the same reference. The idea: golden's rows are kept by what identifies them, mine's are streamed past
-them; each pair is judged by a standard for two machines, and everything that is not judged is a row with a reason.
-Where two rows of a file have one identity (a call that was made again), the first meets the first, the second the
-second. Servers that batched differently have no calls in common: `by` makes one row of a module's calls, or of an
-operator's, on each side.
-
-What opdiff writes: details.csv, result.csv, opdiff.md, and the lines for a terminal, the worst first.
-
-The problem: of a hundred thousand outputs a person wants the operator that mine has wrong, and a script wants every
-row. The idea: one table for each; the details are written while they are judged. Columns follow msprobe's
-api_precision_compare files in content (ratio and status of every measure, final status, algorithm, message) and
-torch_xray's summary in what stands beside (both sides' largest error and counts above 1e-n).
-
-Not here: the rules (standards/).
+trusted is from the same reference; and three tools write such files, in two languages, of hundreds of thousands of
+rows. The idea: a `Sheet` knows from the header which writer it was and gives `Row`s one at a time. Golden's rows are
+kept by what identifies them, mine's are streamed past them; each pair is judged by a standard for two machines, and
+what is not judged is a row with a reason. Servers that batched differently have no calls in common: `by` makes one row
+of a module's calls, or of an operator's (`gathered`). Written: details.csv, result.csv, opdiff.md, and lines for a
+terminal, the worst first. Columns follow msprobe's api_precision_compare files and torch_xray's summary.
+Elsewhere: the rules (standards/). Sources of msprobe's columns: its two documents and the header of release 26.2.
 """
 
 from __future__ import annotations
@@ -351,8 +326,10 @@ class _Many:
         if rule in (LARGEST, SMALLEST):
             best = max if rule == LARGEST else min
             old = self.totals[i]
-            held = value if not self.weights[i] or math.isnan(value) else old if math.isnan(old) else best(old, value)
-            self.totals[i] = held
+            if not self.weights[i] or math.isnan(value):
+                self.totals[i] = value
+            elif not math.isnan(old):
+                self.totals[i] = best(old, value)
             self.weights[i] = 1.0
             return
         self.totals[i] += value if rule == SUM else weight * (value if rule == MEAN else value * value)
@@ -612,7 +589,7 @@ JUDGED = (
     "ulp_share", "ulp_share_ratio", "dual_1000", "error_balance",
 )  # fmt: skip
 """Columns that details.csv has under every standard, some of which have more (MachineRule.columns)."""
-BESIDE = ("max_abs_err", "cosine", "rel_l2", *DECADES)
+FURTHER = ("max_abs_err", "cosine", "rel_l2", *DECADES)
 STEP = 1000
 """Rows between two signs of progress."""
 
@@ -632,7 +609,7 @@ def write_details(
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
         *(c for name in numbers for c in (name, f"{name}_status")),
-        *(f"{side}_{name}" for name in BESIDE for side in ("golden", "mine")),
+        *(f"{side}_{name}" for name in FURTHER for side in ("golden", "mine")),
     )  # fmt: skip
 
     def cells() -> Iterator[list[object]]:
@@ -653,10 +630,10 @@ def _details(c: Compared, names: Sequence[str]) -> list[object]:
         found = judged.get(name)
         numbers += [found.value, found.status] if found else [None, None]
     sides = (c.golden, c.mine)
-    beside = [None if side is None else side.value(name) for name in BESIDE for side in sides]
+    further = [None if side is None else side.value(name) for name in FURTHER for side in sides]
     row = c.row
     said = c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message
-    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *said, *numbers, *beside)]
+    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *said, *numbers, *further)]
 
 
 def write_result(diff: Diff, path: Path, totals: DiffTotals) -> None:

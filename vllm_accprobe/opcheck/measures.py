@@ -1,22 +1,13 @@
 """How far an output is from its reference, in every measure that a standard asks for.
 
-The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
-decades), and a generated test on a machine without accprobe and without numpy must count the same. The idea: one pass
-over the flat tensors in blocks, in float64, from which all measures come; written once, over what numpy's arrays and
-torch's tensors share. The reference is float64, so that compare's loops over stored bits of at most 32 cannot take it;
-what sums make of a tensor's metrics is theirs (kernels/formulas.py).
-g is the reference, m is mine, d = m - g.
-
-What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
-overflows there. Positions where g or m is not finite are left out of sums, maxima and ULPs. In shares of all elements
-(dual_*, ulp_share, ait_share) and in counts (above_*) they are right where both hold the same (NaN equals NaN) and
-wrong otherwise. A measure that has no position to be taken at is None, or 0 where msprobe's formula says 0.
-
-Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
-msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck.md has
-the formulas side by side and where msprobe's code differs from its documents.
-Not here: the measures' names (standards/measures.py), numbers by dtype (standards/dtype_limits.py), what the two
-libraries spell differently (arrays.py); all are carried along with this file (kit/testgen.py).
+The problem: each standard counts something of its own (steps of the last place, errors of small values, decades), and a
+generated test on a machine without accprobe and numpy must count the same. The idea: one pass over the flat tensors in
+blocks, in float64, over what numpy's arrays and torch's tensors share. g is the reference, m is mine, d = m - g. A
+reference beyond the range of mine's dtype counts as infinite. Positions where g or m is not finite are left out of
+sums, maxima and ULPs; in shares of all elements (dual_*, ulp_share, ait_share) and counts (above_*) they are right
+where both are the same. A measure without a position is None, or 0 where msprobe's formula says 0. Sources: msprobe's
+documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and 26.2's behaviour; ait's opcheck; torch_xray's
+counts above 1e-n; docs/opcheck.md has the formulas. Copied with its helpers into generated tests (kit/testgen.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """A call outside of its dump: a JSON tree whose tensors lie in one safetensors file.
 
-The problem: a call that failed must be run again elsewhere, by somebody who has neither the dump nor this package. The
-idea: whatever its reference needs, inputs, parameters, attributes, the history that attention looks back at, what was
-captured inside a block, is written out as plain JSON and tensors, and becomes a `Call` again from these two alone. Of a
-block's inside only what its reference reads is kept; of an output of which statistics were captured, shape and dtype
-(a tensor on torch's device meta). No pickle. This file is copied beside the tests that gentest
-writes. Not here: which calls (testgen.py).
+The problem: a call that failed must be run again elsewhere, without the dump and this package. The idea: whatever its
+reference needs (inputs, parameters, attributes, the history of attention, what was captured inside a block) is written
+as plain JSON and tensors, and becomes a `Call` again from these two alone. Of a block's inside only what its reference
+reads is kept; of an output of which statistics were captured, shape and dtype (torch's device meta). No pickle. This
+file is copied beside the tests that gentest writes.
 """
 
 from __future__ import annotations
@@ -154,25 +153,25 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         if "tensor" in node:
             found = tensors[node["tensor"]]
             return torch.view_as_complex(found) if node.get("complex") else found
-        kind, held = next(iter(node.items()))
+        kind, content = next(iter(node.items()))
         if kind == "like":
-            return torch.empty(held[1], dtype=_torch("dtype", held[0]), device="meta")
+            return torch.empty(content[1], dtype=_torch("dtype", content[0]), device="meta")
         if kind == "float":
-            return float(held)
+            return float(content)
         if kind == "complex_number":
-            return complex(*held)
+            return complex(*content)
         if kind == "torch":
-            return _torch(*held)
+            return _torch(*content)
         if kind == "list":
-            return [value(v) for v in held]
+            return [value(v) for v in content]
         if kind == "map":
-            return {k: value(v) for k, v in held.items()}
+            return {k: value(v) for k, v in content.items()}
         if kind == "call":
-            return Call(**{k: _field(k, value(v)) for k, v in held.items()})
+            return Call(**{k: _field(k, value(v)) for k, v in content.items()})
         if kind == "cache":
-            return StoredCache([CachedRun(**r) for r in value(held[0])], str(held[1]))
+            return StoredCache([CachedRun(**r) for r in value(content[0])], str(content[1]))
         if kind == "inside":
-            return Inside(tuple(held[0]), value(held[1]))
+            return Inside(tuple(content[0]), value(content[1]))
         if kind == "reads_inside":
             return _value
         raise ValueError(f"a case holds an unknown {kind}")

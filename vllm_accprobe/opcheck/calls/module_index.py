@@ -95,15 +95,15 @@ class ModuleIndex:
         read = read or self.read
         module = self.modules.get(rank, {}).get(tap)
         parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
-        given = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
+        entered = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
         attrs, of_atb = dict(module.attrs) if module else {}, isinstance(self.dump, AtbDump)
         if isinstance(self.dump, AtbDump) and (step := next((r.step for r in records.values()), None)) is not None:
-            given |= self.dump.call_inputs(rank, step, tap)  # weights among them
+            entered |= self.dump.call_inputs(rank, step, tap)  # weights among them
             attrs |= self.dump.call_attributes(rank, step, tap)
         return Call(
             name=tap,
             cls=cls,
-            inputs={name: read(x) for name, x in given.items()},
+            inputs={name: read(x) for name, x in entered.items()},
             params={} if of_atb else self.parameters.of(rank, tap),
             attrs=attrs,
             parent=dict(parent.attrs) if parent else {},

@@ -1,35 +1,13 @@
-"""All calls of a tap together, the same tap in sibling layers, and the smallest error that the limits would have named.
+"""All calls of a tap together, the same tap in sibling layers, and the smallest error that the limits would have found.
 
 The problem: a scale that is a third of a rounding off, a column that is a little too large, or errors that are a little
 too many hide in each row, and are a fault none the less; and a reference's model of rounding may be twice too large for
-a kernel, so that a fault of that size hides in what the model leaves.
-
-All calls (`Pool`, `Pools`). The errors of some hundred rows average out as independent roundings do, and a fault does
-not. While outputs are checked, what `verdict.ErrorSums` holds of their rows is added up for each output of a tap,
-column by column; at the tap's end five statistics are compared with what chance allows, each with a fifth of the
-chance, divided by the columns where it tests columns: of all together the sum of squares over its expectation, against
-the chi-square's quantile, and the scale, sum y d / sum y y, against the standard error sqrt(sum y y v) / sum y y; of a
-column its sum of squares, its scale, and its mean error, likewise. The references are those that rounding.py settled
-on, so that truncation is no scale. Rows that were met before (the same token twice) have the same errors, so they count
-once; so do errors of outputs with few different numbers. Errors that rows or channels share are not averaged away: a
-``common`` error of a row is independent between rows only; noise in ``groups`` has as many independent errors in a row;
-``shared`` noise is one for all rows; and a column of nearly equal values has one rounding error, not many. Where
-kernels differ from their reference's model: MODEL and BIAS of verdict.py, which are measured on the same sums
-(scripts/opcheck_floors.py). An output one of whose calls failed is wrong anyway: nothing more is said of it.
-
-Sibling layers (`unlike`). Layers of one class run the same kernel, so that whatever the model is wrong by, it is wrong
-by in all of them. The logarithm of the variance of all of an output's errors over the model's is compared with the same
-class, role and dtype in the other layers, of golden and of mine, by a t that is moderated toward what is known of such
-spreads. With few siblings the tail is wide, and with fewer than three nothing is said.
-
-The smallest error (`of_call`, `of_pool`). "Checked and right" is worth what the check can see. Each limit is turned
-round: errors add to rounding in quadrature, so that a row of variance v whose squares may come to L is named from L - v
-on, or, where that is less, from where all of its elements reach their own limits. That is of the error that hides best:
-without any order, and as large in each element as rounding is there. A scale, or a lone element, is named sooner. Sizes
-are relative L2: of a row to the row, of a column to the column or, where that is larger, to an average one of this
-output (a column of nothing but noise has no size).
-Not here: the rows' own limits (verdict.py), what is made of
-coverage (opcheck/proof/prove.py).
+a kernel. The idea: the errors of some hundred rows average out as independent roundings do, and a fault does not.
+`Pool`: what `verdict.ErrorSums` has of the rows is added up for each output of a tap; at the tap's end five statistics
+are compared with what chance allows, each with a fifth of the chance, divided by the columns where it tests columns.
+Rows that were met before count once. `unlike`: in sibling layers the same kernel has the same error of the model; the
+logarithm of variance over the model's is compared by a moderated t. `of_call`, `of_pool`: each limit turned round.
+Elsewhere: the rows' own limits (verdict.py), what is made of coverage (proof/prove.py).
 """
 
 from __future__ import annotations
@@ -209,7 +187,7 @@ def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> lis
     for p in golden:
         if p.ratio > 0:
             theirs.setdefault((p.cls, p.role, p.dtype), []).append(p)
-    looks = sum(len(g) for g in groups.values() if len(g) > LEAST)
+    tests = sum(len(g) for g in groups.values() if len(g) > LEAST)
     found = []
     for key, group in groups.items():
         if len(group) <= LEAST:
@@ -221,7 +199,7 @@ def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> lis
             x = {id(q): math.log(q.ratio) - (math.log(own[q.tap]) if paired else 0.0) for q in group}
             others = [x[id(q)] for q in group if q is not p]
             times, chance = _stands_out(x[id(p)], others, p.freedom)
-            chance = min(1.0, chance * max(looks, 1))
+            chance = min(1.0, chance * max(tests, 1))
             if chance < rate and times > 1:
                 found.append(OutlierLayer(p, times, chance, len(others)))
     return found
@@ -427,8 +405,8 @@ class Pool:
 
     def _by_column(self, s: torch.Tensor, q: float) -> list[Breach]:
         first = self._first
-        looks = s.shape[1]
-        if first is None or looks < 2 or self.rows < 2:
+        tests = s.shape[1]
+        if first is None or tests < 2 or self.rows < 2:
             return []
         # a common error moves y by c y: sum y**4 c**2 / 3 <= 4 (c / u)**2 sum y y v, because v >= (u y)**2 / 12
         share = 4.0 * (first.common / first.unit) ** 2
@@ -439,7 +417,7 @@ class Pool:
             means = means + self.rows * s[NOISE]
         bias = _COLUMN * first.unit
         freedom = torch.where(squares > 0, variance**2 / squares, 1.0).clamp_(min=1.0)
-        sizes, deviations = s[POWER].sqrt(), normal(q, looks)
+        sizes, deviations = s[POWER].sqrt(), normal(q, tests)
         found = []
         for measure, value, one, extra in (
             (COLUMN_SCALE, s[PRODUCT].abs(), (MODEL * weighted).sqrt(), bias * s[POWER]),
@@ -454,15 +432,15 @@ class Pool:
             if measure == COLUMN_SCALE:
                 what = f"a scale of {1.0 + float(s[PRODUCT, at]) / max(float(s[POWER, at]), 1e-300):.5g}"
             words = f"{self._all()}: {what} in column {at}, {shown[0]:.3g} standard errors, allowed {shown[1]:.3g}"
-            found.append(Breach(measure, *shown, at, min(1.0, len(MEASURES) * tail(far, looks)), words))
-        limit = (MODEL * variance * chi_square(freedom, normal(q, looks, 1)).clamp(min=CONSTANT)).sqrt()
+            found.append(Breach(measure, *shown, at, min(1.0, len(MEASURES) * tail(far, tests)), words))
+        limit = (MODEL * variance * chi_square(freedom, normal(q, tests, 1)).clamp(min=CONSTANT)).sqrt()
         error = s[SQUARE].sqrt()
         at = int(torch.where(limit > 0, error / limit, 0.0).argmax())
         floor = math.sqrt(float(variance[at]))
         shown = in_deviations(float(error[at]), float(limit[at]), floor)
         far = deviations_of(shown[0] ** 2 / MODEL, float(freedom[at])) if floor else 0.0
         words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times rounding alone, allowed {shown[1]:.3g}"
-        found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, looks, 1)), words))
+        found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, tests, 1)), words))
         return found
 
 

@@ -88,10 +88,10 @@ class Bench:
         if isinstance(mine, Declined):
             return [_skipped(mine.reason)]
         found = []
-        for role, given in call.outputs.items():
+        for role, captured in call.outputs.items():
             if role in mine:
                 way = DRAWN if drawn else way
-                found.append(self._outcome(case, call, role, mine[role].to("cpu", given.dtype), expected, way))
+                found.append(self._outcome(case, call, role, mine[role].to("cpu", captured.dtype), expected, way))
         return found or [_skipped("nothing that was captured comes out of it")]
 
     def _outcome(

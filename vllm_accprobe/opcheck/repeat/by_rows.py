@@ -1,23 +1,12 @@
-"""The same rows alone, in small batches and in the whole.
+"""The same rows alone, in small batches and in the whole: whose result depends on its batch?
 
-Which operators have rows that are independent by definition, and where the rows lie in their arguments.
-
-The problem: to run a row alone, one must know which tensors hold rows, along which dimension, and that no row may look
-at another one; a wrong guess would blame an operator for doing what it is there for. The idea: a table, by operator,
-that is read and not guessed; for modules what the references declare (``by_rows``) and a few classes besides;
-elementwise operators by torch's own tag. Attention's rows belong together by request: its unit is the request. What
-is not declared has no rows here, and is counted as such. Whoever names a function by hand marks its rows himself.
-
-The same rows alone, in small batches and in the whole: whose result depends on who else is in the batch?
-
-The problem: a server never gives a request the same company twice, and a kernel that picks another blocking by the
-number of its rows gives it other numbers; two correct runs then differ, and nobody knows by whom. The idea: for each
-size, the call's rows are run in pieces of that size and held, bit by bit, against the same rows of the whole call. A
-difference within the operator's floor is a remark ("not batch-invariant"), beyond it wrong. The whole is run twice
-first: what is not equal to itself says nothing of batches. Pieces are narrow, not copied into another layout, because
-a server's rows are dense as well; outputs have their rows where their shape follows the piece's.
-
-Not here: repeated runs (repeated.py).
+The problem: a server never runs a request in the same batch twice, and a kernel that picks another blocking by the
+number of its rows gives other numbers. The idea: for each size, the call's rows are run in pieces of that size and
+compared, bit by bit, with the same rows of the whole call. A difference within the operator's floor is a remark ("not
+batch-invariant"), beyond it wrong. The whole is run twice first. Which operators have independent rows, and where they
+lie, is a table; for modules what the references declare (``by_rows``); elementwise operators by torch's own tag.
+Attention's unit is the request. Pieces are narrowed, not copied, because a server's rows are dense as well.
+Elsewhere: repeated runs (repeated.py).
 """
 
 from __future__ import annotations
@@ -275,8 +264,8 @@ def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) 
         yield without_verdict(captured, "", None, ERROR if why.failed else SKIP, why.reason)
         return
     except (RuntimeError, ValueError) as error:
-        said = f"its rows cannot be run alone: {' '.join(str(error).split())[:100]}"
-        yield without_verdict(captured, "", None, SKIP, said)
+        text = f"its rows cannot be run alone: {' '.join(str(error).split())[:100]}"
+        yield without_verdict(captured, "", None, SKIP, text)
         return
     if not found:
         yield without_verdict(captured, "", None, SKIP, "no output has a row for each of its rows")
