@@ -22,6 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from vllm_accprobe.opcheck import plain_csv
+from vllm_accprobe.opcheck.compat.msprobe import SPELLINGS
 from vllm_accprobe.standards import UnknownStandard, built_in, find
 from vllm_accprobe.standards.declaration import MACHINES, MachineRule
 from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Judged, RuleFinding, skip, worst
@@ -32,25 +33,6 @@ OURS, MSPROBE = "accprobe", "msprobe"
 IDENTITY = ("op", "class", "tap", "rank", "step", "call", "role")
 """Columns of ours that say which output a row is about; the last one tells outputs of a call apart."""
 _API, _DTYPE = "API Name", "DEVICE Dtype"
-_MSPROBE: dict[str, tuple[str, ...]] = {
-    "cosine": ("余弦相似度", "Cosine similarity"),
-    "max_abs_err": ("最大绝对误差", "Maximum absolute error"),
-    "dual_100": ("双百指标", "Dual-100 metric"),
-    "dual_1000": ("双千指标", "Dual-1000 metric"),
-    "dual_10000": ("双万指标", "Dual-10000 metric"),
-    "binary_err_ratio": ("二进制一致错误率", "Binary consistency error rate"),
-    "error_balance": ("误差均衡性", "Error balance"),
-    "normal_rmse": ("均方根误差", "Root-mean-square error (RMSE)"),
-    "small_value_err_ratio": ("小值域错误占比", "Error ratio in small value range"),
-    "normal_max_rel_err": ("相对误差最大值", "Maximum relative error"),
-    "normal_mean_rel_err": ("相对误差平均值", "Mean relative error"),
-    "inf_nan_err_ratio": ("inf/nan错误率", "inf/nan error rate"),
-    "rel_err_ratio": ("相对误差错误率", "Relative error rate"),
-    "abs_err_ratio": ("绝对误差错误率", "Absolute error rate"),
-    "ulp_max": ("ULP误差最大值", "Maximum ULP error"),
-    "ulp_mean": ("ULP误差平均值", "Mean ULP error"),
-    "ulp_share": ("ULP误差大于阈值占比", "Proportion of ULP errors greater than the threshold"),
-}
 _AT = {name: i for i, name in enumerate(Measures.FIELDS)}
 ALL = (1 << len(Measures.FIELDS)) - 1
 """A row's ``missing`` where nothing was measured."""
@@ -263,7 +245,7 @@ def _severity(cell: Mapping[str, str]) -> float:
 def _msprobe_columns(columns: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Where each measure lies, the other releases' and algorithms' names for it included."""
     found: dict[str, tuple[int, ...]] = {}
-    for name, spellings in _MSPROBE.items():
+    for name, spellings in SPELLINGS.items():
         at = tuple(columns[s] for s in spellings if s in columns)
         for prefix in ("", "v1_", "acc_") if at else ():
             if prefix + name in Measures.FIELDS:
@@ -298,8 +280,7 @@ class _Many:
         self.first = first
         self.calls = self.failed = 0
         self.statuses: set[str] = set()
-        self.messages: list[str] = []
-        self.skipped = ""
+        self.message = self.skipped = ""
         self.severity = 0.0
         self.totals = [0.0] * len(_RULES)
         self.weights = [0.0] * len(_RULES)
@@ -311,8 +292,7 @@ class _Many:
         self.calls += 1
         self.statuses.add(row.status)
         self.severity = max(self.severity, row.severity)
-        if row.message and len(self.messages) < 1:
-            self.messages.append(row.message)
+        self.message = self.message or row.message
         if not row.measured:
             self.failed += 1
             return
@@ -341,8 +321,7 @@ class _Many:
         if not self.calls:
             return replace(first, shape="", status=SKIP, message=self.skipped)
         if self.failed:
-            said = self.messages[0] if self.messages else "no measures"
-            text = f"{self.failed} of {self.calls} calls: {said}"
+            text = f"{self.failed} of {self.calls} calls: {self.message or 'no measures'}"
             return replace(first, shape="", status=ERROR, message=text, missing=ALL)
         numbers, missing = array("d", self.totals), 0
         for i, (rule, weight) in enumerate(zip(_RULES, self.weights, strict=True)):
@@ -352,8 +331,7 @@ class _Many:
                 value = self.totals[i] / weight
                 numbers[i] = value if rule == MEAN else math.sqrt(value)
         status = worst(sorted(self.statuses)) if self.statuses - {""} else ""
-        message = self.messages[0] if self.messages else ""
-        return replace(first, shape="", status=status, message=message, severity=self.severity, numbers=numbers,
+        return replace(first, shape="", status=status, message=self.message, severity=self.severity, numbers=numbers,
                        missing=missing)  # fmt: skip
 
 
@@ -436,17 +414,16 @@ class Diff:
 
     def _judge(self, golden: Row, mine: Row) -> Compared:
         api = _api(mine)
-        finding = self._unmeasured(golden, mine) or self._by_standard(golden, mine, api)
+        finding = self._unmeasured(golden, mine)
+        if finding is None:
+            names = (api, mine.op, mine.cls)
+            algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
+            finding = self.rule.rule(golden, mine, api, algorithm)
         if golden.dtype != mine.dtype and finding.status != SKIP:
             said = f"golden is {golden.dtype}, mine {mine.dtype}"
             joined = f"{finding.message}; {said}" if finding.message else said
             finding = RuleFinding(finding.status, finding.algorithm, joined, finding.judged)
         return Compared(golden, mine, api, self.rule.level(api), finding)
-
-    def _by_standard(self, golden: Row, mine: Row, api: str) -> RuleFinding:
-        names = (api, mine.op, mine.cls)
-        algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
-        return self.rule.rule(golden, mine, api, algorithm)
 
     def _unmeasured(self, golden: Row, mine: Row) -> RuleFinding | None:
         """Why a pair cannot be judged, or that mine alone has no result; None where it can."""
@@ -604,7 +581,7 @@ def write_details(
     also: Callable[[Compared], object] = lambda compared: None,
 ) -> None:  # fmt: skip
     """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows;
-    also: told of each. Raises OSError, SheetError."""
+    also: called with each. Raises OSError, SheetError."""
     numbers = tuple(dict.fromkeys((*JUDGED, *diff.rule.columns)))
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
@@ -721,15 +698,8 @@ def markdown(diff: Diff, totals: DiffTotals) -> str:
         ]
         for c in shown:
             beyond = f"{c.finding.severity:.3g}x" if math.isfinite(c.finding.severity) else "must be 0"
-            cells = (
-                c.finding.status,
-                _where(c, diff),
-                c.row.dtype,
-                c.row.shape,
-                c.finding.algorithm,
-                beyond,
-                c.finding.message,
-            )
+            f = c.finding
+            cells = f.status, _where(c, diff), c.row.dtype, c.row.shape, f.algorithm, beyond, f.message
             out.append("| " + " | ".join(_md(x) for x in cells) + " |")
         hidden = totals.statuses[ERROR] + totals.statuses[WARNING] - len(shown)
         out += (["", f"{hidden:,} more are in details.csv."] if hidden > 0 else []) + [""]

@@ -178,14 +178,14 @@ class Call:
 
 
 _KEPT = 1 << 30
-"""Chosen: bytes that are kept of what was made of one module's parameters: those of a product of 8,192 by 8,192 in
-float64 and float32; what is larger is made for each call."""
+"""Chosen: bytes that are kept of what was computed from one module's parameters: those of a product of 8,192 by 8,192
+in float64 and float32; what is larger is made for each call."""
 
 
 class Params(dict[str, Tensor]):
-    """Tensors that all calls of a module share, by name, with what was made of them: a weight becomes float64 once and
-    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart;
-    why: of those that are not here, the reason where one is known."""
+    """Tensors that all calls of a module share, by name, with what was computed from them: a weight becomes float64
+    once and not for each call. shared: parameters that are arguments of an operator's calls, by what distinguishes
+    them; why: of those that are not here, the reason where one is known."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, why: Mapping[str, str] | None = None):
         super().__init__(tensors or {})

@@ -33,7 +33,7 @@ _BLOCK = 16
 chosen: a power of two, as most of them."""
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _EXTRA = {"usual", "epsilon"}
-"""What a call may know beside its own tensors: the same for all calls of its module."""
+"""What a call may have besides its own tensors: the same for all calls of its module."""
 
 
 def evaluated(calls: Iterable[Captured], references: References) -> Iterator[tuple[Captured, Outcome]]:
@@ -76,22 +76,17 @@ def _equal(alone: Outcome, together: Mapping[str, Expected]) -> bool:
     tensors = ("value", "noise", "bound")
     for role, e in alone.items():
         other = together[role]
-        plain = {n: getattr(other, n) for n in tensors}
-        if not _plainly_equal(replace(e, value=None, noise=None, bound=None), other):
+        rest = [replace(x, value=None, noise=None, bound=None) for x in (e, other)]
+        # what has further tensors is never put together
+        if any(t is not None for x in rest for t in (x.rows, x.exact)) or rest[0] != rest[1]:
             return False
         for name in tensors:
-            mine, theirs = getattr(e, name), plain[name]
+            mine, theirs = getattr(e, name), getattr(other, name)
             if (mine is None) != (theirs is None):
                 return False
             if mine is not None and not _same_bits(mine.expand(e.value.shape), theirs):
                 return False
     return True
-
-
-def _plainly_equal(e: Expected, other: Expected) -> bool:
-    """In everything but the tensors; what has further tensors is never put together."""
-    rest = replace(other, value=None, noise=None, bound=None)
-    return e.rows is None and e.exact is None and rest.rows is None and rest.exact is None and e == rest
 
 
 def _same_bits(a: Any, b: Any) -> bool:
@@ -162,7 +157,7 @@ def _rows(c: Call) -> int:
 
 
 def _cut(calls: list[Captured], references: References, block: int) -> list[dict[str, Expected]] | None:
-    """What each of the calls should have given; None where it cannot be told apart. block: rows are filled up to it."""
+    """The results of each of the calls; None where they cannot be separated. block: rows are filled up to it."""
     first = calls[0].what
     rows = [_rows(c.what) for c in calls]
     rows.append(-sum(rows) % block)

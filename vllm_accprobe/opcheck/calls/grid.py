@@ -26,9 +26,9 @@ BITS = {name: bits for name, (bits, _) in FORMATS.items() if not name.endswith("
 PROOF = 64
 """Bits that must be 0 by chance: among a million tensors one is mistaken with probability 2**-44 (derived)."""
 LOOK, FIRST = 4096, 256
-"""Values that are looked at for a proof, and that usually are enough to see that there is none (chosen)."""
+"""Values that are examined for a proof, and that usually are enough to see that there is none (chosen)."""
 _TAPS, _SAMPLE, LARGEST = 3, 64, 1 << 22
-"""For the dump as a whole: taps that must show it, calls that are looked at, elements of one tensor (chosen)."""
+"""For the dump as a whole: taps that must show it, calls that are examined, elements of one tensor (chosen)."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Tensor = Any  # a torch.Tensor
 
@@ -107,7 +107,7 @@ def _proves(values: Tensor, dtype: str, container: int) -> bool:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one call shows. given, made: `lies_on` of the float tensors that went in and of an output; computed: the
+    """What one call shows. entered, made: `lies_on` of the float tensors that went in and of an output; computed: the
     output is none of the inputs."""
 
     tap: str
@@ -152,9 +152,9 @@ def _all_on(states: Iterable[str], dtype: str) -> bool:
 
 
 def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
-    """``call`` with its tensors in the dtypes whose numbers they hold. keeps: gives `kept` of the whole dump, asked
-    only where the call does not tell. Tensors are told apart: a float32 weight beside bfloat16 activations stays one.
-    """
+    """``call`` with its tensors in the dtypes whose numbers they hold. keeps: gives `kept` of the whole dump, called
+    only where the call does not show it. Tensors are distinguished: a float32 weight with bfloat16 activations stays
+    one. """
     states = {role: lies_on(t) for role, t in call.outputs.items()}
     doubtful = {
         role: t for role, t in call.outputs.items()
@@ -224,7 +224,7 @@ def _credible(
 
 
 def _named(call: Call, dtype: str) -> bool:
-    """Whether a call is told to give ``dtype``: a cast."""
+    """Whether a call is known to give ``dtype``: a cast."""
     wanted = getattr(torch, dtype)
     return any(a is wanted for a in (*call.args, *call.kwargs.values()))
 
@@ -270,5 +270,5 @@ def _with(call: Call, change: _Narrow) -> Call:
 
 
 def spread(items: list[Any]) -> list[Any]:
-    """As many of them as are looked at for the dump as a whole, evenly."""
+    """As many of them as are examined for the dump as a whole, evenly."""
     return items[:: max(math.ceil(len(items) / _SAMPLE), 1)]

@@ -241,7 +241,7 @@ class Past:
 
     def inherit(self, req: int) -> None:
         """Gives ``req`` the beginning that others computed. Where several computed the same part and their values
-        differ, it cannot be told which ones the cache kept: it gets none."""
+        differ, it is not known which ones the cache kept: it gets none."""
         prefix = self.shared.get(req)
         if prefix is None or prefix.why:
             return
@@ -313,13 +313,14 @@ class Cache:
 _FROM_MEMORY = re.compile(r"Linear|Embedding|Attention|Experts|MoE|LogitsProcessor|LMHead")
 """Classes whose kernels are none of the compiler's own, and read their inputs from memory."""
 Links = Mapping[tuple[str, int], Mapping[str, Key]]
-"""(tap, call) → input role → whose output it is; calls all of whose inputs can be told."""
+"""(tap, call) → input role → whose output it is; calls all of whose inputs are known."""
 
 
 def lend(giver: ModuleIndex, taker: ModuleIndex) -> int:
     """Adds to ``taker``'s calls the inputs that it did not capture, as far as ``giver`` tells what they are; how many
     calls have got any."""
-    blind = [place for place, calls in taker.by_tap.items() if not _any_input(calls.values())]
+    blind = [place for place, calls in taker.by_tap.items()
+             if not any(role.startswith("input.") for records in calls.values() for role in records)]  # fmt: skip
     if not blind:
         return 0
     links = links_of(giver)
@@ -365,10 +366,6 @@ def links_of(giver: ModuleIndex) -> Links:
     }  # fmt: skip
 
 
-def _any_input(calls: Iterable[Mapping[str, Record]]) -> bool:
-    return any(role.startswith("input.") for records in calls for role in records)
-
-
 _PAST = {
     "Attention": ("key", "value"),
     "EncoderOnlyAttention": ("key", "value"),
@@ -410,7 +407,7 @@ class Neighbours:
         return Past(_PAST[cls], self._shared[rank])
 
     def cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
-        """``cache``, what this call looks back at, itself included."""
+        """``cache``, what this call reads, itself included."""
         record = next((r for role, r in records.items() if role == f"input.{past.names[0]}"), None)
         space = self._index.dump.rows.get((rank, step, record.rows)) if record is not None and record.rows else None
         if space is None or any(n not in what.inputs for n in past.names):

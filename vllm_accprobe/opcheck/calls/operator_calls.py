@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Renumbered:
         self._unit = unit
 
     def __call__(self, numbers: Any) -> Any:
-        """An integer tensor's values anew, its dtype as it is."""
+        """An integer tensor's values renumbered, its dtype as it is."""
         if numbers.dtype not in (torch.int32, torch.int64) or not len(self._sorted):
             return numbers
         wide = numbers.long()
@@ -57,7 +58,7 @@ def numbered(op: OpCall, records: Mapping[str, Record], read: Callable[[Record],
 
 Records = Mapping[str, Record]
 _MOST = 1 << 28
-"""Elements of an output buffer that is made anew: a dump may come from a stranger."""
+"""Elements of an output buffer that is made again: a dump may come from a stranger."""
 
 
 class NotKept(Exception):
@@ -97,17 +98,20 @@ def _like(t: Mapping[str, Any]) -> Any:
 
 
 def _fresh(tensor: Any) -> bool:
-    """Whether nobody had written to it: what the operator is given holds anything."""
+    """Whether it was uninitialised memory before the operator."""
     return isinstance(tensor, Mapping) and bool(tensor.get("fresh"))
 
 
+@dataclass(frozen=True)
 class _Maker:
-    def __init__(
-        self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
-        draw: Callable[[Mapping[str, Any]], Any] | None, numbers: Mapping[str, Renumbered], shared: Params | None,
-    ):  # fmt: skip
-        self.records, self.read, self.param, self.draw, self.numbers = records, read, param, draw, numbers
-        self.shared = shared
+    """Python values of a line's VALUES; fields as of `op_call`; numbers: of `numbered`."""
+
+    records: Records
+    read: Callable[[Record], Any]
+    param: Callable[[str], Record | None]
+    draw: Callable[[Mapping[str, Any]], Any] | None
+    numbers: Mapping[str, Renumbered]
+    shared: Params | None
 
     def value(self, value: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -50,7 +50,7 @@ class WeightsSince:
             rank = event.rank
             for (tap, name), forms in prints.get((rank, event.number), {}).items():
                 unchanged = {f: first.setdefault((rank, tap, name, f), order) == order for f, order in forms.items()}
-                # As it was given, where somebody saw that: packing again may order the same values otherwise.
+                # As it was loaded, where that was seen: packing again may order the same values otherwise.
                 same = unchanged[LOADED] if LOADED in unchanged else unchanged[PACKED]
                 changed = other.setdefault((rank, tap), set())
                 (changed.discard if same else changed.add)(name)
@@ -141,8 +141,6 @@ class Checkpoint:
 
     def _piece(self, names: Sequence[str], share: Share | None) -> Any | None:
         """The tensors one below the other, as far as they are the share's; None where that has another shape."""
-        import torch
-
         if share is None or not share.shape:
             whole = [self._handle(self._files[name]).get_tensor(name) for name in names]
             return torch.cat(whole) if len(whole) > 1 else whole[0]
@@ -157,8 +155,6 @@ class Checkpoint:
         return found if tuple(found.shape) == share.shape else None
 
     def _experts(self, path: str, kind: str, share: Share | None) -> Any | None:
-        import torch
-
         each = None if share is None else Share(share.shape[1:], share.rank, share.size)
         for parts in _EXPERTS[kind]:
             experts: list[Any] = []
@@ -265,7 +261,7 @@ class ModuleParameters:
                 self.problem = f"the checkpoint in {model} cannot be read: {error}"
 
     def forget(self) -> None:
-        """Lets go of what was read: one module's parameters are held at a time."""
+        """Lets go of what was read: one module's parameters are kept at a time."""
         self._known.clear()
 
     def why_not(self, rank: int, tap: str, step: int | None) -> str:

@@ -366,7 +366,7 @@ class Calls(ModuleIndex):
             done = self._last_rows(calls[:last], rank)
         before: Iterable[int] = ()
         for (step, n), records in calls[:last]:
-            if past is not None and before:  # what looked back at them has been used by now
+            if past is not None and before:  # what read them has been used by now
                 past.forget(before)
             before = done.get((step, n), ())
             if chosen is not None and (step, n) not in chosen.places:

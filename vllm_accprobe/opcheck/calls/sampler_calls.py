@@ -1,4 +1,4 @@
-"""What a sampler's call should have given, row by row, by the parameters of each row's request.
+"""What a sampler's call should return, row by row, by the parameters of each row's request.
 
 The problem: a batch mixes greedy and random requests, each with its own filters, seed and penalties, and a reference of
 the sampler is a function of the call alone. The idea: judge/sampling_rules.py computes every row of the call from its

@@ -90,7 +90,7 @@ def read(
 
 
 def write_table(words: AitWords, out: Path) -> list[Path]:
-    """ait's table beside opcheck.csv, where the dump is one of ATB's: the files that were written."""
+    """ait's table next to opcheck.csv, where the dump is one of ATB's: the files that were written."""
     if not words.atb or words.dump is None:
         return []
     from vllm_accprobe.formats import atb
@@ -165,7 +165,7 @@ def abs_share(reference: Any, mine: Any, dtype: str) -> float | None:
 
 
 def write(path: Path, opcheck_csv: Path, dump: AtbDump, metrics: Sequence[str]) -> None:
-    """Writes the table beside opcheck.csv, whole or not at all. Raises OSError, ValueError."""
+    """Writes the table next to opcheck.csv, whole or not at all. Raises OSError, ValueError."""
     write_rows(path, columns(metrics), _rows(opcheck_csv, dump, metrics))
 
 

@@ -222,14 +222,14 @@ def read_config(path: Path) -> CheckConfig:
 
 def _note(key: str) -> str:
     key = str(key)[:60]
-    if key == "is_online":
-        return ""  # false, which is what it is here
-    if key in _ONLINE:
-        return f"{key}: of an online pre-check, without effect here; see `accprobe online`"
-    if key in _CAPTURE:
-        return f"{key}: of capture, without effect here; PrecisionDebugger takes it"
-    if key == "quantization_api_list":
-        return "quantization_api_list: msprobe 26.2's own list holds here, whatever the file says"
+    for names, note in (
+        (("is_online",), ""),  # false, which is what it is here
+        (_ONLINE, f"{key}: of an online pre-check, without effect here; see `accprobe online`"),
+        (_CAPTURE, f"{key}: of capture, without effect here; PrecisionDebugger takes it"),
+        (("quantization_api_list",), f"{key}: msprobe 26.2's own list holds here, whatever the file says"),
+    ):
+        if key in names:
+            return note
     return f"{key}: not known here, without effect"
 
 
@@ -271,14 +271,27 @@ def _yaml(path: Path, text: str) -> Any:
 
 
 CHECK_RESULT = ("API name", "Forward Test Success", "Backward Test Success", "Message")
-_LABELS = {
-    "cosine": "余弦相似度", "max_abs_err": "最大绝对误差", "dual_100": "双百指标", "dual_1000": "双千指标",
-    "dual_10000": "双万指标", "binary_err_ratio": "二进制一致错误率", "error_balance": "误差均衡性",
-    "normal_rmse": "均方根误差", "small_value_err_ratio": "小值域错误占比", "normal_max_rel_err": "相对误差最大值",
-    "normal_mean_rel_err": "相对误差平均值", "inf_nan_err_ratio": "inf/nan错误率", "rel_err_ratio": "相对误差错误率",
-    "abs_err_ratio": "绝对误差错误率", "ulp_max": "ULP误差最大值", "ulp_mean": "ULP误差平均值",
-    "ulp_share": "ULP误差大于阈值占比",
-}  # fmt: skip
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "cosine": ("余弦相似度", "Cosine similarity"),
+    "max_abs_err": ("最大绝对误差", "Maximum absolute error"),
+    "dual_100": ("双百指标", "Dual-100 metric"),
+    "dual_1000": ("双千指标", "Dual-1000 metric"),
+    "dual_10000": ("双万指标", "Dual-10000 metric"),
+    "binary_err_ratio": ("二进制一致错误率", "Binary consistency error rate"),
+    "error_balance": ("误差均衡性", "Error balance"),
+    "normal_rmse": ("均方根误差", "Root-mean-square error (RMSE)"),
+    "small_value_err_ratio": ("小值域错误占比", "Error ratio in small value range"),
+    "normal_max_rel_err": ("相对误差最大值", "Maximum relative error"),
+    "normal_mean_rel_err": ("相对误差平均值", "Mean relative error"),
+    "inf_nan_err_ratio": ("inf/nan错误率", "inf/nan error rate"),
+    "rel_err_ratio": ("相对误差错误率", "Relative error rate"),
+    "abs_err_ratio": ("绝对误差错误率", "Absolute error rate"),
+    "ulp_max": ("ULP误差最大值", "Maximum ULP error"),
+    "ulp_mean": ("ULP误差平均值", "Mean ULP error"),
+    "ulp_share": ("ULP误差大于阈值占比", "Proportion of ULP errors greater than the threshold"),
+}
+"""Of a measure: msprobe's columns, the one that is written first."""
+_LABELS = {name: spellings[0] for name, spellings in SPELLINGS.items()}
 CHECK_DETAILS = ("API Name", "Bench Dtype", "DEVICE Dtype", "Shape", *_LABELS.values(), "Status", "Message")
 _MINDSPORE = {"cosine": "Cosine", "max_abs_err": "MaxAbsErr", "max_rel_err": "MaxRelativeErr"}
 MINDSPORE_RESULT = ("API Name", *CHECK_RESULT[1:])
@@ -352,7 +365,7 @@ def write_check(table: Path, out: Path, stamp: str, names: Mapping[CallKey, str]
 
 
 class _CallWords:
-    """The status and the row of each of a call's outputs, and what was said of those that did not pass."""
+    """The status and the row of each of a call's outputs, and the messages of those that did not pass."""
 
     def __init__(self) -> None:
         self.forward: list[tuple[str, list[str]]] = []

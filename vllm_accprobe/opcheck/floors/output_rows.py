@@ -2,7 +2,7 @@
 
 The problem: outputs have any shape and dtype, rows along any dimension, and a reference for some of them only; a replay
 and a generated test must cut them alike. The idea: matrices [rows, width] of exact numbers, without the rows that have
-no reference. With torch alone: copied beside the tests that gentest writes.
+no reference. With torch alone: copied with the tests that gentest writes.
 """
 
 from __future__ import annotations

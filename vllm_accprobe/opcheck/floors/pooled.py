@@ -7,7 +7,7 @@ a kernel. The idea: the errors of some hundred rows average out as independent r
 are compared with what chance allows, each with a fifth of the chance, divided by the columns where it tests columns.
 Rows that were met before count once. `unlike`: in sibling layers the same kernel has the same error of the model; the
 logarithm of variance over the model's is compared by a moderated t. `of_call`, `of_pool`: each limit turned round.
-Elsewhere: the rows' own limits (verdict.py), what is made of coverage (proof/prove.py).
+Elsewhere: the rows' own limits (verdict.py), what is computed from coverage (proof/prove.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ EQUAL = Smallest(0.0, 0.0, 0.0)
 
 
 def of_call(s: ErrorSums, chance: float) -> Smallest | None:
-    """Of one call. chance: that an honest output fails, as verdict.judge's. None where no row has a size."""
+    """Of one call. chance: that a right output fails, as verdict.judge's. None where no row has a size."""
     v, power = s.by_row[VARIANCE], s.by_row[POWER]
     if not bool((power > 0).any()):
         return None
@@ -80,7 +80,7 @@ def of_call(s: ErrorSums, chance: float) -> Smallest | None:
 
 def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chance: float) -> Smallest | None:
     """Of all calls of a tap together, which look at no single row. columns: float64 [8, width], pooled.Pool's sums;
-    variance, freedom: of all errors together; s: what unit, common and shared are; chance: that honest rows give a
+    variance, freedom: of all errors together; s: what unit, common and shared are; chance: that right rows give a
     breach, of one of the pool's statistics. None where nothing has a size."""
     power = columns[POWER]
     total = float(power.sum())
@@ -98,7 +98,7 @@ def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chan
 
 def left(squares: Tensor, variance: Tensor, power: Tensor, common: float, sizes: Tensor | None = None) -> Tensor:
     """What an error must be, relative to ``sizes`` (squares; ``power`` where there are none), for its squares and
-    ``variance`` to reach the limit: ``squares``, and ``common`` of the size beside it."""
+    ``variance`` to reach the limit: ``squares``, and ``common`` of the size with it."""
     limit = (squares.sqrt() + common * power.sqrt()).square()
     return ((limit - variance).clamp(min=0.0) / (power if sizes is None else sizes).clamp(min=1e-300)).sqrt()
 
@@ -139,9 +139,9 @@ def _allowed(s: ErrorSums, q: float) -> Tensor:
 
 
 LEAST = 3
-"""Chosen: of two peers, either may be the odd one."""
+"""Chosen: of two peers, either may be the outlier."""
 PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
-"""Chosen: standard deviation of the logarithm of such a ratio over honest layers, and how many layers that is worth."""
+"""Chosen: standard deviation of the logarithm of such a ratio over right layers, and how many layers that is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> lis
             continue
         own = {p.tap: p.ratio for p in theirs.get(key, ())}
         for p in group:
-            # where golden has the same tap, what honest layers differ by is taken off: its own ratio there
+            # where golden has the same tap, what right layers differ by is taken off: its own ratio there
             paired = all(q.tap in own for q in group)
             x = {id(q): math.log(q.ratio) - (math.log(own[q.tap]) if paired else 0.0) for q in group}
             others = [x[id(q)] for q in group if q is not p]
@@ -252,7 +252,7 @@ _KEPT = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Breach:
     """What all rows show. measure: one of MEASURES; value, limit: in standard errors, or of the expected; column: -1
-    where it is of all; chance: that honest rows show as much; words: for people."""
+    where it is of all; chance: that right rows show as much; words: for people."""
 
     measure: str
     value: float
@@ -280,7 +280,7 @@ class Pool:
 
     def add(self, s: ErrorSums, truncated: bool = False) -> None:
         """The rows of one call; truncated: it does not round to nearest. Calls of other widths, units or models of
-        noise cannot be added up: then nothing is said."""
+        noise cannot be added up: then there is no result."""
         first = self._first
         self._truncated |= truncated
         if first is None:
@@ -371,7 +371,7 @@ class Pool:
         return max(beyond, key=lambda b: b.severity, default=None)
 
     def measures(self, chance: float) -> list[Breach]:
-        """All five, the worst column of each. chance: that honest rows give a breach."""
+        """All five, the worst column of each. chance: that right rows give a breach."""
         found = self.pooled()
         if found is None or self._first is None or self._columns is None:
             return []

@@ -7,7 +7,7 @@ half of all numbers, which decide by McNemar's test (`direction`). A truncated m
 2 is what to expect of it: against that its errors are those of rounding to nearest, under the same limits. A kernel may
 truncate an intermediate result, too, which is a gain: -E[m step / 2] / E[m m] = -2/3 u for significands m that are
 distributed as 1 / m [R. Hamming, Bell Syst. Tech. J. 49 (1970) 1609]; it is allowed where the reference knows of
-earlier roundings. With torch alone: copied beside the tests that gentest writes.
+earlier roundings. With torch alone: copied with the tests that gentest writes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROUNDING = "rounding"
 """A measure of its own: the share of the numbers that tell which are truncated. Half of them is a kernel's chance."""
 
 _SAMPLE, _GLANCE = 8192, 1024
-"""Numbers that are looked at, evenly spread: where they decide, and where it is only said how an operator rounds that
-is right either way (chosen: half of them tell, and at three standard deviations a hundred would do)."""
+"""Numbers that are examined, evenly spread: where they decide, and where it is only reported how an operator rounds
+that is right either way (chosen: half of them tell, and at three standard deviations a hundred would do)."""
 _SIGMAS = 3.0
 _EARLIER = 2.0**-6
 """Steps: noise above this is a rounding to the grid before the last one; that of float32 sums lies below."""
@@ -69,7 +69,13 @@ def steps(y: Tensor, dtype: str) -> Tensor:
 
 def direction(exact: Tensor, mine: Tensor, dtype: str, most: int = _SAMPLE) -> Direction:
     """exact: float64; mine: the captured numbers, float64, same shape; dtype: whose grid they lie on, torch's name;
-    most: how many numbers are looked at."""
+    most: how many numbers are tested.
+
+    With f the scale within 1 -+ 2u, in steps of u / 8, for which floor(f q) is right most often, mine truncates where
+    floor alone is right t times and round(q) alone r times, with t - r > 3 sqrt(t + r): McNemar's test of paired
+    predictions [Psychometrika 12 (1947) 153] at three standard deviations; unless the same test prefers some round(g q)
+    to floor(f q): a scale that is 0.7u too small resembles truncation (92 % of its numbers), and explains its own
+    better. An error before the last rounding takes numbers from both counts alike, and needs no estimate."""
     if dtype not in LOW:
         return UNKNOWN
     y, m = exact.reshape(-1), mine.reshape(-1)
@@ -144,7 +150,7 @@ def judge(
 
 
 def _smaller(y: Tensor, mine: Tensor) -> bool:
-    """Whether significantly more numbers are nearer to 0 than further from it: not so in nearly all honest outputs,
+    """Whether significantly more numbers are nearer to 0 than further from it: not so in nearly all right outputs,
     which need no closer look then."""
     change = mine.abs() - y.abs()
     return _more(int((change < 0).sum()), int((change > 0).sum()))

@@ -27,10 +27,10 @@ from vllm_accprobe.kernels.float_formats import smallest
 
 ROW, GAIN, COLUMN, ELEMENT = "row", "gain", "column", "element"
 MODEL = 1.25
-"""Measured: scripts/opcheck_floors.py; variance of an honest kernel over that of its reference's model, of taps of 74
-clean runs with AVX-512, trained weights among them. These runs were looked at while it was chosen."""
+"""Measured: scripts/opcheck_floors.py; variance of a right kernel over that of its reference's model, of taps of 74
+clean runs with AVX-512, trained weights among them. These runs were examined while it was chosen."""
 BIAS = 0.1
-"""Measured: scripts/opcheck_floors.py, 0.10 to 0.11 (SiluAndMul); units of the last rounding: a scale that an honest
+"""Measured: scripts/opcheck_floors.py, 0.10 to 0.11 (SiluAndMul); units of the last rounding: a scale that a right
 kernel leaves."""
 CONSTANT = 3.0
 """Derived: (step / 2)**2 over step**2 / 12. A column whose values vary by less than a step (a trained bias, an outlier
@@ -38,7 +38,7 @@ channel) has one rounding error in all rows, which may be half a step."""
 _MIN_ROWS = 8
 """Chosen: in fewer rows a column says no more than its elements do."""
 _WORK = 2.0**-18
-"""Chosen: 64 roundings of float32 beside the last one, of an element, and of its row's root mean square where a sum
+"""Chosen: 64 roundings of float32 besides the last one, of an element, and of its row's root mean square where a sum
 cancels: far below the last rounding, and a result near the middle of two numbers may go either way for it."""
 _SECOND = 2.0**-6
 """Derived: what first-order bounds leave out. Bounds are sums of some ten relative roundings of 2**-8 at most, whose
@@ -52,7 +52,7 @@ noise**2."""
 
 
 class WorstFound(NamedTuple):
-    """value, limit: in standard deviations of an honest error; deviations, looks: how far out a normal number would be,
+    """value, limit: in standard deviations of a right error; deviations, tests: how far out a normal number would be,
     one of how many."""
 
     measure: str
@@ -199,11 +199,11 @@ class ErrorSums:
 
 @dataclass(frozen=True)
 class Verdict:
-    """measure: that is furthest beyond, or nearest to, its limit; value, limit: a standard deviation of an honest error
+    """measure: that is furthest beyond, or nearest to, its limit; value, limit: a standard deviation of a right error
     is 1 (counts for exact and nonfinite); row, column: where, in the [rows, width] view, -1 where it is nowhere;
     nonfinite, nonfinite_mismatch: positions that are not finite, and of them those that differ; worst_row_rel_l2:
     largest relative error of a row; rounding: how mine was rounded where that is not to nearest (rounding.py), else "";
-    tier: PROVED or BEYOND_CHANCE where it did not pass; chance: then, that an honest output shows as much; ratios:
+    tier: PROVED or BEYOND_CHANCE where it did not pass; chance: then, that a right output shows as much; ratios:
     value / limit of each measure; sums: for pooled.py."""
 
     passed: bool
@@ -233,7 +233,7 @@ def judge(
     groups: float | None = None, shared: bool = False,
 ) -> Verdict:  # fmt: skip
     """reference: float64 or integers [rows, width]; mine: the captured numbers, float64 or int64, same shape; dtype:
-    mine's, torch's name; chance: that an honest output fails; noise, bound: float64, broadcastable, standard error and
+    mine's, torch's name; chance: that a right output fails; noise, bound: float64, broadcastable, standard error and
     bound before the last rounding; last: the last rounding's relative error if it is not dtype's; common: relative
     error that a row may share; groups, shared: of Expected."""
     u = unit(dtype) if last is None else last
@@ -304,7 +304,7 @@ def judge(
 
 
 _LOOKED, _NEW = 4096, 0.9
-"""Chosen: elements that are looked at, evenly spread, and the part of them that has an error of its own. Of 20,000
+"""Chosen: elements that are examined, evenly spread, and the part of them that has an error of its own. Of 20,000
 different ones that come equally often, 0.9 of 4,096 are met once or first."""
 _ODD = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
 """Chosen: Knuth's multiplier (2**64 over the golden ratio, odd), which spreads 64 bits."""

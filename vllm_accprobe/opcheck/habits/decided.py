@@ -173,59 +173,44 @@ def _matrix(masks: Iterable[int], n: int) -> Any:
 STOCHASTIC, ONCE = "stochastic", "once"
 ROUNDED = {NEAREST: "to nearest", ZERO: "toward zero", AWAY: "away from zero", STOCHASTIC: "at random (stochastic)"}
 PRICES = {NEAREST: 0.0, ZERO: 1.0, AWAY: 1.0, STOCHASTIC: 1.0}
-_LOW = re.compile(r"low (\d+)( bias first)?")
-_SPLIT = re.compile(r"split (\d+)")
+_SUMS = re.compile(r"(?P<kind>low|split) (?P<n>\d+)(?P<bias> bias first)?")
 
 
 def kind_of(way: str) -> str:
     """A habit's kind; ACCUMULATOR also for a product that is rounded once alone."""
-    if _LOW.fullmatch(way):
-        return ACCUMULATOR
-    return SPLIT if _SPLIT.fullmatch(way) else ROUNDING if way == ONCE else TWICE
+    if m := _SUMS.fullmatch(way):
+        return ACCUMULATOR if m["kind"] == "low" else SPLIT
+    return ROUNDING if way == ONCE else TWICE
 
 
 def words_of(way: str, dtype: str) -> str:
     """ "" for ONCE."""
-    if m := _LOW.fullmatch(way):
-        after = "every term" if m[1] == "1" else f"every {m[1]} terms"
-        return f"adds up in {dtype}, rounded after {after}" + (", beginning with the bias" if m[2] else "")
-    if m := _SPLIT.fullmatch(way):
-        return f"splits its sums into {m[1]} parts, each rounded to {dtype}"
-    if way == ONCE:
-        return ""
-    return f"rounds the {way.replace(' and ', ' and the ')} to {dtype} before the result"
+    m = _SUMS.fullmatch(way)
+    if m and m["kind"] == "split":
+        return f"splits its sums into {m['n']} parts, each rounded to {dtype}"
+    if m:
+        after = "every term" if m["n"] == "1" else f"every {m['n']} terms"
+        return f"adds up in {dtype}, rounded after {after}" + (", beginning with the bias" if m["bias"] else "")
+    return "" if way == ONCE else f"rounds the {way.replace(' and ', ' and the ')} to {dtype} before the result"
 
 
 def price_of(way: str, terms: int) -> float:
-    if m := _LOW.fullmatch(way):
-        return 0.5 * max(terms / int(m[1]), 1.0)
-    if m := _SPLIT.fullmatch(way):
-        return 0.5 * int(m[1])
+    """What a habit can do to one result, in roundings of its dtype (a whole step, 2**-8 for bfloat16): rounding once
+    more on the way: half of one; a sum of n terms that is rounded after every b: at most n / b halves of the terms'
+    sizes [N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2]; parts that are rounded:
+    half of one each. terms: of a product's sums."""
+    if m := _SUMS.fullmatch(way):
+        return 0.5 * (max(terms / int(m["n"]), 1.0) if m["kind"] == "low" else int(m["n"]))
     return 0.0 if way == ONCE else 0.5 * (1 + way.count(" and "))
 
 
 def allowed_as(way: str) -> str:
     """Under which name `Evidence.would` has it."""
-    m = _LOW.fullmatch(way)
-    return f"low {m[1]}" if m else way
+    return way.removesuffix(" bias first")
 
 
 def rounds(direction: str) -> str:
     return f"rounds {ROUNDED[direction]}"
-
-
-def plural(said: str) -> str:
-    """What one module does, as what several do."""
-    verb, _, rest = said.partition(" ")
-    return f"{verb.removesuffix('s')} {rest}"
-
-
-def flushed(dtype: str) -> str:
-    return f"gives 0 for results below 2^{FORMATS[dtype][1]}, the smallest normal number"
-
-
-def kept(dtype: str) -> str:
-    return f"keeps results below 2^{FORMATS[dtype][1]}"
 
 
 _SHARE = 0.3
@@ -288,7 +273,7 @@ _ROUNDING_SHOWS = "toward zero"
 
 @dataclass(frozen=True)
 class Seen:
-    """An output that was looked at."""
+    """An output that was examined."""
 
     row: CheckResult
     evidence: Evidence
@@ -311,7 +296,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class TapPlace:
-    """tap: (rank, path); direction: how its results are rounded, "" where that cannot be told; ways: those that its
+    """tap: (rank, path); direction: how its results are rounded, "" where that is not known; ways: those that its
     numbers allow, none where no way predicts them."""
 
     tap: tuple[int, str]
@@ -370,7 +355,7 @@ def place_of(tap: tuple[int, str], seen: list[Seen]) -> TapPlace:
 
 def _clear(pool: EvidencePool, best: Candidate, seen: list[Seen]) -> bool:
     """Whether the direction of the last rounding shows through what is not known before it. A scale that is a little
-    too small looks much like truncation: most outputs must have been found to be truncated whatever their scale."""
+    too small resembles truncation: most outputs must have been found to be truncated whatever their scale."""
     way, direction = best
     if direction == AWAY or pool.share(best) < _PARTLY:
         return False
@@ -464,7 +449,7 @@ Key = tuple[str, str, str]
 @dataclass(frozen=True)
 class MachineHabits:
     """What a replay's rows say of a machine. habits: in the order in which operators are met; unknown: sentences on
-    what cannot be told; units: relative errors of functions, as judge/profile.Profile's."""
+    what is not known; units: relative errors of functions, as judge/profile.Profile's."""
 
     habits: tuple[Habit, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -531,7 +516,7 @@ def _group(
         if direction == AWAY and alike and habits.enough("away", dtype, show):
             allowed["away"] = said
         for p in places:
-            if _departs(p.direction, direction, places):
+            if p.direction and PRICES[p.direction] > PRICES[direction]:
                 why = f"{rounds(p.direction)}, {_others(places, p, rounds(direction))}"
                 changes |= _blamed(p, rows, at, why, TOWARD_ZERO if p.direction == ZERO else "")
     if ways:
@@ -555,9 +540,11 @@ def _group(
         habits.unknown.append(_unknown(key, places))
     flush = flush_of(places)
     if flush is not None:
-        habits.add(SUBNORMALS, key, (flushed if flush else kept)(dtype), 0.0, places, lambda p: p.subnormal)
+        words = f"{'gives 0 for' if flush else 'keeps'} results below 2^{FORMATS[dtype][1]}"
+        words += ", the smallest normal number" if flush else ""
+        habits.add(SUBNORMALS, key, words, 0.0, places, lambda p: p.subnormal)
         if flush and habits.enough("flush", dtype, [p for p in places if p.pool.flushed]):
-            allowed["flush"] = flushed(dtype)
+            allowed["flush"] = words
     for f in functions_of(places, dtype):
         habits.units[f"{cls} {dtype} {f.name}"] = f.size
         if f.off:
@@ -581,7 +568,7 @@ def _common(found: Counter[str]) -> str:
 
 
 def _common_ways(places: list[TapPlace]) -> frozenset[str]:
-    """The ways that most places allow, as far as those agree; one kind of habit alone, else nothing is told."""
+    """The ways that most places allow, as far as those agree; one kind of habit alone, else nothing is known."""
     known = [p.ways for p in places if p.ways]
     if not known:
         return frozenset()
@@ -592,11 +579,6 @@ def _common_ways(places: list[TapPlace]) -> frozenset[str]:
         return frozenset()
     left = frozenset.intersection(*(ways for ways in known if best in ways))
     return left if len({kind_of(w) for w in left}) == 1 else frozenset()
-
-
-def _departs(mine: str, usual: str, places: list[TapPlace]) -> bool:
-    others = sum(p.direction == usual for p in places)
-    return bool(mine) and mine != usual and PRICES[mine] > PRICES[usual] and others > 0
 
 
 def _costlier(mine: frozenset[str], usual: frozenset[str], terms: int) -> bool:
@@ -623,8 +605,10 @@ def _others(places: list[TapPlace], mine: TapPlace, usual: str) -> str:
     taps = {p.tap[1] for p in places} - {mine.tap[1]}
     layers = {m[0] for t in taps if (m := re.search(r"\d+", t))}
     called = "layer" if len(layers) == len(taps) else "module"
-    number = f"{len(taps)} {called}s" if len(taps) > 1 else called
-    return f"where the other {number} {plural(usual) if len(taps) > 1 else usual}"
+    if len(taps) <= 1:
+        return f"where the other {called} {usual}"
+    verb, _, rest = usual.partition(" ")
+    return f"where the other {len(taps)} {called}s {verb.removesuffix('s')} {rest}"
 
 
 def _blamed(

@@ -27,7 +27,7 @@ from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.habits.decided import BINS, Evidence
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import activations, rotary
-from vllm_accprobe.opcheck.references.norms import epsilon
+from vllm_accprobe.opcheck.references.norms import epsilon, offset_of
 from vllm_accprobe.opcheck.references.quantised import weight_of, widened
 
 ONCE = "once"
@@ -63,7 +63,7 @@ def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
         try:
             more = family(call, sample)
         except (Declined, RuntimeError, ValueError, KeyError, IndexError, TypeError):
-            return found  # what its reference could do this cannot: it is told nothing more of
+            return found  # what its reference could do this cannot: it is known nothing more of
         found |= {n: v for n, v in more.items() if v.shape == sample.y.shape}
     return found
 
@@ -89,9 +89,7 @@ def _norm(call: Call, s: SampledRows) -> Ways:
     x = call.tensor("x", "hidden_states", "input", "0")[s.rows].double()
     residual = call.maybe("residual", "1")
     eps, _ = epsilon(call)
-    weight: Any = call.param("weight") if "weight" in call.params else 1.0
-    if _one_more(call.cls):
-        weight = weight + 1.0
+    weight: Any = (call.param("weight") if "weight" in call.params else 1.0) + offset_of(call.cls)
 
     def scaled(values: Tensor, of: Tensor) -> Tensor:
         return values * torch.rsqrt((of * of).mean(-1, keepdim=True) + eps)
@@ -111,25 +109,16 @@ def _norm(call: Call, s: SampledRows) -> Ways:
     return found
 
 
-def _one_more(cls: str) -> bool:
-    gemma = cls.startswith("Gemma") or cls == "Qwen3NextRMSNorm"
-    return gemma and not cls.startswith(("Gemma3n", "Gemma4"))
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"SiluAndMul": activations.silu, "MulAndSilu": activations.silu}
-
-
 def gate_of(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """(gate, up, activation) of a gated activation. Raises Declined."""
     x = call.tensor("x", "input", "hidden_states", "0")
     a, b = x.chunk(2, -1)
     if call.cls == "MulAndSilu":
         a, b = b, a
-    f = _ACTIVATIONS.get(call.cls)
-    if f is None:
-        kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-        f = activations.gelu if kind in ("none", "gelu", "geglu") else activations.gelu_tanh
-    return a, b, f
+    if call.cls != "GeluAndMul":
+        return a, b, activations.silu
+    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+    return a, b, activations.gelu if kind in ("none", "gelu", "geglu") else activations.gelu_tanh
 
 
 def _gated(call: Call, s: SampledRows) -> Ways:
@@ -261,8 +250,8 @@ def of_grid(
 
 
 def _common(v: Tensor, captured: Tensor, s: SampledRows, lost: int) -> tuple[Tensor, Tensor]:
-    """For each row the interval of g in which v (1 + g) rounds to what is given: [rows] each. lost: which number's
-    bound counts: numbers that an intermediate rounding has moved across are left out at either end."""
+    """For each row the interval of g in which v (1 + g) rounds to the captured numbers: [rows] each. lost: which
+    number's bound counts: numbers that an intermediate rounding has moved across are left out at either end."""
     half = 0.5 * steps(captured, s.dtype)
     clear = torch.isfinite(v) & (v.abs() > 0)
     a, b = (captured - half) / v - 1.0, (captured + half) / v - 1.0
@@ -339,7 +328,7 @@ def _smooth(call: Call, y: Tensor, mine: Tensor, rows: Tensor) -> bool:
 Judge = Callable[[Tensor, "Tensor | None"], Verdict]
 """(reference, further standard error or None) → verdict of the whole output."""
 _NUMBERS, _LOW_NUMBERS, _LEAST = 2048, 256, 16
-"""Chosen: numbers that are looked at; those of them for sums in fewer bits; below, nothing is told."""
+"""Chosen: numbers that are examined; those of them for sums in fewer bits; below, nothing is known."""
 _FITS, _STRAYS = 0.9, 0.97
 """Chosen: a way predicts an output if it has so many numbers rightly (float32 sums leave 99 %); where the best one has
 less than the second, fractions are counted, too."""
@@ -359,7 +348,7 @@ _LEAST_NORMAL = {name: float(2.0 ** FORMATS[name][1]) for name in (*LOW, "float3
 
 
 def due(step: int | None, role: str, call: Call, passed: bool) -> bool:
-    """Whether an output is looked at: all that fail; of the others those of the first two steps, where prompts are, and
+    """Whether an output is examined: all that fail; of the others those of the first two steps, where prompts are, and
     of some later ones (chosen: a quarter of a run of a dozen steps), and what was written in place only where it was
     not handed on as well."""
     if step is None or not (passed and role.startswith("inplace.") and "output.0" in call.outputs):
@@ -405,13 +394,9 @@ def look(
     found = of_grid(call, role, names[way], values[way], captured, s, share)
     if not passed:
         would |= _would(call, role, y, rows, dtype, judge)
-    terms = _terms(call) if is_product(call.cls) else 0
+    x = call.maybe(*_INPUT) if is_product(call.cls) else None
+    terms = int(x.shape[-1]) if x is not None else 0
     return Evidence(tuple(names), _histogram(right), ups, out, (kept, flushed), found, would, terms)
-
-
-def _terms(call: Call) -> int:
-    x = call.maybe("input_", "x", "input", "hidden_states", "0")
-    return int(x.shape[-1]) if x is not None else 0
 
 
 def _spread(n: int, most: int) -> Tensor:
@@ -432,7 +417,7 @@ def _subnormals(y: Tensor, mine: Tensor, dtype: str) -> tuple[int, int]:
 
 def _predicted(values: Tensor, captured: Tensor, s: SampledRows) -> tuple[Tensor, Tensor, Tensor]:
     """(which candidates are right: bool [ways * 3, numbers]; values in steps, [ways, rows, width]; which numbers are
-    looked at: bool [rows, width]). Only finite normal ones, at most _NUMBERS, evenly spread."""
+    examined: bool [rows, width]). Only finite normal ones, at most _NUMBERS, evenly spread."""
     step = steps(s.y, s.dtype)
     q, m = values / step, captured / step
     usable = torch.isfinite(values).all(0) & torch.isfinite(captured) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])
@@ -476,7 +461,7 @@ def _fractions(q: Tensor, clear: Tensor, captured: Tensor, s: SampledRows) -> tu
 
 
 def _low(call: Call, s: SampledRows, captured: Tensor) -> tuple[list[str], Tensor]:
-    """(names, which candidates are right) of sums in fewer bits beside the other ways, of fewer numbers."""
+    """(names, which candidates are right) of sums in fewer bits and the other ways, of fewer numbers."""
     usable = (torch.isfinite(captured) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])).nonzero()
     at = usable[_spread(len(usable), _LOW_NUMBERS)]
     try:
@@ -498,7 +483,7 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
     if role != "output.0" or not is_product(call.cls):
         return found
     try:
-        x = call.wide("input_", "x", "input", "hidden_states", "0", "1")
+        x = call.wide(*_INPUT, "1")
         weight = weight_of(call)
         x = x.reshape(-1, x.shape[-1])[rows]
         squares = torch.cat([(x * x) @ (part * part).T for _, part in widened(weight)], 1)

@@ -5,9 +5,8 @@ CPU kernel in float64 is an independent and far more exact implementation of wha
 Floating tensors become float64 (complex128), a ``dtype`` argument that names a smaller float is raised too; without a
 kernel for float64, float32 is tried. Noise: the operator is run again with inputs moved by 2**-24 of their size
 [stochastic estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; integers that this changes are ties. What
-is made of a parameter that the calls of an operator share is made once. A cast must be right to the bit. Operators that
-draw random numbers, have no tensor, or depend on a dtype's bits are declined.
-"""
+is computed from a parameter that the calls of an operator share is made once. A cast must be right to the bit.
+Operators that draw random numbers, have no tensor, or depend on a dtype's bits are declined. """
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ dump may come from a stranger."""
 _CASTS = ("to", "_to_copy", "copy_", "copy", "type_as")
 """Rounding itself: what comes out is known to the bit."""
 _HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
-"""Operators that are given addresses as integers: to run them again would crash."""
+"""Operators that take addresses as integers: to run them again would crash."""
 _WIDER = 8.0
 """How many times the answer to moved inputs a kernel's own sums may spread: the square root of some sixty terms."""
 
@@ -244,7 +243,7 @@ def _on_meta(value: Any) -> Any:
 def _expected(
     call: Call, function: Any, found: dict[str, Any], widened: Widened, narrow: bool, cast: bool
 ) -> dict[str, Expected]:
-    """Each of ``found`` with its noise, from asking again. narrow: it was asked in float32; cast: it only rounds."""
+    """Each of ``found`` with its noise, from running again. narrow: it ran in float32; cast: it only rounds."""
     try:
         again = _called(call, function, widened.moved)
     except _REFUSALS:

@@ -470,7 +470,7 @@ def fused_attention(call: Call) -> dict[str, Expected]:
             sums.append(score_sums(q_b, k_b, scale, added=added))
     value, noise = (torch.stack([p[n].transpose(0, 1) for p in parts]).reshape(*q.shape[:-1], -1) for n in (0, 1))
     expected = {"output.0": Expected(value, noise, groups=1)}
-    if wanted:
+    if mine is not None and wanted:
         largest, total, size = (torch.stack([s[n] for s in sums]).reshape(mine.shape) for n in range(3))
         coarse = COARSE if call.unit > EXP else 0.0
         noise = coarse + EXP * (1.0 + size)

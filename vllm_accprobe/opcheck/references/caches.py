@@ -158,7 +158,7 @@ class CacheFormat:
         return f"{self.kind}, cut off toward zero," if self.toward_zero else self.kind
 
     def read_back(self, rows: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Float64 ``rows`` [m, heads, width] as they are read back; how far a code may honestly be from that; and half
+        """Float64 ``rows`` [m, heads, width] as they are read back; how far a code may right be from that; and half
         a step of the format there. which: 0 for keys, 1 for values."""
         if self.scales is not None:
             scale: Tensor = torch.tensor(self.scales[which], dtype=torch.float64)
@@ -235,7 +235,7 @@ def through_cache(
     out, noise, bound = attend(k_read, v_read, *((doubt, most) if bool(doubt.any()) else (None, None)))
     if bool(v_doubt.any()):
         own = (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)
-        # with the keys that were read, which may be looked at otherwise
+        # with the keys that were read, which may be examined otherwise
         doubted = v_doubt[:, ::share]
         along = attend(k_read, written[1].sign() * doubted, None, None)[0]
         noise = (noise**2 + torch.maximum(own, along**2)).sqrt()

@@ -54,7 +54,7 @@ def inside(call: Call) -> Inside:
 
 
 def all_seen(call: Call) -> None:
-    """Raises Declined where a part of this block ran that was not captured: what it added, or made of the others'
+    """Raises Declined where a part of this block ran that was not captured: what it added, or computed from the others'
     results, nobody knows."""
     if unseen := call.extra.get("unseen"):
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
@@ -179,7 +179,7 @@ def residual_layer(call: Call) -> dict[str, Expected]:
 
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
-    """Of layers that hand on (hidden, residual); those that add it themselves: `residual_layer`."""
+    """Of layers that pass on (hidden, residual); those that add it themselves: `residual_layer`."""
     if "output.1" not in call.outputs:
         return residual_layer(call)
     if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
@@ -442,7 +442,7 @@ def opaque_convolution(call: Call) -> dict[str, Expected]:
 
 @reference("torch.ops.vllm.unified_mla_attention_with_output")
 def opaque_latent(call: Call) -> dict[str, Expected]:
-    """(q, kv_c, k_pe, output, ...): rows of single tokens first, what the second matrix made of the mixed latents
+    """(q, kv_c, k_pe, output, ...): rows of single tokens first, what the second matrix computed from the mixed latents
     [heads, rows, width]; then those of prompts, copied."""
     role, out = _buffer(call)
     rows: list[Any | None] = []

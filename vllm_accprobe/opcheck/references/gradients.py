@@ -1,4 +1,4 @@
-"""Exact gradients: what a backward pass should have given, from a call's inputs and the gradients of its outputs.
+"""Exact gradients: what a backward pass should return, from a call's inputs and the gradients of its outputs.
 
 The problem: a kernel's forward may be right and its gradient wrong; a dump may have that gradient, and a formula for
 each would be written twice. The idea: references compute in torch's float64, so that autograd differentiates the
@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_b
 from vllm_accprobe.opcheck.references.parts import on
 
 SPREAD = 4.0
-"""Times that a gradient moves with its inputs: one draw of signs, where an honest kernel has others (chosen)."""
+"""Times that a gradient moves with its inputs: one draw of signs, where a right kernel has others (chosen)."""
 Outputs = Callable[[Call], Mapping[str, Any]]
 
 
@@ -107,16 +107,13 @@ class SavedOutputs:
 
     def _unpacked(self, t: Any) -> Any:
         for role, y in self.made.items():
-            if isinstance(y, torch.Tensor) and t.is_floating_point() and _same_memory(t, y):
+            same = isinstance(y, torch.Tensor) and t.numel() and t.data_ptr() == y.data_ptr() and t.shape == y.shape
+            if same and t.is_floating_point():
                 kept = self._saved.get(role)
                 if kept is None or kept.is_meta or kept.numel() != t.numel():  # statistics have no numbers
                     kept = t.to(self._dtype)
                 return kept.reshape(t.shape).to(t.dtype)
         return t
-
-
-def _same_memory(t: Any, y: Any) -> bool:
-    return bool(t.data_ptr() == y.data_ptr() and t.shape == y.shape and t.numel())
 
 
 def exact_gradients(
@@ -149,7 +146,7 @@ def exact_gradients(
 
 
 def noise_of(exact: Any, moved: Any, step: float) -> Any:
-    """Standard error of an honest gradient, of an element or its row, whichever is larger."""
+    """Standard error of a right gradient, of an element or its row, whichever is larger."""
     change = SPREAD * (moved - exact).abs()
     if change.dim():
         change = torch.maximum(change, change.square().mean(-1, keepdim=True).sqrt())

@@ -121,7 +121,7 @@ def partial(call: Call) -> Expected:
 
 def _with_cause(call: Call, y: Expected) -> Expected:
     """y with what there is to say of a W8A8 product that ends in 16 bits: the kernel turned x into codes itself, each
-    row by its largest number, or all by ``input_scale``; one that does otherwise is not told."""
+    row by its largest number, or all by ``input_scale``; another way is not recognised."""
     weight, scale = call.params.get("weight"), param_if(call, "weight_scale")
     mine = call.outputs.get("output.0")
     if mine is None or weight is None or weight.dtype != torch.int8 or scale is None:

@@ -149,7 +149,7 @@ def activation_of(call: Call) -> Any:
 
 @reference("UnquantizedFusedMoEMethod")
 def routed_experts(call: Call) -> dict[str, Expected]:
-    """The experts of this rank, with the given weights; and the weights themselves, from the router's logits."""
+    """The experts of this rank, with the captured weights; and the weights themselves, from the router's logits."""
     x = call.wide("x")
     w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
     if w13 is None or w2 is None:
@@ -254,7 +254,7 @@ def of_router(call: Call) -> dict[str, Any]:
 
 
 def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> Expected:
-    """What a router should have said of the experts ``ids`` [tokens, k], in their order: one that should not be chosen
+    """What a router should return for the experts ``ids`` [tokens, k], in their order: one that should not be chosen
     has 0. step: one rounding of what it computes in; settings: of `route`."""
     weights, clear = route(logits.double(), ids.shape[1], tie=4 * step, **settings)
     value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
@@ -263,7 +263,7 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
 
 
 def _routing(call: Call, experts: int) -> Expected:
-    """What the router should have said. Raises Declined where what it did was not recorded."""
+    """What the router should return. Raises Declined where what it did was not recorded."""
     logits, ids = call.extra.get("router_logits"), call.tensor("topk_ids")
     if logits is None:
         raise Declined("its router's logits were not captured")
@@ -284,7 +284,7 @@ def fused_experts(call: Call) -> dict[str, Expected]:
     act = {"silu": silu, "gelu": gelu}.get(str(f["act"]))
     if act is None:
         raise Declined(f"experts with the activation {f['act']} have no reference")
-    weights = dense(*f.wide("topk_weights"), f["topk_ids"], len(w13))
+    weights = dense(f.wide("topk_weights")[0], f["topk_ids"], len(w13))
     return {"inplace.input.0": expert_mlps(x, weights, w13, w2, act, call.unit)}
 
 

@@ -305,6 +305,8 @@ def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps:
     shape = (1, -1, *[1] * (x.dim() - 2))
     value = y.value if weight is None else y.value * weight.reshape(shape)
     by = 1.0 if weight is None else weight.abs().reshape(shape)
+    assert y.noise is not None
+    assert y.bound is not None
     return Expected(value if bias is None else value + bias.reshape(shape), y.noise * by, bound=y.bound * by)
 
 

@@ -6,7 +6,7 @@ size; below 0: nothing is written [Kwon et al., arXiv 2309.06180, sections 4 and
 a `PagedBatch`, and the formula is applied once. vLLM's CPU kernels do not say in which of their two layouts the blocks
 are: both are tried, and the one in which mine's numbers are nearer counts (a wrong layout is wrong by the size of the
 values, whatever the kernel does). Numbers of the model that are written must be equal to the bit. All blocks that were
-captured are compared, so that a row beside the right one is found as well.
+captured are compared, so that a row next to the right one is found as well.
 Elsewhere: layouts, and the numbers of 8-bit caches (caches.py).
 """
 
@@ -319,10 +319,11 @@ def flash(call: Call) -> dict[str, Expected]:
 @reference("torch.ops._C_cache_ops.reshape_and_cache", "torch.ops.*.reshape_and_cache")
 def first_layout(call: Call) -> dict[str, Expected]:
     """The same with key_cache [blocks, heads, width / x, slots, x] and value_cache [blocks, heads, width, slots]."""
-    keys = Arguments(call, _WRITES)["key_cache"]
+    f = Arguments(call, _WRITES)
+    keys = f["key_cache"]
     if keys.dim() != 5:
-        return flash(call)
-    return _both(call, Arguments(call, _WRITES), (split_key(keys.shape[-1]), HEADS_TURNED), keys.shape[3])
+        return _both(call, f, (TOKENS, TOKENS), keys.shape[1])
+    return _both(call, f, (split_key(keys.shape[-1]), HEADS_TURNED), keys.shape[3])
 
 
 @reference("torch.ops._C.cpu_attn_reshape_and_cache")

@@ -21,7 +21,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Call, Declined, Expected, gamma, reference
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    SUM,
+    Call,
+    Declined,
+    Expected,
+    combined,
+    gamma,
+    reference,
+)
 from vllm_accprobe.opcheck.references.parts import (
     Arguments,
     RowResults,
@@ -337,7 +347,8 @@ def _by_chunks(
 def chunk_scan(call: Call) -> dict[str, Expected]:
     """(out, states, x, dt, A, B, C, D, z, cu_seqlens): dt as the recurrence has it, states both in and out."""
     f = Arguments(call, "out final_states x dt A B C D z cu_seqlens")
-    y, states = _by_chunks(f, *f.wide("dt"), f["final_states"], f["out"])
+    (dt,) = f.wide("dt")
+    y, states = _by_chunks(f, dt, f["final_states"], f["out"])
     return {"inplace.input.0": y, "inplace.input.1": states}
 
 
@@ -437,9 +448,10 @@ def selective_scan(call: Call) -> dict[str, Expected]:
                      f["has_initial_state"])  # fmt: skip
     if y.rows() is not None:
         raise Declined("some of its tokens belong to no sequence")
+    value, noise = y.parts
     return {
-        f.role("delta" if f["z"] is None else "z"): Expected(*(t.squeeze(-1).T for t in y.parts), shared=True),
-        f.role("ssm_states"): Expected(*(s.squeeze(2) for s in new), shared=True),
+        f.role("delta" if f["z"] is None else "z"): Expected(value.squeeze(-1).T, noise.squeeze(-1).T, shared=True),
+        f.role("ssm_states"): Expected(new[0].squeeze(2), new[1].squeeze(2), shared=True),
     }
 
 
@@ -522,11 +534,12 @@ def evaluated_delta_rule(
         raise Declined("some of its rows belong to no sequence")
     out, noise = (t.reshape(shape) for t in found.parts)
     y = Expected(out, noise, rows=found.rows(), reason="padding", groups=heads, shared=True)
-    if states is None:
-        stacked = [torch.stack([new[n][side] for n in sorted(new)]) for side in (0, 1)] if new else None
-    else:
-        stacked = changed(states, new)
-    return y, None if stacked is None else _states(*stacked, heads)
+    if states is not None:
+        return y, _states(*changed(states, new), heads)
+    if not new:
+        return y, None
+    value, noise = (torch.stack([new[n][side] for n in sorted(new)]) for side in (0, 1))
+    return y, _states(value, noise, heads)
 
 
 _FLA = "q k v g beta scale initial_state inplace_final_state cu_seqlens ssm_state_indices num_accepted_tokens"
@@ -627,5 +640,5 @@ def fused_update(call: Call) -> dict[str, Expected]:
     assert states is not None
     # the gates' own roundings, of one token each: relative to what comes out and to what is forgotten
     extra = 2.0 * ROUNDED * unit_of(call.outputs["output.0"]) * y.value.abs()
-    y = replace(y, noise=(y.noise**2 + extra**2).sqrt())
+    y = replace(y, noise=combined(y.noise, extra))
     return {"output.0": y, "inplace.input.7": states}

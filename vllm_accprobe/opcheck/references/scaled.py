@@ -3,7 +3,7 @@
 Formula: q = round(x / s), clamped, plus a zero point where there is one; y = sa sb (A B - z colsum(B)) + bias [B. Jacob
 et al., arXiv 1712.05877, equation 7]; scales of a tensor, a token (row) or a channel (column), or of blocks
 [DeepSeek-V3, arXiv 2412.19437, section 3.3]. Dynamic scales: largest of a row (or tensor) over the largest code; with a
-zero point (max - min) / 255. A code is right within half a step of x / s for the scale that was captured beside it
+zero point (max - min) / 255. A code is right within half a step of x / s for the scale that was captured with it
 (caches.py); the scale itself must be right, too. Sums of int8 products are exact, of fp8's in float32. Products of
 MXFP8, MXFP4 and NVFP4 are those of the numbers that the codes stand for (quantised.py), FlashInfer's under the names
 that vLLM registers [vLLM 0.32, utils/flashinfer.py]; weights that a backend wants shuffled, and tiles of 8 rows, are

@@ -51,14 +51,14 @@ def scores(call: Call) -> Expected:
 
 
 def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
-    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that was not told to clean and puts it
+    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that does not clean and puts it
     nowhere, what ``out`` has: memory as it was found."""
     clean = bool(seen.all()) or bool((out[~seen] == -torch.inf).any())
     return y.masked_fill(~seen, -torch.inf) if clean else torch.where(seen, y, out.double())
 
 
 def rows_to_judge(value: Tensor, seen: Tensor) -> Tensor | None:
-    """bool [rows], None for all: beside a large number, which nobody wrote, a row's own errors would not be seen."""
+    """bool [rows], None for all: next to a large number, which nobody wrote, a row's own errors would not be seen."""
     size = torch.where(torch.isfinite(value), value.abs(), 0.0)
     rows = size.masked_fill(seen, 0.0).amax(1) <= size.masked_fill(~seen, 0.0).amax(1)
     return None if bool(rows.all()) else rows

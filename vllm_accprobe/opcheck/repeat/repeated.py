@@ -38,7 +38,7 @@ from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
 
 PATTERNS = (0xFF, 0x7B, 0xBE)
-"""Chosen: bytes that memory is filled with in turn. 0xFF is NaN in every float format of 8 to 64 bits but e5m2's kin
+"""Chosen: bytes that memory is filled with in turn. 0xFF is NaN in every float format of 8 to 64 bits but e5m2's
 and -1 in integers; 0x7B a number far above activations (1.3e36 in bfloat16); 0xBE a small negative one (-0.37), which
 no check for large numbers would see."""
 _PERTURB = -6
@@ -101,7 +101,7 @@ def _glibc() -> Any | None:
 @contextlib.contextmanager
 def company(device: Any) -> Iterator[None]:
     """Within it, other threads take this machine's cores, the interpreter changes threads often, and on CUDA the work
-    is put on a stream of its own beside a busy one."""
+    is put on a stream of its own and another one is busy."""
     stop, before = threading.Event(), sys.getswitchinterval()
     block = bytes(1 << 18)
 
@@ -161,7 +161,7 @@ def changed(a: Any, b: Any) -> Any:
 
 
 def filled(tensor: Any, byte: int) -> Any:
-    """Which elements, bool [elements], are made of nothing but this byte."""
+    """Which elements, bool [elements], are computed from nothing but this byte."""
     found = bits(tensor)
     size = found.element_size()
     whole = int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
@@ -186,8 +186,8 @@ class RunDifferences:
     _unwritten: Any = None
 
     def add(self, output: Any, byte: int) -> None:
-        """One more run. output: a tensor on the CPU; byte: what memory held before. Raises ValueError where shape or
-        dtype are other ones than in the runs before."""
+        """One more run. output: a tensor on the CPU; byte: what memory contained before. Raises ValueError where shape
+        or dtype are other ones than in the runs before."""
         run, self.runs = self.runs, self.runs + 1
         filled_now = filled(output, byte)
         if self.first is None:
@@ -213,7 +213,7 @@ class RunDifferences:
 
     @property
     def unwritten(self) -> Any:
-        """bool [elements]: what nobody wrote. None of them where memory held one byte only."""
+        """bool [elements]: what nobody wrote. None of them where memory contained one byte only."""
         return self._unwritten if len(self._by_byte) > 1 else torch.zeros_like(self._unwritten)
 
     @property
@@ -286,7 +286,7 @@ class CallFloors:
         return cls(base, found, "", chance, word)
 
     def judge(self, role: str, other: Any) -> tuple[Verdict, str]:
-        """(verdict on ``other`` in the place of base[role], what it was held against)."""
+        """(verdict on ``other`` in the place of base[role], what it was compared with)."""
         known, base = self.expected.get(role), self.base[role]
         if known is not None and tuple(known.value.shape) == tuple(base.shape):
             known = replace(known, rows=None) if known.rows is None or bool(known.rows.all()) else known
@@ -392,18 +392,20 @@ def _switched(captured: Captured, kernels: MachineKernels, before: Mapping[str, 
     return f"torch.use_deterministic_algorithms {'makes all runs equal' if equal else 'does not change that'}"
 
 
+def equal_row(c: Captured, role: str, output: Any) -> CheckResult:
+    """The row of an output that is equal in all runs."""
+    seq = c.records[role].seq if role in c.records else max((r.seq for r in c.records.values()), default=c.seq)
+    row = unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role, dtype=_name(output),
+                    shape=tuple(output.shape))  # fmt: skip
+    return replace(row, measured=0.0, allowed=1.0, message="")
+
+
 def _row(
     c: Captured, role: str, d: RunDifferences, floors: CallFloors | None, note: str, options: RepeatOptions
 ) -> CheckResult:
-    dtype, shape = str(d.first.dtype).removeprefix("torch."), tuple(d.first.shape)
-    seq = max((r.seq for r in c.records.values()), default=c.seq)
-    if (record := c.records.get(role)) is not None:
-        seq = record.seq
-    row = unchecked(
-        c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role, dtype=dtype, shape=shape
-    )
+    shape = tuple(d.first.shape)
     rows = shape[0] if shape else 1
-    row = replace(row, rows=rows, checked=rows, measure=REPEAT, measured=0.0, allowed=1.0, message="")
+    row = replace(equal_row(c, role, d.first), rows=rows, checked=rows, measure=REPEAT)
     kind = d.kind
     if kind == EQUAL:
         return row

@@ -32,7 +32,6 @@ from vllm_accprobe.opcheck.references.parts import RowResults, equal
 
 Tensor = Any  # a torch.Tensor
 (NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)
-SLOPES = (ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT)
 Mask = Callable[[int, int, int], "Tensor | None"]
 """(request, queries, keys) → what is added, None for nothing."""
 
@@ -136,12 +135,6 @@ def _calc(o: Operands) -> int:
     return PA_ENCODER if o.param("kvcacheCfg", 0) != _BYPASS and len(o) <= 5 else 0
 
 
-def _mask_kind(o: Operands, at: int) -> int:
-    if o.has("maskType") or o.maybe(at) is None:
-        return o.param("maskType", 0)
-    return NORM if o.tensor(at).is_floating_point() else NONE
-
-
 @operator("SelfAttentionOperation")
 def self_attention(o: Operands) -> Outputs:
     _decline(o, scaleType="a LogN scale", quantType="int8 queries, keys and values", inputLayout="the layout BNSD",
@@ -176,7 +169,8 @@ def _pa_encoder(o: Operands) -> Expected:
     at = 2 if latent else 3
     q, k = _split(o.tensor(0), heads), _split(o.tensor(1), kv)
     v = k[..., :latent] if latent else _split(o.tensor(2), kv)
-    kind = _mask_kind(o, at)
+    known = o.has("maskType") or o.maybe(at) is None
+    kind = o.param("maskType", 0) if known else NORM if o.tensor(at).is_floating_point() else NONE
     mask = o.tensor(at) if kind != NONE else None
     sizes = o.tensor(at + (kind != NONE))
     o.exactly(at + (kind != NONE) + 1)

@@ -363,7 +363,7 @@ def _of_squares(o: Operands, one: Callable[[int, int, int], Expected]) -> Expect
     found = RowResults(out.numel())
     for begin, end, n in _squares(o):
         y = one(begin, end, n)
-        found.put(slice(begin, end), [t.reshape(-1) for t in (y.value, y.noise, y.bound)])
+        found.put(slice(begin, end), [t.reshape(-1) for t in (y.value, y.noise, y.bound) if t is not None])
     value, noise, bound = found.parts
     rows = found.rows() if out.dim() == 1 else None
     return reshaped(Expected(value, noise, bound=bound, rows=rows, reason="no row of a request"), out.shape)

@@ -47,30 +47,20 @@ def _flat(t: Tensor) -> Tensor:
     return t.double().reshape(-1)
 
 
-def _epsilon(p: Operands) -> float:
-    return p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
-
-
-def _sum(*terms: Tensor) -> Tensor:
-    found = terms[0]
-    for t in terms[1:]:
-        found = found + t
-    return found
-
-
 def _total(terms: list[Tensor], unit: float) -> Expected:
     """A sum that is handed on: of two numbers, or of three."""
-    value = _sum(*terms)
+    value = sum(terms[1:], terms[0])
     if len(terms) == 2:
         return sum_of_two(value, unit)
-    size = _sum(*(t.abs() for t in terms))
+    size = sum(t.abs() for t in terms)
     return Expected(value, ROUNDED * unit * size, bound=unit * size)
 
 
 @operator("RmsNormOperation")
 def rms(o: Operands) -> Outputs:
     kind, p = _kind(o)
-    quant, unit, eps = p.param("quantType", 0), o.input_unit, _epsilon(p)
+    quant, unit = p.param("quantType", 0), o.input_unit
+    eps = p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
     if quant not in (0, _INT8):
         raise Declined(f"quantType {quant} is none that is known here")
     x, at, added = o.wide(0), 1, []
@@ -79,7 +69,7 @@ def rms(o: Operands) -> Outputs:
         added = [o.wide(at + k) for k in range(count)]
         at += count
     terms = [x, *(t.expand_as(x) if t.dim() == x.dim() else t for t in added)]
-    whole = _sum(*terms)
+    whole = sum(terms[1:], terms[0])
     weight = o.wide(at)
     if kind == NORM and p.param("rstd", False):
         return _with_rstd(o, whole, weight, eps)
@@ -145,8 +135,8 @@ def gathered_rms(o: Operands) -> Outputs:
         raise Declined("its indices lie outside of its rows")
     terms = [x, rows[at]]
     weight = _flat(o.tensor(3))
-    y = normed(rms_norm(_sum(*terms), weight, o.param("epsilon", 1e-5)), o.input_unit, x.shape[-1], before=1,
-               weight=weight)  # fmt: skip
+    total = rms_norm(x + rows[at], weight, o.param("epsilon", 1e-5))
+    y = normed(total, o.input_unit, x.shape[-1], before=1, weight=weight)
     return {"output.0": y, "output.1": _total(terms, unit_of(o.output(1)))}
 
 
@@ -160,7 +150,7 @@ def layer(o: Operands) -> Outputs:
     if kind != NORM:
         terms.append(o.wide(1) if quant else p.param("zoomScaleValue", 1.0) * o.wide(1))
         at = 2
-    whole, weight, bias = _sum(*terms), o.wide(at), o.wide(at + 1)
+    whole, weight, bias = sum(terms[1:], terms[0]), o.wide(at), o.wide(at + 1)
     dims = 1
     if kind == NORM and not quant:
         axis = p.param("beginNormAxis", 0)
@@ -221,7 +211,7 @@ def rope(o: Operands) -> Outputs:
 
 @operator("RopeQConcatOperation")
 def rope_concat(o: Operands) -> Outputs:
-    """(q [tokens, heads * d], cos, sin [tokens, d], other [tokens, heads, n]) → turned halves beside other."""
+    """(q [tokens, heads * d], cos, sin [tokens, d], other [tokens, heads, n]) → turned halves with other."""
     cos, sin, other, out = o.wide(1), o.wide(2), o.wide(3), o.output()
     d, heads = cos.shape[-1], other.shape[1]
     x = o.wide(0).reshape(len(cos), heads, d)

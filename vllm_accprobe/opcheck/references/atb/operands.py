@@ -105,7 +105,7 @@ class Operands:
         if not self._known:
             raise Declined(UNKNOWN)
         found = self._param.get(name, default)
-        kinds = {bool: (bool, int), int: int, float: (int, float)}
+        kinds: dict[type, Any] = {bool: (bool, int), float: (int, float)}
         if not isinstance(found, kinds.get(type(default), type(default))):
             raise Declined(f"parameter {name} is {str(found)[:40]!r}")
         return type(default)(found) if isinstance(default, (bool, float)) else found

@@ -92,7 +92,7 @@ class FusedArguments:
         return found.to(self.dtype)
 
     def maybe(self, name: str) -> Any | None:
-        """`tensor`, None where it was not given."""
+        """`tensor`, None where it is missing."""
         return None if self[name] is None else self.tensor(name)
 
     def number(self, name: str) -> float:
@@ -105,7 +105,7 @@ class FusedArguments:
         return float(value)
 
     def integers(self, name: str) -> list[int] | None:
-        """A list of integers, or a tensor of them; None where it was not given. Raises Declined."""
+        """A list of integers, or a tensor of them; None where it is missing. Raises Declined."""
         value = self[name]
         if value is None:
             return None

@@ -35,11 +35,11 @@ class AttentionMasks:
     corner, i - pre <= j - (Skv - Sq) <= i + next; 6: as 3, or j < prefix; 7 (TND): as 3, the last sample as 4; 8: as 2,
     the first sample as 4.
 
-    mode: sparse_mode; given: atten_mask as bool, None where the rule alone counts; none: there is no mask; before,
+    mode: sparse_mode; mask: atten_mask as bool, None where the rule alone counts; none: there is no mask; before,
     after: pre_tockens and next_tockens; varlen: a TND call; samples: how many."""
 
     mode: int
-    given: Any | None
+    mask: Any | None
     none: bool
     before: int
     after: int
@@ -52,9 +52,9 @@ class AttentionMasks:
         if self.none:
             return None
         i, j = torch.arange(sq).unsqueeze(1), torch.arange(skv).unsqueeze(0)
-        if self.given is None:
+        if self.mask is None:
             return self._ruled(sample, i, j, sq, skv).unsqueeze(0)
-        found = self._as_captured(self.given, sample, sq, skv)
+        found = self._as_captured(self.mask, sample, sq, skv)
         if self.mode == 0 and (self.before < sq or self.after < skv):
             outside = (j < i - self.before) | (j > i + self.after)
             if bool((outside & ~found).any()):
@@ -89,10 +89,9 @@ class AttentionMasks:
 
 def masks_of(g: FusedArguments, names: tuple[str, str], varlen: bool, samples: int) -> AttentionMasks:
     """names: of pre_tockens and next_tockens. Raises Declined."""
-    mode, given = int(g.number("sparse_mode")), g["atten_mask"]
+    mode, none = int(g.number("sparse_mode")), g["atten_mask"] is None
     if not 0 <= mode <= 8 or (mode in (7, 8) and not varlen) or (mode == 5 and varlen):
         raise Declined(f"sparse_mode {mode} is not defined for this layout")
-    none = given is None
     mask = None if none else g.stored("atten_mask").bool().cpu()
     if mask is not None and mode in COMPRESSED and tuple(mask.shape) == COMPRESSED[mode]:
         triangle = mask[:2048]
@@ -271,7 +270,7 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
         added = added if added is None or kind != 1 else added * g.number("scale")
         masked = masks.of(b, *sizes)
         found.append(_Sample(*one, g.number("scale"), added, None if masked is None else masked.to(q.device), sink))
-    if varlen and mine is not None:
+    if lengths is not None and mine is not None:
         theirs = [mine[:, slice(*rows)] for rows in lengths.queries]
     else:
         theirs = [None] * count if mine is None else [*mine]
