@@ -154,7 +154,7 @@ def _all_on(states: Iterable[str], dtype: str) -> bool:
 def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
     """``call`` with its tensors in the dtypes whose numbers they hold. keeps: gives `kept` of the whole dump, called
     only where the call does not show it. Tensors are distinguished: a float32 weight with bfloat16 activations stays
-    one. """
+    one."""
     states = {role: lies_on(t) for role, t in call.outputs.items()}
     doubtful = {
         role: t for role, t in call.outputs.items()

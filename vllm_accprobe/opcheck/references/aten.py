@@ -6,7 +6,7 @@ Floating tensors become float64 (complex128), a ``dtype`` argument that names a 
 kernel for float64, float32 is tried. Noise: the operator is run again with inputs moved by 2**-24 of their size
 [stochastic estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; integers that this changes are ties. What
 is computed from a parameter that the calls of an operator share is made once. A cast must be right to the bit.
-Operators that draw random numbers, have no tensor, or depend on a dtype's bits are declined. """
+Operators that draw random numbers, have no tensor, or depend on a dtype's bits are declined."""
 
 from __future__ import annotations
 

@@ -245,8 +245,6 @@ def update(call: Call) -> dict[str, Expected]:
     return {out: found, f.role("conv_state"): _kept(new, f["x"], f["conv_state"])}
 
 
-
-
 def scan(
     rounds: Rounds, unit: float, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
     z: Tensor | None, state: Tensor,

@@ -270,8 +270,6 @@ def onehot(o: Operands) -> Outputs:
     return {"output.0": equal(y.to(o.output().dtype))}
 
 
-
-
 def softmax(x: Tensor, unit: float) -> Expected:
     """Over the last dimension; the exponentials may be rounded to ``unit``."""
     y = torch.softmax(x, -1)

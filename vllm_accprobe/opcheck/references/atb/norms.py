@@ -186,8 +186,6 @@ def cohere(o: Operands) -> Outputs:
     return {"output.0": Expected(y.value * weight, y.noise * size, bound=y.bound * size)}
 
 
-
-
 @operator("RopeOperation")
 def rope(o: Operands) -> Outputs:
     """(q, k [tokens, heads * d] or [batch, tokens, heads, d], cos, sin [tokens, d], lengths)"""

@@ -129,9 +129,7 @@ class FusedArguments:
 FusedReference = Callable[[FusedArguments], "Expected | Mapping[str, Expected]"]
 
 
-def backward(
-    schema: str, forward: Any, up: str, wanted: Sequence[str], *more: str
-) -> Any:
+def backward(schema: str, forward: Any, up: str, wanted: Sequence[str], *more: str) -> Any:
     """The reference of a fused operator's gradient: by autograd on ``forward``, a function that `fused` marked, the
     gradient of ``wanted[k]`` as output k. up: the gradient of the forward's first output. Arguments of forward's that
     ``schema`` has, too, have the same names."""
