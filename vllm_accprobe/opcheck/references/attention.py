@@ -151,23 +151,27 @@ def attend(
     if not kv or heads % kv:
         raise Declined("query heads are no multiple of key heads")
     share, at_once = heads // kv, max(1, _KEYS // max(len(k) * (heads // kv) * max(k.shape[2], v.shape[2]), 1))
-    masks = {"slopes": slopes, "hidden": hidden, "added": added}
-    constants = {"window": window, "cap": cap, "clamp": clamp}
+    masks = {"window": window, "cap": cap, "clamp": clamp, "slopes": slopes, "hidden": hidden, "added": added}
+    errors = {"score_noise": score_noise, "score_bound": score_bound}
+    one = partial(_attend, step=step, score_step=score_step)
+    if kv <= at_once and heads * len(q) * len(k) <= _SCORES:
+        k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+        return one(q, k, v, scale, query_positions, sinks=sinks, masks=masks, **errors)
     parts = []
     for first in range(0, kv, at_once):
         some = slice(first * share, (first + at_once) * share)
         k_here, v_here = (x[:, first : first + at_once].repeat_interleave(share, 1) for x in (k, v))
+        slopes_here, sinks_here = (None if x is None else x[some] for x in (slopes, sinks))
         blocks = _blocks(len(q), k_here.shape[1] * len(k))
         done = []
         for rows in blocks:
-            here = {name: _cut(x, some, rows) for name, x in masks.items() if name != "slopes"} | constants
-            here["slopes"] = None if slopes is None else slopes[some]
-            given = (q[rows, some], k_here, v_here, scale, None if query_positions is None else query_positions[rows])
-            off = _cut(score_noise, some, rows), _cut(score_bound, some, rows)
-            one = partial(_attend, sinks=None if sinks is None else sinks[some], step=step, score_step=score_step,
-                          score_noise=off[0], score_bound=off[1], masks=here)  # fmt: skip
+            cuts = {name: _cut(x, some, rows) for name, x in (*errors.items(), ("hidden", hidden), ("added", added))}
+            here = {**masks, "slopes": slopes_here, "hidden": cuts.pop("hidden"), "added": cuts.pop("added")}
+            block = partial(one, sinks=sinks_here, masks=here, **cuts)
+            places = None if query_positions is None else query_positions[rows]
+            operands = q[rows, some], k_here, v_here, scale, places
             again = len(blocks) > _CHECKPOINTS and _wants_gradient(q, k, v)
-            done.append(checkpoint(one, *given, use_reentrant=False) if again else one(*given))
+            done.append(checkpoint(block, *operands, use_reentrant=False) if again else block(*operands))
         parts.append([t[0] if len(done) == 1 else torch.cat(t) for t in zip(*done, strict=True)])
     out, noise, bound = (t[0] if len(parts) == 1 else torch.cat(t, 1) for t in zip(*parts, strict=True))
     return out, noise, bound

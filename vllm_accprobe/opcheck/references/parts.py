@@ -30,11 +30,11 @@ class Arguments(dict[str, Any]):
         self._call, self._order = call, names.split()
         super().__init__(dict.fromkeys(self._order))
         self.update(zip(self._order, call.args, strict=False))
-        for place, name in enumerate(self._order):
-            for source, key in ((call.kwargs, name), (call.inputs, name), (call.inputs, str(place))):
-                if key in source:
-                    self[name] = source[key]
-                    break
+        for place, name in enumerate(self._order) if call.kwargs or call.inputs else ():
+            if name in call.kwargs:
+                self[name] = call.kwargs[name]
+            elif name in call.inputs or str(place) in call.inputs:
+                self[name] = call.inputs.get(name, call.inputs.get(str(place)))
 
     def wide(self, *names: str) -> list[Any]:
         """These tensors in float64. Raises Declined where one is no tensor."""
