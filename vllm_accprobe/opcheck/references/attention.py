@@ -5,7 +5,7 @@ arXiv 2305.13245]; sliding window: keys at distance < W [Beltagy et al., arXiv 2
 cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al., arXiv 2108.12409]; sinks: one more
 logit per head that takes probability and has no value [gpt-oss's published code]. Latent attention: k = [W_UK c, k_pe]
 and v = W_UV c of a latent c per token [DeepSeek-V2, arXiv 2405.04434, section 2.1]. Keys and values are those that the
-request computed, at positions from 0 on (``extra["cache"]``, calls/cache.py), so that no paged cache is needed. Noise
+request computed, at positions from 0 on (``extra["cache"]``, calls/neighbours.py), so that no paged cache is needed. Noise
 and bound: `attend`.
 Elsewhere: blocks of a cache (paged_attention.py), sparse attention, ATB's and torch_npu's arguments (atb/, fused/).
 """
@@ -156,7 +156,8 @@ def attend(
     one = partial(_attend, step=step, score_step=score_step)
     if kv <= at_once and heads * len(q) * len(k) <= _SCORES:
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
-        return one(q, k, v, scale, query_positions, sinks=sinks, masks=masks, **errors)
+        return one(q, k, v, scale, query_positions, sinks=sinks, masks=masks, score_noise=score_noise,
+                   score_bound=score_bound)  # fmt: skip
     parts = []
     for first in range(0, kv, at_once):
         some = slice(first * share, (first + at_once) * share)
@@ -166,8 +167,9 @@ def attend(
         done = []
         for rows in blocks:
             cuts = {name: _cut(x, some, rows) for name, x in (*errors.items(), ("hidden", hidden), ("added", added))}
-            here = {**masks, "slopes": slopes_here, "hidden": cuts.pop("hidden"), "added": cuts.pop("added")}
-            block = partial(one, sinks=sinks_here, masks=here, **cuts)
+            here = {**masks, "slopes": slopes_here, "hidden": cuts["hidden"], "added": cuts["added"]}
+            block = partial(one, sinks=sinks_here, masks=here, score_noise=cuts["score_noise"],
+                            score_bound=cuts["score_bound"])  # fmt: skip
             places = None if query_positions is None else query_positions[rows]
             operands = q[rows, some], k_here, v_here, scale, places
             again = len(blocks) > _CHECKPOINTS and _wants_gradient(q, k, v)
@@ -287,7 +289,7 @@ def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
 
 
 def cache_of(call: Call, missing: str = "which row belongs to which request was not captured") -> Any:
-    """The rows that the call reads from its cache (calls/cache.py). Raises Declined."""
+    """The rows that the call reads from its cache (calls/neighbours.py). Raises Declined."""
     if call.extra.get("cache") is None:
         raise Declined(missing)
     return call.extra["cache"]
