@@ -5,8 +5,8 @@ arXiv 2305.13245]; sliding window: keys at distance < W [Beltagy et al., arXiv 2
 cap c tanh(s/c) [Gemma 2, arXiv 2408.00118]; ALiBi: slope * (j - i) [Press et al., arXiv 2108.12409]; sinks: one more
 logit per head that takes probability and has no value [gpt-oss's published code]. Latent attention: k = [W_UK c, k_pe]
 and v = W_UV c of a latent c per token [DeepSeek-V2, arXiv 2405.04434, section 2.1]. Keys and values are those that the
-request computed, at positions from 0 on (``extra["cache"]``, calls/neighbours.py), so that no paged cache is needed. Noise
-and bound: `attend`.
+request computed, at positions from 0 on (``extra["cache"]``, calls/neighbours.py), so that no paged cache is
+needed. Noise and bound: `attend`.
 Elsewhere: blocks of a cache (paged_attention.py), sparse attention, ATB's and torch_npu's arguments (atb/, fused/).
 """
 
