@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_accprobe.kernels import float_formats, formulas
-from vllm_accprobe.opcheck import arrays, measures
+from vllm_accprobe.opcheck import measures
 from vllm_accprobe.opcheck.measures import Measures, measure
 from vllm_accprobe.standards import dtype_limits
 from vllm_accprobe.standards import measures as names
@@ -301,7 +301,7 @@ def test_two_shapes_are_refused():
 def test_the_files_work_alone(tmp_path):
     """They can be carried to a machine without accprobe."""
     places = {
-        "names": names, "limits": dtype_limits, "formulas": formulas, "formats": float_formats, "arrays": arrays,
+        "names": names, "limits": dtype_limits, "formulas": formulas, "formats": float_formats,
         "carried": measures,
     }  # fmt: skip
     for name, module in places.items():

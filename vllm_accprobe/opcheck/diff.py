@@ -1,38 +1,13 @@
 """Two machines' csv files, both against the CPU, joined into a verdict for every output.
 
-The csv files that two machines leave: our opcheck.csv, a generated test's details, msprobe's own details.
-
-The problem: three writers, two languages of headers, hundreds of thousands of rows. The idea: a `Sheet` knows from the
-header which writer it was and gives `Row`s one at a time: what identifies the output, and its measures by the names of
-measures.Measures. msprobe's measures depend on the release that wrote them, so they stand for every release's here.
-Sources of msprobe's columns: its two documents and the header that release 26.2 writes.
-
-Many calls' rows as one: what a module, or an operator, did over a whole run.
-
-The problem: two servers batch the same requests differently, so that no call of one has its like on the other, and yet
-both ran the same kernels hundreds of times. The idea: rows of one identity (step and call left out) become one row:
-counts are added, maxima are maxima, the smallest cosine stays, means and shares are weighed by elements, root mean
-squares through their squares. A share of some elements only (of small values, of normal values) is weighed by all
-elements, because a csv does not say how many there were; rel_l2 likewise. A call that failed makes the whole row one
-without a result; calls that were skipped are left out and, where there are no others, said.
-
-Two machines' csv files, both against the CPU, joined into a verdict for every output.
-
 The problem: a kernel's distance from a reference in float64 says little until one knows how far a machine that is
-trusted is from the same reference. The idea: golden's rows are kept by what identifies them, mine's are streamed past
-them; each pair is judged by a standard for two machines, and everything that is not judged is a row with a reason.
-Where two rows of a file have one identity (a call that was made again), the first meets the first, the second the
-second. Servers that batched differently have no calls in common: `by` makes one row of a module's calls, or of an
-operator's, on each side.
-
-What opdiff writes: details.csv, result.csv, opdiff.md, and the lines for a terminal, the worst first.
-
-The problem: of a hundred thousand outputs a person wants the operator that mine has wrong, and a script wants every
-row. The idea: one table for each; the details are written while they are judged. Columns follow msprobe's
-api_precision_compare files in content (ratio and status of every measure, final status, algorithm, message) and
-torch_xray's summary in what stands beside (both sides' largest error and counts above 1e-n).
-
-Not here: the rules (standards/).
+trusted is from the same reference; and three tools write such files, in two languages, of hundreds of thousands of
+rows. The idea: a `Sheet` knows from the header which writer it was and gives `Row`s one at a time. Golden's rows are
+kept by what identifies them, mine's are streamed past them; each pair is judged by a standard for two machines, and
+what is not judged is a row with a reason. Servers that batched differently have no calls in common: `by` makes one row
+of a module's calls, or of an operator's (`gathered`). Written: details.csv, result.csv, opdiff.md, and lines for a
+terminal, the worst first. Columns follow msprobe's api_precision_compare files and torch_xray's summary.
+Elsewhere: the rules (standards/). Sources of msprobe's columns: its two documents and the header of release 26.2.
 """
 
 from __future__ import annotations
@@ -47,6 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from vllm_accprobe.opcheck import plain_csv
+from vllm_accprobe.opcheck.compat.msprobe import SPELLINGS
 from vllm_accprobe.standards import UnknownStandard, built_in, find
 from vllm_accprobe.standards.declaration import MACHINES, MachineRule
 from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Judged, RuleFinding, skip, worst
@@ -57,25 +33,6 @@ OURS, MSPROBE = "accprobe", "msprobe"
 IDENTITY = ("op", "class", "tap", "rank", "step", "call", "role")
 """Columns of ours that say which output a row is about; the last one tells outputs of a call apart."""
 _API, _DTYPE = "API Name", "DEVICE Dtype"
-_MSPROBE: dict[str, tuple[str, ...]] = {
-    "cosine": ("余弦相似度", "Cosine similarity"),
-    "max_abs_err": ("最大绝对误差", "Maximum absolute error"),
-    "dual_100": ("双百指标", "Dual-100 metric"),
-    "dual_1000": ("双千指标", "Dual-1000 metric"),
-    "dual_10000": ("双万指标", "Dual-10000 metric"),
-    "binary_err_ratio": ("二进制一致错误率", "Binary consistency error rate"),
-    "error_balance": ("误差均衡性", "Error balance"),
-    "normal_rmse": ("均方根误差", "Root-mean-square error (RMSE)"),
-    "small_value_err_ratio": ("小值域错误占比", "Error ratio in small value range"),
-    "normal_max_rel_err": ("相对误差最大值", "Maximum relative error"),
-    "normal_mean_rel_err": ("相对误差平均值", "Mean relative error"),
-    "inf_nan_err_ratio": ("inf/nan错误率", "inf/nan error rate"),
-    "rel_err_ratio": ("相对误差错误率", "Relative error rate"),
-    "abs_err_ratio": ("绝对误差错误率", "Absolute error rate"),
-    "ulp_max": ("ULP误差最大值", "Maximum ULP error"),
-    "ulp_mean": ("ULP误差平均值", "Mean ULP error"),
-    "ulp_share": ("ULP误差大于阈值占比", "Proportion of ULP errors greater than the threshold"),
-}
 _AT = {name: i for i, name in enumerate(Measures.FIELDS)}
 ALL = (1 << len(Measures.FIELDS)) - 1
 """A row's ``missing`` where nothing was measured."""
@@ -288,7 +245,7 @@ def _severity(cell: Mapping[str, str]) -> float:
 def _msprobe_columns(columns: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Where each measure lies, the other releases' and algorithms' names for it included."""
     found: dict[str, tuple[int, ...]] = {}
-    for name, spellings in _MSPROBE.items():
+    for name, spellings in SPELLINGS.items():
         at = tuple(columns[s] for s in spellings if s in columns)
         for prefix in ("", "v1_", "acc_") if at else ():
             if prefix + name in Measures.FIELDS:
@@ -323,8 +280,7 @@ class _Many:
         self.first = first
         self.calls = self.failed = 0
         self.statuses: set[str] = set()
-        self.messages: list[str] = []
-        self.skipped = ""
+        self.message = self.skipped = ""
         self.severity = 0.0
         self.totals = [0.0] * len(_RULES)
         self.weights = [0.0] * len(_RULES)
@@ -336,8 +292,7 @@ class _Many:
         self.calls += 1
         self.statuses.add(row.status)
         self.severity = max(self.severity, row.severity)
-        if row.message and len(self.messages) < 1:
-            self.messages.append(row.message)
+        self.message = self.message or row.message
         if not row.measured:
             self.failed += 1
             return
@@ -351,8 +306,10 @@ class _Many:
         if rule in (LARGEST, SMALLEST):
             best = max if rule == LARGEST else min
             old = self.totals[i]
-            held = value if not self.weights[i] or math.isnan(value) else old if math.isnan(old) else best(old, value)
-            self.totals[i] = held
+            if not self.weights[i] or math.isnan(value):
+                self.totals[i] = value
+            elif not math.isnan(old):
+                self.totals[i] = best(old, value)
             self.weights[i] = 1.0
             return
         self.totals[i] += value if rule == SUM else weight * (value if rule == MEAN else value * value)
@@ -364,8 +321,7 @@ class _Many:
         if not self.calls:
             return replace(first, shape="", status=SKIP, message=self.skipped)
         if self.failed:
-            said = self.messages[0] if self.messages else "no measures"
-            text = f"{self.failed} of {self.calls} calls: {said}"
+            text = f"{self.failed} of {self.calls} calls: {self.message or 'no measures'}"
             return replace(first, shape="", status=ERROR, message=text, missing=ALL)
         numbers, missing = array("d", self.totals), 0
         for i, (rule, weight) in enumerate(zip(_RULES, self.weights, strict=True)):
@@ -375,8 +331,7 @@ class _Many:
                 value = self.totals[i] / weight
                 numbers[i] = value if rule == MEAN else math.sqrt(value)
         status = worst(sorted(self.statuses)) if self.statuses - {""} else ""
-        message = self.messages[0] if self.messages else ""
-        return replace(first, shape="", status=status, message=message, severity=self.severity, numbers=numbers,
+        return replace(first, shape="", status=status, message=self.message, severity=self.severity, numbers=numbers,
                        missing=missing)  # fmt: skip
 
 
@@ -459,17 +414,16 @@ class Diff:
 
     def _judge(self, golden: Row, mine: Row) -> Compared:
         api = _api(mine)
-        finding = self._unmeasured(golden, mine) or self._by_standard(golden, mine, api)
+        finding = self._unmeasured(golden, mine)
+        if finding is None:
+            names = (api, mine.op, mine.cls)
+            algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
+            finding = self.rule.rule(golden, mine, api, algorithm)
         if golden.dtype != mine.dtype and finding.status != SKIP:
             said = f"golden is {golden.dtype}, mine {mine.dtype}"
             joined = f"{finding.message}; {said}" if finding.message else said
             finding = RuleFinding(finding.status, finding.algorithm, joined, finding.judged)
         return Compared(golden, mine, api, self.rule.level(api), finding)
-
-    def _by_standard(self, golden: Row, mine: Row, api: str) -> RuleFinding:
-        names = (api, mine.op, mine.cls)
-        algorithm = next((a for glob, a in self.algorithms if any(fnmatchcase(n, glob) for n in names if n)), None)
-        return self.rule.rule(golden, mine, api, algorithm)
 
     def _unmeasured(self, golden: Row, mine: Row) -> RuleFinding | None:
         """Why a pair cannot be judged, or that mine alone has no result; None where it can."""
@@ -612,7 +566,7 @@ JUDGED = (
     "ulp_share", "ulp_share_ratio", "dual_1000", "error_balance",
 )  # fmt: skip
 """Columns that details.csv has under every standard, some of which have more (MachineRule.columns)."""
-BESIDE = ("max_abs_err", "cosine", "rel_l2", *DECADES)
+FURTHER = ("max_abs_err", "cosine", "rel_l2", *DECADES)
 STEP = 1000
 """Rows between two signs of progress."""
 
@@ -627,12 +581,12 @@ def write_details(
     also: Callable[[Compared], object] = lambda compared: None,
 ) -> None:  # fmt: skip
     """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows;
-    also: told of each. Raises OSError, SheetError."""
+    also: called with each. Raises OSError, SheetError."""
     numbers = tuple(dict.fromkeys((*JUDGED, *diff.rule.columns)))
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
         *(c for name in numbers for c in (name, f"{name}_status")),
-        *(f"{side}_{name}" for name in BESIDE for side in ("golden", "mine")),
+        *(f"{side}_{name}" for name in FURTHER for side in ("golden", "mine")),
     )  # fmt: skip
 
     def cells() -> Iterator[list[object]]:
@@ -653,10 +607,10 @@ def _details(c: Compared, names: Sequence[str]) -> list[object]:
         found = judged.get(name)
         numbers += [found.value, found.status] if found else [None, None]
     sides = (c.golden, c.mine)
-    beside = [None if side is None else side.value(name) for name in BESIDE for side in sides]
+    further = [None if side is None else side.value(name) for name in FURTHER for side in sides]
     row = c.row
     said = c.api, c.finding.algorithm, c.level, c.finding.status, c.finding.message
-    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *said, *numbers, *beside)]
+    return [_cell(v) for v in (*row.key, row.dtype, row.shape, *said, *numbers, *further)]
 
 
 def write_result(diff: Diff, path: Path, totals: DiffTotals) -> None:
@@ -744,15 +698,8 @@ def markdown(diff: Diff, totals: DiffTotals) -> str:
         ]
         for c in shown:
             beyond = f"{c.finding.severity:.3g}x" if math.isfinite(c.finding.severity) else "must be 0"
-            cells = (
-                c.finding.status,
-                _where(c, diff),
-                c.row.dtype,
-                c.row.shape,
-                c.finding.algorithm,
-                beyond,
-                c.finding.message,
-            )
+            f = c.finding
+            cells = f.status, _where(c, diff), c.row.dtype, c.row.shape, f.algorithm, beyond, f.message
             out.append("| " + " | ".join(_md(x) for x in cells) + " |")
         hidden = totals.statuses[ERROR] + totals.statuses[WARNING] - len(shown)
         out += (["", f"{hidden:,} more are in details.csv."] if hidden > 0 else []) + [""]

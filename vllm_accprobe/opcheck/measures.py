@@ -1,33 +1,25 @@
 """How far an output is from its reference, in every measure that a standard asks for.
 
-The problem: each standard for operators counts something of its own (steps of the last place, errors of small values,
-decades), and a generated test on a machine without accprobe and without numpy must count the same. The idea: one pass
-over the flat tensors in blocks, in float64, from which all measures come; written once, over what numpy's arrays and
-torch's tensors share. The reference is float64, so that compare's loops over stored bits of at most 32 cannot take it;
-what sums make of a tensor's metrics is theirs (kernels/formulas.py).
-g is the reference, m is mine, d = m - g.
-
-What holds everywhere: a reference beyond the range of mine's dtype counts as infinite, because an honest kernel
-overflows there. Positions where g or m is not finite are left out of sums, maxima and ULPs. In shares of all elements
-(dual_*, ulp_share, ait_share) and in counts (above_*) they are right where both hold the same (NaN equals NaN) and
-wrong otherwise. A measure that has no position to be taken at is None, or 0 where msprobe's formula says 0.
-
-Sources: msprobe's documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and for what these leave open
-msprobe 26.2's behaviour; ait's opcheck for ait_share; torch_xray's counts above 1e-n. docs/opcheck.md has
-the formulas side by side and where msprobe's code differs from its documents.
-Not here: the measures' names (standards/measures.py), numbers by dtype (standards/dtype_limits.py), what the two
-libraries spell differently (arrays.py); all are carried along with this file (kit/testgen.py).
+The problem: each standard counts something of its own (steps of the last place, errors of small values, decades), and a
+generated test on a machine without accprobe and numpy must count the same. The idea: one pass over the flat tensors in
+blocks, in float64, over what numpy's arrays and torch's tensors share. g is the reference, m is mine, d = m - g. A
+reference beyond the range of mine's dtype counts as infinite. Positions where g or m is not finite are left out of
+sums, maxima and ULPs; in shares of all elements (dual_*, ulp_share, ait_share) and counts (above_*) they are right
+where both are the same. A measure without a position is None, or 0 where msprobe's formula says 0. Sources: msprobe's
+documents of accuracy_checking_details.csv, releases 1.0.4 and 26.2, and 26.2's behaviour; ait's opcheck; torch_xray's
+counts above 1e-n; docs/opcheck.md has the formulas. Copied with its helpers into generated tests (kit/testgen.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_accprobe.kernels.formulas import DUAL, TINY, metrics
-from vllm_accprobe.opcheck.arrays import NumpyArrays, TorchArrays, arrays_of
 from vllm_accprobe.standards.dtype_limits import (
     ACCUMULATIVE,
     AIT,
@@ -45,6 +37,69 @@ BLOCK = 1 << 17
 """Elements at a time; some twenty arrays of float64 of this length exist at once."""
 _EXPONENT = 0x7FF0_0000_0000_0000
 """The bits of a float64 that are the power of two below it."""
+
+
+class NumpyArrays:
+    """What numpy spells differently from torch. numpy is faster on the few rows of a decode step, and a generated test
+    has torch alone. xp: the functions that both libraries have under one name."""
+
+    def __init__(self) -> None:
+        self.xp: Any = importlib.import_module("numpy")
+        self.double, self.single, self.half = self.xp.float64, self.xp.float32, self.xp.float16
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        return self.xp.errstate(all="ignore")
+
+    def flat(self, array: Any) -> Any:
+        array = self.xp.ascontiguousarray(array).reshape(-1)
+        if array.dtype.kind == "c":
+            array = array.view(self.double if array.dtype.itemsize == 16 else self.single)
+        if array.dtype.kind not in "fiub":
+            raise ValueError(f"numbers of dtype {array.dtype} cannot be measured")
+        return array
+
+    def to(self, array: Any, dtype: Any) -> Any:
+        return array.astype(dtype)
+
+    def exact(self, array: Any) -> bool:
+        """Whether these are integers."""
+        return array.dtype.kind in "iub"
+
+    def apart(self, g: Any, m: Any) -> Any:
+        """m - g of integers, exact and rounded once, where float64 may not hold them; else None."""
+        if g.dtype.kind not in "iu" or m.dtype.kind not in "iu" or 8 not in (g.dtype.itemsize, m.dtype.itemsize):
+            return None
+        less, a, b = m < g, self.to(m, self.xp.uint64), self.to(g, self.xp.uint64)
+        return self.xp.where(less, -self.to(b - a, self.double), self.to(a - b, self.double))
+
+
+class TorchArrays:
+    """As `NumpyArrays`, where there is nothing but torch."""
+
+    def __init__(self) -> None:
+        self.xp: Any = importlib.import_module("torch")
+        self.double, self.single, self.half = self.xp.float64, self.xp.float32, self.xp.float16
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def flat(self, array: Any) -> Any:
+        array = (self.xp.view_as_real(array) if array.is_complex() else array).reshape(-1)
+        return array if array.is_floating_point() else array.long()
+
+    def to(self, array: Any, dtype: Any) -> Any:
+        return array.to(dtype)
+
+    def exact(self, array: Any) -> bool:
+        return not array.is_floating_point()
+
+    def apart(self, g: Any, m: Any) -> Any:
+        return (m - g).to(self.double) if self.exact(g) and self.exact(m) else None
+
+
+def arrays_of(array: Any) -> NumpyArrays | TorchArrays:
+    """The library of an array or a tensor."""
+    return TorchArrays() if type(array).__module__.startswith("torch") else NumpyArrays()
 
 
 def measure(

@@ -1,17 +1,12 @@
 """What a captured call is, and what a reference says of it.
 
 The problem: hundreds of operators, of vLLM, of vendors and of users, each with its own arguments, must be judged by
-formulas that are right, and a formula that does not fit must never be taken for a verdict. The idea: a `Call` holds
-what was captured; a reference is a plain function from a Call to exact outputs, marked with ``@reference("name")``; a
-device kernel one from a Call to what the device where its tensors lie makes of it, ``@device_kernel("name")``. Either
-gives its outputs, or a `Declined` with the reason as a value. Marking is all that the decorators do. An `Expected`
-also carries ``noise``: the standard error that roundings inside an honest kernel leave in each element, added up as
-independent errors are, root of the sum of squares [N. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815], and
-``bound``: what they leave at most, sums of absolute values [N. Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., chapter 3]. A bound holds by proof for +, x, / and sqrt; of exp, log, tanh, erf and rsqrt it supposes that
-they are as near as APPROXIMATE says, which only a machine's profile can measure. Whether a derivation forgets a
-rounding is searched for: scripts/search_bounds.py. Not here: the formulas (references/), how a call finds its reference
-(reference_table.py), where calls come from (records.py), the verdict (verdict.py).
+formulas that are right, and a formula that does not fit must never become a verdict. The idea: a `Call` has what was
+captured; a reference is a plain function from a Call to exact outputs, marked with ``@reference("name")``; a device
+kernel, marked with ``@device_kernel("name")``, gives what the device of its tensors computes. Either returns outputs by
+role, or raises `Declined` with a reason.
+Elsewhere: the formulas (references/), how a call finds its reference (reference_table.py), where calls come from
+(calls/records.py), the verdict (floors/verdict.py).
 """
 
 from __future__ import annotations
@@ -55,8 +50,7 @@ class Declined(Exception):
 @dataclass(frozen=True)
 class CacheRounding:
     """What an 8-bit cache alone does to an output. kind: the format; share: relative L2 error of the row that it moves
-    most; expected: standard error that the format's step gives there; most: what it allows
-    (opcheck/references/paged/caches.py)."""
+    most; expected: standard error that the format's step gives there; most: what it allows (references/caches.py)."""
 
     kind: str
     share: float
@@ -66,17 +60,21 @@ class CacheRounding:
 
 @dataclass(frozen=True)
 class Expected:
-    """An exact output. value: float64 (or integers), the shape of the captured one; noise: float64, broadcastable
-    to value, the standard error of an honest kernel before its last rounding, or None; bound: float64,
-    broadcastable, what no honest kernel's error before its last rounding exceeds, in whatever order it adds up, or
-    None where none is known; groups: how many independent errors noise is made of in a row, None where each element
-    has its own; shared: noise is that of a table, and the same in other rows; unit: relative error of that last
-    rounding, None for the unit of the captured dtype; common: a relative error that a whole row may share (a
-    rounded gate that all its elements are multiplied with); rows: bool [rows], which rows have a reference, None
-    for all; reason: why the others have none; note: what to say if it fails; source: what to say in any case;
-    only_measured: why nothing may be decided, "" where it may; unseen: what the output rests on that nobody computed
-    again: it may be found wrong, and is not found right, "" for nothing; exact: the exact output, where value was
-    rounded itself (another machine's, another run's); cache: what an 8-bit cache alone does to it."""
+    """An exact output, with the error that roundings inside a right kernel leave before its last one.
+
+    noise is the standard error: independent errors added up as the root of the sum of squares [N. Higham and T. Mary,
+    SIAM J. Sci. Comput. 41 (2019) A2815]. bound is the largest error, a sum of absolute values [N. Higham, Accuracy and
+    Stability of Numerical Algorithms, 2nd ed., chapter 3]: proved for +, x, / and sqrt, supposing APPROXIMATE of exp,
+    log, tanh, erf and rsqrt. scripts/search_bounds.py searches for a rounding that a derivation forgets.
+
+    value: float64 (or integers), the shape of the captured output. noise, bound: float64, broadcastable to value, or
+    None where unknown. groups: how many independent errors the noise of a row has, None where each element has its own.
+    shared: noise is that of a table, the same in other rows. unit: relative error of the last rounding, None for that
+    of the captured dtype. common: a relative error that a whole row may share (a rounded gate). rows: bool [rows],
+    which rows have a reference, None for all; reason: why the others have none. note: a sentence for a failure; source:
+    a sentence for any result. only_measured: why no verdict is allowed, "" where one is. unseen: what the output rests
+    on that was not computed again, so that it may fail and never pass; "" for nothing. exact: the exact output, where
+    value was rounded itself (another machine's, another run's). cache: the effect of an 8-bit cache."""
 
     value: Tensor
     noise: Tensor | None = None
@@ -94,18 +92,22 @@ class Expected:
     shared: bool = False
     cache: CacheRounding | None = None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Expected:
+        """The same with ``change`` applied to value, noise and bound."""
+        value, noise, bound = (None if t is None else change(t) for t in (self.value, self.noise, self.bound))
+        return replace(self, value=value, noise=noise, bound=bound)
+
 
 @dataclass(frozen=True)
 class Call:
     """One captured call of a module or an operator.
 
-    name: the module's path or the operator's name; cls: the module's class, or again the operator's name. inputs:
-    tensors by argument name (a module's), args and kwargs: an operator's, tensors and scalars in torch's dtypes.
+    name: the module's path or the operator's name; cls: the module's class, or the operator's name again. inputs:
+    tensors by argument name (a module's); args and kwargs: an operator's, tensors and scalars in torch's dtypes.
     params: a module's tensors by name; attrs: its recorded numbers, strings and booleans; parent: those of the module
-    that holds it; config: the model's config.json (the language part, where there are several), {} if unknown. outputs:
-    what was captured, by role: ``output.0``, ``inplace.query``. extra: what other records of the dump tell about this
-    call, by name: ``history``, ``logits``, ``ranks``; of an operator, ``fresh``: places of arguments that are only
-    written to.
+    that contains it; config: the model's config.json (the language part, where there are several), {} if unknown.
+    outputs: what was captured, by role: ``output.0``, ``inplace.query``. extra: what other records of the dump add, by
+    name: ``cache``, ``logits``, ``ranks``; of an operator, ``fresh``: places of arguments that are only written to.
     """
 
     name: str
@@ -175,22 +177,22 @@ class Call:
         return 0.0
 
 
-_HELD = 1 << 30
-"""Chosen: bytes that are kept of what was made of one module's parameters: those of a product of 8,192 by 8,192 in
-float64 and float32; what is larger is made for each call."""
+_KEPT = 1 << 30
+"""Chosen: bytes that are kept of what was computed from one module's parameters: those of a product of 8,192 by 8,192
+in float64 and float32; what is larger is made for each call."""
 
 
 class Params(dict[str, Tensor]):
-    """Tensors that all calls of a module share, by name, with what was made of them: a weight becomes float64 once and
-    not for each call. shared: parameters that calls of an operator are given as arguments, by what tells them apart;
-    why: of those that are not here, the reason where one is known."""
+    """Tensors that all calls of a module share, by name, with what was computed from them: a weight becomes float64
+    once and not for each call. shared: parameters that are arguments of an operator's calls, by what distinguishes
+    them; why: of those that are not here, the reason where one is known."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, why: Mapping[str, str] | None = None):
         super().__init__(tensors or {})
         self.why = dict(why or {})
         self.shared: dict[Any, Tensor] = {}
         self._made: dict[Any, Tensor] = {}
-        self._room = _HELD
+        self._room = _KEPT
 
     def once(self, what: Any, make: Callable[[], Tensor]) -> Tensor:
         """What ``make`` gives; what was made before under this name, which nobody may change."""

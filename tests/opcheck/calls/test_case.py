@@ -10,9 +10,8 @@ import torch
 from opcheck.layer_dumps import build
 
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.opcheck.calls.case import StoredCache, closed, decode, encode
+from vllm_accprobe.opcheck.calls.case import StoredCache, closed, decode, encode, load, save
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.kit.tensorfile import load, save
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.registry import default_references
 

@@ -61,9 +61,11 @@ def test_what_no_reference_may_judge_is_declined_with_the_reason(name: str) -> N
 
 ALONE = {
     "api": "test_api.py", "gradients": "fused/test_npu_operators.py",
-    "composite": "test_composite.py", "hf": "test_composite.py", "fused_attention": "test_torch_attention.py",
-    "npu_attention": "fused/test_npu_attention.py", "opaque_write": "test_composite.py", "mixer": "test_composite.py",
-    "onednn": "test_eight_bits.py", "plans": "", "reads_cache": "",
+    "composite": "test_composite.py",
+    "router": "test_composite.py", "experts": "test_composite.py",
+    "fused_attention": "test_torch_attention.py",
+    "npu_attention": "fused/test_npu_attention.py", "batched_fp8": "test_flashinfer.py", "mxfp8": "test_flashinfer.py",
+    "four_bits": "test_flashinfer.py", "onednn": "test_eight_bits.py", "plans": "", "reads_cache": "",
 }  # fmt: skip
 """Modules of references, or single ones, without a sample, and the tests that they have instead; "": they compute
 nothing."""
@@ -74,7 +76,7 @@ def test_each_reference_has_a_sample_or_tests_of_its_own() -> None:
     for name in TABLE.names():
         found = TABLE.find(name.replace("*", "A"))
         here = found.__module__.rpartition(".")[2]
-        own = here in ALONE or found.__name__ in ALONE or here == "flashinfer"
+        own = here in ALONE or found.__name__ in ALONE
         assert found in sampled or own or name.endswith("_backward") or "npu" in found.__name__, name
     for file in filter(None, ALONE.values()):
         assert (Path(__file__).parent / file).exists(), file

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
-from vllm_accprobe.opcheck.references.parts import (
-    first,
-    held,
-    inside,
-    param_if,
-    ranks_of,
-    reshaped,
-    routed_factor,
-    same,
-    unit_of,
-)
+from vllm_accprobe.opcheck.references.composite import child_output, child_value, first, inside, routed_factor
+from vllm_accprobe.opcheck.references.parts import param_if, ranks_of, reshaped, unit_of
 
 Y = torch.arange(6.0).reshape(2, 3)
 INSIDE = {
@@ -47,14 +38,14 @@ def test_all_ranks_or_none() -> None:
 
 
 def test_what_a_child_gave() -> None:
-    assert held(BLOCK, "b").value.equal((Y + 1).double())
-    assert held(BLOCK, "b", "output.1").value.equal((Y + 2).double())
+    assert child_output(BLOCK, "b").value.equal((Y + 1).double())
+    assert child_output(BLOCK, "b", "output.1").value.equal((Y + 2).double())
     assert first(BLOCK, "nobody", "a", "b").value.equal(Y.double())
     assert first(BLOCK, "nobody") is None
-    assert same(BLOCK, "output.0", "c", "output.0") is None  # of another shape
-    assert same(BLOCK, "output.1", "a", "output.0") is None  # nothing of the block's to hold it against
+    assert child_value(BLOCK, "output.0", "c", "output.0") is None  # of another shape
+    assert child_value(BLOCK, "output.1", "a", "output.0") is None  # nothing of the block's to hold it against
     with pytest.raises(Declined, match="do not tell what it hands on"):
-        held(BLOCK, "c")
+        child_output(BLOCK, "c")
     with pytest.raises(Declined, match="nothing inside it was captured"):
         inside(Call("t", "T"))
 

@@ -16,7 +16,7 @@ from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import collectives
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
-from vllm_accprobe.opcheck.references.linear import UNTOLD, RowAdapters
+from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters
 
 draw = drawer(5)
 
@@ -42,7 +42,7 @@ def test_rows_whose_adapter_is_not_known_are_left_out_and_the_others_judged() ->
     call = adapters(Draw(3), "", "down_proj").call
     names = ("a", None, "never seen", "", *("b",) * 20)
     found = evaluated(replace(call, extra={"adapters": RowAdapters(names, call.extra["adapters"].weights)}))["output.0"]
-    assert (found.rows.tolist(), found.reason) == ([True, False, False, True] + [True] * 20, UNTOLD)
+    assert (found.rows.tolist(), found.reason) == ([True, False, False, True] + [True] * 20, NO_ADAPTER_KNOWN)
 
 
 def test_aten_calls_itself_in_float64() -> None:

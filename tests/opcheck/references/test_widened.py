@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_accprobe.opcheck.reference import _HELD, Call, Params
+from vllm_accprobe.opcheck.reference import _KEPT, Call, Params
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.references.aten import Widened
-from vllm_accprobe.opcheck.references.embedding import looked_up
-from vllm_accprobe.opcheck.references.linear import column
+from vllm_accprobe.opcheck.references.linear import column, looked_up
 from vllm_accprobe.opcheck.registry import default_references
 
 
@@ -83,7 +82,7 @@ def test_a_modules_weight_is_made_once_and_is_the_same() -> None:
 def test_what_is_too_large_is_made_for_each_call() -> None:
     class Huge(torch.Tensor):
         def numel(self) -> int:
-            return _HELD
+            return _KEPT
 
     params, made = Params(), []
 

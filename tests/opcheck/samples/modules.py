@@ -15,7 +15,7 @@ from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wi
 
 from vllm_accprobe.opcheck.calls.case import CachedRun, StoredCache
 from vllm_accprobe.opcheck.reference import Call
-from vllm_accprobe.opcheck.references.linear import ANEW, NOT_HERE, UNTOLD, RowAdapters
+from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, NOT_HERE, RELOADED, RowAdapters
 
 # --- norms ----------------------------------------------------------------------------------------------------------
 
@@ -202,9 +202,9 @@ def adapters(d: Draw, fault: str, last: str) -> Made:
 def adapters_that_are_not_known() -> Iterator[tuple[Call, str]]:
     call = adapters(Draw(3), "", "gate_up_proj").call
     weights = call.extra["adapters"].weights
-    yield replace(call, extra={}), UNTOLD
+    yield replace(call, extra={}), NO_ADAPTER_KNOWN
     yield replace(call, attrs={"tp_size": 2}), "cut over ranks"
-    yield replace(call, extra={"adapters": RowAdapters(("a",) * 24, weights, frozenset({"a"}))}), ANEW
+    yield replace(call, extra={"adapters": RowAdapters(("a",) * 24, weights, frozenset({"a"}))}), RELOADED
     yield replace(call, extra={"adapters": RowAdapters(("never seen",) * 24, weights)}), NOT_HERE
     for change in ({"lora_b": torch.ones(200, 8)}, {"lora_a": torch.ones(8, 5)}):
         other = {"a": {**weights["a"], "up_proj": {**weights["a"]["up_proj"], **change}}}

@@ -1,16 +1,12 @@
-"""Calls of one module whose rows do not know of each other, evaluated as one.
+"""Calls of one module whose rows are independent, evaluated as one.
 
 The problem: most calls of a dump are decode steps of a few rows, and a reference spends its time on what is the same
-for all of them: turning the weight into float64, starting a dozen operations. The idea: where a reference is marked as
-working row by row, calls of one module whose tensors differ in the number of rows alone are put one below the other,
-evaluated once, and what comes out is cut apart again. Each call keeps a verdict of its own, from the same formula.
-Where the values themselves are shown (`to_the_bit`), they must not depend on who else was in the batch: a product of
-more rows may be summed in another order, and of a row that is no multiple of what a processor takes at once the rest
-is computed otherwise. So the first call of each number of rows is evaluated by itself, too, and where one bit of it is
-another, calls of as many rows are not put together; nor is anything left behind the last whole block of rows: rows are
-repeated until they fill it, and the last call is looked at as well. Anything else, and whatever does not come out as
-many rows as went in, is evaluated by itself.
-Not here: which references work so (``by_rows`` in references/), the verdict (replay.py).
+for all of them. The idea: where a reference works row by row, calls of one module whose tensors differ in the number of
+rows alone are put one below the other, evaluated once, and the results are cut apart again. Where the values themselves
+are shown (`to_the_bit`), they must not depend on the batch: a product of more rows may be summed in another order. So
+the first call of each number of rows is evaluated by itself, too, and where one bit of it differs, calls of as many
+rows are not put together; rows are repeated up to a whole block, and the last call is compared as well.
+Elsewhere: which references work so (``by_rows`` in references/).
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ _BLOCK = 16
 chosen: a power of two, as most of them."""
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _EXTRA = {"usual", "epsilon"}
-"""What a call may know beside its own tensors: the same for all calls of its module."""
+"""What a call may have besides its own tensors: the same for all calls of its module."""
 
 
 def evaluated(calls: Iterable[Captured], references: References) -> Iterator[tuple[Captured, Outcome]]:
@@ -67,35 +63,30 @@ class EqualRows:
 
     def checked(self, calls: list[Captured], found: list[dict[str, Expected]]) -> list[dict[str, Expected] | None]:
         """``found`` without those of calls whose like gives something else alone."""
-        for captured, given in zip(calls, found, strict=True):
+        for captured, together in zip(calls, found, strict=True):
             n = _rows(captured.what)
             if n not in self._known or (self._known[n] and captured is calls[-1]):
-                self._known[n] = _equal(self._references.evaluate(captured.what), given)
-        return [given if self._known[_rows(c.what)] else None for c, given in zip(calls, found, strict=True)]
+                self._known[n] = _equal(self._references.evaluate(captured.what), together)
+        return [together if self._known[_rows(c.what)] else None for c, together in zip(calls, found, strict=True)]
 
 
-def _equal(alone: Outcome, given: Mapping[str, Expected]) -> bool:
-    if isinstance(alone, Declined) or list(alone) != list(given):
+def _equal(alone: Outcome, together: Mapping[str, Expected]) -> bool:
+    if isinstance(alone, Declined) or list(alone) != list(together):
         return False
     tensors = ("value", "noise", "bound")
     for role, e in alone.items():
-        other = given[role]
-        plain = {n: getattr(other, n) for n in tensors}
-        if not _plainly_equal(replace(e, value=None, noise=None, bound=None), other):
+        other = together[role]
+        rest = [replace(x, value=None, noise=None, bound=None) for x in (e, other)]
+        # what has further tensors is never put together
+        if any(t is not None for x in rest for t in (x.rows, x.exact)) or rest[0] != rest[1]:
             return False
         for name in tensors:
-            mine, theirs = getattr(e, name), plain[name]
+            mine, theirs = getattr(e, name), getattr(other, name)
             if (mine is None) != (theirs is None):
                 return False
             if mine is not None and not _same_bits(mine.expand(e.value.shape), theirs):
                 return False
     return True
-
-
-def _plainly_equal(e: Expected, other: Expected) -> bool:
-    """In everything but the tensors; what has further tensors is never put together."""
-    rest = replace(other, value=None, noise=None, bound=None)
-    return e.rows is None and e.exact is None and rest.rows is None and rest.exact is None and e == rest
 
 
 def _same_bits(a: Any, b: Any) -> bool:
@@ -166,7 +157,7 @@ def _rows(c: Call) -> int:
 
 
 def _cut(calls: list[Captured], references: References, block: int) -> list[dict[str, Expected]] | None:
-    """What each of the calls should have given; None where it cannot be told apart. block: rows are filled up to it."""
+    """The results of each of the calls; None where they cannot be separated. block: rows are filled up to it."""
     first = calls[0].what
     rows = [_rows(c.what) for c in calls]
     rows.append(-sum(rows) % block)

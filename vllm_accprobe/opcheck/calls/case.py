@@ -1,18 +1,22 @@
 """A call outside of its dump: a JSON tree whose tensors lie in one safetensors file.
 
-The problem: a call that failed must be run again elsewhere, by somebody who has neither the dump nor this package. The
-idea: whatever its reference needs, inputs, parameters, attributes, the history that attention looks back at, what was
-captured inside a block, is written out as plain JSON and tensors, and becomes a `Call` again from these two alone. Of a
-block's inside only what its reference reads is kept; of an output of which statistics were captured, shape and dtype
-(a tensor on torch's device meta). No pickle. This file is copied beside the tests that gentest
-writes. Not here: which calls (testgen.py).
+The problem: a call that failed must be run again elsewhere, without the dump and this package. The idea: whatever its
+reference needs (inputs, parameters, attributes, the history of attention, what was captured inside a block) is written
+as plain JSON and tensors, and becomes a `Call` again from these two alone. Of a block's inside only what its reference
+reads is kept; of an output of which statistics were captured, shape and dtype (torch's device meta). No pickle. This
+file is copied with the tests that gentest writes.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
+import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,29 +158,23 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         if "tensor" in node:
             found = tensors[node["tensor"]]
             return torch.view_as_complex(found) if node.get("complex") else found
-        kind, held = next(iter(node.items()))
-        if kind == "like":
-            return torch.empty(held[1], dtype=_torch("dtype", held[0]), device="meta")
-        if kind == "float":
-            return float(held)
-        if kind == "complex_number":
-            return complex(*held)
-        if kind == "torch":
-            return _torch(*held)
-        if kind == "list":
-            return [value(v) for v in held]
-        if kind == "map":
-            return {k: value(v) for k, v in held.items()}
-        if kind == "call":
-            return Call(**{k: _field(k, value(v)) for k, v in held.items()})
-        if kind == "cache":
-            return StoredCache([CachedRun(**r) for r in value(held[0])], str(held[1]))
-        if kind == "inside":
-            return Inside(tuple(held[0]), value(held[1]))
-        if kind == "reads_inside":
-            return _value
-        raise ValueError(f"a case holds an unknown {kind}")
+        kind, content = next(iter(node.items()))
+        if kind not in kinds:
+            raise ValueError(f"a case holds an unknown {kind}")
+        return kinds[kind](content)
 
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "like": lambda c: torch.empty(c[1], dtype=_torch("dtype", c[0]), device="meta"),
+        "float": float,
+        "complex_number": lambda c: complex(*c),
+        "torch": lambda c: _torch(*c),
+        "list": lambda c: [value(v) for v in c],
+        "map": lambda c: {k: value(v) for k, v in c.items()},
+        "call": lambda c: Call(**{k: _field(k, value(v)) for k, v in c.items()}),
+        "cache": lambda c: StoredCache([CachedRun(**r) for r in value(c[0])], str(c[1])),
+        "inside": lambda c: Inside(tuple(c[0]), value(c[1])),
+        "reads_inside": lambda c: _value,
+    }
     return Call(**{f.name: _field(f.name, value(tree[f.name])) for f in fields(Call)})
 
 
@@ -190,4 +188,65 @@ def _torch(kind: str, name: str) -> Any:
     found = getattr(torch, name, None)
     if kind not in _TORCH or not isinstance(found, _TORCH[kind]):
         raise ValueError(f"this torch has no {kind} {name}")
+    return found
+
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+_TYPES = {short: name for name, short in _NAMES.items()}
+_MAX_HEADER = 64 << 20
+_PIECE = 1 << 24
+
+
+def save(tensors: Mapping[str, Any], path: Path) -> None:
+    """Writes tensors of the dtypes above; whole or not at all. Raises ValueError for another dtype, and OSError."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _NAMES:
+            raise ValueError(f"safetensors has no {dtype} ({name})")
+        nbytes = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            plain = tensor.detach().cpu().contiguous()
+            nbytes = plain.numel() * plain.element_size()
+            for start in range(0, nbytes, _PIECE):
+                f.write(ctypes.string_at(plain.data_ptr() + start, min(_PIECE, nbytes - start)))
+    os.replace(part, path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """All tensors of a file by name, on the CPU. Raises ValueError where it is damaged, and OSError."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        start = f.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 <= length <= min(size - 8, _MAX_HEADER):
+            raise ValueError(f"{path}: no safetensors file")
+        header = json.loads(f.read(length))
+        data = bytearray(f.read())
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        dtype = getattr(torch, _TYPES.get(entry["dtype"], ""), None)
+        if dtype is None or not 0 <= begin <= end <= len(data):
+            raise ValueError(f"{path}: {name} cannot be read")
+        shape, empty = entry["shape"], torch.empty(0, dtype=dtype)
+        if end == begin:
+            found[name] = empty.reshape(shape)
+            continue
+        flat = torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=begin)
+        found[name] = flat.clone().view(dtype).reshape(shape)  # a clone is aligned, wherever the bytes lay
     return found

@@ -1,17 +1,12 @@
 """On which grid a tensor's numbers lie: bfloat16 numbers in a float32 tensor are rounded as bfloat16 is.
 
-The problem: HDF5, npz and numpy know no bfloat16 and no 8-bit floats, and tools that write them store float32. The unit
-of an rounding alone is then 2**-8 and not 2**-18, and a right operator is called wrong by a factor of hundreds. The
-idea: a value of float32 at random lies on bfloat16's grid with probability 2**-16 (16 bits of its significand must be
-0), so that n of them do with 2**-16n: where that is below 2**-64, the tensor holds numbers of the coarser dtype, and it
-becomes one of that dtype, which is exact. Everything that asks for a dtype afterwards, limits, standards, kernels that
-run the call again, is then right by itself. The same for any container and any coarser float.
-
-Few-valued tensors (zeros, ones, small integers, powers of two, all in steps of one size) prove nothing; the call's
-other tensors, then the dump's other calls tell. And a float32 kernel that rounds to bfloat16 is wrong, although its
-output lies on the grid: so an output's grid counts only if what went in lies on it as well, or if the call names that
-dtype (a cast), or if the dump as a whole keeps such numbers in the wider dtype. Not here: what the unit decides
-(verdict.py), in which direction a kernel rounds (rounding.py).
+The problem: HDF5, npz and numpy know no bfloat16 and no 8-bit floats, and tools that write them store float32; with the
+unit of that container a right operator is wrong by a factor of hundreds. The idea: a value of float32 at random lies on
+bfloat16's grid with probability 2**-16, so that n of them do with 2**-16n: where that is below 2**-64, the tensor
+becomes one of the coarser dtype, which is exact. Few-valued tensors (zeros, small integers, powers of two) prove
+nothing; the call's other tensors decide, then the dump's other calls. A float32 kernel that rounds to bfloat16 is
+wrong, although its output lies on the grid: an output's grid counts only if its inputs lie on it as well, if the call
+names that dtype (a cast), or if the dump as a whole keeps such numbers in the wider dtype.
 """
 
 from __future__ import annotations
@@ -31,9 +26,9 @@ BITS = {name: bits for name, (bits, _) in FORMATS.items() if not name.endswith("
 PROOF = 64
 """Bits that must be 0 by chance: among a million tensors one is mistaken with probability 2**-44 (derived)."""
 LOOK, FIRST = 4096, 256
-"""Values that are looked at for a proof, and that usually are enough to see that there is none (chosen)."""
+"""Values that are examined for a proof, and that usually are enough to see that there is none (chosen)."""
 _TAPS, _SAMPLE, LARGEST = 3, 64, 1 << 22
-"""For the dump as a whole: taps that must show it, calls that are looked at, elements of one tensor (chosen)."""
+"""For the dump as a whole: taps that must show it, calls that are examined, elements of one tensor (chosen)."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Tensor = Any  # a torch.Tensor
 
@@ -112,11 +107,11 @@ def _proves(values: Tensor, dtype: str, container: int) -> bool:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one call shows. given, made: `lies_on` of the float tensors that went in and of an output; computed: the
+    """What one call shows. entered, made: `lies_on` of the float tensors that went in and of an output; computed: the
     output is none of the inputs."""
 
     tap: str
-    given: tuple[str, ...]
+    entered: tuple[str, ...]
     made: str
     container: str
     computed: bool
@@ -125,11 +120,11 @@ class Sight:
 def sights(tap: str, call: Call) -> Iterable[Sight]:
     """One for each output of a call; large tensors are left out."""
     inputs = [t for t in _inputs(call) if t.numel() <= LARGEST]
-    given = tuple(filter(None, map(lies_on, inputs)))
+    entered = tuple(filter(None, map(lies_on, inputs)))
     for output in call.outputs.values():
         if output.numel() <= LARGEST and name_of(output) in BITS:
             same = any(t.shape == output.shape and t.dtype == output.dtype and torch.equal(t, output) for t in inputs)
-            yield Sight(tap, given, lies_on(output), name_of(output), not same)
+            yield Sight(tap, entered, lies_on(output), name_of(output), not same)
 
 
 def kept(seen: Iterable[Sight], declared: Iterable[str]) -> dict[str, str]:
@@ -140,10 +135,10 @@ def kept(seen: Iterable[Sight], declared: Iterable[str]) -> dict[str, str]:
     has some in the coarser dtype keeps that dtype as it is."""
     found: dict[str, str] = {}
     has = set(declared)
-    views = [s for s in seen if s.made and s.given and s.computed]
+    views = [s for s in seen if s.made and s.entered and s.computed]
     for container in sorted({s.container for s in views}):
         for name in coarser(container):
-            on = [s for s in views if s.container == container and _all_on(s.given, name)]
+            on = [s for s in views if s.container == container and _all_on(s.entered, name)]
             both = [s for s in on if BITS[s.made] <= BITS[name]]
             if name not in has and len({s.tap for s in both}) >= _TAPS and 2 * len(both) >= len(on):
                 found.setdefault(container, name)
@@ -157,9 +152,9 @@ def _all_on(states: Iterable[str], dtype: str) -> bool:
 
 
 def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
-    """``call`` with its tensors in the dtypes whose numbers they hold. keeps: gives `kept` of the whole dump, asked
-    only where the call does not tell. Tensors are told apart: a float32 weight beside bfloat16 activations stays one.
-    """
+    """``call`` with its tensors in the dtypes whose numbers they hold. keeps: gives `kept` of the whole dump, called
+    only where the call does not show it. Tensors are distinguished: a float32 weight with bfloat16 activations stays
+    one."""
     states = {role: lies_on(t) for role, t in call.outputs.items()}
     doubtful = {
         role: t for role, t in call.outputs.items()
@@ -168,16 +163,16 @@ def settled(call: Call, keeps: Callable[[], Mapping[str, str]]) -> Call:
     if not any(states[role] for role in doubtful) and not _widened(call, doubtful, keeps):
         return call
     inputs = list(_inputs(call))
-    given = {id(t): lies_on(t) for t in inputs}
-    told = [s for s in given.values() if s]
+    entered = {id(t): lies_on(t) for t in inputs}
+    known = [s for s in entered.values() if s]
     grids: dict[str, str] = {}
     for role, t in doubtful.items():
         state = states[role]
-        if state and (_named(call, state) or _credible(call, name_of(t), state, told, keeps)):
+        if state and (_named(call, state) or _credible(call, name_of(t), state, known, keeps)):
             grids[role] = state
     outputs = dict(call.outputs)
     for role, t in doubtful.items():
-        name = grids.get(role) or ("" if states[role] else _silent(t, grids, call.outputs, inputs, given, keeps))
+        name = grids.get(role) or ("" if states[role] else _silent(t, grids, call.outputs, inputs, entered, keeps))
         small = narrowed(t, name) if name else None
         if small is not None:
             outputs[role], grids[role] = small, name
@@ -191,21 +186,21 @@ def _widened(call: Call, outputs: Mapping[str, Tensor], keeps: Callable[[], Mapp
     none that tell and the dump keeps such numbers."""
     if not any(t.numel() for t in outputs.values()):
         return False
-    told = [(t, s) for t in _inputs(call) if (s := lies_on(t))]
-    if told:
-        return any(s != name_of(t) for t, s in told)
+    known = [(t, s) for t in _inputs(call) if (s := lies_on(t))]
+    if known:
+        return any(s != name_of(t) for t, s in known)
     return any(container != name for container, name in keeps().items())
 
 
 def _silent(
     t: Tensor, grids: Mapping[str, str], outputs: Mapping[str, Tensor], inputs: list[Tensor],
-    given: Mapping[int, str], keeps: Callable[[], Mapping[str, str]],
+    entered: Mapping[int, str], keeps: Callable[[], Mapping[str, str]],
 ) -> str:  # fmt: skip
     """The grid of an output whose own values prove nothing: that of the call's other outputs, of what went in, of the
     dump, in this order; only of the same container."""
     near = [grid for role, grid in grids.items() if outputs[role].dtype == t.dtype]
     if not near:
-        states = [given[id(x)] for x in inputs if x.dtype == t.dtype and given[id(x)]]
+        states = [entered[id(x)] for x in inputs if x.dtype == t.dtype and entered[id(x)]]
         if states and name_of(t) not in states:
             near = states
         elif not states and name_of(t) in keeps():
@@ -215,21 +210,21 @@ def _silent(
 
 
 def _credible(
-    call: Call, container: str, dtype: str, told: list[str], keeps: Callable[[], Mapping[str, str]]
+    call: Call, container: str, dtype: str, known: list[str], keeps: Callable[[], Mapping[str, str]]
 ) -> bool:  # fmt: skip
     """Whether an output that lies on the grid of ``dtype`` was rounded to it by right: all that went in lies there, or
     the dump keeps such numbers; where neither tells, the call's weights do."""
-    if told and _all_on(told, dtype):
+    if known and _all_on(known, dtype):
         return True
     found = keeps().get(container)
     if found is not None:
         return found != container and BITS[dtype] <= BITS[found]
     weights = [s for s in map(lies_on, call.params.values()) if s]
-    return not told and bool(weights) and _all_on(weights, dtype)
+    return not known and bool(weights) and _all_on(weights, dtype)
 
 
 def _named(call: Call, dtype: str) -> bool:
-    """Whether a call is told to give ``dtype``: a cast."""
+    """Whether a call is known to give ``dtype``: a cast."""
     wanted = getattr(torch, dtype)
     return any(a is wanted for a in (*call.args, *call.kwargs.values()))
 
@@ -275,5 +270,5 @@ def _with(call: Call, change: _Narrow) -> Call:
 
 
 def spread(items: list[Any]) -> list[Any]:
-    """As many of them as are looked at for the dump as a whole, evenly."""
+    """As many of them as are examined for the dump as a whole, evenly."""
     return items[:: max(math.ceil(len(items) / _SAMPLE), 1)]

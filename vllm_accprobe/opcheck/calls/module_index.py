@@ -1,6 +1,6 @@
 """A dump's module calls by where they stand, and a call from its records.
 
-The problem: a dump is a list of records, and a call is asked for by rank, tap, step and ordinal, together with its
+The problem: a dump is a list of records, and a call is found by rank, tap, step and ordinal, together with its
 module's attributes, its parameters and the model's configuration. The idea: one pass over the records, and then
 dictionaries. Everything becomes a torch tensor of the captured dtype. Not here: a module's parameters (parameters.py),
 in which order calls are taken (records.py), what other records tell about a call (neighbours.py).
@@ -41,7 +41,7 @@ class ModuleIndex:
     """model: directory with config.json and, if any, the checkpoint; None: nothing of it.
 
     by_tap: (rank, tap) → (step, ordinal) → the call's records by role; ops, op_records: the same of operators, whose
-    step may be None; children: (rank, tap) → taps below; problems: sentences on what was asked for and is not there;
+    step may be None; children: (rank, tap) → taps below; problems: sentences on what was requested and is missing;
     unrounded: (rank, tap) of calls that may have read more of their inputs than was captured (neighbours.py)."""
 
     def __init__(self, dump: Dump, model: Path | None):
@@ -95,15 +95,15 @@ class ModuleIndex:
         read = read or self.read
         module = self.modules.get(rank, {}).get(tap)
         parent = self.modules.get(rank, {}).get(tap.rpartition(".")[0])
-        given = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
+        entered = {r.removeprefix("input."): x for r, x in records.items() if r.startswith("input.")}
         attrs, of_atb = dict(module.attrs) if module else {}, isinstance(self.dump, AtbDump)
         if isinstance(self.dump, AtbDump) and (step := next((r.step for r in records.values()), None)) is not None:
-            given |= self.dump.call_inputs(rank, step, tap)  # weights among them
+            entered |= self.dump.call_inputs(rank, step, tap)  # weights among them
             attrs |= self.dump.call_attributes(rank, step, tap)
         return Call(
             name=tap,
             cls=cls,
-            inputs={name: read(x) for name, x in given.items()},
+            inputs={name: read(x) for name, x in entered.items()},
             params={} if of_atb else self.parameters.of(rank, tap),
             attrs=attrs,
             parent=dict(parent.attrs) if parent else {},

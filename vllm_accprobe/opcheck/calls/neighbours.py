@@ -1,41 +1,13 @@
-"""What other records of a dump say about a call: ranks, children, earlier keys and values, prefixes.
-
-Whose rows stand before a request that began in the middle, because its prompt's beginning was cached already.
-
-The problem: after a prefix hit the engine computes only the end of a prompt, and attention looks back at keys and
-values that an earlier request wrote: they are in the dump, under another name. The idea: the capture says whose they
-are (journal line ``cached``), position by position. Older captures do not: there a dump holds the hash of each prompt
-and the token ids of the rows that were computed; if the beginning of an earlier request and the end of this one hash
-to this one's prompt, and adapter, salt and images are the same, the beginning is this one's, too. A guess that is
-wrong has another hash. Where the rows are not this request's own (another adapter, image, salt or text), or nobody
-knows whose they are, no row behind them is checked, and that is said.
-
-The keys and values that a row of attention looks back at, without a dump of any cache.
-
-The problem: attention reads what earlier steps wrote into a paged cache that nobody stores. The idea: what they wrote
-was captured as the inputs of the same module; put by request and position, it is the cache as it should be. A row has
-its history if all positions before it were captured, after a prefix hit as rows of the request that computed them; when
-capture began late, or the cache had another request's rows, it has not, and that is said. Positions computed again
-(preemption, rejected drafts) replace what was there. Where only some calls are replayed, only the requests of these are
-written.
-
-What an operator read, where its inputs were not captured: outputs of others, as the other side's bytes tell.
-
-The problem: taps in compiled graphs hold outputs alone, and an operator without its inputs cannot be run again. The
-idea: the other side, an eager golden, says by equal bytes whose output each input is (comparison/plan/relations.py);
-mine's own output of that name is then what mine's operator read. A call is lent its inputs only where all that golden's
-call had can be told. A compiler fuses what is computed element by element and keeps float32 in between: such an
-operator read a number that nobody rounded, and its output may be off by what half a unit of each input makes
-(reference_table.py); what reads memory, a product or an attention, read what was captured.
-
-What other records of a dump tell about a call: its ranks, what lies inside it, what it looks back at.
+"""What other records of a dump add to a call: ranks, children, earlier keys and values, prefixes, lent inputs.
 
 The problem: some outputs do not follow from a call's own inputs: a sum over ranks, a block's children, logits that
-another module made, keys and values of earlier steps. The idea: `Neighbours` is asked once per call and gives it all by
-name, for `Call.extra`; what is not in the dump is not there, and the reference says so.
-
-Not here: the arithmetic (references/attention.py, opcheck/references/attention.py), inputs that are slices or sums of
-outputs, which no bytes tell, what a reference makes of it (references/).
+another module made, keys and values of earlier steps. The idea: `Neighbours` gives it all by name, for `Call.extra`;
+what is not in the dump is missing there, and the reference says so. Keys and values: what earlier steps wrote was
+captured as inputs of the same module; by request and position, that is the cache as it should be (`Past`). After a
+prefix hit the first positions are another request's: the capture says whose, or the hash of the prompt proves it
+(`prefixes`). Taps in compiled graphs have outputs alone: by equal bytes the other side's dump says whose output each
+input is (`lend`).
+Elsewhere: the arithmetic (references/), inputs that are slices or sums of outputs, which no bytes show.
 """
 
 from __future__ import annotations
@@ -100,7 +72,7 @@ def prefixes(dump: Dump, rank: int) -> Mapping[int, Prefix]:
     if not any(first.values()) and not recorded:
         return found
     tokens, begun = _tokens(dump, rank)
-    whole = {req: [held[p] for p in range(len(held))] for req, held in tokens.items() if _unbroken(held, 0)}
+    whole = {req: [kept[p] for p in range(len(kept))] for req, kept in tokens.items() if _unbroken(kept, 0)}
     for req, lines in recorded.items():
         if (prefix := _recorded(dump, rank, req, lines, tokens)) is not None:
             found[req] = prefix
@@ -166,10 +138,10 @@ def _start(prefix: Prefix | None, tokens: Mapping[int, Mapping[int, int]]) -> li
         return None
     out: list[int] = []
     for low, high, owner in prefix.runs:
-        held = tokens.get(owner, {})
-        if low != len(out) or high - low > len(held) or not all(p in held for p in range(low, high)):
+        kept = tokens.get(owner, {})
+        if low != len(out) or high - low > len(kept) or not all(p in kept for p in range(low, high)):
             return None
-        out += [held[p] for p in range(low, high)]
+        out += [kept[p] for p in range(low, high)]
     return out
 
 
@@ -200,11 +172,11 @@ def _tokens(dump: Dump, rank: int) -> tuple[dict[int, dict[int, int]], dict[int,
                 tokens.setdefault(s.req, {}).update(zip(range(s.pos, s.pos + s.n), ids, strict=True))
                 begun.setdefault(s.req, step)
             start += s.n
-    return {req: held for req, held in tokens.items() if held}, begun
+    return {req: kept for req, kept in tokens.items() if kept}, begun
 
 
-def _unbroken(held: Mapping[int, int], first: int) -> bool:
-    return min(held) == first and max(held) == first + len(held) - 1
+def _unbroken(kept: Mapping[int, int], first: int) -> bool:
+    return min(kept) == first and max(kept) == first + len(kept) - 1
 
 
 INCOMPLETE = "its request's earlier rows are not in the dump (prefix hit, or capture began late)"
@@ -244,17 +216,17 @@ class Past:
             if self.only is not None and s.req not in self.only:
                 start += s.n
                 continue
-            held, known = self.written.setdefault(s.req, {}), self.known.get(s.req, torch.zeros(0, dtype=torch.bool))
+            kept, known = self.written.setdefault(s.req, {}), self.known.get(s.req, torch.zeros(0, dtype=torch.bool))
             if len(known) < stop:
                 known = torch.cat((known, torch.zeros(max(stop, 2 * len(known)) - len(known), dtype=torch.bool)))
             for name in self.names:
                 rows = tensors[name][start : start + s.n]
-                old = held.get(name)
+                old = kept.get(name)
                 if old is None or len(old) < len(known):
                     grown = torch.zeros((len(known), *rows.shape[1:]), dtype=rows.dtype)
                     if old is not None:
                         grown[: len(old)] = old
-                    held[name] = old = grown
+                    kept[name] = old = grown
                 old[s.pos : stop] = rows
             known[s.pos : stop] = True
             self.known[s.req] = known
@@ -269,7 +241,7 @@ class Past:
 
     def inherit(self, req: int) -> None:
         """Gives ``req`` the beginning that others computed. Where several computed the same part and their values
-        differ, it cannot be told which ones the cache kept: it gets none."""
+        differ, it is not known which ones the cache kept: it gets none."""
         prefix = self.shared.get(req)
         if prefix is None or prefix.why:
             return
@@ -278,18 +250,18 @@ class Past:
                 self._take_over(req, low, high, [d for d in donors if d != req])
 
     def _take_over(self, req: int, low: int, high: int, donors: Sequence[int]) -> None:
-        held = []
+        kept = []
         for donor in donors:
             if donor in self.known:
                 self.inherit(donor)
                 if len(self.known[donor]) >= high and bool(self.known[donor][low:high].all()):
-                    held.append(self.written[donor])
-        for name in self.names if held else ():
-            first = held[0][name][low:high]
-            if not all(torch.equal(first, other[name][low:high]) for other in held[1:]):
+                    kept.append(self.written[donor])
+        for name in self.names if kept else ():
+            first = kept[0][name][low:high]
+            if not all(torch.equal(first, other[name][low:high]) for other in kept[1:]):
                 return
-        for name in self.names if held else ():
-            self.written[req][name][low:high] = held[0][name][low:high]
+        for name in self.names if kept else ():
+            self.written[req][name][low:high] = kept[0][name][low:high]
             self.known[req][low:high] = True
 
     def foreign(self, req: int, step: int) -> str:
@@ -341,13 +313,14 @@ class Cache:
 _FROM_MEMORY = re.compile(r"Linear|Embedding|Attention|Experts|MoE|LogitsProcessor|LMHead")
 """Classes whose kernels are none of the compiler's own, and read their inputs from memory."""
 Links = Mapping[tuple[str, int], Mapping[str, Key]]
-"""(tap, call) → input role → whose output it is; calls all of whose inputs can be told."""
+"""(tap, call) → input role → whose output it is; calls all of whose inputs are known."""
 
 
 def lend(giver: ModuleIndex, taker: ModuleIndex) -> int:
     """Adds to ``taker``'s calls the inputs that it did not capture, as far as ``giver`` tells what they are; how many
     calls have got any."""
-    blind = [place for place, calls in taker.by_tap.items() if not _any_input(calls.values())]
+    blind = [place for place, calls in taker.by_tap.items()
+             if not any(role.startswith("input.") for records in calls.values() for role in records)]  # fmt: skip
     if not blind:
         return 0
     links = links_of(giver)
@@ -377,8 +350,8 @@ def links_of(giver: ModuleIndex) -> Links:
     records: dict[Key, list[Record]] = {}
     first: dict[Key, tuple[int, int]] = {}
     for (r, tap), calls in giver.by_tap.items():
-        for (step, n), held in sorted(calls.items()) if r == rank else ():
-            for role, record in held.items():
+        for (step, n), kept in sorted(calls.items()) if r == rank else ():
+            for role, record in kept.items():
                 records.setdefault((tap, role, n), []).append(record)
                 first.setdefault((tap, role, n), (step, record.seq))
     order = {key: i for i, key in enumerate(sorted(first, key=lambda k: first[k]))}
@@ -388,13 +361,9 @@ def links_of(giver: ModuleIndex) -> Links:
         if role.startswith("input."):
             inputs.setdefault((tap, n), {})[role] = makers.maker((tap, role, n))
     return {
-        call: {role: maker for role, maker in told.items() if maker is not None}
-        for call, told in inputs.items() if all(maker is not None for maker in told.values())
+        call: {role: maker for role, maker in makers_of_inputs.items() if maker is not None}
+        for call, makers_of_inputs in inputs.items() if all(maker is not None for maker in makers_of_inputs.values())
     }  # fmt: skip
-
-
-def _any_input(calls: Iterable[Mapping[str, Record]]) -> bool:
-    return any(role.startswith("input.") for records in calls for role in records)
 
 
 _PAST = {
@@ -438,7 +407,7 @@ class Neighbours:
         return Past(_PAST[cls], self._shared[rank])
 
     def cache(self, past: Past, what: Call, rank: int, step: int, records: Mapping[str, Record]) -> dict[str, Any]:
-        """``cache``, what this call looks back at, itself included."""
+        """``cache``, what this call reads, itself included."""
         record = next((r for role, r in records.items() if role == f"input.{past.names[0]}"), None)
         space = self._index.dump.rows.get((rank, step, record.rows)) if record is not None and record.rows else None
         if space is None or any(n not in what.inputs for n in past.names):
@@ -531,10 +500,10 @@ class Neighbours:
 
     def _calls_of_all_ranks(self, cls: str, tap: str, step: int, n: int) -> dict[int, Call]:
         """The same call by rank, where the dump has all of it."""
-        held = {rank: self._index.records_of(rank, tap, step, n) for rank in self._index.dump.ranks}
+        kept = {rank: self._index.records_of(rank, tap, step, n) for rank in self._index.dump.ranks}
         return {
             rank: self._index.call(rank, tap, cls, records)
-            for rank, records in held.items() if records and all(r.payload is not None for r in records.values())
+            for rank, records in kept.items() if records and all(r.payload is not None for r in records.values())
         }  # fmt: skip
 
     def _output(self, name: str, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
@@ -550,10 +519,10 @@ class Neighbours:
         if record is None or record.layout.kind != "shard" or record.layout.dim != -1:
             return self._held(name, record)
         parts = [self._index.records_of(r, tap, step, n).get("output.0") for r in self._index.dump.ranks]
-        held = sorted((p for p in parts if p is not None and p.payload is not None), key=lambda p: p.layout.index)
-        if [p.layout.index for p in held] != list(range(record.layout.size)):
+        kept = sorted((p for p in parts if p is not None and p.payload is not None), key=lambda p: p.layout.index)
+        if [p.layout.index for p in kept] != list(range(record.layout.size)):
             return {}
-        return {name: torch.cat([self._index.read(p) for p in held], -1)}
+        return {name: torch.cat([self._index.read(p) for p in kept], -1)}
 
     def _usual(self, rank: int, cls: str) -> Mapping[str, Any]:
         """The commonest value of each number among the attributes of a class's modules."""
@@ -574,8 +543,8 @@ class Neighbours:
     def _adapters(self, rank: int, tap: str, step: int, n: int) -> dict[str, Any]:
         """The adapter of each row, and what they add to this layer or to the parts that are packed in it."""
         index, dump = self._index, self._index.dump
-        held = index.records_of(rank, tap, step, n)
-        space = next((dump.rows.get((rank, step, r.rows)) for r in held.values() if r.rows), None)
+        kept = index.records_of(rank, tap, step, n)
+        space = next((dump.rows.get((rank, step, r.rows)) for r in kept.values() if r.rows), None)
         if space is None:
             return {}
         requests = [(dump.requests.get((rank, s.req)), s.n) for s in space.segments]

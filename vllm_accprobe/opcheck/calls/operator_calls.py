@@ -1,28 +1,18 @@
-"""From a dump's operator calls, and the blocks of caches kept of them, to calls that can be run again.
-
-A cache of which only some blocks were kept, and arguments that name blocks, put together again.
-
-The problem: a block table says 4711, and of the cache only the few blocks are in the dump that the call touches. The
-idea: the blocks that there are become the whole cache, and the call's block tables, slots and indices are written anew
-for it, so that the call is complete in itself: references, kernels of this machine and generated tests run it without
-knowing of any of this. Block 0 stays block 0; what is below 0 stays as it is; what names a block that was not touched
-(the unused end of a table) becomes -1.
-
-From a dump's operator calls to calls that can be run again.
+"""From a dump's operator calls to calls that can be run again.
 
 The problem: an operator's arguments stand in a journal line, its tensors in records, a parameter's under another tap,
-and an output buffer that nobody had written to nowhere. The idea: the line's VALUES become Python values in the order
-of the operator's signature; what was not kept makes a call that says so. The class of such a call is the operator's
-name, ``aten.mm.default``.
-
-Not here: which blocks a call touches (capture/ops/op_tensors.py), the words of the line (dump/journal.py), what is done
-with a call (replay.py).
+an output buffer that nobody had written to nowhere; and of a cache only the blocks that the call touches are kept. The
+idea: the line's VALUES become Python values in the order of the operator's signature. The blocks that there are become
+the whole cache, and block tables, slots and indices are renumbered for it (`Renumbered`), so that the call is complete
+in itself. What was not kept makes a call that says so. The class of such a call is the operator's name.
+Elsewhere: which blocks a call touches (capture/ops/op_tensors.py), the words of the line (dump/journal.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +30,7 @@ class Renumbered:
         self._unit = unit
 
     def __call__(self, numbers: Any) -> Any:
-        """An integer tensor's values anew, its dtype as it is."""
+        """An integer tensor's values renumbered, its dtype as it is."""
         if numbers.dtype not in (torch.int32, torch.int64) or not len(self._sorted):
             return numbers
         wide = numbers.long()
@@ -68,7 +58,7 @@ def numbered(op: OpCall, records: Mapping[str, Record], read: Callable[[Record],
 
 Records = Mapping[str, Record]
 _MOST = 1 << 28
-"""Elements of an output buffer that is made anew: a dump may come from a stranger."""
+"""Elements of an output buffer that is made again: a dump may come from a stranger."""
 
 
 class NotKept(Exception):
@@ -90,8 +80,8 @@ def op_call(
     maker = _Maker(records, read, param, draw, numbered(op, records, read), shared)
     args = tuple(maker.value(v) for v in op.args)
     kwargs = {k: maker.value(v) for k, v in op.kwargs.items()}
-    held = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
-    outputs = {r: read(x) for r, x in held.items() if x.payload is not None or draw is not None}
+    made = {r: x for r, x in records.items() if r.startswith(("output.", "inplace."))}
+    outputs = {r: read(x) for r, x in made.items() if x.payload is not None or draw is not None}
     if draw is not None:  # statistics of an operator stand in its line alone
         outputs = {str(t["role"]): _like(t) for t in tensors(op.outputs)} | outputs
     fresh = [k for k, v in enumerate(op.args) if isinstance(v, Mapping) and _fresh(v.get("tensor"))]
@@ -108,17 +98,20 @@ def _like(t: Mapping[str, Any]) -> Any:
 
 
 def _fresh(tensor: Any) -> bool:
-    """Whether nobody had written to it: what the operator is given holds anything."""
+    """Whether it was uninitialised memory before the operator."""
     return isinstance(tensor, Mapping) and bool(tensor.get("fresh"))
 
 
+@dataclass(frozen=True)
 class _Maker:
-    def __init__(
-        self, records: Records, read: Callable[[Record], Any], param: Callable[[str], Record | None],
-        draw: Callable[[Mapping[str, Any]], Any] | None, numbers: Mapping[str, Renumbered], shared: Params | None,
-    ):  # fmt: skip
-        self.records, self.read, self.param, self.draw, self.numbers = records, read, param, draw, numbers
-        self.shared = shared
+    """Python values of a line's VALUES; fields as of `op_call`; numbers: of `numbered`."""
+
+    records: Records
+    read: Callable[[Record], Any]
+    param: Callable[[str], Record | None]
+    draw: Callable[[Mapping[str, Any]], Any] | None
+    numbers: Mapping[str, Renumbered]
+    shared: Params | None
 
     def value(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -167,7 +160,7 @@ class _Maker:
             return torch.zeros(shape, dtype=dtype)
         if self.draw is not None and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return self.draw(t)
-        looked_at = t.get("hash") is not None or t.get("min") is not None
+        has_statistics = t.get("hash") is not None or t.get("min") is not None
         if t.get("count") is not None and all(r.payload is None for r in self.records.values()):
-            looked_at = True  # another tool's statistics of a boolean are its count alone
-        raise NotKept(STATISTICS if looked_at else f"argument {role} was not kept")
+            has_statistics = True  # another tool's statistics of a boolean are its count alone
+        raise NotKept(STATISTICS if has_statistics else f"argument {role} was not kept")

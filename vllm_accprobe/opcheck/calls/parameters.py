@@ -1,30 +1,14 @@
 """A dump's parameters as tensors: the dump's own, or the checkpoint's.
 
-Weights that a reload or a sync changed: from which step on a dump no longer holds what a call was made with.
-
-The problem: a dump has a parameter's values once, as they were at loading; calls after a trainer's sync would be held
-against weights that the engine no longer had, and every product would look like a broken kernel. The idea: the life of
-each parameter (dump/journal.py) has a fingerprint after each event; between an event that left another one
-and one that brings the first back, a call with it cannot be checked, and says so.
-
-Parameters that a dump does not hold, from the checkpoint on disk.
-
-The problem: some dumps keep only fingerprints of parameters, and some engines pack them into a form that is no matrix
-any more. The idea: the checkpoint's tensors under the engine's names: what vLLM fuses is put together from its parts
-(q, k and v; gate and up; the experts), paths that differ are rewritten, and of each part a rank has the piece that the
-shape of what it had leaves: rows, columns, or rows of key heads that several ranks share. What comes out is a guess
-until its fingerprint is that of the record. Only the piece is read. safetensors alone are read, nothing
-is unpickled.
-
-A dump's parameters as tensors: the dump's own, or the checkpoint's.
-
 The problem: a parameter is recorded once, perhaps under another path of the same module; a kernel may have packed it
-before it could be captured; or only its fingerprint was kept. The idea: a module asks by its path and gets what a
-formula needs, from the dump where that is still it, else from the checkpoint, as its rank had it: that is believed
-where the fingerprint that the capture left (smallest and largest number, hash of a sample) is the same.
-
-Not here: whether an event left the right weights (judge/weights/), whether the dump's own parameters are right
-(comparison/measure/measurer.py), calls (records.py).
+before it could be captured; or only its fingerprint was kept. The idea: `ModuleParameters` gives a module what a
+formula needs, from the dump where that is still it, else from the checkpoint: what vLLM fuses is put together from its
+parts, paths that differ are rewritten, and of each part a rank has the piece that its shape leaves. A piece is accepted
+where the fingerprint of the capture (smallest and largest number, hash of a sample) is the same. After a reload or a
+sync a dump's parameters are not those of later calls, until another event brings the first values back
+(`WeightsSince`). safetensors alone are read, nothing is unpickled.
+Elsewhere: whether an event left the right weights (judge/weights.py), whether the parameters are right
+(comparison/measure/measurer.py).
 """
 
 from __future__ import annotations
@@ -65,9 +49,9 @@ class WeightsSince:
         for event in sorted(events.values(), key=lambda e: e.number):
             rank = event.rank
             for (tap, name), forms in prints.get((rank, event.number), {}).items():
-                told = {f: first.setdefault((rank, tap, name, f), order) == order for f, order in forms.items()}
-                # As it was given, where somebody saw that: packing again may order the same values otherwise.
-                same = told[LOADED] if LOADED in told else told[PACKED]
+                unchanged = {f: first.setdefault((rank, tap, name, f), order) == order for f, order in forms.items()}
+                # As it was loaded, where that was seen: packing again may order the same values otherwise.
+                same = unchanged[LOADED] if LOADED in unchanged else unchanged[PACKED]
                 changed = other.setdefault((rank, tap), set())
                 (changed.discard if same else changed.add)(name)
                 if event.kind not in _NAMES:
@@ -157,24 +141,20 @@ class Checkpoint:
 
     def _piece(self, names: Sequence[str], share: Share | None) -> Any | None:
         """The tensors one below the other, as far as they are the share's; None where that has another shape."""
-        import torch
-
         if share is None or not share.shape:
             whole = [self._handle(self._files[name]).get_tensor(name) for name in names]
             return torch.cat(whole) if len(whole) > 1 else whole[0]
-        held = [self._handle(self._files[name]).get_slice(name) for name in names]
-        cuts = share.cuts([tuple(h.get_shape()) for h in held])
+        handles = [self._handle(self._files[name]).get_slice(name) for name in names]
+        cuts = share.cuts([tuple(h.get_shape()) for h in handles])
         if cuts is None:
             return None
-        parts = [h[cut] if cut else h[:] for h, cut in zip(held, cuts, strict=True)]
+        parts = [h[cut] if cut else h[:] for h, cut in zip(handles, cuts, strict=True)]
         found = torch.cat(parts) if len(parts) > 1 else parts[0]
         if share.shape and found.shape[1:] == share.shape[1:] and len(found) < share.shape[0]:  # a padded vocabulary
             found = torch.cat((found, found.new_zeros(share.shape[0] - len(found), *found.shape[1:])))
         return found if tuple(found.shape) == share.shape else None
 
     def _experts(self, path: str, kind: str, share: Share | None) -> Any | None:
-        import torch
-
         each = None if share is None else Share(share.shape[1:], share.rank, share.size)
         for parts in _EXPERTS[kind]:
             experts: list[Any] = []
@@ -211,8 +191,8 @@ class Share:
             return [(slice(min(first, rows), min(first + n, rows)),)] if n * self.size >= rows else None
         if alike and len(wholes) == 3 and wholes[1][0] == wholes[2][0]:  # fewer key heads than ranks
             query = wholes[0][0] // self.size
-            key, odd = divmod(self.shape[0] - query, 2)
-            if odd or key <= 0 or wholes[1][0] % key or self.size % (wholes[1][0] // key):
+            key, rest = divmod(self.shape[0] - query, 2)
+            if rest or key <= 0 or wholes[1][0] % key or self.size % (wholes[1][0] // key):
                 return None
             at = self.rank // (self.size // (wholes[1][0] // key))
             return [_rows(query, self.rank), _rows(key, at), _rows(key, at)]
@@ -281,7 +261,7 @@ class ModuleParameters:
                 self.problem = f"the checkpoint in {model} cannot be read: {error}"
 
     def forget(self) -> None:
-        """Lets go of what was read: one module's parameters are held at a time."""
+        """Lets go of what was read: one module's parameters are kept at a time."""
         self._known.clear()
 
     def why_not(self, rank: int, tap: str, step: int | None) -> str:
@@ -352,7 +332,7 @@ class ModuleParameters:
     def adapters(self, rank: int) -> frozenset[str]:
         """Names of the LoRA adapters of which the dump has a weight anywhere."""
         if rank not in self._adapters:
-            roles = (role for (r, _), held in self._records.items() if r == rank for role in held)
+            roles = (role for (r, _), handles in self._records.items() if r == rank for role in handles)
             self._adapters[rank] = frozenset(filter(None, map(adapter_of, roles)))
         return self._adapters[rank]
 

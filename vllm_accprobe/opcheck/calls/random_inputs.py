@@ -1,10 +1,10 @@
-"""Inputs drawn anew: from what is known of the captured ones, or of tensors that were never stored.
+"""Inputs drawn again: from what is known of the captured ones, or of tensors that were never stored.
 
 The problem: a dump of statistics has no tensors to replay, and a kernel that is right for the captured ones may be
 wrong for others. The idea: floats from a normal distribution with the captured mean and standard deviation, cut to the
 captured range; integers and booleans evenly between minimum and maximum; seeded, so that two machines draw the same.
 What is drawn has none of the structure of real activations (outliers in a few channels, say): weaker evidence, and
-whoever uses it says so. With torch alone: this file is copied beside the tests that gentest writes.
+whoever uses it says so. With torch alone: this file is copied with the tests that gentest writes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def moments_of(tensor: Any) -> DrawnMoments:
 
 
 def redrawn(call: Call, seed: int) -> Call:
-    """``call`` with floating inputs drawn anew; indices, parameters and all that they must fit stay. Raises Declined
+    """``call`` with floating inputs drawn again; indices, parameters and all that they must fit stay. Raises Declined
     for calls whose inputs hang together (attention's history, what a block holds inside, other ranks)."""
     if any(name in call.extra for name in ("cache", "children", "ranks", "lm_head", "logits", "router_logits")):
         raise Declined("its inputs hang together with others and cannot be drawn alone")

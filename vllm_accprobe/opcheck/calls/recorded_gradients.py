@@ -1,28 +1,25 @@
-"""Gradients that msprobe recorded: what a backward pass gave, against float64's from the same gradient coming in.
+"""Gradients that msprobe recorded, against float64's from the same gradient coming in.
 
 The problem: a record ``Functional.linear.3.backward`` has the gradient of the output that came in and some gradients
-that went out, without saying of what: msprobe hooks the last node of autograd's graph that made the output, so that of
-a composite function they are no gradients of its arguments at all, and those of a product come as bias, input and
-transposed weight. The idea: the forward call of the same number is made again, from its recorded inputs, in float64;
-the last node of that graph is asked with the recorded gradient, and gives the same list in the same order. Where the
-shapes are others, gradients of the arguments in their order are tried; where these are others, too, the row says so.
-Of statistics everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
-Not here: gradients of what has no record of them (opcheck/run/replay.py), those of fused operators, which are of their
-arguments (records.py, references/gradients.py).
+that went out, without their arguments: msprobe hooks the last node of autograd's graph that made the output, so that of
+a composite function they are no gradients of its arguments at all. The idea: the forward call of the same number is
+made again, from its recorded inputs, in float64; the last node of that graph gives the same list in the same order.
+Where the shapes differ, gradients of the arguments in their order are tried; else the row says so. Of statistics
+everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
+Elsewhere: gradients without a record (run/replay.py), of fused operators (records.py, references/gradients.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from vllm_accprobe.dump.schema import OpCall
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.calls.operator_calls import NotKept, op_call
+from vllm_accprobe.opcheck.calls.operator_calls import NotKept
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.output_rows import matrix, numbers
@@ -37,8 +34,6 @@ from vllm_accprobe.opcheck.run.judged_row import judged, message_of
 from vllm_accprobe.opcheck.run.replay import Options, by_standard
 from vllm_accprobe.opcheck.run.result_row import OURS, SKIP, STRICT, CheckResult, unchecked
 
-_KEY = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
-
 
 def is_one(captured: Captured) -> bool:
     """Whether a call is a backward record's, of a function of torch (and not of a fused operator or a module)."""
@@ -47,18 +42,6 @@ def is_one(captured: Captured) -> bool:
 
 def _api(captured: Captured) -> str:
     return captured.what.cls.removeprefix(BACKWARD)
-
-
-def forwards(calls: Calls) -> dict[tuple[int, int | None, str], tuple[str, int]]:
-    """(rank, step, msprobe's name of an API's call) → its forward's tap and ordinal."""
-    found = {}
-    for (rank, tap), by_call in calls.op_records.items():
-        for (step, call), records in by_call.items():
-            for record in records.values():
-                if match := _KEY.match(record.name):
-                    found[rank, step, match[1]] = tap, call
-                    break
-    return found
 
 
 class _Lacking(Exception):
@@ -70,7 +53,6 @@ class RecordedGradients:
 
     def __init__(self, calls: Calls, references: References, device: str, seed: int, here: bool):
         self.calls, self.references, self.device, self.seed, self.here = calls, references, device, seed, here
-        self._forwards = forwards(calls)
 
     def check(self, captured: Captured, options: Options) -> Iterator[CheckResult]:
         """A row for each recorded gradient, role ``grad.output.k``; one that says why there is none."""
@@ -85,24 +67,23 @@ class RecordedGradients:
             return
         for role, exact, mine, noise in found:
             dtype, shape = str(mine.dtype).removeprefix("torch."), tuple(mine.shape)
-            reference, given = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
-            v = judge(reference, given, dtype, noise=matrix(noise, 0), common=unit(dtype))
-            measures = measure(reference.numpy(), given.numpy(), dtype)
-            message = message_of(v, None, None, Expected(exact), len(given))
+            reference, captured_numbers = matrix(numbers(exact), 0), matrix(numbers(mine), 0)
+            v = judge(reference, captured_numbers, dtype, noise=matrix(noise, 0), common=unit(dtype))
+            measures = measure(reference.numpy(), captured_numbers.numpy(), dtype)
+            message = message_of(v, None, None, Expected(exact), len(captured_numbers))
             what = f"grad.{role}", dtype, shape, c.records[role].seq
-            row = judged(c, what, v, measures, (len(given), len(given), ""), message)
+            row = judged(c, what, v, measures, (len(captured_numbers), len(captured_numbers), ""), message)
             if options.standard not in (OURS, STRICT):
                 row = by_standard(row, options.standard)
             yield replace(row, message=f"{row.message}; {WEAKER}".lstrip("; ")) if drawn else row
 
     def _found(self, c: Captured) -> tuple[list[tuple[str, Any, Any, Any]], bool]:
-        match = next((m for r in c.records.values() if (m := _KEY.match(r.name))), None)
-        place = self._forwards.get((c.rank, c.step, match[1])) if match else None
-        if place is None:
+        op = self.calls.forward_operator(c.records)
+        if op is None:
             raise _Lacking("its forward call was not captured")
         drawn = any(r.payload is None for r in c.records.values())
         generator = torch.Generator().manual_seed(self.seed)
-        call = self._forward(c, place, generator)
+        call = self._forward(op, generator)
         up = [self._incoming(r, generator) for role, r in sorted(c.records.items()) if role.startswith("input.")]
         outgoing = {role: r for role, r in c.records.items() if role.startswith("output.")}
         if len(up) != 1 or not outgoing:
@@ -116,18 +97,16 @@ class RecordedGradients:
         found = []
         for role, record in sorted(outgoing.items()):
             k = int(role.split(".")[1])
-            given = mine[k].to("cpu") if made else self.calls.read(record)
-            found.append((role, exact[k], given, noise_of(exact[k], moved[k], step)))
+            captured_numbers = mine[k].to("cpu") if made else self.calls.read(record)
+            found.append((role, exact[k], captured_numbers, noise_of(exact[k], moved[k], step)))
         return found, drawn
 
-    def _forward(self, c: Captured, place: tuple[str, int], generator: Any) -> Call:
-        tap, number = place
-        op = next(o for o in self.calls.ops[c.rank, tap] if (o.step, o.call) == (c.step, number))
-        records = self.calls.op_records[c.rank, tap][c.step, number]
-        forward = Captured(tap, c.rank, c.step, number, Call(tap, op.op), records)
+    def _forward(self, op: OpCall, generator: Any) -> Call:
+        records = self.calls.op_records[op.rank, op.tap][op.step, op.call]
         try:
-            return op_call(op, records, self.calls.read, partial(self.calls.parameters.record, c.rank, c.step))
+            return self.calls.op_call(op, records)
         except NotKept:
+            forward = Captured(op.tap, op.rank, op.step, op.call, Call(op.tap, op.op), records)
             return synthetic_inputs.drawn_call(self.calls, forward, generator)
 
     def _incoming(self, record: Any, generator: Any) -> Any:
@@ -141,8 +120,8 @@ def _gradients(
 ) -> dict[int, Any]:  # fmt: skip
     """What went out, by its number. dtype: None for the call's own; move: of what goes in, in roundings. Raises
     _Lacking, Declined."""
-    given, leaves = leaves_of(call, dtype, device, move)
-    ready = api.ready(given)
+    captured_numbers, leaves = leaves_of(call, dtype, device, move)
+    ready = api.ready(captured_numbers)
     with SavedOutputs(call.outputs, None if dtype is None or move else up.dtype) as kept:
         output = api.torch_function(call.cls)(*ready.args, **ready.kwargs)
     output = output[0] if isinstance(output, (list, tuple)) else output

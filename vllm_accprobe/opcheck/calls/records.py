@@ -1,40 +1,14 @@
 """From a dump's records to calls that can be run again.
 
-Backward runs that a dump recorded, as calls that can be checked: gradients, and the forward call that they are of.
-
-The problem: msprobe records a backward run beside its forward, ``NPU.npu_swiglu.3.backward``: the gradients that came
-in as inputs, those that went out as outputs, and none of the arguments that they depend on. The idea: the record's name
-says which forward call it is; its call is that one's, with the gradients of its outputs in ``extra["up"]``, and what
-went out as outputs. The class begins with ``backward.``, so that no formula of the forward is held against it.
-
-A norm's epsilon from what went in and what came out.
-
-The problem: msprobe, msit and torch_xray record a norm's tensors and none of its numbers, so that the module could not
-be judged at all. The idea: a norm is y = a / sqrt(q + eps) + b with a, q and b known, so that each row gives
-1 / s**2 - q, where s is the slope of y - b over a by least squares with the weights of rounded numbers; rows are
-averaged by their standard errors, and whether they agree is told. A usual epsilon that lies within the error of most
-of a class's modules is taken; a fit that is none of them is said and not judged, because it may be a wrong kernel's.
-Formulas: norms.py's; weighted least squares [Bevington and Robinson, Data Reduction, 3rd ed., chapter 6]. An error of
-y has the variance unit**2 (y**2 + (y - b)**2) / 3, a rounding of the result and one before the bias, and half a unit
-that a whole row may share (norms.py): of a kernel that rounds once this is several times too much.
-
-Attributes that a dump does not tell.
-
-The problem: other tools record tensors and no numbers of modules. The idea: what the user names (``--attribute
-eps=1e-6``, ``'*RotaryEmbedding:head_size=64'``) is added where nothing was recorded; a norm's epsilon is taken from
-config.json, or fitted, and each of its rows says where it came from. What was recorded stays.
-
-From a dump's records to calls that can be run again.
-
 The problem: a call is scattered over a dump: its inputs and outputs are records of a step, its parameters lie
-elsewhere, perhaps under another path, what it looked back at was written by earlier steps, what its ranks added up by
-other ranks. The idea: `Calls` builds one `Captured` at a time, tap by tap in the order of the model and within a tap
-step by step, so that a cache can be filled on the way. Tensors whose numbers are of a coarser dtype become that
-(grid.py).
-
-Not here: the gradients' reference (references/gradients.py), where records stand (formats/msprobe.py),
-where a record is found (module_index.py), what others tell about a call (neighbours.py), what is done with a call
-(replay.py).
+elsewhere, what it read from a cache was written by earlier steps, what its ranks added up by other ranks; and other
+tools record tensors and no numbers of modules. The idea: `Calls` builds one `Captured` at a time, tap by tap in the
+order of the model and within a tap step by step, so that a cache can be filled on the way. Attributes that were not
+recorded come from the command line (``--attribute eps=1e-6``); a norm's epsilon from config.json, or from a fit to its
+inputs and outputs (`fit`). A recorded backward run becomes the call of its forward, with the gradients in
+``extra["up"]``; its class begins with ``backward.``.
+Elsewhere: where a record is found (module_index.py), what other records add to a call (neighbours.py), tensors whose
+numbers are of a coarser dtype (grid.py), what is done with a call (run/replay.py).
 """
 
 from __future__ import annotations
@@ -75,7 +49,7 @@ def is_gradient(tap: str) -> bool:
 
 
 class GradientCalls:
-    """Of the records of ``index``."""
+    """Backward runs of the records of ``index``, and the forward calls that they are of."""
 
     def __init__(self, index: ModuleIndex):
         self._index = index
@@ -85,8 +59,8 @@ class GradientCalls:
         """The forward call of an operator's backward records; None where there is none."""
         if self._forward is None:
             self._forward = dict(self._named())
+        match = next((m for r in records.values() if (m := _NAME.match(r.name))), None)
         first = next(iter(records.values()))
-        match = _NAME.match(first.name)
         return self._forward.get((first.rank, first.step, match[1])) if match else None
 
     def _named(self) -> Any:
@@ -225,28 +199,30 @@ def parsed_attributes(texts: Iterable[str]) -> tuple[tuple[str, str, Any], ...]:
 
 
 class MissingAttributes:
-    """Of the modules of ``index``. settled: a call with the dtypes that its numbers have; given: what the user
-    named."""
+    """Of the modules of ``index``. settled: a call with the dtypes that its numbers have; named_by_user: (glob, name,
+    value)."""
 
-    def __init__(self, index: ModuleIndex, settled: Callable[[Call], Call], given: Iterable[tuple[str, str, Any]] = ()):
-        self._index, self._settled, self._given = index, settled, tuple(given)
+    def __init__(
+        self, index: ModuleIndex, settled: Callable[[Call], Call], named_by_user: Iterable[tuple[str, str, Any]] = ()
+    ):
+        self._index, self._settled, self._named_by_user = index, settled, tuple(named_by_user)
         self._chosen: dict[tuple[int, str], ChosenEpsilon] = {}
 
     def filled(self, rank: int, call: Call) -> Call:
         """``call`` with the attributes that were not recorded and are known."""
         named = {
-            name: value for glob, name, value in self._given
+            name: value for glob, name, value in self._named_by_user
             if name not in call.attrs and (fnmatchcase(call.cls, glob) or fnmatchcase(call.name, glob))
         }  # fmt: skip
         call = replace(call, attrs={**call.attrs, **named}) if named else call
         if not is_norm(call.cls) or any(n in call.attrs and n not in named for n in EPSILONS):
             return call
         if (own := next((n for n in EPSILONS if n in named), None)) is not None:
-            return _told(call, ChosenEpsilon(float(named[own]), 0.0, f"epsilon {named[own]:g}, of --attribute"))
+            return _with_epsilon(call, ChosenEpsilon(float(named[own]), 0.0, f"epsilon {named[own]:g}, of --attribute"))
         in_config = self._configured(call)
         if in_config is not None:
-            return _told(call, ChosenEpsilon(in_config, 0.0, f"epsilon {in_config:g}, of config.json"))
-        return _told(call, self._of_class(rank, call.cls))
+            return _with_epsilon(call, ChosenEpsilon(in_config, 0.0, f"epsilon {in_config:g}, of config.json"))
+        return _with_epsilon(call, self._of_class(rank, call.cls))
 
     def _configured(self, call: Call) -> float | None:
         """A vision tower's norms are not those of the language model, whose config.json stands around theirs."""
@@ -275,7 +251,7 @@ class MissingAttributes:
             return None
 
 
-def _told(call: Call, chosen: ChosenEpsilon) -> Call:
+def _with_epsilon(call: Call, chosen: ChosenEpsilon) -> Call:
     attrs = dict(call.attrs) if chosen.value is None else {**call.attrs, EPSILONS[0]: chosen.value}
     return replace(call, attrs=attrs, extra={**call.extra, "epsilon": {"slack": chosen.slack, "said": chosen.said}})
 
@@ -327,7 +303,7 @@ UNREAD = "a payload of it cannot be read"
 
 
 def wanted(globs: Iterable[str], tap: str, cls: str) -> bool:
-    """Whether a tap is asked for: globs over classes, operators (``.default`` may be left out) and paths; ``!``
+    """Whether a tap is selected: globs over classes, operators (``.default`` may be left out) and paths; ``!``
     excludes, and the last that matches decides; all if there are none."""
     return matches(tuple(globs), (cls, tap, cls.removesuffix(".default"), tap.removesuffix(".default")))
 
@@ -337,7 +313,7 @@ class Calls(ModuleIndex):
 
     def __init__(self, dump: Dump, model: Path | None, attributes: Iterable[tuple[str, str, Any]] = ()):
         super().__init__(dump, model)
-        self._untold = MissingAttributes(self, lambda call: grid.settled(call, self.keeps), attributes)
+        self._missing_attributes = MissingAttributes(self, lambda call: grid.settled(call, self.keeps), attributes)
         self._neighbours = Neighbours(self)
         self._gradients = GradientCalls(self)
         self._keeps: Mapping[str, str] | None = None
@@ -371,7 +347,7 @@ class Calls(ModuleIndex):
     ) -> Iterator[Captured]:  # fmt: skip
         """The calls of one tap, step by step. Records without payload make a call that says what it misses.
 
-        begins: told step and ordinal of each call before anything of it is read; crashed: calls that are not to be
+        begins: called with step and ordinal before anything of a call is read; crashed: calls that are not to be
         touched, with the reason; chosen: only these, and large ones cut into parts."""
         if (rank, tap) in self.ops:
             yield from self._of_operator(rank, tap, begins, crashed, chosen)
@@ -379,6 +355,10 @@ class Calls(ModuleIndex):
         cls = self.cls_of(rank, tap)
         past = self._neighbours.past(rank, cls)
         self.parameters.forget()
+
+        def without(why: str, crash: bool = False) -> Captured:
+            return Captured(tap, rank, step, n, Call(tap, cls), records, why, crashed=crash)
+
         calls = sorted(self.by_tap[rank, tap].items())
         last = len(calls) if chosen is None else self._up_to_last(calls, chosen, past, rank)
         done: Mapping[Place, Iterable[int]] = {}
@@ -386,7 +366,7 @@ class Calls(ModuleIndex):
             done = self._last_rows(calls[:last], rank)
         before: Iterable[int] = ()
         for (step, n), records in calls[:last]:
-            if past is not None and before:  # what looked back at them has been used by now
+            if past is not None and before:  # what read them has been used by now
                 past.forget(before)
             before = done.get((step, n), ())
             if chosen is not None and (step, n) not in chosen.places:
@@ -394,36 +374,41 @@ class Calls(ModuleIndex):
                 continue
             begins(step, n)
             if (step, n) in crashed:
-                yield Captured(tap, rank, step, n, Call(tap, cls), records, crashed[step, n], crashed=True)
+                yield without(crashed[step, n], crash=True)
                 continue
             if any(r.payload is None for r in records.values()):
-                yield Captured(tap, rank, step, n, Call(tap, cls), records, STATISTICS)
+                yield without(STATISTICS)
                 continue
             if isinstance(self.dump, AtbDump) and not cls.endswith(OPERATION):
-                why = GRAPH if (rank, tap) in self.children else f"no reference for {cls}"
-                yield Captured(tap, rank, step, n, Call(tap, cls), records, why)
+                yield without(GRAPH if (rank, tap) in self.children else f"no reference for {cls}")
                 continue
             if is_gradient(tap):
                 yield self._gradient(rank, tap, step, n)
                 continue
             if why_not := self.parameters.why_not(rank, tap, step):
-                yield Captured(tap, rank, step, n, Call(tap, cls), records, why_not)
+                yield without(why_not)
                 continue
             parts = [] if chosen is None else self._parts(rank, cls, step, records, chosen, chosen.places[step, n])
             if parts:
                 yield from self._in_parts(rank, tap, cls, step, n, records, past, parts)
                 continue
             try:
-                what = self._untold.filled(rank, self.call(rank, tap, cls, records))
-                extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
+                what, extra = self._with_extra(rank, tap, cls, step, n, records)
                 extra |= {UNROUNDED: True} if (rank, tap) in self.unrounded else {}
             except DumpError as why:  # one payload of it, or of what it needs, cannot be read
-                yield Captured(tap, rank, step, n, Call(tap, cls), records, f"{UNREAD} ({why})")
+                yield without(f"{UNREAD} ({why})")
                 continue
             if past is not None:
                 extra |= self._neighbours.cache(past, what, rank, step, records)
             what = grid.settled(replace(what, extra=extra), self.keeps)
             yield Captured(tap, rank, step, n, what, records)
+
+    def _with_extra(
+        self, rank: int, tap: str, cls: str, step: int, n: int, records: Mapping[str, Record], read: Any = None
+    ) -> tuple[Call, dict[str, Any]]:
+        """A module's call, and what other records add to it. Raises DumpError."""
+        what = self._missing_attributes.filled(rank, self.call(rank, tap, cls, records, read))
+        return what, {**what.extra, **self._neighbours.extra(what, rank, tap, step, n)}
 
     def _up_to_last(
         self, calls: list[tuple[tuple[int, int], dict[str, Record]]], chosen: Chosen, past: Past | None, rank: int
@@ -501,8 +486,7 @@ class Calls(ModuleIndex):
                 return to_torch(self.dump.read_rows(whole, rows), record.dtype)
 
             try:
-                what = self._untold.filled(rank, self.call(rank, tap, cls, part, read))
-                extra = dict(what.extra) | self._neighbours.extra(what, rank, tap, step, n)
+                what, extra = self._with_extra(rank, tap, cls, step, n, part, read)
             except DumpError as why:
                 missing = f"{UNREAD} ({why})"
                 yield Captured(tap, rank, step, n, Call(tap, cls), part, missing, first=a, whole=space.n)
@@ -524,16 +508,16 @@ class Calls(ModuleIndex):
     def _forward(self, rank: int, tap: str, cls: str, step: int, n: int) -> Call | None:
         """The call that a backward run is of. Raises NotKept, DumpError."""
         if "." in cls.removeprefix(BACKWARD):
-            op = self._gradients.operator(self.by_tap[rank, tap][step, n])
+            op = self.forward_operator(self.by_tap[rank, tap][step, n])
             if op is None:
                 return None
             records = self.op_records.get((rank, op.tap), {}).get((op.step, op.call), {})
-            return op_call(op, records, self.read, partial(self.parameters.record, rank, op.step))
+            return self.op_call(op, records)
         path = tap.removeprefix(BACKWARD)
         records = dict(self.records_of(rank, path, step, n))
         if not records or any(r.payload is None for r in records.values()):
             return None
-        return self._untold.filled(rank, self.call(rank, path, cls.removeprefix(BACKWARD), records))
+        return self._missing_attributes.filled(rank, self.call(rank, path, cls.removeprefix(BACKWARD), records))
 
     def _of_operator(
         self, rank: int, tap: str, begins: Callable[[int | None, int], object],
@@ -551,7 +535,7 @@ class Calls(ModuleIndex):
                 yield Captured(tap, rank, op.step, op.call, Call(tap, op.op), records, why, op.seq, True)
                 continue
             try:
-                what = op_call(op, records, self.read, partial(self.parameters.record, rank, op.step), shared=params)
+                what = self.op_call(op, records, shared=params)
                 inner = self._made_inside(op)
             except (NotKept, DumpError) as why:
                 missing = f"{UNREAD} ({why})" if isinstance(why, DumpError) else str(why)
@@ -579,6 +563,14 @@ class Calls(ModuleIndex):
             found.append((other.seq, other.op, self.read(records[roles[0]]) if kept else None))
         return [(name, t) for _, name, t in sorted(found, key=lambda f: f[0])]
 
+    def op_call(self, op: OpCall, records: Mapping[str, Record], **more: Any) -> Call:
+        """An operator's call from its records by role. Raises NotKept, DumpError."""
+        return op_call(op, records, self.read, partial(self.parameters.record, op.rank, op.step), **more)
+
+    def forward_operator(self, records: Mapping[str, Record]) -> OpCall | None:
+        """The forward call of an operator's backward records; None where there is none."""
+        return self._gradients.operator(records)
+
     def places(self, rank: int, tap: str) -> dict[Place, Runs]:
         """All calls of a tap, whole."""
         if (rank, tap) in self.ops:
@@ -599,10 +591,10 @@ class Calls(ModuleIndex):
     def keeps(self) -> Mapping[str, str]:
         """Container → the coarser dtype whose numbers this dump keeps in it (grid.kept); reads some calls once."""
         if self._keeps is None:
-            self._keeps = grid.kept(self._looked_at(), {r.dtype for r in self.dump.records})
+            self._keeps = grid.kept(self._sampled_calls(), {r.dtype for r in self.dump.records})
         return self._keeps
 
-    def _looked_at(self) -> Iterator[grid.Sight]:
+    def _sampled_calls(self) -> Iterator[grid.Sight]:
         for rank, tap, cls in grid.spread(self.taps()):
             try:
                 yield from grid.sights(tap, self._bare(rank, tap, cls))
@@ -621,7 +613,7 @@ class Calls(ModuleIndex):
         if any(r.payload is None or math.prod(r.shape) > grid.LARGEST for r in records.values()):
             raise NotKept("not looked at")
         if op is not None:
-            return op_call(op, records, self.read, partial(self.parameters.record, rank, op.step))
+            return self.op_call(op, records)
         read = {role: self.read(r) for role, r in records.items()}
         inputs = {role: t for role, t in read.items() if role.startswith("input.")}
         return Call(tap, cls, inputs, outputs={role: t for role, t in read.items() if role not in inputs})

@@ -1,4 +1,4 @@
-"""What a sampler's call should have given, row by row, by the parameters of each row's request.
+"""What a sampler's call should return, row by row, by the parameters of each row's request.
 
 The problem: a batch mixes greedy and random requests, each with its own filters, seed and penalties, and a reference of
 the sampler is a function of the call alone. The idea: judge/sampling_rules.py computes every row of the call from its
@@ -150,13 +150,13 @@ def _settings(call: Call, history: Sequence[SampledRow], vocabulary: int) -> dic
     """By name of an input, what the runner should have for each row: (values, which rows are known)."""
     found = {}
     for name, wanted in _WANTED.items():
-        held = call.inputs.get(name)
-        if held is None or held.dim() != 1 or len(held) != len(history):
+        captured = call.inputs.get(name)
+        if captured is None or captured.dim() != 1 or len(captured) != len(history):
             continue
-        mine = held.double().tolist()
+        mine = captured.double().tolist()
         values = [m if h.asks is None else wanted(h.asks, m, vocabulary) for h, m in zip(history, mine, strict=True)]
         known = torch.tensor([h.asks is not None for h in history])
-        found[name] = torch.tensor(values, dtype=torch.float64).to(held.dtype), known
+        found[name] = torch.tensor(values, dtype=torch.float64).to(captured.dtype), known
     return found
 
 
@@ -183,10 +183,10 @@ def _commonest(reasons: Any) -> str:
 
 def _first(history: Sequence[SampledRow], sentences: Sequence[str]) -> str:
     """The first sentence with its row's request, and how many more there are."""
-    told = [(h, s) for h, s in zip(history, sentences, strict=True) if s]
-    if not told:
+    sentences_of_rows = [(h, s) for h, s in zip(history, sentences, strict=True) if s]
+    if not sentences_of_rows:
         return ""
-    h, said = told[0]
+    h, sentence = sentences_of_rows[0]
     who = f"request {h.request.id!r}, " if h.request is not None else ""
-    more = f", and {len(told) - 1} more rows" if len(told) > 1 else ""
-    return f"{who}generated token {h.generated + 1}: {said}{more}"
+    more = f", and {len(sentences_of_rows) - 1} more rows" if len(sentences_of_rows) > 1 else ""
+    return f"{who}generated token {h.generated + 1}: {sentence}{more}"

@@ -1,24 +1,11 @@
 """ait's operator check: its options, which operators are meant, and its table.
 
-``ait llm opcheck``'s options, in its own spelling, as what ``accprobe opcheck`` does.
-
-``-i``, ``-c``, ``-o``, ``-ids 24_1,2_3_5``, ``-opname self,linear``, ``-metric abs kl``, ``-device``, ``-rerun``. Not
-here: the options' names (cli/aliases.py), which operators are meant.
-
-Which operators of an ATB dump are meant, by ids and by beginnings of names, as ait has them.
-
-``24_1`` is the second operator of node 24 and all that runs inside; ``self`` is every type that begins with it, in
-whatever case.
-
-ait's table of a check: a row for each output of each ATB operator, in the columns of its documents.
-
-The problem: scripts read ``opcheck_result``, and its columns say less than opcheck.csv and other things: shares of
-elements within a tolerance by dtype. The idea: the same run written a second time, from opcheck.csv and the dump that
-was checked. Columns are those of the first release's documents and ``fail_reason`` of later ones;
-``excuted_information`` follows the standard that was asked for, and what has no verdict is ``addition failed``, as ait
-calls what it does not know. Needs no torch.
-
-Not here: the options' spelling (cli/opcheck.py), the measures (opcheck/measures.py), what ait's own verdict is.
+The problem: scripts say ``-i``, ``-ids 24_1,2_3_5``, ``-opname self,linear``, ``-metric abs kl`` and read
+``opcheck_result.csv``, whose columns are shares of elements within a tolerance by dtype. The idea: ``24_1`` is the
+second operator of node 24 and all that runs inside; ``self`` is every type that begins with it, in any case; the table
+is written from opcheck.csv and the dump, in the columns of the first release's documents and ``fail_reason`` of later
+ones. ``excuted_information`` follows the standard; what has no verdict is ``addition failed``. Needs no torch.
+Elsewhere: the options' spelling (cli/opcheck.py), the measures (opcheck/measures.py).
 """
 
 from __future__ import annotations
@@ -103,7 +90,7 @@ def read(
 
 
 def write_table(words: AitWords, out: Path) -> list[Path]:
-    """ait's table beside opcheck.csv, where the dump is one of ATB's: the files that were written."""
+    """ait's table next to opcheck.csv, where the dump is one of ATB's: the files that were written."""
     if not words.atb or words.dump is None:
         return []
     from vllm_accprobe.formats import atb
@@ -178,7 +165,7 @@ def abs_share(reference: Any, mine: Any, dtype: str) -> float | None:
 
 
 def write(path: Path, opcheck_csv: Path, dump: AtbDump, metrics: Sequence[str]) -> None:
-    """Writes the table beside opcheck.csv, whole or not at all. Raises OSError, ValueError."""
+    """Writes the table next to opcheck.csv, whole or not at all. Raises OSError, ValueError."""
     write_rows(path, columns(metrics), _rows(opcheck_csv, dump, metrics))
 
 

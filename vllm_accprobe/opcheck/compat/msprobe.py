@@ -1,60 +1,13 @@
-"""msprobe's pre-check: its options and configuration, its files of both stages, and its recorded gradients.
+"""msprobe's pre-check: its options and configuration, and its files of both stages.
 
-Options of opcheck that msprobe's acc_check, multi_acc_check and run_ut have, in msprobe's spelling.
-
-The problem: a script says ``-api_info ./dump.json -d 0 1 2 3 -n 32 -j``, where one hyphen begins a whole word, a list
-has no commas and ``-j`` is a flag, which here is a number of processes. The idea: their meaning is msprobe's own: its
-limits, its files, and with ``-d`` what the operators compute here.
-
-Which calls a pre-check leaves out: by lists of API names, and those that another call stands for.
-
-The problem: msprobe's lists name APIs (``linear``), not places; a model makes the same call in every layer. The idea: a
-call is known by the names under which msprobe's documents would know it; and calls of one rank whose operator,
-arguments and tensors' shapes and dtypes are equal, whatever their values' range, are checked once, the first of them
-standing for the others ("same parameters and structures except the maximum and minimum values"). What is left out is a
-row with the reason.
-
-msprobe's config.json or config.yaml, as its pre-check takes it with ``-config``.
-
-The problem: a user has a file whose keys are split between capture, pre-check and online pre-check, and one that is
-ignored without a word changes what is checked. The idea: each key is taken, or one line says what to use instead; what
-cannot be both ignored and right (an online run, a list that is none) is refused. Sources: msprobe's documents of
-config.yaml and of the blocks ``run_ut`` and ``acc_check`` of config.json.
-
-msprobe's own files of a pre-check, from ours: accuracy_checking_result_<time>.csv and ..._details_<time>.csv.
-
-The problem: msprobe's second stage, and people's scripts, read these two files by name and header. The idea: rows of
-opcheck.csv, in msprobe's columns and words, one for each output, and one for each call of its worst. A call that
-msprobe recorded keeps its name; another gets one of the same form, ``<where>.<API>.<n>``, and its place in the message.
-What release 26.2 reads decides two things: an empty cell is one space, and of a float16, bfloat16 or float32 output
-``相对误差错误率`` stays empty, because its second stage takes a number there for an 8-bit input. MindSpore's files have
-columns of their own. Sources: the documents' tables and the headers that 26.2 writes.
-
-msprobe's files of its second stage: api_precision_compare_details_<time>.csv and ..._result_<time>.csv.
-
-The problem: scripts that read msprobe's verdict on two machines know these two files. The idea: what opdiff judges is
-written once more, in msprobe's columns, in the words of release 26.2; an empty cell is one space, as there. A measure
-that was not judged by the API's algorithm stays empty.
-
-Whether a check leaves msprobe's files, and their life: begun with it, whole at its end.
-
-The problem: which files a check writes follows from what it was asked for, and from the dump's framework. The idea: one
-small object that the command asks at the beginning and at the end; it is empty where no file of msprobe's is meant.
-
-Gradients that msprobe recorded: what a backward pass gave, against float64's from the same gradient coming in.
-
-The problem: a record ``Functional.linear.3.backward`` has the gradient of the output that came in and some gradients
-that went out, without saying of what: msprobe hooks the last node of autograd's graph that made the output, so that of
-a composite function they are no gradients of its arguments at all, and those of a product come as bias, input and
-transposed weight. The idea: the forward call of the same number is made again, from its recorded inputs, in float64;
-the last node of that graph is asked with the recorded gradient, and gives the same list in the same order. Where the
-shapes are others, gradients of the arguments in their order are tried; where these are others, too, the row says so.
-Of statistics everything is drawn, and this machine's own backward pass is judged. Noise: references/gradients.py's.
-
-Not here: the options' names (cli/aliases.py), globs over places (calls/records.py), online runs, reading
-(opcheck/diff.py), the judging (opcheck/diff.py), opdiff's own files (opcheck/diff.py), gradients of what has no record
-of them (opcheck/run/replay.py), those of fused operators, which are of their arguments (opcheck/calls/records.py,
-references/gradients.py).
+The problem: scripts say ``-api_info ./dump.json -d 0 1 2 3 -j``, have a config.json whose keys are split between
+capture, pre-check and online pre-check, and read accuracy_checking_result_<time>.csv, ..._details_<time>.csv and
+api_precision_compare's by name and header. The idea: the words have msprobe's own meaning; each key of the
+configuration is used, or one line says what to use instead; the files are our rows written once more, in msprobe's
+columns and words. What release 26.2 reads decides two things: an empty cell is one space, and of a float16, bfloat16 or
+float32 output ``相对误差错误率`` stays empty. Its lists name APIs (``linear``), not places; calls whose operator,
+arguments, shapes and dtypes are equal are checked once. Sources: msprobe's documents and the headers that 26.2 writes.
+Elsewhere: the options' names (cli/aliases.py), reading and judging (opcheck/diff.py).
 """
 
 from __future__ import annotations
@@ -269,14 +222,14 @@ def read_config(path: Path) -> CheckConfig:
 
 def _note(key: str) -> str:
     key = str(key)[:60]
-    if key == "is_online":
-        return ""  # false, which is what it is here
-    if key in _ONLINE:
-        return f"{key}: of an online pre-check, without effect here; see `accprobe online`"
-    if key in _CAPTURE:
-        return f"{key}: of capture, without effect here; PrecisionDebugger takes it"
-    if key == "quantization_api_list":
-        return "quantization_api_list: msprobe 26.2's own list holds here, whatever the file says"
+    for names, note in (
+        (("is_online",), ""),  # false, which is what it is here
+        (_ONLINE, f"{key}: of an online pre-check, without effect here; see `accprobe online`"),
+        (_CAPTURE, f"{key}: of capture, without effect here; PrecisionDebugger takes it"),
+        (("quantization_api_list",), f"{key}: msprobe 26.2's own list holds here, whatever the file says"),
+    ):
+        if key in names:
+            return note
     return f"{key}: not known here, without effect"
 
 
@@ -318,14 +271,27 @@ def _yaml(path: Path, text: str) -> Any:
 
 
 CHECK_RESULT = ("API name", "Forward Test Success", "Backward Test Success", "Message")
-_LABELS = {
-    "cosine": "余弦相似度", "max_abs_err": "最大绝对误差", "dual_100": "双百指标", "dual_1000": "双千指标",
-    "dual_10000": "双万指标", "binary_err_ratio": "二进制一致错误率", "error_balance": "误差均衡性",
-    "normal_rmse": "均方根误差", "small_value_err_ratio": "小值域错误占比", "normal_max_rel_err": "相对误差最大值",
-    "normal_mean_rel_err": "相对误差平均值", "inf_nan_err_ratio": "inf/nan错误率", "rel_err_ratio": "相对误差错误率",
-    "abs_err_ratio": "绝对误差错误率", "ulp_max": "ULP误差最大值", "ulp_mean": "ULP误差平均值",
-    "ulp_share": "ULP误差大于阈值占比",
-}  # fmt: skip
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "cosine": ("余弦相似度", "Cosine similarity"),
+    "max_abs_err": ("最大绝对误差", "Maximum absolute error"),
+    "dual_100": ("双百指标", "Dual-100 metric"),
+    "dual_1000": ("双千指标", "Dual-1000 metric"),
+    "dual_10000": ("双万指标", "Dual-10000 metric"),
+    "binary_err_ratio": ("二进制一致错误率", "Binary consistency error rate"),
+    "error_balance": ("误差均衡性", "Error balance"),
+    "normal_rmse": ("均方根误差", "Root-mean-square error (RMSE)"),
+    "small_value_err_ratio": ("小值域错误占比", "Error ratio in small value range"),
+    "normal_max_rel_err": ("相对误差最大值", "Maximum relative error"),
+    "normal_mean_rel_err": ("相对误差平均值", "Mean relative error"),
+    "inf_nan_err_ratio": ("inf/nan错误率", "inf/nan error rate"),
+    "rel_err_ratio": ("相对误差错误率", "Relative error rate"),
+    "abs_err_ratio": ("绝对误差错误率", "Absolute error rate"),
+    "ulp_max": ("ULP误差最大值", "Maximum ULP error"),
+    "ulp_mean": ("ULP误差平均值", "Mean ULP error"),
+    "ulp_share": ("ULP误差大于阈值占比", "Proportion of ULP errors greater than the threshold"),
+}
+"""Of a measure: msprobe's columns, the one that is written first."""
+_LABELS = {name: spellings[0] for name, spellings in SPELLINGS.items()}
 CHECK_DETAILS = ("API Name", "Bench Dtype", "DEVICE Dtype", "Shape", *_LABELS.values(), "Status", "Message")
 _MINDSPORE = {"cosine": "Cosine", "max_abs_err": "MaxAbsErr", "max_rel_err": "MaxRelativeErr"}
 MINDSPORE_RESULT = ("API Name", *CHECK_RESULT[1:])
@@ -399,7 +365,7 @@ def write_check(table: Path, out: Path, stamp: str, names: Mapping[CallKey, str]
 
 
 class _CallWords:
-    """The status and the row of each of a call's outputs, and what was said of those that did not pass."""
+    """The status and the row of each of a call's outputs, and the messages of those that did not pass."""
 
     def __init__(self) -> None:
         self.forward: list[tuple[str, list[str]]] = []
@@ -412,7 +378,7 @@ class _Names:
 
     def __init__(self, recorded: Mapping[CallKey, str]):
         self._recorded = recorded
-        self._given: dict[CallKey, str] = {}
+        self._named: dict[CallKey, str] = {}
         self._count: Counter[str] = Counter()
 
     def of(self, row: Mapping[str, str]) -> tuple[str, bool]:
@@ -421,14 +387,14 @@ class _Names:
         call = row["rank"], row["step"], row["tap"], row["call"]
         if call in self._recorded:
             return self._recorded[call], backward
-        if call not in self._given:
+        if call not in self._named:
             op = row["op"]
             kind = "Aten" if op.startswith("aten.") else "NPU" if ".npu" in op or op.startswith("npu.") else "Module"
             kind = "Torch" if "." in op and kind == "Module" else kind
             base = f"{kind}.{_ODD.sub('_', api_of(op)) or 'call'}"
-            self._given[call] = f"{base}.{self._count[base]}"
+            self._named[call] = f"{base}.{self._count[base]}"
             self._count[base] += 1
-        return self._given[call], backward
+        return self._named[call], backward
 
 
 def _details(name: str, row: Mapping[str, str], status: str, digits: int, mindspore: bool) -> list[str]:
@@ -598,5 +564,3 @@ def framework_of(dump: Path | None) -> str:
         return str(json.JSONDecoder().raw_decode(head[head.index(":", at) + 1 :].lstrip())[0]) if at >= 0 else ""
     except (OSError, ValueError, StopIteration):
         return ""
-
-

@@ -1,18 +1,9 @@
-"""torch_xray's joined table of two machines.
+"""torch_xray's tables of two machines: of ``compare GOLDEN MINE result.csv`` and of ``summary_diff_check``.
 
-torch_xray's result.csv: ``compare GOLDEN MINE result.csv``.
-
-The problem: torch_xray's `compare` takes a third word, the table that people then open in Excel, and its guide names
-the card's file first, where golden is first here. The idea: the table has that tool's columns, of the pairs that were
-compared by its standard; and a line says which side was taken for golden.
-
-torch_xray's joined table: ``summary_diff_check xpu.csv gpu.csv result.csv``.
-
-The problem: torch_xray's guide ends in a table of both machines that people sort in Excel, by the largest error and by
-the counts above 1e-n. The idea: what opdiff judges is written once more, in that table's columns. ``min-val`` and
-``max-val`` are of what the card gave; a csv that does not have them (opcheck.csv) leaves the cells empty.
-
-Not here: comparing (comparison/engine.py), the standard, the judging (opcheck/diff.py).
+The problem: people open these tables in Excel and sort by the largest error and the counts above 1e-n; torch_xray's
+guide names the card's file first, where golden is first here. The idea: the same pairs, written once more in that
+tool's columns; a line says which side was golden. ``min-val`` and ``max-val`` are of what the card gave, or empty.
+Elsewhere: comparing (comparison/engine.py), judging (opcheck/diff.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What an honest kernel may do: bounds, chance, and the ways in which a result is rounded."""
+"""What a right kernel may do: bounds, chance, and the ways in which a result is rounded."""

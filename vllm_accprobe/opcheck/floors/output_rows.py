@@ -1,9 +1,8 @@
 """One output and what is expected of it, row by row, as a verdict and the measures want them.
 
 The problem: outputs have any shape and dtype, rows along any dimension, and a reference for some of them only; a replay
-and a generated test must cut them alike. The idea: matrices [rows, width] of exact numbers, the rows without a
-reference left out. In torch alone, because this file is copied beside the tests that gentest writes.
-Not here: the verdict (rounding.py, verdict.py), what a row's place is called (opcheck/run/table.py).
+and a generated test must cut them alike. The idea: matrices [rows, width] of exact numbers, without the rows that have
+no reference. With torch alone: copied with the tests that gentest writes.
 """
 
 from __future__ import annotations

@@ -1,35 +1,13 @@
-"""All calls of a tap together, the same tap in sibling layers, and the smallest error that the limits would have named.
+"""All calls of a tap together, the same tap in sibling layers, and the smallest error that the limits would have found.
 
 The problem: a scale that is a third of a rounding off, a column that is a little too large, or errors that are a little
 too many hide in each row, and are a fault none the less; and a reference's model of rounding may be twice too large for
-a kernel, so that a fault of that size hides in what the model leaves.
-
-All calls (`Pool`, `Pools`). The errors of some hundred rows average out as independent roundings do, and a fault does
-not. While outputs are checked, what `verdict.ErrorSums` holds of their rows is added up for each output of a tap,
-column by column; at the tap's end five statistics are compared with what chance allows, each with a fifth of the
-chance, divided by the columns where it tests columns: of all together the sum of squares over its expectation, against
-the chi-square's quantile, and the scale, sum y d / sum y y, against the standard error sqrt(sum y y v) / sum y y; of a
-column its sum of squares, its scale, and its mean error, likewise. The references are those that rounding.py settled
-on, so that truncation is no scale. Rows that were met before (the same token twice) have the same errors, so they count
-once; so do errors of outputs with few different numbers. Errors that rows or channels share are not averaged away: a
-``common`` error of a row is independent between rows only; noise in ``groups`` has as many independent errors in a row;
-``shared`` noise is one for all rows; and a column of nearly equal values has one rounding error, not many. Where
-kernels differ from their reference's model: MODEL and BIAS of verdict.py, which are measured on the same sums
-(scripts/opcheck_floors.py). An output one of whose calls failed is wrong anyway: nothing more is said of it.
-
-Sibling layers (`unlike`). Layers of one class run the same kernel, so that whatever the model is wrong by, it is wrong
-by in all of them. The logarithm of the variance of all of an output's errors over the model's is compared with the same
-class, role and dtype in the other layers, of golden and of mine, by a t that is moderated toward what is known of such
-spreads. With few siblings the tail is wide, and with fewer than three nothing is said.
-
-The smallest error (`of_call`, `of_pool`). "Checked and right" is worth what the check can see. Each limit is turned
-round: errors add to rounding in quadrature, so that a row of variance v whose squares may come to L is named from L - v
-on, or, where that is less, from where all of its elements reach their own limits. That is of the error that hides best:
-without any order, and as large in each element as rounding is there. A scale, or a lone element, is named sooner. Sizes
-are relative L2: of a row to the row, of a column to the column or, where that is larger, to an average one of this
-output (a column of nothing but noise has no size).
-Not here: the rows' own limits (verdict.py), what is made of
-coverage (opcheck/proof/prove.py).
+a kernel. The idea: the errors of some hundred rows average out as independent roundings do, and a fault does not.
+`Pool`: what `verdict.ErrorSums` has of the rows is added up for each output of a tap; at the tap's end five statistics
+are compared with what chance allows, each with a fifth of the chance, divided by the columns where it tests columns.
+Rows that were met before count once. `unlike`: in sibling layers the same kernel has the same error of the model; the
+logarithm of variance over the model's is compared by a moderated t. `of_call`, `of_pool`: each limit turned round.
+Elsewhere: the rows' own limits (verdict.py), what is computed from coverage (proof/prove.py).
 """
 
 from __future__ import annotations
@@ -83,7 +61,7 @@ EQUAL = Smallest(0.0, 0.0, 0.0)
 
 
 def of_call(s: ErrorSums, chance: float) -> Smallest | None:
-    """Of one call. chance: that an honest output fails, as verdict.judge's. None where no row has a size."""
+    """Of one call. chance: that a right output fails, as verdict.judge's. None where no row has a size."""
     v, power = s.by_row[VARIANCE], s.by_row[POWER]
     if not bool((power > 0).any()):
         return None
@@ -102,7 +80,7 @@ def of_call(s: ErrorSums, chance: float) -> Smallest | None:
 
 def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chance: float) -> Smallest | None:
     """Of all calls of a tap together, which look at no single row. columns: float64 [8, width], pooled.Pool's sums;
-    variance, freedom: of all errors together; s: what unit, common and shared are; chance: that honest rows give a
+    variance, freedom: of all errors together; s: what unit, common and shared are; chance: that right rows give a
     breach, of one of the pool's statistics. None where nothing has a size."""
     power = columns[POWER]
     total = float(power.sum())
@@ -120,7 +98,7 @@ def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chan
 
 def left(squares: Tensor, variance: Tensor, power: Tensor, common: float, sizes: Tensor | None = None) -> Tensor:
     """What an error must be, relative to ``sizes`` (squares; ``power`` where there are none), for its squares and
-    ``variance`` to reach the limit: ``squares``, and ``common`` of the size beside it."""
+    ``variance`` to reach the limit: ``squares``, and ``common`` of the size with it."""
     limit = (squares.sqrt() + common * power.sqrt()).square()
     return ((limit - variance).clamp(min=0.0) / (power if sizes is None else sizes).clamp(min=1e-300)).sqrt()
 
@@ -161,9 +139,9 @@ def _allowed(s: ErrorSums, q: float) -> Tensor:
 
 
 LEAST = 3
-"""Chosen: of two peers, either may be the odd one."""
+"""Chosen: of two peers, either may be the outlier."""
 PRIOR_SPREAD, PRIOR_FREEDOM = 0.25, 4.0
-"""Chosen: standard deviation of the logarithm of such a ratio over honest layers, and how many layers that is worth."""
+"""Chosen: standard deviation of the logarithm of such a ratio over right layers, and how many layers that is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,19 +187,19 @@ def unlike(golden: Iterable[Pooled], mine: Iterable[Pooled], rate: float) -> lis
     for p in golden:
         if p.ratio > 0:
             theirs.setdefault((p.cls, p.role, p.dtype), []).append(p)
-    looks = sum(len(g) for g in groups.values() if len(g) > LEAST)
+    tests = sum(len(g) for g in groups.values() if len(g) > LEAST)
     found = []
     for key, group in groups.items():
         if len(group) <= LEAST:
             continue
         own = {p.tap: p.ratio for p in theirs.get(key, ())}
         for p in group:
-            # where golden has the same tap, what honest layers differ by is taken off: its own ratio there
+            # where golden has the same tap, what right layers differ by is taken off: its own ratio there
             paired = all(q.tap in own for q in group)
             x = {id(q): math.log(q.ratio) - (math.log(own[q.tap]) if paired else 0.0) for q in group}
             others = [x[id(q)] for q in group if q is not p]
             times, chance = _stands_out(x[id(p)], others, p.freedom)
-            chance = min(1.0, chance * max(looks, 1))
+            chance = min(1.0, chance * max(tests, 1))
             if chance < rate and times > 1:
                 found.append(OutlierLayer(p, times, chance, len(others)))
     return found
@@ -274,7 +252,7 @@ _KEPT = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Breach:
     """What all rows show. measure: one of MEASURES; value, limit: in standard errors, or of the expected; column: -1
-    where it is of all; chance: that honest rows show as much; words: for people."""
+    where it is of all; chance: that right rows show as much; words: for people."""
 
     measure: str
     value: float
@@ -302,7 +280,7 @@ class Pool:
 
     def add(self, s: ErrorSums, truncated: bool = False) -> None:
         """The rows of one call; truncated: it does not round to nearest. Calls of other widths, units or models of
-        noise cannot be added up: then nothing is said."""
+        noise cannot be added up: then there is no result."""
         first = self._first
         self._truncated |= truncated
         if first is None:
@@ -393,7 +371,7 @@ class Pool:
         return max(beyond, key=lambda b: b.severity, default=None)
 
     def measures(self, chance: float) -> list[Breach]:
-        """All five, the worst column of each. chance: that honest rows give a breach."""
+        """All five, the worst column of each. chance: that right rows give a breach."""
         found = self.pooled()
         if found is None or self._first is None or self._columns is None:
             return []
@@ -427,8 +405,8 @@ class Pool:
 
     def _by_column(self, s: torch.Tensor, q: float) -> list[Breach]:
         first = self._first
-        looks = s.shape[1]
-        if first is None or looks < 2 or self.rows < 2:
+        tests = s.shape[1]
+        if first is None or tests < 2 or self.rows < 2:
             return []
         # a common error moves y by c y: sum y**4 c**2 / 3 <= 4 (c / u)**2 sum y y v, because v >= (u y)**2 / 12
         share = 4.0 * (first.common / first.unit) ** 2
@@ -439,7 +417,7 @@ class Pool:
             means = means + self.rows * s[NOISE]
         bias = _COLUMN * first.unit
         freedom = torch.where(squares > 0, variance**2 / squares, 1.0).clamp_(min=1.0)
-        sizes, deviations = s[POWER].sqrt(), normal(q, looks)
+        sizes, deviations = s[POWER].sqrt(), normal(q, tests)
         found = []
         for measure, value, one, extra in (
             (COLUMN_SCALE, s[PRODUCT].abs(), (MODEL * weighted).sqrt(), bias * s[POWER]),
@@ -454,15 +432,15 @@ class Pool:
             if measure == COLUMN_SCALE:
                 what = f"a scale of {1.0 + float(s[PRODUCT, at]) / max(float(s[POWER, at]), 1e-300):.5g}"
             words = f"{self._all()}: {what} in column {at}, {shown[0]:.3g} standard errors, allowed {shown[1]:.3g}"
-            found.append(Breach(measure, *shown, at, min(1.0, len(MEASURES) * tail(far, looks)), words))
-        limit = (MODEL * variance * chi_square(freedom, normal(q, looks, 1)).clamp(min=CONSTANT)).sqrt()
+            found.append(Breach(measure, *shown, at, min(1.0, len(MEASURES) * tail(far, tests)), words))
+        limit = (MODEL * variance * chi_square(freedom, normal(q, tests, 1)).clamp(min=CONSTANT)).sqrt()
         error = s[SQUARE].sqrt()
         at = int(torch.where(limit > 0, error / limit, 0.0).argmax())
         floor = math.sqrt(float(variance[at]))
         shown = in_deviations(float(error[at]), float(limit[at]), floor)
         far = deviations_of(shown[0] ** 2 / MODEL, float(freedom[at])) if floor else 0.0
         words = f"{self._all()}: errors in column {at} {shown[0]:.3g} times rounding alone, allowed {shown[1]:.3g}"
-        found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, looks, 1)), words))
+        found.append(Breach(COLUMN, *shown, at, min(1.0, len(MEASURES) * tail(far, tests, 1)), words))
         return found
 
 

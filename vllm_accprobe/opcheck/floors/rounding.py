@@ -1,25 +1,13 @@
 """How an operator rounded its results to their grid: to nearest, or toward zero.
 
-The problem: a kernel that cuts float32 off to bfloat16 instead of rounding is honest (vLLM's for AVX2, and for AVX-512
-without bfloat16, do), but its errors are up to 2u and all of one sign, and limits made for errors of at most u in
-either direction call that a gain.
-
-Recognise: with q = |y| / step, y exact and step its grid's there, truncation gives floor(q) and rounding round(q).
-They differ in half of all numbers, and these tell. With f the scale within 1 -+ 2u, in steps of u / 8, for which
-floor(f q) is right most often, mine truncates where of the numbers that one of floor(f q) and round(q) gives rightly
-floor has t and round has r with t - r > 3 sqrt(t + r): McNemar's test of paired predictions [Psychometrika 12 (1947)
-153] at three standard deviations. Unless the same test prefers some round(g q) to floor(f q): a scale that is 0.7u too
-small looks much like truncation (92 % of its numbers), and explains its own better. An error before the last rounding
-(a sum in float32, a rounded cosine) takes numbers from both counts alike, so that it needs no estimate.
-
-Judge: a truncated m stands for [m, m + step), so y - step / 2 is to be expected of it; held against that its errors
-are those of rounding to nearest, under the same limits: up to 2u of y, with a bias of up to u, and a fault is seen as
-well as elsewhere. A kernel may truncate an intermediate result, too, which is a gain: -E[m step / 2] / E[m m] = -2/3 u
-for significands m that are distributed as 1 / m [R. Hamming, Bell Syst. Tech. J. 49 (1970) 1609]. It is allowed where
-the reference knows of roundings before the last one, and whatever the last one is: vLLM's latent attention for AVX2
-truncates its mixed vectors, and then multiplies and rounds to nearest.
-Not here: the limits (verdict.py), on which dtype's grid a tensor lies (grid.py). In torch alone, because this file is
-copied beside the tests that gentest writes.
+The problem: a kernel that cuts float32 off to bfloat16 instead of rounding is right (vLLM's for AVX2, and for AVX-512
+without bfloat16, do), but its errors are up to 2u and all of one sign, and limits for errors of at most u in either
+direction call that a gain. The idea: truncation gives floor(q) and rounding round(q) of q = |y| / step; they differ in
+half of all numbers, which decide by McNemar's test (`direction`). A truncated m stands for [m, m + step), so y - step /
+2 is what to expect of it: against that its errors are those of rounding to nearest, under the same limits. A kernel may
+truncate an intermediate result, too, which is a gain: -E[m step / 2] / E[m m] = -2/3 u for significands m that are
+distributed as 1 / m [R. Hamming, Bell Syst. Tech. J. 49 (1970) 1609]; it is allowed where the reference knows of
+earlier roundings. With torch alone: copied with the tests that gentest writes.
 """
 
 from __future__ import annotations
@@ -39,8 +27,8 @@ ROUNDING = "rounding"
 """A measure of its own: the share of the numbers that tell which are truncated. Half of them is a kernel's chance."""
 
 _SAMPLE, _GLANCE = 8192, 1024
-"""Numbers that are looked at, evenly spread: where they decide, and where it is only said how an operator rounds that
-is right either way (chosen: half of them tell, and at three standard deviations a hundred would do)."""
+"""Numbers that are examined, evenly spread: where they decide, and where it is only reported how an operator rounds
+that is right either way (chosen: half of them tell, and at three standard deviations a hundred would do)."""
 _SIGMAS = 3.0
 _EARLIER = 2.0**-6
 """Steps: noise above this is a rounding to the grid before the last one; that of float32 sums lies below."""
@@ -81,7 +69,13 @@ def steps(y: Tensor, dtype: str) -> Tensor:
 
 def direction(exact: Tensor, mine: Tensor, dtype: str, most: int = _SAMPLE) -> Direction:
     """exact: float64; mine: the captured numbers, float64, same shape; dtype: whose grid they lie on, torch's name;
-    most: how many numbers are looked at."""
+    most: how many numbers are tested.
+
+    With f the scale within 1 -+ 2u, in steps of u / 8, for which floor(f q) is right most often, mine truncates where
+    floor alone is right t times and round(q) alone r times, with t - r > 3 sqrt(t + r): McNemar's test of paired
+    predictions [Psychometrika 12 (1947) 153] at three standard deviations; unless the same test prefers some round(g q)
+    to floor(f q): a scale that is 0.7u too small resembles truncation (92 % of its numbers), and explains its own
+    better. An error before the last rounding takes numbers from both counts alike, and needs no estimate."""
     if dtype not in LOW:
         return UNKNOWN
     y, m = exact.reshape(-1), mine.reshape(-1)
@@ -91,17 +85,17 @@ def direction(exact: Tensor, mine: Tensor, dtype: str, most: int = _SAMPLE) -> D
     seen = torch.isfinite(y) & torch.isfinite(m)
     y, m = y[seen], m[seen]
     step = steps(y, dtype)
-    q, given = y / step, m / step
-    rounded = q.round() == given
-    t, r = _either(q.trunc() == given, rounded)
+    q, captured = y / step, m / step
+    rounded = q.round() == captured
+    t, r = _either(q.trunc() == captured, rounded)
     if _more(r, t):
         return Direction(False, t + r, t)
     scaled = q * (1.0 + half_step(dtype) * _FACTORS[:, None])
-    cuts = scaled.trunc() == given
+    cuts = scaled.trunc() == captured
     best = cuts[int(cuts.sum(1).argmax())]
     if not _more(*_either(best, rounded)):
         return Direction(False, t + r, t)
-    rounds = scaled.round() == given
+    rounds = scaled.round() == captured
     against = list(zip((best & ~rounds).sum(1).tolist(), (rounds & ~best).sum(1).tolist(), strict=True))
     likely = not any(_more(b, a) for a, b in against)
     return Direction(likely, t + r, t, likely and all(_more(a, b) for a, b in against))
@@ -156,7 +150,7 @@ def judge(
 
 
 def _smaller(y: Tensor, mine: Tensor) -> bool:
-    """Whether significantly more numbers are nearer to 0 than further from it: not so in nearly all honest outputs,
+    """Whether significantly more numbers are nearer to 0 than further from it: not so in nearly all right outputs,
     which need no closer look then."""
     change = mine.abs() - y.abs()
     return _more(int((change < 0).sum()), int((change > 0).sum()))

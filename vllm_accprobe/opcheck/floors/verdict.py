@@ -1,27 +1,15 @@
-"""Whether a captured output is what an honest kernel gives, when its inputs are known exactly.
+"""Whether a captured output is what a right kernel gives, when its inputs are known exactly.
 
-The problem: a replay knows the inputs to the bit, so that nothing has piled up and limits can be tight; yet a kernel
-may round intermediates, and nothing is called wrong by chance. The idea: two named floors (judge/statistic.py).
-
-Proved. |mine - exact| <= 2 (bound + half a step): the reference's running error bound on what was before the last
-rounding, which no order of summation breaks, and the last rounding, half a step of the grid at y [N. Higham, Accuracy
-and Stability of Numerical Algorithms, 2nd ed., theorem 2.2, section 3.1]; twice, because a kernel that rounds in
-another direction than to nearest may be off by a whole step each time, and a narrow output does not show whether it
-does.
-
-Beyond chance. An element's error has mean 0 and the variance step**2 / 12 + noise**2: a rounding to nearest is spread
-evenly over a step [B. Widrow and I. Kollar, Quantization Noise, 2008, chapter 5], and noise is the reference's standard
-error of what was rounded before. Four measures: the sum of squares of a row, and of a column of at least eight rows,
-against the chi-square's quantile; a row's gain sum y d / sum y y and an element against the normal's. Each gets a
-quarter of the output's chance, divided by how many rows, columns, elements there are. Errors that do not average out
-are not averaged: ``common``, which a row shares, widens a row's limits by what it is; noise in ``groups`` of equal sign
-counts as that many independent errors of a row; ``shared`` noise is the same in all rows; the same error of nearly
-the same number counts once in a row, and once in a column (`keys_of`).
-
-A kernel need not be what a reference supposes: variances may be MODEL times as large, gains by BIAS as well
-(`worst_row` and so on: the largest of many numbers is large, so that its limit depends on how many there are).
-In torch alone, because this file is copied with the tests that gentest writes. Not here: where y comes from
-(reference.py), quantiles (judge/statistic.py), many calls together (pooled.py), other measures (measures.py).
+The problem: limits can be tight because inputs are known to the bit; yet a kernel may round intermediates, and nothing
+is called wrong by chance. The idea: two named floors (judge/statistic.py). Proved: |mine - exact| <= 2 (bound + half a
+step) [N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 2.2, section 3.1]; twice, because a
+kernel that rounds in another direction than to nearest may be off by a whole step each time. Beyond chance: an error
+has mean 0 and the variance step**2 / 12 + noise**2 [B. Widrow and I. Kollar, Quantization Noise, 2008, chapter 5]. The
+sums of squares of a row, and of a column of at least eight rows, are compared with the chi-square's quantile; a row's
+gain sum y d / sum y y and an element with the normal's. Each has a quarter of the output's chance, divided by how many
+rows, columns, elements there are. Errors that rows or heads share are not averaged away (``common``, ``groups``,
+``shared``, `keys_of`). With torch alone: copied with the tests that gentest writes.
+Elsewhere: where y comes from (references/), many calls together (pooled.py), other measures (measures.py).
 """
 
 from __future__ import annotations
@@ -39,10 +27,10 @@ from vllm_accprobe.kernels.float_formats import smallest
 
 ROW, GAIN, COLUMN, ELEMENT = "row", "gain", "column", "element"
 MODEL = 1.25
-"""Measured: scripts/opcheck_floors.py; variance of an honest kernel over that of its reference's model, of taps of 74
-clean runs with AVX-512, trained weights among them. These runs were looked at while it was chosen."""
+"""Measured: scripts/opcheck_floors.py; variance of a right kernel over that of its reference's model, of taps of 74
+clean runs with AVX-512, trained weights among them. These runs were examined while it was chosen."""
 BIAS = 0.1
-"""Measured: scripts/opcheck_floors.py, 0.10 to 0.11 (SiluAndMul); units of the last rounding: a scale that an honest
+"""Measured: scripts/opcheck_floors.py, 0.10 to 0.11 (SiluAndMul); units of the last rounding: a scale that a right
 kernel leaves."""
 CONSTANT = 3.0
 """Derived: (step / 2)**2 over step**2 / 12. A column whose values vary by less than a step (a trained bias, an outlier
@@ -50,7 +38,7 @@ channel) has one rounding error in all rows, which may be half a step."""
 _MIN_ROWS = 8
 """Chosen: in fewer rows a column says no more than its elements do."""
 _WORK = 2.0**-18
-"""Chosen: 64 roundings of float32 beside the last one, of an element, and of its row's root mean square where a sum
+"""Chosen: 64 roundings of float32 besides the last one, of an element, and of its row's root mean square where a sum
 cancels: far below the last rounding, and a result near the middle of two numbers may go either way for it."""
 _SECOND = 2.0**-6
 """Derived: what first-order bounds leave out. Bounds are sums of some ten relative roundings of 2**-8 at most, whose
@@ -64,7 +52,7 @@ noise**2."""
 
 
 class WorstFound(NamedTuple):
-    """value, limit: in standard deviations of an honest error; deviations, looks: how far out a normal number would be,
+    """value, limit: in standard deviations of a right error; deviations, tests: how far out a normal number would be,
     one of how many."""
 
     measure: str
@@ -73,7 +61,7 @@ class WorstFound(NamedTuple):
     row: int
     column: int
     deviations: float
-    looks: int
+    tests: int
 
 
 def _most(value: Tensor, floor: Tensor) -> tuple[int, float]:
@@ -84,8 +72,8 @@ def _most(value: Tensor, floor: Tensor) -> tuple[int, float]:
 
 
 def worst_row(s: Tensor, groups: float | None, common: float, chance: float, width: int) -> WorstFound:
-    looks = s.shape[1]
-    z = normal(chance, looks, 1)
+    tests = s.shape[1]
+    z = normal(chance, tests, 1)
 
     def freedom(square: Any, spread: Any, noise: Any) -> Any:
         return square / (spread + noise * noise / groups if groups else spread)
@@ -99,16 +87,16 @@ def worst_row(s: Tensor, groups: float | None, common: float, chance: float, wid
     own = max(1.0, freedom(v * v, spread, noise)) if spread else 1.0
     extra, error = common * power**0.5, square**0.5
     limit = (MODEL * v * chi_square(own, z)) ** 0.5 + extra
-    return _squares(ROW, error, limit, error - extra, v, own, looks, row=at)
+    return _squares(ROW, error, limit, error - extra, v, own, tests, row=at)
 
 
 def _squares(
-    measure: str, value: float, limit: float, far: float, variance: float, freedom: float, looks: int, row: int = -1,
+    measure: str, value: float, limit: float, far: float, variance: float, freedom: float, tests: int, row: int = -1,
     column: int = -1,
 ) -> WorstFound:  # fmt: skip
     floor = math.sqrt(variance)
     beyond = deviations_of(far * far / (MODEL * variance), freedom) if far > 0 and variance else 0.0
-    return WorstFound(measure, *in_deviations(value, limit, floor), row, column, beyond, looks)
+    return WorstFound(measure, *in_deviations(value, limit, floor), row, column, beyond, tests)
 
 
 def in_deviations(value: float, limit: float, floor: float) -> tuple[float, float]:
@@ -121,21 +109,21 @@ def in_deviations(value: float, limit: float, floor: float) -> tuple[float, floa
 def worst_gain(s: Tensor, groups: float | None, common: float, u: float, chance: float) -> WorstFound:
     """|sum y d|, the part of a row's error that is a scale."""
     variance = s[WEIGHTED] + s[POWER] * s[NOISE] / groups if groups else s[WEIGHTED]
-    looks = s.shape[1]
-    z, part = normal(chance, looks), common + BIAS * u
+    tests = s.shape[1]
+    z, part = normal(chance, tests), common + BIAS * u
     at, squared = _most(s[PRODUCT].square(), variance)
     if squared > z * z * MODEL:
         at, _ = _most(s[PRODUCT].abs(), z * (MODEL * variance).sqrt() + part * s[POWER])
     value, floor, bias = abs(float(s[PRODUCT, at])), (MODEL * float(variance[at])) ** 0.5, part * float(s[POWER, at])
     beyond = (value - bias) / floor if floor else 0.0
-    return WorstFound(GAIN, *in_deviations(value, z * floor + bias, floor), at, -1, beyond, looks)
+    return WorstFound(GAIN, *in_deviations(value, z * floor + bias, floor), at, -1, beyond, tests)
 
 
 def worst_column(s: Tensor, shared: bool, common: float, chance: float, rows: int) -> WorstFound:
     if rows < _MIN_ROWS:
         return WorstFound(COLUMN, 0.0, 1.0, -1, -1, 0.0, 1)
-    v, looks = s[VARIANCE], s.shape[1]
-    z = normal(chance, looks, 1)
+    v, tests = s[VARIANCE], s.shape[1]
+    z = normal(chance, tests, 1)
     squares = s[SPREAD] + s[NOISE] ** 2 if shared else s[SPREAD]
     at, ratio = _most(s[SQUARE], v)
     if ratio > MODEL * CONSTANT:
@@ -144,7 +132,7 @@ def worst_column(s: Tensor, shared: bool, common: float, chance: float, rows: in
     error, variance, square = float(s[SQUARE, at]) ** 0.5, float(v[at]), float(squares[at])
     own, extra = max(1.0, variance * variance / square) if square else 1.0, common * float(s[POWER, at]) ** 0.5
     limit = (MODEL * variance * max(CONSTANT, chi_square(own, z))) ** 0.5 + extra
-    return _squares(COLUMN, error, limit, error - extra, variance, own, looks, column=at)
+    return _squares(COLUMN, error, limit, error - extra, variance, own, tests, column=at)
 
 
 def worst_element(
@@ -152,8 +140,8 @@ def worst_element(
     chance: float,
 ) -> WorstFound:  # fmt: skip
     """Each against what chance allows, or against what is proved where that is less."""
-    size, looks, width = d.abs(), d.numel(), d.shape[1]
-    z = normal(chance, looks) * MODEL**0.5
+    size, tests, width = d.abs(), d.numel(), d.shape[1]
+    z = normal(chance, tests) * MODEL**0.5
     at, steps = _most(size.flatten(), half.flatten())
     row, column = at // width, at % width
     value, limit = float(size[row, column]), 2.0 * (1.0 + _SECOND) * float(half[row, column])
@@ -170,9 +158,9 @@ def worst_element(
         row, column = at // width, at % width
         value, limit = float(size[row, column]), float(allowed[row, column])
     one = MODEL**0.5 * float(planes[NOISE, row, column]) ** 0.5
-    beyond = (value - limit) / one + normal(chance, looks) if one else math.inf
-    said = in_deviations(value, limit, float(planes[VARIANCE, row, column]) ** 0.5)
-    return WorstFound(ELEMENT, *said, row, column, beyond, looks)
+    beyond = (value - limit) / one + normal(chance, tests) if one else math.inf
+    shown = in_deviations(value, limit, float(planes[VARIANCE, row, column]) ** 0.5)
+    return WorstFound(ELEMENT, *shown, row, column, beyond, tests)
 
 
 def proved(y: Tensor, half: Tensor, bound: Tensor, power: Tensor) -> Tensor:
@@ -211,11 +199,11 @@ class ErrorSums:
 
 @dataclass(frozen=True)
 class Verdict:
-    """measure: that is furthest beyond, or nearest to, its limit; value, limit: a standard deviation of an honest error
+    """measure: that is furthest beyond, or nearest to, its limit; value, limit: a standard deviation of a right error
     is 1 (counts for exact and nonfinite); row, column: where, in the [rows, width] view, -1 where it is nowhere;
     nonfinite, nonfinite_mismatch: positions that are not finite, and of them those that differ; worst_row_rel_l2:
     largest relative error of a row; rounding: how mine was rounded where that is not to nearest (rounding.py), else "";
-    tier: PROVED or BEYOND_CHANCE where it did not pass; chance: then, that an honest output shows as much; ratios:
+    tier: PROVED or BEYOND_CHANCE where it did not pass; chance: then, that a right output shows as much; ratios:
     value / limit of each measure; sums: for pooled.py."""
 
     passed: bool
@@ -245,7 +233,7 @@ def judge(
     groups: float | None = None, shared: bool = False,
 ) -> Verdict:  # fmt: skip
     """reference: float64 or integers [rows, width]; mine: the captured numbers, float64 or int64, same shape; dtype:
-    mine's, torch's name; chance: that an honest output fails; noise, bound: float64, broadcastable, standard error and
+    mine's, torch's name; chance: that a right output fails; noise, bound: float64, broadcastable, standard error and
     bound before the last rounding; last: the last rounding's relative error if it is not dtype's; common: relative
     error that a row may share; groups, shared: of Expected."""
     u = unit(dtype) if last is None else last
@@ -309,14 +297,14 @@ def judge(
     return Verdict(
         passed, f.measure, f.value, f.limit, f.row, f.column, count, differ, worst**0.5 if worst < 1e150 else math.inf,
         tier="" if passed else PROVED if beyond else BEYOND_CHANCE,
-        chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.looks)),
+        chance=0.0 if passed or beyond else min(1.0, 4.0 * tail(f.deviations, f.tests)),
         ratios=tuple((x.measure, x.value / x.limit) for x in found),
         sums=ErrorSums(planes, by_row, by_column, u, common, groups, shared, few),
     )  # fmt: skip
 
 
 _LOOKED, _NEW = 4096, 0.9
-"""Chosen: elements that are looked at, evenly spread, and the part of them that has an error of its own. Of 20,000
+"""Chosen: elements that are examined, evenly spread, and the part of them that has an error of its own. Of 20,000
 different ones that come equally often, 0.9 of 4,096 are met once or first."""
 _ODD = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
 """Chosen: Knuth's multiplier (2**64 over the golden ratio, odd), which spreads 64 bits."""

@@ -2,22 +2,14 @@
 fault.
 
 The problem: a kernel that truncates, or adds up in bfloat16, is right if that is how its machine computes and wrong if
-it is one layer's alone; one output cannot tell the two apart, outputs are checked in several processes, and what was
-seen must survive in a csv. The idea: every way of computing an output is a hypothesis that predicts its numbers.
-Of a sample of them it is counted which hypotheses were right together (`Evidence`); these counts are added over calls
-and layers (`EvidencePool`, `TapPlace`), and any two hypotheses are compared by the numbers that one of them alone has
-rightly: McNemar's test [Q. McNemar, Psychometrika 12 (1947) 153], as in rounding.py. A hypothesis that no other beats
-is what the numbers allow. A habit is what all layers and calls that can show it show alike, at two layers at least
-where it costs anything. Then rows are settled: one that failed and is right with its machine's habit allowed for
-passes, and says so; one that passed by a habit that its machine does not have fails. Only the closed list of
-judge/profile.py is ever allowed for: a wrong scale, mask, table or constant in every layer explains no habit's numbers,
-and stays a fault. Two layers that disagree, and no third: the costlier is blamed. `strict` allows for nothing.
-
-Prices are what a habit can do to one result, in roundings of its dtype (a whole step, 2**-8 for bfloat16): truncating,
-rounding away or by chance: one; rounding once more on the way: half of one; a sum of n terms that is rounded after
-every b: at most n / b halves of the terms' sizes [N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
-section 4.2]; parts that are rounded: half of one each; a function: what was measured.
-Not here: the hypotheses and the counting (look.py), truncation in one output (floors/rounding.py). Needs no torch.
+it is one layer's alone. The idea: every way of computing an output is a hypothesis that predicts its numbers. How many
+each was right about (`Evidence`) is added over calls and layers (`EvidencePool`, `TapPlace`), and two hypotheses are
+compared by the numbers that one alone has right: McNemar's test [Q. McNemar, Psychometrika 12 (1947) 153]. A habit is
+what all layers and calls that can show it show alike, at two layers at least where it costs anything. A row that failed
+and is right with its machine's habit allowed for passes, and says so; one that passed by a habit that its machine does
+not have fails. Only the closed list of judge/profile.py is allowed for; `strict` allows for nothing. Of two layers that
+disagree, the costlier is wrong (`price_of`).
+Elsewhere: the hypotheses and the counting (look.py), truncation in one output (floors/rounding.py). Needs no torch.
 """
 
 from __future__ import annotations
@@ -78,18 +70,18 @@ class Evidence:
         if not text or len(text) > _MOST:
             return Evidence()
         try:
-            given = json.loads(text)
-            if not isinstance(given, dict) or set(given) - {f.name for f in fields(Evidence)}:
+            tree = json.loads(text)
+            if not isinstance(tree, dict) or set(tree) - {f.name for f in fields(Evidence)}:
                 return Evidence()
             return Evidence(
-                tuple(str(w) for w in given.get("ways", ())),
-                {int(k): int(v) for k, v in given.get("masks", {}).items()},
-                tuple((int(n), int(up)) for n, up in given.get("ups", ())),
-                int(given.get("out", 0)),
-                _two(given.get("subnormals", (0, 0))),
-                {str(k): tuple(float(x) for x in v) for k, v in given.get("functions", {}).items() if len(v) == 5},
-                {str(k): float(v) for k, v in given.get("would", {}).items()},
-                int(given.get("terms", 0)),
+                tuple(str(w) for w in tree.get("ways", ())),
+                {int(k): int(v) for k, v in tree.get("masks", {}).items()},
+                tuple((int(n), int(up)) for n, up in tree.get("ups", ())),
+                int(tree.get("out", 0)),
+                _two(tree.get("subnormals", (0, 0))),
+                {str(k): tuple(float(x) for x in v) for k, v in tree.get("functions", {}).items() if len(v) == 5},
+                {str(k): float(v) for k, v in tree.get("would", {}).items()},
+                int(tree.get("terms", 0)),
             )
         except (ValueError, TypeError, AttributeError, RecursionError):
             return Evidence()
@@ -181,59 +173,44 @@ def _matrix(masks: Iterable[int], n: int) -> Any:
 STOCHASTIC, ONCE = "stochastic", "once"
 ROUNDED = {NEAREST: "to nearest", ZERO: "toward zero", AWAY: "away from zero", STOCHASTIC: "at random (stochastic)"}
 PRICES = {NEAREST: 0.0, ZERO: 1.0, AWAY: 1.0, STOCHASTIC: 1.0}
-_LOW = re.compile(r"low (\d+)( bias first)?")
-_SPLIT = re.compile(r"split (\d+)")
+_SUMS = re.compile(r"(?P<kind>low|split) (?P<n>\d+)(?P<bias> bias first)?")
 
 
 def kind_of(way: str) -> str:
     """A habit's kind; ACCUMULATOR also for a product that is rounded once alone."""
-    if _LOW.fullmatch(way):
-        return ACCUMULATOR
-    return SPLIT if _SPLIT.fullmatch(way) else ROUNDING if way == ONCE else TWICE
+    if m := _SUMS.fullmatch(way):
+        return ACCUMULATOR if m["kind"] == "low" else SPLIT
+    return ROUNDING if way == ONCE else TWICE
 
 
 def words_of(way: str, dtype: str) -> str:
     """ "" for ONCE."""
-    if m := _LOW.fullmatch(way):
-        after = "every term" if m[1] == "1" else f"every {m[1]} terms"
-        return f"adds up in {dtype}, rounded after {after}" + (", beginning with the bias" if m[2] else "")
-    if m := _SPLIT.fullmatch(way):
-        return f"splits its sums into {m[1]} parts, each rounded to {dtype}"
-    if way == ONCE:
-        return ""
-    return f"rounds the {way.replace(' and ', ' and the ')} to {dtype} before the result"
+    m = _SUMS.fullmatch(way)
+    if m and m["kind"] == "split":
+        return f"splits its sums into {m['n']} parts, each rounded to {dtype}"
+    if m:
+        after = "every term" if m["n"] == "1" else f"every {m['n']} terms"
+        return f"adds up in {dtype}, rounded after {after}" + (", beginning with the bias" if m["bias"] else "")
+    return "" if way == ONCE else f"rounds the {way.replace(' and ', ' and the ')} to {dtype} before the result"
 
 
 def price_of(way: str, terms: int) -> float:
-    if m := _LOW.fullmatch(way):
-        return 0.5 * max(terms / int(m[1]), 1.0)
-    if m := _SPLIT.fullmatch(way):
-        return 0.5 * int(m[1])
+    """What a habit can do to one result, in roundings of its dtype (a whole step, 2**-8 for bfloat16): rounding once
+    more on the way: half of one; a sum of n terms that is rounded after every b: at most n / b halves of the terms'
+    sizes [N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2]; parts that are rounded:
+    half of one each. terms: of a product's sums."""
+    if m := _SUMS.fullmatch(way):
+        return 0.5 * (max(terms / int(m["n"]), 1.0) if m["kind"] == "low" else int(m["n"]))
     return 0.0 if way == ONCE else 0.5 * (1 + way.count(" and "))
 
 
 def allowed_as(way: str) -> str:
     """Under which name `Evidence.would` has it."""
-    m = _LOW.fullmatch(way)
-    return f"low {m[1]}" if m else way
+    return way.removesuffix(" bias first")
 
 
 def rounds(direction: str) -> str:
     return f"rounds {ROUNDED[direction]}"
-
-
-def plural(said: str) -> str:
-    """What one module does, as what several do."""
-    verb, _, rest = said.partition(" ")
-    return f"{verb.removesuffix('s')} {rest}"
-
-
-def flushed(dtype: str) -> str:
-    return f"gives 0 for results below 2^{FORMATS[dtype][1]}, the smallest normal number"
-
-
-def kept(dtype: str) -> str:
-    return f"keeps results below 2^{FORMATS[dtype][1]}"
 
 
 _SHARE = 0.3
@@ -296,7 +273,7 @@ _ROUNDING_SHOWS = "toward zero"
 
 @dataclass(frozen=True)
 class Seen:
-    """An output that was looked at."""
+    """An output that was examined."""
 
     row: CheckResult
     evidence: Evidence
@@ -306,7 +283,7 @@ class Seen:
         return hits(self.evidence)
 
     @property
-    def told(self) -> bool:
+    def known(self) -> bool:
         """Whether its numbers can tell one direction, or way, from another."""
         return len(set(self.hits.values())) > 1
 
@@ -319,7 +296,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class TapPlace:
-    """tap: (rank, path); direction: how its results are rounded, "" where that cannot be told; ways: those that its
+    """tap: (rank, path); direction: how its results are rounded, "" where that is not known; ways: those that its
     numbers allow, none where no way predicts them."""
 
     tap: tuple[int, str]
@@ -329,9 +306,9 @@ class TapPlace:
     ways: frozenset[str]
 
     @property
-    def told(self) -> int:
+    def known(self) -> int:
         """Outputs whose numbers can tell."""
-        return sum(s.told for s in self.seen)
+        return sum(s.known for s in self.seen)
 
     @property
     def share(self) -> float:
@@ -341,9 +318,9 @@ class TapPlace:
     def outputs_of(self, direction: str) -> int:
         """Outputs that show this rounding."""
         if direction == STOCHASTIC or not self.pool.alive:
-            return self.told
+            return self.known
         way = self.pool.alive[0][0]
-        return sum(s.told and direction in s.best(way) for s in self.seen)
+        return sum(s.known and direction in s.best(way) for s in self.seen)
 
     def outputs_way(self, ways: frozenset[str]) -> int:
         """Outputs that one of these ways explains as well as any other, but for chance."""
@@ -351,7 +328,7 @@ class TapPlace:
         for s in self.seen:
             most = max(s.hits.values(), default=0)
             mine = max((n for (way, _), n in s.hits.items() if way in ways), default=-1)
-            found += s.told and most - mine <= SIGMAS * math.sqrt(max(most, 1) * 0.1) + 1
+            found += s.known and most - mine <= SIGMAS * math.sqrt(max(most, 1) * 0.1) + 1
         return found
 
     @property
@@ -378,7 +355,7 @@ def place_of(tap: tuple[int, str], seen: list[Seen]) -> TapPlace:
 
 def _clear(pool: EvidencePool, best: Candidate, seen: list[Seen]) -> bool:
     """Whether the direction of the last rounding shows through what is not known before it. A scale that is a little
-    too small looks much like truncation: most outputs must have been found to be truncated whatever their scale."""
+    too small resembles truncation: most outputs must have been found to be truncated whatever their scale."""
     way, direction = best
     if direction == AWAY or pool.share(best) < _PARTLY:
         return False
@@ -472,7 +449,7 @@ Key = tuple[str, str, str]
 @dataclass(frozen=True)
 class MachineHabits:
     """What a replay's rows say of a machine. habits: in the order in which operators are met; unknown: sentences on
-    what cannot be told; units: relative errors of functions, as judge/profile.Profile's."""
+    what is not known; units: relative errors of functions, as judge/profile.Profile's."""
 
     habits: tuple[Habit, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -502,13 +479,13 @@ def settle(rows: Sequence[CheckResult], strict: bool = False) -> tuple[list[Chec
 def _with_truncating(found: MachineHabits, rows: Sequence[CheckResult]) -> MachineHabits:
     """Also the operators whose outputs are seen to be truncated (rounding.py) where nobody knows what they round before
     their results: each output's own verdict allows for it, layer by layer."""
-    told = {(h.operator, h.dtype) for h in found.habits if h.kind == ROUNDING}
+    known = {(h.operator, h.dtype) for h in found.habits if h.kind == ROUNDING}
     dtypes = {r.cls: r.dtype for r in rows if r.rounding}
     said = "rounds toward zero, its results or what they are made of"
     more = [
         Habit(ROUNDING, t.cls, dtypes[t.cls], said, 1.0, t.outputs, t.of, t.modules)
         for t in truncating(rows)
-        if (t.cls, dtypes[t.cls]) not in told
+        if (t.cls, dtypes[t.cls]) not in known
     ]
     new = {(h.operator, h.dtype) for h in more}
     unknown = tuple(u for u in found.unknown if not any(u.startswith(f"{o}, {d}:") for o, d in new))
@@ -539,7 +516,7 @@ def _group(
         if direction == AWAY and alike and habits.enough("away", dtype, show):
             allowed["away"] = said
         for p in places:
-            if _departs(p.direction, direction, places):
+            if p.direction and PRICES[p.direction] > PRICES[direction]:
                 why = f"{rounds(p.direction)}, {_others(places, p, rounds(direction))}"
                 changes |= _blamed(p, rows, at, why, TOWARD_ZERO if p.direction == ZERO else "")
     if ways:
@@ -563,9 +540,11 @@ def _group(
         habits.unknown.append(_unknown(key, places))
     flush = flush_of(places)
     if flush is not None:
-        habits.add(SUBNORMALS, key, (flushed if flush else kept)(dtype), 0.0, places, lambda p: p.subnormal)
+        words = f"{'gives 0 for' if flush else 'keeps'} results below 2^{FORMATS[dtype][1]}"
+        words += ", the smallest normal number" if flush else ""
+        habits.add(SUBNORMALS, key, words, 0.0, places, lambda p: p.subnormal)
         if flush and habits.enough("flush", dtype, [p for p in places if p.pool.flushed]):
-            allowed["flush"] = flushed(dtype)
+            allowed["flush"] = words
     for f in functions_of(places, dtype):
         habits.units[f"{cls} {dtype} {f.name}"] = f.size
         if f.off:
@@ -589,22 +568,17 @@ def _common(found: Counter[str]) -> str:
 
 
 def _common_ways(places: list[TapPlace]) -> frozenset[str]:
-    """The ways that most places allow, as far as those agree; one kind of habit alone, else nothing is told."""
-    told = [p.ways for p in places if p.ways]
-    if not told:
+    """The ways that most places allow, as far as those agree; one kind of habit alone, else nothing is known."""
+    known = [p.ways for p in places if p.ways]
+    if not known:
         return frozenset()
-    counts = Counter(w for ways in told for w in ways)
+    counts = Counter(w for ways in known for w in ways)
     most = max(counts.values())
     best = min((w for w, n in counts.items() if n == most), key=lambda w: price_of(w, 0))
-    if sum(best in ways for ways in told) * 2 < len(told):
+    if sum(best in ways for ways in known) * 2 < len(known):
         return frozenset()
-    left = frozenset.intersection(*(ways for ways in told if best in ways))
+    left = frozenset.intersection(*(ways for ways in known if best in ways))
     return left if len({kind_of(w) for w in left}) == 1 else frozenset()
-
-
-def _departs(mine: str, usual: str, places: list[TapPlace]) -> bool:
-    others = sum(p.direction == usual for p in places)
-    return bool(mine) and mine != usual and PRICES[mine] > PRICES[usual] and others > 0
 
 
 def _costlier(mine: frozenset[str], usual: frozenset[str], terms: int) -> bool:
@@ -616,23 +590,25 @@ def _costlier(mine: frozenset[str], usual: frozenset[str], terms: int) -> bool:
 
 
 def _alike(show: list[TapPlace], places: list[TapPlace], direction: str) -> bool:
-    outputs, of = sum(p.outputs_of(direction) for p in show), sum(p.told for p in show)
+    outputs, of = sum(p.outputs_of(direction) for p in show), sum(p.known for p in show)
     return outputs >= _ALIKE * of and all(p.direction in ("", direction) for p in places)
 
 
 def _whole(show: list[TapPlace], places: list[TapPlace], ways: frozenset[str]) -> bool:
     """Whether all layers and calls that can show one of ``ways`` do."""
-    outputs, of = sum(p.outputs_way(ways) for p in show), sum(p.told for p in show)
-    told = [p for p in places if p.ways]
-    return len(show) == len(told) and outputs >= _ALIKE * of
+    outputs, of = sum(p.outputs_way(ways) for p in show), sum(p.known for p in show)
+    known = [p for p in places if p.ways]
+    return len(show) == len(known) and outputs >= _ALIKE * of
 
 
 def _others(places: list[TapPlace], mine: TapPlace, usual: str) -> str:
     taps = {p.tap[1] for p in places} - {mine.tap[1]}
     layers = {m[0] for t in taps if (m := re.search(r"\d+", t))}
     called = "layer" if len(layers) == len(taps) else "module"
-    number = f"{len(taps)} {called}s" if len(taps) > 1 else called
-    return f"where the other {number} {plural(usual) if len(taps) > 1 else usual}"
+    if len(taps) <= 1:
+        return f"where the other {called} {usual}"
+    verb, _, rest = usual.partition(" ")
+    return f"where the other {len(taps)} {called}s {verb.removesuffix('s')} {rest}"
 
 
 def _blamed(
@@ -673,7 +649,7 @@ def _excused(rows: list[CheckResult], at: list[int], allowed: dict[str, str]) ->
 
 
 def _unknown(key: Key, places: list[TapPlace]) -> str:
-    of, could = sum(len(p.seen) for p in places), sum(p.told for p in places)
+    of, could = sum(len(p.seen) for p in places), sum(p.known for p in places)
     if not could:
         return f"{key[0]}, {key[1]}: cannot be told: none of {of} outputs has a number that could show it"
     best = max(p.share for p in places)
@@ -717,8 +693,8 @@ class _Habits:
             n, of = (sum(p[2][k] for p in parts) for k in (0, 1))
             said = ", and in another output ".join(p[0] for p in parts)
             habits.append(Habit(kind, cls, dtype, said, max(p[1] for p in parts), n, of, len(layers)))
-        told = {(h.operator, h.dtype) for h in habits}
+        known = {(h.operator, h.dtype) for h in habits}
         met = list(dict.fromkeys((cls, dtype) for cls, dtype, _ in order))
         habits.sort(key=lambda h: met.index((h.operator, h.dtype)))
-        unknown = [u for u in dict.fromkeys(self.unknown) if not any(u.startswith(f"{o}, {d}:") for o, d in told)]
+        unknown = [u for u in dict.fromkeys(self.unknown) if not any(u.startswith(f"{o}, {d}:") for o, d in known)]
         return MachineHabits(tuple(habits), tuple(unknown), self.units)

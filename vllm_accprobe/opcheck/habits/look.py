@@ -1,23 +1,14 @@
-"""One output: which of the ways that a machine may compute in its numbers allow, and by how much its functions are off.
+"""One output: which of the ways that a machine may compute in its numbers allow, and how far its functions are off.
 
-The problem: a replay has the exact result y and what the machine made of it, and tests only whether the two are near
-enough; but the same formula gives other numbers where an intermediate result is rounded, where a sum is kept in fewer
-bits, or where its parts are rounded before they are added. The idea: each way of a closed list (`ways`) is written down
-as a plain function of the call, in float64 with those roundings put in, and gives the number that its last rounding
-meets; ONCE is the exact result. Of a sample of numbers, every way and every direction of the last rounding is a
-prediction, and it is counted which are right; between them lie the fractions that show stochastic rounding, and results
-that are too small for a normal number. Sums in fewer bits take as many steps as they have terms, so that they are tried
-on a few numbers, and only where nothing else fits. Where an output failed, it is judged again with each habit of the
-closed list allowed for, so that whoever sees all layers can say whether that habit is the machine's (decided.py).
-Outputs of some steps are looked at, and those that fail.
-
-Functions. Hardware gives a reciprocal square root of 12 bits and libraries an exponential of 17, and nothing that holds
-for +, x, / and sqrt holds for these: their unit is measured. In a norm all of a row is multiplied with one number, so
-that each rounded result bounds that number from both sides: y (1 + g) was rounded to m for all of the row, and what all
-these intervals have in common is narrow (2**-8 over the width) and holds 0 unless g is off. In float32 it is the
-projection of the error onto y. An activation's function is off by its element's relative error. An approximation errs
-to both sides and without a plan; a wrong epsilon or a wrong constant errs to one side or smoothly, and is none of this.
-Not here: what counts say (decided.py).
+The problem: the same formula gives other numbers where an intermediate result is rounded, where a sum is kept in fewer
+bits, or where its parts are rounded before they are added. The idea: each way of a closed list (`ways`) is a plain
+function of the call, in float64 with those roundings put in. Of a sample of numbers, every way and every direction of
+the last rounding is a prediction, and the right ones are counted (decided.Evidence). Fractions show stochastic
+rounding; sums in fewer bits are tried on a few numbers, where nothing else fits. Functions: in a norm all of a row is
+multiplied with one number, so that each rounded result bounds it from both sides, and the intersection is narrow; an
+activation's function is off by its element's relative error. An approximation errs to both sides; a wrong constant does
+not.
+Elsewhere: what the counts say (decided.py).
 """
 
 from __future__ import annotations
@@ -36,7 +27,7 @@ from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.habits.decided import BINS, Evidence
 from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.references import activations, rotary
-from vllm_accprobe.opcheck.references.norms import epsilon
+from vllm_accprobe.opcheck.references.norms import epsilon, offset_of
 from vllm_accprobe.opcheck.references.quantised import weight_of, widened
 
 ONCE = "once"
@@ -72,7 +63,7 @@ def ways(call: Call, sample: SampledRows) -> dict[str, Tensor]:
         try:
             more = family(call, sample)
         except (Declined, RuntimeError, ValueError, KeyError, IndexError, TypeError):
-            return found  # what its reference could do this cannot: it is told nothing more of
+            return found  # what its reference could do this cannot: it is known nothing more of
         found |= {n: v for n, v in more.items() if v.shape == sample.y.shape}
     return found
 
@@ -98,9 +89,7 @@ def _norm(call: Call, s: SampledRows) -> Ways:
     x = call.tensor("x", "hidden_states", "input", "0")[s.rows].double()
     residual = call.maybe("residual", "1")
     eps, _ = epsilon(call)
-    weight: Any = call.param("weight") if "weight" in call.params else 1.0
-    if _one_more(call.cls):
-        weight = weight + 1.0
+    weight: Any = (call.param("weight") if "weight" in call.params else 1.0) + offset_of(call.cls)
 
     def scaled(values: Tensor, of: Tensor) -> Tensor:
         return values * torch.rsqrt((of * of).mean(-1, keepdim=True) + eps)
@@ -120,25 +109,16 @@ def _norm(call: Call, s: SampledRows) -> Ways:
     return found
 
 
-def _one_more(cls: str) -> bool:
-    gemma = cls.startswith("Gemma") or cls == "Qwen3NextRMSNorm"
-    return gemma and not cls.startswith(("Gemma3n", "Gemma4"))
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"SiluAndMul": activations.silu, "MulAndSilu": activations.silu}
-
-
 def gate_of(call: Call) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """(gate, up, activation) of a gated activation. Raises Declined."""
     x = call.tensor("x", "input", "hidden_states", "0")
     a, b = x.chunk(2, -1)
     if call.cls == "MulAndSilu":
         a, b = b, a
-    f = _ACTIVATIONS.get(call.cls)
-    if f is None:
-        kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-        f = activations.gelu if kind in ("none", "gelu", "geglu") else activations.gelu_tanh
-    return a, b, f
+    if call.cls != "GeluAndMul":
+        return a, b, activations.silu
+    kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
+    return a, b, activations.gelu if kind in ("none", "gelu", "geglu") else activations.gelu_tanh
 
 
 def _gated(call: Call, s: SampledRows) -> Ways:
@@ -245,14 +225,14 @@ Measured = tuple[float, ...]
 
 
 def of_grid(
-    call: Call, role: str, way: str, v: Tensor, given: Tensor, s: SampledRows, share: float
+    call: Call, role: str, way: str, v: Tensor, captured: Tensor, s: SampledRows, share: float
 ) -> dict[str, Measured]:  # fmt: skip
     """From results that were rounded to a coarse grid; way: the one that fits best; v: what was rounded by it, float64
     [rows, width]; share: of the numbers that it predicts. Nothing where it does not fit."""
     if role != "output.0":
         return {}
     if is_norm(call.cls) and share > _FITS / 2:
-        low, high = _common(v, given, s, 1 if way == ONCE else 1 + min(_LOST, v.shape[1] // 64))
+        low, high = _common(v, captured, s, 1 if way == ONCE else 1 + min(_LOST, v.shape[1] // 64))
         wide = high - low
         good = torch.isfinite(wide) & (wide > 0)
         if not bool(good.any()):
@@ -261,20 +241,20 @@ def of_grid(
         g = torch.where((low > 0) | (high < 0), (low + high) / 2.0, 0.0)
         return {RSQRT: _measured(g, float((high - low).median()))}
     if is_gated(call.cls) and share > _FITS:
-        told = torch.isfinite(v) & (v != 0)
-        coarse = float((steps(s.y, s.dtype)[told] / v[told].abs()).mean()) if bool(told.any()) else 0.0
+        usable = torch.isfinite(v) & (v != 0)
+        coarse = float((steps(s.y, s.dtype)[usable] / v[usable].abs()).mean()) if bool(usable.any()) else 0.0
         # a number rounds otherwise with the probability of its error in steps, whatever that error's distribution
-        n, size = float(told.sum()), (1.0 - share) * coarse
+        n, size = float(usable.sum()), (1.0 - share) * coarse
         return {ACTIVATION: (n, (1.0 - share) * n, n * size * size, 0.5 * (1.0 - share) * n, coarse / max(n, 1.0))}
     return {}
 
 
-def _common(v: Tensor, given: Tensor, s: SampledRows, lost: int) -> tuple[Tensor, Tensor]:
-    """For each row the interval of g in which v (1 + g) rounds to what is given: [rows] each. lost: which number's
-    bound counts: numbers that an intermediate rounding has moved across are left out at either end."""
-    half = 0.5 * steps(given, s.dtype)
+def _common(v: Tensor, captured: Tensor, s: SampledRows, lost: int) -> tuple[Tensor, Tensor]:
+    """For each row the interval of g in which v (1 + g) rounds to the captured numbers: [rows] each. lost: which
+    number's bound counts: numbers that an intermediate rounding has moved across are left out at either end."""
+    half = 0.5 * steps(captured, s.dtype)
     clear = torch.isfinite(v) & (v.abs() > 0)
-    a, b = (given - half) / v - 1.0, (given + half) / v - 1.0
+    a, b = (captured - half) / v - 1.0, (captured + half) / v - 1.0
     low = torch.where(clear, torch.minimum(a, b), -1.0)
     high = torch.where(clear, torch.maximum(a, b), 1.0)
     return low.topk(lost, 1).values[:, -1], -((-high).topk(lost, 1).values[:, -1])
@@ -285,17 +265,17 @@ def _measured(g: Tensor, resolution: float) -> Measured:
     return float(len(g)), float(off.sum()), float((g * g).sum()), float((off & (g > 0)).sum()), resolution
 
 
-def of_float32(call: Call, role: str, s: SampledRows, given: Tensor, noise: Tensor | None) -> dict[str, Measured]:
+def of_float32(call: Call, role: str, s: SampledRows, captured: Tensor, noise: Tensor | None) -> dict[str, Measured]:
     if role != "output.0":
         return {}
     if is_norm(call.cls):
-        return {RSQRT: _measured(_projected(s.y, given), 2.0**-23)}
+        return {RSQRT: _measured(_projected(s.y, captured), 2.0**-23)}
     if is_gated(call.cls):
-        e = _relative(s.y, given)
+        e = _relative(s.y, captured)
         return {ACTIVATION: _measured(e, 2.0**-23)} if len(e) else {}
     if is_product(call.cls) and noise is not None:
         floor = noise.expand(s.y.shape)
-        e = torch.where(floor > 0, (given - s.y) / floor, 0.0).flatten()
+        e = torch.where(floor > 0, (captured - s.y) / floor, 0.0).flatten()
         return {SUMS: (float(len(e)), float((e.abs() > 8).sum()), float((e * e).sum()), float((e > 8).sum()), 0.0)}
     return {}
 
@@ -348,7 +328,7 @@ def _smooth(call: Call, y: Tensor, mine: Tensor, rows: Tensor) -> bool:
 Judge = Callable[[Tensor, "Tensor | None"], Verdict]
 """(reference, further standard error or None) → verdict of the whole output."""
 _NUMBERS, _LOW_NUMBERS, _LEAST = 2048, 256, 16
-"""Chosen: numbers that are looked at; those of them for sums in fewer bits; below, nothing is told."""
+"""Chosen: numbers that are examined; those of them for sums in fewer bits; below, nothing is known."""
 _FITS, _STRAYS = 0.9, 0.97
 """Chosen: a way predicts an output if it has so many numbers rightly (float32 sums leave 99 %); where the best one has
 less than the second, fractions are counted, too."""
@@ -368,7 +348,7 @@ _LEAST_NORMAL = {name: float(2.0 ** FORMATS[name][1]) for name in (*LOW, "float3
 
 
 def due(step: int | None, role: str, call: Call, passed: bool) -> bool:
-    """Whether an output is looked at: all that fail; of the others those of the first two steps, where prompts are, and
+    """Whether an output is examined: all that fail; of the others those of the first two steps, where prompts are, and
     of some later ones (chosen: a quarter of a run of a dozen steps), and what was written in place only where it was
     not handed on as well."""
     if step is None or not (passed and role.startswith("inplace.") and "output.0" in call.outputs):
@@ -390,37 +370,33 @@ def look(
         small = y.abs() < _LEAST_NORMAL[dtype]
         would["flush"] = judge(torch.where(small & (mine == 0), 0.0, y), None).severity
     at = _spread(len(y), max(_NUMBERS // max(y.shape[1], 1), 1))
-    s, given = SampledRows(y[at], rows[at], dtype, role), mine[at]
+    s, captured = SampledRows(y[at], rows[at], dtype, role), mine[at]
     if dtype not in LOW:
-        found = of_float32(call, role, s, given, noise[at] if noise is not None else None)
+        found = of_float32(call, role, s, captured, noise[at] if noise is not None else None)
         if not passed:
             would |= would_float32(call, role, y, mine, rows, judge)
         return Evidence(subnormals=(kept, flushed), functions=found, would=would)
     tried = ways(call, s)
     names, values = list(tried), torch.stack(list(tried.values()))
-    right, q, told = _predicted(values, given, s)
+    right, q, usable = _predicted(values, captured, s)
     best = _best(right)
     share = float(right[best].double().mean()) if right.shape[1] else 1.0
     if share < _FITS and is_product(call.cls):
-        more = _low(call, s, given)
+        more = _low(call, s, captured)
         names, right = [*names, *more[0]], more[1] if more[0] else right
         best = _best(right)
     ups: tuple[tuple[int, int], ...] = ()
     out = 0
     if share < _STRAYS and best // 3 < len(values) and family_of(call.cls) is not None:
-        clear = torch.ones_like(told) if noise is None or len(values) > 1 else noise[at] < _SMALL * steps(s.y, dtype)
-        ups, out = _fractions(q[best // 3], clear, given, s)
+        clear = torch.ones_like(usable) if noise is None or len(values) > 1 else noise[at] < _SMALL * steps(s.y, dtype)
+        ups, out = _fractions(q[best // 3], clear, captured, s)
     way = min(best // 3, len(values) - 1)
-    found = of_grid(call, role, names[way], values[way], given, s, share)
+    found = of_grid(call, role, names[way], values[way], captured, s, share)
     if not passed:
         would |= _would(call, role, y, rows, dtype, judge)
-    terms = _terms(call) if is_product(call.cls) else 0
+    x = call.maybe(*_INPUT) if is_product(call.cls) else None
+    terms = int(x.shape[-1]) if x is not None else 0
     return Evidence(tuple(names), _histogram(right), ups, out, (kept, flushed), found, would, terms)
-
-
-def _terms(call: Call) -> int:
-    x = call.maybe("input_", "x", "input", "hidden_states", "0")
-    return int(x.shape[-1]) if x is not None else 0
 
 
 def _spread(n: int, most: int) -> Tensor:
@@ -439,17 +415,17 @@ def _subnormals(y: Tensor, mine: Tensor, dtype: str) -> tuple[int, int]:
     return int(seen.sum()) - flushed, flushed
 
 
-def _predicted(values: Tensor, given: Tensor, s: SampledRows) -> tuple[Tensor, Tensor, Tensor]:
+def _predicted(values: Tensor, captured: Tensor, s: SampledRows) -> tuple[Tensor, Tensor, Tensor]:
     """(which candidates are right: bool [ways * 3, numbers]; values in steps, [ways, rows, width]; which numbers are
-    looked at: bool [rows, width]). Only finite normal ones, at most _NUMBERS, evenly spread."""
+    examined: bool [rows, width]). Only finite normal ones, at most _NUMBERS, evenly spread."""
     step = steps(s.y, s.dtype)
-    q, m = values / step, given / step
-    told = torch.isfinite(values).all(0) & torch.isfinite(given) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])
-    index = told.flatten().nonzero().flatten()
+    q, m = values / step, captured / step
+    usable = torch.isfinite(values).all(0) & torch.isfinite(captured) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])
+    index = usable.flatten().nonzero().flatten()
     if len(index) > _NUMBERS:
         index = index[_spread(len(index), _NUMBERS)]
     a, b = q.flatten(1)[:, index], m.flatten()[index]
-    return _directions(a, b), q, told
+    return _directions(a, b), q, usable
 
 
 def _directions(q: Tensor, m: Tensor) -> Tensor:
@@ -471,9 +447,9 @@ def _histogram(right: Tensor) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-def _fractions(q: Tensor, clear: Tensor, given: Tensor, s: SampledRows) -> tuple[tuple[tuple[int, int], ...], int]:
+def _fractions(q: Tensor, clear: Tensor, captured: Tensor, s: SampledRows) -> tuple[tuple[tuple[int, int], ...], int]:
     step = steps(s.y, s.dtype)
-    size, m = q.abs(), (given / step) * torch.sign(q)
+    size, m = q.abs(), (captured / step) * torch.sign(q)
     keep = clear & torch.isfinite(size) & torch.isfinite(m) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])
     size, m = size[keep], m[keep]
     low = size.floor()
@@ -484,20 +460,20 @@ def _fractions(q: Tensor, clear: Tensor, given: Tensor, s: SampledRows) -> tuple
     return tuple(zip(n.tolist(), ups.tolist(), strict=True)), int((~between).sum())
 
 
-def _low(call: Call, s: SampledRows, given: Tensor) -> tuple[list[str], Tensor]:
-    """(names, which candidates are right) of sums in fewer bits beside the other ways, of fewer numbers."""
-    told = (torch.isfinite(given) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])).nonzero()
-    at = told[_spread(len(told), _LOW_NUMBERS)]
+def _low(call: Call, s: SampledRows, captured: Tensor) -> tuple[list[str], Tensor]:
+    """(names, which candidates are right) of sums in fewer bits and the other ways, of fewer numbers."""
+    usable = (torch.isfinite(captured) & (s.y.abs() >= _LEAST_NORMAL[s.dtype])).nonzero()
+    at = usable[_spread(len(usable), _LOW_NUMBERS)]
     try:
         found = dict(low_sums(call, s, at))
     except (Declined, RuntimeError, ValueError, IndexError):
-        return [], given
+        return [], captured
     if not found:
-        return [], given
+        return [], captured
     old = torch.stack([v[at[:, 0], at[:, 1]] for v in ways(call, s).values()])
     values = torch.cat((old, torch.stack(list(found.values()))))
     step = steps(s.y[at[:, 0], at[:, 1]], s.dtype)
-    return list(found), _directions(values / step, given[at[:, 0], at[:, 1]] / step)
+    return list(found), _directions(values / step, captured[at[:, 0], at[:, 1]] / step)
 
 
 def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Judge) -> dict[str, float]:
@@ -507,7 +483,7 @@ def _would(call: Call, role: str, y: Tensor, rows: Tensor, dtype: str, judge: Ju
     if role != "output.0" or not is_product(call.cls):
         return found
     try:
-        x = call.wide("input_", "x", "input", "hidden_states", "0", "1")
+        x = call.wide(*_INPUT, "1")
         weight = weight_of(call)
         x = x.reshape(-1, x.shape[-1])[rows]
         squares = torch.cat([(x * x) @ (part * part).T for _, part in widened(weight)], 1)

@@ -4,7 +4,7 @@ The problem: a failed operator is to be shown to whoever wrote it, on a machine 
 is checked in up to three ways: ``captured``, what the engine gave against the reference; ``device``, what the operator
 gives on a device here and now from the same inputs; ``drawn``, the same from inputs drawn with a seed. Each output is
 a `CaseOutcome`, and a line of a csv with the columns of opcheck.csv, which `accprobe compare` reads. This file is
-copied beside the tests that gentest writes, and they are all that uses it. Not here: which calls become cases
+copied with the tests that gentest writes, and they are all that uses it. Not here: which calls become cases
 (testgen.py).
 """
 
@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.calls.case import decode
+from vllm_accprobe.opcheck.calls.case import decode, load
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, redrawn
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import Verdict
-from vllm_accprobe.opcheck.kit.tensorfile import load
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
@@ -88,10 +87,10 @@ class Bench:
         if isinstance(mine, Declined):
             return [_skipped(mine.reason)]
         found = []
-        for role, given in call.outputs.items():
+        for role, captured in call.outputs.items():
             if role in mine:
                 way = DRAWN if drawn else way
-                found.append(self._outcome(case, call, role, mine[role].to("cpu", given.dtype), expected, way))
+                found.append(self._outcome(case, call, role, mine[role].to("cpu", captured.dtype), expected, way))
         return found or [_skipped("nothing that was captured comes out of it")]
 
     def _outcome(

@@ -2,7 +2,7 @@
 
 The problem: whoever wrote a kernel needs the failing call, on their own machine, in a form that they trust. The idea:
 each call becomes a JSON file and a safetensors file (case.py); the references, the verdict and a handful of other files
-of ours are copied beside them, with their imports renamed; pytest runs one parametrised test per operator. What ships
+of ours are copied with them, with their imports renamed; pytest runs one parametrised test per operator. What ships
 needs torch and pytest, nothing else. A reference that is not ours is not copied: its exact outputs are written down.
 Not here: what a case is checked for (bench.py).
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 from vllm_accprobe.opcheck.calls import case as cases
 from vllm_accprobe.opcheck.calls.records import Captured
-from vllm_accprobe.opcheck.kit.tensorfile import save
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run import table
@@ -27,8 +26,8 @@ from vllm_accprobe.opcheck.run import table
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
-    "reference", "reference_table", "calls/case", "kit/tensorfile",
-    "floors/verdict", "floors/rounding", "floors/output_rows", "kit/bench", "measures", "arrays",
+    "reference", "reference_table", "calls/case",
+    "floors/verdict", "floors/rounding", "floors/output_rows", "kit/bench", "measures",
     "calls/random_inputs",
 )  # fmt: skip
 _FURTHER = {
@@ -74,7 +73,7 @@ def write_case(
         expected = references.evaluate(call)
         if not isinstance(expected, Declined):
             tree["expected"] = {role: _kept(role, e, tensors) for role, e in expected.items() if role in call.outputs}
-    save(tensors, directory / f"{name}.safetensors")
+    cases.save(tensors, directory / f"{name}.safetensors")
     (directory / f"{name}.json").write_text(json.dumps(tree, indent=1, allow_nan=False), encoding="utf-8")
     return Written(name, op)
 
@@ -105,7 +104,7 @@ def _word(text: str) -> str:
 
 
 def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
-    """Everything beside the cases, which lie in ``out``/cases already. source: what the README calls the dump."""
+    """Everything besides the cases, which lie in ``out``/cases already. source: what the README calls the dump."""
     kit = out / KIT
     (kit / "references").mkdir(parents=True, exist_ok=True)
     for name in _FILES:

@@ -28,7 +28,7 @@ those that are only inferred; what golden does as well is how both engines compu
 is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
 a comparison here, without torch.
 
-Not here: the figures (opcheck/references/paged/caches.py), the replays and the proof (prove.py), the comparison
+Not here: the figures (opcheck/references/caches.py), the replays and the proof (prove.py), the comparison
 (comparison/).
 """
 

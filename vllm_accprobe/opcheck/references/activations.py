@@ -1,16 +1,15 @@
 """Activations, alone and with the gate that is multiplied in.
 
 Formulas: SiLU [Elfwing et al., arXiv 1702.03118]; GELU, exact and by tanh, and quick GELU x * sigmoid(1.702 x)
-[Hendrycks and Gimpel, arXiv 1606.08415]; gated units GLU, GEGLU, SwiGLU [Shazeer, arXiv 2002.05202]; ReLU²
-[So et al., arXiv 2109.08668]; the clamped SwiGLU of gpt-oss (alpha 1.702, limit 7, gate and up interleaved) as its
-published code has it; soft capping [Gemma 2, arXiv 2408.00118].
-Which half is the gate: the first, except MulAndSilu. Noise: kernels may round the activation before they multiply.
-Bound: that rounding, and an exponential, tanh or erf that is off by APPROXIMATE: x * sigmoid(x) hands that on at most
-[d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for negative x, and are off by that much of x / 2, and by
-float32's own rounding of it. Activations alone are computed in operators of the dtype, too (vLLM's QuickGELU, its CUDA
-kernels of gelu_new and gelu_fast): the argument of sigmoid, erf or tanh is rounded as well, which x phi(z) hands on as
-x phi'(z) z: for x = -10, 17 units of quick GELU.
-Not here: what a recorded dump does not tell (GeluAndMul's approximation is taken from config.json's hidden_act).
+[Hendrycks and Gimpel, arXiv 1606.08415]; Mish [D. Misra, arXiv 1908.08681]; gated units GLU, GEGLU, SwiGLU [Shazeer,
+arXiv 2002.05202]; ReLU² [So et al., arXiv 2109.08668]; the clamped SwiGLU of gpt-oss (alpha 1.702, limit 7, gate and up
+interleaved) as its published code has it; soft capping [Gemma 2, arXiv 2408.00118]. The gate is the first half, except
+in MulAndSilu. Bound: an activation that is rounded before it is multiplied, and an exponential, tanh or erf off by
+APPROXIMATE: x * sigmoid(x) hands that on at most [d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for
+negative x, and are off by that much of x / 2, and by float32's own rounding of it. An activation alone is computed in
+operators of the dtype, too (vLLM's QuickGELU, its CUDA kernels of gelu_new and gelu_fast): the argument of sigmoid, erf
+or tanh is rounded as well, which x phi(z) hands on as x phi'(z) z: for x = -10, 17 units of quick GELU. Where a
+recorded dump does not say it, GeluAndMul's approximation is taken from config.json's hidden_act.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from vllm_accprobe.opcheck.reference import (
     device_kernel,
     reference,
 )
-from vllm_accprobe.opcheck.references.parts import once, subnormal, vendor
+from vllm_accprobe.opcheck.references.parts import Arguments, once, subnormal, vendor
 
 _X = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
@@ -61,6 +60,10 @@ def relu2(x: Any) -> Any:
     return torch.relu(x) ** 2
 
 
+def mish(x: Any) -> Any:
+    return x * torch.tanh(F.softplus(x, threshold=1e9))
+
+
 def soft_cap(x: Any, cap: float) -> Any:
     return cap * torch.tanh(x / cap)
 
@@ -76,6 +79,13 @@ def gated(x: Any, f: Callable[[Any], Any], unit: float, gate_first: bool = True)
         half = 0.5 * gate.abs() * size
         noise, bound = noise + _CANCELS * half, bound + APPROXIMATE * half
     return Expected(y, noise, bound=bound)
+
+
+def gated_along(x: Any, dim: int, f: Callable[[Any], Any], unit: float, gate_first: bool = True) -> Expected:
+    """`gated` of the halves along another dimension than the last. Raises Declined."""
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
+        raise Declined(f"dim {dim} of {list(x.shape)} has no halves")
+    return gated(x.movedim(dim, -1), f, unit, gate_first).map(lambda t: t.movedim(-1, dim))
 
 
 def sigmoid_argument(x: Any, alpha: float = 1.0) -> Any:
@@ -109,17 +119,9 @@ def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
     most, square = _of_argument(f, x)
     early = once(size, unit) if f in (gelu, gelu_tanh, relu2) else unit * size + subnormal(unit, x.abs())
     noise = ROUNDED * (early * early + unit * unit * square).sqrt()
-    return Expected(y, noise, bound=early + unit * (y.abs() + most) + APPROXIMATE * (size + y.abs()))
-
-
-@reference("SiluAndMul", by_rows=True)
-def silu_and_mul(call: Call) -> Expected:
-    return gated(call.wide(*_X), silu, call.unit)
-
-
-@reference("MulAndSilu", by_rows=True)
-def mul_and_silu(call: Call) -> Expected:
-    return gated(call.wide(*_X), silu, call.unit, gate_first=False)
+    bound = early + unit * (y.abs() + most) + APPROXIMATE * (size + y.abs())
+    # softplus may be subnormal as well as its tanh
+    return Expected(y, noise, bound=bound + subnormal(unit, x.abs()) if f is mish else bound)
 
 
 def by_tanh(call: Call) -> bool:
@@ -130,9 +132,32 @@ def by_tanh(call: Call) -> bool:
     return kind in _TANH
 
 
-@reference("GeluAndMul", by_rows=True)
-def gelu_and_mul(call: Call) -> Expected:
-    return gated(call.wide(*_X), gelu_tanh if by_tanh(call) else gelu, call.unit)
+_GATED = {"SiluAndMul": "silu_and_mul", "MulAndSilu": "mul_and_silu", "GeluAndMul": "gelu_and_mul"}
+"""By class, vLLM's operator; GeluAndMul's is gelu_tanh_and_mul where its GELU is by tanh."""
+_OPERATORS: dict[str, Callable[[Any], Any]] = {
+    "silu_and_mul": silu, "mul_and_silu": silu, "gelu_and_mul": gelu, "gelu_tanh_and_mul": gelu_tanh,
+    "gelu_new": gelu_tanh, "gelu_fast": gelu_tanh, "gelu_quick": quick_gelu,
+}  # fmt: skip
+"""By vLLM's operator, the formula; those that end with mul or begin with it are gated."""
+
+
+def _gated_operator(call: Call) -> str:
+    return "gelu_tanh_and_mul" if call.cls == "GeluAndMul" and by_tanh(call) else _GATED[call.cls]
+
+
+@reference(*_GATED, by_rows=True)
+def gated_module(call: Call) -> Expected:
+    name = _gated_operator(call)
+    return gated(call.wide(*_X), _OPERATORS[name], call.unit, gate_first=name != "mul_and_silu")
+
+
+@reference(*(f"torch.ops._C.{name}" for name in _OPERATORS))
+def operator(call: Call) -> dict[str, Expected]:
+    """(out, input)"""
+    name, (x,) = call.cls.removeprefix("torch.ops.").split(".")[1], Arguments(call, "out input").wide("input")
+    if "mul" not in name:
+        return {"inplace.input.0": alone(x, _OPERATORS[name], call.unit)}
+    return {"inplace.input.0": gated(x, _OPERATORS[name], call.unit, gate_first=name != "mul_and_silu")}
 
 
 @reference("SwigluOAIAndMul", by_rows=True)
@@ -186,31 +211,17 @@ _HERE: dict[Callable[[Any], Any], Callable[[Any], Any]] = {
 """By formula, what torch has for it."""
 
 
-def _gated_here(call: Call, name: str, act: Any, first: bool = True) -> Any:
-    x = call.tensor(*_X)
+@device_kernel(*_GATED)
+def gated_kernel(call: Call) -> Any:
+    x, name = call.tensor(*_X), _gated_operator(call)
     kernel = vendor(name)
     if kernel is not None and x.device.type != "cpu":
         out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
         kernel(out, x.contiguous())
         return out
     a, b = x.chunk(2, -1)
-    return act(a) * b if first else a * act(b)
-
-
-@device_kernel("SiluAndMul")
-def silu_and_mul_kernel(call: Call) -> Any:
-    return _gated_here(call, "silu_and_mul", F.silu)
-
-
-@device_kernel("MulAndSilu")
-def mul_and_silu_kernel(call: Call) -> Any:
-    return _gated_here(call, "mul_and_silu", F.silu, first=False)
-
-
-@device_kernel("GeluAndMul")
-def gelu_and_mul_kernel(call: Call) -> Any:
-    tanh = by_tanh(call)
-    return _gated_here(call, "gelu_tanh_and_mul" if tanh else "gelu_and_mul", _HERE[gelu_tanh if tanh else gelu])
+    act = _HERE[_OPERATORS[name]]
+    return a * act(b) if name == "mul_and_silu" else act(a) * b
 
 
 @device_kernel(*_ALONE)

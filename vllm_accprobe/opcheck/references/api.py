@@ -1,23 +1,12 @@
 """API calls as msprobe records them: functions of torch and of MindSpore's mint by name.
 
-API calls as msprobe records them: functions of torch by name.
-
 The problem: ``Functional.linear``, ``Torch.rsqrt`` and ``Tensor.__mul__`` are Python functions and no operators of
 torch.ops, and a name in a dump may mean anything. The idea: only functions that torch itself lists as functions on
-tensors (torch.overrides, the list that tensor subclasses rely on) can be meant, of methods only those that compute;
-they run on the CPU in float64 like an operator (aten.py); ``VF.lstm`` is torch.lstm. MindSpore's ``mint`` is named
-after them, and its names are understood here.
-
-MindSpore's ``mint`` API: held against torch's functions, and run here and now where MindSpore is installed.
-
-The problem: what a dump says of ``Mint.add`` shows the device that was captured; whether this machine's MindSpore and
-its device compute it rightly is seen only by running it. The idea: ``mint`` takes the arguments of torch's functions of
-the same name and is documented to compute the same [MindSpore's API mapping, "PyTorch and MindSpore API Mapping
-Table"], so that torch's is its reference. To run it, torch's tensors go over by way of numpy, the function of
-the same name is called, and what comes out goes back; bfloat16, which numpy does not have, goes by way of float32,
-which holds it exactly. Only public functions of ``mint``, and arithmetic of tensors, can be named by a dump. MindSpore
-is an extra (``pip install vllm-accprobe[mindspore]``, in an environment of its own beside vLLM's: it wants an older
-numpy).
+tensors (torch.overrides) can be meant, of methods only those that compute; they run on the CPU in float64 like an
+operator (aten.py). MindSpore's ``mint`` takes the arguments of torch's functions of the same name and is documented to
+compute the same [MindSpore's API mapping], so that torch's is its reference. Where MindSpore is installed (an extra, in
+an environment of its own: it wants an older numpy), mint's function runs, too: tensors go over by way of numpy,
+bfloat16 by way of float32. Only public functions of ``mint``, and arithmetic of tensors, can be named by a dump.
 """
 
 from __future__ import annotations

@@ -1,23 +1,12 @@
 """Any aten operator: calls itself on the CPU, in float64.
 
-An operator's arguments in wider dtypes, and those moved by a rounding.
-
-The problem: an operator is asked twice, with its arguments and with the same ones moved, and where one of them is a
-weight, to make both of it takes longer than the decode step that is checked. The idea: what is made of a parameter that
-the calls of an operator share is made once (`Params`), its moved form too, because the signs are the same for all calls
-whose arguments have the same lengths. An operator that writes to an argument is given one of its own.
-
-Any aten operator: calls itself on the CPU, in float64.
-
-The problem: torch has some two thousand operators, and no table of formulas will ever hold them. The idea: an
-operator's own CPU kernel in float64 is an independent and far more exact implementation of what a device computed in
-bfloat16. Floating tensors become float64 (complex128), a ``dtype`` argument that names a smaller float is raised too;
-where there is no kernel for float64, float32 is tried. What an argument became in place is an output like any other.
-Noise: how an honest kernel's float32 sums spread is seen by asking again with inputs moved by 2**-24 of their size
-[stochastic estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; integers that this changes are ties.
-Common: a product with one number near a power of two rounds all of a row the same way. A cast must be right to the
-bit. Operators that draw random numbers, hold no tensor, or depend on a dtype's bits are declined.
-"""
+The problem: torch has some two thousand operators, and no table of formulas has them all. The idea: an operator's own
+CPU kernel in float64 is an independent and far more exact implementation of what a device computed in bfloat16.
+Floating tensors become float64 (complex128), a ``dtype`` argument that names a smaller float is raised too; without a
+kernel for float64, float32 is tried. Noise: the operator is run again with inputs moved by 2**-24 of their size
+[stochastic estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; integers that this changes are ties. What
+is computed from a parameter that the calls of an operator share is made once. A cast must be right to the bit.
+Operators that draw random numbers, have no tensor, or depend on a dtype's bits are declined."""
 
 from __future__ import annotations
 
@@ -115,7 +104,7 @@ dump may come from a stranger."""
 _CASTS = ("to", "_to_copy", "copy_", "copy", "type_as")
 """Rounding itself: what comes out is known to the bit."""
 _HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
-"""Operators that are given addresses as integers: to run them again would crash."""
+"""Operators that take addresses as integers: to run them again would crash."""
 _WIDER = 8.0
 """How many times the answer to moved inputs a kernel's own sums may spread: the square root of some sixty terms."""
 
@@ -197,7 +186,7 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
     for real, imaginary in ((torch.float64, torch.complex128), (torch.float32, torch.complex64)):
         widened = Widened(call, function, real, imaginary)
         try:
-            found = _given(call, function, widened.wide)
+            found = _called(call, function, widened.wide)
         except _REFUSALS as error:
             why = why or " ".join(str(error).split())[:80]
             continue
@@ -211,7 +200,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
 """What a kernel raises for arguments that it does not take."""
 
 
-def _given(call: Call, function: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+def _called(call: Call, function: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """What ``function`` gives for the call's arguments, each changed, by role."""
     args, kwargs = each(list(call.args), change), {k: each(v, change) for k, v in call.kwargs.items()}
     return outputs_by_role(function(*args, **kwargs), args, kwargs)
@@ -223,13 +212,13 @@ def _check_size(call: Call, function: Any) -> None:
     values = [*call.args, *call.kwargs.values()]
     if max((_product(v) for v in values), default=0) <= _LARGE:
         return
-    held = sum(t.numel() for t in (*tensors_by_role(call.args, call.kwargs).values(), *call.outputs.values()))
+    captured_size = sum(t.numel() for t in (*tensors_by_role(call.args, call.kwargs).values(), *call.outputs.values()))
     try:
-        made = _given(call, function, _on_meta)
+        made = _called(call, function, _on_meta)
         size = sum(t.numel() for role, t in made.items() if role.startswith("output."))
     except Exception as error:
         raise Declined(f"how much it would make is not known: {type(error).__name__}") from None
-    if size > _LARGE + 4 * held:
+    if size > _LARGE + 4 * captured_size:
         raise Declined("it would make far more than was captured")
 
 
@@ -254,9 +243,9 @@ def _on_meta(value: Any) -> Any:
 def _expected(
     call: Call, function: Any, found: dict[str, Any], widened: Widened, narrow: bool, cast: bool
 ) -> dict[str, Expected]:
-    """Each of ``found`` with its noise, from asking again. narrow: it was asked in float32; cast: it only rounds."""
+    """Each of ``found`` with its noise, from running again. narrow: it ran in float32; cast: it only rounds."""
     try:
-        again = _given(call, function, widened.moved)
+        again = _called(call, function, widened.moved)
     except _REFUSALS:
         again = {}
     expected = {}
@@ -266,9 +255,9 @@ def _expected(
         other = again.get(role)
         if value.is_floating_point():
             value = value.double()
-            given = call.outputs.get(role)
-            if given is not None and cast:
-                expected[role] = Expected(value.to(given.dtype).double(), unit=0.0)
+            captured = call.outputs.get(role)
+            if captured is not None and cast:
+                expected[role] = Expected(value.to(captured.dtype).double(), unit=0.0)
                 continue
             noise = _spread(value, other)
             if narrow:
@@ -312,4 +301,4 @@ def operator_kernel(call: Call) -> dict[str, Any]:
             return device
         return value.clone() if isinstance(value, torch.Tensor) else value
 
-    return _given(call, function, placed)
+    return _called(call, function, placed)

@@ -1,8 +1,8 @@
 """What ranks exchange: all-reduce, all-gather, reduce-scatter of captured tensors.
 
-Formulas: sum, concatenation, and sum cut into equal parts, as MPI defines them [MPI 4.1, chapter 6]. Noise: a sum of n
-ranks' values may be rounded at each of its n - 1 additions. A call is an operator's; ``extra["ranks"]`` holds every
-rank's input, in the order of the group, and ``attrs["rank"]`` this one's place.
+Formulas: sum, concatenation, and sum cut into equal parts [MPI 4.1, chapter 6]. Noise: a sum of n ranks' values may be
+rounded at each of its n - 1 additions. ``extra["ranks"]`` has every rank's input, in the order of the group, and
+``attrs["rank"]`` this one's place.
 """
 
 from __future__ import annotations

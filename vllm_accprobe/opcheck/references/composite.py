@@ -1,23 +1,19 @@
-"""Modules that compute nothing themselves, and what stands around a vision tower.
-
-What stands before and behind a vision tower: pictures in, patches embedded, patches merged.
-
-Formulas: x * weight[c] + bias[c] on the channels of raw pixels; a convolution over patches that do not overlap is a
-product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section 3.1; Qwen2-VL, arXiv 2409.12191, for
-frames in pairs]. Mergers consist of modules that have references of their own.
-
-Modules that compute nothing themselves: what comes out must be what their last part gave.
+"""Modules that compute nothing themselves: what comes out must be what their parts gave.
 
 The problem: most calls of a model are of blocks, and a fault can sit between modules, where nothing is captured (a
 residual stream that is scaled, shared experts that are not added). The idea: a block's output is checked against the
 outputs captured inside it, bit for bit where it hands one on, in float64 where it adds two up. What a block does is
-known by class; others are declined. Formulas: vLLM's model files: (hidden, residual) handed on by decoder layers;
-output projection last in attention; down projection last in an MLP, times a sigmoid gate in Qwen2-MoE's shared expert;
-routed and shared experts added.
+known by class [vLLM's and transformers' model files]; others are declined. A block whose convolution or recurrence is
+no module may be found wrong and never right. vLLM's opaque operators put the results of the operators inside them,
+first those of single tokens, then those of prompts, into one buffer: the results must lie there, row by row. Around a
+vision tower: x * weight[c] + bias[c] on the channels of raw pixels; a convolution over patches that do not overlap is a
+product with the flattened kernel [Dosovitskiy et al., arXiv 2010.11929, section 3.1].
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -36,21 +32,75 @@ from vllm_accprobe.opcheck.reference import (
     reference,
     sum_of_two,
 )
-from vllm_accprobe.opcheck.references.hf import mixture, residual_layer
 from vllm_accprobe.opcheck.references.linear import added, biased, product, rounded
-from vllm_accprobe.opcheck.references.parts import (
-    UNSEEN,
-    UNTOLD,
-    WHERE_SCALED,
-    all_seen,
-    held,
-    inside,
-    param_if,
-    ranks_of,
-    routed_factor,
-    same,
-    weight_here,
+from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
+
+Inside = Sequence[tuple[str, str, Any]]
+NOT_HANDED_ON = "a block whose parts do not tell what it hands on"
+"""Why a block is declined."""
+UNSEEN = (
+    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
+    "were not computed again"
 )
+"""Why a block is not right by what its last part gave."""
+
+
+def inside(call: Call) -> Inside:
+    """(path below the block, role, record) in the order of execution. Raises Declined where there is none."""
+    found: Inside = call.extra.get("children", ())
+    if not found:
+        raise Declined("nothing inside it was captured")
+    return found
+
+
+def all_seen(call: Call) -> None:
+    """Raises Declined where a part of this block ran that was not captured: what it added, or computed from the others'
+    results, nobody knows."""
+    if unseen := call.extra.get("unseen"):
+        more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        raise Declined(f"a block of which parts were not captured ({unseen[0]}{more})")
+
+
+def child_value(call: Call, role: str, child: str, child_role: str) -> Expected | None:
+    """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
+    not captured."""
+    read = call.extra.get("read")
+    out = call.outputs.get(role)
+    for path, r, record in reversed(inside(call)):
+        if r == child_role and (path == child or (child.startswith("*") and path.endswith(child[1:]))):
+            if read is None or out is None or tuple(record.shape) != tuple(out.shape):
+                return None
+            return Expected(read(record).double(), None, 0.0)
+    return None
+
+
+def first(call: Call, *children: str) -> Expected | None:
+    """output.0 as the first of these children that was captured gave it; None where none was."""
+    return next((f for f in (child_value(call, "output.0", child, "output.0") for child in children) if f), None)
+
+
+def child_output(call: Call, child: str, child_role: str = "output.0") -> Expected:
+    """output.0 as this child gave it. Raises Declined."""
+    found = child_value(call, "output.0", child, child_role)
+    if found is None:
+        raise Declined(NOT_HANDED_ON)
+    return found
+
+
+WHERE_SCALED = "where the routed scaling factor is applied was not recorded"
+
+
+def routed_factor(call: Call) -> float:
+    """What a block multiplies its routed experts' sum with: the model's factor where no object inside the block applies
+    it to its weights or its sum, else 1. Raises Declined where that was not recorded."""
+    whole = call.attrs.get("routed_scaling_factor") or call.config.get("routed_scaling_factor") or 1.0
+    factors = call.extra.get("factors", {})  # of the objects inside it, by their paths
+    inner = math.prod(factors.values())
+    if math.isclose(whole, inner) or ("routed_scaling_factor" not in {**call.attrs, **call.config} and factors):
+        return 1.0
+    if not factors or not math.isclose(inner, 1.0):
+        raise Declined(WHERE_SCALED)
+    return float(whole)
 
 
 @reference("FusedMMInputNorm")
@@ -76,12 +126,7 @@ def convolution(call: Call) -> Expected:
         raise Declined("a convolution in groups")
     y = product(_patches(x, kernel), weight.flatten(1))
     y = biased(y, param_if(call, "bias"), call.unit)
-    value, noise, bound = (_back(t, len(x), grid) for t in (y.value, y.noise, y.bound))
-    return Expected(value, noise, bound=bound)
-
-
-def _back(rows: Any, n: int, grid: list[int]) -> Any:
-    return rows.reshape(n, *grid, -1).movedim(-1, 1)
+    return y.map(lambda t: t.reshape(len(x), *grid, -1).movedim(-1, 1))
 
 
 def _patches(x: Any, kernel: list[int]) -> Any:
@@ -91,24 +136,7 @@ def _patches(x: Any, kernel: list[int]) -> Any:
         shape += [size // k, k]
     dims = len(kernel)
     order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
-    width = x.shape[1]
-    for k in kernel:
-        width *= k
-    return torch.reshape(x.reshape(shape).permute(order), (-1, width))
-
-
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
-@device_kernel("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
-def convolution_kernel(call: Call) -> Any:
-    x, w = call.tensor("x", "input", "0"), weight_here(call)
-    stride = list(call.attr("stride", default=list(w.shape[2:])))
-    padding, groups = call.attrs.get("padding", 0), int(call.attr("groups", default=1))
-    if isinstance(padding, str):
-        raise Declined("a padding that is named")
-    run = F.conv2d if w.dim() == 4 else F.conv3d
-    return run(x, w, call.params.get("bias"), stride, padding, call.attrs.get("dilation", 1), groups)
+    return torch.reshape(x.reshape(shape).permute(order), (-1, x.shape[1] * math.prod(kernel)))
 
 
 def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> dict[str, Expected]:
@@ -123,11 +151,11 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
         if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
             continue
         if role in call.outputs and role not in found:
-            held = same(call, role, child, child_role)
-            if held is not None:
-                found[role] = held
+            value = child_value(call, role, child, child_role)
+            if value is not None:
+                found[role] = value
     if not found:
-        raise Declined(UNTOLD)
+        raise Declined(NOT_HANDED_ON)
     return found
 
 
@@ -136,9 +164,22 @@ def _last(call: Call, *children: str) -> dict[str, Expected]:
     return _handed_on(call, *(("output.0", child, "output.0") for child in children))
 
 
+def residual_layer(call: Call) -> dict[str, Expected]:
+    """transformers' layers, which add their residual themselves: x + attention + MLP, rounded twice."""
+    all_seen(call)
+    attention, last = first(call, "self_attn", "attn"), first(call, "mlp")
+    # norms behind the attention or the MLP, as Gemma has them, are in the sum and would have to be known
+    norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_layernorm")
+    if attention is None or last is None or any(path in norms for path, _, _ in call.extra.get("children", ())):
+        raise Declined("a layer that adds its residual itself")
+    middle = call.wide("hidden_states", "0").reshape(last.value.shape) + attention.value
+    size = call.unit * middle.abs()
+    return {"output.0": Expected(middle + last.value, ROUNDED * size, bound=size)}
+
+
 @reference("*DecoderLayer")
 def decoder_layer(call: Call) -> dict[str, Expected]:
-    """Of layers that hand on (hidden, residual); those that add the residual themselves: hf.py."""
+    """Of layers that pass on (hidden, residual); those that add it themselves: `residual_layer`."""
     if "output.1" not in call.outputs:
         return residual_layer(call)
     if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
@@ -172,7 +213,7 @@ def mlp(call: Call) -> dict[str, Expected]:
 
 
 def _gated(call: Call, gate: Any) -> Expected:
-    y = held(call, "down_proj").value * call.extra["read"](gate).double().sigmoid()
+    y = child_output(call, "down_proj").value * call.extra["read"](gate).double().sigmoid()
     size = call.unit * y.abs()
     return Expected(y, ROUNDED * size, common=call.unit, bound=2.0 * size + APPROXIMATE * y.abs())
 
@@ -191,12 +232,12 @@ def experts(call: Call) -> dict[str, Expected]:
 
 
 def _experts(call: Call) -> Expected:
-    alone, out = same(call, "output.0", "quant_method", "output.0"), call.outputs.get("output.0")
+    alone, out = child_value(call, "output.0", "quant_method", "output.0"), call.outputs.get("output.0")
     if alone is not None and out is not None and torch.equal(alone.value, out.double()):
         return alone  # up to 0.11 nothing is added; in between shared experts may be, which the block owns
     all_seen(call)
-    routed, factor = held(call, "routed_experts.quant_method"), _factor_behind(call)
-    shared = same(call, "output.0", "_shared_experts._layer", "output.0")
+    routed, factor = child_output(call, "routed_experts.quant_method"), _factor_behind(call)
+    shared = child_value(call, "output.0", "_shared_experts._layer", "output.0")
     return _sum(call, routed.value, None if shared is None else shared.value, factor)
 
 
@@ -225,6 +266,22 @@ def _sum(call: Call, routed: Any, shared: Any | None, factor: float) -> Expected
     return Expected(y, ROUNDED * (half * half + scaled * scaled) ** 0.5, bound=2.0 * (half + scaled))
 
 
+def mixture(call: Call) -> dict[str, Expected]:
+    """transformers' experts' sum, with the shared ones', gated by a sigmoid or not."""
+    routed = child_output(call, "experts")
+    shared = first(call, "shared_expert", "shared_experts")
+    if shared is None:
+        return {"output.0": routed}
+    y = shared.value
+    gate = [r for path, role, r in call.extra["children"] if (path, role) == ("shared_expert_gate", "output.0")]
+    if gate:
+        y = y * call.extra["read"](gate[-1]).double().sigmoid().reshape(len(y), 1)
+    total = routed.value + y
+    size = y.abs() + 0.5 * total.abs()
+    # the gate is rounded for all of a row's shared part, which is at most a row's
+    return {"output.0": Expected(total, ROUNDED * call.unit * size, common=call.unit, bound=3.0 * call.unit * size)}
+
+
 @reference("*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
 def moe_block(call: Call) -> dict[str, Expected]:
     parts = {path for path, _, _ in inside(call)}
@@ -235,7 +292,7 @@ def moe_block(call: Call) -> dict[str, Expected]:
         return mixture(call)
     if (factor := routed_factor(call)) == 1.0:
         return _last(call, "experts")
-    return {"output.0": _sum(call, held(call, "experts").value, None, factor)}
+    return {"output.0": _sum(call, child_output(call, "experts").value, None, factor)}
 
 
 def _apart(call: Call) -> Expected:
@@ -243,9 +300,9 @@ def _apart(call: Call) -> Expected:
     factor = routed_factor(call)
     if any(getattr(r.layout, "kind", "") == "partial" for path, _, r in inside(call) if path == "experts"):
         raise Declined("adds up over ranks behind it")
-    shared, routed = (same(call, "output.0", "experts", f"output.{k}") for k in (0, 1))
+    shared, routed = (child_value(call, "output.0", "experts", f"output.{k}") for k in (0, 1))
     if shared is None or routed is None:
-        raise Declined(UNTOLD)
+        raise Declined(NOT_HANDED_ON)
     if factor != 1.0:
         return _sum(call, routed.value, shared.value, factor)
     return sum_of_two(shared.value + routed.value, call.unit)
@@ -274,23 +331,23 @@ def patch_embed(call: Call) -> dict[str, Expected]:
             value = read(record).double()
             if value.numel() == out.numel():
                 return {"output.0": Expected(value.reshape(out.shape), None, 0.0)}
-    raise Declined(UNTOLD)
+    raise Declined(NOT_HANDED_ON)
 
 
 @reference("*VisionBlock")
 def vision_block(call: Call) -> dict[str, Expected]:
     """The residual that its second norm gave, and the MLP's output, added."""
-    down, stream = held(call, "mlp"), held(call, "norm2", "output.1")
+    down, stream = child_output(call, "mlp"), child_output(call, "norm2", "output.1")
     return {"output.0": sum_of_two(down.value + stream.value, call.unit)}
 
 
 @reference("*VisionTransformer")
 def vision_transformer(call: Call) -> dict[str, Expected]:
     """The merger's rows, perhaps in another order (windows are undone behind it): each of them once."""
-    merged = held(call, "merger")
+    merged = child_output(call, "merger")
     out = call.outputs["output.0"]
     if out.dim() != 2:
-        raise Declined(UNTOLD)
+        raise Declined(NOT_HANDED_ON)
     rows: dict[tuple[float, ...], list[int]] = {}
     for k, row in enumerate(merged.value.tolist()):
         rows.setdefault(tuple(row), []).append(k)
@@ -306,5 +363,126 @@ def last_part(call: Call) -> dict[str, Expected]:
     _, role, record = inside(call)[-1]
     all_seen(call)
     if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
-        raise Declined(UNTOLD)
+        raise Declined(NOT_HANDED_ON)
     return {"output.0": Expected(read(record).double(), None, 0.0)}
+
+
+@reference("MambaMixer2", "MambaMixer", "ShortConv", "*Mixer2", "*MambaMixer")
+def mixer(call: Call) -> dict[str, Expected]:
+    """What ``out_proj`` gave."""
+    if inside(call)[-1][0] != "out_proj":
+        raise Declined(NOT_HANDED_ON)
+    read = call.extra.get("read")
+    found = {}
+    for role, out in call.outputs.items():
+        value = child_value(call, role, "out_proj", "output.0")
+        records = [r for path, r_role, r in inside(call) if path == "out_proj" and r_role == "output.0"]
+        if value is not None:
+            found[role] = value
+        elif role == "inplace.output" and read is not None and records[-1].shape[1:] == out.shape[1:]:
+            rows = torch.arange(len(out)) < len(read(records[-1]))
+            whole = torch.zeros(out.shape, dtype=torch.float64)
+            whole[rows] = read(records[-1]).double()
+            found[role] = Expected(whole, None, 0.0, rows=rows, reason="padding")
+    if not found:
+        raise Declined(NOT_HANDED_ON)
+    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
+
+
+_NOT_INSIDE = "what it runs inside was not captured"
+_MADE = {
+    "vllm.mamba_mixer2": ("selective_state_update_cpu", "mamba_chunk_scan_fwd_cpu"),
+    "vllm.unified_attention_with_output": ("cpu_attention_with_kv_cache",),
+    "vllm.cpu_gdn_attention_core": ("fused_sigmoid_gating_delta_rule_update_cpu", "chunk_gated_delta_rule_cpu"),
+}
+"""By opaque operator: the operators inside that make its rows, in the order of the rows."""
+_WRITES = ("cpu_attn_reshape_and_cache", "concat_and_cache_mla", "index_put_")
+
+
+def _buffer(call: Call) -> tuple[str, Any]:
+    roles = [role for role in call.outputs if role.startswith("inplace.")]
+    if len(roles) != 1 or not len(call.outputs[roles[0]]):
+        raise Declined(_NOT_INSIDE)
+    return roles[0], call.outputs[roles[0]]
+
+
+@reference(*(f"torch.ops.{name}" for name in _MADE))
+def opaque(call: Call) -> dict[str, Expected]:
+    """The rows that the operators inside it made, in its buffer."""
+    role, out = _buffer(call)
+    made = next(names for name, names in _MADE.items() if f"{name}." in f"{call.cls}.")
+    rows = [t for name in made for op, t in call.extra.get("inner", ()) if f".{name}." in f".{op}."]
+    return {role: _in_buffer(out, rows)}
+
+
+def _in_buffer(out: Any, rows: list[Any | None]) -> Expected:
+    """These rows, one after the other, at the front of a buffer of at least as many. Raises Declined."""
+    width = max(out[0].numel(), 1)
+    flat = [None if t is None or t.numel() % width else t.reshape(-1, *out.shape[1:]) for t in rows]
+    if not flat or any(f is None or f.dtype != out.dtype for f in flat):
+        raise Declined(_NOT_INSIDE)
+    value = torch.cat(flat).double()
+    if len(value) > len(out):
+        raise Declined(_NOT_INSIDE)
+    known = torch.arange(len(out)) < len(value)
+    whole = torch.zeros(out.shape, dtype=torch.float64)
+    whole[: len(value)] = value
+    return Expected(whole, None, 0.0, rows=known, reason="padding")
+
+
+@reference("torch.ops.vllm.short_conv")
+def opaque_convolution(call: Call) -> dict[str, Expected]:
+    """(hidden_states, output, layer): its last act copies the rows of its output projection into ``output``."""
+    role, out = _buffer(call)
+    copies = [t for op, t in call.extra.get("inner", ()) if op.startswith("aten.copy_")]
+    if not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:]:
+        raise Declined(_NOT_INSIDE)
+    return {role: _in_buffer(out, [copies[-1]])}
+
+
+@reference("torch.ops.vllm.unified_mla_attention_with_output")
+def opaque_latent(call: Call) -> dict[str, Expected]:
+    """(q, kv_c, k_pe, output, ...): rows of single tokens first, what the second matrix computed from the mixed latents
+    [heads, rows, width]; then those of prompts, copied."""
+    role, out = _buffer(call)
+    rows: list[Any | None] = []
+    decoding, prompt, mixed = False, None, None
+    for op, t in call.extra.get("inner", ()):
+        if "mla_decode_kvcache" in op:
+            decoding = True
+        elif op.startswith("aten.bmm") and decoding:
+            mixed = t
+        elif op.startswith("aten.copy_") and not decoding and t is not None and t.shape[1:] == out.shape[1:]:
+            prompt = t
+    if decoding:
+        if mixed is None or mixed.dim() != 3:
+            raise Declined(_NOT_INSIDE)
+        rows.append(mixed.transpose(0, 1).reshape(mixed.shape[1], -1))
+    if prompt is not None:
+        rows.append(prompt)
+    return {role: _in_buffer(out, rows)}
+
+
+@reference("torch.ops.vllm.unified_kv_cache_update", "torch.ops.vllm.unified_mla_kv_cache_update")
+def opaque_write(call: Call) -> dict[str, Expected]:
+    """It gives an empty tensor, and writes by the operator inside it, which must be there."""
+    if not any(f".{name}." in f".{op}." for name in _WRITES for op, _ in call.extra.get("inner", ())):
+        raise Declined(_NOT_INSIDE)
+    out = call.outputs["output.0"]
+    if out.numel():
+        raise Declined("its output has a content that no formula tells")
+    return {"output.0": equal(out)}
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel("Conv2dLayer", "Conv3dLayer", "Conv2d", "Conv3d")
+def convolution_kernel(call: Call) -> Any:
+    x, w = call.tensor("x", "input", "0"), weight_here(call)
+    stride = list(call.attr("stride", default=list(w.shape[2:])))
+    padding, groups = call.attrs.get("padding", 0), int(call.attr("groups", default=1))
+    if isinstance(padding, str):
+        raise Declined("a padding that is named")
+    run = F.conv2d if w.dim() == 4 else F.conv3d
+    return run(x, w, call.params.get("bias"), stride, padding, call.attrs.get("dilation", 1), groups)

@@ -1,21 +1,18 @@
-"""Exact gradients: what a backward pass should have given, from a call's inputs and the gradients of its outputs.
+"""Exact gradients: what a backward pass should return, from a call's inputs and the gradients of its outputs.
 
-The problem: a kernel's forward may be right and its gradient wrong; a dump may hold that gradient (msprobe's
-``.backward`` records, ``npu_swiglu_backward``), and a formula for each would be written twice. The idea: references
-compute in torch's float64, so that autograd differentiates the reference itself; a function of torch (``aten.mm``,
-``Functional.linear``) is its own. Noise: how far the exact gradients move when every floating input and each gradient
-that comes in moves by one rounding of its dtype, because a backward pass works from a rounded forward pass [stochastic
-estimates of conditioning: Parker, Monte Carlo Arithmetic, 1997]; what autograd saved of a forward's outputs is taken
-as it was saved (`SavedOutputs`); and one rounding of the gradient's root mean square,
-because some are differences of equal things (attention with one key).
-Not here: gradients that are drawn and run here (opcheck/run/replay.py), which record belongs to which call
-(opcheck/calls/records.py).
+The problem: a kernel's forward may be right and its gradient wrong; a dump may have that gradient, and a formula for
+each would be written twice. The idea: references compute in torch's float64, so that autograd differentiates the
+reference itself; a function of torch is its own. Noise: how far the exact gradients move when every floating input and
+each gradient that comes in moves by one rounding of its dtype [stochastic estimates of conditioning: Parker, Monte
+Carlo Arithmetic, 1997]; what autograd saved of a forward's outputs is used as it was saved (`SavedOutputs`); and one
+rounding of the gradient's root mean square, because some are differences of equal things (attention with one key).
+Elsewhere: gradients that are drawn and run here (run/replay.py), which record belongs to which call (calls/records.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +26,7 @@ from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_b
 from vllm_accprobe.opcheck.references.parts import on
 
 SPREAD = 4.0
-"""Times that a gradient moves with its inputs: one draw of signs, where an honest kernel has others (chosen)."""
+"""Times that a gradient moves with its inputs: one draw of signs, where a right kernel has others (chosen)."""
 Outputs = Callable[[Call], Mapping[str, Any]]
 
 
@@ -110,16 +107,13 @@ class SavedOutputs:
 
     def _unpacked(self, t: Any) -> Any:
         for role, y in self.made.items():
-            if isinstance(y, torch.Tensor) and t.is_floating_point() and _same_memory(t, y):
+            same = isinstance(y, torch.Tensor) and t.numel() and t.data_ptr() == y.data_ptr() and t.shape == y.shape
+            if same and t.is_floating_point():
                 kept = self._saved.get(role)
                 if kept is None or kept.is_meta or kept.numel() != t.numel():  # statistics have no numbers
                     kept = t.to(self._dtype)
                 return kept.reshape(t.shape).to(t.dtype)
         return t
-
-
-def _same_memory(t: Any, y: Any) -> bool:
-    return bool(t.data_ptr() == y.data_ptr() and t.shape == y.shape and t.numel())
 
 
 def exact_gradients(
@@ -152,7 +146,7 @@ def exact_gradients(
 
 
 def noise_of(exact: Any, moved: Any, step: float) -> Any:
-    """Standard error of an honest gradient, of an element or its row, whichever is larger."""
+    """Standard error of a right gradient, of an element or its row, whichever is larger."""
     change = SPREAD * (moved - exact).abs()
     if change.dim():
         change = torch.maximum(change, change.square().mean(-1, keepdim=True).sqrt())
@@ -160,12 +154,12 @@ def noise_of(exact: Any, moved: Any, step: float) -> Any:
 
 
 def derived(
-    g: Any, forward: Callable[[Call], Any], arguments: Mapping[str, str], up: str, wanted: Sequence[str]
+    g: Any, forward: Callable[[Call], Any], names: Iterable[str], up: str, wanted: Sequence[str]
 ) -> dict[str, Expected]:  # fmt: skip
     """What a fused operator's backward gives as ``output.k``: the gradient of ``wanted[k]``. g: its arguments;
-    forward: the reference that it belongs to; arguments: names of forward's, with those that they have here; up: the
-    gradient of its first output. Raises Declined."""
-    call = Call(g.call.name, "npu.forward", kwargs={theirs: g[mine] for theirs, mine in arguments.items()})
+    forward: the reference that it belongs to; names: of forward's arguments; up: the gradient of its first output.
+    Raises Declined."""
+    call = Call(g.call.name, "npu.forward", kwargs={name: g[name] for name in names})
 
     def outputs(wide: Call) -> Mapping[str, Any]:
         result = forward(wide)
@@ -210,11 +204,11 @@ def recorded(call: Call) -> dict[str, Expected]:
 
 def _roles(call: Call, found: Mapping[str, Expected]) -> dict[str, str]:
     """Role of a captured gradient → the argument that it is of: by its place, else in the order of the tensors."""
-    given = {role: t for role, t in call.outputs.items() if role.startswith("output.") and t.is_floating_point()}
-    placed = {role: role.replace("output.", "input.", 1) for role in given}
-    if all(n in found and found[n].value.shape == given[r].shape for r, n in placed.items()):
+    captured = {role: t for role, t in call.outputs.items() if role.startswith("output.") and t.is_floating_point()}
+    placed = {role: role.replace("output.", "input.", 1) for role in captured}
+    if all(n in found and found[n].value.shape == captured[r].shape for r, n in placed.items()):
         return placed
-    if len(given) != len(found):
-        return {r: n for r, n in placed.items() if n in found and found[n].value.shape == given[r].shape}
-    pairs = dict(zip(given, found, strict=True))
-    return pairs if all(found[n].value.shape == given[r].shape for r, n in pairs.items()) else {}
+    if len(captured) != len(found):
+        return {r: n for r, n in placed.items() if n in found and found[n].value.shape == captured[r].shape}
+    pairs = dict(zip(captured, found, strict=True))
+    return pairs if all(found[n].value.shape == captured[r].shape for r, n in pairs.items()) else {}

@@ -1,24 +1,13 @@
-"""Products with a weight matrix, with and without LoRA adapters.
+"""Weight matrices: products with them, with and without LoRA adapters, and rows looked up in them.
 
-Products with a weight matrix: y = x Wᵀ + b, whatever vLLM calls the module.
-
-Formula: torch.nn.Linear's definition. Noise: float32 sums of K products, sqrt(K) roundings of size 2**-24 of |x| |W|
-[Higham and Mary, SIAM J. Sci. Comput. 41 (2019) A2815, theorem 2.4; a partial sum is at most |x| |W|, so that this is
-the standard error at most]. Bound: gamma_K |x| |W| [Higham, ASNA, (3.5)]. A row-parallel module whose ranks'
-partial sums are added afterwards gets them from all ranks (``extra["ranks"]``: the other ranks' calls). Bias: added
-on one rank, or once after the sum. Quantised weights are turned into numbers first (quantised.py).
-
-Linear layers with LoRA adapters: y = x Wᵀ + b + s (x Aᵀ) Bᵀ, A, B and s those of the adapter of each row's request.
-
-Formula: Hu et al., arXiv 2106.09685, section 4.1. The problem: a batch holds rows of several adapters and of none, and
-a kernel that takes the wrong slot for some of them is a plausible model. The idea: adapters' weights are in the dump as
-their files have them, and which request a row belongs to is, too; a packed layer (qkv, gate and up) has an adapter's
-parts side by side. Noise: the base product is rounded before the rest is added; x Aᵀ is a float32 sum that is cast to
-the model's dtype, s B is rounded where s is no power of two, and so is what they give, as vLLM's kernels do [vLLM,
-lora/ops/torch_ops/lora_ops.py and lora/ops/triton_ops]; sums as in linear.py. Adapters that are cut over ranks are
-declined.
-
-Not here: experts' and embeddings' adapters, which row has which adapter (calls/neighbours.py).
+Formula: y = x Wᵀ + b, whatever vLLM calls the module; with an adapter y = x Wᵀ + b + s (x Aᵀ) Bᵀ, A, B and s those of
+each row's request [Hu et al., arXiv 2106.09685, section 4.1]. Noise: float32 sums of K products, sqrt(K) roundings of
+size 2**-24 of |x| |W| [Higham and Mary, SIAM J. Sci. Comput. 41 (2019) A2815, theorem 2.4; a partial sum is at most |x|
+|W|, so that this is the standard error at most]. Bound: gamma_K |x| |W| [Higham, ASNA, (3.5)]. A row-parallel module
+whose ranks' partial sums are added afterwards gets them from all ranks (``extra["ranks"]``). A rank of a sharded table
+gives zeros for tokens that are not its own, and the ranks' results are added.
+Elsewhere: quantised weights (quantised.py), adapters of experts and embeddings, which row has which adapter
+(calls/neighbours.py).
 """
 
 from __future__ import annotations
@@ -45,7 +34,15 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.activations import soft_cap
-from vllm_accprobe.opcheck.references.parts import once, param_if, ranks_of, subnormal, weight_here
+from vllm_accprobe.opcheck.references.parts import (
+    Arguments,
+    once,
+    param_if,
+    ranks_of,
+    reshaped,
+    subnormal,
+    weight_here,
+)
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, cut_off, weight_of, widened
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
@@ -68,6 +65,13 @@ def product(x: Any, weight: Any, x_noise: Any | None = None, sizes: Any | None =
         noise = SUM * x.shape[-1] ** 0.5 * size
         return Expected(x @ weight.T, combined(noise, ((x_noise * x_noise) @ (weight * weight).T).sqrt()))
     return _summed(in_blocks(x, weight.T), size, x.shape[-1])
+
+
+def by_batch(left: Any, right: Any) -> Expected:
+    """A B of each batch: [batch, m, k] and [batch, k, n], float64."""
+    parts = [product(a, b.T) for a, b in zip(left, right, strict=True)]
+    value, noise, bound = (torch.stack([getattr(p, n) for p in parts]) for n in ("value", "noise", "bound"))
+    return Expected(value, noise, bound=bound)
 
 
 def _summed(value: Any, size: Any, terms: int) -> Expected:
@@ -115,9 +119,9 @@ def partial(call: Call) -> Expected:
     return product(x, weight, activation_noise(call, x), call.once(product, lambda: weight.abs().float()))
 
 
-def _noted(call: Call, y: Expected) -> Expected:
+def _with_cause(call: Call, y: Expected) -> Expected:
     """y with what there is to say of a W8A8 product that ends in 16 bits: the kernel turned x into codes itself, each
-    row by its largest number, or all by ``input_scale``; one that does otherwise is not told."""
+    row by its largest number, or all by ``input_scale``; another way is not recognised."""
     weight, scale = call.params.get("weight"), param_if(call, "weight_scale")
     mine = call.outputs.get("output.0")
     if mine is None or weight is None or weight.dtype != torch.int8 or scale is None:
@@ -129,8 +133,8 @@ def _noted(call: Call, y: Expected) -> Expected:
     codes = (x / step.clamp(min=_TINY).unsqueeze(1)).round().clamp(-128, 127)
     right = scale.reshape(-1).expand(len(weight))
     coded = y.value.reshape(len(x), -1) + (codes * step.unsqueeze(1) - x) @ (weight.double() * right.unsqueeze(1)).T
-    said = cut_off(codes.to(torch.int8), weight.T, step, right, coded, mine.reshape(len(x), -1))
-    return replace(y, note=said) if said else y
+    note = cut_off(codes.to(torch.int8), weight.T, step, right, coded, mine.reshape(len(x), -1))
+    return replace(y, note=note) if note else y
 
 
 def _bias(call: Call) -> Any | None:
@@ -165,7 +169,7 @@ def column(call: Call) -> dict[str, Expected]:
     """Its columns, on this rank. Some kernels round before they add the bias, so noise allows it."""
     if call.attr("gather_output", default=False) and int(call.attr("tp_size", default=1)) > 1:
         raise Declined("gathers its output over ranks")
-    found = {"output.0": _noted(call, biased(partial(call), _bias(call), call.unit))}
+    found = {"output.0": _with_cause(call, biased(partial(call), _bias(call), call.unit))}
     if call.attr("skip_bias_add", default=False) and "bias" in call.params:
         found["output.1"] = Expected(call.param("bias"))
     return found
@@ -180,10 +184,25 @@ def row(call: Call) -> dict[str, Expected]:
     size = int(call.attr("tp_size", default=1))
     if size == 1 or not call.attr("reduce_results", default=True):
         bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None
-        return {"output.0": _noted(call, biased(partial(call), bias, call.unit))}
+        return {"output.0": _with_cause(call, biased(partial(call), bias, call.unit))}
     parts = (biased(partial(r), _bias(r) if r.attr("tp_rank", default=0) == 0 else None) for r in ranks_of(call, size))
     each = (rounded(y, call.unit) for y in parts)
     return {"output.0": reduce(lambda total, y: added(rounded(total, call.unit), y), each)}
+
+
+@reference("torch.ops._C.onednn_mm", "torch.ops._C.weight_packed_linear")
+def packed_product(call: Call) -> dict[str, Expected]:
+    """onednn_mm (out, input, bias, handle), weight_packed_linear (out, input, packed weight, bias, ...): the weight of
+    the module that called it."""
+    f = Arguments(call, "out input bias" if "onednn" in call.cls else "out input packed bias")
+    (x,), weight = f.wide("input"), weight_of(call).double()
+    why = "the weight of the module that called it does not fit"
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise Declined(why)
+    y = biased(product(x, weight), f.wide_or_none("bias"), call.unit)
+    if y.value.numel() != f["out"].numel():
+        raise Declined(why)
+    return {"inplace.input.0": reshaped(y, f["out"].shape)}
 
 
 @reference("LogitsProcessor")
@@ -210,28 +229,9 @@ def logits(call: Call) -> Expected:
     return Expected(z, noise, bound=(2.0 + more) * call.unit * size + 2.0 * APPROXIMATE * size + least)
 
 
-# --- on a device --------------------------------------------------------------------------------------------------
-
-
-@device_kernel(
-    "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
-    "MergedReplicatedLinear", "*ParallelLinear", "Linear", "*Linear", "RowParallelLinear", "ParallelLMHead",
-)  # fmt: skip
-def linear_kernel(call: Call) -> dict[str, Any]:
-    size = int(call.attr("tp_size", default=1))
-    if size > 1 and (call.attrs.get("reduce_results") or call.attrs.get("gather_output")):
-        raise Declined("adds up or gathers over ranks")
-    x = call.tensor(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))
-    held = bool(call.attr("skip_bias_add", default=False))
-    bias = call.params.get("bias") if int(call.attr("tp_rank", default=0)) == 0 or call.cls[:3] != "Row" else None
-    y = F.linear(x, weight_here(call), None if held else bias)
-    found = {"output.0": y.to(call.outputs["output.0"].dtype)}
-    return found | ({"output.1": bias} if held and bias is not None else {})
-
-
-UNTOLD = "which adapter its rows have was not recorded"
+NO_ADAPTER_KNOWN = "which adapter its rows have was not recorded"
 NOT_HERE = "its adapter's weights are not in the dump"
-ANEW = "its adapter was loaded again with other weights than the dump's"
+RELOADED = "its adapter was loaded again with other weights than the dump's"
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parts of packed layers, as adapters call them and in the order in which vLLM packs them."""
 
@@ -240,11 +240,11 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 class RowAdapters:
     """``Call.extra["adapters"]``. of_row: the name of each row's adapter, "" for none, None where nobody knows;
     weights: by name and part ("" where the layer is one) lora_a [r, inputs], lora_b [outputs, r] and scaling; no part
-    where the adapter has nothing for this layer; anew: names of those that were loaded again otherwise."""
+    where the adapter has nothing for this layer; reloaded: names of those that were loaded again with other weights."""
 
     of_row: tuple[str | None, ...]
     weights: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    anew: frozenset[str] = frozenset()
+    reloaded: frozenset[str] = frozenset()
 
 
 @reference("*LinearWithLoRA", "*LinearWithShardedLoRA")
@@ -258,7 +258,7 @@ def linear_with_adapters(call: Call) -> dict[str, Expected]:
     y = biased(base, bias, call.unit)
     x = call.wide("input_", "x", "input", "hidden_states", "0")
     if rows is None or x.dim() != 2 or len(rows.of_row) != len(x):
-        raise Declined(UNTOLD)
+        raise Declined(NO_ADAPTER_KNOWN)
     value, noise, bound = (torch.zeros_like(y.value) for _ in range(3))
     known = torch.ones(len(x), dtype=torch.bool)
     reasons = []
@@ -266,7 +266,8 @@ def linear_with_adapters(call: Call) -> dict[str, Expected]:
         here = torch.tensor([n == name for n in rows.of_row])
         if name == "":
             continue
-        why = UNTOLD if name is None else ANEW if name in rows.anew else "" if name in rows.weights else NOT_HERE
+        why = "" if name in rows.weights else NOT_HERE
+        why = NO_ADAPTER_KNOWN if name is None else RELOADED if name in rows.reloaded else why
         if why or name is None:
             known &= ~here
             reasons.append(why)
@@ -321,7 +322,66 @@ def _delta(x: Any, found: Mapping[str, Any], unit: float) -> Expected:
         (inner_noise**2) @ (scaled**2).T + (ROUNDED * step) ** 2 * ((inner**2) @ (scaled**2).T)
         + (SUM * r**0.5 * outer) ** 2 + (ROUNDED * (unit * y.abs() + least)) ** 2
     )  # fmt: skip
-    bound = (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner_bound @ scaled.abs().T) + (
-        step + unit + gamma(r + 1)
-    ) * (1 + unit) ** 2 * outer + least
+    bound = (
+        (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner_bound @ scaled.abs().T)
+        + (step + unit + gamma(r + 1)) * (1 + unit) ** 2 * outer
+        + least
+    )
     return Expected(y, squares.sqrt(), bound=bound)
+
+
+_IDS = ("input_", "input", "input_ids", "position_ids", "0")
+
+
+def looked_up(ids: Any, table: Any, first: int = 0) -> Any:
+    """table[ids - first] in float64, zeros for ids outside; ids int [...], table [n, width]."""
+    local = ids.long() - first
+    inside = (local >= 0) & (local < table.shape[0])
+    table = table if table.element_size() > 1 else table.double()  # torch picks no rows of 8-bit floats
+    return table[local.clamp(0, table.shape[0] - 1)].double() * inside.unsqueeze(-1)
+
+
+@reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
+def embedding(call: Call) -> Expected:
+    ids = call.tensor(*_IDS)
+    if "Scaled" in call.cls:
+        raise Declined("attribute embed_scale was not recorded")
+    if call.extra.get("apart"):
+        raise Declined("whether it adds up over ranks was not recorded")
+    size = int(call.attr("tp_size", default=1))
+    if size == 1:
+        table = call.stored("weight")
+        if int(ids.max()) >= table.shape[0] or int(ids.min()) < 0:
+            raise Declined("an id lies outside its table")
+        return Expected(looked_up(ids, table), bound=torch.zeros((), dtype=torch.float64))
+    total = torch.zeros((), dtype=torch.float64)
+    for other in ranks_of(call, size):
+        table = other.stored("weight")
+        total = total + looked_up(ids, table, int(other.attr("tp_rank", default=0)) * table.shape[0])
+    return Expected(total, bound=torch.zeros((), dtype=torch.float64))  # every rank but one adds zeros
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+
+@device_kernel(
+    "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
+    "MergedReplicatedLinear", "*ParallelLinear", "Linear", "*Linear", "RowParallelLinear", "ParallelLMHead",
+)  # fmt: skip
+def linear_kernel(call: Call) -> dict[str, Any]:
+    size = int(call.attr("tp_size", default=1))
+    if size > 1 and (call.attrs.get("reduce_results") or call.attrs.get("gather_output")):
+        raise Declined("adds up or gathers over ranks")
+    x = call.tensor(*_INPUT, *(["1"] if call.cls == "ParallelLMHead" else []))
+    skipped = bool(call.attr("skip_bias_add", default=False))
+    bias = call.params.get("bias") if int(call.attr("tp_rank", default=0)) == 0 or call.cls[:3] != "Row" else None
+    y = F.linear(x, weight_here(call), None if skipped else bias)
+    found = {"output.0": y.to(call.outputs["output.0"].dtype)}
+    return found | ({"output.1": bias} if skipped and bias is not None else {})
+
+
+@device_kernel("VocabParallelEmbedding", "Embedding", "*WordEmbedding")
+def embedding_kernel(call: Call) -> Any:
+    if int(call.attr("tp_size", default=1)) > 1:
+        raise Declined("adds up or gathers over ranks")
+    return F.embedding(call.tensor(*_IDS).long(), weight_here(call))

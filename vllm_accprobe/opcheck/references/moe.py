@@ -3,14 +3,11 @@
 Formulas: softmax or sigmoid scores, the k largest, renormalised to a sum of 1 [Shazeer et al., arXiv 1701.06538; Jiang
 et al., arXiv 2401.04088]; groups of experts, the best by their two largest scores with a correction bias or else by
 their largest, the bias choosing but not weighing [DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437, section
-2.1.2]; an expert is a gated MLP down(act(gate x) * up x) [arXiv 2002.05202]. Ties: a token whose k-th and next score
-are closer than rounding may go either way, so its row has no reference. Noise: gate, up, their product, each expert's
-result and the sum may be rounded, and where experts are added one after the other each sum on the way; a rounded gate
-is handed on as g act'(g) / act(g) says, taken from a difference; it is off by what |x||w| leaves in float32 as well,
-which act hands on with a slope of at most 1.13. Weights: a probability, the sum of those chosen, and their quotient may
-be rounded: 3 units before the last, one of them the chosen ones' in their sum. The outputs of an expert share its
-hidden numbers' errors: a row has no more independent ones than these (`groups`). Not here: shared experts, which are
-modules of their own (composite.py adds them up).
+2.1.2]; an expert is a gated MLP down(act(gate x) * up x) [arXiv 2002.05202]. A token whose k-th and next score are
+closer than rounding has no reference. Noise: gate, up, their product, each expert's result and the sum may be rounded;
+a rounded gate is handed on as g act'(g) / act(g) says, taken from a difference. Weights: a probability, the sum of
+those chosen, and their quotient may be rounded. The outputs of an expert share its hidden numbers' errors (`groups`).
+Elsewhere: shared experts, which are modules of their own (composite.py).
 """
 
 from __future__ import annotations
@@ -33,7 +30,8 @@ from vllm_accprobe.opcheck.reference import (
     reference,
 )
 from vllm_accprobe.opcheck.references.activations import gelu, silu
-from vllm_accprobe.opcheck.references.parts import once, subnormal, unit_of
+from vllm_accprobe.opcheck.references.linear import product
+from vllm_accprobe.opcheck.references.parts import Arguments, once, subnormal, unit_of
 
 _SOFTMAX, _SIGMOID = "softmax", "sigmoid"
 _OF_TYPE = {
@@ -151,7 +149,7 @@ def activation_of(call: Call) -> Any:
 
 @reference("UnquantizedFusedMoEMethod")
 def routed_experts(call: Call) -> dict[str, Expected]:
-    """The experts of this rank, with the given weights; and the weights themselves, from the router's logits."""
+    """The experts of this rank, with the captured weights; and the weights themselves, from the router's logits."""
     x = call.wide("x")
     w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
     if w13 is None or w2 is None:
@@ -173,8 +171,9 @@ def routed_experts(call: Call) -> dict[str, Expected]:
     try:
         found["input.topk_weights"] = _routing(call, len(w13))
     except Declined as why:  # its experts are checked, what chose them is not
-        given = call.tensor("topk_weights")
-        found["input.topk_weights"] = Expected(given, rows=torch.zeros(len(given), dtype=torch.bool), reason=why.reason)
+        captured = call.tensor("topk_weights")
+        none = torch.zeros(len(captured), dtype=torch.bool)
+        found["input.topk_weights"] = Expected(captured, rows=none, reason=why.reason)
     return found
 
 
@@ -243,8 +242,8 @@ def routing_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "factor": float(config.get("routed_scaling_factor") or 1.0),
         "corrected": by_type or method == "noaux_tc",
     }
-    said = {"scoring": scoring and str(scoring), "renormalize": None if renormalize is None else bool(renormalize)}
-    return found | {name: value for name, value in said.items() if value is not None}
+    named = {"scoring": scoring and str(scoring), "renormalize": None if renormalize is None else bool(renormalize)}
+    return found | {name: value for name, value in named.items() if value is not None}
 
 
 def of_router(call: Call) -> dict[str, Any]:
@@ -255,7 +254,7 @@ def of_router(call: Call) -> dict[str, Any]:
 
 
 def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> Expected:
-    """What a router should have said of the experts ``ids`` [tokens, k], in their order: one that should not be chosen
+    """What a router should return for the experts ``ids`` [tokens, k], in their order: one that should not be chosen
     has 0. step: one rounding of what it computes in; settings: of `route`."""
     weights, clear = route(logits.double(), ids.shape[1], tie=4 * step, **settings)
     value = torch.where(ids >= 0, weights.gather(1, ids.long().clamp(min=0)), 0.0)
@@ -264,13 +263,65 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
 
 
 def _routing(call: Call, experts: int) -> Expected:
-    """What the router should have said. Raises Declined where what it did was not recorded."""
+    """What the router should return. Raises Declined where what it did was not recorded."""
     logits, ids = call.extra.get("router_logits"), call.tensor("topk_ids")
     if logits is None:
         raise Declined("its router's logits were not captured")
     if logits.shape != (len(ids), experts):
         raise Declined("its router's logits are not those of its rows")
     return routed(logits, ids, unit_of(logits), choosing(call))  # some routers work in the dtype of their logits
+
+
+@reference("torch.ops._C.cpu_fused_moe")
+def fused_experts(call: Call) -> dict[str, Expected]:
+    """(out, input, w13, w2, biases, biases, weights, ids, skip_weighted, activation, ...)"""
+    f = Arguments(call, "out input w13 w2 w13_bias w2_bias topk_weights topk_ids skip_weighted act")
+    (x,), w13, w2 = f.wide("input"), call.params.get("w13_weight"), call.params.get("w2_weight")
+    if f["w13_bias"] is not None or f["w2_bias"] is not None or f["skip_weighted"]:
+        raise Declined("experts with biases have no reference here; their module's call is checked")
+    if w13 is None or w2 is None or w13.shape[-1] != x.shape[-1]:
+        raise Declined("the experts' weights were packed by a kernel before they could be captured")
+    act = {"silu": silu, "gelu": gelu}.get(str(f["act"]))
+    if act is None:
+        raise Declined(f"experts with the activation {f['act']} have no reference")
+    weights = dense(f.wide("topk_weights")[0], f["topk_ids"], len(w13))
+    return {"inplace.input.0": expert_mlps(x, weights, w13, w2, act, call.unit)}
+
+
+@reference("*TopKRouter", "*TopkRouter")
+def router(call: Call) -> dict[str, Expected]:
+    """transformers' router: logits; and, from the captured logits, the weights of the experts that it chose."""
+    logits = call.outputs.get("output.0")
+    if logits is None or logits.dim() != 2:
+        raise Declined("its logits were not captured")
+    found = {"output.0": product(call.wide("hidden_states", "0").reshape(len(logits), -1), call.param("weight"))}
+    weights, ids = call.outputs.get("output.1"), call.outputs.get("output.2")
+    if weights is None or ids is None or weights.shape != ids.shape:
+        return found
+    try:
+        settings = of_router(call)
+    except Declined as why:  # its logits are checked, what follows from them is not
+        none = torch.zeros(len(weights), dtype=torch.bool)
+        return found | {f"output.{k}": Expected(t, rows=none, reason=why.reason) for k, t in ((1, weights), (2, ids))}
+    if call.cls.startswith("DeepseekV2"):  # transformers' own never renormalises, whatever config.json says
+        settings = {**settings, "renormalize": False}
+    step = unit_of(logits, weights)
+    right = routed(logits, ids, step, settings)
+    chosen = torch.where(right.value > 0, ids.long(), -1)  # an expert that should not have been chosen
+    found |= {"output.1": right, "output.2": Expected(chosen, rows=right.rows, reason=right.reason)}
+    return found
+
+
+@reference("*Experts")
+def experts(call: Call) -> Expected:
+    """transformers' experts, which have both halves of a gated MLP in one tensor."""
+    if "gate_up_proj" not in call.params or "down_proj" not in call.params:
+        raise Declined(f"no reference for {call.cls}")
+    x, w13, w2 = call.wide("hidden_states", "0"), call.params["gate_up_proj"], call.params["down_proj"]
+    if w13.dim() != 3 or w13.shape[2] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
+        raise Declined("the experts' weights have an unknown form")
+    weights = dense(call.tensor("top_k_weights", "2"), call.tensor("top_k_index", "1"), len(w13))
+    return expert_mlps(x, weights, w13, w2, activation_of(call), call.unit, apart=True)
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
-"""Norms: RMSNorm, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first.
+"""Norms: RMSNorm, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first, and RMSNorm's
+gradient.
 
 Formulas: RMSNorm y = x / sqrt(mean(x*x) + eps) * w [Zhang and Sennrich, arXiv 1910.07467]; Gemma's weighs with 1 + w
 [Gemma report, arXiv 2403.08295, and its published code]; LayerNorm [Ba et al., arXiv 1607.06450]; GroupNorm [Wu and He,
 arXiv 1803.08494]; gated: norm(x * silu(z)), or norm(x) * silu(z) with the norm first [Dao and Gu, arXiv 2405.21060,
-section 7]. A fused add gives the norm of x + residual, and x + residual itself as second output. Some kernels take the
-norm of the sum before it is rounded, some after: noise covers both. Bound: those roundings, a reciprocal root that is
-off by APPROXIMATE, and half of gamma_n for the mean of n squares [d log x**-1/2 = -1/2 d log x]. What is rounded before
-the norm counts twice: an element is off by u, and the root of the mean of squares by another u where the roundings of
-its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. So a bfloat16 sum and its norm, x / rms rounded
-before it is weighed, leave 3 units before the last rounding (tests/opcheck/test_bounds.py has a row that comes near).
-A mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound. q and k norms are
-RMSNorms over the last dimension.
+section 7]. A fused add gives the norm of x + residual, and the sum as second output; kernels take the norm before or
+after that sum is rounded. Bound: those roundings, a reciprocal root off by APPROXIMATE, and half of gamma_n for the
+mean of n squares. What is rounded before the norm counts twice: an element is off by u, and the root of the mean of
+squares by another u where the roundings of its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. A
+mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound.
+Elsewhere: the arguments of ATB's and torch_npu's norms (atb/norms.py, fused/npu_operators.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,15 @@ from vllm_accprobe.opcheck.reference import (
     reference,
     sum_of_two,
 )
-from vllm_accprobe.opcheck.references.parts import once, param_if, subnormal, vendor, weight_here
+from vllm_accprobe.opcheck.references.parts import (
+    Arguments,
+    once,
+    param_if,
+    reshaped,
+    subnormal,
+    vendor,
+    weight_here,
+)
 
 EPSILONS = ("variance_epsilon", "eps")
 _CONFIGURED = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -117,28 +124,28 @@ def parts_of(call: Call) -> NormParts | None:
 
 def _own(call: Call) -> float:
     """The epsilon. Raises Declined where it was neither recorded nor found."""
-    told = call.extra.get("epsilon", {}).get("said")
-    if told and not any(n in call.attrs for n in EPSILONS):
-        raise Declined(told)
+    why = call.extra.get("epsilon", {}).get("said")
+    if why and not any(n in call.attrs for n in EPSILONS):
+        raise Declined(why)
     return float(call.attr(*EPSILONS))
 
 
-def _told(call: Call, y: Expected) -> Expected:
+def _with_source(call: Call, y: Expected) -> Expected:
     """``y`` with what is known of an epsilon that was not recorded."""
     found = call.extra.get("epsilon")
     if not found:
         return y
-    slack, said = float(found["slack"]), str(found["said"])
+    slack = float(found["slack"])
     bound = None if y.bound is None else y.bound + slack * y.value.abs()
-    return replace(y, common=y.common + slack, bound=bound, source=said)
+    return replace(y, common=y.common + slack, bound=bound, source=str(found["said"]))
 
 
 def epsilon(call: Call) -> tuple[float, str]:
     """The epsilon, and a note where the module's own is neither its siblings' nor config.json's: then theirs counts."""
     own = _own(call)
     usual = call.extra.get("usual", {}).get(next((n for n in EPSILONS if n in call.attrs), ""))
-    asked = next((call.config[n] for n in _CONFIGURED if n in call.config), None)
-    if usual is None or asked is None or own == usual or not math.isclose(usual, asked, rel_tol=1e-6):
+    of_config = next((call.config[n] for n in _CONFIGURED if n in call.config), None)
+    if usual is None or of_config is None or own == usual or not math.isclose(usual, of_config, rel_tol=1e-6):
         return own, ""
     return float(usual), f"its epsilon is {own:g}, where config.json and its siblings have {usual:g}"
 
@@ -196,7 +203,17 @@ def rms(call: Call) -> dict[str, Expected]:
     weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
     weight = None if weight is None else weight + offset_of(call.cls)
     y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
-    return {"output.0": _told(call, y)} | ({} if total is None else {"output.1": total})
+    return {"output.0": _with_source(call, y)} | ({} if total is None else {"output.1": total})
+
+
+@reference("torch.ops._C.rms_norm", "torch.ops._C.fused_add_rms_norm")
+def rms_operator(call: Call) -> dict[str, Expected]:
+    """(out, input, weight, epsilon), or (input, residual, weight, epsilon), which become the norm and the sum."""
+    add = "fused_add" in call.cls
+    f = Arguments(call, "input residual weight epsilon" if add else "out input weight epsilon")
+    x, residual = f.wide("input")[0], f.wide("residual")[0] if add else None
+    y, total = fused(x, residual, f.wide_or_none("weight"), float(f["epsilon"]), call.unit)
+    return {"inplace.input.0": y} | ({} if total is None else {"inplace.input.1": total})
 
 
 @reference("RMSNormGated", "*RMSNormGated")
@@ -220,44 +237,116 @@ def gated_rms(call: Call) -> Expected:
     return Expected(y, noise, common=_SHARED * call.unit, bound=bound)
 
 
+def reciprocal_root(x: Any, eps: float, unit: float = 0.0, before: int = 0) -> Expected:
+    """1 / sqrt(mean(x*x) + eps) [..., 1], a float32 number. before: roundings of x, which are independent of n terms,
+    or of the few largest."""
+    root = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    size, width, squares = root.detach().abs(), x.shape[-1], x.detach().square()
+    share = squares.square().sum(-1, keepdim=True).sqrt() / squares.sum(-1, keepdim=True).clamp(min=1e-300)
+    early = before * unit  # of all the same way, where they are toward zero
+    noise = combined(_ROOT * size, SUM * width**0.5 * size, early * ROUNDED * share * size)
+    return Expected(root, noise, common=early, bound=(early + APPROXIMATE + gamma(width + 4)) * size)
+
+
+_ROOT = 2.0**-20
+"""Chosen: relative error of a reciprocal root in float32: some units, for the sum below it and the root itself."""
+
+
+def rms_gradient(up: Any, x: Any, weight: Any, root: Any, unit: float) -> tuple[Expected, Expected]:
+    """(dx, dweight) of y = x root weight: dx = root (g - x root mean(g x root)) with g = up weight, dweight = sum up x
+    root, a float32 sum over all rows. up, x: [..., n]; weight: [n]; root: [..., 1]."""
+    g, normal, width = up * weight, x * root, x.shape[-1]
+    dx = (g - normal * (g * normal).mean(-1, keepdim=True)) * root
+    size = (g.abs() + normal.abs() * (g * normal).abs().mean(-1, keepdim=True)) * root.abs()
+    terms = (up * normal).flatten(0, -2)
+    count, sizes = len(terms), terms.abs().sum(0)
+    spread = combined(ROUNDED * unit * terms.square().sum(0).sqrt(), SUM * count**0.5 * sizes)
+    own, least = subnormal(unit, root.abs()), count * subnormal(unit)  # of differences, and of terms of the sum
+    return (
+        Expected(dx, ROUNDED * (unit * size + own), bound=(3.0 * unit + gamma(width + 8)) * size + own),
+        Expected(terms.sum(0), spread + ROUNDED * least, bound=(2.0 * unit + gamma(count + 8)) * sizes + least),
+    )
+
+
 def mean_over_deviation(flat: Any, eps: float) -> Any:
-    """mean |x| / sqrt(variance + eps) [..., 1]: what a float32 mean's error is taken times of in a LayerNorm."""
+    """mean |x| / sqrt(variance + eps) [..., 1]: the factor of a float32 mean's error in a LayerNorm."""
     return flat.abs().mean(-1, keepdim=True) / (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
+
+
+def layer_normed(
+    x: Any, weight: Any | None, bias: Any | None, eps: float, unit: float, dims: int = 1, before: int = 0
+) -> Expected:  # fmt: skip
+    """LayerNorm over the last ``dims`` dimensions, which weight and bias have; float64. before: roundings of x.
+
+    A mean of n numbers is off by gamma_n of their mean size, and so is every centred one, by that over the
+    deviation."""
+    flat, shape = x.flatten(-dims) if dims > 1 else x, x.shape[x.dim() - dims :]
+    weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
+    y, width = layer_norm(flat, None, None, eps).reshape(x.shape), flat.shape[-1]
+    size = mean_over_deviation(flat.detach(), eps).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
+    by = 1.0 if weight is None else weight.abs()
+    scaled = y if weight is None else y * weight
+    value = scaled if bias is None else scaled + bias
+    early, size = once(y.abs(), unit, by), size * by
+    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
+    noise = combined(ROUNDED * early, SUM * width**0.5 * size)
+    if before:
+        more = before * unit * torch.maximum(scaled.abs(), value.abs())
+        noise, bound = noise + ROUNDED * more, bound + 2.0 * more
+    return Expected(value, noise, bound=bound)
+
+
+def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps: float, unit: float) -> Expected:
+    """x [n, channels, ...], weight and bias [channels]; float64. Raises Declined."""
+    if x.dim() < 2 or groups < 1 or x.shape[1] % groups:
+        raise Declined("its channels are no multiple of its groups")
+    grouped = x.reshape(x.shape[0], groups, -1)
+    y = layer_normed(grouped, None, None, eps, unit).map(lambda t: t.expand(grouped.shape).reshape(x.shape))
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    value = y.value if weight is None else y.value * weight.reshape(shape)
+    by = 1.0 if weight is None else weight.abs().reshape(shape)
+    assert y.noise is not None
+    assert y.bound is not None
+    return Expected(value if bias is None else value + bias.reshape(shape), y.noise * by, bound=y.bound * by)
 
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
 def layer(call: Call) -> Expected:
     x = call.wide("input", "x", "hidden_states", "0")
-    bias = param_if(call, "bias")
     shape = call.attr("normalized_shape", default=[x.shape[-1]])
     dims = len(shape) if isinstance(shape, (list, tuple)) else 1
-    eps = _own(call)
-    weight = param_if(call, "weight")
-    flat = x.flatten(-dims) if dims > 1 else x
-    y = layer_norm(flat, None, None, eps).reshape(x.shape)
-    scaled = y if weight is None else y * weight
-    # a mean of n numbers is off by gamma_n of their mean size, and so is every centred one, by that over the deviation
-    width = flat.shape[-1]
-    size = mean_over_deviation(flat, eps).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
-    size = size if weight is None else size * weight.abs()
-    early = once(y.abs(), call.unit, 1.0 if weight is None else weight.abs())
-    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
-    noise = combined(ROUNDED * early, SUM * width**0.5 * size)
-    return _told(call, Expected(scaled if bias is None else scaled + bias, noise, bound=bound))
+    bias, eps, weight = param_if(call, "bias"), _own(call), param_if(call, "weight")
+    return _with_source(call, layer_normed(x, weight, bias, eps, call.unit, dims))
 
 
 @reference("GroupNorm")
 def group(call: Call) -> Expected:
-    x = call.wide("input", "x", "0")
-    groups = int(call.attr("num_groups"))
-    if x.shape[1] % groups:
-        raise Declined("its channels are no multiple of its groups")
-    y = layer_norm(x.reshape(x.shape[0], groups, -1), None, None, _own(call)).reshape(x.shape)
-    shape = (1, -1, *[1] * (x.dim() - 2))
-    weight, bias = param_if(call, "weight"), param_if(call, "bias")
-    y = y if weight is None else y * weight.reshape(shape)
-    y = y if bias is None else y + bias.reshape(shape)
-    return _told(call, Expected(y))
+    x, weight, bias = call.wide("input", "x", "0"), param_if(call, "weight"), param_if(call, "bias")
+    return _with_source(call, group_normed(x, int(call.attr("num_groups")), weight, bias, _own(call), call.unit))
+
+
+_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
+
+
+@reference("Mixer2RMSNormGated")
+def mamba_norm(call: Call) -> Expected:
+    """RMSNorm(x silu(gate)) by groups [the published Mamba 2 code]; x, gate [tokens, channels of this rank]; without a
+    weight it only gates."""
+    x, gate = call.wide("x", "0"), call.wide("gate", "1")
+    y = x * F.silu(gate)
+    weight = param_if(call, "weight")
+    if weight is None:
+        early = once(F.silu(gate).abs(), call.unit, x.abs())
+        return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
+    groups = next((int(call.config[n]) for n in _GROUPS if n in call.config), 0)
+    ranks = int(call.attr("tp_size", default=1))
+    if not groups:
+        raise Declined("the number of its groups was not recorded")
+    if groups % ranks:
+        raise Declined("its groups are cut over ranks")
+    shape = (len(y), groups // ranks, -1)
+    eps, by = float(call.attr("variance_epsilon")), weight.reshape(shape[1:])
+    return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

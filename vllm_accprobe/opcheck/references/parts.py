@@ -1,25 +1,17 @@
 """What references of several families need of a call and of a device.
 
-What the device kernels of several families need.
-
-The problem: whether this machine's device computes an operator rightly can only be seen by letting it do so, where no
-vLLM is installed. The idea: each family has, below its exact formulas, its classes of modules in a few torch operators,
-in the captured dtype, on the device where the call's tensors lie, marked with ``@device_kernel``; a vendor's kernel of
-the same name (``torch.ops._C.rms_norm``) is taken where it is registered. An operator call runs itself (aten.py).
-Blocks compute nothing of their own and have none.
-
-What references of several families ask of a call: parameters it may lack, other ranks, what is inside a block.
-
-The problem: most references want the same few things, and each must decline in the same words where they are missing.
-
-Not here: the kernels, which stand in the families' files, which parts a block hands on (composite.py, hf.py).
+The problem: operators of one kernel library get their arguments by place or by name, write their results into one of
+them, and work on runs of rows of several requests; references decline in the same words where something is missing. The
+idea: `Arguments` gives an operator's arguments by the names of its signature, `RowResults` collects what each run of
+rows gave, and the rest asks for parameters, other ranks, and what was captured inside a block. A device kernel
+(``@device_kernel``) is a class of modules in a few torch operators, in the captured dtype, on the device of the call's
+tensors; a vendor's kernel of the same name is taken where it is registered.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,9 +22,97 @@ from vllm_accprobe.opcheck.calls.case import mapped
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 
 
+class Arguments(dict[str, Any]):
+    """An operator's arguments, or a module's inputs, by the names of its signature in order; missing ones are None.
+    names: separated by spaces."""
+
+    def __init__(self, call: Call, names: str):
+        self._call, self._order = call, names.split()
+        super().__init__(dict.fromkeys(self._order))
+        self.update(zip(self._order, call.args, strict=False))
+        for place, name in enumerate(self._order) if call.kwargs or call.inputs else ():
+            if name in call.kwargs:
+                self[name] = call.kwargs[name]
+            elif name in call.inputs or str(place) in call.inputs:
+                self[name] = call.inputs.get(name, call.inputs.get(str(place)))
+
+    def wide(self, *names: str) -> list[Any]:
+        """These tensors in float64. Raises Declined where one is no tensor."""
+        for name in names:
+            if not isinstance(self[name], torch.Tensor):
+                raise Declined(f"argument {name} is no tensor")
+        return [self[name].double() for name in names]
+
+    def wide_or_none(self, name: str) -> Any | None:
+        """This tensor in float64; None for anything else."""
+        return self[name].double() if isinstance(self[name], torch.Tensor) else None
+
+    def role(self, name: str) -> str:
+        """The role of this argument after the call: ``inplace.input.0``, or ``inplace.input.state`` by keyword."""
+        return f"inplace.input.{name if name in self._call.kwargs else self._order.index(name)}"
+
+
+class RowResults:
+    """(value, noise, bound, ...) of the rows of a batch, put together from the runs of its requests. rows: how many;
+    shape: of a row, for a batch of which no run has a result."""
+
+    def __init__(self, rows: int, *shape: int):
+        self.known = torch.zeros(rows, dtype=torch.bool)
+        self.parts: list[Any] = [torch.zeros(rows, *shape, dtype=torch.float64) for _ in range(3)] if shape else []
+
+    def put(self, at: Any, found: Sequence[Any]) -> None:
+        """Results of the rows ``at``, a slice or indices."""
+        if not self.parts:
+            self.parts = [torch.zeros(len(self.known), *t.shape[1:], dtype=t.dtype, device=t.device) for t in found]
+        for whole, part in zip(self.parts, found, strict=True):
+            whole[at] = part
+        self.known[at.cpu() if isinstance(at, torch.Tensor) else at] = True
+
+    def rows(self) -> Any | None:
+        """bool [rows], which have a result; None for all."""
+        return None if bool(self.known.all()) else self.known
+
+    def expected(self, like: Any, groups: int | None = None, reason: str = "no row of a request") -> Expected:
+        """In the shape of ``like``; rows of padding may follow those of the batch. Raises Declined for another one."""
+        value, noise, bound = self.parts
+        count = like.numel() // max(value[0].numel(), 1) if len(value) else 0
+        if like.numel() != count * value[:1].numel() or count < len(value):
+            raise Declined(f"an output {list(value.shape)} where {list(like.shape)} was captured")
+        if count > len(value):
+            value, noise, bound = (torch.cat((t, t.new_zeros(count - len(t), *t.shape[1:]))) for t in self.parts)
+            self.known = torch.cat((self.known, self.known.new_zeros(count - len(self.known))))
+        if self.rows() is not None and len(like) != count:
+            raise Declined("some of its rows belong to no request")
+        return Expected(value, noise, bound=bound, rows=self.rows(), reason=reason, groups=groups).map(
+            lambda t: t.reshape(like.shape)
+        )
+
+
+def runs(cu_seqlens: Any | None, tokens: int) -> list[tuple[int, int]]:
+    """(begin, end) of each sequence. Raises Declined where they are not those of ``tokens`` rows."""
+    if cu_seqlens is None:
+        return [(0, tokens)]
+    ends = [int(e) for e in cu_seqlens]
+    if not ends or ends[0] != 0 or ends[-1] > tokens or sorted(ends) != ends:
+        raise Declined("its sequences' bounds do not fit its rows")
+    return list(pairwise(ends))
+
+
+def slots(indices: Any | None, count: int, states: int, null: int | None = None) -> Iterator[int | None]:
+    """The place of each sequence's state, None for padding: below 0, or ``null``. Raises Declined."""
+    for n in range(count):
+        at = n if indices is None else int(indices.reshape(len(indices), -1)[n, 0])
+        if indices is not None and (at < 0 or at == null):
+            yield None
+        elif indices is not None and at >= states:
+            raise Declined("a state's index lies outside of the states that were captured")
+        else:
+            yield at
+
+
 def on(call: Call, device: Any) -> Call:
-    """``call`` with all its tensors on ``device``, and its device arguments naming it. A tensor that has a shape and no
-    values (an output, where inputs are drawn) stays as it is."""
+    """``call`` with all its tensors on ``device``. A tensor without values (torch's device meta: an output, where
+    inputs are drawn) stays."""
     moved: Call = mapped(call, lambda t: t if t.is_meta else t.to(device))
     return moved
 
@@ -51,16 +131,6 @@ def weight_here(call: Call) -> Any:
     return found
 
 
-Inside = Sequence[tuple[str, str, Any]]
-UNTOLD = "a block whose parts do not tell what it hands on"
-"""Why a block is declined."""
-UNSEEN = (
-    "it hands on what its projection gave; the convolution and the recurrence in front of that are no modules, and "
-    "were not computed again"
-)
-"""Why a block is not right by what its last part gave."""
-
-
 def param_if(call: Call, name: str) -> Any | None:
     """A parameter in float64; None where the module has none of this name. Raises Declined where it was packed."""
     return call.param(name) if name in call.params else None
@@ -73,6 +143,16 @@ def unit_of(*tensors: Any) -> float:
 
 _LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if least > -126}
 """By unit, half the smallest subnormal number of the dtypes that have a narrow range."""
+
+
+def as_captured(t: Any) -> Any:
+    """``t`` as `Expected.value`: float64, or int64 for integers and booleans."""
+    return t.double() if t.is_floating_point() else t.long()
+
+
+def equal(t: Any, **more: Any) -> Expected:
+    """What is moved and not computed: equal to the bit. more: further fields of the Expected."""
+    return Expected(as_captured(t), unit=0.0, **more)
 
 
 def once(size: Any, unit: float, times: Any = 1.0) -> Any:
@@ -90,8 +170,7 @@ def subnormal(unit: float, times: Any = 1.0) -> Any:
 
 def reshaped(y: Expected, shape: Sequence[int]) -> Expected:
     """``y`` in the shape that was captured."""
-    value, noise, bound = (None if t is None else t.reshape(shape) for t in (y.value, y.noise, y.bound))
-    return replace(y, value=value, noise=noise, bound=bound)
+    return y.map(lambda t: t.reshape(shape))
 
 
 def ranks_of(call: Call, size: int) -> list[Call]:
@@ -100,61 +179,3 @@ def ranks_of(call: Call, size: int) -> list[Call]:
     if len(found) != size:
         raise Declined("adds up over ranks, and not all of them were captured")
     return found
-
-
-def inside(call: Call) -> Inside:
-    """(path below the block, role, record) in the order of execution. Raises Declined where there is none."""
-    found: Inside = call.extra.get("children", ())
-    if not found:
-        raise Declined("nothing inside it was captured")
-    return found
-
-
-def all_seen(call: Call) -> None:
-    """Raises Declined where a part of this block ran that was not captured: what it added, or made of the others'
-    results, nobody knows."""
-    if unseen := call.extra.get("unseen"):
-        more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
-        raise Declined(f"a block of which parts were not captured ({unseen[0]}{more})")
-
-
-def same(call: Call, role: str, child: str, child_role: str) -> Expected | None:
-    """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
-    not captured."""
-    read = call.extra.get("read")
-    out = call.outputs.get(role)
-    for path, r, record in reversed(inside(call)):
-        if r == child_role and (path == child or (child.startswith("*") and path.endswith(child[1:]))):
-            if read is None or out is None or tuple(record.shape) != tuple(out.shape):
-                return None
-            return Expected(read(record).double(), None, 0.0)
-    return None
-
-
-def first(call: Call, *children: str) -> Expected | None:
-    """output.0 as the first of these children that was captured gave it; None where none was."""
-    return next((f for f in (same(call, "output.0", child, "output.0") for child in children) if f), None)
-
-
-def held(call: Call, child: str, child_role: str = "output.0") -> Expected:
-    """output.0 as this child gave it. Raises Declined."""
-    found = same(call, "output.0", child, child_role)
-    if found is None:
-        raise Declined(UNTOLD)
-    return found
-
-
-WHERE_SCALED = "where the routed scaling factor is applied was not recorded"
-
-
-def routed_factor(call: Call) -> float:
-    """What a block multiplies its routed experts' sum with: the model's factor where no object inside the block applies
-    it to its weights or its sum, else 1. Raises Declined where that was not recorded."""
-    whole = call.attrs.get("routed_scaling_factor") or call.config.get("routed_scaling_factor") or 1.0
-    factors = call.extra.get("factors", {})  # of the objects inside it, by their paths
-    inner = math.prod(factors.values())
-    if math.isclose(whole, inner) or ("routed_scaling_factor" not in {**call.attrs, **call.config} and factors):
-        return 1.0
-    if not factors or not math.isclose(inner, 1.0):
-        raise Declined(WHERE_SCALED)
-    return float(whole)

@@ -1,32 +1,14 @@
-"""Weights that are stored as small integers or 8-bit floats, turned back into numbers.
-
-Codes of 4 bits turned into numbers: MXFP4 and NVFP4.
-
-Formula: a code is e2m1: a sign and one of 0, 1/2, 1, 3/2, 2, 3, 4, 6, two in a byte, the first in its lower half.
-MXFP4: 32 neighbours along the inputs share a scale 2**(s - 127) [OCP Microscaling Formats v1.0, sections 5.3 and
-6.3]. NVFP4: 16 share a scale in e4m3, and the tensor one in float32; kernels that multiply want the block scales in
-tiles of 128 rows by 4, row r of a tile at 32 places by r % 32, and within one by r // 32 [NVIDIA, cuBLAS
-documentation, 1D block scaling factors layout]. Each number is a product of few bits and is exact in bfloat16 (MXFP4)
-or in float32.
-
-Products of 8-bit integers on a processor without VNNI: told from other errors.
-
-The problem: oneDNN adds two products (a + 128) b there in 16 bits, which end at 32767 [oneDNN documentation, Nuances of
-int8 Computations]: wrong, and none of the model's doing. The idea: the numbers that are furthest
-off are computed like that; where that explains them, a sentence says so.
-
-Weights that are stored as small integers or 8-bit floats, turned back into numbers.
+"""Numbers that codes of 8 and 4 bits stand for: weights as checkpoints and kernels store them.
 
 Formulas: fp8 and int8: w = q * scale, one scale per tensor, per output channel or per block of the matrix [Micikevicius
-et al., arXiv 2209.05433; DeepSeek-V3, arXiv 2412.19437, section 3.3, blocks of 128 x 128]; GPTQ: eight 4-bit numbers
-per int32 along the inputs, w = (q - z) * s by group, z stored as z - 1 [Frantar et al., arXiv 2210.17323, and the
-published checkpoint format]; AWQ: eight per int32 along the outputs in the order 0 2 4 6 1 3 5 7, z stored as it is
-[Lin et al., arXiv 2306.00978, and its published format]. Activations that a kernel quantises itself (W8A8) lose half a
-step of their row's or tensor's scale, uniformly: a standard error of step / sqrt(12) that `activation_noise` gives. Not
-here: products (linear.py). Parameters must be those of the checkpoint: packed kernels' forms are declined.
-
-Not here: operators on them (scaled.py), the products (scaled.py of operators, linear.py of modules, which turn x
-into codes themselves).
+et al., arXiv 2209.05433; DeepSeek-V3, arXiv 2412.19437, section 3.3]. GPTQ: eight 4-bit numbers per int32 along the
+inputs, w = (q - z) * s by group, z stored as z - 1 [Frantar et al., arXiv 2210.17323, and the published checkpoint
+format]; AWQ: eight per int32 along the outputs in the order 0 2 4 6 1 3 5 7, z stored as it is [Lin et al., arXiv
+2306.00978, and its published format]. MXFP4: codes e2m1, two in a byte, the first in its lower half, of which 32 along
+the inputs share a scale 2**(s - 127) [OCP Microscaling Formats v1.0, sections 5.3 and 6.3]. NVFP4: 16 share a scale in
+e4m3, and the tensor one in float32; kernels want the block scales in tiles of 128 rows by 4 [NVIDIA, cuBLAS
+documentation, 1D block scaling factors layout]. A packed kernel's form of a weight is declined.
+Elsewhere: products (linear.py of modules, scaled.py of operators).
 """
 
 from __future__ import annotations
@@ -79,29 +61,32 @@ def from_tiles(scales: Tensor, rows: int, columns: int) -> Tensor:
     return tiles.reshape(high * 128, wide * 4)[:rows, :columns]
 
 
-  # a torch.Tensor
-_LOOKED_AT = 32
-"""Chosen: numbers, those furthest off, that say why a product is wrong."""
+_EXAMINED = 32
+"""Chosen: numbers, those furthest off, that show why a product is wrong."""
 _EXPLAINED = 0.05
 """Chosen: what may be left of their squares where a cause explains them; a row alone has few that are cut off."""
 
 
 def cut_off(a: Tensor, b: Tensor, left: Tensor, right: Tensor, exact: Tensor, mine: Tensor) -> str:
-    """What to say of codes a int8 [m, k] and b int8 [k, n] with scales left [m] and right [n], float64, whose product
-    (and a bias) is exact [m, n], and mine [m, n] in a kernel's dtype. Empty where this is not why mine is off."""
+    """Why mine [m, n] is off: without VNNI, oneDNN adds two products (a + 128) b in 16 bits, which end at 32767 [oneDNN
+    documentation, Nuances of int8 Computations]. "" where that does not explain the numbers that are furthest off. Of
+    codes a int8 [m, k] and b int8 [k, n] with scales left [m] and right [n], float64; exact: their product (and a
+    bias)."""
     if a.dtype != torch.int8 or b.dtype != torch.int8 or a.shape[1] % 2 or not mine.numel():
         return ""
     numbers = mine.double()
     off = (numbers - exact).abs()
-    at = off.reshape(-1).topk(min(_LOOKED_AT, off.numel())).indices
+    at = off.reshape(-1).topk(min(_EXAMINED, off.numel())).indices
     rows, columns = at // off.shape[1], at % off.shape[1]
     terms = (a[rows].long() + 128) * b.T[columns].long()
     whole = (terms[:, 0::2] + terms[:, 1::2]).clamp(-32768, 32767).sum(1) - 128 * b.T[columns].long().sum(1)
     plain = (a[rows].long() * b.T[columns].long()).sum(1)
     cut = exact[rows, columns] + (whole - plain) * left[rows] * right[columns]
     far, near = ((numbers[rows, columns] - v).abs() for v in (exact[rows, columns], cut))
-    told = bool((whole != plain).any()) and float((near**2).sum()) < _EXPLAINED * float((far**2).sum())
-    return "as if pairs of its products were added in 16 bits and cut off there: oneDNN without VNNI" if told else ""
+    explained = bool((whole != plain).any()) and float((near**2).sum()) < _EXPLAINED * float((far**2).sum())
+    if not explained:
+        return ""
+    return "as if pairs of its products were added in 16 bits and cut off there: oneDNN without VNNI"
 
 
 _FP8 = {"float8_e4m3fn": (448.0, 3), "float8_e5m2": (57344.0, 2), "float8_e4m3fnuz": (240.0, 3)}
@@ -161,24 +146,19 @@ def scaled(weight: Any, scale: Any) -> Any:
     if scale.numel() == outputs:
         return weight * scale.reshape(-1, 1)
     if scale.dim() == 2:
-        blocks = [math.ceil(n / k) for n, k in zip(weight.shape, scale.shape, strict=True)]
-        # blocks are square or whole powers of two in all published formats; the last one may be cut
-        rows, columns = (_block(n, k, b) for n, k, b in zip(weight.shape, scale.shape, blocks, strict=True))
+        rows, columns = (block_size(n, k) for n, k in zip(weight.shape, scale.shape, strict=True))
         wide = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
         if wide.shape == weight.shape:
             return weight * wide
     raise Declined(f"scales {list(scale.shape)} do not fit a weight {list(weight.shape)}")
 
 
-def _block(size: int, count: int, least: int) -> int:
-    """The block size that cuts ``size`` into ``count``: a power of two where one does, as published formats have it."""
+def block_size(size: int, count: int) -> int:
+    """The block size that cuts ``size`` into ``count``: a power of two where one does, as all published formats have
+    it; the last block may be cut."""
+    least = math.ceil(size / count)
     power = 1 << max(least - 1, 0).bit_length()
     return power if math.ceil(size / power) == count else least
-
-
-def unpack_rows(packed: Any) -> Any:
-    """int32 [n, m] of eight 4-bit numbers each, lowest bits first, along dimension 0: int64 [8 n, m]."""
-    return unpack_columns(packed.T).T
 
 
 def unpack_columns(packed: Any, order: tuple[int, ...] = tuple(range(8))) -> Any:
@@ -194,7 +174,7 @@ def unpack_columns(packed: Any, order: tuple[int, ...] = tuple(range(8))) -> Any
 def gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any | None = None) -> Any:
     """float64 [outputs, inputs] from GPTQ's 4-bit checkpoint: qweight int32 [inputs / 8, outputs], qzeros int32
     [groups, outputs / 8], scales [groups, outputs], g_idx [inputs] the group of each input or None for equal runs."""
-    return _from_groups(unpack_rows(qweight), unpack_columns(qzeros) + 1, scales, g_idx)
+    return _from_groups(unpack_columns(qweight.T).T, unpack_columns(qzeros) + 1, scales, g_idx)
 
 
 def awq(qweight: Any, qzeros: Any, scales: Any) -> Any:
@@ -245,8 +225,8 @@ def _four_bits(call: Call, codes: Any) -> Any:
 def activation_noise(call: Call, x: Any) -> Any | None:
     """Standard error that quantising x inside the kernel adds to it, float64 like x; None where x stays as it is.
 
-    Which kernels quantise is told by the weight: 8-bit floats and int8 (W8A8). Static: ``input_scale``; dynamic: the
-    largest of a row. Weight-only 4-bit formats leave x alone."""
+    Kernels of 8-bit float and int8 weights quantise x (W8A8): static: ``input_scale``; dynamic: the largest of a row.
+    The error is half a step of that scale, uniformly: step / sqrt(12). Weight-only 4-bit formats leave x alone."""
     weight = call.params.get("weight")
     kind = name_of(weight) if weight is not None else ""
     if kind == "int8":

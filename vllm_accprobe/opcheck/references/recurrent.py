@@ -1,66 +1,46 @@
-"""Recurrences token by token: short convolutions, selective scans, the gated delta rule, and blocks around them.
+"""Recurrences token by token: short convolutions, selective scans, the gated delta rule.
 
-What all recurrences share: runs of tokens, the slots their states lie in, and how rounding errors pile up.
-
-The problem: an honest kernel rounds on the way (operands and chunk states to the model's dtype, sums in float32), what
-it puts into the state stays there for later tokens, and how much of it is left depends on the decays and keys of this
-very call. The idea: the recurrence itself tells. It is computed a few times more, in float32, with each quantity that a
-kernel may round multiplied by 1 + u r, r uniform in [-1, 1], which has the variance of a rounding to nearest at most;
-the spread of the results is the noise [Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997]. So errors in the
-state add up as the independent ones that they are, and fade with the decay: after T tokens sqrt(min(T, 1 / (1 - a**2)))
-of one token's for a decay a, never T of them.
-
-Short causal convolutions of each channel, and the last inputs that are kept for the next token.
-
-Formula: y_t = act(sum over j of w_j x_(t - width + 1 + j) + bias), where the width - 1 inputs before a sequence's first
-row are those of its state, or 0 [A. Gu and T. Dao, arXiv 2312.00752, section 3.4: the convolution of a Mamba block;
-vLLM's causal_conv1d]. The state becomes the last width - 1 inputs, as they are: a copy. Noise and bound: float32 sums
-of width products, gamma_width |w| |x| [Higham, ASNA, (3.5)], one rounding before the activation, which has a slope of
-1.1 at most.
-
-Selective scans of Mamba 1 and 2, token by token, whatever chunks a kernel cuts them into.
-
-Formula: h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t', y_t = h_t C_t + D x_t, times silu(z_t) where there is a gate, for a
-state h [channels, n] of each head; dt = softplus(dt + bias) where the kernel does so [A. Gu and T. Dao, Mamba, arXiv
-2312.00752, section 3.2; T. Dao and A. Gu, Transformers are SSMs, arXiv 2405.21060, section 2 and 7]. Mamba 1 has an A
-of each channel and state, Mamba 2 one of each head; heads share B and C by groups. A kernel may round dt x, B, C, and
-the state wherever it meets C, to the model's dtype.
-
-The gated delta rule, token by token, whatever chunks a kernel cuts it into.
-
-Formula: S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)' k_t))', o_t = s S_t' q_t for a state S [k, v] of each value
-head, a decay a = exp(g), b in (0, 1), s = 1 / sqrt(k) unless it is given [S. Yang, J. Kautz and A. Hatamizadeh, Gated
-Delta Networks, arXiv 2412.06464, equation 10]; chunked forms [section 3.3] are equal in exact arithmetic. q and k
-divided by their norms where the kernel does so; value head h has the key head h // (value heads / key heads).
-Qwen3-Next makes g = -exp(A_log) softplus(a + dt_bias) and b = sigmoid(b) of its projections. A kernel may round q, k,
-the new value b (v - S'k), and the state wherever it meets q or k, to the model's dtype. Since |k| <= 1 and 0 <= b <=
-2, what is off in the state never grows: I - b k k' has the norm 1.
-
-Blocks around a recurrence: their gated norm, what they hand on, and the opaque operators that name only a layer.
-
-Formula: Mamba 2's norm weighs RMSNorm(x silu(z)) by groups [T. Dao and A. Gu, arXiv 2405.21060, section 7.1; the
-published Mamba 2 code]. A block gives what its last projection gave; that its convolution and recurrence are right
-does not follow from it, since they are no modules: a block is found wrong here, and never right. vLLM's opaque
-operators run the operators that are captured inside them and put their results, first those of single tokens, then
-those of prompts, into one buffer: the results must lie there, row by row; whether they are right is judged where they
-are made.
+Formulas: short convolution y_t = act(sum_j w_j x_(t - width + 1 + j) + bias), whose state becomes the last width - 1
+inputs; selective scan h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t', y_t = h_t C_t + D x_t, times silu(z_t) where there is
+a gate [A. Gu and T. Dao, Mamba, arXiv 2312.00752, section 3; T. Dao and A. Gu, arXiv 2405.21060, sections 2 and 7];
+gated delta rule S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)' k_t))', o_t = s S_t' q_t [S. Yang, J. Kautz and A.
+Hatamizadeh, Gated Delta Networks, arXiv 2412.06464, equation 10]. Chunked forms are equal in exact arithmetic. A kernel
+may round operands, the new value b (v - S'k), and the state wherever it is read, to the model's dtype. Noise of the
+last two is sampled (`scattered`): what stays in the state, and for how long, depends on the decays and keys of this
+very call; errors in the state add up as independent ones, and fade with the decay. Convolutions: float32 sums of width
+products [Higham, ASNA, (3.5)], one rounding before the activation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.judge.floor import unit as unit_of_dtype
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Call, Declined, Expected, gamma, reference
-from vllm_accprobe.opcheck.references.norms import gate_first
-from vllm_accprobe.opcheck.references.parts import UNSEEN, inside, once, param_if, reshaped, same
+from vllm_accprobe.opcheck.reference import (
+    APPROXIMATE,
+    ROUNDED,
+    SUM,
+    Call,
+    Declined,
+    Expected,
+    combined,
+    gamma,
+    reference,
+)
+from vllm_accprobe.opcheck.references.parts import (
+    Arguments,
+    RowResults,
+    once,
+    reshaped,
+    runs,
+    slots,
+    unit_of,
+)
 
 SAMPLES = 8
 """Chosen: runs that the spread is taken from. The mean square of 8 is within a factor of 3 in all but 1 of 1,000; the
@@ -77,9 +57,13 @@ def _as_it_is(x: Tensor, unit: float) -> Tensor:
 
 
 def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | None) -> tuple[Any, ...]:
-    """((value, noise), ...) for each result of ``evaluate(rounds, *operands)``. operands: float64, or None; ``rounds(x,
-    unit)`` is x as an honest kernel may have it. Operands get a leading dimension, one or SAMPLES long; each result has
-    it too. The last dimension is one head's: no element gets less noise than its root mean square."""
+    """((value, noise), ...) for each result of ``evaluate(rounds, *operands)``. operands: float64, or None. Operands
+    get a leading dimension, one or SAMPLES long; each result has it too. The last dimension is one head's: no element
+    gets less noise than its root mean square.
+
+    The recurrence is computed SAMPLES times more, in float32, with each quantity that a kernel may round,
+    ``rounds(x, unit)``, multiplied by 1 + u r, r uniform in [-1, 1], which has the variance of a rounding to nearest at
+    most; the spread of the results is the noise [Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997]."""
     exact = evaluate(_as_it_is, *(None if x is None else x.unsqueeze(0) for x in operands))
     generator = torch.Generator().manual_seed(0)
 
@@ -106,61 +90,6 @@ def read_noise(state: Tensor, weights: Tensor, unit: float, rounds: Rounds) -> T
     return rounds(torch.ones_like(size), unit) * size - size
 
 
-def runs(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:
-    """(begin, end) of each sequence. Raises Declined where they are not those of ``tokens`` rows."""
-    if cu_seqlens is None:
-        return [(0, tokens)]
-    ends = [int(e) for e in cu_seqlens]
-    if not ends or ends[0] != 0 or ends[-1] > tokens or sorted(ends) != ends:
-        raise Declined("its sequences' bounds do not fit its rows")
-    return list(pairwise(ends))
-
-
-def slots(indices: Tensor | None, count: int, states: int, null: int | None = None) -> Iterator[int | None]:
-    """The state's place of each sequence, None for padding: below 0, or ``null``. Raises Declined."""
-    for n in range(count):
-        if indices is None:
-            yield n
-            continue
-        at = int(indices.reshape(len(indices), -1)[n, 0])
-        if at < 0 or at == null:
-            yield None
-        elif at >= states:
-            raise Declined("a state's index lies outside of the states that were captured")
-        else:
-            yield at
-
-
-def arguments(call: Call, names: str) -> Mapping[str, Any]:
-    """An operator's arguments, or a module's inputs, by the names of its signature, in order; missing ones are None."""
-    order = names.split()
-    found: dict[str, Any] = dict.fromkeys(order)
-    found.update(zip(order, call.args, strict=False))
-    for place, name in enumerate(order):
-        if name in call.kwargs:
-            found[name] = call.kwargs[name]
-        elif name in call.inputs:
-            found[name] = call.inputs[name]
-        elif str(place) in call.inputs:
-            found[name] = call.inputs[str(place)]
-    return found
-
-
-def place_of(call: Call, names: str, name: str) -> str:
-    """The role that argument ``name`` has after the call: ``inplace.input.0``, or ``inplace.input.state`` by name."""
-    if name in call.kwargs:
-        return f"inplace.input.{name}"
-    return f"inplace.input.{names.split().index(name)}"
-
-
-def given(found: Mapping[str, Any], *names: str) -> list[Any]:
-    """These arguments in float64. Raises Declined where one is no tensor."""
-    for name in names:
-        if not isinstance(found[name], torch.Tensor):
-            raise Declined(f"argument {name} is no tensor")
-    return [found[name].double() for name in names]
-
-
 def changed(states: Tensor, parts: Mapping[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """(value, noise) of all states, float64, where ``parts`` are new and the others as they were."""
     value, noise = states.double().clone(), torch.zeros(states.shape, dtype=torch.float64)
@@ -173,7 +102,6 @@ _SLOPE = 1.1
 """Derived: the largest slope of x sigmoid(x), 1.0998 at x = 2.4."""
 _CHANNELS = 32
 """Channels that lie together in a packed weight [vLLM's CPU build, causal_conv1d_weight_pack; its test packs one]."""
-  # a torch.Tensor
 
 
 def in_order(packed: Tensor) -> Tensor:
@@ -212,17 +140,15 @@ def activated(y: Tensor, size: Tensor, width: int, unit: float, silu: bool) -> t
 def evaluated_conv(
     call: Call, x: Tensor, weight: Tensor, bias: Any, states: Tensor | None, bounds: list[tuple[int, int]],
     places: list[int | None], silu: bool, masks: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:  # fmt: skip
-    """((value, noise, bound, which rows) [tokens, d], states) of rows x [tokens, d]; states [slots, d, width - 1 or
-    more, of which the first are used]."""
+) -> tuple[RowResults, Tensor | None]:  # fmt: skip
+    """(results [tokens, d], states) of rows x [tokens, d]; states [slots, d, width - 1 or more, of which the first are
+    used]; masks: bool, which sequences begin from theirs, None for all."""
     weight = weight.double().reshape(weight.shape[0], -1)
     width = weight.shape[1]
     if x.shape[1] != len(weight) or (states is not None and states.shape[-1] < width - 1):
         raise Declined("its weight does not fit its input")
-    unit = call.unit
     bias = bias.double() if isinstance(bias, torch.Tensor) else None
-    parts = [torch.zeros_like(x) for _ in range(3)]
-    known = torch.zeros(len(x), dtype=torch.bool)
+    found = RowResults(len(x), x.shape[1])
     new = None if states is None else states.double().clone()
     for n, ((begin, end), at) in enumerate(zip(bounds, places, strict=True)):
         if at is None or begin == end:
@@ -231,23 +157,19 @@ def evaluated_conv(
         if states is not None and (masks is None or bool(masks[n])):
             first = states[at, :, : width - 1].double()
         y, size, last = convolved(x[begin:end], weight, bias, first)
-        for part, found in zip(parts, activated(y, size, width, unit, silu), strict=True):
-            part[begin:end] = found
-        known[begin:end] = True
+        found.put(slice(begin, end), activated(y, size, width, call.unit, silu))
         if new is not None:
             new[at, :, : width - 1] = last
-    return (*parts, known), new
+    return found, new
 
 
-def _told(found: tuple[Tensor, Tensor, Tensor, Tensor], shape: Any, turned: bool) -> Expected:
+def _convolution(found: RowResults, shape: Any, turned: bool) -> Expected:
     """turned: the output has channels first."""
-    *parts, known = found
-    if turned:
-        if not bool(known.all()):
-            raise Declined("some of its tokens belong to no sequence")
-        parts = [p.T for p in parts]
-    value, noise, bound = (p.reshape(shape) for p in parts)
-    return Expected(value, noise, bound=bound, rows=None if bool(known.all()) else known, reason="padding")
+    value, noise, bound = found.parts
+    if turned and found.rows() is not None:
+        raise Declined("some of its tokens belong to no sequence")
+    y = Expected(value, noise, bound=bound, rows=found.rows(), reason="padding")
+    return y.map(lambda t: (t.T if turned else t).reshape(shape))
 
 
 def _kept(states: Tensor, x: Tensor, like: Tensor) -> Expected:
@@ -268,9 +190,8 @@ _FORWARD = "x weight bias conv_states query_start_loc cache_indices has_initial_
 def forward(call: Call) -> dict[str, Expected]:
     """(x [d, tokens], weight [d, width], bias, states [slots, d, width - 1], query_start_loc, cache_indices,
     has_initial_state, activation); the old CUDA operator writes into x."""
-    names = _FORWARD + (" is_weight_packed" if call.cls.endswith("fwd_cpu.default") else "")
-    f = arguments(call, names)
-    x, weight = given(f, "x", "weight")
+    f = Arguments(call, _FORWARD + (" is_weight_packed" if call.cls.endswith("fwd_cpu.default") else ""))
+    x, weight = f.wide("x", "weight")
     if f.get("is_weight_packed"):
         weight = in_order(weight)
     turned = x.dim() == 2 and x.shape[0] == weight.shape[0]
@@ -282,9 +203,9 @@ def forward(call: Call) -> dict[str, Expected]:
         call, rows, weight, f["bias"], states, bounds, places, _silu(f["activation"]), f["has_initial_state"]
     )
     out = "output.0" if "output.0" in call.outputs else "inplace.input.0"
-    found = {out: _told(y, f["x"].shape, turned)}
+    found = {out: _convolution(y, f["x"].shape, turned)}
     if new is not None:
-        found[place_of(call, names, "conv_states")] = _kept(new, f["x"], states)
+        found[f.role("conv_states")] = _kept(new, f["x"], states)
     return found
 
 
@@ -300,11 +221,10 @@ def update(call: Call) -> dict[str, Expected]:
     """(x [batch, d] or [batch, d, tokens], states [slots, d, width - 1], weight, bias, activation, ...): the next
     tokens of each sequence."""
     short = call.cls.removeprefix("torch.ops.").split(".")[1]
-    names = _UPDATES.get(short, _UPDATES["causal_conv1d_update"])
-    f = arguments(call, names)
+    f = Arguments(call, _UPDATES.get(short, _UPDATES["causal_conv1d_update"]))
     if f.get("num_accepted") is not None:
         raise Declined("speculative tokens, of which inputs are kept, have no reference here")
-    x, states, weight = given(f, "x", "conv_state", "weight")
+    x, states, weight = f.wide("x", "conv_state", "weight")
     if f.get("packed"):
         weight = in_order(weight)
     tokens = x.shape[2] if x.dim() == 3 else 1
@@ -315,20 +235,14 @@ def update(call: Call) -> dict[str, Expected]:
     places = list(slots(f["conv_state_indices"], len(bounds), len(states), null))
     y, new = evaluated_conv(call, rows, weight, f["bias"], states, bounds, places, _silu(f["activation"]))
     if x.dim() == 3:
-        *parts, known = y
-        parts = [p.reshape(len(x), tokens, -1).transpose(1, 2) for p in parts]
-        known = known.reshape(len(x), tokens).all(1)
-        found = Expected(
-            parts[0], parts[1], bound=parts[2], rows=None if bool(known.all()) else known, reason="padding"
-        )
+        value, noise, bound = (p.reshape(len(x), tokens, -1).transpose(1, 2) for p in y.parts)
+        known = y.known.reshape(len(x), tokens).all(1)
+        found = Expected(value, noise, bound=bound, rows=None if bool(known.all()) else known, reason="padding")
     else:
-        found = _told(y, x.shape, False)
+        found = _convolution(y, x.shape, False)
     out = "output.0" if "output.0" in call.outputs else "inplace.input.0"
     assert new is not None
-    return {out: found, place_of(call, names, "conv_state"): _kept(new, f["x"], f["conv_state"])}
-
-
-  # a torch.Tensor
+    return {out: found, f.role("conv_state"): _kept(new, f["x"], f["conv_state"])}
 
 
 def scan(
@@ -370,13 +284,13 @@ def by_heads(x: Tensor, heads: int) -> Tensor:
 def scanned(
     unit: float, bounds: list[tuple[int, int]], places: list[int | None], tokens: Mapping[str, Tensor | None],
     a: Tensor, d: Tensor | None, states: Tensor, masks: Tensor | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
-    """(outputs, noise, which rows), (states, noise). tokens: x, dt, b, c, z of all rows, float64; states: [slots,
+) -> tuple[RowResults, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Outputs and their noise, (states, noise). tokens: x, dt, b, c, z of all rows, float64; states: [slots,
     heads, channels, n]; masks: bool, which sequences begin from theirs, None for all."""
     x = tokens["x"]
     assert x is not None
-    out, noise, known = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(len(x), dtype=torch.bool)
-    new = {}
+    found, new = RowResults(len(x)), {}
+    found.parts = [torch.zeros_like(x), torch.zeros_like(x)]
     for n, ((begin, end), at) in enumerate(zip(bounds, places, strict=True)):
         if at is None or begin == end:
             continue
@@ -390,48 +304,50 @@ def scanned(
         def evaluate(rounds: Rounds, *parts: Any) -> tuple[Tensor, Tensor]:
             return scan(rounds, unit, *parts)
 
-        (y, e), last = scattered(evaluate, of_x, dt, a, b, c, d, z, first)
-        out[begin:end], noise[begin:end], known[begin:end] = y, e, True
-        new[at] = last
-    return (out, noise, known), changed(states, new)
+        part, new[at] = scattered(evaluate, of_x, dt, a, b, c, d, z, first)
+        found.put(slice(begin, end), part)
+    return found, changed(states, new)
 
 
-def told(found: tuple[Tensor, Tensor, Tensor], like: Tensor, heads: int) -> Expected:
-    value, noise, known = found
-    rows = None if bool(known.all()) else known
+def _scan_output(found: RowResults, like: Tensor, heads: int) -> Expected:
+    value, noise = found.parts
+    rows = found.rows()
     if value.numel() != like.numel() or (rows is not None and like.shape[0] != len(rows)):
         raise Declined("its output has another shape than its input")
     return Expected(value.reshape(like.shape), noise.reshape(like.shape), rows=rows, reason="padding", groups=heads,
                     shared=True)  # fmt: skip
 
 
-def _states(found: tuple[Tensor, Tensor], heads: int) -> Expected:
-    return Expected(found[0], found[1], groups=heads, shared=True)
+def _states(value: Tensor, noise: Tensor, heads: int) -> Expected:
+    return Expected(value, noise, groups=heads, shared=True)
 
 
-def _unit(tensor: Tensor) -> float:
-    return unit_of_dtype(str(tensor.dtype).removeprefix("torch."))
-
-
-_CHUNKS = "out final_states x dt A B C D z cu_seqlens"
+def _by_chunks(
+    f: Arguments, dt: Tensor, first: Tensor | None, like: Tensor
+) -> tuple[Expected, Expected]:  # fmt: skip
+    """(outputs, states) of x [tokens, heads, channels], A [heads], B, C [tokens, groups, n]; dt [tokens, heads]; first:
+    states [sequences, heads, channels, n], None for 0."""
+    x, a, b, c = f.wide("x", "A", "B", "C")
+    heads, bounds = x.shape[1], runs(f["cu_seqlens"], len(x))
+    if first is None:
+        first = torch.zeros(len(bounds), heads, x.shape[-1], b.shape[-1])
+    if len(bounds) > len(first):
+        raise Declined("more sequences than states")
+    d, z = f.wide_or_none("D"), f.wide_or_none("z")
+    tokens = {"x": x, "dt": dt.unsqueeze(-1), "b": by_heads(b, heads), "c": by_heads(c, heads),
+              "z": None if z is None else z.reshape(x.shape)}  # fmt: skip
+    y, states = scanned(unit_of(f["x"]), bounds, list(range(len(bounds))), tokens, a.reshape(heads, 1, 1),
+                        None if d is None else d.reshape(heads, -1), first)  # fmt: skip
+    return _scan_output(y, like, heads), _states(*states, heads)
 
 
 @reference("torch.ops._C.mamba_chunk_scan_fwd_cpu")
 def chunk_scan(call: Call) -> dict[str, Expected]:
-    """(out, states, x, dt, A, B, C, D, z, cu_seqlens): dt as the recurrence has it, states [sequences, heads, channels,
-    n] both in and out."""
-    f = arguments(call, _CHUNKS)
-    x, dt, a, b, c = given(f, "x", "dt", "A", "B", "C")
-    heads, bounds = x.shape[1], runs(f["cu_seqlens"], len(x))
-    if len(bounds) > len(f["final_states"]):
-        raise Declined("more sequences than states")
-    d = None if f["D"] is None else f["D"].double().reshape(heads, -1)
-    z = None if f["z"] is None else f["z"].double().reshape(x.shape)
-    tokens = {"x": x, "dt": dt.unsqueeze(-1), "b": by_heads(b, heads), "c": by_heads(c, heads), "z": z}
-    y, states = scanned(
-        _unit(f["x"]), bounds, list(range(len(bounds))), tokens, a.reshape(heads, 1, 1), d, f["final_states"]
-    )
-    return {"inplace.input.0": told(y, f["out"], heads), "inplace.input.1": _states(states, heads)}
+    """(out, states, x, dt, A, B, C, D, z, cu_seqlens): dt as the recurrence has it, states both in and out."""
+    f = Arguments(call, "out final_states x dt A B C D z cu_seqlens")
+    (dt,) = f.wide("dt")
+    y, states = _by_chunks(f, dt, f["final_states"], f["out"])
+    return {"inplace.input.0": y, "inplace.input.1": states}
 
 
 _VARLEN = (
@@ -442,34 +358,20 @@ _VARLEN = (
 
 @reference("torch.ops.*.mamba_chunk_scan_combined_varlen")
 def chunk_scan_combined(call: Call) -> dict[str, Expected]:
-    """(x [tokens, heads, channels], dt [tokens, heads], A [heads], B, C [tokens, groups, n], ...) as Mamba 2's kernels
-    have it: states [sequences, heads, channels, n], given or 0."""
-    f = arguments(call, _VARLEN)
-    x, dt, a, b, c = given(f, "x", "dt", "A", "B", "C")
+    """(x [tokens, heads, channels], dt [tokens, heads], A [heads], B, C [tokens, groups, n], ...) of Mamba 2."""
+    f = Arguments(call, _VARLEN)
     if f["return_intermediate_states"]:
         raise Declined("the states between chunks have no reference")
-    heads, bounds = x.shape[1], runs(f["cu_seqlens"], len(x))
-    bias = None if f["dt_bias"] is None else f["dt_bias"].double()
-    dt = steps(dt, bias, bool(f["dt_softplus"]))
+    (dt,) = f.wide("dt")
+    dt = steps(dt, f.wide_or_none("dt_bias"), bool(f["dt_softplus"]))
     if f["dt_limit"] is not None:
         dt = dt.clamp(float(f["dt_limit"][0]), float(f["dt_limit"][1]))
-    d = None if f["D"] is None else f["D"].double().reshape(heads, -1)
-    z = None if f["z"] is None else f["z"].double().reshape(x.shape)
-    tokens = {"x": x, "dt": dt.unsqueeze(-1), "b": by_heads(b, heads), "c": by_heads(c, heads), "z": z}
-    first = f["initial_states"]
-    if first is None:
-        first = torch.zeros(len(bounds), heads, x.shape[-1], b.shape[-1])
-    y, states = scanned(_unit(f["x"]), bounds, list(range(len(bounds))), tokens, a.reshape(heads, 1, 1), d, first)
-    out = place_of(call, _VARLEN, "out")
-    return {out: told(y, f["x"], heads), "output.0": _states(states, heads)}
+    y, states = _by_chunks(f, dt, f["initial_states"], f["x"])
+    return {f.role("out"): y, "output.0": states}
 
 
 _UPDATE = (
     "state x dt A B C D z dt_bias dt_softplus state_batch_indices dst_state_batch_indices null_block_id out "
-    "num_accepted_tokens cu_seqlens"
-)
-_TRITON = (
-    "state x dt A B C D dt_bias z dt_softplus state_batch_indices dst_state_batch_indices null_block_id out "
     "num_accepted_tokens cu_seqlens"
 )
 
@@ -478,21 +380,19 @@ _TRITON = (
 def state_update(call: Call) -> dict[str, Expected]:
     """(state [slots, heads, channels, n], x [tokens, heads, channels], dt, A, B, C, ...): one token of each sequence,
     or runs of them by cu_seqlens; the new state lies in dst_state_batch_indices, or where the old one was."""
-    names = _UPDATE if "_cpu" in call.cls else _TRITON
-    f = arguments(call, names)
+    f = Arguments(call, _UPDATE if "_cpu" in call.cls else _UPDATE.replace("z dt_bias", "dt_bias z"))
     if f["num_accepted_tokens"] is not None:
         raise Declined("speculative tokens, of which states are kept, have no reference here")
-    state, x, dt, a, b, c = given(f, "state", "x", "dt", "A", "B", "C")
+    state, x, dt, a, b, c = f.wide("state", "x", "dt", "A", "B", "C")
     plain = state.dim() == 3  # Mamba 1: no heads
     if plain:
         state, x, dt, a, b, c = (t.unsqueeze(0 if t is a else 1) for t in (state, x, dt, a, b, c))
     slots_, heads, channels, n = state.shape
     x = x.reshape(-1, heads, channels)
     dt = dt.reshape(len(x), heads, -1) if dt.numel() != len(x) * heads else dt.reshape(len(x), heads, 1)
-    bias = None if f["dt_bias"] is None else f["dt_bias"].double().reshape(heads, -1)
+    shapes = {"dt_bias": (heads, -1), "D": (heads, -1), "z": x.shape}
+    bias, d, z = (None if f[n] is None else f[n].double().reshape(shape) for n, shape in shapes.items())
     dt = steps(dt, bias, bool(f["dt_softplus"]))
-    d = None if f["D"] is None else f["D"].double().reshape(heads, -1)
-    z = None if f["z"] is None else f["z"].double().reshape(x.shape)
     bounds = [(t, t + 1) for t in range(len(x))] if f["cu_seqlens"] is None else runs(f["cu_seqlens"], len(x))
     null = f["null_block_id"]
     reads = list(slots(f["state_batch_indices"], len(bounds), slots_, null))
@@ -501,22 +401,21 @@ def state_update(call: Call) -> dict[str, Expected]:
         writes = list(slots(f["dst_state_batch_indices"], len(bounds), slots_, null))
     tokens = {"x": x, "dt": dt, "b": by_heads(b.reshape(len(x), -1, n), heads),
               "c": by_heads(c.reshape(len(x), -1, n), heads), "z": z}  # fmt: skip
-    y, states = scanned(_unit(f["x"]), bounds, reads, tokens, a.reshape(heads, -1, a.shape[-1]), d, state)
+    y, states = scanned(unit_of(f["x"]), bounds, reads, tokens, a.reshape(heads, -1, a.shape[-1]), d, state)
     elsewhere = [(r, w) for r, w in zip(reads, writes, strict=True) if r is not None and w is not None and r != w]
     for read, write in elsewhere:
         for new in states:
             new[write] = new[read]
-    out = place_of(call, names, "out") if f["out"] is not None else "output.0"
-    found = {out: told(y, f["x"], heads)}
-    moved = _states(states, heads)
+    out = f.role("out") if f["out"] is not None else "output.0"
+    found = {out: _scan_output(y, f["x"], heads)}
+    moved = _states(*states, heads)
     if elsewhere:  # what lies where the old state was read, kernels leave as they like
         rows = torch.ones(slots_, dtype=torch.bool)
         rows[[read for read, _ in elsewhere]] = False
         moved = Expected(*states, rows=rows, reason="a state that has moved on", groups=heads, shared=True)
     if plain:
-        moved = Expected(moved.value.squeeze(1), None if moved.noise is None else moved.noise.squeeze(1),
-                         rows=moved.rows, reason=moved.reason, shared=True)  # fmt: skip
-    return found | {place_of(call, names, "state"): moved}
+        moved = replace(moved.map(lambda t: t.squeeze(1)), groups=None)
+    return found | {f.role("state"): moved}
 
 
 _SELECTIVE = (
@@ -529,36 +428,33 @@ _SELECTIVE = (
 def selective_scan(call: Call) -> dict[str, Expected]:
     """Mamba 1: (u [channels, tokens], delta, A [channels, n], B, C [groups, n, tokens], D, z, ...): the result lies
     in z where there is one, else in delta; states [slots, channels, n] changed where they lie."""
-    f = arguments(call, _SELECTIVE)
-    u, delta, a, b, c, states = given(f, "u", "delta", "A", "B", "C", "ssm_states")
+    f = Arguments(call, _SELECTIVE)
+    u, delta, a, b, c, states = f.wide("u", "delta", "A", "B", "C", "ssm_states")
     if u.dim() != 2 or f["query_start_loc"] is None:
         raise Declined("a batch of equal lengths has no reference here")
     x = u.T.unsqueeze(-1)  # each channel is a head of one
-    bias = None if f["delta_bias"] is None else f["delta_bias"].double().reshape(-1, 1)
-    dt = steps(delta.T.unsqueeze(-1), bias, bool(f["delta_softplus"]))
+    bias, d, z = map(f.wide_or_none, ("delta_bias", "D", "z"))
+    dt = steps(delta.T.unsqueeze(-1), None if bias is None else bias.reshape(-1, 1), bool(f["delta_softplus"]))
     heads, n = x.shape[1], a.shape[-1]
-    z = None if f["z"] is None else f["z"].double().T.unsqueeze(-1)
+    z = None if z is None else z.T.unsqueeze(-1)
     by_token = [t.reshape(-1, n, len(x)).permute(2, 0, 1) for t in (b, c)]
     tokens = {"x": x, "dt": dt, "b": by_heads(by_token[0], heads), "c": by_heads(by_token[1], heads), "z": z}
-    d = None if f["D"] is None else f["D"].double().reshape(heads, 1)
+    d = None if d is None else d.reshape(heads, 1)
     bounds = runs(f["query_start_loc"], len(x))
     places = list(slots(f["cache_indices"], len(bounds), len(states), f["null_block_id"]))
-    y, new = scanned(_unit(f["u"]), bounds, places, tokens, a.unsqueeze(1), d, states.unsqueeze(2),
+    y, new = scanned(unit_of(f["u"]), bounds, places, tokens, a.unsqueeze(1), d, states.unsqueeze(2),
                      f["has_initial_state"])  # fmt: skip
-    value, noise, known = y
-    if not bool(known.all()):
+    if y.rows() is not None:
         raise Declined("some of its tokens belong to no sequence")
-    out = place_of(call, _SELECTIVE, "delta" if f["z"] is None else "z")
-    kept = [s.squeeze(2) for s in new]
+    value, noise = y.parts
     return {
-        out: Expected(value.squeeze(-1).T, noise.squeeze(-1).T, shared=True),
-        place_of(call, _SELECTIVE, "ssm_states"): Expected(kept[0], kept[1], shared=True),
+        f.role("delta" if f["z"] is None else "z"): Expected(value.squeeze(-1).T, noise.squeeze(-1).T, shared=True),
+        f.role("ssm_states"): Expected(new[0].squeeze(2), new[1].squeeze(2), shared=True),
     }
 
 
 EPSILON = 1e-6
 """What is added to a sum of squares before its root: flash-linear-attention's l2norm, and vLLM's kernels for CPUs."""
-  # a torch.Tensor
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:
@@ -598,27 +494,27 @@ def _of_sequence(
 
 
 def evaluated_delta_rule(
-    call: Call, found: Mapping[str, Any], ends: Tensor | None, indices: Tensor | None, *, eps: float | None,
+    call: Call, f: Arguments, ends: Tensor | None, indices: Tensor | None, *, eps: float | None,
     key_first: bool, scale: float | None = None, null: int | None = None, masks: Tensor | None = None,
-) -> tuple[Expected, Tensor | None, Tensor | None]:  # fmt: skip
-    """The outputs [tokens, value heads, v], and value and noise of all states, None where the call has none. found: q,
-    k, v, g, beta and ``state`` [states, heads, k, v], or with k last; masks: bool, which sequences begin from
+) -> tuple[Expected, Expected | None]:  # fmt: skip
+    """The outputs [tokens, value heads, v], and all states, None where the call has none. f: q, k,
+    v, g, beta and ``state`` [states, heads, k, v], or with k last; masks: bool, which sequences begin from
     theirs."""
-    q, k, v, g, beta = given(found, "q", "k", "v", "g", "beta")
+    q, k, v, g, beta = f.wide("q", "k", "v", "g", "beta")
     heads, width = v.shape[-2:]
     q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
     v, g = v.reshape(-1, heads, width), g.reshape(-1, heads)
     beta = beta.reshape(-1, heads)
     if heads % q.shape[1] or len(g) != len(v) or len(beta) != len(v) or len(q) != len(v):
         raise Declined("its heads or gates do not fit one another")
-    unit = unit_of_dtype(str(found["v"].dtype).removeprefix("torch."))
-    batch = found["q"].shape[0] if ends is None and found["q"].dim() == 4 else 1
+    unit = unit_of(f["v"])
+    batch = f["q"].shape[0] if ends is None and f["q"].dim() == 4 else 1
     length = len(v) // batch
     bounds = [(n * length, (n + 1) * length) for n in range(batch)] if ends is None else runs(ends, len(v))
-    states = found.get("state")
+    states = f.get("state")
     places = list(slots(indices, len(bounds), len(bounds) if states is None else len(states), null))
-    out = torch.zeros(len(v), heads, width, dtype=torch.float64)
-    noise, known, new = torch.zeros_like(out), torch.zeros(len(v), dtype=torch.bool), {}
+    found, new = RowResults(len(v)), {}
+    found.parts = [torch.zeros_like(v), torch.zeros_like(v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for n, ((begin, end), at) in enumerate(zip(bounds, places, strict=True)):
         if at is None or begin == end:
@@ -626,24 +522,22 @@ def evaluated_delta_rule(
         first = torch.zeros(heads, q.shape[-1], width, dtype=torch.float64)
         if states is not None and (masks is None or bool(masks[n])):
             first = states[at].double() if key_first else states[at].double().transpose(-1, -2)
-        (y, e), last = _of_sequence(unit, scale, eps, [x[begin:end] for x in (q, k, v, g, beta)], first)
-        out[begin:end], noise[begin:end], known[begin:end] = y, e, True
+        part, last = _of_sequence(unit, scale, eps, [x[begin:end] for x in (q, k, v, g, beta)], first)
+        found.put(slice(begin, end), part)
         new[at] = last if key_first else tuple(x.transpose(-1, -2) for x in last)
-    shape = call.outputs["output.0"].shape if "output.0" in call.outputs else out.shape
-    if out.numel() != math.prod(shape):
+    shape = call.outputs["output.0"].shape if "output.0" in call.outputs else v.shape
+    if v.numel() != math.prod(shape):
         raise Declined("its output has another shape than its values")
-    rows = None if bool(known.all()) or shape[0] != len(known) else known
-    if rows is None and not bool(known.all()):
+    if found.rows() is not None and shape[0] != len(v):
         raise Declined("some of its rows belong to no sequence")
-    y = Expected(out.reshape(shape), noise.reshape(shape), rows=rows, reason="padding", groups=heads, shared=True)
-    if states is None:
-        stacked = [torch.stack([new[n][side] for n in sorted(new)]) for side in (0, 1)] if new else [None, None]
-        return y, stacked[0], stacked[1]
-    return y, *changed(states, new)
-
-
-def _state(value: Tensor, noise: Tensor) -> Expected:
-    return Expected(value, noise, groups=value.shape[1], shared=True)
+    out, noise = (t.reshape(shape) for t in found.parts)
+    y = Expected(out, noise, rows=found.rows(), reason="padding", groups=heads, shared=True)
+    if states is not None:
+        return y, _states(*changed(states, new), heads)
+    if not new:
+        return y, None
+    value, noise = (torch.stack([new[n][side] for n in sorted(new)]) for side in (0, 1))
+    return y, _states(value, noise, heads)
 
 
 _FLA = "q k v g beta scale initial_state inplace_final_state cu_seqlens ssm_state_indices num_accepted_tokens"
@@ -658,8 +552,7 @@ def flash_linear_attention(call: Call) -> dict[str, Expected]:
     heads, v, k], changed where they lie if ``inplace_final_state``; the module ChunkGatedDeltaRule has the same names
     without a scale."""
     module = call.cls == "ChunkGatedDeltaRule"
-    names = "q k v g beta initial_state output_final_state cu_seqlens" if module else _FLA
-    a = dict(arguments(call, names))
+    a = Arguments(call, "q k v g beta initial_state output_final_state cu_seqlens" if module else _FLA)
     if a.get("num_accepted_tokens") is not None:
         raise Declined("speculative tokens, of which states are kept, have no reference here")
     if a["beta"] is None:
@@ -667,12 +560,12 @@ def flash_linear_attention(call: Call) -> dict[str, Expected]:
     norm = call.attrs if module else call.kwargs
     eps = EPSILON if norm.get("use_qk_l2norm_in_kernel", module) else None
     a["state"] = a["initial_state"]
-    y, states, noise = evaluated_delta_rule(
+    y, states = evaluated_delta_rule(
         call, a, a["cu_seqlens"], a.get("ssm_state_indices"), eps=eps, key_first=False, scale=a.get("scale")
     )
     found = {"output.0": y}
-    if states is not None and noise is not None:
-        found["output.1"] = found[place_of(call, names, "initial_state")] = _state(states, noise)
+    if states is not None:
+        found["output.1"] = found[a.role("initial_state")] = states
     return found
 
 
@@ -686,16 +579,15 @@ _CHUNK = (
 def chunked_on_cpu(call: Call) -> dict[str, Expected]:
     """(query, key, value, g, beta, initial_state, output_final_state, cu_seqlens, head_first, use_qk_l2norm_in_kernel,
     initial_state_indices, eps): states [slots, heads, k, v], changed where they lie."""
-    a = dict(arguments(call, _CHUNK))
+    a = Arguments(call, _CHUNK)
     if a["head_first"]:
         raise Declined("heads before tokens have no reference")
     a["state"] = a["initial_state"]
     eps = float(a["eps"] if a["eps"] is not None else 1e-5) if a["use_qk_l2norm_in_kernel"] else None
     indices = a["initial_state_indices"]
-    y, states, noise = evaluated_delta_rule(call, a, a["cu_seqlens"], indices, eps=eps, key_first=True)
+    y, states = evaluated_delta_rule(call, a, a["cu_seqlens"], indices, eps=eps, key_first=True)
     assert states is not None
-    assert noise is not None
-    return {"output.0": y, "output.1": _state(states, noise), "inplace.input.5": _state(states, noise)}
+    return {"output.0": y, "output.1": states, "inplace.input.5": states}
 
 
 def gates(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -706,20 +598,20 @@ def gates(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.
 @reference("torch.ops._C.fused_gdn_gating_cpu", "torch.ops.*.fused_gdn_gating", "torch.ops.*.npu_fused_gdn_gating")
 def gating(call: Call) -> dict[str, Expected]:
     """(A_log, a, b, dt_bias): the logarithm of the decay, and beta."""
-    found = arguments(call, "A_log a b dt_bias beta threshold")
-    a_log, a, b, bias = given(found, "A_log", "a", "b", "dt_bias")
-    g, beta = gates(a_log, a, b, bias, float(found["beta"] or 1.0))
+    f = Arguments(call, "A_log a b dt_bias beta threshold")
+    a_log, a, b, bias = f.wide("A_log", "a", "b", "dt_bias")
+    g, beta = gates(a_log, a, b, bias, float(f["beta"] or 1.0))
     # a + dt_bias is rounded once to float32 at least, which softplus, with a slope of 1 at most, hands on
     slack = 2.0**-22 * (g.abs() + a_log.exp() * (a.abs() + bias.abs()))
     # two exponentials and a logarithm
     most = 3.0 * APPROXIMATE * g.abs() + slack
     shapes = [call.outputs[f"output.{n}"].shape for n in (0, 1)]
     # 1 / (1 + e**-b) by a dtype's own operators: e**-b and 1 + e**-b may each be rounded to it
-    u = unit_of_dtype(str(call.outputs["output.1"].dtype).removeprefix("torch."))
+    u = unit_of(call.outputs["output.1"])
     noise, bound = ROUNDED * u * beta * ((1.0 - beta) ** 2 + 1.0).sqrt(), (u * (2.0 - beta) + APPROXIMATE) * beta
     return {
-        "output.0": Expected(g.reshape(shapes[0]), slack.reshape(shapes[0]), bound=most.reshape(shapes[0])),
-        "output.1": Expected(beta.reshape(shapes[1]), noise.reshape(shapes[1]), bound=bound.reshape(shapes[1])),
+        "output.0": reshaped(Expected(g, slack, bound=most), shapes[0]),
+        "output.1": reshaped(Expected(beta, noise, bound=bound), shapes[1]),
     }
 
 
@@ -733,8 +625,8 @@ _DELTA_RULE_UPDATE = (
 def fused_update(call: Call) -> dict[str, Expected]:
     """(A_log, dt_bias, q, k, v, a, b, states, indices, cu_seqlens, use_qk_l2norm_in_kernel): one token of each
     sequence, states [slots, heads, k, v] changed where they lie."""
-    a = dict(arguments(call, _DELTA_RULE_UPDATE))
-    a_log, bias, x, b = given(a, "A_log", "dt_bias", "a", "b")
+    a = Arguments(call, _DELTA_RULE_UPDATE)
+    a_log, bias, x, b = a.wide("A_log", "dt_bias", "a", "b")
     count = a["a"].shape[0]
     if math.prod(a["v"].shape[:-2]) != count:
         raise Declined("more than one token of a sequence")
@@ -742,150 +634,9 @@ def fused_update(call: Call) -> dict[str, Expected]:
     a |= {"g": g, "beta": beta, "state": a["initial_state_source"]}
     eps = 1e-5 if a["use_qk_l2norm_in_kernel"] else None
     ends = torch.arange(count + 1)
-    y, states, noise = evaluated_delta_rule(call, a, ends, a["initial_state_indices"], eps=eps, key_first=True)
+    y, states = evaluated_delta_rule(call, a, ends, a["initial_state_indices"], eps=eps, key_first=True)
     assert states is not None
-    assert noise is not None
     # the gates' own roundings, of one token each: relative to what comes out and to what is forgotten
-    extra = 2.0 * ROUNDED * y_unit(call) * y.value.abs()
-    assert y.noise is not None
-    y = Expected(y.value, (y.noise**2 + extra**2).sqrt(), groups=y.groups, shared=True, rows=y.rows, reason=y.reason)
-    return {"output.0": y, "inplace.input.7": _state(states, noise)}
-
-
-def y_unit(call: Call) -> float:
-    """The rounding of the values' dtype: the state may be wider."""
-    return unit_of_dtype(str(call.outputs["output.0"].dtype).removeprefix("torch."))
-
-
-_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
-_INSIDE = "what it runs inside was not captured"
-  # a torch.Tensor
-
-
-@reference("Mixer2RMSNormGated")
-def gated_norm(call: Call) -> Expected:
-    """x, gate [tokens, channels of this rank]; without a weight it only gates."""
-    x, gate = call.wide("x", "0"), call.wide("gate", "1")
-    y = x * F.silu(gate)
-    weight = param_if(call, "weight")
-    if weight is None:
-        early = once(F.silu(gate).abs(), call.unit, x.abs())
-        return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
-    groups = next((int(call.config[n]) for n in _GROUPS if n in call.config), 0)
-    ranks = int(call.attr("tp_size", default=1))
-    if not groups:
-        raise Declined("the number of its groups was not recorded")
-    if groups % ranks:
-        raise Declined("its groups are cut over ranks")
-    shape = (len(y), groups // ranks, -1)
-    eps, by = float(call.attr("variance_epsilon")), weight.reshape(shape[1:])
-    return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)
-
-
-@reference("MambaMixer2", "MambaMixer", "ShortConv", "*Mixer2", "*MambaMixer")
-def mixer(call: Call) -> dict[str, Expected]:
-    """What ``out_proj`` gave."""
-    if inside(call)[-1][0] != "out_proj":
-        raise Declined("a block whose parts do not tell what it hands on")
-    read = call.extra.get("read")
-    found = {}
-    for role, out in call.outputs.items():
-        held = same(call, role, "out_proj", "output.0")
-        records = [r for path, r_role, r in inside(call) if path == "out_proj" and r_role == "output.0"]
-        if held is not None:
-            found[role] = held
-        elif role == "inplace.output" and read is not None and records[-1].shape[1:] == out.shape[1:]:
-            rows = torch.arange(len(out)) < len(read(records[-1]))
-            value = torch.zeros(out.shape, dtype=torch.float64)
-            value[rows] = read(records[-1]).double()
-            found[role] = Expected(value, None, 0.0, rows=rows, reason="padding")
-    if not found:
-        raise Declined("a block whose parts do not tell what it hands on")
-    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
-
-
-_MADE = {
-    "vllm.mamba_mixer2": ("selective_state_update_cpu", "mamba_chunk_scan_fwd_cpu"),
-    "vllm.unified_attention_with_output": ("cpu_attention_with_kv_cache",),
-    "vllm.cpu_gdn_attention_core": ("fused_sigmoid_gating_delta_rule_update_cpu", "chunk_gated_delta_rule_cpu"),
-}
-"""By opaque operator: the operators inside that make its rows, in the order of the rows."""
-_WRITES = ("cpu_attn_reshape_and_cache", "concat_and_cache_mla", "index_put_")
-
-
-@reference(*(f"torch.ops.{name}" for name in _MADE))
-def opaque(call: Call) -> dict[str, Expected]:
-    """The rows that the operators inside it made, in its buffer."""
-    roles = [role for role in call.outputs if role.startswith("inplace.")]
-    if len(roles) != 1:
-        raise Declined(_INSIDE)
-    out = call.outputs[roles[0]]
-    made = next(names for name, names in _MADE.items() if f"{name}." in f"{call.cls}.")
-    rows = [t for name in made for op, t in call.extra.get("inner", ()) if f".{name}." in f".{op}."]
-    return {roles[0]: _in_buffer(out, rows)}
-
-
-def _in_buffer(out: Tensor, rows: list[Tensor | None]) -> Expected:
-    """These rows, one after the other, at the front of a buffer of at least as many. Raises Declined."""
-    width = max(out[0].numel(), 1) if len(out) else 1
-    flat = [None if t is None or t.numel() % width else t.reshape(-1, *out.shape[1:]) for t in rows]
-    if not flat or any(f is None or f.dtype != out.dtype for f in flat):
-        raise Declined(_INSIDE)
-    value = torch.cat(flat).double()
-    if len(value) > len(out):
-        raise Declined(_INSIDE)
-    known = torch.arange(len(out)) < len(value)
-    whole = torch.zeros(out.shape, dtype=torch.float64)
-    whole[: len(value)] = value
-    return Expected(whole, None, 0.0, rows=known, reason="padding")
-
-
-def _buffer(call: Call) -> tuple[str, Tensor]:
-    roles = [role for role in call.outputs if role.startswith("inplace.")]
-    if len(roles) != 1 or not len(call.outputs[roles[0]]):
-        raise Declined(_INSIDE)
-    return roles[0], call.outputs[roles[0]]
-
-
-@reference("torch.ops.vllm.short_conv")
-def opaque_convolution(call: Call) -> dict[str, Expected]:
-    """(hidden_states, output, layer): its last act copies the rows of its output projection into ``output``."""
-    role, out = _buffer(call)
-    copies = [t for op, t in call.extra.get("inner", ()) if op.startswith("aten.copy_")]
-    if not copies or copies[-1] is None or copies[-1].shape[1:] != out.shape[1:]:
-        raise Declined(_INSIDE)
-    return {role: _in_buffer(out, [copies[-1]])}
-
-
-@reference("torch.ops.vllm.unified_mla_attention_with_output")
-def opaque_latent(call: Call) -> dict[str, Expected]:
-    """(q, kv_c, k_pe, output, ...): rows of single tokens first, what the second matrix made of the mixed latents
-    [heads, rows, width]; then those of prompts, copied."""
-    role, out = _buffer(call)
-    rows: list[Tensor | None] = []
-    decoding, prompt, mixed = False, None, None
-    for op, t in call.extra.get("inner", ()):
-        if "mla_decode_kvcache" in op:
-            decoding = True
-        elif op.startswith("aten.bmm") and decoding:
-            mixed = t
-        elif op.startswith("aten.copy_") and not decoding and t is not None and t.shape[1:] == out.shape[1:]:
-            prompt = t
-    if decoding:
-        if mixed is None or mixed.dim() != 3:
-            raise Declined(_INSIDE)
-        rows.append(mixed.transpose(0, 1).reshape(mixed.shape[1], -1))
-    if prompt is not None:
-        rows.append(prompt)
-    return {role: _in_buffer(out, rows)}
-
-
-@reference("torch.ops.vllm.unified_kv_cache_update", "torch.ops.vllm.unified_mla_kv_cache_update")
-def opaque_write(call: Call) -> dict[str, Expected]:
-    """It gives an empty tensor, and writes by the operator inside it, which must be there."""
-    if not any(f".{name}." in f".{op}." for name in _WRITES for op, _ in call.extra.get("inner", ())):
-        raise Declined(_INSIDE)
-    out = call.outputs["output.0"]
-    if out.numel():
-        raise Declined("its output has a content that no formula tells")
-    return {"output.0": Expected(out.double(), unit=0.0)}
+    extra = 2.0 * ROUNDED * unit_of(call.outputs["output.0"]) * y.value.abs()
+    y = replace(y, noise=combined(y.noise, extra))
+    return {"output.0": y, "inplace.input.7": states}

@@ -1,27 +1,26 @@
 """Rotary position embeddings: which frequencies, which pairs of channels, which position of a token.
 
 Formulas: x1 cos - x2 sin, x2 cos + x1 sin with angles p * base**(-2i/d) [Su et al., arXiv 2104.09864]; pairs are halves
-(GPT-NeoX) or neighbours (GPT-J); linear interpolation [Chen et al., arXiv 2306.15595]; dynamic NTK as vLLM and
-transformers publish it; YaRN, frequencies and the magnitude 0.1 ln s + 1 [Peng et al., arXiv 2309.00071, sections 3.2
-to 3.4], DeepSeek's quotient of two such magnitudes [DeepSeek-V2's published code]; Llama 3's smoothing by wavelength
-[its published code]; M-RoPE: the frequencies are dealt to a token's temporal, height and width position by sections
-[Qwen2-VL, arXiv 2409.12191]. Cosines are computed here from the module's attributes and config.json, not taken from its
-cache: a wrong cache is a fault like any other. Noise: the cache's rounding, the products', and the float32 angle's. A
-rounded cosine is that of all heads, and nearly that of the next position: `groups` and `shared` say so.
-Where the settings are not known, the captured cache is used, so far as it goes.
+(GPT-NeoX) or adjacent channels (GPT-J); linear interpolation [Chen et al., arXiv 2306.15595]; dynamic NTK as vLLM and
+transformers publish it; YaRN [Peng et al., arXiv 2309.00071, sections 3.2 to 3.4], DeepSeek's quotient of two of its
+magnitudes [DeepSeek-V2's published code]; Llama 3's smoothing by wavelength [its published code]; M-RoPE: sections of
+the frequencies take a token's temporal, height and width position [Qwen2-VL, arXiv 2409.12191]. Cosines are computed
+from the module's attributes and config.json, not taken from its cache: a wrong cache is a fault like any other. Noise:
+the cache's rounding, the products', and the float32 angle's. A rounded cosine is that of all heads, and nearly that of
+the next position (`groups` and `shared`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
-from vllm_accprobe.opcheck.references.hf import rotary_tables
-from vllm_accprobe.opcheck.references.parts import on, reshaped, subnormal, unit_of
+from vllm_accprobe.opcheck.references.parts import Arguments, on, reshaped, subnormal, unit_of
 
 
 def plain_frequencies(dim: int, base: float) -> Any:
@@ -90,13 +89,26 @@ def angles_of(call: Call, dim: int) -> tuple[Any, float]:
     raise Declined(f"the frequencies of {cls} are not known")
 
 
+def turn(x: Any, parts: int) -> Any:
+    """x [..., d] with each two consecutive parts of it (a, b) as (-b, a): 2 parts are halves, d are pairs."""
+    pairs = x.unflatten(-1, (parts // 2, 2, -1))
+    a, b = pairs.unbind(-2)
+    return torch.stack((-b, a), -2).flatten(-3)
+
+
 def rotate(x: Any, cos: Any, sin: Any, neox: bool) -> Any:
     """x [..., d] turned by cos and sin [..., d / 2], which are broadcast."""
-    if neox:
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    return x * _both(cos, neox) + turn(x, 2 if neox else x.shape[-1]) * _both(sin, neox)
+
+
+def table_rotated(x: Any, cos: Any, sin: Any, turned: Any, unit: float) -> Expected:
+    """x cos + turned sin, element by element, with tables over the whole width; each product may be rounded. Raises
+    Declined where the tables do not fit."""
+    a, b = x * cos, turned * sin
+    if a.shape != x.shape or b.shape != x.shape:
+        raise Declined("its cosines do not fit its input")
+    noise = ROUNDED * unit * (a * a + b * b).sqrt()
+    return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()) + subnormal(unit, 2.0))
 
 
 def rotation_noise(x: Any, angle: Any, neox: bool, step: float) -> Any:
@@ -135,6 +147,22 @@ def sections(angle: Any, section: list[int], interleaved: bool) -> Any:
     return angle.gather(0, kind.expand(1, *angle.shape[1:])).squeeze(0)
 
 
+def _frequencies_of_transformers(call: Call) -> dict[str, Expected]:
+    """Cosines and sines of both halves, from the module's own frequencies; or one complex number a channel pair."""
+    positions = call.maybe("position_ids", "positions", "1")
+    if positions is None:
+        raise Declined("its frequencies were not captured")
+    scale, out = float(call.attr("attention_scaling", default=1.0)), call.outputs["output.0"]
+    angle = positions.double().unsqueeze(-1) * call.param("inv_freq")
+    if angle.dim() != out.dim():
+        raise Declined("its positions have an unknown form")
+    if out.is_complex():
+        return {"output.0": Expected(torch.polar(torch.full_like(angle, scale), angle))}
+    noise = _both(scale * angle.abs() * 2.0**-23 + 2.0**-23, True)
+    both = _both(angle, True)
+    return {"output.0": Expected(scale * both.cos(), noise), "output.1": Expected(scale * both.sin(), noise)}
+
+
 def token_angles(call: Call, dim: int) -> tuple[Any, float]:
     """Angle of each token and channel pair, float64 [tokens, dim / 2], and the magnitude."""
     frequencies, size = angles_of(call, dim)
@@ -154,7 +182,7 @@ def token_angles(call: Call, dim: int) -> tuple[Any, float]:
 def rotary(call: Call) -> dict[str, Expected]:
     """Of query and key, [tokens, heads * size] or [tokens, heads, size]; channels past rotary_dim pass through."""
     if "inv_freq" in call.params and call.maybe("query", "1") is None:
-        return rotary_tables(call)
+        return _frequencies_of_transformers(call)
     neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
     cache = call.params.get("cos_sin_cache")
     step = call.unit if cache is None else max(unit_of(cache), call.unit)
@@ -162,7 +190,7 @@ def rotary(call: Call) -> dict[str, Expected]:
     angle = angle.unsqueeze(1)
     cos, sin = angle.cos(), angle.sin()
     found: dict[str, Any] = {}
-    for roles, x, heads in _given(call):
+    for roles, x, heads in _query_and_key(call):
         y = turned(heads.double(), cos, sin, neox, step, angle, size=size)
         found |= dict.fromkeys(roles, reshaped(y, x.shape))
     return found
@@ -172,7 +200,7 @@ def _rotary_dim(call: Call) -> int:
     return int(call.attr("rotary_dim", default=int(call.attr("head_size"))))
 
 
-def _given(call: Call) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _query_and_key(call: Call) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Query and key, with the roles that their results may stand under, and as [tokens, heads, size]."""
     for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
         x = call.maybe(name, str(place))
@@ -198,10 +226,27 @@ def turned(
 
 @reference("ApplyRotaryEmb")
 def apply_rotary(call: Call) -> Expected:
-    """x [..., tokens, heads, size] turned by given cosines and sines [tokens, size / 2]."""
+    """x [..., tokens, heads, size], cosines and sines [tokens, size / 2]."""
     x, cos, sin = call.wide("x", "0"), call.wide("cos", "1"), call.wide("sin", "2")
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return turned(x, cos, sin, bool(call.attr("is_neox_style", default=True)), call.unit, torch.zeros_like(cos))
+
+
+@reference("torch.ops._C.rotary_embedding", "torch.ops.vllm.flashinfer_rotary_embedding")
+def rotary_embedding(call: Call) -> dict[str, Expected]:
+    """(positions, query, key or None, head_size, cos_sin_cache, is_neox, ...), turned in place."""
+    f = Arguments(call, "positions query key head_size cos_sin_cache is_neox rope_dim_offset inverse")
+    positions, head, neox = f["positions"], int(f["head_size"]), bool(f["is_neox"])
+    cos, sin = f.wide("cos_sin_cache")[0][positions.flatten().long()].unsqueeze(1).chunk(2, -1)
+    sin, still = -sin if f["inverse"] else sin, torch.zeros_like(cos)
+    found = {}
+    for place, name in ((1, "query"), (2, "key")):
+        x = f.wide_or_none(name)
+        if x is not None:
+            heads = x.reshape(positions.numel(), -1, head)
+            y = turned(heads, cos, sin, neox, call.unit, still, offset=int(f["rope_dim_offset"] or 0))
+            found[f"inplace.input.{place}"] = replace(reshaped(y, x.shape), bound=None)
+    return found
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
@@ -213,7 +258,7 @@ def rotary_kernel(call: Call) -> dict[str, Any]:
     neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
     angle, size = token_angles(on(call, "cpu"), dim)
     found: dict[str, Any] = {}
-    for roles, x, heads in _given(call):
+    for roles, x, heads in _query_and_key(call):
         cos, sin = ((size * f(angle)).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
         y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1)
         found |= dict.fromkeys(roles, y.reshape(x.shape))

@@ -1,6 +1,4 @@
-"""From logits to a token: processors, softmax, filters, and the draw.
-
-What is done to logits before a token is drawn, and the draw by given noise.
+"""From logits to a token: processors, softmax, filters, and the draw; and the slots of a batch.
 
 Formulas: temperature: z / T. Repetition: tokens of the prompt or the output so far, z / r above 0, z r below [N. Keskar
 et al., CTRL, arXiv 1909.05858, section 4.1]. Presence and frequency: of the output alone, minus p, minus f for each
@@ -8,24 +6,19 @@ time [OpenAI API reference; vLLM has the same]. Top-k: below the k-th largest, m
 falling order, those from which on the sum before them is p or more are left out, and the first one never [A. Holtzman
 et al., arXiv 1904.09751, section 3.1]. Min-p: below p times the largest probability [M. Nguyen et al., arXiv
 2407.01082, section 3]. A draw: argmax of probability over a noise from Exp(1), or of z plus a Gumbel noise [L. Devroye,
-1986]. Rows with a tie, or a sum at its limit, may be cut either way, and have no reference.
-
-From logits to a token: softmax, the best k.
-
-Formulas: softmax and log-softmax by definition. Of vLLM's sampler a dump holds the best logits and ids, before and
-after penalties and the like, the runner's settings of each row, and the tokens. What these should be follows from each
-row's request, whose parameters the journal has (calls/sampler_calls.py, judge/sampling_rules.py); a row of a request
-whose parameters are not there has no reference.
+1986]. Rows with a tie, or a sum at its limit, may be cut either way, and have no reference. What vLLM's sampler should
+give follows from each row's request (calls/sampler_calls.py).
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import SUM, Call, Declined, Expected, device_kernel, reference
-from vllm_accprobe.opcheck.references.recurrent import arguments, given, place_of
+from vllm_accprobe.opcheck.references.parts import Arguments
 
 Tensor = Any  # a torch.Tensor
 _BORDER = 2.0**-14
@@ -46,40 +39,38 @@ def penalised(z: Tensor, seen: Tensor, counts: Tensor, repetition: Any, presence
     return z - _column(frequency, len(z)) * counts - _column(presence, len(z)) * (counts > 0)
 
 
-def _told(y: Tensor, size: Tensor) -> Expected:
+def _summed(y: Tensor, size: Tensor) -> Expected:
     return Expected(y, 2.0 * SUM * size, bound=8.0 * SUM * size)
 
 
 @reference("torch.ops._C.apply_repetition_penalties_", "torch.ops.*.apply_repetition_penalties_")
 def repetition(call: Call) -> dict[str, Expected]:
     """(logits, prompt mask, output mask, penalties [rows]), in place."""
-    names = "logits prompt_mask output_mask repetition_penalties"
-    f = arguments(call, names)
-    (z,) = given(f, "logits")
+    f = Arguments(call, "logits prompt_mask output_mask repetition_penalties")
+    (z,) = f.wide("logits")
     seen = f["prompt_mask"].bool() | f["output_mask"].bool()
     y = penalised(z, seen, torch.zeros_like(z), f["repetition_penalties"], 0.0, 0.0)
-    return {place_of(call, names, "logits"): _told(y, y.abs())}
+    return {f.role("logits"): _summed(y, y.abs())}
 
 
 def _counted(tokens: Tensor, vocabulary: int) -> Tensor:
     """How often each token is in each row of ``tokens`` [rows, n]; what is no token is padding."""
-    held = torch.where((tokens < 0) | (tokens >= vocabulary), vocabulary, tokens.long())
+    inside = torch.where((tokens < 0) | (tokens >= vocabulary), vocabulary, tokens.long())
     counts = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.float64)
-    return counts.scatter_add_(1, held, torch.ones(held.shape, dtype=torch.float64))[:, :vocabulary]
+    return counts.scatter_add_(1, inside, torch.ones(inside.shape, dtype=torch.float64))[:, :vocabulary]
 
 
 @reference("torch.ops.*.apply_penalties")
 def penalties(call: Call) -> dict[str, Expected]:
     """(logits, prompt tokens [rows, n], output tokens, presence, frequency, repetition [rows]), in place or not."""
-    names = "logits prompt_tokens output_tokens presence frequency repetition"
-    f = arguments(call, names)
-    (z,) = given(f, "logits")
+    f = Arguments(call, "logits prompt_tokens output_tokens presence frequency repetition")
+    (z,) = f.wide("logits")
     prompt, output = (_counted(f[n], z.shape[1]) for n in ("prompt_tokens", "output_tokens"))
     seen = (prompt > 0) | (output > 0)
     y = penalised(z, seen, output, f["repetition"], f["presence"], f["frequency"])
     size = y.abs() + z.abs() + _column(f["frequency"], len(z)).abs() * output
-    role = "output.0" if "output.0" in call.outputs else place_of(call, names, "logits")
-    return {role: _told(y, size)}
+    role = "output.0" if "output.0" in call.outputs else f.role("logits")
+    return {role: _summed(y, size)}
 
 
 def kept(z: Tensor, k: Tensor | None, p: Tensor | None, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -88,53 +79,41 @@ def kept(z: Tensor, k: Tensor | None, p: Tensor | None, least: Tensor | None = N
     for row in range(len(z)):
         if k is not None and 0 < int(k.reshape(-1)[row]) < z.shape[1]:
             keep[row] = z[row] >= z[row].topk(int(k.reshape(-1)[row])).values[-1]
-        held = z[row].masked_fill(~keep[row], -torch.inf)
+        left = z[row].masked_fill(~keep[row], -torch.inf)
         if p is not None and float(p.reshape(-1)[row]) < 1.0:
             limit = float(p.reshape(-1)[row])
-            order = held.argsort(descending=True)
-            q = torch.softmax(held, 0)[order]
+            order = left.argsort(descending=True)
+            q = torch.softmax(left, 0)[order]
             before = q.cumsum(0) - q
             inside = before < limit
             inside[0] = True
             last = int(inside.nonzero().max())
             keep[row, order[~inside]] = False
             at_limit = (before[1:] - limit).abs() < _BORDER * max(limit, 1.0)
-            tied = last + 1 < len(order) and held[order[last]] == held[order[last + 1]]
+            tied = last + 1 < len(order) and left[order[last]] == left[order[last + 1]]
             certain[row] = not bool((at_limit & (q[1:] > 0)).any()) and not bool(tied)
         if least is not None:
-            q = torch.softmax(held, 0)
+            q = torch.softmax(left, 0)
             limit = float(least.reshape(-1)[row]) * float(q.max())
             keep[row] &= q >= limit
             certain[row] &= not bool(((q - limit).abs() < _BORDER * limit).any())
     return keep, certain
 
 
-def _filtered(call: Call, names: str, f: Any) -> dict[str, Expected]:
-    (z,) = given(f, "logits")
-    keep, certain = kept(z, f.get("k"), f.get("p"), f.get("min_p"))
-    role = "output.0" if "output.0" in call.outputs else place_of(call, names, "logits")
-    return {role: Expected(z.masked_fill(~keep, -torch.inf), unit=0.0, rows=certain, reason=TIED)}
+_FILTERS = {
+    "apply_top_k_top_p": "logits k p", "top_k_top_p": "logits k p", "npu_top_k_top_p": "logits p k",
+    "apply_min_p": "logits min_p",
+}  # fmt: skip
+"""By operator, its arguments; limits are [rows] or None."""
 
 
-@reference("torch.ops.*.apply_top_k_top_p", "torch.ops.*.top_k_top_p")
+@reference(*(f"torch.ops.*.{name}" for name in _FILTERS))
 def filters(call: Call) -> dict[str, Expected]:
-    """(logits, k [rows] or none, p [rows] or none)"""
-    names = "logits k p"
-    return _filtered(call, names, arguments(call, names))
-
-
-@reference("torch.ops.*.npu_top_k_top_p")
-def filters_on_npu(call: Call) -> dict[str, Expected]:
-    """(logits, p, k)"""
-    names = "logits p k"
-    return _filtered(call, names, arguments(call, names))
-
-
-@reference("torch.ops.*.apply_min_p")
-def min_p(call: Call) -> dict[str, Expected]:
-    """(logits, min_p [rows])"""
-    names = "logits min_p"
-    return _filtered(call, names, arguments(call, names))
+    f = Arguments(call, _FILTERS[call.cls.replace("::", ".").removeprefix("torch.ops.").split(".")[1]])
+    (z,) = f.wide("logits")
+    keep, certain = kept(z, f.get("k"), f.get("p"), f.get("min_p"))
+    role = "output.0" if "output.0" in call.outputs else f.role("logits")
+    return {role: Expected(z.masked_fill(~keep, -torch.inf), unit=0.0, rows=certain, reason=TIED)}
 
 
 @reference("TopKTopPSampler")
@@ -153,8 +132,7 @@ def drawn(call: Call) -> dict[str, Expected]:
 @reference("torch.ops.*.random_sample")
 def by_noise(call: Call) -> Expected:
     """(probabilities, noise from Exp(1)): the largest quotient."""
-    f = arguments(call, "probs q")
-    probs, noise = given(f, "probs", "q")
+    probs, noise = Arguments(call, "probs q").wide("probs", "q")
     best = (probs / noise).topk(2)
     apart = best.values[:, 0] > best.values[:, 1] * (1.0 + 2.0**-20)
     return Expected(best.indices[:, 0].reshape(call.outputs["output.0"].shape), rows=apart, reason=TIED)
@@ -201,15 +179,35 @@ def _by_request(call: Call) -> dict[str, Expected]:
         out["output.token"] = Expected(facts["token"], unit=0.0, rows=facts["token_rows"], reason=facts["token_why"],
                                        note=facts["token_note"], source=facts["token_source"])  # fmt: skip
     if "left" in facts:
-        told = {"rows": facts["left_rows"], "reason": facts["left_why"], "note": facts["left_note"]}
+        known = {"rows": facts["left_rows"], "reason": facts["left_why"], "note": facts["left_note"]}
         bound = facts["left_bound"]
-        out["output.masked_logits"] = Expected(facts["left"], bound / 4.0, bound=bound, **told)
-        out["output.masked_ids"] = Expected(facts["left_ids"], unit=0.0, **told)
+        out["output.masked_logits"] = Expected(facts["left"], bound / 4.0, bound=bound, **known)
+        out["output.masked_ids"] = Expected(facts["left_ids"], unit=0.0, **known)
     for name, (values, known) in facts["settings"].items():
-        said = f"the runner has another {name.replace('_', ' ')} for a row than its request asks for"
+        note = f"the runner has another {name.replace('_', ' ')} for a row than its request asks for"
         out[f"input.{name}"] = Expected(values.double() if values.is_floating_point() else values, rows=known,
-                                        reason=_UNKNOWN, note=said)  # fmt: skip
+                                        reason=_UNKNOWN, note=note)  # fmt: skip
     return out
+
+
+@reference("torch.ops._C.greedy_argmax")
+def greedy_argmax(call: Call) -> Expected:
+    """The first largest logit of each row."""
+    (logits,) = Arguments(call, "logits").wide("logits")
+    return Expected(logits.argmax(-1).reshape(call.outputs["output.0"].shape))
+
+
+@reference("torch.ops._C.compute_slot_mapping_kernel_impl")
+def slot_mapping(call: Call) -> dict[str, Expected]:
+    """block_table[request, position // size] * size + position % size [Kwon et al., arXiv 2309.06180, section 4]."""
+    f = Arguments(call, "query_start_loc positions block_table slot_mapping block_size")
+    size, out = int(f["block_size"]), f["slot_mapping"].long().clone()
+    known = torch.zeros(len(out), dtype=torch.bool)
+    for row, (a, b) in enumerate(pairwise(int(s) for s in f["query_start_loc"])):
+        p = f["positions"][a:b].long()
+        out[a:b] = f["block_table"][row].long()[p // size] * size + p % size
+        known[a:b] = True
+    return {"inplace.input.3": Expected(out, rows=known, reason="no row of the batch")}
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

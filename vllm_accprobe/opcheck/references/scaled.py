@@ -1,15 +1,13 @@
-"""Operators on numbers of 8 and 4 bits with scales.
+"""Operators on numbers of 8 and 4 bits with scales: turning numbers into codes, and products of codes.
 
-Numbers of 8 bits with scales: turning numbers into codes, and products of codes (W8A8).
-
-Formula: q = round(x / s), clamped, plus a zero point where there is one; y = sa sb (A B - z colsum(B)) + bias
-[B. Jacob et al., arXiv 1712.05877, equation 7]; scales of a tensor, a token (row) or a channel (column), or of blocks
+Formula: q = round(x / s), clamped, plus a zero point where there is one; y = sa sb (A B - z colsum(B)) + bias [B. Jacob
+et al., arXiv 1712.05877, equation 7]; scales of a tensor, a token (row) or a channel (column), or of blocks
 [DeepSeek-V3, arXiv 2412.19437, section 3.3]. Dynamic scales: largest of a row (or tensor) over the largest code; with a
-zero point (max - min) / 255. A code is right within half a step of x / s for the scale that was captured beside it
-(opcheck/references/paged/caches.py); the scale itself must be right, too. Sums of int8 products are exact, of fp8's in
-float32.
-
-Operators on numbers of 4 bits with scales of blocks: MXFP4 and NVFP4. Formulas: codes.py.
+zero point (max - min) / 255. A code is right within half a step of x / s for the scale that was captured with it
+(caches.py); the scale itself must be right, too. Sums of int8 products are exact, of fp8's in float32. Products of
+MXFP8, MXFP4 and NVFP4 are those of the numbers that the codes stand for (quantised.py), FlashInfer's under the names
+that vLLM registers [vLLM 0.32, utils/flashinfer.py]; weights that a backend wants shuffled, and tiles of 8 rows, are
+declined.
 """
 
 from __future__ import annotations
@@ -18,13 +16,15 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, only, reference
-from vllm_accprobe.opcheck.references.linear import biased, product
-from vllm_accprobe.opcheck.references.paged.caches import coded
-from vllm_accprobe.opcheck.references.parts import reshaped
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, only, reference
+from vllm_accprobe.opcheck.references.caches import coded
+from vllm_accprobe.opcheck.references.linear import biased, by_batch, product
+from vllm_accprobe.opcheck.references.parts import Arguments, as_captured, equal, reshaped
 from vllm_accprobe.opcheck.references.quantised import (
     E2M1,
+    MX_BLOCK,
     NV_BLOCK,
+    block_size,
     cut_off,
     from_tiles,
     mxfp4,
@@ -32,7 +32,6 @@ from vllm_accprobe.opcheck.references.quantised import (
     scaled,
     unpacked,
 )
-from vllm_accprobe.opcheck.references.recurrent import arguments, given, place_of
 
 Tensor = Any  # a torch.Tensor
 _SCALE = 2.0**-20
@@ -47,18 +46,14 @@ def _rows(scale: Tensor, like: Tensor) -> Tensor:
     if scale.numel() == len(like):
         return scale.reshape(-1, 1)
     if scale.dim() == 2 and len(scale) == len(like):
-        size = -(-like.shape[1] // scale.shape[1])
-        size = (
-            1 << (size - 1).bit_length()
-            if -(-like.shape[1] // (1 << (size - 1).bit_length())) == scale.shape[1]
-            else size
-        )
+        size = block_size(like.shape[1], scale.shape[1])
         return scale.repeat_interleave(size, 1)[:, : like.shape[1]]
     raise Declined(f"scales {list(scale.shape)} do not fit {list(like.shape)}")
 
 
-def _product(call: Call, f: Any, role: str, azp: Tensor | None, adjusted: Tensor | None) -> dict[str, Expected]:
-    a, b, scale_a, scale_b = given(f, "a", "b", "scale_a", "scale_b")
+def _product(call: Call, f: Arguments, azp: Tensor | None, adjusted: Tensor | None) -> dict[str, Expected]:
+    """adjusted: azp_adj [n], the columns' sums of b; azp: [m], None where adjusted has the tensor's zero point."""
+    a, b, scale_a, scale_b = f.wide("a", "b", "scale_a", "scale_b")
     left = a * _rows(scale_a, a)
     right = scaled(b.T, scale_b.T if scale_b.dim() == 2 and scale_b.numel() not in (1, b.shape[1]) else scale_b)
     y = product(left, right)
@@ -67,42 +62,28 @@ def _product(call: Call, f: Any, role: str, azp: Tensor | None, adjusted: Tensor
         columns = scale_b.reshape(1, -1) if scale_b.numel() > 1 else scale_b.reshape(())
         off = shift * _rows(scale_a, a) * columns
         size = 2.0**-22 * off.abs()
-        assert y.noise is not None
-        assert y.bound is not None
-        y = Expected(y.value - off, (y.noise**2 + size**2).sqrt(), bound=y.bound + 2.0 * size)
-    bias = f["bias"]
-    y = biased(y, bias.double() if isinstance(bias, torch.Tensor) else None, call.unit)
-    return {role: reshaped(y, call.outputs[role].shape)}
+        y = Expected(y.value - off, combined(y.noise, size), bound=y.bound + 2.0 * size)
+    role = f.role("out")
+    return {role: reshaped(biased(y, f.wide_or_none("bias"), call.unit), call.outputs[role].shape)}
 
 
-_MM = "out a b scale_a scale_b bias"
-_AZP = "out a b scale_a scale_b azp_adj azp bias"
-
-
-@reference("torch.ops._C.cutlass_scaled_mm", "torch.ops.*.cutlass_scaled_mm")
+@reference(
+    "torch.ops._C.cutlass_scaled_mm", "torch.ops.*.cutlass_scaled_mm", "torch.ops._C.cutlass_scaled_mm_azp",
+    "torch.ops.*.cutlass_scaled_mm_azp",
+)  # fmt: skip
 def scaled_product(call: Call) -> dict[str, Expected]:
-    """(out [m, n], a [m, k], b [k, n], scales, bias)"""
-    f = arguments(call, _MM)
-    return _product(call, f, place_of(call, _MM, "out"), None, None)
-
-
-@reference("torch.ops._C.cutlass_scaled_mm_azp", "torch.ops.*.cutlass_scaled_mm_azp")
-def scaled_product_with_zero(call: Call) -> dict[str, Expected]:
-    """The same with azp_adj [n], the columns' sums of b, times azp [m] where that is given, else times the tensor's
-    zero point already."""
-    f = arguments(call, _AZP)
-    return _product(call, f, place_of(call, _AZP, "out"), f["azp"], f["azp_adj"])
-
-
-_ONEDNN = "out a scale_a azp azp_adj bias handler"
+    """(out [m, n], a [m, k], b [k, n], scales, bias), or with azp_adj and azp before the bias."""
+    zero = "_azp" in call.cls
+    f = Arguments(call, "out a b scale_a scale_b azp_adj azp bias" if zero else "out a b scale_a scale_b bias")
+    return _product(call, f, f.get("azp"), f.get("azp_adj"))
 
 
 @reference("torch.ops._C.onednn_scaled_mm")
 def onednn(call: Call) -> dict[str, Expected]:
     """(out, a, scale of a or none, azp, azp_adj, bias, handle): the weight, its scale, and a static scale of a are
     those of the module that called it; azp_adj [n] are the columns' sums times their scales, which a call without azp
-    is given too and does not use."""
-    f = dict(arguments(call, _ONEDNN))
+    has too and does not use."""
+    f = Arguments(call, "out a scale_a azp azp_adj bias handler")
     weight, scale_b = call.params.get("weight"), call.params.get("weight_scale")
     if weight is None or not weight.numel() or scale_b is None:
         raise Declined("the weight of the module that called it was packed or not captured")
@@ -112,14 +93,13 @@ def onednn(call: Call) -> dict[str, Expected]:
         raise Declined("the weight of the module that called it does not fit")
     scale_a = f["scale_a"] if f["scale_a"] is not None else call.params.get("input_scale")
     f |= {"b": weight, "scale_b": scale_b, "scale_a": scale_a}
-    role, sums = place_of(call, _ONEDNN, "out"), None
-    if f["azp"] is not None:
-        sums = f["azp_adj"].double().reshape(-1) / scale_b.double().reshape(-1)
-    found = _product(call, f, role, f["azp"], sums)
+    sums = None if f["azp"] is None else f["azp_adj"].double().reshape(-1) / scale_b.double().reshape(-1)
+    found = _product(call, f, f["azp"], sums)
+    (role,) = found
     return only(found, note=_cut_off(f, found[role].value, call.outputs[role]))
 
 
-def _cut_off(f: Any, y: Tensor, mine: Tensor) -> str:
+def _cut_off(f: Arguments, y: Tensor, mine: Tensor) -> str:
     """Why a product of codes without a zero point is off, where it is this; else nothing (quantised.py)."""
     a, b = f["a"].reshape(-1, f["a"].shape[-1]), f["b"]
     if f["azp"] is not None:
@@ -129,21 +109,15 @@ def _cut_off(f: Any, y: Tensor, mine: Tensor) -> str:
     return cut_off(a, b, left, right, y.reshape(len(a), -1), mine.reshape(len(a), -1))
 
 
-_QUANT = "out input scale azp"
-_FP8 = "out input scale scale_ub"
-
-
 @reference(
     "torch.ops._C.static_scaled_int8_quant", "torch.ops._C.static_scaled_fp8_quant",
     "torch.ops.*.static_scaled_int8_quant", "torch.ops.*.static_scaled_fp8_quant",
 )  # fmt: skip
 def static(call: Call) -> dict[str, Expected]:
-    """(out, input, scale, azp): codes for a given scale."""
-    f = arguments(call, _QUANT)
-    role = place_of(call, _QUANT, "out")
-    integer = f["out"].dtype == torch.int8
-    zero = f["azp"] if integer else None
-    return {role: _codes(f["input"], f["scale"], zero, call.outputs[role])}
+    """(out, input, scale, azp): codes for a known scale."""
+    f = Arguments(call, "out input scale azp")
+    zero = f["azp"] if f["out"].dtype == torch.int8 else None
+    return {f.role("out"): _codes(f["input"], f["scale"], zero, call.outputs[f.role("out")])}
 
 
 def _codes(x: Tensor, scale: Tensor, zero: Tensor | None, mine: Tensor) -> Expected:
@@ -151,8 +125,7 @@ def _codes(x: Tensor, scale: Tensor, zero: Tensor | None, mine: Tensor) -> Expec
     exact = x.double() / (by if by.dim() == 0 else by.reshape(*x.shape[:-1], 1))
     if zero is not None:
         exact = exact + (zero.double().reshape(()) if zero.numel() == 1 else zero.double().reshape(*x.shape[:-1], 1))
-    found = coded(exact, mine, mine.dtype)
-    return Expected(found.double() if mine.is_floating_point() else found.long(), unit=0.0)
+    return equal(coded(exact, mine, mine.dtype))
 
 
 @reference(
@@ -162,12 +135,11 @@ def _codes(x: Tensor, scale: Tensor, zero: Tensor | None, mine: Tensor) -> Expec
 )  # fmt: skip
 def dynamic(call: Call) -> dict[str, Expected]:
     """(out, input, scale, azp): the scale of each row, or of all for ``dynamic_scaled_fp8_quant``, and the codes."""
-    names = _QUANT if "int8" in call.cls else _FP8
-    f = arguments(call, names)
-    x, role = f["input"].double(), place_of(call, names, "out")
+    f = Arguments(call, f"out input scale {'azp' if 'int8' in call.cls else 'scale_ub'}")
+    x, role = f["input"].double(), f.role("out")
     if f.get("scale_ub") is not None:
         raise Declined("a scale with an upper limit has no reference")
-    mine, given_scale = call.outputs[role], call.outputs.get(place_of(call, names, "scale"))
+    mine, given_scale = call.outputs[role], call.outputs.get(f.role("scale"))
     if given_scale is None:
         raise Declined("the scale that it found was not captured")
     rows = x.reshape(-1, x.shape[-1])
@@ -177,7 +149,7 @@ def dynamic(call: Call) -> dict[str, Expected]:
     zero, found = None, {}
     if f.get("azp") is not None:
         size = (rows.amax(1) - rows.amin(1)) / 255.0
-        azp = place_of(call, names, "azp")
+        azp = f.role("azp")
         zero = call.outputs.get(azp)
         if zero is None:
             raise Declined("the zero point that it found was not captured")
@@ -188,7 +160,7 @@ def dynamic(call: Call) -> dict[str, Expected]:
         size = rows.abs().amax(1) / top
     value = size.reshape(given_scale.shape)
     least = torch.where(value == 0, given_scale.double(), value)  # a row of zeros may have any scale
-    found[place_of(call, names, "scale")] = Expected(least, _SCALE * least.abs())
+    found[f.role("scale")] = Expected(least, _SCALE * least.abs())
     found[role] = _codes(f["input"], given_scale, zero, mine)
     return found
 
@@ -202,45 +174,41 @@ _SCALED = 2.0**-10
 @reference("torch.ops.vllm.dequant_mxfp4", "torch.ops.*.dequant_mxfp4")
 def dequantised(call: Call) -> Expected:
     """(codes, exponents, dtype): the numbers themselves."""
-    f = arguments(call, "x scale float_dtype")
+    f = Arguments(call, "x scale float_dtype")
     out = call.outputs["output.0"]
     return Expected(mxfp4(f["x"], f["scale"]).reshape(out.shape), unit=0.0 if out.dtype != torch.float16 else None)
-
-
-_FOUR_BITS_MM = "out a b block_scale_a block_scale_b alpha"
 
 
 @reference("torch.ops._C.cutlass_scaled_fp4_mm", "torch.ops.*.cutlass_scaled_fp4_mm")
 def nvfp4_product(call: Call) -> dict[str, Expected]:
     """(out [m, n], a uint8 [m, k / 2], b uint8 [n, k / 2], scales in tiles, alpha): alpha a b'."""
-    f = arguments(call, _FOUR_BITS_MM)
-    sides = []
-    for name in ("a", "b"):
-        codes, scales = f[name], f[f"block_scale_{name}"]
-        rows, columns = codes.shape[0], codes.shape[1] * 2 // NV_BLOCK
-        sides.append(nvfp4(codes, from_tiles(scales.view(torch.uint8), rows, columns).contiguous(), 1.0))
-    y = product(sides[0] * float(f["alpha"]), sides[1])
-    return {place_of(call, _FOUR_BITS_MM, "out"): y}
+    f = Arguments(call, "out a b block_scale_a block_scale_b alpha")
+    left, right = (_from_blocks(f[n], f[f"block_scale_{n}"], NV_BLOCK, nv=True) for n in ("a", "b"))
+    return {f.role("out"): product(left * float(f["alpha"]), right)}
 
 
-_FOUR_BITS_QUANT = "input global_scale swizzled output output_scale"
+def _from_blocks(codes: Tensor, scales: Tensor, size: int, nv: bool) -> Tensor:
+    """float64 [rows, n] of uint8 [rows, n / 2] whose scales of ``size`` numbers lie in tiles. nv: NVFP4, else MXFP4."""
+    codes = codes.contiguous().view(torch.uint8)
+    plain = from_tiles(scales.contiguous().view(torch.uint8), len(codes), codes.shape[1] * 2 // size).contiguous()
+    return nvfp4(codes, plain, 1.0) if nv else mxfp4(codes, plain)
 
 
 @reference("torch.ops._C.scaled_fp4_quant", "torch.ops.*.scaled_fp4_quant")
 def quantised(call: Call) -> dict[str, Expected]:
     """(input [m, n], global_scale, in tiles or not; output uint8 [m, n / 2], output_scale): the scale of 16 numbers is
     their largest over 6, times global_scale, in e4m3; a code is the number times global_scale over its scale."""
-    f = arguments(call, _FOUR_BITS_QUANT)
-    roles = [place_of(call, _FOUR_BITS_QUANT, n) for n in ("output", "output_scale")]
+    f = Arguments(call, "input global_scale swizzled output output_scale")
+    roles = [f.role(n) for n in ("output", "output_scale")]
     if not all(role in call.outputs for role in roles):
         roles = ["output.0", "output.1"]
-    codes, held = (call.outputs.get(role) for role in roles)
-    if codes is None or held is None:
+    codes, kept = (call.outputs.get(role) for role in roles)
+    if codes is None or kept is None:
         raise Declined("its codes and scales were not captured both")
     x = f["input"].double().reshape(-1, f["input"].shape[-1]) * float(f["global_scale"])
     rows, columns = len(x), x.shape[1] // NV_BLOCK
     blocks = x.reshape(rows, columns, NV_BLOCK)
-    flat = held.contiguous().view(torch.uint8)
+    flat = kept.contiguous().view(torch.uint8)
     tiled = f["swizzled"] is None or bool(f["swizzled"])
     places = torch.arange(flat.numel())
     at = (from_tiles(places, rows, columns) if tiled else places.reshape(-1, columns)[:rows]).contiguous()
@@ -250,23 +218,68 @@ def quantised(call: Call) -> dict[str, Expected]:
     scales[at.reshape(-1)] = right.view(torch.uint8).reshape(-1)
     wide = mine.double().unsqueeze(-1)
     exact = torch.where(wide > 0, blocks / wide, 0.0).clamp(-E2M1[-1], E2M1[-1]).reshape(rows, -1)
-    numbers = unpacked(codes.contiguous().view(torch.uint8).reshape(rows, -1))
+    bytes_ = codes.contiguous().view(torch.uint8).reshape(rows, -1)
+    numbers = unpacked(bytes_)
     table = torch.tensor(E2M1, dtype=torch.float64)
     nearest = (exact.abs().unsqueeze(-1) - table).abs().argmin(-1)
     best = (exact.abs() - table[nearest]).abs()
     good = (exact - numbers).abs() <= best * _SLACK + 2.0**-20 + _SCALED * exact.abs()
-    told = codes.contiguous().view(torch.uint8).reshape(rows, -1)
     sign = (exact < 0).long() * 8
     both = (nearest + sign).reshape(rows, -1, 2)
     whole = both[..., 0] | both[..., 1] << 4
     fits = good.reshape(rows, -1, 2).all(-1)
-    value = torch.where(fits, told.long(), whole).reshape(codes.shape)
+    value = torch.where(fits, bytes_.long(), whole).reshape(codes.shape)
     return {
         roles[0]: Expected(value if codes.dtype == torch.uint8 else value.to(torch.uint8).view(codes.dtype).double()),
-        roles[1]: Expected(_like(scales, held)),
+        roles[1]: Expected(as_captured(scales.view(kept.dtype).reshape(kept.shape))),
     }
 
 
-def _like(scales: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    y = scales.view(held.dtype).reshape(held.shape)
-    return y.double() if held.dtype.is_floating_point else y.long()
+_SHUFFLED = ("trtllm", "cute-dsl", "cake", "trtllm_low_latency")
+
+
+@reference("torch.ops.vllm.bmm_fp8")
+def batched_fp8(call: Call) -> Expected:
+    """(A [batch, m, k] in 8 bits, B [batch, k, n], A_scale, B_scale: one number each, dtype, backend)"""
+    a, b, scale_a, scale_b = Arguments(call, "A B A_scale B_scale").wide("A", "B", "A_scale", "B_scale")
+    if scale_a.numel() != 1 or scale_b.numel() != 1:
+        raise Declined("its scales are not one for each operand")
+    a, b = a * scale_a.reshape(()), b * scale_b.reshape(())
+    if a.dim() != 3 or b.dim() != 3 or len(a) != len(b) or a.shape[2] != b.shape[1]:
+        raise Declined(f"operands {list(a.shape)} and {list(b.shape)} do not fit")
+    return by_batch(a, b)
+
+
+@reference("torch.ops.vllm.mm_mxfp8")
+def mxfp8(call: Call) -> Expected:
+    """(A [m, k] in e4m3, B [k, n], scales of 32 terms in tiles, out_dtype, backend, use_8x4_sf_layout)"""
+    f = Arguments(call, "A B A_scale B_scale out_dtype backend use_8x4_sf_layout")
+    _refuse_shuffled(f)
+    a, b = f.wide("A", "B")
+    sides = []
+    for x, name in ((a, "A_scale"), (b.T, "B_scale")):
+        codes = f[name].contiguous().view(torch.uint8)
+        codes = from_tiles(codes, len(x), x.shape[1] // MX_BLOCK).int()
+        scales = torch.ldexp(torch.ones(codes.shape, dtype=torch.float64), codes - 127)
+        sides.append(x * scales.repeat_interleave(MX_BLOCK, 1))
+    return product(*sides)
+
+
+@reference("torch.ops.vllm.flashinfer_mm_fp4")
+def four_bits(call: Call) -> Expected:
+    """(A uint8 [m, k / 2], B uint8 [k / 2, n], scales in tiles, g_scale, ...): g_scale A B."""
+    f = Arguments(call, "A B A_scale B_scale g_scale dtype use_8x4_sf_layout backend block_size use_nvfp4")
+    _refuse_shuffled(f)
+    nv = f["use_nvfp4"] is None or bool(f["use_nvfp4"])
+    size = int(f["block_size"] or NV_BLOCK)
+    if size != (NV_BLOCK if nv else MX_BLOCK):
+        raise Declined(f"blocks of {size} have no reference")
+    left = _from_blocks(f["A"], f["A_scale"], size, nv)
+    right = _from_blocks(f["B"].T, f["B_scale"].T, size, nv)
+    alpha = f["g_scale"].double()
+    return product(left * (alpha.reshape(-1, 1) if alpha.numel() > 1 else alpha.reshape(())), right)
+
+
+def _refuse_shuffled(f: Arguments) -> None:
+    if f["use_8x4_sf_layout"] or f["backend"] in _SHUFFLED:
+        raise Declined("weights and scales in the order of this backend have no reference")

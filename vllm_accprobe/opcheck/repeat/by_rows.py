@@ -1,23 +1,12 @@
-"""The same rows alone, in small batches and in the whole.
+"""The same rows alone, in small batches and in the whole: whose result depends on its batch?
 
-Which operators have rows that are independent by definition, and where the rows lie in their arguments.
-
-The problem: to run a row alone, one must know which tensors hold rows, along which dimension, and that no row may look
-at another one; a wrong guess would blame an operator for doing what it is there for. The idea: a table, by operator,
-that is read and not guessed; for modules what the references declare (``by_rows``) and a few classes besides;
-elementwise operators by torch's own tag. Attention's rows belong together by request: its unit is the request. What
-is not declared has no rows here, and is counted as such. Whoever names a function by hand marks its rows himself.
-
-The same rows alone, in small batches and in the whole: whose result depends on who else is in the batch?
-
-The problem: a server never gives a request the same company twice, and a kernel that picks another blocking by the
-number of its rows gives it other numbers; two correct runs then differ, and nobody knows by whom. The idea: for each
-size, the call's rows are run in pieces of that size and held, bit by bit, against the same rows of the whole call. A
-difference within the operator's floor is a remark ("not batch-invariant"), beyond it wrong. The whole is run twice
-first: what is not equal to itself says nothing of batches. Pieces are narrow, not copied into another layout, because
-a server's rows are dense as well; outputs have their rows where their shape follows the piece's.
-
-Not here: repeated runs (repeated.py).
+The problem: a server never runs a request in the same batch twice, and a kernel that picks another blocking by the
+number of its rows gives other numbers. The idea: for each size, the call's rows are run in pieces of that size and
+compared, bit by bit, with the same rows of the whole call. A difference within the operator's floor is a remark ("not
+batch-invariant"), beyond it wrong. The whole is run twice first. Which operators have independent rows, and where they
+lie, is a table; for modules what the references declare (``by_rows``); elementwise operators by torch's own tag.
+Attention's unit is the request. Pieces are narrowed, not copied, because a server's rows are dense as well.
+Elsewhere: repeated runs (repeated.py).
 """
 
 from __future__ import annotations
@@ -36,9 +25,9 @@ from vllm_accprobe.opcheck.reference import Call, Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import aten
 from vllm_accprobe.opcheck.repeat.here import MachineKernels
-from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, gap_words, largest_gap
+from vllm_accprobe.opcheck.repeat.repeated import CallFloors, changed, equal_row, gap_words, largest_gap
 from vllm_accprobe.opcheck.run.judged_row import without_verdict
-from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
+from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP, WARNING, CheckResult
 
 ROWS = "rows"
 """In Call.extra: place → dimension of the rows, of arguments that were marked by hand."""
@@ -91,24 +80,22 @@ def _along(call: Call) -> Axes:
     return {0: 0}
 
 
-def _last(call: Call) -> Axes:
-    if call.args[0].dim() < 2:
-        raise Declined(NONE)
-    return {0: 0}
-
-
 def _topk(call: Call) -> Axes:
     x, dim = call.args[0], _arg(call, 2, "dim")
-    if x.dim() < 2 or (dim if isinstance(dim, int) else -1) % x.dim() == 0:
+    if x.dim() and (dim if isinstance(dim, int) else -1) % x.dim() == 0:
+        raise Declined(NONE)
+    return _first(call)
+
+
+def _first(call: Call, least: int = 2) -> Axes:
+    """Of an input of so many dimensions or more."""
+    if call.args[0].dim() < least:
         raise Declined(NONE)
     return {0: 0}
 
 
 def _layer_norm(call: Call) -> Axes:
-    x, shape = call.args[0], _arg(call, 1, "normalized_shape")
-    if x.dim() <= len(shape):
-        raise Declined(NONE)
-    return {0: 0}
+    return _first(call, 1 + len(_arg(call, 1, "normalized_shape")))
 
 
 def _sdpa(call: Call) -> Axes:
@@ -120,7 +107,7 @@ def _sdpa(call: Call) -> Axes:
 
 
 _ATEN: dict[str, Rule] = {
-    "mm": _always(0), "addmm": _addmm, "linear": _last, "matmul": _product, "bmm": _always(0, dim=1),
+    "mm": _always(0), "addmm": _addmm, "linear": _first, "matmul": _product, "bmm": _always(0, dim=1),
     "embedding": _always(1), "native_layer_norm": _layer_norm, "layer_norm": _layer_norm, "rms_norm": _layer_norm,
     "_fused_rms_norm": _layer_norm, "topk": _topk, "cumsum": _along,
     **dict.fromkeys(("_softmax", "softmax", "_log_softmax", "log_softmax", "sum", "mean", "amax", "amin", "max", "min",
@@ -230,7 +217,7 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """sizes: as they were asked for, numbers, ``N`` for the whole, ALL; strict: any difference fails."""
+    """sizes: as they were requested, numbers, ``N`` for the whole, ALL; strict: any difference fails."""
 
     sizes: tuple[str, ...]
     strict: bool = False
@@ -275,8 +262,8 @@ def batches(captured: Captured, kernels: MachineKernels, options: BatchOptions) 
         yield without_verdict(captured, "", None, ERROR if why.failed else SKIP, why.reason)
         return
     except (RuntimeError, ValueError) as error:
-        said = f"its rows cannot be run alone: {' '.join(str(error).split())[:100]}"
-        yield without_verdict(captured, "", None, SKIP, said)
+        text = f"its rows cannot be run alone: {' '.join(str(error).split())[:100]}"
+        yield without_verdict(captured, "", None, SKIP, text)
         return
     if not found:
         yield without_verdict(captured, "", None, SKIP, "no output has a row for each of its rows")
@@ -357,13 +344,10 @@ def _row(
     c: Captured, role: str, sized: RoleSizes, axes: RowAxes, floors: CallFloors | None, unsteady: bool,
     options: BatchOptions,
 ) -> CheckResult:  # fmt: skip
-    whole = sized.whole
-    seq = c.records[role].seq if role in c.records else max((r.seq for r in c.records.values()), default=c.seq)
-    row = unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role,
-                    dtype=str(whole.dtype).removeprefix("torch."), shape=tuple(whole.shape))  # fmt: skip
     seen, differing = int(sized.seen.sum()), int(sized.differing.sum())
     left = "" if seen == axes.count else f"more than {_MOST} pieces of a size"
-    row = replace(row, rows=axes.count, checked=seen, unchecked_because=left, measure=BATCH, measured=0.0, allowed=1.0)
+    row = equal_row(c, role, sized.whole)
+    row = replace(row, rows=axes.count, checked=seen, unchecked_because=left, measure=BATCH)
     if not differing:
         return row
     first = int(sized.differing.nonzero()[0])

@@ -1,11 +1,9 @@
 """A call as this machine's own kernel runs it, outputs by role.
 
-The problem: repeating says something of a kernel only if it is that kernel which runs, from fresh copies of the very
-inputs, because operators write into their arguments. The idea: an operator runs itself, a module is what `--rerun` and
-`--against device` make of it (vLLM's native code, else torch's operators, on an accelerator the vendor's), and a
-function that was named by hand is called. Libraries that register operators are imported first (`--load`); vLLM's own
-when one of its operators is wanted. What cannot be run here is declined with the reason.
-Not here: the conditions of a run (repeated.py), what is made of the outputs (repeated.py, by_rows.py).
+The problem: repeating says something of a kernel only if that kernel runs, from fresh copies of the very inputs,
+because operators write into their arguments. The idea: an operator runs itself, a module is what `--rerun` and
+`--against device` make of it, and a function that was named by hand is called. Libraries that register operators are
+imported first (`--load`). What cannot be run here is declined with the reason.
 """
 
 from __future__ import annotations
@@ -93,8 +91,8 @@ class MachineKernels:
                     function(call.extra[FUNCTION])(*call.args, **call.kwargs), call.args, call.kwargs
                 )
             except Exception as error:  # whatever a stranger's kernel raises is its result
-                said = " ".join(str(error).split())[:120]
-                return Declined(f"{call.cls} raised {type(error).__name__}: {said}", True)
+                text = " ".join(str(error).split())[:120]
+                return Declined(f"{call.cls} raised {type(error).__name__}: {text}", True)
         if call.cls.startswith(_VLLM):
             load_vllm()
         if (why := _undefined(call)) is not None:

@@ -1,12 +1,11 @@
 """Operators named by hand, on drawn inputs, where there is no dump.
 
-The problem: whoever writes a kernel wants to know today whether it races or minds its batch, and has no engine that
-captured it. The idea: an operator of torch.ops, or a Python function as ``module:function``, gets tensors of the shapes
-and dtypes that were written on the command line, drawn with a seed, in the order of the operator's schema; numbers
-come by name. Each shape is a call like a captured one, with no outputs yet: what follows does not know the difference.
-Shapes: ``7x64,64x32``; ``*`` before a size marks the rows of an argument (needed for functions and vendors' operators),
-``out:`` a tensor that is only written to. Dtypes: one for all or one for each; ``int64:32`` draws below 32.
-Not here: what is done with the calls (repeated.py, by_rows.py; plainly, run/replay.py).
+The problem: whoever writes a kernel wants to know today whether it races or depends on its batch, without an engine
+that captured it. The idea: an operator of torch.ops, or a Python function as ``module:function``, gets tensors of the
+shapes and dtypes of the command line, drawn with a seed, in the order of its schema; numbers come by name. Each shape
+is a call without outputs. Shapes: ``7x64,64x32``; ``*`` before a size marks the rows of an argument (needed for
+functions and vendors' operators), ``out:`` a tensor that is only written to. Dtypes: one for all or one for each;
+``int64:32`` draws below 32.
 """
 
 from __future__ import annotations

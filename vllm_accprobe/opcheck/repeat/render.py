@@ -1,9 +1,8 @@
 """What repeated runs and batches found: lines for a terminal, JSON, and a page.
 
-The problem: thousands of outputs are equal and a few are not; a person wants those few, sorted by how bad they are,
-and how many were looked at so that "none" means something. The idea: pure functions of opcheck's rows: wrong ones,
-then remarks, each operator once with its worst output, a line for each class, what was not run and why.
-Not here: opcheck.csv and result.csv, which are those of every check (run/table.py).
+The problem: thousands of outputs are equal and a few are not; a person wants those few, the worst first, and how many
+were checked. The idea: pure functions of opcheck's rows: wrong ones, then remarks, each operator once with its worst
+output, a line for each class, what was not run and why.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _by_class(rows: Iterable[CheckResult]) -> list[tuple[str, list[CheckResult]]
 def to_json(rows: Sequence[CheckResult], totals: Totals, mode: str) -> dict[str, Any]:
     """outputs: those that are not equal, each with what was found (kind, runs, sizes, places)."""
 
-    def told(r: CheckResult) -> dict[str, Any]:
+    def entry(r: CheckResult) -> dict[str, Any]:
         found = json.loads(r.evidence) if r.evidence.startswith("{") else {}
         return {
             "tap": r.tap, "class": r.cls, "role": r.role, "rank": r.rank, "step": r.step, "call": r.call, "id": r.id,
@@ -104,7 +103,7 @@ def to_json(rows: Sequence[CheckResult], totals: Totals, mode: str) -> dict[str,
         "outputs": {"equal": totals.statuses.get(PASS, 0), "remark": totals.statuses.get(WARNING, 0),
                     "fail": totals.statuses.get(FAIL, 0)},
         "skipped": dict(totals.skipped),
-        "found": [told(r) for status in (FAIL, ERROR, WARNING) for g in by_tap(rows, status) for r in g],
+        "found": [entry(r) for status in (FAIL, ERROR, WARNING) for g in by_tap(rows, status) for r in g],
     })  # fmt: skip
     return found
 
@@ -125,7 +124,7 @@ _STYLE = (
 )
 
 
-def page(rows: Sequence[CheckResult], said: Sequence[str], title: str) -> str:
+def page(rows: Sequence[CheckResult], report: Sequence[str], title: str) -> str:
     """A page of its own, without scripts: the lines of the terminal, and a table of what is not equal."""
     cells = ("status", "tap", "cls", "role", "dtype", "shape", "message")
     body = []
@@ -136,7 +135,7 @@ def page(rows: Sequence[CheckResult], said: Sequence[str], title: str) -> str:
                 body.append(f'<tr class="{status}">{values}</tr>')
     head = "".join(f"<th>{html.escape({'cls': 'class'}.get(c, c))}</th>" for c in cells)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>" if body else ""
-    text = html.escape("\n".join(said))
+    text = html.escape("\n".join(report))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"

@@ -1,43 +1,14 @@
 """The same inputs N times: an operator that races, or returns memory that nobody wrote, gives other numbers.
 
-Conditions under which a race or an unwritten output shows: what memory held before, and who else is running.
-
-The problem: an operator that forgets to write a part of its output, or whose threads write to one place, gives the
-same numbers again and again on an idle machine, where the allocator hands it the same clean memory and the threads
-run one after another. The idea: before each run the memory that it will be given is filled with a byte that changes
-from run to run (`PATTERNS`), and every other run has threads beside it that take its cores, and on CUDA a stream of
-its own beside a busy one. What an element is then, is compared by whoever ran it.
-
-Memory: glibc fills what it hands out by itself (mallopt(3), M_PERTURB), but for small pieces that each thread keeps;
-those, and the caching allocators of devices, are filled by allocating the sizes that are expected, writing to them and
-giving them back. Where neither reaches (another C library, a kernel that keeps a workspace), nothing is found, and
-nothing is said that is not so.
-
-What one output was in N runs: which elements differ, and whether it is chance, memory, or the order of sums.
-
-The problem: that two runs differ is easily seen; whether memory was never written, a race lost an addend, or atomics
-only added up in another order decides what is to be done. The idea: bits are compared, with the byte that memory held
-before each run known. An element whose bytes are that byte in every run, whichever it was, was never
-written. An output that is always the same for one byte and another for another one was computed from memory that
-nobody wrote. What differs otherwise is a matter of timing, whose size whoever asks holds against the operator's floor.
-Kept are one output for each byte, masks, and the furthest run, however many runs there are.
-
-Whether an output that came out otherwise is still what an honest kernel may give.
-
-The problem: sums in another order differ in the last bit, and so does a kernel that lost an addend, only further. The
-idea: the same floors as everywhere in opcheck. Where the operator has a reference and the output at hand passes it,
-the other output is held against the reference; else against the output at hand, with a rounding of its own more, as
-`--rerun` does with another machine's.
-
-The same inputs N times: an operator that races, or hands out what nobody wrote, gives other numbers.
-
-The problem: such an operator is right most of the time, and a replay that runs it once, on an idle machine, sees
-nothing. The idea: `repeat` runs a call N times under changing conditions and says of each output what
-it found: equal in all runs; different within the operator's own floor, which is how sums of atomics come out and a
-remark; different beyond it, or made of memory that nobody wrote, which is wrong. What differs is asked once more under
-torch's own switch for deterministic algorithms.
-
-Not here: which outputs (repeated.py, by_rows.py).
+The problem: on an idle machine the allocator gives an operator the same clean memory and its threads run one after
+another, so that a replay that runs it once sees nothing. The idea: before each run memory is filled with a byte that
+changes from run to run (`PATTERNS`), and every other run has threads that take its cores, and on CUDA a busy stream. An
+element whose bytes are that byte in every run was never written; an output that is always the same for one byte and
+another for another one was computed from memory that nobody wrote. What differs otherwise is a matter of timing:
+different within the operator's own floor is how sums of atomics come out, and a remark; beyond it, wrong. What differs
+is run again under torch's switch for deterministic algorithms. Where filling does not reach (another C library, a
+kernel's own workspace), nothing is found.
+Elsewhere: batches (by_rows.py), kernels of this machine (here.py).
 """
 
 from __future__ import annotations
@@ -67,7 +38,7 @@ from vllm_accprobe.opcheck.run.judged_row import without_verdict
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, unchecked
 
 PATTERNS = (0xFF, 0x7B, 0xBE)
-"""Chosen: bytes that memory is filled with in turn. 0xFF is NaN in every float format of 8 to 64 bits but e5m2's kin
+"""Chosen: bytes that memory is filled with in turn. 0xFF is NaN in every float format of 8 to 64 bits but e5m2's
 and -1 in integers; 0x7B a number far above activations (1.3e36 in bfloat16); 0xBE a small negative one (-0.37), which
 no check for large numbers would see."""
 _PERTURB = -6
@@ -105,16 +76,16 @@ def memory(byte: int, sizes: Iterable[int], device: Any) -> Iterator[None]:
 
 
 def _fill(byte: int, sizes: Iterable[int], device: Any) -> None:
-    left, held = _MOST_FILLED, []
+    left, filled_now = _MOST_FILLED, []
     for size in sizes:
         for n in (size, 2 * size):
             for _ in range(_COPIES):
                 if 0 < n <= left:
-                    held.append(torch.empty(n, dtype=torch.uint8, device=device).fill_(byte))
+                    filled_now.append(torch.empty(n, dtype=torch.uint8, device=device).fill_(byte))
                     left -= n
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    del held
+    del filled_now
 
 
 def _glibc() -> Any | None:
@@ -130,7 +101,7 @@ def _glibc() -> Any | None:
 @contextlib.contextmanager
 def company(device: Any) -> Iterator[None]:
     """Within it, other threads take this machine's cores, the interpreter changes threads often, and on CUDA the work
-    is put on a stream of its own beside a busy one."""
+    is put on a stream of its own and another one is busy."""
     stop, before = threading.Event(), sys.getswitchinterval()
     block = bytes(1 << 18)
 
@@ -190,7 +161,7 @@ def changed(a: Any, b: Any) -> Any:
 
 
 def filled(tensor: Any, byte: int) -> Any:
-    """Which elements, bool [elements], are made of nothing but this byte."""
+    """Which elements, bool [elements], are computed from nothing but this byte."""
     found = bits(tensor)
     size = found.element_size()
     whole = int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
@@ -215,18 +186,18 @@ class RunDifferences:
     _unwritten: Any = None
 
     def add(self, output: Any, byte: int) -> None:
-        """One more run. output: a tensor on the CPU; byte: what memory held before. Raises ValueError where shape or
-        dtype are other ones than in the runs before."""
+        """One more run. output: a tensor on the CPU; byte: what memory contained before. Raises ValueError where shape
+        or dtype are other ones than in the runs before."""
         run, self.runs = self.runs, self.runs + 1
-        held = filled(output, byte)
+        filled_now = filled(output, byte)
         if self.first is None:
-            self.first, self._unwritten = output.clone(), held
-            self.at, self._within = torch.zeros_like(held), torch.zeros_like(held)
+            self.first, self._unwritten = output.clone(), filled_now
+            self.at, self._within = torch.zeros_like(filled_now), torch.zeros_like(filled_now)
         else:
             if output.shape != self.first.shape or output.dtype != self.first.dtype:
                 raise ValueError(f"run {run} gives {output.dtype} {list(output.shape)}, the first one "
                                  f"{self.first.dtype} {list(self.first.shape)}")  # fmt: skip
-            self._unwritten &= held
+            self._unwritten &= filled_now
             other = changed(output, self.first)
             if bool(other.any()):
                 self.differing += 1
@@ -242,7 +213,7 @@ class RunDifferences:
 
     @property
     def unwritten(self) -> Any:
-        """bool [elements]: what nobody wrote. None of them where memory held one byte only."""
+        """bool [elements]: what nobody wrote. None of them where memory contained one byte only."""
         return self._unwritten if len(self._by_byte) > 1 else torch.zeros_like(self._unwritten)
 
     @property
@@ -315,7 +286,7 @@ class CallFloors:
         return cls(base, found, "", chance, word)
 
     def judge(self, role: str, other: Any) -> tuple[Verdict, str]:
-        """(verdict on ``other`` in the place of base[role], what it was held against)."""
+        """(verdict on ``other`` in the place of base[role], what it was compared with)."""
         known, base = self.expected.get(role), self.base[role]
         if known is not None and tuple(known.value.shape) == tuple(base.shape):
             known = replace(known, rows=None) if known.rows is None or bool(known.rows.all()) else known
@@ -370,9 +341,9 @@ def repeat(captured: Captured, kernels: MachineKernels, options: RepeatOptions) 
     if bad:
         call, base = kernels.here(captured.what), {role: d.first for role, d in found.items()}
         floors = CallFloors.of(kernels.references, call, base, options.chance, "the first run")
-    said = _switched(captured, kernels, found) if bad else ""
+    note = _switched(captured, kernels, found) if bad else ""
     for role, d in found.items():
-        yield _row(captured, role, d, floors, said, options)
+        yield _row(captured, role, d, floors, note, options)
 
 
 def _runs(captured: Captured, kernels: MachineKernels, runs: int) -> Mapping[str, RunDifferences] | Declined:
@@ -385,8 +356,8 @@ def _runs(captured: Captured, kernels: MachineKernels, runs: int) -> Mapping[str
     sizes = [t.numel() * t.element_size() for t in captured.what.outputs.values()]
     for run in range(runs):
         byte, alone = pattern(run), not busy(run)
-        beside = contextlib.nullcontext() if alone else company(kernels.device)
-        with beside, memory(byte, sizes, kernels.device):
+        conditions = contextlib.nullcontext() if alone else company(kernels.device)
+        with conditions, memory(byte, sizes, kernels.device):
             made = kernels.run(call, byte)
         if isinstance(made, Declined):
             return made if not run else Declined(f"run {run} of {runs}: {made.reason}", True)
@@ -421,22 +392,24 @@ def _switched(captured: Captured, kernels: MachineKernels, before: Mapping[str, 
     return f"torch.use_deterministic_algorithms {'makes all runs equal' if equal else 'does not change that'}"
 
 
+def equal_row(c: Captured, role: str, output: Any) -> CheckResult:
+    """The row of an output that is equal in all runs."""
+    seq = c.records[role].seq if role in c.records else max((r.seq for r in c.records.values()), default=c.seq)
+    row = unchecked(c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role, dtype=_name(output),
+                    shape=tuple(output.shape))  # fmt: skip
+    return replace(row, measured=0.0, allowed=1.0, message="")
+
+
 def _row(
-    c: Captured, role: str, d: RunDifferences, floors: CallFloors | None, said: str, options: RepeatOptions
+    c: Captured, role: str, d: RunDifferences, floors: CallFloors | None, note: str, options: RepeatOptions
 ) -> CheckResult:
-    dtype, shape = str(d.first.dtype).removeprefix("torch."), tuple(d.first.shape)
-    seq = max((r.seq for r in c.records.values()), default=c.seq)
-    if (record := c.records.get(role)) is not None:
-        seq = record.seq
-    row = unchecked(
-        c.tap, c.what.cls, c.rank, c.step, c.call, seq, "", status=PASS, role=role, dtype=dtype, shape=shape
-    )
+    shape = tuple(d.first.shape)
     rows = shape[0] if shape else 1
-    row = replace(row, rows=rows, checked=rows, measure=REPEAT, measured=0.0, allowed=1.0, message="")
+    row = replace(equal_row(c, role, d.first), rows=rows, checked=rows, measure=REPEAT)
     kind = d.kind
     if kind == EQUAL:
         return row
-    told: dict[str, Any] = {"kind": kind, "runs": d.runs, "differing": d.differing, "switch": said}
+    told: dict[str, Any] = {"kind": kind, "runs": d.runs, "differing": d.differing, "switch": note}
     v: Verdict | None = None
     if kind == UNWRITTEN:
         at = where(d.unwritten, shape)
@@ -463,7 +436,7 @@ def _row(
     status = FAIL if wrong or options.strict else WARNING
     measured = float(v.severity) if v is not None and kind != UNWRITTEN else 2.0
     return replace(
-        row, status=status, message=f"{message}; {said}" if said else message, evidence=json.dumps(told | at),
+        row, status=status, message=f"{message}; {note}" if note else message, evidence=json.dumps(told | at),
         measured=max(measured, 1.0 + 2**-20) if status == FAIL else measured,
         position=at["first_rows"][0] if at["first_rows"] else None,
         column=at["first_column"] if at["first_column"] >= 0 else None,

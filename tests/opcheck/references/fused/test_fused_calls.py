@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references.fused.fused_calls import Given, fused_kernel, parsed, spelled
+from vllm_accprobe.opcheck.references.fused.fused_calls import FusedArguments, fused_kernel, parsed, spelled
 
 SCHEMA = "npu_x(self/input, dim=-1, mode='half', out=None)"
 
 
-def given(*args: object, **kwargs: object) -> Given:
-    return Given(parsed(SCHEMA)[1], Call("t", "NPU.npu_x", args=args, kwargs=kwargs))
+def given(*args: object, **kwargs: object) -> FusedArguments:
+    return FusedArguments(parsed(SCHEMA)[1], Call("t", "NPU.npu_x", args=args, kwargs=kwargs))
 
 
 def test_by_place_and_by_either_name() -> None:

@@ -1,58 +1,37 @@
-"""Attention and caches of ATB: SelfAttention, PagedAttention, ReshapeAndCache, and their masks.
+"""Attention and caches of ATB: SelfAttention, PagedAttention, ReshapeAndCache, KvCache, BlockCopy, and their masks.
 
-Masks of ATB's attention operators, as what is added to scores.
-
-The problem: a mask is a tensor whose meaning follows from maskType, from its dtype and from its shape. The idea: what
-is added to the scores of one request, float64 [heads or 1, queries, keys]. Formulas: NORM: the tensor itself; where it
-holds ones in place of negative numbers (bfloat16's convention) a one hides; 2 dimensions for all requests, 3 and 4 with
-a request or a head first. A NORM mask that is smaller than the request, and NORM_COMPRESS, stand for the lower
-triangle. ALIBI: the tensor itself, biases and hidden keys together; SLIDING_WINDOW: keys at distance < windowSize;
-CAUSAL: the lower triangle. The compressed forms of alibi are declined: their tiles are a kernel's own.
-
-SelfAttention of ATB: requests one after the other in a batch, with and without a cache of keys and values.
-
-Formula: softmax(clamp(qkScale q' k) + mask) v [Vaswani et al., arXiv 1706.03762], q' = qScale q, heads shared as in GQA
-[Ainslie et al., arXiv 2305.13245]; the error as references/attention.py has it. Inputs, in this order, each where the
-parameters ask for it: PA_ENCODER: query, key, value, mask, lengths, slopes; value is the first mlaVHeadSize channels of
-key where that is set. PREFIX_ENCODER: query, key and value caches in blocks, block tables, mask, lengths of queries, of
-keys, slopes. Else: query, key, value, key cache, value cache, mask, lengths with the past (tokenOffset), lengths,
-layer: caches [layers, requests, most, heads * d]; key and value are written to them behind the past, and then looked
-back at; with kvcacheCfg K_BYPASS_V_BYPASS there are no key and value, and the caches hold all. batchRunStatusEnable:
-requests whose status is 0 have no rows. Declined: LogN scales, int8 inputs, BNSD, caches of a window's length.
-
-Caches of ATB: PagedAttention over blocks, ReshapeAndCache, KvCache, BlockCopy.
-
-Formulas: attention: attention.py's; a request's keys are the rows 0 to its length of the blocks that its row of
-the block table names [Kwon et al., arXiv 2309.06180]; one query for each request, or with CALC_TYPE_SPEC as many as its
-length of queries says, the last of them the last key. Blocks are [blocks, slots, kv heads, d], or NZ, [blocks, kv heads
-* d / 16, slots, 16]; int8 blocks are (code + offset) * scale of the channel. Inputs, each where the parameters ask for
-it: query, key cache, value cache (not with mlaVHeadSize), block tables, lengths, mask, status of requests, scale and
-offset of keys, of values, lengths of queries. ReshapeAndCache (key, value, key cache, value cache, slots; with
-K_CACHE_V_BYPASS key, key cache, slots): slot s is block s // size, row s % size; below 0: nothing; with compressed
-heads, for head h of request r the last wins[r, h] rows of it. KvCache (new, layer, cache, lengths with the past,
-lengths). BlockCopy (key cache, value cache, source blocks, target blocks, sums of how many targets a source has).
+Formula: references/attention.py's, with scores clamp(qkScale qScale q k) + mask. Inputs come in this order, each where
+the parameters ask for it. PA_ENCODER: query, key, value, mask, lengths, slopes; value is the first mlaVHeadSize
+channels of key where that is set. PREFIX_ENCODER: query, key and value caches in blocks, block tables, mask, lengths of
+queries, of keys, slopes. Else: query, key, value, key cache, value cache, mask, lengths with the past (tokenOffset),
+lengths, layer: caches [layers, requests, most, heads * d], to which key and value are written behind the past; with
+kvcacheCfg K_BYPASS_V_BYPASS there are no key and value. batchRunStatusEnable: requests whose status is 0 have no rows.
+Paged: query, key cache, value cache (not with mlaVHeadSize), block tables, lengths, mask, status of requests, scale and
+offset of keys, of values, lengths of queries (with CALC_TYPE_SPEC; else one query for each request). Blocks are
+[blocks, slots, kv heads, d], or NZ, [blocks, kv heads * d / 16, slots, 16]; int8 blocks are (code + offset) * scale of
+the channel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, gamma
+from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
 from vllm_accprobe.opcheck.references.atb.moving import within
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, copied, operator
-from vllm_accprobe.opcheck.references.paged.caches import NZ, TOKENS
-from vllm_accprobe.opcheck.references.paged.paged_attention import past
-from vllm_accprobe.opcheck.references.parts import unit_of
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.references.caches import NZ, TOKENS
+from vllm_accprobe.opcheck.references.paged_attention import past
+from vllm_accprobe.opcheck.references.parts import RowResults, equal
 
 Tensor = Any  # a torch.Tensor
 (NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)
-SLOPES = (ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT)
 Mask = Callable[[int, int, int], "Tensor | None"]
 """(request, queries, keys) → what is added, None for nothing."""
 
@@ -65,7 +44,11 @@ def causal(queries: int, keys: int, window: int = 0) -> Tensor:
 
 
 def mask_of(o: Operands, kind: int, tensor: Tensor | None, heads: int, batch: int, window: int) -> Mask:
-    """Raises Declined for a kind, or a shape, that has no reference."""
+    """What is added to scores, float64 [heads or 1, queries, keys]. NORM: the tensor; where it has ones in place of
+    negative numbers (bfloat16's convention) a one hides; 2 dimensions for all requests, 3 and 4 with a request or a
+    head first. A NORM mask that is smaller than the request, NORM_COMPRESS and CAUSAL are the lower triangle. ALIBI:
+    the tensor, biases and hidden keys together. WINDOW: keys at distance < windowSize. Raises Declined for another kind
+    (the compressed forms of alibi are a kernel's own tiles), or for a shape that does not fit."""
     if kind == NONE:
         return lambda i, n, m: None
     if kind in (NORM_COMPRESS, CAUSAL):
@@ -108,81 +91,26 @@ def _cut(added: Tensor, kind: int, heads: int, batch: int, i: int, n: int, m: in
     return part[:, :n, :m]
 
 
-  # a torch.Tensor
 ENCODER, DECODER, PA_ENCODER, PREFIX = 1, 2, 3, 4
 _BYPASS = 1
 
 
-@dataclass(frozen=True)
-class ScoreRule:
-    """What is done to scores. scale; rounded: that a kernel may round them to, 0.0 for float32; low, high: that they
-    are clamped to, None for not at all."""
-
-    scale: float
-    rounded: float = 0.0
-    low: float | None = None
-    high: float | None = None
-
-    def scores(self, q: Tensor, k: Tensor, added: Tensor | None) -> Tensor:
-        """float64 [heads, n, m] of q [n, heads, d] and k [m, heads, d]."""
-        found = torch.einsum("nhd,mhd->hnm", q, k) * self.scale
-        if self.low is not None and self.high is not None:
-            found = found.clamp(self.low, self.high)
-        return found if added is None else found + added
-
-
-def attended(
-    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, added: Tensor | None, unit: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, noise, bound), float64 [n, heads, e], as references/attention.py's attend has them: q [n, heads, d], k
-    [m, kv heads, d], v [m, kv heads, e]."""
-    heads, kv = q.shape[1], k.shape[1]
-    if not kv or heads % kv:
-        raise Declined("query heads are no multiple of key heads")
-    k, v = (t.repeat_interleave(heads // kv, 1) for t in (k, v))
-    s = rule.scores(q, k, added)
-    p = torch.nan_to_num(torch.softmax(s, -1))
-    by_head = v.transpose(0, 1)
-    out, sizes = (p @ by_head).transpose(0, 1), (p @ by_head.abs()).transpose(0, 1)
-    own = ROUNDED * unit
-    # a score off by e moves a probability by e of itself
-    moved = ROUNDED * rule.rounded * torch.where(p > 0, s, 0.0).abs()
-    noise = (p * p * (own * own + 2.0 * moved * moved) @ (by_head * by_head)).sqrt().transpose(0, 1)
-    largest = abs(rule.scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(0)
-    if added is not None:
-        largest = largest + torch.where(p > 0, added.expand_as(p), 0.0).abs().amax(-1).T
-    score = (gamma(q.shape[-1] + 8) + 4.0 * SUM + 2.0 * rule.rounded) * largest.unsqueeze(-1)
-    relative = unit + APPROXIMATE + 2.0 * score
-    return out, noise, relative * (sizes + out.abs()) + gamma(k.shape[0] + 8) * sizes
-
-
-@dataclass
-class BatchRows:
-    """Outputs of requests, put together: [tokens, heads, e] each."""
-
-    value: Tensor
-    noise: Tensor
-    bound: Tensor
-    known: Tensor
-
-    @classmethod
-    def empty(cls, tokens: int, heads: int, width: int) -> BatchRows:
-        value, noise, bound = (torch.zeros(tokens, heads, width, dtype=torch.float64) for _ in range(3))
-        return cls(value, noise, bound, torch.zeros(tokens, dtype=torch.bool))
-
-    def put(self, begin: int, found: tuple[Tensor, Tensor, Tensor]) -> None:
-        end = begin + len(found[0])
-        for whole, part in zip((self.value, self.noise, self.bound), found, strict=True):
-            whole[begin:end] = part
-        self.known[begin:end] = True
-
-    def expected(self, like: Tensor, heads: int) -> Expected:
-        """Raises Declined where that is not what was captured."""
-        if like.numel() != self.value.numel() or (like.dim() and len(like) != len(self.known) and not self.known.all()):
-            raise Declined(f"an output {list(self.value.shape)} where {list(like.shape)} was captured")
-        value, noise, bound = (t.reshape(like.shape) for t in (self.value, self.noise, self.bound))
-        rows = None if bool(self.known.all()) else self.known
-        return Expected(value, noise, rows=rows, reason="no row of a request", bound=bound, groups=heads)
+def _by_request(
+    o: Operands, q: Tensor, width: int, own: list[int], one: Callable[[int, int], tuple[Any, ...] | None], scale: float
+) -> Expected:
+    """Attention of requests that follow one another in q [tokens, heads, d]. own: their queries; one(r, n): (keys,
+    values [m, kv heads, d], what is added to scores) of request r with n queries, None where it has no rows."""
+    # with kernelType 0 products of float16 are float16 [ATB's declaration of KernelType]
+    rounded = o.input_unit if o.tensor(0).dtype == torch.float16 and not o.param("kernelType", 0) else 0.0
+    clamp = (o.param("clampMin", 0.0), o.param("clampMax", 0.0)) if o.param("clampType", 0) else None
+    out, i = RowResults(len(q), q.shape[1], width), 0
+    for r, n in enumerate(own):
+        if n and (found := one(r, n)) is not None:
+            k, v, added = found
+            y = attend(q[i : i + n], k, v, scale, step=o.input_unit, score_step=rounded, clamp=clamp, added=added)
+            out.put(slice(i, i + n), y)
+        i += n
+    return out.expected(o.output(), q.shape[1])
 
 
 def lengths(t: Tensor, rows: int) -> list[int]:
@@ -193,38 +121,24 @@ def lengths(t: Tensor, rows: int) -> list[int]:
     return found
 
 
-def _plain(o: Operands) -> None:
-    """Raises Declined for what has no reference."""
-    for name, what in (("scaleType", "a LogN scale"), ("quantType", "int8 queries, keys and values"),
-                       ("inputLayout", "the layout BNSD"), ("cacheType", "a cache of a window's length")):  # fmt: skip
+def _decline(o: Operands, **whats: str) -> None:
+    """Raises Declined where one of these parameters is set."""
+    for name, what in whats.items():
         if o.param(name, 0):
             raise Declined(f"{what} has no reference")
 
 
-def rule_of(o: Operands, scale: float) -> ScoreRule:
-    """With kernelType 0 products of float16 are float16 [ATB's declaration of KernelType]."""
-    rounded = unit_of(o.tensor(0)) if o.tensor(0).dtype == torch.float16 and not o.param("kernelType", 0) else 0.0
-    if o.param("clampType", 0):
-        return ScoreRule(scale, rounded, o.param("clampMin", 0.0), o.param("clampMax", 0.0))
-    return ScoreRule(scale, rounded)
-
-
 def _calc(o: Operands) -> int:
-    """calcType; where nothing tells it, what so many inputs can only be."""
+    """calcType; where it is not recorded, the only one that has so many inputs."""
     if o.has("calcType"):
         return o.param("calcType", 0)
     return PA_ENCODER if o.param("kvcacheCfg", 0) != _BYPASS and len(o) <= 5 else 0
 
 
-def _mask_kind(o: Operands, at: int) -> int:
-    if o.has("maskType") or o.maybe(at) is None:
-        return o.param("maskType", 0)
-    return NORM if o.tensor(at).is_floating_point() else NONE
-
-
 @operator("SelfAttentionOperation")
 def self_attention(o: Operands) -> Outputs:
-    _plain(o)
+    _decline(o, scaleType="a LogN scale", quantType="int8 queries, keys and values", inputLayout="the layout BNSD",
+             cacheType="a cache of a window's length")  # fmt: skip
     calc = _calc(o)
     if calc == PREFIX:
         return {"output.0": _prefix(o)}
@@ -255,24 +169,23 @@ def _pa_encoder(o: Operands) -> Expected:
     at = 2 if latent else 3
     q, k = _split(o.tensor(0), heads), _split(o.tensor(1), kv)
     v = k[..., :latent] if latent else _split(o.tensor(2), kv)
-    kind = _mask_kind(o, at)
+    known = o.has("maskType") or o.maybe(at) is None
+    kind = o.param("maskType", 0) if known else NORM if o.tensor(at).is_floating_point() else NONE
     mask = o.tensor(at) if kind != NONE else None
-    given = o.tensor(at + (kind != NONE))
+    sizes = o.tensor(at + (kind != NONE))
     o.exactly(at + (kind != NONE) + 1)
     # [2, batch]: of queries and of keys
-    pair = given.dim() == 2 and len(given) == 2
-    own, theirs = (lengths(given[j], len(t)) for j, t in enumerate((q, k))) if pair else (lengths(given, len(q)),) * 2
+    pair = sizes.dim() == 2 and len(sizes) == 2
+    own, theirs = (lengths(sizes[j], len(t)) for j, t in enumerate((q, k))) if pair else (lengths(sizes, len(q)),) * 2
     if sum(theirs) > len(k):
         raise Declined(f"lengths of {sum(theirs)} keys where there are {len(k)}")
-    add = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0))
-    out = BatchRows.empty(len(q), heads, v.shape[-1])
-    # qScale is not the encoder's [ATB's published runner]
-    rule, unit, i, j = rule_of(o, o.param("qkScale", 1.0)), unit_of(o.tensor(0)), 0, 0
-    for r, (n, m) in enumerate(zip(own, theirs, strict=True)):
-        if n:
-            out.put(i, attended(q[i : i + n], k[j : j + m], v[j : j + m], rule, add(r, n, m), unit))
-        i, j = i + n, j + m
-    return out.expected(o.output(), heads)
+    add, starts = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0)), [0, *accumulate(theirs)]
+
+    def one(r: int, n: int) -> tuple[Any, ...]:
+        keys = slice(starts[r], starts[r + 1])
+        return k[keys], v[keys], add(r, n, theirs[r])
+
+    return _by_request(o, q, v.shape[-1], own, one, o.param("qkScale", 1.0))  # qScale is not the encoder's
 
 
 def _prefix(o: Operands) -> Expected:
@@ -284,20 +197,14 @@ def _prefix(o: Operands) -> Expected:
     own, theirs = lengths(o.tensor(at), len(q)), [int(n) for n in o.tensor(at + 1).reshape(-1)]
     if len(theirs) != len(own) or kind not in (CAUSAL, NORM_COMPRESS):
         raise Declined(f"maskType {kind} of a prefix has no reference")
-    out, rule, unit, i = (
-        BatchRows.empty(len(q), heads, values.shape[-1]),
-        rule_of(o, o.param("qkScale", 1.0)),
-        unit_of(o.tensor(0)),
-        0,
-    )
-    for r, (n, m) in enumerate(zip(own, theirs, strict=True)):
-        if n > m:
+
+    def one(r: int, n: int) -> tuple[Any, ...]:
+        if n > theirs[r]:
             raise Declined("more queries than keys")
-        if n:
-            k, v = (past(t, table[r], m).reshape(m, kv, -1) for t in (keys, values))
-            out.put(i, attended(q[i : i + n], k, v, rule, causal(n, m), unit))
-        i += n
-    return out.expected(o.output(), heads)
+        k, v = (past(t, table[r], theirs[r]).reshape(theirs[r], kv, -1) for t in (keys, values))
+        return k, v, causal(n, theirs[r])
+
+    return _by_request(o, q, values.shape[-1], own, one, o.param("qkScale", 1.0))
 
 
 def _with_cache(o: Operands, calc: int) -> Outputs:
@@ -320,19 +227,19 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
     if not bypass:
         keys, values = (_written(c, o.tensor(k), layer, offsets, own, active) for k, c in ((1, keys), (2, values)))
     add = mask_of(o, kind, mask, heads, len(own), o.param("windowSize", 0))
-    rule = rule_of(o, o.param("qkScale", 1.0) * (o.param("qScale", 1.0) or 1.0))
     if keys.shape[-1] != kv * q.shape[-1] or values.shape[-1] % kv:
         raise Declined(f"caches {list(keys.shape)} do not fit {kv} key heads and queries of width {q.shape[-1]}")
-    out, unit, i = BatchRows.empty(len(q), heads, values.shape[-1] // kv), unit_of(o.tensor(0)), 0
-    for r, (n, m) in enumerate(zip(own, offsets, strict=True)):
-        if n and active[r]:
-            if m < n:
-                raise Declined("fewer keys than queries")
-            k, v = (_rows_of(c, layer, r, m, kv) for c in (keys, values))
-            out.put(i, attended(q[i : i + n], k, v, rule, add(r, n, m), unit))
-        i += n
-    found = {"output.0": out.expected(o.output(), heads)}
-    return found if bypass else {**found, "inplace.3": copied(keys), "inplace.4": copied(values)}
+
+    def one(r: int, n: int) -> tuple[Any, ...] | None:
+        if not active[r]:
+            return None
+        if offsets[r] < n:
+            raise Declined("fewer keys than queries")
+        return (*(_rows_of(c, layer, r, offsets[r], kv) for c in (keys, values)), add(r, n, offsets[r]))
+
+    scale = o.param("qkScale", 1.0) * (o.param("qScale", 1.0) or 1.0)
+    found = {"output.0": _by_request(o, q, values.shape[-1] // kv, own, one, scale)}
+    return found if bypass else {**found, "inplace.3": equal(keys), "inplace.4": equal(values)}
 
 
 def _rows_of(cache: Tensor, layer: int, r: int, m: int, kv: int) -> Tensor:
@@ -353,7 +260,7 @@ def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: li
     rows = new.reshape(-1, cache.shape[-1])
     found, i = cache.clone(), 0
     for r, (m, n) in enumerate(zip(offsets, own, strict=True)):
-        if m < n or m > cache.shape[2] or i + n > len(rows):
+        if n < 0 or m < n or m > cache.shape[2] or i + n > len(rows):
             raise Declined("a request is longer than its cache")
         if active[r]:
             found[layer, r, m - n : m] = rows[i : i + n].to(cache.dtype)
@@ -361,7 +268,6 @@ def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: li
     return found
 
 
-  # a torch.Tensor
 _DEQUANT = 1
 _NORM, _ALIBI, _SPEC, _FREE, _COMPRESS = range(1, 6)
 _MASKS = {0: NONE, _NORM: NORM, _ALIBI: ALIBI, _SPEC: NORM}
@@ -392,10 +298,7 @@ def paged_attention(o: Operands) -> Outputs:
     kv = o.param("kvHeadNum", 0) or heads
     quant, latent = o.param("quantType", 0), o.param("mlaVHeadSize", 0)
     kind = o.param("maskType", 0)
-    for name, what in (("compressType", "compressed heads"), ("scaleType", "a LogN scale"),
-                       ("inputLayout", "the layout BNSD")):  # fmt: skip
-        if o.param(name, 0):
-            raise Declined(f"{what} has no reference")
+    _decline(o, compressType="compressed heads", scaleType="a LogN scale", inputLayout="the layout BNSD")
     if heads <= 0 or kv <= 0 or quant not in (0, _DEQUANT) or kind not in _MASKS:
         raise Declined(f"headNum {heads}, kvHeadNum {kv}, quantType {quant}, maskType {kind}: no reference")
     rest: Iterator[int] = iter(range(2 if latent else 3, 32))
@@ -415,31 +318,24 @@ def paged_attention(o: Operands) -> Outputs:
     o.exactly(next(rest))
     if len(own) > len(counts) or len(table) < len(own):
         raise Declined("as many lengths and rows of the block table as requests were expected")
-    return {"output.0": _over_blocks(o, q, (keys, values), table, counts, own, mask, _MASKS[kind], status)}
+    add = mask_of(o, _MASKS[kind], mask, heads, len(own), 0)
 
+    def one(r: int, n: int) -> tuple[Any, ...] | None:
+        if not counts[r] or (status is not None and not bool(status.reshape(-1)[r])):
+            return None
+        added = add(r, n, counts[r])
+        if added is None and n > 1:
+            raise Declined("several queries of a request without a mask have no reference")
+        return (*(past(t, table[r], counts[r]).double() for t in (keys, values)), added)
 
-def _over_blocks(
-    o: Operands, q: Tensor, blocks: tuple[Tensor, Tensor], table: Tensor, counts: list[int], own: list[int],
-    mask: Tensor | None, kind: int, status: Tensor | None,
-) -> Expected:  # fmt: skip
-    heads, unit = q.shape[1], unit_of(o.tensor(0))
-    out = BatchRows.empty(len(q), heads, blocks[1].shape[-1])
-    add = mask_of(o, kind, mask, heads, len(own), 0)
-    rule, i = rule_of(o, o.param("qkScale", 1.0) * (o.param("qScale", 0.0) or 1.0)), 0
-    for r, (n, m) in enumerate(zip(own, counts, strict=False)):
-        on = status is None or bool(status.reshape(-1)[r])
-        if n and m and on:
-            k, v = (past(t, table[r], m).double() for t in blocks)
-            added = add(r, n, m)
-            if added is None and n > 1:
-                raise Declined("several queries of a request without a mask have no reference")
-            out.put(i, attended(q[i : i + n], k, v, rule, added, unit))
-        i += n
-    return out.expected(o.output(), heads)
+    scale = o.param("qkScale", 1.0) * (o.param("qScale", 0.0) or 1.0)
+    return {"output.0": _by_request(o, q, values.shape[-1], own, one, scale)}
 
 
 @operator("ReshapeAndCacheOperation")
 def reshape_and_cache(o: Operands) -> Outputs:
+    """(key, value, key cache, value cache, slots), with K_CACHE_V_BYPASS (key, key cache, slots): slot s is block s //
+    size, row s % size; below 0: nothing; with compressed heads, for head h of request r the last wins[r, h] rows."""
     alone, kind = o.param("kvCacheCfg", 0) == 1, o.param("compressType", 0)
     pairs = [(0, 1)] if alone else [(0, 2), (1, 3)]
     slots = o.tensor(2 if alone else 4).reshape(-1).long()
@@ -447,11 +343,11 @@ def reshape_and_cache(o: Operands) -> Outputs:
         raise Declined(f"compressType {kind} has no reference")
     found: dict[str, Expected] = {}
     for place, (new, cache) in enumerate(pairs):
-        rows, held = o.tensor(new), o.tensor(cache)
+        rows, blocks = o.tensor(new), o.tensor(cache)
         if rows.dim() != 3:
             raise Declined(f"{list(rows.shape)} is not [tokens, heads, d]")
-        y = _compressed(o, rows, held, slots) if kind else _put(rows, held, slots, o.param("kvCacheCfg", 0) == 2)
-        found |= dict.fromkeys((f"output.{place}", f"inplace.{cache}"), copied(y))
+        y = _compressed(o, rows, blocks, slots) if kind else _put(rows, blocks, slots, o.param("kvCacheCfg", 0) == 2)
+        found |= dict.fromkeys((f"output.{place}", f"inplace.{cache}"), equal(y))
     return found
 
 
@@ -461,11 +357,11 @@ def _put(rows: Tensor, cache: Tensor, slots: Tensor, nz: bool) -> Tensor:
     if nz and (cache.shape[-1] != 16 or heads * width % 16):
         raise Declined(f"blocks {list(cache.shape)} are in no layout that is known here")
     layout, size = (NZ, cache.shape[2]) if nz else (TOKENS, cache.shape[1])
-    held = layout.rows(cache, size, heads, width).clone()
-    flat = held.reshape(-1, heads, width)
+    blocks = layout.rows(cache, size, heads, width).clone()
+    flat = blocks.reshape(-1, heads, width)
     at = slots[: len(rows)] >= 0
     flat[within(slots[: len(rows)][at], len(flat))] = rows[: len(slots)][at].to(cache.dtype)
-    return layout.packed(flat.reshape(held.shape), cache)
+    return layout.packed(flat.reshape(blocks.shape), cache)
 
 
 def _compressed(o: Operands, rows: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
@@ -488,23 +384,18 @@ def _compressed(o: Operands, rows: Tensor, cache: Tensor, slots: Tensor) -> Tens
 
 @operator("KvCacheOperation")
 def kv_cache(o: Operands) -> Outputs:
-    new, layer, cache = o.tensor(0), int(o.tensor(1).reshape(-1)[0]), o.tensor(2).clone()
+    """(new, layer, cache, lengths with the past, lengths), in place."""
     offsets, own = ([int(n) for n in o.tensor(k).reshape(-1)] for k in (3, 4))
-    if cache.dim() != 4 or not 0 <= layer < len(cache) or len(own) > cache.shape[1] or len(offsets) < len(own):
+    layer, cache = int(o.tensor(1).reshape(-1)[0]), o.tensor(2)
+    if layer < 0 or len(offsets) < len(own):
         raise Declined(f"a cache {list(cache.shape)} has no reference")
-    i = 0
-    for r, n in enumerate(own):
-        begin = offsets[r] - n
-        if n < 0 or begin < 0 or offsets[r] > cache.shape[2] or i + n > len(new):
-            raise Declined("a request is longer than its cache")
-        cache[layer, r, begin : begin + n] = new[i : i + n].reshape(n, -1).to(cache.dtype)
-        i += n
-    return dict.fromkeys(("inplace.2", "output.0"), copied(cache))
+    cache = _written(cache, o.tensor(0), layer, offsets[: len(own)], own, [True] * len(own))
+    return dict.fromkeys(("inplace.2", "output.0"), equal(cache))
 
 
 @operator("BlockCopyOperation")
 def block_copy(o: Operands) -> Outputs:
-    """In place: blocks of both caches."""
+    """(key cache, value cache, source blocks, target blocks, sums of how many targets a source has), in place."""
     keys, values = (o.tensor(k).clone() for k in (0, 1))
     source, target = (within(o.tensor(k).reshape(-1), len(keys)) for k in (2, 3))
     ends = o.tensor(4).reshape(-1).long()
@@ -514,4 +405,4 @@ def block_copy(o: Operands) -> Outputs:
     own = source.repeat_interleave(counts)
     for cache in (keys, values):
         cache[target] = cache[own]
-    return {"inplace.0": copied(keys), "inplace.1": copied(values)}
+    return {"inplace.0": equal(keys), "inplace.1": equal(values)}

@@ -1,32 +1,19 @@
 """Elementwise operators, activations and reductions of ATB.
 
-Activations of ATB by activationType, and SwigluQuant.
-
-Formulas: RELU; GELU by tanh, exact with geluMode 1, which ATB's json does not tell: the nearer counts; FAST_GELU and
-FASTER_GELU x sigmoid(1.702 x) [Hendrycks and Gimpel, arXiv 1606.08415], which ATB writes as x exp(0.851 (x - |x|)) / (1
-+ exp(-1.702 |x|)), the same function; SWISH x sigmoid(scale x); LOG; SWIGLU silu(a) b of the halves along dim [Shazeer,
-arXiv 2002.05202], backward from (dy, x): da = dy b silu'(a), db = dy silu(a); SIGMOID. SwigluQuant: SWIGLU of the last
-dimension, each row turned into int8 with its own scale. Errors: references/activations.py. Where mine's numbers are
-those of another of these functions, a failure says which.
-
-Elementwise operators of ATB by elewiseType, Where, Fill, Onehot.
-
-Formulas: the names'. CAST is right to the bit where it goes to a float, and truncates or rounds to an integer, either
-of which is taken; QUANT is round(x * inputScale + inputOffset), the scale as float16 [ATB's published quant kernel];
-QUANT_PER_CHANNEL round(x / scale + offset); DEQUANT_PER_CHANNEL (x - offset) * scale; DYNAMIC_QUANT: quantise.py.
-Comparisons and logic give int8. Noise of a function: APPROXIMATE; of a sum: reference.sum_of_two.
-
-Softmax, Reduce, Cumsum, Sort, FastSoftMax and its gradient, FaUpdate.
-
-Formulas: the names'. Softmax over one axis or several that follow one another; FastSoftMax: of each request's square of
-scores, headNum times qSeqLen**2 numbers in a flat tensor; its gradient y (dy - sum y dy); Sort: the num largest of each
-row, falling, with their indices: of equal ones any; FaUpdate: parts of one attention, each with the logarithm of its
-sum, put together [Dao et al., arXiv 2205.14135, section 3.1]. Errors: an exponential off by APPROXIMATE at most, sums
-by gamma_n [Higham, ASNA, lemma 3.1].
+Formulas: the names'. GELU is by tanh, exact with geluMode 1, which ATB's json does not have: the nearer counts;
+FAST_GELU and FASTER_GELU x sigmoid(1.702 x), which ATB writes as x exp(0.851 (x - |x|)) / (1 + exp(-1.702 |x|)), the
+same function; SWISH x sigmoid(scale x); SWIGLU silu(a) b of the halves along dim, backward from (dy, x): da = dy b
+silu'(a), db = dy silu(a). CAST is right to the bit where it goes to a float, and truncates or rounds to an integer,
+either of which is accepted; QUANT is round(x * inputScale + inputOffset), the scale as float16 [ATB's published quant
+kernel]; QUANT_PER_CHANNEL round(x / scale + offset); DEQUANT_PER_CHANNEL (x - offset) * scale. FastSoftMax: of each
+request's square of scores, headNum times qSeqLen**2 numbers in a flat tensor; its gradient y (dy - sum y dy); FaUpdate:
+parts of one attention, each with the logarithm of its sum, put together [Dao et al., arXiv 2205.14135, section 3.1].
+Noise of a function: APPROXIMATE; of a sum: sum_of_two; errors of activations: references/activations.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,11 +21,19 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
-from vllm_accprobe.opcheck.references.activations import alone, gelu, gelu_tanh, quick_gelu, sigmoid_argument, silu
+from vllm_accprobe.opcheck.references.activations import (
+    alone,
+    gated_along,
+    gelu,
+    gelu_tanh,
+    quick_gelu,
+    sigmoid_argument,
+    silu,
+)
 from vllm_accprobe.opcheck.references.atb.linear import ASYMMETRIC, SYMMETRIC, coded, dynamic
 from vllm_accprobe.opcheck.references.atb.moving import axis_of
-from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, chosen, copied, operator
-from vllm_accprobe.opcheck.references.parts import once, reshaped, subnormal, unit_of
+from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.parts import RowResults, as_captured, equal, reshaped, subnormal
 
 Tensor = Any  # a torch.Tensor
 RELU, GELU, FAST_GELU, SWISH, LOG, SWIGLU, SWIGLU_BACKWARD, SIGMOID, FASTER_GELU = range(1, 10)
@@ -56,7 +51,7 @@ def activation(o: Operands) -> Outputs:
         return {"output.0": _backward(o)}
     x = o.wide(0)
     if kind == SWIGLU:
-        return {"output.0": _gated(o, x)}
+        return {"output.0": gated_along(x, o.param("dim", -1), silu, o.input_unit)}
     y = _single(o, kind, x)
     return {"output.0": replace(y, note=_other(o, x, y.value))}
 
@@ -85,7 +80,7 @@ def _single(o: Operands, kind: int, x: Tensor) -> Expected:
 
 
 def _gelu(o: Operands, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Where nothing tells which, as in ATB's own json, the one that mine's numbers are nearer to."""
+    """Where none is recorded, as in ATB's own json, the one that mine's numbers are nearer to."""
     if o.has("geluMode"):
         return gelu if o.param("geluMode", 0) == 1 else gelu_tanh
     mine = torch.nan_to_num(o.output().double())
@@ -113,16 +108,9 @@ def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _gated(o: Operands, x: Tensor) -> Expected:
-    a, b = _halves(x, o.param("dim", -1))
-    y = silu(a) * b
-    early = once(silu(a).abs(), unit_of(o.tensor(0)), b.abs())
-    return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
-
-
 def _backward(o: Operands) -> Expected:
     """(dy, x)"""
-    dim, unit = o.param("dim", -1), unit_of(o.tensor(0))
+    dim, unit = o.param("dim", -1), o.input_unit
     dy, (a, b) = o.wide(0), _halves(o.wide(1), dim)
     if dy.shape != a.shape:
         raise Declined(f"a gradient {list(dy.shape)} does not fit halves {list(a.shape)}")
@@ -140,11 +128,10 @@ def _backward(o: Operands) -> Expected:
 def swiglu_quant(o: Operands) -> Outputs:
     a, b = _halves(o.wide(0), -1)
     y = silu(a) * b
-    bound = (unit_of(o.tensor(0)) + APPROXIMATE) * y.abs()
+    bound = (o.input_unit + APPROXIMATE) * y.abs()
     return dynamic(o, Expected(y, bound=bound), SYMMETRIC)
 
 
-  # a torch.Tensor
 (CAST, MULS, COS, SIN, NEG, QUANT, NOT, ADD, MUL, DIV, AND, OR, LESS, GREATER, SUB, EQUAL, QUANT_CHANNEL,
  DEQUANT_CHANNEL, DYNAMIC_QUANT, TANH) = range(1, 21)  # fmt: skip
 _COMPARED: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
@@ -159,18 +146,13 @@ def _floats(o: Operands, what: str) -> None:
         raise Declined(f"{what} gives floats, and {str(o.output().dtype).removeprefix('torch.')} was captured")
 
 
-def _once(value: Tensor) -> Expected:
-    """Rounded once."""
-    return Expected(value, bound=SUM * value.abs())
-
-
 @operator("ElewiseOperation")
 def elewise(o: Operands) -> Outputs:
     kind = o.param("elewiseType", 0)
     if kind in _COMPARED:
-        return {"output.0": chosen(_COMPARED[kind](o.tensor(0), o.tensor(1)))}
+        return {"output.0": equal(_COMPARED[kind](o.tensor(0), o.tensor(1)))}
     if kind == NOT:
-        return {"output.0": chosen(~o.tensor(0).bool())}
+        return {"output.0": equal(~o.tensor(0).bool())}
     if kind in _FUNCTIONS:
         _floats(o, f"elewiseType {kind}")
         return {"output.0": _function(o, kind)}
@@ -181,7 +163,7 @@ def elewise(o: Operands) -> Outputs:
     if kind == CAST:
         return {"output.0": _cast(o)}
     if kind == NEG:
-        return {"output.0": copied(-o.tensor(0))}
+        return {"output.0": equal(-o.tensor(0))}
     if kind == MULS:
         return {"output.0": _scaled(o)}
     raise Declined(f"elewiseType {kind} is none that is known here")
@@ -202,7 +184,7 @@ def _of_two(o: Operands, kind: int) -> Expected:
         if kind == DIV:
             raise Declined("a division of integers has no reference")
         a, b = a.long(), b.long()
-        return chosen(a + b if kind == ADD else a - b if kind == SUB else a * b)
+        return equal(a + b if kind == ADD else a - b if kind == SUB else a * b)
     a, b = a.double(), b.double()
     if kind in (ADD, SUB):
         return sum_of_two(a + b if kind == ADD else a - b, o.unit)
@@ -212,17 +194,17 @@ def _of_two(o: Operands, kind: int) -> Expected:
 
 def _cast(o: Operands) -> Expected:
     x, out = o.tensor(0), o.output()
-    asked = o.param("outTensorType", UNDEFINED)
+    wanted = o.param("outTensorType", UNDEFINED)
     # a float's numbers may lie on a coarser grid, and be taken for that (calls/grid.py)
-    if asked in ACL and ACL[asked].is_floating_point != out.is_floating_point():
-        raise Declined(f"outTensorType {asked} is {ACL[asked]}, and {out.dtype} was captured")
+    if wanted in ACL and ACL[wanted].is_floating_point != out.is_floating_point():
+        raise Declined(f"outTensorType {wanted} is {ACL[wanted]}, and {out.dtype} was captured")
     if out.is_floating_point():
-        return copied(x.to(out.dtype))
+        return equal(x.to(out.dtype))
     if not x.is_floating_point():
-        return chosen(x.to(out.dtype))
-    wide, held = x.double(), out.long()
-    near = (held == wide.trunc().long()) | (held == wide.round().long())
-    return Expected(torch.where(near, held, wide.trunc().long()), unit=0.0)
+        return equal(x.to(out.dtype))
+    wide, mine = x.double(), out.long()
+    near = (mine == wide.trunc().long()) | (mine == wide.round().long())
+    return equal(torch.where(near, mine, wide.trunc().long()))
 
 
 def _scaled(o: Operands) -> Expected:
@@ -241,12 +223,12 @@ def _codes(o: Operands, kind: int) -> Outputs:
         p = o.part("quantParam") if o.has("quantParam") else o
         product = x * p.param("inputScale", 1.0)
         y = product + p.param("inputOffset", 0)
-        unit = unit_of(o.tensor(0))  # scale, product and sum are rounded
+        unit = o.input_unit  # scale, product and sum are rounded
         return {"output.0": coded(y, o.output(), unit * (2.0 * product.abs() + y.abs()))}
     scale, offset = o.wide(1), o.maybe(2)
     if kind == QUANT_CHANNEL:
         y = x / scale if offset is None else x / scale + offset.double()
-        error = 2.0 * unit_of(o.tensor(0)) * ((x / scale).abs() + y.abs())  # a kernel may divide in the input's dtype
+        error = 2.0 * o.input_unit * ((x / scale).abs() + y.abs())  # a kernel may divide in the input's dtype
         return {"output.0": coded(y, o.output(), error)}
     y = (x if offset is None else x - offset.double()) * scale
     top = torch.finfo(o.output().dtype).max if o.output().is_floating_point() else 0.0
@@ -257,7 +239,7 @@ def _codes(o: Operands, kind: int) -> Outputs:
 @operator("WhereOperation")
 def where(o: Operands) -> Outputs:
     """(condition of 0 and 1, x, y)"""
-    return {"output.0": copied(torch.where(o.tensor(0).bool(), o.tensor(1), o.tensor(2)))}
+    return {"output.0": equal(torch.where(o.tensor(0).bool(), o.tensor(1), o.tensor(2)))}
 
 
 @operator("FillOperation")
@@ -266,11 +248,11 @@ def fill(o: Operands) -> Outputs:
     out, value = o.output(), o.numbers("value")[0]
     if o.param("withMask", True):
         x = o.tensor(0)
-        return {"output.0": copied(x.masked_fill(o.tensor(1).bool().expand_as(x), value))}
+        return {"output.0": equal(x.masked_fill(o.tensor(1).bool().expand_as(x), value))}
     shape = [int(n) for n in o.numbers("outDim")]
     if shape != list(out.shape):
         raise Declined("its parameters do not fit the output that was captured")
-    return {"output.0": copied(torch.full(shape, value, dtype=out.dtype))}
+    return {"output.0": equal(torch.full(shape, value, dtype=out.dtype))}
 
 
 @operator("OnehotOperation")
@@ -284,11 +266,8 @@ def onehot(o: Operands) -> Outputs:
     y = (x.unsqueeze(dim) == torch.arange(depth).reshape(-1, *[1] * (x.dim() - dim))).long()
     one, zero = o.maybe(1), o.maybe(2)
     if one is not None and zero is not None and one.numel() == zero.numel() == 1:
-        return {"output.0": copied(torch.where(y.bool(), one.reshape(()), zero.reshape(())))}
-    return {"output.0": copied(y.to(o.output().dtype))}
-
-
-  # a torch.Tensor
+        return {"output.0": equal(torch.where(y.bool(), one.reshape(()), zero.reshape(())))}
+    return {"output.0": equal(y.to(o.output().dtype))}
 
 
 def softmax(x: Tensor, unit: float) -> Expected:
@@ -309,13 +288,9 @@ def softmax_of(o: Operands) -> Outputs:
         raise Declined(f"axes {axes} do not follow one another")
     others = [d for d in range(x.dim()) if d not in axes]
     turned = x.permute(*others, *axes)
-    y = softmax(turned.flatten(len(others)), unit_of(o.tensor(0)))
+    y = softmax(turned.flatten(len(others)), o.input_unit)
     back = [[*others, *axes].index(d) for d in range(x.dim())]
-
-    def whole(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.expand(y.value.shape).reshape(turned.shape).permute(back)
-
-    return {"output.0": Expected(whole(y.value), whole(y.noise), common=y.common, bound=whole(y.bound))}
+    return {"output.0": y.map(lambda t: t.expand(y.value.shape).reshape(turned.shape).permute(back))}
 
 
 @operator("ReduceOperation")
@@ -323,16 +298,14 @@ def reduce(o: Operands) -> Outputs:
     x, kind = o.tensor(0), o.param("reduceType", 0)
     axes = [axis_of(int(a), x.dim()) for a in o.numbers("axis")]
     if kind == 1:
-        return {"output.0": copied(x.amax(axes))}
+        return {"output.0": equal(x.amax(axes))}
     if kind == 2:
-        return {"output.0": copied(x.amin(axes))}
+        return {"output.0": equal(x.amin(axes))}
     if kind != 3:
         raise Declined(f"reduceType {kind} is none that is known here")
     if not x.is_floating_point():
-        return {"output.0": chosen(x.long().sum(axes))}
-    wide, n = x.double(), 1
-    for a in axes:
-        n *= x.shape[a]
+        return {"output.0": equal(x.long().sum(axes))}
+    wide, n = x.double(), math.prod(x.shape[a] for a in axes)
     size = wide.abs().sum(axes)
     return {"output.0": Expected(wide.sum(axes), SUM * n**0.5 * size, bound=gamma(n) * size)}
 
@@ -345,11 +318,11 @@ def cumsum(o: Operands) -> Outputs:
         raise Declined("a sum over several axes, an exclusive or a reverse one has no reference")
     axis = axis_of(int(axis), x.dim())
     if not x.is_floating_point():
-        return {"output.0": chosen(x.long().cumsum(axis))}
+        return {"output.0": equal(x.long().cumsum(axis))}
     wide, n = x.double(), x.shape[axis]
     size = wide.abs().cumsum(axis)
     # sums on the way may be kept in the tensor's dtype
-    unit = unit_of(x)
+    unit = o.input_unit
     return {"output.0": Expected(wide.cumsum(axis), unit * n**0.5 * size, bound=gamma(n, max(unit, SUM)) * size)}
 
 
@@ -359,17 +332,15 @@ def sort(o: Operands) -> Outputs:
     num = int(o.numbers("num")[0])
     if not 0 < num <= x.shape[-1]:
         raise Declined(f"{num} of {x.shape[-1]} cannot be taken")
-    values, places = torch.sort(x.double() if x.is_floating_point() else x.long(), dim=-1, descending=True, stable=True)
-    values, places = values[..., :num], places[..., :num]
+    values, places = (t[..., :num] for t in torch.sort(as_captured(x), dim=-1, descending=True, stable=True))
     found: dict[str, Expected] = {"output.0": Expected(values, unit=0.0)}
     mine = o.call.outputs.get("output.1")
     if mine is not None and mine.shape == places.shape:
         at = mine.long().clamp(0, x.shape[-1] - 1)
-        wide = x.double() if x.is_floating_point() else x.long()
-        right = (at == mine.long()) & (wide.gather(-1, at) == values)  # of equal numbers any
+        right = (at == mine.long()) & (as_captured(x).gather(-1, at) == values)  # of equal numbers any
         once = torch.sort(mine.long(), -1).values.diff(dim=-1).ne(0).all(-1, keepdim=True)  # each place once
         places = torch.where(right & once, mine.long(), places)
-    found["output.1"] = chosen(places)
+    found["output.1"] = equal(places)
     return found
 
 
@@ -385,29 +356,27 @@ def _squares(o: Operands) -> list[tuple[int, int, int]]:
     return found
 
 
-def _of_squares(o: Operands, one: Any) -> Expected:
-    size = o.output().numel()
-    value, noise, bound = (torch.zeros(size, dtype=torch.float64) for _ in range(3))
-    known = torch.zeros(size, dtype=torch.bool)
+def _of_squares(o: Operands, one: Callable[[int, int, int], Expected]) -> Expected:
+    out = o.output()
+    found = RowResults(out.numel())
     for begin, end, n in _squares(o):
         y = one(begin, end, n)
-        for flat, part in zip((value, noise, bound), (y.value, y.noise, y.bound), strict=True):
-            flat[begin:end] = part.reshape(-1)
-        known[begin:end] = True
-    rows = None if bool(known.all()) or o.output().dim() != 1 else known
-    return reshaped(Expected(value, noise, bound=bound, rows=rows, reason="no row of a request"), o.output().shape)
+        found.put(slice(begin, end), [t.reshape(-1) for t in (y.value, y.noise, y.bound) if t is not None])
+    value, noise, bound = found.parts
+    rows = found.rows() if out.dim() == 1 else None
+    return reshaped(Expected(value, noise, bound=bound, rows=rows, reason="no row of a request"), out.shape)
 
 
 @operator("FastSoftMaxOperation")
 def fast_softmax(o: Operands) -> Outputs:
-    x, unit = o.wide(0).reshape(-1), unit_of(o.tensor(0))
+    x, unit = o.wide(0).reshape(-1), o.input_unit
     return {"output.0": _of_squares(o, lambda b, e, n: softmax(x[b:e].reshape(-1, n), unit))}
 
 
 @operator("FastSoftMaxGradOperation")
 def fast_softmax_grad(o: Operands) -> Outputs:
     """(y, dy)"""
-    y, dy, unit = o.wide(0).reshape(-1), o.wide(1).reshape(-1), unit_of(o.tensor(0))
+    y, dy, unit = o.wide(0).reshape(-1), o.wide(1).reshape(-1), o.input_unit
 
     def one(begin: int, end: int, n: int) -> Expected:
         a, b = (t[begin:end].reshape(-1, n) for t in (y, dy))

@@ -1,28 +1,14 @@
 """Products of ATB: Linear, its quantised and activated forms, Matmul, and operators over ranks.
 
-Numbers turned into int8 codes by ATB's operators, with given scales and with those of each row.
-
-Formula: q = round(x / s + offset), clamped to -128 .. 127, or with a factor instead of a divisor [B. Jacob et al.,
-arXiv 1712.05877]. Dynamic: s = largest |x| of a row / 127; asymmetric: s = (max - min) / 255, offset = -(max + min) /
-(2 s). A code is right within half a step of x / s for the scale that was captured beside it, widened by what the kernel
-may have rounded before (opcheck/references/paged/caches.py's rule); the scale itself must be right too.
-
-Products of ATB: Linear, its quantised forms (W8A8, W8A16), its activated forms, Matmul, StridedBatchMatmul.
-
 Formula: y = A B + bias, A and B transposed where transposeA, transposeB say so; batches by torch.matmul's rule;
 einstein sum: each batch b of x [m, b, k] has its own weight. accum: what is added to. Quantised: y = (A B + bias) *
 scale of the column * scale of the token, with A and B int8 and the sum an exact int32 [B. Jacob et al., arXiv
 1712.05877, equation 7]; the scale for float16 is a float32 in the lower half of an int64 [CANN, aclnnTransQuantParam].
 Weights in FRACTAL_NZ, [b, k1, n, 16] (int8: 32), are put back. W8A16: y = x ((W + offset) * scale) [CANN,
-aclnnWeightQuantBatchMatmulV2]. Noise: references/linear.py. A weight that a tool compressed (LinearSparse) is declined:
-its layout is not public.
-
-Operators of ATB that work over ranks: AllReduce, AllGather, ReduceScatter, Broadcast, LinearParallel.
-
-Formula: what each rank gave, added up (or multiplied, or the largest or smallest), put together along the first
-dimension, or handed on from rankRoot; LinearParallel: a product of linear.py before or behind that, and a residual
-added at the end. All ranks' tensors are needed (``extra["ranks"]``): a dump of one rank cannot be judged, and says so.
-Error: each part and each sum on the way may be rounded to the tensor's dtype, in any order.
+aclnnWeightQuantBatchMatmulV2]. Codes: q = round(x / s + offset); dynamic s = largest |x| of a row / 127; asymmetric: s
+= (max - min) / 255, offset = -(max + min) / (2 s). Over ranks: what each rank gave, added up, put together, or handed
+on from rankRoot; all ranks' tensors are needed (``extra["ranks"]``), and each part and each sum on the way may be
+rounded. A weight that a tool compressed (LinearSparse) is declined: its layout is not public.
 """
 
 from __future__ import annotations
@@ -34,32 +20,29 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
 from vllm_accprobe.opcheck.references.activations import alone, gelu_tanh, silu
-from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, copied, operator
-from vllm_accprobe.opcheck.references.linear import added, biased, product, rounded
-from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.caches import coded as coded_in
+from vllm_accprobe.opcheck.references.linear import added, biased, by_batch, product, rounded
+from vllm_accprobe.opcheck.references.parts import equal, reshaped, unit_of
 
 Tensor = Any  # a torch.Tensor
 SYMMETRIC, ASYMMETRIC = 1, 2
 _SCALE = 2.0**-20
 """Chosen: relative error of a scale, a quotient in float32 of the largest of a row (as
 opcheck/references/scaled.py)."""
-_SLACK = 2.0**-8
-"""Chosen: how far beyond half a step a code may be in any case: x times 1 / scale instead of x / scale."""
+_SLACK = 2.0**-9
+"""Chosen: how much further than in caches.py a code may be from its number: x times 1 / scale instead of x / scale."""
 
 
 def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0) -> Expected:
     """What ``exact``, float64, may become in int8: mine's own codes where they are within half a step of it and
-    ``error``, else the nearest."""
+    ``error``, else the nearest. Raises Declined."""
     if mine.dtype != torch.int8:
         raise Declined(f"codes in {str(mine.dtype).removeprefix('torch.')} have no reference")
     if exact.numel() != mine.numel():
         raise Declined(f"codes for {list(exact.shape)} where {list(mine.shape)} was captured")
-    exact = exact.reshape(mine.shape)
-    nearest = exact.clamp(-128, 127).round().long()
-    reach = 0.5 + _SLACK + (error.reshape(mine.shape) if isinstance(error, torch.Tensor) else error)
-    held = mine.long()
-    right = (held - exact.clamp(-128, 127)).abs() <= reach + 2.0**-20 * exact.abs()
-    return Expected(torch.where(right, held, nearest), unit=0.0)
+    error = error.reshape(mine.shape) if isinstance(error, torch.Tensor) else error
+    return equal(coded_in(exact.reshape(mine.shape).clamp(-128, 127), mine, torch.int8, error=error + _SLACK))
 
 
 def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Expected]:
@@ -74,25 +57,25 @@ def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Ex
     high, low = x.amax(-1), x.amin(-1)
     size = (high - low) / 255.0 if kind == ASYMMETRIC else x.abs().amax(-1) / 127.0
     off = error.amax(-1) / (255.0 if kind == ASYMMETRIC else 127.0) * (2.0 if kind == ASYMMETRIC else 1.0)
-    given = scale.double().reshape(size.shape)
-    value = torch.where(size == 0, given, size)  # a row of zeros may have any scale
+    captured = scale.double().reshape(size.shape)
+    value = torch.where(size == 0, captured, size)  # a row of zeros may have any scale
     bound = _SCALE * value + off
     found[f"output.{first + 1}"] = reshaped(Expected(value, bound, bound=bound), scale.shape)
-    step = torch.where(given == 0, 1.0, given).unsqueeze(-1)
+    divisor = torch.where(captured == 0, 1.0, captured)
+    step = divisor.unsqueeze(-1)
     exact = x / step
     wide = error / step.abs()
     if kind == ASYMMETRIC:
         shift = o.output(first + 2)
         own = shift.double().reshape(size.shape)
-        right = -(high + low) / (2.0 * torch.where(given == 0, 1.0, given))
-        near = _SCALE * (1.0 + right.abs()) + 2.0 * error.amax(-1) / torch.where(given == 0, 1.0, given).abs()
+        right = -(high + low) / (2.0 * divisor)
+        near = _SCALE * (1.0 + right.abs()) + 2.0 * error.amax(-1) / divisor.abs()
         found[f"output.{first + 2}"] = reshaped(Expected(right, near, bound=near), shift.shape)
         exact = exact + own.unsqueeze(-1)
     found[f"output.{first}"] = coded(exact, mine, wide)
     return found
 
 
-  # a torch.Tensor
 _PER_TOKEN, _EINSTEIN = 2, 1
 _ACTIVATED = {1: torch.relu, 2: gelu_tanh, 4: silu}
 
@@ -131,13 +114,7 @@ def multiplied(x: Tensor, weight: Tensor) -> Expected:
         return product(x.double(), weight.double().transpose(0, 1))
     if weight.dim() != 3 or x.dim() != 3 or len(x) != len(weight):
         raise Declined(f"weight {list(weight.shape)} does not fit an input {list(x.shape)}")
-    parts = [product(a.double(), b.double().transpose(0, 1)) for a, b in zip(x, weight, strict=True)]
-    return _stacked(parts, 0)
-
-
-def _stacked(parts: list[Expected], dim: int) -> Expected:
-    value, noise, bound = (torch.stack([getattr(p, n) for p in parts], dim) for n in ("value", "noise", "bound"))
-    return Expected(value, noise, bound=bound)
+    return by_batch(x.double(), weight.double())
 
 
 def times(y: Expected, factor: Tensor) -> Expected:
@@ -154,8 +131,7 @@ def _fitted(y: Expected, like: Tensor) -> Expected:
     """Without the columns that NZ pads, in the captured shape."""
     width = like.shape[-1] if like.dim() else 1
     if y.value.shape[-1] > width:
-        y = replace(y, value=y.value[..., :width], noise=None if y.noise is None else y.noise[..., :width],
-                    bound=None if y.bound is None else y.bound[..., :width])  # fmt: skip
+        y = y.map(lambda t: t[..., :width])
     if y.value.numel() != like.numel():
         raise Declined(f"a product {list(y.value.shape)} where {list(like.shape)} was captured")
     return reshaped(y, like.shape)
@@ -187,11 +163,9 @@ def linear(o: Operands) -> Outputs:
     if o.param("matmulType", 0) == _EINSTEIN:
         if x.dim() != 3:
             raise Declined("an einstein sum of another form than m b k")
-        by_batch = x.transpose(0, 1)
-        each = weight if weight.dim() == 3 else weight.expand(len(by_batch), *weight.shape)
-        y = multiplied(by_batch, each)
-        value, noise, bound = (None if t is None else t.transpose(0, 1) for t in (y.value, y.noise, y.bound))
-        y = Expected(value, noise, bound=bound)
+        batches = x.transpose(0, 1)
+        each = weight if weight.dim() == 3 else weight.expand(len(batches), *weight.shape)
+        y = multiplied(batches, each).map(lambda t: t.transpose(0, 1))
         if bias:
             y = biased(y, o.wide(2), o.unit)
     elif out_type == UNDEFINED:
@@ -212,15 +186,6 @@ def linear(o: Operands) -> Outputs:
     return {"output.0": _fitted(y, o.output())}
 
 
-@operator("LinearQuantOperation")
-def linear_quant(o: Operands) -> Outputs:
-    """(x int8, weight int8, bias int32 where there is one, scale of the columns): ATB's before 2.0."""
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
-    bias = o.param("hasBias", True)
-    y = dequantised(o, x, weight, o.tensor(2) if bias else None, o.tensor(3 if bias else 2), None)
-    return {"output.0": _fitted(y, o.output())}
-
-
 def _activated(o: Operands, y: Expected) -> Expected:
     kind = o.param("activationFuncType", 0)
     if kind not in _ACTIVATED:
@@ -235,6 +200,18 @@ def _activated(o: Operands, y: Expected) -> Expected:
     return Expected(own.value, noise, bound=bound)
 
 
+def _of_codes(o: Operands) -> Expected:
+    """(x int8, weight int8, bias int32 where there is one, scale of the columns): ATB's before 2.0."""
+    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
+    bias = o.param("hasBias", True)
+    return dequantised(o, x, weight, o.tensor(2) if bias else None, o.tensor(3 if bias else 2), None)
+
+
+@operator("LinearQuantOperation")
+def linear_quant(o: Operands) -> Outputs:
+    return {"output.0": _fitted(_of_codes(o), o.output())}
+
+
 @operator("LinearActivationOperation")
 def linear_activation(o: Operands) -> Outputs:
     """(x, weight, bias where there is one): the product's activation: ATB's before 2.0."""
@@ -247,11 +224,7 @@ def linear_activation(o: Operands) -> Outputs:
 
 @operator("LinearActivationQuantOperation")
 def linear_activation_quant(o: Operands) -> Outputs:
-    """The same of codes: (x int8, weight int8, bias int32 where there is one, scale of the columns)."""
-    x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
-    bias = o.param("hasBias", True)
-    y = dequantised(o, x, weight, o.tensor(2) if bias else None, o.tensor(3 if bias else 2), None)
-    return {"output.0": _fitted(_activated(o, rounded(y, o.unit)), o.output())}
+    return {"output.0": _fitted(_activated(o, rounded(_of_codes(o), o.unit)), o.output())}
 
 
 @operator("MatmulOperation")
@@ -288,7 +261,7 @@ def w8a16(o: Operands) -> Outputs:
     weight = wide * scale.reshape(shape)
     weight = weight if turned else weight.T
     y = product(x, weight)
-    size = unit_of(o.tensor(0)) * (x.abs() @ weight.abs().T)  # the weight is rounded to x's dtype
+    size = o.input_unit * (x.abs() @ weight.abs().T)  # the weight is rounded to x's dtype
     y = Expected(y.value, combined(y.noise, size / k**0.5), bound=None if y.bound is None else y.bound + size)
     if o.param("hasBias", False):
         y = biased(y, o.wide(4), o.unit)
@@ -337,7 +310,6 @@ def summed(parts: list[Expected], unit: float) -> Expected:
     return total
 
 
-  # a torch.Tensor
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALONE = range(4)
 _UNQUANTISED, _PER_TENSOR, _PER_CHANNEL = -1, 0, 1
 
@@ -371,7 +343,7 @@ def all_reduce(o: Operands) -> Outputs:
         raise Declined("its ranks gave tensors of several shapes")
     if kind in ("max", "min"):
         stack = torch.stack(parts)
-        return {"output.0": copied(stack.amax(0) if kind == "max" else stack.amin(0))}
+        return {"output.0": equal(stack.amax(0) if kind == "max" else stack.amin(0))}
     if not parts[0].is_floating_point():
         stack = torch.stack(parts).long()
         return {"output.0": Expected(stack.sum(0) if kind == "sum" else stack.prod(0), unit=0.0)}
@@ -388,7 +360,7 @@ def all_reduce(o: Operands) -> Outputs:
 @operator("AllGatherOperation")
 def all_gather(o: Operands) -> Outputs:
     parts = torch.stack([p.tensor(0) for p in ranks(o)])
-    return {"output.0": copied(parts.reshape(o.output().shape) if parts.numel() == o.output().numel() else parts)}
+    return {"output.0": equal(parts.reshape(o.output().shape) if parts.numel() == o.output().numel() else parts)}
 
 
 @operator("ReduceScatterOperation")
@@ -401,7 +373,7 @@ def reduce_scatter(o: Operands) -> Outputs:
     if kind not in ("max", "min"):
         raise Declined(f"reduceType {kind[:20]!r} has no reference")
     stack = torch.stack(parts)
-    return {"output.0": copied(stack.amax(0) if kind == "max" else stack.amin(0))}
+    return {"output.0": equal(stack.amax(0) if kind == "max" else stack.amin(0))}
 
 
 @operator("BroadcastOperation")
@@ -410,7 +382,7 @@ def broadcast(o: Operands) -> Outputs:
     each = ranks(o)
     if not 0 <= root < len(each):
         raise Declined(f"rankRoot {root} is none of {len(each)} ranks")
-    return dict.fromkeys(("output.0", "inplace.0"), copied(each[root].tensor(0)))
+    return dict.fromkeys(("output.0", "inplace.0"), equal(each[root].tensor(0)))
 
 
 def _product(o: Operands, x: Tensor | None = None) -> Expected:
@@ -434,15 +406,13 @@ def linear_parallel(o: Operands) -> Outputs:
         x = torch.cat([p.tensor(0) for p in ranks(o)])
         y = _product(o, x)
         if o.param("keepIntermediate", False):
-            found["output.1"] = copied(x)
+            found["output.1"] = equal(x)
     elif kind in (ALL_REDUCE, REDUCE_SCATTER):
         each = ranks(o)
         y = summed([_product(p) for p in each], o.unit)
         if kind == REDUCE_SCATTER:
             rank = o.param("rank", 0)
-            parts = (None if t is None else t.chunk(len(each))[rank] for t in (y.value, y.noise, y.bound))
-            value, noise, bound = parts
-            y = Expected(value, noise, bound=bound)
+            y = y.map(lambda t: t.chunk(len(each))[rank])
     else:
         raise Declined(f"type {kind} of a product over ranks has no reference")
     if o.param("hasResidual", False):

@@ -1,10 +1,9 @@
 """Operators of ATB that move numbers and compute nothing: equal to the bit.
 
-Formulas: Gather takes slices along axis, with batchDims leading dimensions in common; Concat, Split (equal parts, or
-splitSizes), Slice (offsets from the end where negative, size -1 up to it), Transpose, AsStrided, Repeat as numpy has
-them; SetValue writes src into dst between starts and ends; Transdata to and from FRACTAL_NZ, [b, n / n0, m, n0] of [b,
-m, n], padded by zeros to multiples of 16 rows and of n0 = 16 columns (int8: 32). Unpad: the tokens of all requests one
-after the other, zeros behind; each request's offset and each token's; Pad: the last row of each request. With hidden
+Formulas: Gather takes slices along axis, with batchDims leading dimensions in common; Concat, Split, Slice, Transpose,
+AsStrided, Repeat as numpy has them; SetValue writes src into dst between starts and ends; Transdata to and from
+FRACTAL_NZ, [b, n / n0, m, n0] of [b, m, n], padded by zeros to multiples of 16 rows and of n0 = 16 columns (int8: 32).
+Unpad: the tokens of all requests one after the other, zeros behind; Pad: the last row of each request; with hidden
 states: rows of requests, with and without padding to maxSeqLen. GenAttentionMask: each request's own square of its
 mask, for each head. ScatterElementsV2, IndexAdd: written or added at indices. Nonzero: indices, padded by zeros.
 """
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, chosen, copied, operator
-from vllm_accprobe.opcheck.references.parts import subnormal
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.parts import equal, subnormal
 
 Tensor = Any  # a torch.Tensor
 
@@ -49,12 +48,12 @@ def gather(o: Operands) -> Outputs:
     o.fits(x.numel() // max(x.shape[axis], 1) * (at.numel() // max(at.shape[:batch].numel(), 1)))
     if not batch:
         y = x.index_select(axis, at.reshape(-1))
-        return {"output.0": copied(y.reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1 :]))}
+        return {"output.0": equal(y.reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1 :]))}
     lead = x.shape[:batch].numel()
     flat, places = x.reshape(lead, *x.shape[batch:]), at.reshape(lead, -1)
     parts = [part.index_select(axis - batch, own) for part, own in zip(flat, places, strict=True)]
     y = torch.stack(parts)
-    return {"output.0": copied(y.reshape(*x.shape[:axis], *at.shape[batch:], *x.shape[axis + 1 :]))}
+    return {"output.0": equal(y.reshape(*x.shape[:axis], *at.shape[batch:], *x.shape[axis + 1 :]))}
 
 
 @operator("ConcatOperation")
@@ -62,7 +61,7 @@ def concat(o: Operands) -> Outputs:
     parts = [o.tensor(k) for k in range(len(o))]
     if len({p.dim() for p in parts}) != 1 or len({p.dtype for p in parts}) != 1:
         raise Declined("its inputs do not fit together")
-    return {"output.0": copied(torch.cat(parts, axis_of(o.param("concatDim", 0), parts[0].dim())))}
+    return {"output.0": equal(torch.cat(parts, axis_of(o.param("concatDim", 0), parts[0].dim())))}
 
 
 @operator("SplitOperation")
@@ -75,7 +74,7 @@ def split(o: Operands) -> Outputs:
         sizes = [x.shape[dim] // count] * count
     if sum(sizes) != x.shape[dim] or min(sizes) < 0:
         raise Declined(f"splitSizes {sizes} do not fit {x.shape[dim]}")
-    return {f"output.{k}": copied(part) for k, part in enumerate(x.split(sizes, dim))}
+    return {f"output.{k}": equal(part) for k, part in enumerate(x.split(sizes, dim))}
 
 
 @operator("SliceOperation")
@@ -90,7 +89,7 @@ def slice_of(o: Operands) -> Outputs:
         if first < 0 or count < 0 or first + count > y.shape[dim]:
             raise Declined("it cuts beyond its input")
         y = y.narrow(dim, first, count)
-    return {"output.0": copied(y)}
+    return {"output.0": equal(y)}
 
 
 @operator("TransposeOperation")
@@ -98,7 +97,7 @@ def transpose(o: Operands) -> Outputs:
     x, perm = o.tensor(0), [int(n) for n in o.numbers("perm")]
     if sorted(perm) != list(range(x.dim())):
         raise Declined(f"perm {perm} is no order of {x.dim()} dimensions")
-    return {"output.0": copied(x.permute(perm))}
+    return {"output.0": equal(x.permute(perm))}
 
 
 @operator("AsStridedOperation")
@@ -111,7 +110,7 @@ def as_strided(o: Operands) -> Outputs:
     o.fits(math.prod(size))
     if offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) >= max(x.numel(), 1):
         raise Declined("its strides lead out of its input")
-    return {"output.0": copied(torch.as_strided(x, size, stride, offset))}
+    return {"output.0": equal(torch.as_strided(x, size, stride, offset))}
 
 
 @operator("RepeatOperation")
@@ -120,7 +119,7 @@ def repeat(o: Operands) -> Outputs:
     if len(multiples) < x.dim() or min(multiples) < 0:
         raise Declined(f"multiples {multiples} do not fit {x.dim()} dimensions")
     o.fits(x.numel() * math.prod(multiples))
-    return {"output.0": copied(x.repeat(multiples))}
+    return {"output.0": equal(x.repeat(multiples))}
 
 
 @operator("SetValueOperation")
@@ -138,7 +137,7 @@ def set_value(o: Operands) -> Outputs:
     if part.shape != src.shape:
         raise Declined(f"{list(src.shape)} does not fit between its starts and ends")
     part.copy_(src)
-    return dict.fromkeys(("inplace.0", "output.0"), copied(dst))
+    return dict.fromkeys(("inplace.0", "output.0"), equal(dst))
 
 
 @operator("TransdataOperation")
@@ -151,7 +150,7 @@ def transdata(o: Operands) -> Outputs:
         rows, columns = (int(n) for n in o.numbers("outCrops", [0, 0]))
         if not (0 < rows <= m and 0 < columns <= n1 * n0):
             raise Declined(f"outCrops {rows}, {columns} do not fit {list(x.shape)}")
-        return {"output.0": copied(x.transpose(1, 2).reshape(b, m, n1 * n0)[:, :rows, :columns])}
+        return {"output.0": equal(x.transpose(1, 2).reshape(b, m, n1 * n0)[:, :rows, :columns])}
     if kind != 2 or x.dim() not in (2, 3):
         raise Declined(f"transdataType {kind} of {list(x.shape)} has no reference")
     x = x.reshape(-1, *x.shape[-2:])
@@ -159,7 +158,7 @@ def transdata(o: Operands) -> Outputs:
     b, m, n = x.shape
     up = torch.zeros(b, -(-m // 16) * 16, -(-n // wide) * wide, dtype=x.dtype)
     up[:, :m, :n] = x
-    return {"output.0": copied(up.reshape(b, up.shape[1], -1, wide).transpose(1, 2))}
+    return {"output.0": equal(up.reshape(b, up.shape[1], -1, wide).transpose(1, 2))}
 
 
 def _lengths(o: Operands, k: int, most: int) -> list[int]:
@@ -183,7 +182,7 @@ def unpad(o: Operands) -> Outputs:
     tokens, offsets = (torch.zeros(batch * most, dtype=torch.int64) for _ in range(2))
     tokens[: len(kept)], offsets[: len(own)] = kept.long(), torch.tensor(own, dtype=torch.int64)
     found = (tokens, torch.tensor(before), offsets)
-    return {f"output.{k}": chosen(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+    return {f"output.{k}": equal(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
 
 
 @operator("PadOperation")
@@ -191,7 +190,7 @@ def pad(o: Operands) -> Outputs:
     """(rows, offset of each, lengths, tokens [batch, most]) → the last row of each request."""
     rows, most = o.tensor(0), o.tensor(3).shape[-1]
     ends = torch.tensor(_lengths(o, 2, most)).cumsum(0) - 1
-    return {"output.0": copied(rows[within(ends, len(rows))])}
+    return {"output.0": equal(rows[within(ends, len(rows))])}
 
 
 @operator("UnpadWithHiddenStateOperation")
@@ -200,7 +199,7 @@ def unpad_rows(o: Operands) -> Outputs:
     lengths = [int(n) for n in o.numbers("qSeqLen")]
     if len(lengths) != len(x) or any(not 0 <= n <= x.shape[1] for n in lengths):
         raise Declined("qSeqLen does not fit its input")
-    return {"output.0": copied(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))}
+    return {"output.0": equal(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))}
 
 
 @operator("PadWithHiddenStateOperation")
@@ -213,7 +212,7 @@ def pad_rows(o: Operands) -> Outputs:
     y = torch.zeros(len(lengths), most, x.shape[-1], dtype=x.dtype)
     for row, part in zip(y, x.split(lengths), strict=True):
         row[: len(part)] = part
-    return {"output.0": copied(y)}
+    return {"output.0": equal(y)}
 
 
 @operator("GenAttentionMaskOperation")
@@ -224,7 +223,7 @@ def attention_masks(o: Operands) -> Outputs:
         raise Declined("seqLen does not fit its input")
     o.fits(heads * sum(x[i, ..., :n, :n].numel() for i, n in enumerate(lengths)))
     parts = [x[i, ..., :n, :n].reshape(-1).repeat(heads) for i, n in enumerate(lengths)]
-    return {"output.0": copied(torch.cat(parts).reshape(o.output().shape))}
+    return {"output.0": equal(torch.cat(parts).reshape(o.output().shape))}
 
 
 @operator("ScatterElementsV2Operation")
@@ -240,7 +239,7 @@ def scatter(o: Operands) -> Outputs:
         times = torch.zeros_like(size).scatter_add(axis, at, torch.ones_like(more, dtype=torch.float64)).clamp(min=1.0)
         found = Expected(y, ROUNDED * o.unit * times.sqrt() * size, bound=times * o.unit * size)
     else:
-        found = copied(x.scatter(axis, at, more.to(x.dtype)))
+        found = equal(x.scatter(axis, at, more.to(x.dtype)))
     return dict.fromkeys(("inplace.0", "output.0"), found)
 
 
@@ -273,4 +272,4 @@ def nonzero(o: Operands) -> Outputs:
     at = x.nonzero().T
     y = torch.zeros(x.dim(), x.numel(), dtype=torch.int64)
     y[:, : at.shape[1]] = at
-    return {"output.0": chosen(y), "output.1": chosen(torch.tensor(at.shape[1]).reshape(o.output(1).shape))}
+    return {"output.0": equal(y), "output.1": equal(torch.tensor(at.shape[1]).reshape(o.output(1).shape))}

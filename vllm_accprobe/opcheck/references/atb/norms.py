@@ -1,6 +1,4 @@
-"""Norms and rotary embeddings of ATB.
-
-Norms of ATB: RmsNorm and LayerNorm alone, with an addition before them (PRENORM, POSTNORM), and turned into int8.
+"""Norms and rotary embeddings of ATB: RmsNorm and LayerNorm alone, with an addition before them, in int8; Rope.
 
 Formulas: references/norms.py's. RmsNorm: NORM (x, gamma), Gemma's with 1 + gamma, with rstd its reciprocal root as a
 second output; PRENORM and POSTNORM (x, bias where there is one, residual, gamma): the norm of the sum, PRENORM the sum
@@ -8,16 +6,10 @@ as well. With int8: NORM (x, gamma, beta, scale, offset), PRENORM (x, residual, 
 (x, residual, gamma, scale, offset): round((y + beta) / scale + offset). LayerNorm: NORM (x, gamma, beta) from
 beginNormAxis on, PRENORM and POSTNORM (x, residual, gamma, beta): of x + zoomScaleValue * residual; with int8 round(y /
 scale + offset) as ATB's published kernels have it, or round(y * scale + offset) as its tests have it: the nearer
-counts, for they differ by a factor. Dynamic int8: quantise.py. CohereLayerNorm: x [..., heads, width], no beta.
-GatherPreRmsNorm: the residual is gathered by rows.
-
-Rotary embeddings of ATB, whose cosines and sines are inputs: Rope, RopeQConcat.
-
-Formula: y = x cos + turn(x) sin, element by element [Su et al., arXiv 2104.09864]. rotaryCoeff c cuts a head of d
-channels (the width of cos) into c parts, and turns part 2 i with part 2 i + 1: 2: halves, 4: halves of halves, d:
-neighbours; turn(a, b) = (-b, a). cos and sin have a row for each token, so that the lengths of sequences (input 4) do
-not matter. Noise: two rounded products. Any other rotaryCoeff, and cosFormat 1, whose meaning is not public, are
-declined.
+counts, for they differ by a factor. Rope: references/rotary.py's with tables: rotaryCoeff c cuts a head of d channels
+(the width of cos) into c parts, and turns part 2 i with part 2 i + 1. cos and sin have a row for each token, so that
+the lengths of sequences (input 4) do not matter. Any other rotaryCoeff, and cosFormat 1, whose meaning is not public,
+are declined.
 """
 
 from __future__ import annotations
@@ -27,11 +19,12 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected, sum_of_two
 from vllm_accprobe.opcheck.references.atb.linear import coded, dynamic
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.norms import layer_norm, mean_over_deviation, normed, rms_norm
-from vllm_accprobe.opcheck.references.parts import once, reshaped, subnormal, unit_of
+from vllm_accprobe.opcheck.references.norms import layer_normed, normed, reciprocal_root, rms_gradient, rms_norm
+from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
+from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
 
 Tensor = Any  # a torch.Tensor
 NORM, PRENORM, POSTNORM = 1, 2, 3
@@ -54,35 +47,20 @@ def _flat(t: Tensor) -> Tensor:
     return t.double().reshape(-1)
 
 
-def _epsilon(p: Operands) -> float:
-    return p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
-
-
-def _sum(*terms: Tensor) -> Tensor:
-    found = terms[0]
-    for t in terms[1:]:
-        found = found + t
-    return found
-
-
 def _total(terms: list[Tensor], unit: float) -> Expected:
     """A sum that is handed on: of two numbers, or of three."""
-    value = _sum(*terms)
+    value = sum(terms[1:], terms[0])
     if len(terms) == 2:
         return sum_of_two(value, unit)
-    size = _sum(*(t.abs() for t in terms))
+    size = sum(t.abs() for t in terms)
     return Expected(value, ROUNDED * unit * size, bound=unit * size)
-
-
-def _rounding(o: Operands) -> float:
-    """What a norm may round on the way: the input's dtype, where the output is a code."""
-    return unit_of(o.tensor(0))
 
 
 @operator("RmsNormOperation")
 def rms(o: Operands) -> Outputs:
     kind, p = _kind(o)
-    quant, unit, eps = p.param("quantType", 0), _rounding(o), _epsilon(p)
+    quant, unit = p.param("quantType", 0), o.input_unit
+    eps = p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
     if quant not in (0, _INT8):
         raise Declined(f"quantType {quant} is none that is known here")
     x, at, added = o.wide(0), 1, []
@@ -91,7 +69,7 @@ def rms(o: Operands) -> Outputs:
         added = [o.wide(at + k) for k in range(count)]
         at += count
     terms = [x, *(t.expand_as(x) if t.dim() == x.dim() else t for t in added)]
-    whole = _sum(*terms)
+    whole = sum(terms[1:], terms[0])
     weight = o.wide(at)
     if kind == NORM and p.param("rstd", False):
         return _with_rstd(o, whole, weight, eps)
@@ -126,37 +104,27 @@ def _rms_codes(o: Operands, kind: int, p: Operands, y: Expected, at: int, terms:
     return {"output.0": codes, "output.1": _total(terms, unit_of(o.output(1))) if kind == PRENORM else y}
 
 
+def _rows_and_weight(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x with as many last dimensions as the weight has as one, and the weight so."""
+    return x.reshape(*x.shape[: x.dim() - weight.dim()], -1), weight.reshape(-1)
+
+
 def _with_rstd(o: Operands, x: Tensor, weight: Tensor, eps: float) -> Outputs:
     """The training form: over as many last dimensions as gamma has, and the reciprocal root itself."""
-    dims = tuple(range(-weight.dim(), 0))
-    width = weight.numel()
-    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
-    y = x * rstd * weight
-    off = APPROXIMATE + 0.5 * gamma(width + 4)
-    size = rstd.abs()
-    return {
-        "output.0": normed(y, _rounding(o), width, weight=weight),
-        "output.1": Expected(rstd, SUM * width**0.5 * size, bound=off * size),
-    }
+    flat, w = _rows_and_weight(x, weight)
+    root = reciprocal_root(flat, eps)
+    y = reshaped(normed(flat * root.value * w, o.input_unit, len(w), weight=w), x.shape)
+    kept = (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
+    return {"output.0": y, "output.1": reshaped(root, kept)}
 
 
 @operator("RmsNormBackwardOperation")
 def rms_backward(o: Operands) -> Outputs:
-    """(dy, x, rstd, gamma) → dx = rstd (dy gamma - x rstd**2 mean(dy gamma x)), dgamma = sum dy x rstd."""
+    """(dy, x, rstd, gamma) → (dx, dgamma)"""
     dy, x, rstd, weight = (o.wide(k) for k in range(4))
-    dims = tuple(range(-weight.dim(), 0))
-    width = weight.numel()
-    g = dy * weight
-    mean = (g * x).mean(dims, keepdim=True)
-    size = rstd * (g.abs() + x.abs() * rstd**2 * (g * x).abs().mean(dims, keepdim=True))
-    dx = rstd * (g - x * rstd**2 * mean)
-    unit, n = _rounding(o), x.numel() // width
-    part = (dy * x * rstd).reshape(n, *weight.shape)
-    off, own, least = 3.0 * unit + gamma(width + 8), subnormal(unit, rstd.abs()), n * subnormal(unit)
-    found = {"output.0": Expected(dx, ROUNDED * (unit * size + own), bound=off * size + own)}
-    total = part.abs().sum(0)
-    return found | {"output.1": Expected(part.sum(0), ROUNDED * (unit * (part * part).sum(0).sqrt() + least),
-                                         bound=(2.0 * unit + gamma(n + 8)) * total + least)}  # fmt: skip
+    (up, w), (flat, _) = _rows_and_weight(dy, weight), _rows_and_weight(x, weight)
+    dx, dw = rms_gradient(up, flat, w, rstd.reshape(*flat.shape[:-1], 1), o.input_unit)
+    return {"output.0": reshaped(dx, x.shape), "output.1": reshaped(dw, weight.shape)}
 
 
 @operator("GatherPreRmsNormOperation")
@@ -167,44 +135,29 @@ def gathered_rms(o: Operands) -> Outputs:
         raise Declined("its indices lie outside of its rows")
     terms = [x, rows[at]]
     weight = _flat(o.tensor(3))
-    y = normed(rms_norm(_sum(*terms), weight, o.param("epsilon", 1e-5)), _rounding(o), x.shape[-1], before=1,
-               weight=weight)  # fmt: skip
+    total = rms_norm(x + rows[at], weight, o.param("epsilon", 1e-5))
+    y = normed(total, o.input_unit, x.shape[-1], before=1, weight=weight)
     return {"output.0": y, "output.1": _total(terms, unit_of(o.output(1)))}
-
-
-def _layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, unit: float, dims: int = 1) -> Expected:
-    """Over the last ``dims`` dimensions; the error as references/norms.py has it."""
-    flat = x.flatten(-dims) if dims > 1 else x
-    y = layer_norm(flat, None, None, eps)
-    scaled = (y * weight.reshape(-1)).reshape(x.shape)
-    width = flat.shape[-1]
-    size = (mean_over_deviation(flat, eps) * weight.reshape(-1).abs()).reshape(x.shape)
-    early = once(y.abs(), unit, weight.reshape(-1).abs()).reshape(x.shape)
-    bound = early + (APPROXIMATE + gamma(width + 4)) * scaled.abs() + 2.0 * gamma(width + 4) * size
-    value = scaled if bias is None else scaled + bias.reshape(-1).reshape(x.shape[x.dim() - dims :])
-    return Expected(value, combined(ROUNDED * early, SUM * width**0.5 * size), bound=bound)
 
 
 @operator("LayerNormOperation")
 def layer(o: Operands) -> Outputs:
     kind, p = _kind(o)
-    quant, unit, eps, x = p.param("quantType", 0), _rounding(o), p.param("epsilon", 1e-5), o.wide(0)
+    quant, unit, eps, x = p.param("quantType", 0), o.input_unit, p.param("epsilon", 1e-5), o.wide(0)
     if quant not in (0, _INT8):
         raise Declined(f"quantType {quant} is none that is known here")
     at, terms = 1, [x]
     if kind != NORM:
         terms.append(o.wide(1) if quant else p.param("zoomScaleValue", 1.0) * o.wide(1))
         at = 2
-    whole, weight, bias = _sum(*terms), o.wide(at), o.wide(at + 1)
+    whole, weight, bias = sum(terms[1:], terms[0]), o.wide(at), o.wide(at + 1)
     dims = 1
     if kind == NORM and not quant:
         axis = p.param("beginNormAxis", 0)
         dims = x.dim() - axis if axis >= 0 else -axis
     if not 0 < dims <= x.dim() or weight.numel() != x.shape[x.dim() - dims :].numel() or bias.numel() != weight.numel():
         raise Declined(f"gamma {list(weight.shape)} does not fit an input {list(x.shape)}")
-    y = _layer(whole, weight, bias, eps, unit, dims)
-    if kind != NORM:
-        y = replace(y, bound=y.bound + 2.0 * unit * y.value.abs(), noise=y.noise + ROUNDED * unit * y.value.abs())
+    y = layer_normed(whole, weight, bias, eps, unit, dims, before=0 if kind == NORM else 1)
     if not quant:
         return {"output.0": y} | ({"output.1": _total(terms, unit)} if kind == PRENORM else {})
     if kind == NORM and (how := p.param("dynamicQuantType", 0)):
@@ -228,27 +181,9 @@ def _distance(y: Tensor, mine: Tensor) -> float:
 def cohere(o: Operands) -> Outputs:
     """(x [..., heads, width], gamma [heads, width])"""
     x, weight = o.wide(0), o.wide(1)
-    y = _layer(x, torch.ones(x.shape[-1], dtype=torch.float64), None, o.param("epsilon", 1e-5), _rounding(o))
+    y = layer_normed(x, None, None, o.param("epsilon", 1e-5), o.input_unit)
     size = weight.abs()
     return {"output.0": Expected(y.value * weight, y.noise * size, bound=y.bound * size)}
-
-
-  # a torch.Tensor
-
-
-def turn(x: Tensor, parts: int) -> Tensor:
-    """x [..., d] with each two neighbouring parts (a, b) as (-b, a)."""
-    pairs = x.reshape(*x.shape[:-1], parts // 2, 2, x.shape[-1] // parts)
-    a, b = pairs.unbind(-2)
-    return torch.stack((-b, a), -2).reshape(x.shape)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, parts: int, unit: float) -> Expected:
-    """x [tokens, heads, d], cos and sin [tokens, d], float64."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    a, b = x * cos, turn(x, parts) * sin
-    noise = ROUNDED * unit * (a * a + b * b).sqrt()
-    return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()) + subnormal(unit, 2.0))
 
 
 @operator("RopeOperation")
@@ -262,24 +197,23 @@ def rope(o: Operands) -> Outputs:
         raise Declined("cosFormat 1 has no public definition")
     found = {}
     for k in range(2):
-        given = o.tensor(k)
-        tokens = given.shape[:2].numel() if given.dim() == 4 else given.shape[0]
-        if tokens != len(cos) or given.numel() % (tokens * d or 1):
+        q = o.tensor(k)
+        tokens = q.shape[:2].numel() if q.dim() == 4 else q.shape[0]
+        if tokens != len(cos) or q.numel() % (tokens * d or 1):
             raise Declined(f"cosines {list(cos.shape)} are not one row for each of {tokens} tokens")
-        y = turned(given.double().reshape(tokens, -1, d), cos, sin, parts, unit_of(given))
+        x = q.double().reshape(tokens, -1, d)
+        y = table_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1), turn(x, parts), unit_of(q))
         found[f"output.{k}"] = reshaped(y, o.output(k).shape)
     return found
 
 
 @operator("RopeQConcatOperation")
 def rope_concat(o: Operands) -> Outputs:
-    """(q [tokens, heads * d], cos, sin [tokens, d], other [tokens, heads, n]) → turned halves beside other."""
+    """(q [tokens, heads * d], cos, sin [tokens, d], other [tokens, heads, n]) → turned halves with other."""
     cos, sin, other, out = o.wide(1), o.wide(2), o.wide(3), o.output()
     d, heads = cos.shape[-1], other.shape[1]
     x = o.wide(0).reshape(len(cos), heads, d)
-    y = turned(x, cos, sin, 2, unit_of(o.tensor(0)))
-    assert y.noise is not None
-    assert y.bound is not None
+    y = table_rotated(x, cos.unsqueeze(1), sin.unsqueeze(1), turn(x, 2), o.input_unit)
     none = torch.zeros_like(other)
     value, noise, bound = (torch.cat(pair, 2) for pair in ((y.value, other), (y.noise, none), (y.bound, none)))
     return {"output.0": reshaped(Expected(value, noise, bound=bound), out.shape)}

@@ -1,10 +1,10 @@
 """One ATB operator's call: its inputs by number, its outputs, its parameters by name.
 
 The problem: ATB's operators have no named arguments; which tensor is what follows from the parameters, and a dump may
-lack them, or have inputs only as they were after the operator. The idea: `Operands` is asked by number and by name and
-declines in the same words everywhere; ``operator`` marks a function from Operands to its outputs as a reference, and
-adds what holds for all: an input that the operator does not write to is the same behind it.
-Not here: what operators compute.
+lack them, or have inputs only as they were after the operator. The idea: `Operands` gives inputs by number and
+parameters by name, and declines in the same words everywhere; ``operator`` marks a function from Operands to its
+outputs as a reference, and adds what is true of all: an input that the operator does not write to is unchanged after
+it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, reference
+from vllm_accprobe.opcheck.references.parts import equal, unit_of
 
 Tensor = Any  # a torch.Tensor
 Outputs = Mapping[str, "Expected | Tensor"]
@@ -44,7 +45,7 @@ linearType rmsNormEps transA transB
 """
 KNOWN = frozenset(_NAMES.split())
 """Parameters that are known here, and the few of ATB before 2.0 that are. Another one that is set makes another
-operator of it: one of a newer or an older release, which nothing here was held against."""
+operator of it: one of a newer or an older release, which nothing here was compared with."""
 
 
 class Operands:
@@ -64,7 +65,13 @@ class Operands:
 
     @property
     def unit(self) -> float:
+        """One rounding of the first output's dtype."""
         return self.call.unit
+
+    @property
+    def input_unit(self) -> float:
+        """One rounding of input 0's dtype."""
+        return unit_of(self.tensor(0))
 
     def maybe(self, k: int) -> Tensor | None:
         """Input k; None where there is none. An empty one (ATB's way to leave one out) is none."""
@@ -93,20 +100,13 @@ class Operands:
         return any(name in self._param for name in names)
 
     def param(self, name: str, default: Any) -> Any:
-        """A parameter, ATB's ``default`` where the dump tells others and not this one. Raises Declined where it tells
-        none at all, or one of another kind than the default."""
+        """A parameter, ATB's ``default`` where the dump has others and not this one. Raises Declined where it has none
+        at all, or one of another kind than the default."""
         if not self._known:
             raise Declined(UNKNOWN)
         found = self._param.get(name, default)
-        if isinstance(default, bool):
-            kind = isinstance(found, (bool, int))
-        elif isinstance(default, int):
-            kind = isinstance(found, int)
-        elif isinstance(default, float):
-            kind = isinstance(found, (int, float))
-        else:
-            kind = isinstance(found, type(default))
-        if not kind:
+        kinds: dict[type, Any] = {bool: (bool, int), float: (int, float)}
+        if not isinstance(found, kinds.get(type(default), type(default))):
             raise Declined(f"parameter {name} is {str(found)[:40]!r}")
         return type(default)(found) if isinstance(default, (bool, float)) else found
 
@@ -129,13 +129,13 @@ class Operands:
         return found
 
     def exactly(self, count: int) -> None:
-        """Raises Declined where there are more inputs than the parameters ask for: one of them is not told."""
+        """Raises Declined where there are more inputs than the parameters ask for: one of them is unknown."""
         if len(self) > count:
             raise Declined(f"{len(self)} inputs, where its parameters ask for {count}")
 
     def fits(self, size: int) -> None:
         """Raises Declined where ``size`` elements, which a parameter asks for, are not those of output 0: a number of a
-        dump must not be what decides how much memory is taken."""
+        dump must not decide how much memory is taken."""
         if size != self.output().numel():
             raise Declined("its parameters do not fit the output that was captured")
 
@@ -154,15 +154,15 @@ def operator(*names: str, by_rows: bool = False) -> Callable[[Callable[[Operands
     def mark(function: Callable[[Operands], Outputs]) -> Reference:
         @functools.wraps(function)
         def judged(call: Call) -> Outputs:
-            return {**_kept(call), **function(Operands(call))}
+            return {**_unchanged(call), **function(Operands(call))}
 
         return reference(*names, by_rows=by_rows)(judged)
 
     return mark
 
 
-def _kept(call: Call) -> dict[str, Expected]:
-    """Inputs as they are behind the operator: as before it."""
+def _unchanged(call: Call) -> dict[str, Expected]:
+    """Inputs as they are after the operator: as before it."""
     found = {}
     for role, after in call.outputs.items():
         if not role.startswith("inplace."):
@@ -170,21 +170,7 @@ def _kept(call: Call) -> dict[str, Expected]:
         name = role.removeprefix("inplace.")
         before = call.inputs.get(name)
         if before is None or name in call.attrs.get("kept_after", ()) or before.shape != after.shape:
-            found[role] = Expected(_exact(after), unit=0.0, only_measured=AFTER)
+            found[role] = equal(after, only_measured=AFTER)
         else:
-            found[role] = copied(before)
+            found[role] = equal(before)
     return found
-
-
-def _exact(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t.long()
-
-
-def copied(t: Tensor) -> Expected:
-    """What is moved and not computed: equal to the bit."""
-    return Expected(_exact(t), unit=0.0)
-
-
-def chosen(t: Tensor) -> Expected:
-    """Integers or booleans that follow exactly."""
-    return Expected(t.long(), unit=0.0)

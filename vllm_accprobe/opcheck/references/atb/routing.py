@@ -1,22 +1,14 @@
-"""Routing to experts and draws of ATB.
+"""Routing to experts and draws of ATB: Gating, GroupTopk, FusedAddTopkDiv, TopkToppSampling, Multinomial.
 
-Routing to experts in ATB: Gating, GroupTopk, FusedAddTopkDiv.
-
-Formulas: Gating turns which experts each token has into which tokens each expert has: a stable sort by expert, places
-divided by topkExpertNum, sums of counts; with deviceExpert only those of these experts, zeros behind. GroupTopk: scores
-of groups whose sum of the n largest (largest, without groupMultiFlag) is not among the k largest become 0, in place.
-FusedAddTopkDiv: sigmoid(x) + bias chooses groups as GroupTopk does, then experts; weights are the sigmoids of these,
-with isNorm divided by their sum and times scale [DeepSeek-V3, arXiv 2412.19437, section 2.1.2]. Rows where two groups
-or experts are tied have no reference.
-
-Draws of ATB: TopkToppSampling and Multinomial.
-
-Formulas: probabilities in falling order, those behind the k-th left out, summed up; P is the last sum that is below
-top-p (the first where none is); the token is the first whose sum is above rand * P [ATB's published tests]. rand is the
-first number of the C library's generator after srand(seed), divided by 2**31 - 1, which other libraries do not draw:
-such a draw is held against all tokens that some rand in 0 .. 1 can give, and its probability must be that token's. With
-given exponential noise (input 3): the largest of probability / noise among the tokens whose sum is not above top-p.
-Multinomial: no token of probability 0, one of the row's. A row where a sum lies at its limit has no reference.
+Formulas: Gating: a stable sort by expert, places divided by topkExpertNum, sums of counts; with deviceExpert only those
+of these experts, zeros behind. GroupTopk: scores of groups whose sum of the n largest (largest, without groupMultiFlag)
+is not among the k largest become 0, in place. FusedAddTopkDiv: sigmoid(x) + bias chooses groups so, then experts;
+weights are the sigmoids of these, with isNorm divided by their sum and times scale [DeepSeek-V3, arXiv 2412.19437,
+section 2.1.2]. Sampling: probabilities in falling order, those behind the k-th left out, summed up; P is the last sum
+below top-p (the first where none is); the token is the first whose sum is above rand * P [ATB's published tests]. rand
+is drawn by the C library after srand(seed), which other libraries do not repeat: any token that some rand in 0 .. 1
+gives is right, and its probability must be that token's. With exponential noise (input 3): the largest of probability /
+noise among the tokens whose sum is not above top-p. Rows with a tie, or a sum at its limit, have no reference.
 """
 
 from __future__ import annotations
@@ -26,7 +18,8 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import APPROXIMATE, Declined, Expected
-from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, chosen, copied, operator
+from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
+from vllm_accprobe.opcheck.references.parts import equal
 
 Tensor = Any  # a torch.Tensor
 _TIED = "two of its groups or experts are tied"
@@ -49,7 +42,7 @@ def gating(o: Operands) -> Outputs:
     counts = torch.bincount(experts, minlength=count)
     if not own:
         found = [places[order] // each, counts.cumsum(0), places[order]]
-        return {f"output.{k}": chosen(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+        return {f"output.{k}": equal(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
     mine = torch.isin(experts[order], torch.tensor(own))
     kept = places[order][mine]
     padded = torch.zeros_like(places)
@@ -57,7 +50,7 @@ def gating(o: Operands) -> Outputs:
     tokens = torch.zeros_like(places)
     tokens[: len(kept)] = kept // each
     found = [tokens, counts[torch.tensor(own)].cumsum(0), padded, torch.tensor([len(kept)])]
-    return {f"output.{k}": chosen(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
+    return {f"output.{k}": equal(t.reshape(o.output(k).shape)) for k, t in enumerate(found)}
 
 
 def _left_out(x: Tensor, groups: int, keep: int, n: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +73,7 @@ def group_topk(o: Operands) -> Outputs:
     x = o.tensor(0)
     n = o.param("n", 1) if o.param("groupMultiFlag", 0) else 1
     out, clear = _left_out(x.double(), o.param("groupNum", 1), o.param("k", 0), n)
-    y = copied(x.masked_fill(out, 0.0))
+    y = equal(x.masked_fill(out, 0.0))
     if not bool(clear.all()):
         y = Expected(y.value, unit=0.0, rows=clear, reason=_TIED)
     return dict.fromkeys(("inplace.0", "output.0"), y)
@@ -116,7 +109,6 @@ def fused_topk(o: Operands) -> Outputs:
     }
 
 
-  # a torch.Tensor
 SINGLE, MULTINOMIAL, EXPONENTIAL = 0, 1, 2
 _BORDER = 2.0**-9
 """Chosen: how near to its limit a sum of float16 probabilities may be to fall on either side, of itself."""

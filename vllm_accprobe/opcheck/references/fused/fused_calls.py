@@ -2,11 +2,12 @@
 
 The problem: one operator is ``NPU.npu_rms_norm`` in msprobe's dump.json, ``npu::npu_rms_norm`` in a graph,
 ``torch.ops.npu.npu_rms_norm.default`` in our own dumps; its arguments come by place or by keyword, under names that
-differ between torch_npu's documents and its schema. The idea: a reference is written once for ``Given``, the arguments
-by the schema's names with defaults, and ``@fused("npu_rms_norm(self, gamma, epsilon=1e-06)")`` marks it for every
-spelling. In float64 it is the reference, in float32 on a device what that device has where torch_npu is not installed.
-Source of schemas: op-plugin's op_plugin_functions.yaml and torch_npu's custom API documents (github.com/Ascend).
-Not here: the formulas (npu_*.py), gradients (../gradients.py).
+differ between torch_npu's documents and its schema. The idea: a reference is written once for `FusedArguments`,
+arguments by the schema's names with defaults, and ``@fused("npu_rms_norm(self, gamma, epsilon=1e-06)")`` marks it for
+every spelling. In float64 it is the reference, in float32 on a device what that device has where torch_npu is not
+installed. Source of schemas: op-plugin's op_plugin_functions.yaml and torch_npu's custom API documents
+(github.com/Ascend).
+Elsewhere: the formulas (npu_*.py), how a formula is differentiated (../gradients.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm_accprobe.opcheck.reference import DIFFERENTIABLE, Call, Declined, Expe
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import families
 from vllm_accprobe.opcheck.references.aten import operator_kernel, tensors_by_role
+from vllm_accprobe.opcheck.references.gradients import derived
 from vllm_accprobe.opcheck.references.parts import unit_of
 
 HEADS = ("NPU", "torch.ops.npu", "torch_npu", "aten", "Aten", "VF")
@@ -43,8 +45,8 @@ def parsed(schema: str) -> tuple[str, tuple[Parameter, ...]]:
     name, _, rest = schema.rstrip(")").partition("(")
     found = []
     for part in filter(None, (p.strip() for p in rest.split(","))):
-        names, given, default = part.partition("=")
-        found.append(Parameter(tuple(names.split("/")), ast.literal_eval(default) if given else _MISSING))
+        names, equals, default = part.partition("=")
+        found.append(Parameter(tuple(names.split("/")), ast.literal_eval(default) if equals else _MISSING))
     return name, tuple(found)
 
 
@@ -53,7 +55,7 @@ def spelled(name: str) -> tuple[str, ...]:
     return name, *(f"{head}.{name}" for head in HEADS)
 
 
-class Given:
+class FusedArguments:
     """The arguments of one call. dtype: what floating tensors are computed in. Raises Declined where the call has
     arguments that the schema does not know."""
 
@@ -90,7 +92,7 @@ class Given:
         return found.to(self.dtype)
 
     def maybe(self, name: str) -> Any | None:
-        """`tensor`, None where it was not given."""
+        """`tensor`, None where it is missing."""
         return None if self[name] is None else self.tensor(name)
 
     def number(self, name: str) -> float:
@@ -103,7 +105,7 @@ class Given:
         return float(value)
 
     def integers(self, name: str) -> list[int] | None:
-        """A list of integers, or a tensor of them; None where it was not given. Raises Declined."""
+        """A list of integers, or a tensor of them; None where it is missing. Raises Declined."""
         value = self[name]
         if value is None:
             return None
@@ -124,7 +126,21 @@ class Given:
         return found.to(self.dtype)
 
 
-FusedReference = Callable[[Given], "Expected | Mapping[str, Expected]"]
+FusedReference = Callable[[FusedArguments], "Expected | Mapping[str, Expected]"]
+
+
+def backward(schema: str, forward: Any, up: str, wanted: Sequence[str], *more: str) -> Any:
+    """The reference of a fused operator's gradient: by autograd on ``forward``, a function that `fused` marked, the
+    gradient of ``wanted[k]`` as output k. up: the gradient of the forward's first output. Arguments of forward's that
+    ``schema`` has, too, have the same names."""
+    here = {p.names[0] for p in parsed(schema)[1]}
+    names = [p.names[0] for p in forward.parameters if p.names[0] in here]
+
+    def gradient(g: FusedArguments) -> dict[str, Expected]:
+        return derived(g, forward, names, up, wanted)
+
+    gradient.__module__, gradient.__name__ = forward.__module__, parsed(schema)[0]
+    return fused(schema, *more, differentiable=False)(gradient)
 
 
 def fused(schema: str, *more: str, differentiable: bool = True) -> Callable[[FusedReference], Any]:
@@ -136,9 +152,10 @@ def fused(schema: str, *more: str, differentiable: bool = True) -> Callable[[Fus
         @reference(*(s for n in (name, *more) for s in spelled(n)))
         @functools.wraps(function)
         def exact(call: Call) -> Expected | Mapping[str, Expected]:
-            return function(Given(parameters, call))
+            return function(FusedArguments(parameters, call))
 
-        exact.in_dtype = lambda call, dtype: function(Given(parameters, call, dtype))  # type: ignore[attr-defined]
+        exact.parameters = parameters  # type: ignore[attr-defined]
+        exact.in_dtype = lambda call, dtype: function(FusedArguments(parameters, call, dtype))  # type: ignore[attr-defined]
         setattr(exact, DIFFERENTIABLE, differentiable)
         return exact
 

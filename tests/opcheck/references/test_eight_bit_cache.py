@@ -13,7 +13,7 @@ from opcheck.samples.sample import Draw
 
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.references.attention import attend, probabilities
-from vllm_accprobe.opcheck.references.paged.caches import CacheFormat, cache_format, rounding_of, through_cache
+from vllm_accprobe.opcheck.references.caches import CacheFormat, cache_format, rounding_of, through_cache
 
 KINDS = ["fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_head"]
 SETTINGS: dict[str, Any] = {"scale": 0.2, "window": None, "cap": None, "slopes": None, "sinks": None, "step": 0.0}

@@ -1,21 +1,13 @@
-"""Sparse latent attention: the indexer and its cache, the best keys of each query, attention over those.
-
-Sparse latent attention: an indexer's scores, the best keys of each query, attention over those alone.
+"""Sparse latent attention: an indexer's scores, its cache, the best keys of each query, attention over those alone.
 
 Formula: score(t, s) = sum over heads of w(t, h) relu(q(t, h) . k(s)), for keys s that query t may see; the k best are
 chosen; attention.py's over them [DeepSeek-V3.2, DeepSeek-AI 2025, section 2, equations 1 and 2]. Keys in fp8 have a
 scale each. The choice is right if no key that was left out scores above one that was taken: the order of the chosen,
-and which of equals is taken, is free.
-
-The indexer of sparse attention over its paged cache: keys written and gathered, scores over blocks, the best keys.
-
-Formulas: sparse.py's score over the keys that a block table names; for query j of n of a request that are its last
-(speculation) all but the last n - 1 - j keys. A block of the cache holds the codes of all its slots, e4m3, and behind
-them their scales, float32, one for ``quant_block_size`` numbers of a key: their largest, at least 1e-4, over 448, and
-rounded up to a power of two where the format is ue8m0 [vLLM, csrc/cache_kernels.cu, indexer_k_quant_and_cache_kernel;
-DeepGEMM, tests/test_attention.py, kv_cache_cast_to_fp8]. The best 512 of a row come as positions and as slots of the
-cache, position p as table[p // size] * size + p % size. vLLM's CPU kernels do the same (their tests run them). Not
-here: scores over gathered keys, attention over the best.
+and which of equals is taken, is free. Over a paged cache, query j of n of a request that are its last (speculation)
+sees all but the last n - 1 - j keys. A block holds the codes of all its slots, e4m3, and behind them their scales,
+float32, one for ``quant_block_size`` numbers of a key: their largest, at least 1e-4, over 448, and rounded up to a
+power of two where the format is ue8m0 [vLLM, csrc/cache_kernels.cu, indexer_k_quant_and_cache_kernel; DeepGEMM,
+tests/test_attention.py, kv_cache_cast_to_fp8]. The best 512 of a row come as positions and as slots of the cache.
 """
 
 from __future__ import annotations
@@ -27,8 +19,8 @@ import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, gamma, reference
 from vllm_accprobe.opcheck.references.attention import attend
-from vllm_accprobe.opcheck.references.paged.caches import coded
-from vllm_accprobe.opcheck.references.recurrent import arguments, given, place_of
+from vllm_accprobe.opcheck.references.caches import coded
+from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, as_captured
 
 Tensor = Any  # a torch.Tensor
 LARGE = "what lies where a row may not look, where nobody wrote, is larger than its scores"
@@ -38,11 +30,11 @@ LARGE = "what lies where a row may not look, where nobody wrote, is larger than 
 def scores(call: Call) -> Expected:
     """(q [queries, heads, d], k [keys, d], scale of each key, w [queries, heads], first and last + 1 key of each
     query): minus infinity where a query may not look."""
-    f = dict(arguments(call, "q k k_scale weights cu_seqlen_ks cu_seqlen_ke"))
+    f = Arguments(call, "q k k_scale weights cu_seqlen_ks cu_seqlen_ke")
     if isinstance(f["k"], (list, tuple)):  # (codes, scales) as one argument
-        f = dict(arguments(call, "q k weights cu_seqlen_ks cu_seqlen_ke"))
+        f = Arguments(call, "q k weights cu_seqlen_ks cu_seqlen_ke")
         f["k"], f["k_scale"] = f["k"]
-    q, k, scale, w = given(f, "q", "k", "k_scale", "weights")
+    q, k, scale, w = f.wide("q", "k", "k_scale", "weights")
     k = k * scale.reshape(-1, 1)
     raw = torch.einsum("mhd,nd->mhn", q, k)
     size = torch.einsum("mhd,nd->mhn", q.abs(), k.abs())
@@ -59,14 +51,14 @@ def scores(call: Call) -> Expected:
 
 
 def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
-    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that was not told to clean and puts it
+    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that does not clean and puts it
     nowhere, what ``out`` has: memory as it was found."""
     clean = bool(seen.all()) or bool((out[~seen] == -torch.inf).any())
     return y.masked_fill(~seen, -torch.inf) if clean else torch.where(seen, y, out.double())
 
 
 def rows_to_judge(value: Tensor, seen: Tensor) -> Tensor | None:
-    """bool [rows], None for all: beside a large number, which nobody wrote, a row's own errors would not be seen."""
+    """bool [rows], None for all: next to a large number, which nobody wrote, a row's own errors would not be seen."""
     size = torch.where(torch.isfinite(value), value.abs(), 0.0)
     rows = size.masked_fill(seen, 0.0).amax(1) <= size.masked_fill(~seen, 0.0).amax(1)
     return None if bool(rows.all()) else rows
@@ -91,23 +83,19 @@ def chosen(logits: Tensor, first: Tensor, stop: Tensor, mine: Tensor) -> Expecte
     return Expected(value)
 
 
-_PREFILL = "logits first stop indices num_rows stride0 stride1 k"
-_DECODE = "logits next_n seq_lens indices num_rows stride0 stride1 k"
-
-
 @reference("torch.ops._C.top_k_per_row_prefill", "torch.ops.*.top_k_per_row_prefill")
 def best_of_prompts(call: Call) -> dict[str, Expected]:
     """(logits [rows, keys], first and last + 1 key of each row, indices [rows, k], ...)"""
-    f = arguments(call, _PREFILL)
-    role = place_of(call, _PREFILL, "indices")
+    f = Arguments(call, "logits first stop indices num_rows stride0 stride1 k")
+    role = f.role("indices")
     return {role: chosen(f["logits"], f["first"], f["stop"], call.outputs[role])}
 
 
 @reference("torch.ops._C.top_k_per_row_decode", "torch.ops.*.top_k_per_row_decode")
 def best_of_tokens(call: Call) -> dict[str, Expected]:
     """(logits, rows of each request, seq_lens, indices, ...): row j of a request sees all but its later rows."""
-    f = arguments(call, _DECODE)
-    role, many = place_of(call, _DECODE, "indices"), int(f["next_n"])
+    f = Arguments(call, "logits next_n seq_lens indices num_rows stride0 stride1 k")
+    role, many = f.role("indices"), int(f["next_n"])
     mine = call.outputs[role]
     row = torch.arange(len(mine))
     lengths = f["seq_lens"].reshape(-1)
@@ -120,44 +108,39 @@ def best_of_tokens(call: Call) -> dict[str, Expected]:
 def attended(call: Call) -> dict[str, Expected]:
     """(q [tokens, heads, d], kv [rows, 1, d], indices [tokens, 1, k], scale, width of values): below 0 and beyond the
     rows there is no key."""
-    f = arguments(call, "q kv indices sm_scale d_v")
-    q, kv = given(f, "q", "kv")
-    width = int(f["d_v"] or 512)
-    parts: list[list[Tensor]] = [[], [], []]
+    f = Arguments(call, "q kv indices sm_scale d_v")
+    q, kv = f.wide("q", "kv")
+    width, found = int(f["d_v"] or 512), RowResults(len(q))
     for row in range(len(q)):
         at = f["indices"][row].reshape(-1).long()
         rows = kv[at[(at >= 0) & (at < len(kv))]]
-        found = attend(q[row : row + 1], rows, rows[..., :width], float(f["sm_scale"]), step=call.unit)
-        for part, new in zip(parts, found, strict=True):
-            part.append(new)
-    value, noise, bound = (torch.cat(p) for p in parts)
+        one = slice(row, row + 1)
+        found.put(one, attend(q[one], rows, rows[..., :width], float(f["sm_scale"]), step=call.unit))
+    value, noise, bound = found.parts
     return {"output.0": Expected(value, noise, bound=bound, groups=q.shape[1])}
-
-
-_PAGED = "out q window_cache window_slots window_block_size compressed_cache compressed_slots compressed_block_size"
 
 
 @reference("torch.ops._C.flash_mla_with_kvcache_cpu")
 def attended_in_pages(call: Call) -> dict[str, Expected]:
     """(out [tokens, heads, 512], q, cache of single keys [blocks, bytes], slots [tokens, n], keys of a block, the same
     of compressed keys, sinks [heads], scale): below 0 there is no key. A key is its value, too."""
-    names = f"{_PAGED} attn_sink scale"
-    f = arguments(call, names)
-    q, sinks = given(f, "q", "attn_sink")
-    caches = [keys_of_bytes(f[f"{of}_cache"], int(f[f"{of}_block_size"])) for of in ("window", "compressed")]
-    found: list[tuple[Tensor, ...]] = []
+    f = Arguments(call, "out q window_cache window_slots window_block_size compressed_cache compressed_slots "
+                        "compressed_block_size attn_sink scale")  # fmt: skip
+    q, sinks = f.wide("q", "attn_sink")
+    caches = {of: keys_of_bytes(f[f"{of}_cache"], int(f[f"{of}_block_size"])) for of in ("window", "compressed")}
+    found = RowResults(len(q))
     for row in range(len(q)):
         rows = []
-        for of, cache in zip(("window", "compressed"), caches, strict=True):
+        for of, cache in caches.items():
             at = f[f"{of}_slots"][row].reshape(-1).long()
             at = at[at >= 0]
             if len(at) and int(at.max()) >= len(cache):
                 raise Declined("a slot lies outside of the blocks that were captured")
             rows.append(cache[at])
-        keys = torch.cat(rows).unsqueeze(1)
-        found.append(attend(q[row : row + 1], keys, keys, float(f["scale"]), sinks=sinks, step=call.unit))
-    value, noise, bound = (torch.cat(p) for p in zip(*found, strict=True))
-    return {place_of(call, names, "out"): Expected(value, noise, bound=bound, groups=q.shape[1])}
+        keys, one = torch.cat(rows).unsqueeze(1), slice(row, row + 1)
+        found.put(one, attend(q[one], keys, keys, float(f["scale"]), sinks=sinks, step=call.unit))
+    value, noise, bound = found.parts
+    return {f.role("out"): Expected(value, noise, bound=bound, groups=q.shape[1])}
 
 
 def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
@@ -174,7 +157,6 @@ def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
     return torch.cat((codes * by, data[:, 448:].contiguous().view(torch.bfloat16).double()), -1)
 
 
-  # a torch.Tensor
 _LARGEST, _LEAST = 448.0, 1e-4
 _NEAR = 2.0**-20
 """Chosen: relative error of a scale: a kernel may multiply by 1 / 448 in float32 instead of dividing."""
@@ -189,8 +171,8 @@ def parts(cache: Tensor, size: int, width: int) -> tuple[Tensor, Tensor]:
         raise Declined(f"a block of {flat.shape[1]} bytes has no codes and scales of {size} keys, {width} wide")
     codes = flat[:, : size * width].contiguous().view(torch.float8_e4m3fn).reshape(-1, size, width)
     each = min(more // (4 * size), width)
-    held = flat[:, size * width : size * (width + 4 * each)].contiguous()
-    return codes, held.view(torch.float32).reshape(-1, size, each)
+    stored = flat[:, size * width : size * (width + 4 * each)].contiguous()
+    return codes, stored.view(torch.float32).reshape(-1, size, each)
 
 
 def _scored(
@@ -198,7 +180,7 @@ def _scored(
     cleans: bool = True,
 ) -> Expected:  # fmt: skip
     """q [requests, n, heads, d], weights [requests * n, heads], lengths [requests] or [requests, n]; cleans: whether
-    the kernel may have been told to put minus infinity behind a row's keys."""
+    the kernel may put minus infinity behind a row's keys."""
     requests, many, heads, width = q.shape
     out = call.outputs["output.0"]
     if len(out) != requests * many:
@@ -234,8 +216,8 @@ def _scored(
 def indexer_scores(call: Call) -> Expected:
     """(q [requests, n, heads, d], cache [blocks, size, 1, d + 4], weights [requests * n, heads], lengths, block_tables,
     schedule, longest)"""
-    f = arguments(call, "q kv_cache weights context_lens block_tables schedule_metadata max_model_len")
-    q, weights = given(f, "q", "weights")
+    f = Arguments(call, "q kv_cache weights context_lens block_tables schedule_metadata max_model_len")
+    q, weights = f.wide("q", "weights")
     return _scored(call, q, f["kv_cache"], weights, f["context_lens"], f["block_tables"], f["kv_cache"].shape[1])
 
 
@@ -243,29 +225,26 @@ def indexer_scores(call: Call) -> Expected:
 def scores_on_cpu(call: Call) -> Expected:
     """(q [tokens, heads, d], cache [blocks, bytes], weights [tokens, heads], lengths, page_table, size, longest): each
     token has its own length and row of the table; behind a row's keys lies whatever lay there."""
-    f = arguments(call, "q_fp8 kvcache_fp8 weight seq_lens page_table block_size max_seq_len")
-    q, weights = given(f, "q_fp8", "weight")
+    f = Arguments(call, "q_fp8 kvcache_fp8 weight seq_lens page_table block_size max_seq_len")
+    q, weights = f.wide("q_fp8", "weight")
     size = int(f["block_size"])
     return _scored(call, q.unsqueeze(1), f["kvcache_fp8"], weights, f["seq_lens"], f["page_table"], size, cleans=False)
-
-
-_BEST = "scores seq_lens page_tables out_page_indices page_size out_raw_indices"
 
 
 @reference("torch.ops._C.topk_transform_512_cpu", "torch.ops.*.topk_transform_512")
 def best(call: Call) -> dict[str, Expected]:
     """(scores [rows, keys], lengths, page_tables [rows, pages], slots [rows, k], size, positions [rows, k] or none)"""
-    f = arguments(call, _BEST)
+    f = Arguments(call, "scores seq_lens page_tables out_page_indices page_size out_raw_indices")
     size, table, lengths = int(f["page_size"]), f["page_tables"].long(), f["seq_lens"].reshape(-1)
-    role = place_of(call, _BEST, "out_page_indices")
+    role = f.role("out_page_indices")
     mine = call.outputs[role].long()
-    told = place_of(call, _BEST, "out_raw_indices")
-    held = call.outputs.get(told)
-    positions = _positions(mine, table, lengths, size) if held is None else held.long()
+    raw_role = f.role("out_raw_indices")
+    raw = call.outputs.get(raw_role)
+    positions = _positions(mine, table, lengths, size) if raw is None else raw.long()
     right = chosen(f["scores"], torch.zeros(len(mine)), lengths, positions).value
     found = torch.gather(table, 1, (right.clamp(min=0) // size).clamp(max=table.shape[1] - 1)) * size + right % size
     slots = Expected(torch.where(right < 0, -1, found))
-    return {role: slots} if held is None else {role: slots, told: Expected(right)}
+    return {role: slots} if raw is None else {role: slots, raw_role: Expected(right)}
 
 
 def _positions(slots: Tensor, table: Tensor, lengths: Tensor, size: int) -> Tensor:
@@ -280,16 +259,13 @@ def _positions(slots: Tensor, table: Tensor, lengths: Tensor, size: int) -> Tens
     return found
 
 
-_WRITE = "k kv_cache slot_mapping quant_block_size scale_fmt"
-
-
 @reference("torch.ops._C_cache_ops.indexer_k_quant_and_cache", "torch.ops.*.indexer_k_quant_and_cache")
 def written(call: Call) -> dict[str, Expected]:
     """(k [tokens, d], kv_cache [blocks, size, d + 4 d / quant] of bytes, slot_mapping, quant, "ue8m0" or another): a
     code is judged by the scale that was written, and the scale by the key."""
-    f = arguments(call, _WRITE)
-    role = place_of(call, _WRITE, "kv_cache")
-    cache, (k,), quant = f["kv_cache"], given(f, "k"), int(f["quant_block_size"])
+    f = Arguments(call, "k kv_cache slot_mapping quant_block_size scale_fmt")
+    role = f.role("kv_cache")
+    cache, (k,), quant = f["kv_cache"], f.wide("k"), int(f["quant_block_size"])
     size, width = cache.shape[1], k.shape[-1]
     codes, scales = (x.clone().flatten(0, 1) for x in parts(cache, size, width))
     mine, now = (x.flatten(0, 1) for x in parts(call.outputs.get(role, cache), size, width))
@@ -299,14 +275,14 @@ def written(call: Call) -> dict[str, Expected]:
         raise Declined("its keys do not fit the blocks that were captured")
     blocks = k[: len(slots)][slots >= 0].reshape(-1, width // quant, quant)
     exact = blocks.abs().amax(-1).clamp(min=_LEAST) / _LARGEST
-    held = now[at].double()
+    stored = now[at].double()
     if str(f["scale_fmt"]) == "ue8m0":
         low, high = (torch.exp2(torch.ceil(torch.log2(exact * (1 + e)))) for e in (-_NEAR, _NEAR))
-        good = (held == low) | (held == high)
+        good = (stored == low) | (stored == high)
     else:
-        high, good = exact, (held - exact).abs() <= _NEAR * exact
+        high, good = exact, (stored - exact).abs() <= _NEAR * exact
     scales[at] = torch.where(good, now[at], high.float())
-    by = torch.where(good, held, high).unsqueeze(-1)
+    by = torch.where(good, stored, high).unsqueeze(-1)
     codes[at] = coded((blocks / by).reshape(len(at), width), mine[at], torch.float8_e4m3fn)
     value = cache.contiguous().view(torch.uint8).reshape(len(cache), -1).clone()
     sides = (codes.view(torch.uint8).reshape(len(cache), -1), scales.reshape(len(cache), -1).view(torch.uint8))
@@ -315,15 +291,12 @@ def written(call: Call) -> dict[str, Expected]:
     return {role: Expected(value.view(cache.dtype).reshape(cache.shape).long())}
 
 
-_GATHER = "kv_cache dst_k dst_scale block_table cu_seq_lens"
-
-
 @reference("torch.ops._C_cache_ops.cp_gather_indexer_k_quant_cache", "torch.ops.*.cp_gather_indexer_k_quant_cache")
 def gathered(call: Call) -> dict[str, Expected]:
     """(kv_cache, keys [tokens, d], scales [tokens, bytes or numbers], block_table, bounds of the sequences): bytes as
     they lie in the cache."""
-    f = arguments(call, _GATHER)
-    roles = [place_of(call, _GATHER, name) for name in ("dst_k", "dst_scale")]
+    f = Arguments(call, "kv_cache dst_k dst_scale block_table cu_seq_lens")
+    roles = [f.role(name) for name in ("dst_k", "dst_scale")]
     keys, by = (call.outputs.get(role, f[name]) for role, name in zip(roles, ("dst_k", "dst_scale"), strict=True))
     size = f["kv_cache"].shape[1]
     ends = f["cu_seq_lens"].reshape(-1).tolist()
@@ -341,5 +314,4 @@ def gathered(call: Call) -> dict[str, Expected]:
 
 
 def _typed(value: Tensor, like: Tensor) -> Tensor:
-    y = value.view(like.dtype).reshape(like.shape)
-    return y.double() if like.dtype.is_floating_point else y.long()
+    return as_captured(value.view(like.dtype).reshape(like.shape))

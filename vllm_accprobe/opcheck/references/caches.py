@@ -1,37 +1,13 @@
-"""How keys and values lie in the blocks of a cache, and what caches of 8 bits hold.
-
-How keys and values lie in the blocks of a cache, and what 8-bit caches hold.
+"""How keys and values lie in the blocks of a cache, and what caches of 8 bits contain.
 
 The problem: the same keys lie in memory in half a dozen orders, and which one a call has is in its name, its shapes, or
 nowhere. The idea: a layout is a shape and an order of its dimensions: a block's memory, viewed in that shape and
-permuted, is [slots, heads, width], and backwards. Layouts: [slots, heads, width] (flash attention's, vLLM's default and
-Ascend's ND); key [heads, width / x, slots, x] and value [heads, width, slots] (vLLM's first paged attention [Kwon et
-al., arXiv 2309.06180]); [heads * width / 16, slots, 16] (Ascend's NZ); vLLM's CPU kernels, head by head: key [width,
-slots] and value [slots, width], or, for AMX, tiles of pairs, key [slots / 16, width / 2, 16, 2] and value [width / 16,
-slots / 2, 16, 2]. 8-bit caches hold x / scale rounded to e4m3, e5m2 or int8. A cache's codes are right where they are
-within half a step of it: either neighbour may stand for a number in the middle.
-
-Attention over a cache of 8 bits: what the kernel really reads, and how much of a difference is the format's own.
-
-The problem: keys and values that pass through an fp8 or int8 cache come back rounded, so that a right kernel's output
-is percents away from one with a cache of 16 bits, which is as much as a wrong block makes. The idea: the rounding is
-known to the bit from what was written: each number over its scale, to the nearest of the format. With keys and values
-rounded so, the reference is the kernel's own, and nothing is left that a wrong state could hide in. The same reference
-without that rounding says how far the format alone moves the output (`CacheRounding`), and the format's step, how far
-it should and how far it can.
-
-Derived. k and v are off by at most half a step each, e(x) = scale 2**(exponent - bits - 1), 0.5 scale for int8,
-evenly spread, so with a variance of e**2 / 3 [B. Widrow and I. Kollar, Quantization Noise, 2008]. Expected, in first
-order: sum_j p_j**2 (e(v_j)**2 / 3 + s**2 sum_d q_d**2 e(k_jd)**2 / 3 (v_j - o)**2), s being the scale of scores. At
-most: a score is off by S_j = s sum_d |q_d| e(k_jd); a probability becomes p_j exp(x_j) / Z, |x_j| <= S_j and
-exp(-m) <= Z <= M for m = sum p S [Jensen], M = sum p exp(S), and changes by at most p_j c_j,
-c_j = max(exp(S_j + m) - 1, 1 - exp(-S_j) / M); the output, as these changes add up to 0, by
-sum_j p_j (1 + c_j) e(v_j) + sum_j p_j c_j (|v_j| + |o|).
-
-Scales: of a layer, as its kernel has them; of a token and a head, the largest over the largest code [vLLM's
-*_per_token_head].
-
-Not here: attention (references/attention.py).
+permuted, is [slots, heads, width], and backwards.
+Keys and values that pass through a cache of 8 bits are read back as x / scale rounded to e4m3, e5m2 or int8. That
+rounding is known to the bit from what was written: with keys and values rounded so, the reference is the kernel's own.
+The same reference without it says how far the format alone moves the output (`CacheRounding`). Scales: of a layer, as
+its kernel has them; of a token and a head, the largest over the largest code [vLLM's *_per_token_head].
+Elsewhere: attention over blocks (paged_attention.py).
 """
 
 from __future__ import annotations
@@ -46,7 +22,11 @@ import torch
 from vllm_accprobe.opcheck.reference import CacheRounding, Declined
 
 Tensor = Any  # a torch.Tensor
-_FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp8_inc": "float8_e4m3fn"}
+_KINDS = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_inc": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "int8": "int8", "int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn",
+}  # fmt: skip
+"""By vLLM's word for a kind of cache, the dtype of its codes."""
 _SLACK = 1.0 + 2.0**-8
 """Chosen: how far beyond half a step a code may be: x times 1 / scale in float32 or bfloat16 instead of x / scale."""
 
@@ -111,12 +91,9 @@ def code_dtype(cache: Tensor, kind: str) -> Any | None:
         return None
     if cache.dtype not in (torch.uint8, torch.int8):
         return cache.dtype
-    if kind in ("int8", "int8_per_token_head"):
-        return torch.int8
-    name = _FP8.get(kind)
-    if name is None:
+    if kind not in _KINDS or kind == "fp8_per_token_head":
         raise Declined(f"a cache of kind {kind} has no reference")
-    return getattr(torch, name)
+    return getattr(torch, _KINDS[kind])
 
 
 def largest(dtype: Any) -> float:
@@ -133,9 +110,10 @@ def half_step(exact: Tensor, dtype: Any) -> Tensor:
     return torch.ldexp(torch.full_like(exact, 0.5), (exponent - 1 - bits).clamp(min=low))
 
 
-def coded(exact: Tensor, mine: Tensor, dtype: Any, keep: bool = True) -> Tensor:
-    """What ``exact``, float64, may become in ``dtype``: mine's own codes where they are within half a step of it (and
-    these are to be kept), else the nearest; in mine's dtype."""
+def coded(exact: Tensor, mine: Tensor, dtype: Any, keep: bool = True, error: Tensor | float = 0.0) -> Tensor:
+    """What ``exact``, float64, may become in ``dtype``: mine's own codes where they are within half a step and
+    ``error`` of it, since either neighbour may stand for a number in the middle (and where ``keep``), else the nearest;
+    in mine's dtype."""
     if dtype == torch.int8:
         nearest = exact.round().clamp(-128, 127).to(torch.int8)
     else:
@@ -145,16 +123,11 @@ def coded(exact: Tensor, mine: Tensor, dtype: Any, keep: bool = True) -> Tensor:
     if not keep:
         return nearest.view(mine.dtype)
     half = half_step(exact, dtype)
-    held = mine.view(dtype).double()
-    right = (held - exact).abs() <= half * _SLACK + 2.0**-20 * exact.abs()
+    codes_ = mine.view(dtype).double()
+    right = (codes_ - exact).abs() <= half * _SLACK + error + 2.0**-20 * exact.abs()
     return torch.where(right, mine.view(dtype).view(torch.uint8), nearest.view(torch.uint8)).view(mine.dtype)
 
 
-  # a torch.Tensor
-_KINDS = {
-    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_inc": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
-    "int8": "int8", "int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn",
-}  # fmt: skip
 _WHOLE = ("", "auto", "bfloat16", "float16", "half", "float", "float32")
 _DOUBT = 2.0**-8
 """Chosen: relative error of x over a scale that is no power of two, where a kernel multiplies by its inverse in
@@ -162,8 +135,8 @@ bfloat16: of a number so near to the middle of two codes either may stand there.
 _OUT = 2.0**-8
 """Derived: a rounding of bfloat16, the coarsest dtype that an output has."""
 _CLEARLY = 2.0
-"""Chosen: cutting off is asked about where an output is off by more than this many of what is usual; whether it is
-right then is the verdict's to say."""
+"""Chosen: cutting off is tried where an output is off by more than this many of what is usual; the verdict decides
+whether it is right then."""
 Attend = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor, Tensor]"]
 """(keys, values, standard error of scores and what they are off by at most, or None) → (output, noise, bound)."""
 FAR = 30.0
@@ -181,11 +154,11 @@ class CacheFormat:
     toward_zero: bool = False
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return f"{self.kind}, cut off toward zero," if self.toward_zero else self.kind
 
-    def held(self, rows: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Float64 ``rows`` [m, heads, width] as they are read back; how far a code may honestly be from that; and half
+    def read_back(self, rows: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Float64 ``rows`` [m, heads, width] as they are read back; how far a code may right be from that; and half
         a step of the format there. which: 0 for keys, 1 for values."""
         if self.scales is not None:
             scale: Tensor = torch.tensor(self.scales[which], dtype=torch.float64)
@@ -231,8 +204,8 @@ def cache_format(attrs: Mapping[str, Any]) -> CacheFormat | None:
     dtype = getattr(torch, _KINDS[kind])
     if kind.endswith("_per_token_head"):
         return CacheFormat(kind, dtype, None)
-    given = [attrs.get(f"_{x}_scale_float") for x in "kv"]
-    scales = [float(s) for s in given if isinstance(s, (int, float)) and s > 0]
+    values = [attrs.get(f"_{x}_scale_float") for x in "kv"]
+    scales = [float(s) for s in values if isinstance(s, (int, float)) and s > 0]
     if len(scales) < 2:
         raise Declined(f"the scales of its {kind} cache were not captured")
     return CacheFormat(kind, dtype, (scales[0], scales[1]))
@@ -249,7 +222,7 @@ def through_cache(
 ) -> tuple[Tensor, ...]:
     """(output, noise, bound) of keys and values ``written`` [m, kv heads, d] that were read back from the cache; then
     ``plain``, the output without it, and what `by_format` gives. p: probabilities without it [heads, n, m]."""
-    (k_read, k_doubt, k_half), (v_read, v_doubt, v_half) = (eight.held(x, i) for i, x in enumerate(written))
+    (k_read, k_doubt, k_half), (v_read, v_doubt, v_half) = (eight.read_back(x, i) for i, x in enumerate(written))
     share = q.shape[1] // k_read.shape[1]
     k_half, k_doubt, v, v_half, v_doubt = (
         x.repeat_interleave(share, 1) for x in (k_half, k_doubt, written[1], v_half, v_doubt)
@@ -262,7 +235,7 @@ def through_cache(
     out, noise, bound = attend(k_read, v_read, *((doubt, most) if bool(doubt.any()) else (None, None)))
     if bool(v_doubt.any()):
         own = (p * p @ (v_doubt**2).transpose(0, 1)).transpose(0, 1)
-        # with the keys that were read, which may be looked at otherwise
+        # with the keys that were read, which may be examined otherwise
         doubted = v_doubt[:, ::share]
         along = attend(k_read, written[1].sign() * doubted, None, None)[0]
         noise = (noise**2 + torch.maximum(own, along**2)).sqrt()
@@ -275,9 +248,17 @@ def through_cache(
 def by_format(
     q: Tensor, v: Tensor, half: tuple[Tensor, Tensor], p: Tensor, out: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(standard error, bound) of an output by the format's step alone, as above: float64 [n, heads, width]. q [n,
-    heads, d]; v, and half a step of keys and of values [m, heads, d]; p [heads, n, m]: probabilities with keys as they
-    were written; out: the output with them."""
+    """(standard error, bound) of an output by the format's step alone: float64 [n, heads, width]. q [n, heads, d]; v,
+    and half a step of keys and of values [m, heads, d]; p [heads, n, m]: probabilities with keys as they were written;
+    out: the output with them.
+
+    Derived. k and v are off by at most half a step each, e(x) = scale 2**(exponent - bits - 1), 0.5 scale for int8,
+    evenly spread, so with a variance of e**2 / 3 [B. Widrow and I. Kollar, Quantization Noise, 2008]. Standard error,
+    in first order: sum_j p_j**2 (e(v_j)**2 / 3 + s**2 sum_d q_d**2 e(k_jd)**2 / 3 (v_j - o)**2), s being the scale of
+    scores. Bound: a score is off by S_j = s sum_d |q_d| e(k_jd); a probability becomes p_j exp(x_j) / Z, |x_j| <= S_j
+    and exp(-m) <= Z <= M for m = sum p S [Jensen], M = sum p exp(S), and changes by at most p_j c_j, c_j = max(exp(S_j
+    + m) - 1, 1 - exp(-S_j) / M); the output, as these changes add up to 0, by sum_j p_j (1 + c_j) e(v_j) + sum_j p_j
+    c_j (|v_j| + |o|)."""
     k_half, v_half = half
     seen = p > 0
     by_head, halves = v.transpose(0, 1), v_half.transpose(0, 1)
