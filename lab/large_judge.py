@@ -133,12 +133,9 @@ def _read(result: Mapping[str, Any], expected: Sequence[str]) -> dict[str, Any]:
     rank = next((i + 1 for i, module in enumerate(modules) if module in expected), 0)
     blamed = origins[max(rank - 1, 0)] if origins else {}
     return {
-        "verdict": result["verdict"],
-        "culprit": modules[0] if modules else "",
-        "rank": rank,
-        "origins": len(modules),
+        "verdict": result["verdict"], "culprit": modules[0] if modules else "", "rank": rank, "origins": len(modules),
         "sentence": str(blamed.get("shape") or blamed.get("sentence") or ""),
-    }
+    }  # fmt: skip
 
 
 def _seen(table: Path, expected: Sequence[str]) -> float:
@@ -194,16 +191,10 @@ def total(half: str, outcomes: Iterable[Outcome]) -> Total:
     every = list(outcomes)
     faults, clean = [o for o in every if not o.clean], [o for o in every if o.clean]
     return Total(
-        half,
-        len(faults),
-        sum(o.default.verdict == "fail" for o in faults),
-        sum(o.first for o in faults),
-        len(clean),
-        sum(not o.right for o in clean),
-        sum(o.replay is not None for o in every),
-        sum(o.agrees is True for o in every),
+        half, len(faults), sum(o.default.verdict == "fail" for o in faults), sum(o.first for o in faults), len(clean),
+        sum(not o.right for o in clean), sum(o.replay is not None for o in every), sum(o.agrees is True for o in every),
         *(max((getattr(o.default, k) for o in every), default=0.0) for k in ("wall_s", "cpu_s", "own_mb")),
-    )
+    )  # fmt: skip
 
 
 def load(path: Path) -> dict[str, Outcome]:

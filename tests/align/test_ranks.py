@@ -37,11 +37,9 @@ def staged(dump, stages=2):
 
 
 CUTS = {
-    "tp1": lambda **how: capture(tp=1, **how),
-    "tp2": lambda **how: capture(tp=2, **how),
-    "pp2": lambda **how: staged(capture(tp=1, **how)),
-    "tp2pp2": lambda **how: staged(capture(tp=2, **how)),
-}
+    "tp1": lambda **how: capture(tp=1, **how), "tp2": lambda **how: capture(tp=2, **how),
+    "pp2": lambda **how: staged(capture(tp=1, **how)), "tp2pp2": lambda **how: staged(capture(tp=2, **how)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mine", CUTS)

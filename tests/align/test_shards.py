@@ -74,20 +74,17 @@ def test_unknown_layouts():
             plan_merge(members([a, b], u, ["x", "y"]), other=other)
 
 
-@pytest.mark.parametrize(
-    ("layouts", "reason"),
-    [
-        ([Layout("shard", "tp", 0, 2, -1, ((2, 1),))], "not every rank"),
-        ([Layout("shard", "tp", 0, 1, -1, ((3, 1),))], "do not add up"),
-        ([Layout("shard", "tp", 0, 1, 5, ((2, 1),))], "dimension"),
-        ([Layout("shard", "tp", 0, 1, None, ((2, 1),))], "dimension"),
-        ([Layout("shard", "tp", 0, 1, -1, ((2, 0),))], "replicas"),
-        ([Layout("shard", "tp", 7, 1, -1, ((2, 1),))], "outside its group"),
-        ([Layout("braided")], "not known"),
-        ([REPLICATED, Layout("partial", "tp", 0, 2)], "disagree about the layout"),
-        ([Layout("partial", "tp", 0, 2), Layout("partial", "tp", 1, 3)], "disagree about the size"),
-    ],
-)
+@pytest.mark.parametrize(("layouts", "reason"), [
+    ([Layout("shard", "tp", 0, 2, -1, ((2, 1),))], "not every rank"),
+    ([Layout("shard", "tp", 0, 1, -1, ((3, 1),))], "do not add up"),
+    ([Layout("shard", "tp", 0, 1, 5, ((2, 1),))], "dimension"),
+    ([Layout("shard", "tp", 0, 1, None, ((2, 1),))], "dimension"),
+    ([Layout("shard", "tp", 0, 1, -1, ((2, 0),))], "replicas"),
+    ([Layout("shard", "tp", 7, 1, -1, ((2, 1),))], "outside its group"),
+    ([Layout("braided")], "not known"),
+    ([REPLICATED, Layout("partial", "tp", 0, 2)], "disagree about the layout"),
+    ([Layout("partial", "tp", 0, 2), Layout("partial", "tp", 1, 3)], "disagree about the size"),
+])  # fmt: skip
 def test_what_cannot_be_joined_is_named(layouts, reason):
     with pytest.raises(Unmergeable, match=reason):
         plan_merge(members([np.zeros((2, 2))] * len(layouts), layouts))

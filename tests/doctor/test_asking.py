@@ -9,17 +9,14 @@ import pytest
 from vllm_accprobe.doctor.graph_proof import AskingError, Prompt, read_prompts
 
 
-@pytest.mark.parametrize(
-    ("line", "prompt"),
-    [
-        ("Plain text, as it is", "Plain text, as it is"),
-        ('"in quotes"', "in quotes"),
-        ("[3, 1, 4]", (3, 1, 4)),
-        ('{"prompt": "a"}', "a"),
-        ('{"prompt_token_ids": [5, 6]}', (5, 6)),
-        ("42", "42"),
-    ],
-)
+@pytest.mark.parametrize(("line", "prompt"), [
+    ("Plain text, as it is", "Plain text, as it is"),
+    ('"in quotes"', "in quotes"),
+    ("[3, 1, 4]", (3, 1, 4)),
+    ('{"prompt": "a"}', "a"),
+    ('{"prompt_token_ids": [5, 6]}', (5, 6)),
+    ("42", "42"),
+])  # fmt: skip
 def test_a_line(tmp_path: Path, line: str, prompt: Prompt) -> None:
     (tmp_path / "f").write_text(f"\n{line}\n\n")
     assert read_prompts(tmp_path / "f") == (prompt,)

@@ -106,10 +106,8 @@ class OwnRunner(GPUModelRunner):
 
 def test_a_vendors_runner_has_what_it_inherits_and_its_own_batch(installed: dict[str, bytes]) -> None:
     files = {
-        "vendor/__init__.py": b"",
-        "vendor/runner.py": VENDOR,
-        "vendor/batch.py": b"class OwnBatch:\n    req_ids = ()",
-    }
+        "vendor/__init__.py": b"", "vendor/runner.py": VENDOR, "vendor/batch.py": b"class OwnBatch:\n    req_ids = ()",
+    }  # fmt: skip
     vendor = package(files, "vllm-vendor", "0.32.1")
     wheels = together([package(installed), vendor])
     assert wheels.wheel is vendor

@@ -41,17 +41,14 @@ def test_no_vllm_is_an_error(site):
     assert finding.todo
 
 
-@pytest.mark.parametrize(
-    ("version", "level"),
-    [
-        ("0.11.0.post2", OK),
-        ("0.32.0+cpu", OK),
-        ("0.33.0rc1", OK),
-        ("0.10.2", WARNING),
-        ("0.34.0", WARNING),
-        ("0.1.dev7+g1", WARNING),
-    ],
-)
+@pytest.mark.parametrize(("version", "level"), [
+    ("0.11.0.post2", OK),
+    ("0.32.0+cpu", OK),
+    ("0.33.0rc1", OK),
+    ("0.10.2", WARNING),
+    ("0.34.0", WARNING),
+    ("0.1.dev7+g1", WARNING),
+])  # fmt: skip
 def test_releases(site, version, level):
     site("vllm", version)
     assert [f.level for f in checks.vllm_distribution(site.path)] == [level]

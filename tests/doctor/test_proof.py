@@ -124,15 +124,12 @@ def test_fewer_of_the_full_set_are_taps_of_the_full_set(tmp_path: Path) -> None:
     assert (on.graphs["set"], on.taps, on.graphs["key"]) == ("full", 7, selected.graphs["key"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({UNSTEADY: 1}, "two runs without taps differ already: this engine does not repeat itself"),
-        ({EAGER: 1}, "the engine is eager"),
-        ({PREFIX + "GRAPH_TAPS": "no.such"}, "no taps were placed: "),
-        ({PREFIX + "STEPS": "90"}, "nothing was captured"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "why"), [
+    ({UNSTEADY: 1}, "two runs without taps differ already: this engine does not repeat itself"),
+    ({EAGER: 1}, "the engine is eager"),
+    ({PREFIX + "GRAPH_TAPS": "no.such"}, "no taps were placed: "),
+    ({PREFIX + "STEPS": "90"}, "nothing was captured"),
+])  # fmt: skip
 def test_nothing_is_proved(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     proof = proved(tmp_path, **settings)
     assert proof.verdict == UNKNOWN

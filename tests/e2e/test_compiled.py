@@ -30,14 +30,10 @@ def test_compiled_against_eager(engines: Engines, compiled: Run, compared: Any) 
     assert not all(p.identical for p in root), "nothing was compiled into other arithmetic"
 
 
-@pytest.mark.parametrize(
-    ("fault", "culprit"),
-    [
-        ({"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.5}, ROOT),
-        ({"kind": "scale", "module": "logits_processor", "factor": 1.03}, "logits_processor"),
-    ],
-    ids=["inside", "behind"],
-)
+@pytest.mark.parametrize(("fault", "culprit"), [
+    ({"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.5}, ROOT),
+    ({"kind": "scale", "module": "logits_processor", "factor": 1.03}, "logits_processor"),
+], ids=["inside", "behind"])  # fmt: skip
 def test_a_fault_shows_through_compiled_code(
     engines: Engines, compiled: Run, compared: Any, fault: dict[str, Any], culprit: str
 ) -> None:

@@ -43,12 +43,9 @@ def read_back(dump: Dump) -> int:
 
 def ask(url: str, name: str, tokens: int) -> str:
     body = {
-        "model": "tiny",
-        "prompt": f"Tell me about {name} " * 6,
-        "max_tokens": tokens,
-        "temperature": 0,
+        "model": "tiny", "prompt": f"Tell me about {name} " * 6, "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True,
-    }
+    }  # fmt: skip
     headers = {"Content-Type": "application/json", "X-Request-Id": name}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as response:

@@ -54,17 +54,14 @@ def test_dtypes_without_counterpart_are_skipped(tmp_path: Path) -> None:
 # --- directories ---
 
 
-@pytest.mark.parametrize(
-    ("above", "rank", "step"),
-    [
-        ("ait_dump/tensors/1_4711/3", 1, 3),
-        ("tensors/4711/3", 0, 3),
-        ("tensors/thread_4711", 0, 0),
-        ("4711_9", 4711, 0),
-        ("3", 0, 3),
-        ("", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("above", "rank", "step"), [
+    ("ait_dump/tensors/1_4711/3", 1, 3),
+    ("tensors/4711/3", 0, 3),
+    ("tensors/thread_4711", 0, 0),
+    ("4711_9", 4711, 0),
+    ("3", 0, 3),
+    ("", 0, 0),
+])  # fmt: skip
 def test_layouts(tmp_path: Path, above: str, rank: int, step: int) -> None:
     where = tmp_path / above / "0_ChatGlm6BModelEncoderTorch/0_GraphRunner/3_SelfAttentionOpsRunner"
     write(where / "after/outTensor0.bin", np.arange(6, dtype=np.float32).reshape(2, 3))

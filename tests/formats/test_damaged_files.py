@@ -134,18 +134,11 @@ def _files(ending: str) -> Callable[[Path], Kind]:
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {
-    "msprobe": _peers("a_msprobe_tensor", "golden", ".pt"),
-    "sglang": _peers("b_sglang_tp", "golden", ".pt"),
-    "xray": _xray,
-    "msit": _peers("c_msit_torch", "golden", ".pth"),
-    "atb": _peers("e_atb", "golden", ".bin"),
-    "torchair_ge": _ge,
-    "torchair_fx": _peers("f_torchair", "fx_golden", ".npy"),
-    "npy": _files(".npy"),
-    "npz": _files(".npz"),
-    "pt": _files(".pt"),
-    "safetensors": _files(".safetensors"),
-}
+    "msprobe": _peers("a_msprobe_tensor", "golden", ".pt"), "sglang": _peers("b_sglang_tp", "golden", ".pt"),
+    "xray": _xray, "msit": _peers("c_msit_torch", "golden", ".pth"), "atb": _peers("e_atb", "golden", ".bin"),
+    "torchair_ge": _ge, "torchair_fx": _peers("f_torchair", "fx_golden", ".npy"), "npy": _files(".npy"),
+    "npz": _files(".npz"), "pt": _files(".pt"), "safetensors": _files(".safetensors"),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -74,15 +74,12 @@ def test_it_ends_1_when_a_group_has_not_what_it_needs(
     assert "fail 0 of 1, needed 0.6" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--only", "no such case"], "nothing matches --only 'no such case'"),
-        (["--judge-only", "no/such/folder"], "--judge-only no/such/folder is no directory"),
-        (["--capture-only"], "--capture-only needs --keep DIR"),
-        (["--across", "no/such/folder"], "--across no/such/folder is no directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["--only", "no such case"], "nothing matches --only 'no such case'"),
+    (["--judge-only", "no/such/folder"], "--judge-only no/such/folder is no directory"),
+    (["--capture-only"], "--capture-only needs --keep DIR"),
+    (["--across", "no/such/folder"], "--across no/such/folder is no directory"),
+])  # fmt: skip
 def test_bad_usage_is_one_line_and_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:

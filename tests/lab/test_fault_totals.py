@@ -82,21 +82,18 @@ def test_of_two_faults_the_first_and_both_are_counted_apart() -> None:
     assert total.missed == ("first 2 of 3, needed 0.95", "both named 2 of 3, needed 0.8")
 
 
-@pytest.mark.parametrize(
-    ("group", "first", "fail", "of", "good"),
-    [
-        ("handwritten", 38, 39, 40, True),
-        ("handwritten", 37, 39, 40, False),
-        ("handwritten", 38, 38, 40, False),
-        ("kind/serial", 97, 98, 100, True),
-        ("kind/serial", 96, 98, 100, False),
-        ("kind/serial", 97, 97, 100, False),
-        ("trained/float32", 88, 92, 100, True),
-        ("near/float32", 0, 18, 30, True),
-        ("near/float32", 0, 17, 30, False),
-        ("trained/tp2", 0, 0, 10, True),
-    ],
-)
+@pytest.mark.parametrize(("group", "first", "fail", "of", "good"), [
+    ("handwritten", 38, 39, 40, True),
+    ("handwritten", 37, 39, 40, False),
+    ("handwritten", 38, 38, 40, False),
+    ("kind/serial", 97, 98, 100, True),
+    ("kind/serial", 96, 98, 100, False),
+    ("kind/serial", 97, 97, 100, False),
+    ("trained/float32", 88, 92, 100, True),
+    ("near/float32", 0, 18, 30, True),
+    ("near/float32", 0, 17, 30, False),
+    ("trained/tp2", 0, 0, 10, True),
+])  # fmt: skip
 def test_what_is_good_enough(group: str, first: int, fail: int, of: int, good: bool) -> None:
     assert (not Total(group, TUNED, True, of, fail, first).missed) is good
 

@@ -6,17 +6,6 @@ from small_examples import failing
 from vllm_accprobe.report import markdown
 
 
-def test_annotations_of_a_failure():
-    assert markdown.github_lines(failing()) == [
-        "::error title=accprobe%3A culprit::model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: "
-        "output.0, request 'a', position 17 (decode), row relative L2 0.21, limit 0.016 (13x); "
-        "shape: one column, 7 of 64",
-        "::error title=accprobe%3A origin 2::lm_head (RowParallelLinear) introduces the error: output.0, "
-        "request 'a', position 17 (decode), the values differ",
-        "::warning title=accprobe::golden is float32, mine bfloat16",
-    ]
-
-
 def test_a_pass_is_a_notice_and_a_failure_without_origin_an_error():
     (line,) = markdown.github_lines(comparison(pairs=[pair()], coverage={"rows_compared": 4}))
     assert line == "::notice title=accprobe::PASS: 1 pair and 4 rows agree within the standard 'accprobe'"

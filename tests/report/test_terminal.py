@@ -18,18 +18,10 @@ def test_whole_report_of_a_failure():
         pair(tap="b", status="fail", worst_row_rel_l2=0.032, order=1, worst_request="a", worst_position=17, step=4),
         pair(tap="c", status="fail", worst_row_rel_l2=0.21, cosine=0.977951, order=2, mine="c2/output.0"),
         pair(tap="d", status="fail", nonfinite_mismatch=2, worst_row_rel_l2=0.001, order=3, step=None, limit=None),
-        pair(
-            tap="n",
-            status="fail",
-            measure="row_norm_ratio",
-            measured=1.06,
-            allowed=0.04,
-            worst_row_rel_l2=0.01,
-            order=9,
-            message="row norm is 1.06 times the golden's (allowed 1 ± 0.04); merged from 2 ranks",
-        ),
+        pair(tap="n", status="fail", measure="row_norm_ratio", measured=1.06, allowed=0.04, worst_row_rel_l2=0.01,
+             order=9, message="row norm is 1.06 times the golden's (allowed 1 ± 0.04); merged from 2 ranks"),
         pair(tap="e", status="skip", message="no rows in common", limit=None, worst_row_rel_l2=None, order=4),
-    ]
+    ]  # fmt: skip
     result = comparison(
         pairs=pairs,
         verdict="fail",

@@ -31,16 +31,13 @@ def test_a_server_without_a_port_gets_a_free_one(words: list[str]) -> None:
     assert "secret" not in repr(command)
 
 
-@pytest.mark.parametrize(
-    ("words", "port", "url"),
-    [
-        (["vllm", "serve", "m", "--port", "41999"], None, "http://127.0.0.1:41999"),
-        (["vllm", "serve", "m", "--host=0.0.0.0", "--port=41999"], 41999, "http://127.0.0.1:41999"),
-        (["vllm", "serve", "m", "--host", "::1", "--port=41999"], None, "http://[::1]:41999"),
-        (["cd x && vllm serve m --port 41999"], None, "http://127.0.0.1:41999"),
-        (["./start.sh"], 41999, "http://127.0.0.1:41999"),
-    ],
-)
+@pytest.mark.parametrize(("words", "port", "url"), [
+    (["vllm", "serve", "m", "--port", "41999"], None, "http://127.0.0.1:41999"),
+    (["vllm", "serve", "m", "--host=0.0.0.0", "--port=41999"], 41999, "http://127.0.0.1:41999"),
+    (["vllm", "serve", "m", "--host", "::1", "--port=41999"], None, "http://[::1]:41999"),
+    (["cd x && vllm serve m --port 41999"], None, "http://127.0.0.1:41999"),
+    (["./start.sh"], 41999, "http://127.0.0.1:41999"),
+])  # fmt: skip
 def test_a_port_that_is_named_is_kept(words: list[str], port: int | None, url: str) -> None:
     command = understood(words, {}, port)
     assert (list(command.words), command.url) == (words, url)

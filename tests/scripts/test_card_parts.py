@@ -22,12 +22,10 @@ from card_parts import FAULTY, Asked, Part
 
 ROOT = Path(__file__).parents[2]
 WAYS = {
-    "eager": {"mode": "NONE", "graphs": "NONE"},
-    "compiled": {"mode": "VLLM_COMPILE", "graphs": "NONE"},
+    "eager": {"mode": "NONE", "graphs": "NONE"}, "compiled": {"mode": "VLLM_COMPILE", "graphs": "NONE"},
     "captured": {"mode": "VLLM_COMPILE", "graphs": "FULL_AND_PIECEWISE"},
-    "piecewise": {"mode": "VLLM_COMPILE", "graphs": "PIECEWISE"},
-    "full": {"error": "ValueError: not on this platform"},
-}
+    "piecewise": {"mode": "VLLM_COMPILE", "graphs": "PIECEWISE"}, "full": {"error": "ValueError: not on this platform"},
+}  # fmt: skip
 ON_A_CPU = {way: WAYS["eager"] if way in ("eager", "full") else WAYS["compiled"] for way in WAYS}
 
 
@@ -183,12 +181,8 @@ def test_without_an_installation_the_checkout_becomes_a_plugin(tmp_path: Path) -
 
 def served(top: str = "0x1p-1", hash_: str = "a", inside: int = 20, **more: Any) -> dict[str, Any]:
     dump = {
-        "inside": inside,
-        "replayed": {"PIECEWISE": 30},
-        "skips": {},
-        "errors": [],
-        "outside": {"0/1/logits": hash_},
-    }
+        "inside": inside, "replayed": {"PIECEWISE": 30}, "skips": {}, "errors": [], "outside": {"0/1/logits": hash_},
+    }  # fmt: skip
     answers = {"card-0": {"tokens": [1, 2], "top": [{"1": top}]}}
     return {"status": "done", "s": 1.0, "found": {"answers": answers, "how": WAYS["captured"], "dump": dump | more}}
 
@@ -228,18 +222,15 @@ def test_what_was_not_run_has_not_passed() -> None:
     assert f"- {len(made) - 1} of {len(made)} parts, " in page
 
 
-@pytest.mark.parametrize(
-    ("part", "instead", "says"),
-    [
-        ("captured-on", served(top="0x1p-2"), "bits of the top log-probabilities of 1 of 1 answers differ"),
-        ("captured-selected", served(hash_="b"), "1 of 1 records outside the graphs differ"),
-        ("captured-on", served(inside=0), "nothing inside the model was captured"),
-        ("captured-on", served(errors=["taps: broken"]), "the probe failed: taps: broken"),
-        ("compare-captured-on", compared("fail", "model.norm"), "clean against eager: fail, first model.norm"),
-        ("compare-captured-fault", compared("pass"), "was not named first, but nothing"),
-        ("captured-bare", {"status": "failed", "why": "exit code 1: no room", "s": 1.0}, "exit code 1: no room"),
-    ],
-)
+@pytest.mark.parametrize(("part", "instead", "says"), [
+    ("captured-on", served(top="0x1p-2"), "bits of the top log-probabilities of 1 of 1 answers differ"),
+    ("captured-selected", served(hash_="b"), "1 of 1 records outside the graphs differ"),
+    ("captured-on", served(inside=0), "nothing inside the model was captured"),
+    ("captured-on", served(errors=["taps: broken"]), "the probe failed: taps: broken"),
+    ("compare-captured-on", compared("fail", "model.norm"), "clean against eager: fail, first model.norm"),
+    ("compare-captured-fault", compared("pass"), "was not named first, but nothing"),
+    ("captured-bare", {"status": "failed", "why": "exit code 1: no room", "s": 1.0}, "exit code 1: no room"),
+])  # fmt: skip
 def test_whatever_is_wrong_is_said(part: str, instead: dict[str, Any], says: str) -> None:
     made = results() | {part: instead}
     assert any(says in problem for problem in way(made).problems)

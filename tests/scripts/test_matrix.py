@@ -188,17 +188,14 @@ def test_what_fails_without_the_probe_too_is_vllms_own(tmp_path: Path, monkeypat
     assert ("0.26.0/V1/plain", "0.26.0/V2/plain") in asked
 
 
-@pytest.mark.parametrize(
-    ("error", "who"),
-    [
-        ("ModuleNotFoundError: No module named 'distro'", "environment"),
-        ("ImportError: Numba needs NumPy 2.2 or less. Got NumPy 2.3.", "environment"),
-        ("RuntimeError: libtcmalloc is not found in LD_PRELOAD. Please follow", "environment"),
-        ("ImportError: cannot import name 'x' from 'vllm.v1.attention.backends.fa_utils' (vllm/v1/x.py)", "vLLM"),
-        ("ModuleNotFoundError: No module named 'vllm._C'", "vLLM"),
-        ("AssertionError: spec decode is not supported.", "vLLM"),
-    ],
-)
+@pytest.mark.parametrize(("error", "who"), [
+    ("ModuleNotFoundError: No module named 'distro'", "environment"),
+    ("ImportError: Numba needs NumPy 2.2 or less. Got NumPy 2.3.", "environment"),
+    ("RuntimeError: libtcmalloc is not found in LD_PRELOAD. Please follow", "environment"),
+    ("ImportError: cannot import name 'x' from 'vllm.v1.attention.backends.fa_utils' (vllm/v1/x.py)", "vLLM"),
+    ("ModuleNotFoundError: No module named 'vllm._C'", "vLLM"),
+    ("AssertionError: spec decode is not supported.", "vLLM"),
+])  # fmt: skip
 def test_a_package_that_is_missing_is_no_matter_of_vllm(error: str, who: str) -> None:
     assert matrix_runs.whose(error) == who
     row = a_row("0.28.0")

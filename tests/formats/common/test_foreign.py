@@ -64,11 +64,9 @@ def test_what_cannot_be_read_is_one_line_and_what_is_unknown_is_counted() -> Non
         raise FileNotFoundError(2, "No such file or directory", "x.bin")
 
     dump = dump_of(
-        Tensor("a", "x", "output.0", "float32", (1,), gone),
-        Tensor("b", "x", "output.1", "int4", (1,)),
-        Tensor("c", "x", "output.2", "float32", (-1,)),
-        Tensor("d", "x", "output.3", "float32", (1,)),
-    )
+        Tensor("a", "x", "output.0", "float32", (1,), gone), Tensor("b", "x", "output.1", "int4", (1,)),
+        Tensor("c", "x", "output.2", "float32", (-1,)), Tensor("d", "x", "output.3", "float32", (1,)),
+    )  # fmt: skip
     with pytest.raises(DumpError, match="cannot read a in there: No such file"):
         dump.read(dump.records[0])
     with pytest.raises(DumpError, match="only statistics"):

@@ -67,17 +67,14 @@ def test_a_layout_that_does_not_fit_stays_as_it_is(tmp_path: Path) -> None:
     assert open_dump(path).records[0].shape == (3, 2, 16, 16)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda b: b[:-1],
-        lambda b: b[:20],
-        lambda b: b"\xff" * 8 + b[8:],
-        lambda b: struct.pack("<Q", 0) + b[8:],
-        lambda b: b"",
-        lambda b: b[:8] + b"\xff" * (len(b) - 8),
-    ],
-)
+@pytest.mark.parametrize("spoil", [
+    lambda b: b[:-1],
+    lambda b: b[:20],
+    lambda b: b"\xff" * 8 + b[8:],
+    lambda b: struct.pack("<Q", 0) + b[8:],
+    lambda b: b"",
+    lambda b: b[:8] + b"\xff" * (len(b) - 8),
+])  # fmt: skip
 def test_files_that_are_refused(tmp_path: Path, spoil: object) -> None:
     path = ge(tmp_path / "Add.a.1.1.1795200000000000", [np.ones(4, np.float32)], [np.ones(4, np.float32)])
     path.write_bytes(spoil(path.read_bytes()))  # type: ignore[operator]

@@ -18,19 +18,16 @@ def test_wire_format() -> None:
     assert ge_dump.numbers(5) == [5]
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"\x08", "ends beyond"),
-        (b"\x08" + b"\xff" * 9 + b"\x02", "larger than 64 bits"),
-        (b"\x08" + b"\xff" * 11, "longer than ten"),
-        (b"\x12\x05ab", "ends beyond"),
-        (b"\x12" + varint(2**60) + b"ab", "ends beyond"),
-        (b"\x0b", "wire type 3"),
-        (b"\x00\x01", "field number 0"),
-        (b"\x0d\x01", "ends beyond"),
-    ],
-)
+@pytest.mark.parametrize(("data", "said"), [
+    (b"\x08", "ends beyond"),
+    (b"\x08" + b"\xff" * 9 + b"\x02", "larger than 64 bits"),
+    (b"\x08" + b"\xff" * 11, "longer than ten"),
+    (b"\x12\x05ab", "ends beyond"),
+    (b"\x12" + varint(2**60) + b"ab", "ends beyond"),
+    (b"\x0b", "wire type 3"),
+    (b"\x00\x01", "field number 0"),
+    (b"\x0d\x01", "ends beyond"),
+])  # fmt: skip
 def test_wire_format_that_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         list(ge_dump.fields(memoryview(data)))

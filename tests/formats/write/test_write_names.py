@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Layout, Record
 from vllm_accprobe.formats.write import containers
 
@@ -44,42 +42,14 @@ def test_keys() -> None:
     assert containers.key_place("0/x/other.0") is None
 
 
-def test_datasets() -> None:
-    written = containers.datasets(Dump(Path("x"), {}), RECORDS)
-    assert written == [
-        ("0", "a.fc.Linear.0.forward_params.weight"), ("0", "a.fc.Linear.0.forward_input.3"),
-        ("0", "a.fc.Linear.0.forward_input.2.1"), ("0", "a.fc.Linear.0.forward_output.0"),
-        ("0", "a.fc.Linear.0.call1.forward_output.0"), ("0", "a_b.Linear.0.forward_output.0"),
-        ("0", "a_b.Linear.1.forward_output.0"), ("10", "Module.0.forward_output.0"),
-    ]  # fmt: skip
-    assert [containers.dataset_place(name) for _, name in written[2:5]] == [
-        ("a.fc", "Linear", "input.2.1", None), ("a.fc", "Linear", "output.0", None), ("a.fc", "Linear", "output.0", 1),
-    ]  # fmt: skip
-
-
-def test_rank_files() -> None:
-    name = containers.rank_file(11, 3, "h5")
-    assert name == "globalrank-11_localrank-3.h5"
-    patterns = ((containers.H5_FILE, name), (containers.RANK_FILE, Path(name).stem))
-    assert [p.fullmatch(n)[1] for p, n in patterns] == ["11", "11"]
-
-
-def test_unused() -> None:
-    taken: set[str] = set()
-    assert [containers.unused(n, taken) for n in ("a", "a", "a~2", "a")] == ["a", "a~2", "a~2~2", "a~3"]
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("blocks.1.norm2.LayerNorm.1.forward_params.weight", ("blocks.1.norm2", "LayerNorm", "param.weight", None)),
-        ("blocks.0.fc.ColumnParalleLinear.forward_output.0", ("blocks.0.fc", "ColumnParalleLinear", "output.0", None)),
-        ("blocks.0.forward_input.2", ("blocks.0", "", "input.2", None)),
-        ("Qwen3_VisionTransformer.0.forward_output.0", ("<root>", "Qwen3_VisionTransformer", "output.0", None)),
-        ("lm_head.Linear.0.call3.forward_output.0", ("lm_head", "Linear", "output.0", 3)),
-        ("a.Linear.0.backward_input.0", ("backward.a", "Linear", "input.0", None)),
-        ("something else", ("something else", "", "output.0", None)),
-    ],
-)
+@pytest.mark.parametrize(("name", "place"), [
+    ("blocks.1.norm2.LayerNorm.1.forward_params.weight", ("blocks.1.norm2", "LayerNorm", "param.weight", None)),
+    ("blocks.0.fc.ColumnParalleLinear.forward_output.0", ("blocks.0.fc", "ColumnParalleLinear", "output.0", None)),
+    ("blocks.0.forward_input.2", ("blocks.0", "", "input.2", None)),
+    ("Qwen3_VisionTransformer.0.forward_output.0", ("<root>", "Qwen3_VisionTransformer", "output.0", None)),
+    ("lm_head.Linear.0.call3.forward_output.0", ("lm_head", "Linear", "output.0", 3)),
+    ("a.Linear.0.backward_input.0", ("backward.a", "Linear", "input.0", None)),
+    ("something else", ("something else", "", "output.0", None)),
+])  # fmt: skip
 def test_places(name: str, place: tuple[Any, ...]) -> None:
     assert containers.dataset_place(name) == place

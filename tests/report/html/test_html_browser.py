@@ -48,23 +48,6 @@ def test_first_screen_filter_and_sort(visit):
     assert errors == sorted(errors)
 
 
-def test_click_on_a_point_shows_its_pairs(visit):
-    page = visit(realistic())
-    page.wait_for_selector("#chart[data-ready]")
-    box = page.locator("#chart .origin-mark circle").last.bounding_box()  # the culprit is drawn last
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_selector("#chart .tip:not([hidden])")
-    tap = page.inner_text("#chart-readout").split(" (")[0]
-    assert tap == "model.layers.3.mlp.down_proj"
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_selector("#tap-chip:not([hidden])")
-    assert tap in page.inner_text("#tap-chip")
-    assert set(column(page, 1)) == {tap}
-    assert shown(page).startswith("24 pairs")
-    page.click("#tap-chip")
-    assert shown(page) == "2,763 pairs"
-
-
 def test_keyboard_alone(visit):
     page = visit(realistic())
     page.wait_for_selector("#chart[data-ready]")
@@ -81,16 +64,6 @@ def test_keyboard_alone(visit):
     assert "worst row rel l2" in page.inner_text("#detail")
     page.keyboard.press("Escape")
     assert page.is_hidden("#detail")
-
-
-def test_last_of_many_rows_can_be_reached(visit):
-    page = visit(comparison(pairs=[pair(tap=f"t{i}", order=i) for i in range(10_000)]))
-    page.focus("#grid")
-    page.keyboard.press("End")
-    page.wait_for_selector("#r9999")
-    assert page.locator("#body tr.row").count() < 60
-    assert page.inner_text("#r9999 td:nth-child(2)") == "t9999"
-    assert page.get_attribute("#grid", "aria-rowcount") == "10001"
 
 
 def test_hostile_names_are_text(visit):
@@ -214,17 +187,6 @@ def test_shape_of_the_error_is_said(visit):
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     assert page.inner_text("#detail .shape") == "Shape of the error: columns 400–511 of 512"
-
-
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
-def test_nothing_sticks_out(visit, width, height):
-    page = visit(with_rows(realistic()), width=width, height=height)
-    page.wait_for_selector("#heat[data-ready]")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    if width > 400:  # a telephone scrolls the table inside its box
-        assert page.evaluate("document.getElementById('grid').offsetWidth") <= width
-    tap = page.locator("#head th[data-id=order]").bounding_box()
-    assert tap["width"] > 200
 
 
 def test_a_spread_is_drawn_and_a_pair_without_one_shows_its_command(visit):

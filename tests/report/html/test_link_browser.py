@@ -87,17 +87,14 @@ def test_words_a_tree_node_and_closing_follow_too(visit):
     assert "tap=model.norm&sort=-over" in address(other)
 
 
-@pytest.mark.parametrize(
-    "hash_",
-    [
-        "pairs",
-        "%E0%A4%A&&&==&tap",
-        "tap=<img src=x onerror=window.pwned=1>&status=<b>&sort=__proto__&pair=99999999&steps=1..x&cell=9.9.9",
-        "__proto__=1&constructor=2&request=-1&layer=__proto__&pair=1e3&sort=-constructor",
-        pytest.param("tap=model.norm&find=" + "x" * 5000, id="long"),
-        "request=999999999&cell=999999999.999999999&layer=toString&pair=NaN&steps=0..1",
-    ],
-)
+@pytest.mark.parametrize("hash_", [
+    "pairs",
+    "%E0%A4%A&&&==&tap",
+    "tap=<img src=x onerror=window.pwned=1>&status=<b>&sort=__proto__&pair=99999999&steps=1..x&cell=9.9.9",
+    "__proto__=1&constructor=2&request=-1&layer=__proto__&pair=1e3&sort=-constructor",
+    pytest.param("tap=model.norm&find=" + "x" * 5000, id="long"),
+    "request=999999999&cell=999999999.999999999&layer=toString&pair=NaN&steps=0..1",
+])  # fmt: skip
 def test_a_hostile_link_is_ignored(visit, hash_):
     page = visit(with_rows(realistic()))
     page.wait_for_selector("#heat[data-ready]")

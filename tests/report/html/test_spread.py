@@ -1,27 +1,18 @@
 """What the page holds of a pair's spread: small integers, errors as parts of their peak."""
 
-import json
 import shlex
 
 import numpy as np
 from report_examples import comparison, pair
 
 from vllm_accprobe.comparison.row_table import ValueSpread
-from vllm_accprobe.report.html.data import looks_json, spread_json
+from vllm_accprobe.report.html.data import looks_json
 
 
 def _spread() -> ValueSpread:
     counts = np.arange(5)
     return ValueSpread(0, -1.0, 2.0, counts, counts[::-1], np.array([0.0, 0.5, 2.0, np.inf]), 4, 3, 5,
                        np.array([-1.0, 0.0, 0.25]), 2, 9)  # fmt: skip
-
-
-def test_errors_are_thousandths_of_a_peak_and_what_is_missing_or_infinite_is_told():
-    told = spread_json(_spread())
-    assert told["columns"] == [2.0, [0, 250, 1000, 1001]]
-    assert told["positions"] == [0.25, [-1, 0, 1000]]
-    assert (told["golden"], told["read"], told["ends"]) == ([0, 1, 2, 3, 4], [2, 9], [3, 5])
-    json.dumps(told, allow_nan=False)
 
 
 def test_spreads_go_by_the_pages_numbers_and_the_command_keeps_what_was_given():
