@@ -190,7 +190,7 @@ def finalize(error: type[BaseException], until: float = 0.0) -> None:
 
 def test_an_interrupt_that_was_dropped_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
     begun = time.monotonic()
-    # A shell starts what stands before `&` with SIGINT ignored: then no interrupt comes, the first as little as this one.
+    # A shell starts what stands before `&` with SIGINT ignored, and then Python raises no KeyboardInterrupt at all.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with insisting(), pytest.raises(KeyboardInterrupt):

@@ -51,17 +51,6 @@ def test_ways_that_come_out_the_same_are_run_once() -> None:
     assert chosen["captured"] == ("the same as compiled here: mode VLLM_COMPILE, graphs NONE, which captures nothing")
 
 
-def test_a_compilation_config_of_the_caller_goes_to_whatever_compiles(tmp_path: Path) -> None:
-    asked = Asked(tmp_path, {"compilation_config": {"backend": "eager"}, "dtype": "float16"})
-    assert "compilation_config" not in asked.args("eager", "cpu")
-    assert asked.args("captured", "cpu")["compilation_config"] == {"backend": "eager"}
-    both = asked.args("piecewise", "cuda")
-    assert both["compilation_config"] == {"backend": "eager", "cudagraph_mode": "PIECEWISE"}
-    assert (both["dtype"], both["enforce_eager"]) == ("float16", False)
-    assert "gpu_memory_utilization" in both
-    assert "gpu_memory_utilization" not in asked.args("eager", "cpu")
-
-
 def test_parts_of_a_quick_run_are_among_those_of_a_whole_one(tmp_path: Path) -> None:
     names = [
         [part.name for part in card_parts.parts(Asked(tmp_path, {}, quick), {"ways": WAYS})] for quick in (True, False)
@@ -77,14 +66,6 @@ def test_what_accprobe_needs_is_looked_for() -> None:
 
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("dependencies = [")[2].partition("]")[0]
     assert set(NEEDED) == set(re.findall(r'"(\w+)[^"]*"', text)) - {"tomli", "python_version"}
-
-
-def test_half_of_the_timed_steps_are_captured() -> None:
-    from card_engine import STEPS, WINDOW, timed_steps
-
-    named = timed_steps("tensor").split(",")
-    assert named[0] == f"{WINDOW}-{2 * WINDOW - 1}"
-    assert len(named) * WINDOW == STEPS // 2
 
 
 def test_the_environment_lets_vllm_load_both_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

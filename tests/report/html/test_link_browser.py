@@ -87,26 +87,28 @@ def test_words_a_tree_node_and_closing_follow_too(visit):
     assert "tap=model.norm&sort=-over" in address(other)
 
 
-@pytest.mark.parametrize("hash_", [
+HOSTILE = (
     "pairs",
     "%E0%A4%A&&&==&tap",
     "tap=<img src=x onerror=window.pwned=1>&status=<b>&sort=__proto__&pair=99999999&steps=1..x&cell=9.9.9",
     "__proto__=1&constructor=2&request=-1&layer=__proto__&pair=1e3&sort=-constructor",
-    pytest.param("tap=model.norm&find=" + "x" * 5000, id="long"),
+    "tap=model.norm&find=" + "x" * 5000,
     "request=999999999&cell=999999999.999999999&layer=toString&pair=NaN&steps=0..1",
-])  # fmt: skip
-def test_a_hostile_link_is_ignored(visit, hash_):
+)
+
+
+def test_a_hostile_link_is_ignored(visit):
     page = visit(with_rows(realistic()))
     page.wait_for_selector("#heat[data-ready]")
-    plain = view(page)
-    other = again(visit, page.url + "#" + hash_)
-    found = view(other)
-    if "cell=9999" in hash_:  # a place beyond the map is its last one
-        assert found.pop("cell").startswith("logits_processor, position 57")
-        plain.pop("cell")
-    assert found == plain
-    assert other.evaluate("window.pwned") is None
-    assert other.locator("img").count() == 0
+    for hash_ in HOSTILE:
+        plain, other = view(page), again(visit, page.url + "#" + hash_)
+        found = view(other)
+        if "cell=9999" in hash_:  # a place beyond the map is its last one
+            assert found.pop("cell").startswith("logits_processor, position 57")
+            plain.pop("cell")
+        assert found == plain, hash_
+        assert other.evaluate("window.pwned") is None
+        assert other.locator("img").count() == 0
 
 
 def test_words_of_a_link_and_hostile_names_stay_text(visit):
