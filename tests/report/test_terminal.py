@@ -1,10 +1,14 @@
 """The whole report on a terminal, literally."""
 
+from __future__ import annotations
+
 import io
 
 from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair, realistic
 
+from vllm_accprobe.gate.localize import LocalizePlan, LocalizeTarget, Window
 from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report.servers import planned
 
 SENTENCE = (
     "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: output.0, request 'a', "
@@ -128,3 +132,17 @@ def test_render_prints_the_lines_and_no_markup():
     result = comparison(verdict="fail", origins=[ORIGIN | {"module": "[bold]x[/bold]" + "y" * 150}], notes=[EVIL])
     terminal.render(result, Console(file=out, width=40))
     assert out.getvalue().splitlines() == terminal.lines(result)
+
+
+# --- what is said before a dig: which token, what is captured and what not. (Its end: gate/dig/test_culprit.py.) ---
+
+
+def test_what_is_captured() -> None:
+    windows = (Window(0, ("s",), 0, 0, (2000,)), Window(1, ("a", "b"), 1, 7, (40, 50)))
+    plan = LocalizePlan(LocalizeTarget("a", 7, 1046, 0.2345, 1), windows, ("one", "all"), ("1 of 3 requests",))
+    assert planned(plan) == [
+        "dig: token 7 of a (position 1,046, pass 1, all), 0.234 nats apart",
+        "  captured: s; tokens 0, at most 2,000 rows, every module",
+        "  captured: a.pass1, b.pass1; tokens 1-7, at most 14 rows, every module",
+        "  not captured: 1 of 3 requests",
+    ]
