@@ -23,12 +23,9 @@ class GateWay:
 
 
 HOSTS: dict[str, dict[str, str]] = {
-    "v1": {},
-    "v2": V2_ENV,
-    "tp2": TP2_ENV | {"ACCPROBE_TEST_FORK": "1"},
-    "threads2": {"OMP_NUM_THREADS": "2"},
+    "v1": {}, "v2": V2_ENV, "tp2": TP2_ENV | {"ACCPROBE_TEST_FORK": "1"}, "threads2": {"OMP_NUM_THREADS": "2"},
     "compiled": {},
-}
+}  # fmt: skip
 BASE: dict[str, Any] = {
     "max_model_len": 704, "max_num_seqs": 16, "max_num_batched_tokens": 256, "block_size": 32,
     "kv_cache_memory_bytes": 64 << 20,
@@ -36,21 +33,14 @@ BASE: dict[str, Any] = {
 _TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 _HITS = {"enable_prefix_caching": True}
 WAYS: dict[str, GateWay] = {
-    "base": GateWay(),
-    "chunk64": GateWay({"max_num_batched_tokens": 64}),
-    "whole": GateWay({"max_num_batched_tokens": 2048}),
-    "hits": GateWay(_HITS),
-    "hits-chunk96": GateWay(_HITS | {"max_num_batched_tokens": 96}),
-    "small-batches": GateWay({"max_num_seqs": 3}),
-    "block64": GateWay({"block_size": 64}),
-    "float32": GateWay({"dtype": "float32"}),
-    "float16": GateWay({"dtype": "float16"}),
-    "tp2": GateWay(_TP2, "tp2"),
-    "tp2-chunk64": GateWay(_TP2 | {"max_num_batched_tokens": 64}, "tp2"),
-    "v2": GateWay({}, "v2"),
-    "threads2": GateWay({}, "threads2"),
-    "compiled": GateWay({"enforce_eager": False}, "compiled"),
-}
+    "base": GateWay(), "chunk64": GateWay({"max_num_batched_tokens": 64}),
+    "whole": GateWay({"max_num_batched_tokens": 2048}), "hits": GateWay(_HITS),
+    "hits-chunk96": GateWay(_HITS | {"max_num_batched_tokens": 96}), "small-batches": GateWay({"max_num_seqs": 3}),
+    "block64": GateWay({"block_size": 64}), "float32": GateWay({"dtype": "float32"}),
+    "float16": GateWay({"dtype": "float16"}), "tp2": GateWay(_TP2, "tp2"),
+    "tp2-chunk64": GateWay(_TP2 | {"max_num_batched_tokens": 64}, "tp2"), "v2": GateWay({}, "v2"),
+    "threads2": GateWay({}, "threads2"), "compiled": GateWay({"enforce_eager": False}, "compiled"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,9 @@ from lab.options import OPTIONS, Maker
 from lab.places import RANDOM, SHARED, TRAINED, Fault, Place, planted, without
 
 SIZES = {
-    "kind": {TUNED: 40, HELD_OUT: 64},
-    "trained": {TUNED: 24, HELD_OUT: 44},
-    "two": {TUNED: 16, HELD_OUT: 33},
+    "kind": {TUNED: 40, HELD_OUT: 64}, "trained": {TUNED: 24, HELD_OUT: 44}, "two": {TUNED: 16, HELD_OUT: 33},
     "near": {TUNED: 20, HELD_OUT: 33},
-}
+}  # fmt: skip
 """Cases by group and half. Chosen: 60, 40, 30 and 30 held out, and a few more."""
 
 
@@ -150,15 +148,8 @@ def nears() -> Iterator[Case]:
     per_model = {m: [p for p in ps if p.sort in sorts] for m, ps in RANDOM.items()}
     rng = random.Random("near")
     forms = [
-        _near_all,
-        _near_jitter,
-        _near_block,
-        _near_column,
-        _near_decode,
-        _near_quarter,
-        _near_jitter,
-        _near_offset,
-    ]
+        _near_all, _near_jitter, _near_block, _near_column, _near_decode, _near_quarter, _near_jitter, _near_offset,
+    ]  # fmt: skip
     decks: dict[str, list[Place]] = {}
     turn = 0
     while True:

@@ -131,18 +131,9 @@ class Outcome:
 def _blank(pair: Pair) -> Outcome:
     """What is known before judging."""
     return Outcome(
-        pair.name,
-        pair.model,
-        pair.golden,
-        pair.mine,
-        pair.expected,
-        verdict="",
-        run_s=pair.run_s,
-        group=pair.group,
-        half=pair.half,
-        replay=pair.replay,
-        kernels=pair.kernels,
-    )
+        pair.name, pair.model, pair.golden, pair.mine, pair.expected, verdict="", run_s=pair.run_s, group=pair.group,
+        half=pair.half, replay=pair.replay, kernels=pair.kernels,
+    )  # fmt: skip
 
 
 def judge(pair: Pair) -> Outcome:
@@ -159,18 +150,11 @@ def judge(pair: Pair) -> Outcome:
     seconds, words = (pair.case.seconds, pair.case.words) if pair.case else ((), ())
     at = pair.expected[0] if pair.case else blamed.get("module")
     return replace(
-        told,
-        verdict=result.verdict,
-        culprit=modules[0] if modules else "",
-        rank=rank,
-        found=not pair.case or not seconds or any(m in modules for m in seconds),
-        factor=_factor(blamed),
-        sentence=sentence,
-        worded=_worded(words, sentence) if words else None,
-        seen=around(result, at) if at else "",
-        origins=len(modules),
-        seconds=time.monotonic() - began,
-    )
+        told, verdict=result.verdict, culprit=modules[0] if modules else "", rank=rank,
+        found=not pair.case or not seconds or any(m in modules for m in seconds), factor=_factor(blamed),
+        sentence=sentence, worded=_worded(words, sentence) if words else None, seen=around(result, at) if at else "",
+        origins=len(modules), seconds=time.monotonic() - began,
+    )  # fmt: skip
 
 
 def around(result: Any, module: str) -> str:

@@ -77,13 +77,9 @@ def _work(args: argparse.Namespace, root: Path, pairs: list[Pair]) -> int:
                 print(f"{_now()} made {line}", flush=True)
             if not args.capture_only:
                 done[pair.name] = large_judge.judge(
-                    pair,
-                    runs.at(pair.golden),
-                    runs.at(pair.mine),
-                    shlex.split(args.options),
-                    replay=args.replay,
+                    pair, runs.at(pair.golden), runs.at(pair.mine), shlex.split(args.options), replay=args.replay,
                     known=known.get(pair.name) if args.resume else None,
-                )
+                )  # fmt: skip
                 known |= done
                 large_judge.save(results, known)
                 if pair.half != HELD_OUT or args.show_held_out:

@@ -188,11 +188,7 @@ def _block(*factors: float) -> Any:
     def option(place: Place) -> Any:
         def fault(rng: random.Random) -> Fault:
             first = place.block * rng.randrange(place.columns // place.block)
-            return {
-                "kind": "scale",
-                "factor": rng.choice(factors),
-                "features": list(range(first, first + place.block)),
-            }
+            return {"kind": "scale", "factor": rng.choice(factors), "features": list(range(first, first + place.block))}
 
         return fault
 
@@ -252,35 +248,22 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "norm": _NORM,
     "first norm": (*_NORM, _any("eps", 0.02, 0.05, rows=False)),
     "later norm": (*_NORM, _any("eps", 0.5, 1.0, rows=False)),
-    "attention": (
-        *_ATTENTION,
-        _any("setting", 100, 200, rows=False, param="impl.sliding_window"),
-        _any("setting", SOFT_CAP, rows=False, param="impl.logits_soft_cap"),
-    ),
+    "attention": (*_ATTENTION, _any("setting", 100, 200, rows=False, param="impl.sliding_window"),
+                  _any("setting", SOFT_CAP, rows=False, param="impl.logits_soft_cap")),
     "capped": (*_ATTENTION, _any("setting", 0.0, 2 * SOFT_CAP, rows=False, param="impl.logits_soft_cap")),
     "windowed": (_any("setting", WINDOW - 1, WINDOW + 1, rows=False, param="impl.sliding_window"),),
-    "activation": (
-        _any("act", 1.02, 1.05),
-        _any("coarse_sigmoid", 13, 17),
-        _SCALE,
-        _column("scale", 0.012, 0.03),
-    ),
+    "activation": (_any("act", 1.02, 1.05), _any("coarse_sigmoid", 13, 17), _SCALE, _column("scale", 0.012, 0.03)),
     "rotation": (_any("angle", 1.0005, 1.002, rows=False), _any("coarse_table", 4, 5, rows=False)),
     "router": (_column("scale", 0.03), _any("coarse", 5), _SCALE),
     "experts": (lambda place: lambda rng: {"kind": "route", "factor": 1, "rows": rng.choice(place.rows)},),
     "expert": (_expert("expert", 1.03, 1.06), _SCALE),
-    "expert weights": (
-        _expert("noise", 0.05, 0.1, param="w2_weight"),
-        _expert("noise", 0.05, 0.1, param="w13_weight"),
-    ),
+    "expert weights": (_expert("noise", 0.05, 0.1, param="w2_weight"), _expert("noise", 0.05, 0.1, param="w13_weight")),
     "embedding": (_any("scale", 1.02, 1.05, rows=False), _column("scale", 0.012), _any("coarse", 5, rows=False)),
     "residual": (_any("scale", 1.02, 1.05, output=1),),
-    "head": (
-        lambda place: lambda rng: {"kind": "logits", "factor": 1.25, "features": [rng.randrange(512)]},
-        lambda place: lambda rng: {"kind": "head", "factor": 1.0, "features": [rng.randrange(512)]},
-    ),
+    "head": (lambda place: lambda rng: {"kind": "logits", "factor": 1.25, "features": [rng.randrange(512)]},
+             lambda place: lambda rng: {"kind": "head", "factor": 1.0, "features": [rng.randrange(512)]}),
     "logits": (_any("scale", 1.02, 1.05, rows=False),),
-}
+}  # fmt: skip
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
 

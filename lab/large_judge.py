@@ -136,13 +136,10 @@ def _read(result: Mapping[str, Any], expected: Sequence[str]) -> dict[str, Any]:
     rank = next((i + 1 for i, module in enumerate(modules) if module in expected), 0)
     blamed = origins[max(rank - 1, 0)] if origins else {}
     return {
-        "verdict": result["verdict"],
-        "culprit": modules[0] if modules else "",
-        "rank": rank,
-        "origins": len(modules),
+        "verdict": result["verdict"], "culprit": modules[0] if modules else "", "rank": rank, "origins": len(modules),
         "replayed": str(result.get("replayed", "")),
         "sentence": str(blamed.get("shape") or blamed.get("sentence") or ""),
-    }
+    }  # fmt: skip
 
 
 def _seen(table: Path, expected: Sequence[str]) -> float:
@@ -199,19 +196,12 @@ def total(half: str, outcomes: Iterable[Outcome]) -> Total:
     every = list(outcomes)
     faults, clean = [o for o in every if not o.clean], [o for o in every if o.clean]
     return Total(
-        half,
-        len(faults),
-        sum(o.default.verdict == "fail" for o in faults),
-        sum(o.first for o in faults),
-        len(clean),
-        sum(not o.right for o in clean),
-        sum(o.replay is not None for o in every),
-        sum(o.agrees is True for o in every),
-        max((o.default.wall_s for o in every), default=0.0),
-        max((o.default.cpu_s for o in every), default=0.0),
+        half, len(faults), sum(o.default.verdict == "fail" for o in faults), sum(o.first for o in faults), len(clean),
+        sum(not o.right for o in clean), sum(o.replay is not None for o in every), sum(o.agrees is True for o in every),
+        max((o.default.wall_s for o in every), default=0.0), max((o.default.cpu_s for o in every), default=0.0),
         max((o.default.own_mb for o in every), default=0.0),
         sum(o.default.wall_s > (REAL_WALL_S if o.group == "real" else WALL_S) for o in every),
-    )
+    )  # fmt: skip
 
 
 def load(path: Path) -> dict[str, Outcome]:

@@ -94,23 +94,13 @@ def _shared(
     p, at, h = f"{moe}.{built}", f"{moe}.experts._shared_experts._layer", 4 * 32
     return [
         Place(model, "shared", p, "shared", layers, h, culprits=(at,), rows=rows),
-        Place(
-            model, "shared.down_proj", f"{p}.down_proj", "linear", layers, h, culprits=(f"{at}.down_proj",), rows=rows
-        ),
-        Place(
-            model,
-            "shared.gate_up_proj",
-            f"{p}.gate_up_proj",
-            "linear",
-            layers,
-            2 * inner,
-            culprits=(f"{at}.gate_up_proj",),
-            rows=rows,
-        ),
-        Place(
-            model, "shared.act_fn", f"{p}.act_fn", "activation", layers, inner, culprits=(f"{at}.act_fn",), rows=rows
-        ),
-    ]
+        Place(model, "shared.down_proj", f"{p}.down_proj", "linear", layers, h, culprits=(f"{at}.down_proj",),
+              rows=rows),
+        Place(model, "shared.gate_up_proj", f"{p}.gate_up_proj", "linear", layers, 2 * inner,
+              culprits=(f"{at}.gate_up_proj",), rows=rows),
+        Place(model, "shared.act_fn", f"{p}.act_fn", "activation", layers, inner, culprits=(f"{at}.act_fn",),
+              rows=rows),
+    ]  # fmt: skip
 
 
 _L = "model.layers"
@@ -216,13 +206,10 @@ def _trained(places: Sequence[Place]) -> list[Place]:
 
 
 RANDOM: dict[str, list[Place]] = {
-    "qwen2": dense_model("qwen2", 4, 128, 256, True),
-    "llama": dense_model("llama", 3, 128, 256, False),
-    "qwen2-moe": _qwen2_moe("qwen2-moe", 3, 128, 96),
-    "mixtral": _mixtral(),
-    "deepseek-v2": _deepseek("deepseek-v2", 3, 128, 256, 384, 32, 64),
-    "qwen2.5-vl": _pictures(),
-}
+    "qwen2": dense_model("qwen2", 4, 128, 256, True), "llama": dense_model("llama", 3, 128, 256, False),
+    "qwen2-moe": _qwen2_moe("qwen2-moe", 3, 128, 96), "mixtral": _mixtral(),
+    "deepseek-v2": _deepseek("deepseek-v2", 3, 128, 256, 384, 32, 64), "qwen2.5-vl": _pictures(),
+}  # fmt: skip
 TRAINED: dict[str, list[Place]] = {
     "trained-qwen2": _trained(dense_model("trained-qwen2", 4, 256, 512, True)),
     "trained-llama": _trained(dense_model("trained-llama", 4, 256, 512, False)),

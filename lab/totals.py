@@ -36,13 +36,10 @@ def _needed(first: str = "0", fail: str = "0", both: str = "0") -> Needed:
 
 
 NEEDED: dict[str, Needed] = {
-    "handwritten": _needed("0.95", "0.975"),
-    "kind/serial": _needed("0.97", "0.98"),
-    "kind/float32": _needed("0.92", "0.95"),
-    "trained/float32": _needed("0.88", "0.92"),
-    "two/float32": _needed("0.95", both="0.8"),
-    "near/float32": _needed(fail="0.6"),
-}
+    "handwritten": _needed("0.95", "0.975"), "kind/serial": _needed("0.97", "0.98"),
+    "kind/float32": _needed("0.92", "0.95"), "trained/float32": _needed("0.88", "0.92"),
+    "two/float32": _needed("0.95", both="0.8"), "near/float32": _needed(fail="0.6"),
+}  # fmt: skip
 """Chosen: what is asked for, by group and golden; other groups are shown and must reach nothing. No clean pair may
 raise an alarm."""
 
@@ -125,18 +122,11 @@ def _total(group: str, half: str, replay: bool, outcomes: Sequence[Outcome]) -> 
     clean = [o for o in outcomes if o.clean]
     twos = [o for o in faults if o.group == "two"]
     return Total(
-        group,
-        half,
-        replay,
-        faults=len(faults),
-        fail=sum(o.verdict == "fail" for o in faults),
-        first=sum(o.first for o in faults),
-        twos=len(twos),
-        both=sum(o.verdict == "fail" and o.rank > 0 and o.found for o in twos),
-        clean=len(clean),
-        alarms=sum(not o.right for o in clean),
-        errors=sum(o.verdict not in ("pass", "fail") for o in outcomes),
-    )
+        group, half, replay, faults=len(faults), fail=sum(o.verdict == "fail" for o in faults),
+        first=sum(o.first for o in faults), twos=len(twos),
+        both=sum(o.verdict == "fail" and o.rank > 0 and o.found for o in twos), clean=len(clean),
+        alarms=sum(not o.right for o in clean), errors=sum(o.verdict not in ("pass", "fail") for o in outcomes),
+    )  # fmt: skip
 
 
 HEAD = ("group", "half", "replay", "verdict fail", "culprit first", "both named", "alarms of clean pairs", "missed")
@@ -189,10 +179,8 @@ def page(outcomes: Sequence[Outcome], *, held_out: bool = False, details: bool =
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(o)) + " |" for o in shown]
     if details:
         lines += [
-            "",
-            "The worst row's error at the planted module (or the one accused), in units of 2^-8; seconds:",
-            "",
-        ]
+            "", "The worst row's error at the planted module (or the one accused), in units of 2^-8; seconds:", "",
+        ]  # fmt: skip
         lines += [f"- {'' if o.right else '**BAD** '}{o.name} ({o.golden} → {o.mine}): {_told(o)}" for o in shown]
     return "\n".join([*lines, ""])
 

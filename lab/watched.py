@@ -44,15 +44,9 @@ def run(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, cores: int
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            command,
-            env=dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, allowed),
-        )
+            command, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, allowed),
+        )  # fmt: skip
     own = rss = largest = 0
     while True:
         pid, status, used = os.wait4(process.pid, os.WNOHANG)
@@ -67,15 +61,9 @@ def run(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, cores: int
         time.sleep(EVERY_S)
     process.returncode = os.waitstatus_to_exitcode(status)
     return Measured(
-        process.returncode,
-        time.monotonic() - began,
-        used.ru_utime + used.ru_stime,
-        own / 1024,
-        rss / 1024,
-        largest / 1024,
-        out.read_text(errors="replace"),
-        err.read_text(errors="replace"),
-    )
+        process.returncode, time.monotonic() - began, used.ru_utime + used.ru_stime, own / 1024, rss / 1024,
+        largest / 1024, out.read_text(errors="replace"), err.read_text(errors="replace"),
+    )  # fmt: skip
 
 
 def tree(pid: int) -> Iterator[int]:

@@ -50,26 +50,18 @@ _SHARED = [Ask([*prompt(64, 9), *prompt(10, i)], 8) for i in range(3)]
 _SWAPPED = [VISION[2], VISION[0], VISION[1]]
 
 WAYS: dict[str, Way] = {
-    "serial": Way(how="serial"),
-    "serial-again": Way(how="serial"),
-    "mixed": Way(engine={"max_num_batched_tokens": 96}),
-    "mixed-again": Way(engine={"max_num_batched_tokens": 96}),
-    "chunk32": Way(engine={"max_num_batched_tokens": 32}),
+    "serial": Way(how="serial"), "serial-again": Way(how="serial"), "mixed": Way(engine={"max_num_batched_tokens": 96}),
+    "mixed-again": Way(engine={"max_num_batched_tokens": 96}), "chunk32": Way(engine={"max_num_batched_tokens": 32}),
     "staggered": Way(how="staggered", engine={"max_num_batched_tokens": 64}),
-    "float32": Way(how="serial", engine={"dtype": "float32"}),
-    "tp2": Way("tp2", engine=_TP2),
-    "tp2-mixed": Way("tp2", engine=_TP2 | {"max_num_batched_tokens": 96}),
-    "v2": Way("v2"),
-    "block64": Way(engine={"block_size": 64}),
-    "alone-shared": Way(how="serial", asks=_SHARED),
+    "float32": Way(how="serial", engine={"dtype": "float32"}), "tp2": Way("tp2", engine=_TP2),
+    "tp2-mixed": Way("tp2", engine=_TP2 | {"max_num_batched_tokens": 96}), "v2": Way("v2"),
+    "block64": Way(engine={"block_size": 64}), "alone-shared": Way(how="serial", asks=_SHARED),
     "prefix": Way(how="serial", asks=_SHARED, engine={"enable_prefix_caching": True, "block_size": 32}),
     "alone-guessable": Way(how="serial", asks=_GUESSABLE),
-    "ngram": Way(asks=_GUESSABLE, engine={"speculative_config": _NGRAM}),
-    "alone-long": Way(how="serial", asks=_LONG),
+    "ngram": Way(asks=_GUESSABLE, engine={"speculative_config": _NGRAM}), "alone-long": Way(how="serial", asks=_LONG),
     "preempted": Way(asks=_LONG, engine={"num_gpu_blocks_override": 9, "block_size": 32, "max_model_len": 256}),
-    "pictures-swapped": Way(asks=_SWAPPED),
-    TRANSFORMERS: Way(TRANSFORMERS, how="serial"),
-}
+    "pictures-swapped": Way(asks=_SWAPPED), TRANSFORMERS: Way(TRANSFORMERS, how="serial"),
+}  # fmt: skip
 EASY = ("serial", "mixed")
 """Goldens against which everything upstream of a fault is bit-identical where, as in vLLM's CPU build with one thread,
 a row's numbers do not depend on its batch. They do on most other machines."""

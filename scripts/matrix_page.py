@@ -84,11 +84,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
     out = _table(_COLUMNS, [_first(row) for row in rows])
     names = list(dict.fromkeys(name for row in ran for name in row["cases"] if name not in ("plain", "again")))
     errors = _Errors()
-    out += ["", *_table(("release", *names), [_further(row, names, errors) for row in ran])]
+    out += ["", *(f"- {name}: {_further(name, ran, errors)}" for name in names), ""]
     notes = [f"- {_names(of)}: {where}" for where, of in _grouped(rows, _where)]
     notes += [f"- {_name(row)}: {note}" for row in rows for note in _notes(row)]
     notes += [f"- [{number}] {_cell(error)}" for error, number in errors.items()]
-    return [*out, "", *notes]
+    return [*out, *notes]
 
 
 class _Errors(dict[str, int]):
@@ -159,19 +159,19 @@ def _itself(again: Row) -> str:
     return _short(one) if one else "-"
 
 
-def _further(row: Row, names: Sequence[str], errors: _Errors) -> Sequence[str]:
-    cells = []
-    for name in names:
-        case = row["cases"].get(name)
-        if case is None:
-            cells.append("-")
-        elif "error" in case:
-            cells.append(errors.of(case))
-        else:
-            cells.append("; ".join(_short(one) for one in case["compared"].values()) or "0.32's own")
-            if "drafted" in case:
-                cells[-1] += f"; {case['accepted']} of {case['drafted']} drafts accepted"
-    return [_name(row), *cells]
+def _further(name: str, rows: Sequence[Row], errors: _Errors) -> str:
+    """What came of a case, and in which rows, the most frequent last and without their names."""
+    ran = [row for row in rows if name in row["cases"]]
+    found = sorted(_grouped(ran, lambda row: _outcome(row["cases"][name], errors)), key=lambda one: len(one[1]))
+    said = [f"{_cell(what)} ({_names(of)})" for what, of in found[:-1]]
+    return "; ".join([*said, ("else " if said else "") + _cell(found[-1][0])])
+
+
+def _outcome(case: Row, errors: _Errors) -> str:
+    if "error" in case:
+        return errors.of(case)
+    said = "; ".join(_verdict(one) if "error" not in one else one["error"] for one in case["compared"].values())
+    return (said or "0.32's own") + (f", {case['accepted']} of {case['drafted']} drafts" if "drafted" in case else "")
 
 
 def _notes(row: Row) -> list[str]:

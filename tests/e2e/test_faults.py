@@ -17,19 +17,10 @@ from lab.cases import CASES, Case
 pytestmark = pytest.mark.engine
 
 DOZEN: dict[str, dict[str, Any]] = {
-    "norm-eps": {},
-    "rope-one-percent": {},
-    "softmax-scale": {},
-    "one-head": {},
-    "kv-slot-zero": {"position": 21},
-    "down-weight-row": {},
-    "decode-only": {"phase": "decode"},
-    "one-position": {"position": 45},
-    "logits-scale": {},
-    "sampler": {},
-    "one-expert": {},
-    "merger": {},
-}
+    "norm-eps": {}, "rope-one-percent": {}, "softmax-scale": {}, "one-head": {}, "kv-slot-zero": {"position": 21},
+    "down-weight-row": {}, "decode-only": {"phase": "decode"}, "one-position": {"position": 45}, "logits-scale": {},
+    "sampler": {}, "one-expert": {}, "merger": {},
+}  # fmt: skip
 """Names of cases, and what the first origin must say besides the module."""
 HANDFUL = ("norm-eps", "kv-slot-zero", "down-weight-row", "decode-only", "sampler", "merger")
 """A module of its own, the cache, a parameter, one phase, what has no tensor output, a picture's encoder."""

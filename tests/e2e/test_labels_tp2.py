@@ -28,12 +28,9 @@ def labelled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iter
     root = tmp_path_factory.mktemp("labelled")
     paths = [ROOT / "tests" / "labels" / "plugin", ROOT / "lab" / "planted"]
     env = {
-        **TP2_ENV,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "ACCPROBE_LABELLED": "layer=2,rank=1",
-        "ATB_OUTPUT_DIR": str(root / "atb"),
-        "ACCPROBE_XRAY": str(root / "xray"),
-    }
+        **TP2_ENV, "PYTHONPATH": os.pathsep.join(map(str, paths)), "ACCPROBE_LABELLED": "layer=2,rank=1",
+        "ATB_OUTPUT_DIR": str(root / "atb"), "ACCPROBE_XRAY": str(root / "xray"),
+    }  # fmt: skip
     host = engines.new_host(root / "log", env)
     try:
         yield host.capture(

@@ -57,12 +57,10 @@ def test_a_grammar_in_one_run_is_said_and_nobody_blamed(engines: Engines, compar
 @pytest.mark.parametrize("host", ["v1", "v2"])
 def test_everything_else_that_masks_is_named(engines: Engines, host: str) -> None:
     ways: dict[str, dict[str, Any]] = {
-        "allowed token ids": {"allowed_token_ids": list(range(100, 140))},
-        "bad words": {"bad_words": ["the", "fox"]},
-        "a logit bias": {"logit_bias": {300: 50.0}},
-        "penalties": {"repetition_penalty": 1.5},
+        "allowed token ids": {"allowed_token_ids": list(range(100, 140))}, "bad words": {"bad_words": ["the", "fox"]},
+        "a logit bias": {"logit_bias": {300: 50.0}}, "penalties": {"repetition_penalty": 1.5},
         "a minimum of tokens": {"min_tokens": 8, "stop_token_ids": [77]},
-    }
+    }  # fmt: skip
     asks = [Ask(prompt(10, i), 8, sampling=sampling) for i, sampling in enumerate(ways.values())]
     run = engines.run(f"masks-kinds-{host}", asks=[*asks, Ask(prompt(10, 9), 8)], host=host)
     assert masks(run) == {f"ask-{i}": {(word,)} for i, word in enumerate(ways)}

@@ -189,7 +189,7 @@ def test_what_a_model_calls_is_there_with_its_place(engines: Engines, dumps: Any
 
 def test_modules_and_tokens_are_what_they_are_without(engines: Engines, dumps: Any, compared: Any) -> None:
     run, _ = dumps("qwen2")
-    plain = engines.run("qwen2-no-operators", "qwen2", FIVE)
+    plain = engines.run("plain")
     assert run.tokens == plain.tokens
     result = compared(plain, run)
     assert result.verdict == "pass", explain(result)
@@ -211,7 +211,7 @@ def test_a_sample_is_small_and_complete_and_another_run_is_clean(engines: Engine
     assert set(calls) - set(kept) <= {"aten.fill_.Tensor"}
     assert all("min" in t for c in dump.ops for t in inputs(c) if t["shape"] and 0 not in t["shape"]
                and not t.get("fresh"))  # fmt: skip
-    without = _stored(engines.run("qwen2-no-operators", "qwen2", FIVE).dump)
+    without = _stored(engines.run("plain").dump)
     # each weight is stored where aten.linear takes it, in a sample as in the whole; of the rest a quarter is left
     assert _stored(run.dump) - without < 0.6 * (_stored(full.dump) - without)
     result = compared(full, run)

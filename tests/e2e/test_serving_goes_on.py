@@ -43,12 +43,9 @@ def read_back(dump: Dump) -> int:
 
 def ask(url: str, name: str, tokens: int) -> str:
     body = {
-        "model": "tiny",
-        "prompt": f"Tell me about {name} " * 6,
-        "max_tokens": tokens,
-        "temperature": 0,
+        "model": "tiny", "prompt": f"Tell me about {name} " * 6, "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True,
-    }
+    }  # fmt: skip
     headers = {"Content-Type": "application/json", "X-Request-Id": name}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as response:
@@ -175,30 +172,3 @@ def test_an_unusable_directory_stops_the_server_with_one_line(
         f"VLLM_ACCPROBE_DIR={tmp_path}/file/dump: Not a directory; name a directory that can be written"
     ]
     assert "Traceback" not in (tmp_path / "log").read_text()
-
-
-def test_compiled_as_configured_is_skipped_loudly(engines: Engines, tmp_path: Path) -> None:
-    """Its tokens are those of a compiled engine without the probe: eager arithmetic may honestly decide a near tie
-    otherwise, and does so with the kernels for AVX2."""
-    model = engines.model("qwen2")
-    host = engines.new_host(tmp_path / "log", {"VLLM_CPU_CI_ENV": "1"})
-    bare = engines.new_host(tmp_path / "bare.log", {"VLLM_CPU_CI_ENV": "1"}, probe=False)
-    try:
-        graphs = {"VLLM_ACCPROBE_GRAPHS": "1", "VLLM_ACCPROBE_GRAPH_MB": "0"}
-        run = host.capture(model, FIVE, out=tmp_path / "dump", env=graphs, enforce_eager=False)
-        host.close()  # the second engine finds what the first has compiled
-        control = bare.capture(model, FIVE, out=tmp_path / "no-dump", enforce_eager=False)
-    finally:
-        host.close()
-        bare.close()
-    assert control.dump is None
-    assert run.dump is not None
-    found = open_dump(run.dump)
-    assert not found.run["engine"]["eager"]
-    taps = {r.tap for r in found.records if r.step is not None}
-    assert {"<root>", "logits_processor", "lm_head", "sampler"} <= taps
-    unseen = {s.tap: s.reason for s in found.skips}
-    assert unseen["model"] == "compiled by torch.compile, which calls past its own tap"
-    assert "model.layers.0.mlp.down_proj" in unseen
-    assert any("compiles or captures graphs" in line for line in said(host.log))
-    assert run.tokens == control.tokens

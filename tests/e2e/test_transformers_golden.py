@@ -60,12 +60,10 @@ def test_an_honest_run_passes_and_nearly_everything_is_compared(
 
 
 FAULTS = {
-    "llama": [
-        {"kind": "scale", "module": "model.layers.1.mlp.down_proj", "factor": 1.2},
-        {"kind": "rope", "module": "model.layers.0.self_attn.rotary_emb", "factor": 1.1},
-    ],
+    "llama": [{"kind": "scale", "module": "model.layers.1.mlp.down_proj", "factor": 1.2},
+              {"kind": "rope", "module": "model.layers.0.self_attn.rotary_emb", "factor": 1.1}],
     "qwen2.5-vl": [{"kind": "scale", "module": "visual.blocks.1.mlp.down_proj", "factor": 1.2}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from safetensors.torch import save_file
 from support.peer_dumps import FIELDS, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
 
 
@@ -54,31 +51,6 @@ def test_two_files_of_two_kinds(pair: Path, name: str, golden: str, mine: str) -
     assert (row.golden, row.mine) == (golden.partition("/")[2], mine.partition("/")[2])
     for f in FIELDS:
         assert getattr(row, f) == pytest.approx(wanted[f], rel=1e-6, abs=1e-15)
-
-
-@pytest.mark.parametrize("cut", [0, 10, 100, 700])
-def test_torn_files(tmp_path: Path, pair: Path, cut: int) -> None:
-    for kind in ("pt", "pth", "npy", "npz", "safetensors", "bin"):
-        whole = (pair / "golden" / kind / f"fp32.{kind}").read_bytes()
-        path = tmp_path / f"x.{kind}"
-        path.write_bytes(whole[: min(cut, len(whole) - 1)])
-        with pytest.raises(DumpError, match=str(path)):
-            open_dump(path)
-
-
-def test_headers_that_announce_too_much(tmp_path: Path) -> None:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "shape": (10**18,), "fortran_order": False})
-    (tmp_path / "x.npy").write_bytes(header.getvalue() + b"\0" * 64)
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    np.savez_compressed(tmp_path / "bomb.npz", a=np.zeros(1 << 20))
-    whole = bytearray((tmp_path / "bomb.npz").read_bytes())
-    at = whole.rfind(b"PK\x01\x02")
-    whole[at + 24 : at + 28] = struct.pack("<I", 3 << 30)  # the size that it says to have, unpacked
-    (tmp_path / "bomb.npz").write_bytes(bytes(whole))
-    for name in ("x.npy", "x.safetensors", "bomb.npz"):
-        with pytest.raises(DumpError):
-            open_dump(tmp_path / name)
 
 
 def test_safetensors_and_a_folder(tmp_path: Path) -> None:

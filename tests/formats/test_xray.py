@@ -11,9 +11,7 @@ import pytest
 from support.peer_dumps import FIELDS, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.formats.io import hdf5
 
 
 def check(wanted: dict[str, Any], comparison: Any) -> int:
@@ -138,14 +136,3 @@ def test_what_leads_out_of_the_file_is_not_followed(tmp_path: Path) -> None:
     assert [r.name for r in dump.records] == ["good.Linear.0.forward_output.0"]
     assert sorted(s.tap for s in dump.skips) == ["external", "huge", "huge chunks", "virtual"]
     assert sum("not followed" in p for p in dump.problems) == 2
-
-
-def test_damaged_files(tmp_path: Path) -> None:
-    pair = unpack("d_xray_h5", tmp_path)
-    whole = next((pair / "golden").glob("*.h5")).read_bytes()
-    cut = tmp_path / "cut.h5"
-    for size in (0, 100, len(whole) // 2):
-        cut.write_bytes(whole[:size])
-        with pytest.raises(DumpError):
-            open_dump(cut)
-    assert not hdf5.is_hdf5(tmp_path / "d_xray_h5/golden/globalrank-0_localrank-0_summary.csv")

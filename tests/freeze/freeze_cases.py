@@ -86,14 +86,11 @@ for name, both in (
 ):
     case(f"plan-{name}", f"compare corpus/{both} --plan")
 case(
-    "rejudge",
-    "compare corpus/clean corpus/faulty --no-replay -q -o {out}/a",
-    "compare --rejudge {out}/a -o {out}/b",
+    "rejudge", "compare corpus/clean corpus/faulty --no-replay -q -o {out}/a", "compare --rejudge {out}/a -o {out}/b",
     "compare --rejudge {out}/a --standard strict -o {out}/c",
     "compare --rejudge {out}/a --standard ait -o {out}/d --format markdown",
-    "compare --rejudge {out}/a --false-alarm-rate 1e-6 -o {out}/e -q",
-    keep=("[bcd]/*.json",),
-)
+    "compare --rejudge {out}/a --false-alarm-rate 1e-6 -o {out}/e -q", keep=("[bcd]/*.json",),
+)  # fmt: skip
 case(
     "mapping",
     "compare corpus/clean corpus/faulty --no-replay --op-mapping-file corpus/bad-text.txt -o {out}/a",
@@ -101,25 +98,14 @@ case(
     " --op-mapping-file corpus/e_atb_vs_torch/op_mapping",
     keep=FEW,
 )
+case("replay", "compare corpus/norms corpus/norms-faulty -o {out}/a", "compare --rejudge {out}/a -q -o {out}/b")
 case(
-    "replay",
-    "compare corpus/norms corpus/norms-faulty -o {out}/a",
-    "compare --rejudge {out}/a -q -o {out}/b",
-)
-case(
-    "usage",
-    "--version",
-    "compare corpus/clean",
-    "compare corpus/nowhere corpus/clean",
-    "compare corpus/clean corpus/faulty --nonsense",
-    "compare corpus/clean corpus/faulty --standard lax",
-    "compare corpus/clean corpus/faulty --false-alarm-rate 2",
-    "compare --rejudge corpus/nowhere",
-    "compare corpus/clean corpus/faulty --taps nothing* --no-replay -o {out}/x",
-    "sumary x",
-    "summary",
+    "usage", "--version", "compare corpus/clean", "compare corpus/nowhere corpus/clean",
+    "compare corpus/clean corpus/faulty --nonsense", "compare corpus/clean corpus/faulty --standard lax",
+    "compare corpus/clean corpus/faulty --false-alarm-rate 2", "compare --rejudge corpus/nowhere",
+    "compare corpus/clean corpus/faulty --taps nothing* --no-replay -o {out}/x", "sumary x", "summary",
     "opdiff corpus/nowhere corpus/clean",
-)
+)  # fmt: skip
 
 # --- compare: other tools' dumps ---
 
@@ -154,53 +140,23 @@ pair("h5-npz", "plain.h5", "plain.npz", keep=FEW)
 for standard in ("strict", "xray", "msprobe", "msprobe-1.0", "ait", "mindspore"):
     pair(f"sglang-by-{standard}", "b_sglang_tp/golden", "b_sglang_tp/mine", f"--standard {standard}", thin=True)
     pair(
-        f"msprobe-by-{standard}",
-        "a_msprobe_tensor/golden",
-        "a_msprobe_tensor/mine",
-        f"--standard {standard} -q",
+        f"msprobe-by-{standard}", "a_msprobe_tensor/golden", "a_msprobe_tensor/mine", f"--standard {standard} -q",
         keep=FEW,
-    )
+    )  # fmt: skip
 
 # --- compare: what is no dump, or means harm ---
 
 BAD = ("bad-truncated", "bad-empty", "bad-garbage", "bad-nothing", "bad-text.txt", "bad-run")
 HOSTILE = (
-    "ge_length",
-    "ge_shape",
-    "ge_deep",
-    "atb_long_header",
-    "atb_shape",
-    "sglang_pickle",
-    "msit_pickle",
-    "link_out",
-    "loop",
-    "fifo",
-    "deep",
-    "fx_object",
-)
+    "ge_length", "ge_shape", "ge_deep", "atb_long_header", "atb_shape", "sglang_pickle", "msit_pickle", "link_out",
+    "loop", "fifo", "deep", "fx_object",
+)  # fmt: skip
 PACKED = (
-    "pickle_exec_pt/x.pt",
-    "pickle_exec_legacy/x.pth",
-    "npy_object/x.npy",
-    "npy_1e18/x.npy",
-    "npz_bomb",
-    "st_header_2p60/x.safetensors",
-    "st_overlap/x.safetensors",
-    "truncated/x.npy",
-    "truncated/x.bin",
-    "truncated/x.pt",
-    "truncated/x.npz",
-    "truncated/x.h5",
-    "zero_byte/x.pt",
-    "msprobe_traversal",
-    "json_deep_list",
-    "h5_external_link",
-    "h5_petabyte",
-    "atb_no_end",
-    "atb_dims_negative",
-    "atb_dims_text",
-    "hostile_names",
-)
+    "pickle_exec_pt/x.pt", "pickle_exec_legacy/x.pth", "npy_object/x.npy", "npy_1e18/x.npy", "npz_bomb",
+    "st_header_2p60/x.safetensors", "st_overlap/x.safetensors", "truncated/x.npy", "truncated/x.bin", "truncated/x.pt",
+    "truncated/x.npz", "truncated/x.h5", "zero_byte/x.pt", "msprobe_traversal", "json_deep_list", "h5_external_link",
+    "h5_petabyte", "atb_no_end", "atb_dims_negative", "atb_dims_text", "hostile_names",
+)  # fmt: skip
 case("bad", *(f"compare corpus/plain corpus/{b} --no-replay -o {{out}}/{b}" for b in BAD), keep=FEW)
 case("bad-summary", *(f"summary corpus/{b}" for b in BAD))
 case("bad-others", *(f"{c} corpus/{b}" for c in ("formats", "opcheck -j 0", "labels") for b in BAD[1:4]))

@@ -36,29 +36,23 @@ for dump in (
 ):
     case(f"summary-{dump.replace('/', '-')}", f"summary corpus/{dump} --limit 12")
 case(
-    "summary-options",
-    "summary corpus/plain *down* --step 1-2 --role output.*",
+    "summary-options", "summary corpus/plain *down* --step 1-2 --role output.*",
     "summary corpus/plain --request chat-2 --limit 3",
-    "summary corpus/plain-two-ranks --rank 1 --step 0 --csv {out}/x.csv --limit 1",
-    "summary corpus/probed --ops",
-    "summary corpus/ops *::*",
-    "summary corpus/plain no.such",
-)
+    "summary corpus/plain-two-ranks --rank 1 --step 0 --csv {out}/x.csv --limit 1", "summary corpus/probed --ops",
+    "summary corpus/ops *::*", "summary corpus/plain no.such",
+)  # fmt: skip
 case("summary-msprobe", "summary corpus/a_msprobe_tensor/golden --limit 5 --csv {out}/x.csv", thin=True)
 case("summary-torchair", "summary corpus/f_torchair/ge_mine --limit 5 --csv {out}/x.csv", thin=True)
 case(
-    "show",
-    "show corpus/plain model.layers.0.mlp.down_proj --role output.0 --step 2",
+    "show", "show corpus/plain model.layers.0.mlp.down_proj --role output.0 --step 2",
     "show corpus/plain model.layers.0.mlp.down_proj/output.0 --step 0 --rows 0,2-3",
     "show corpus/plain model.embed_tokens --request chat-1 --position 0-1 --step 0 --role output.0",
     "show corpus/plain model.layers.0.mlp.down_proj --role output.0 --step 0 --save {out}/x.npy",
     "show corpus/plain model.layers.0.mlp.down_proj --role output.0 --step 0 --save {out}/x.safetensors",
     "show corpus/plain-stats model.embed_tokens --role output.0 --step 0",
-    "show corpus/clean model.norm --role output.0 --step 0",
-    "show corpus/plain model.embed_tokens",
-    "show corpus/plain nothing",
-    "show corpus/plain.h5 model.embed_tokens --role output.0 --step 0",
-)
+    "show corpus/clean model.norm --role output.0 --step 0", "show corpus/plain model.embed_tokens",
+    "show corpus/plain nothing", "show corpus/plain.h5 model.embed_tokens --role output.0 --step 0",
+)  # fmt: skip
 case(
     "convert",
     *(f"convert corpus/{d} {{out}}/{d}{e}" for d in ("plain", "faulty") for e in (".h5", ".npz", ".safetensors")),
@@ -68,11 +62,9 @@ case(
     "convert corpus/plain {out}/plain.npz",
 )
 case(
-    "convert-foreign",
-    "convert corpus/sglang-four {out}/x.npz",
-    "convert corpus/plain.h5 {out}/back.safetensors",
+    "convert-foreign", "convert corpus/sglang-four {out}/x.npz", "convert corpus/plain.h5 {out}/back.safetensors",
     keep=(),
-)
+)  # fmt: skip
 case(
     "repair",
     *(
@@ -120,14 +112,11 @@ case(
 )
 case("opcheck-process", "opcheck corpus/calls -o {out}/h -j 1 --ops RMSNorm")
 case(
-    "gentest",
-    "gentest corpus/calls-attention --failed -o {out}/t",
-    "gentest corpus/calls --ops RMSNorm -n 2 -o {out}/u",
-    "gentest corpus/ops --ops * -o {out}/v",
-    "gentest corpus/calls -o {out}/w",
-    "gentest corpus/calls --ops Nothing -o {out}/w",
+    "gentest", "gentest corpus/calls-attention --failed -o {out}/t",
+    "gentest corpus/calls --ops RMSNorm -n 2 -o {out}/u", "gentest corpus/ops --ops * -o {out}/v",
+    "gentest corpus/calls -o {out}/w", "gentest corpus/calls --ops Nothing -o {out}/w",
     keep=("[tv]/*.py", "[tv]/*.md", "[tv]/*.ini", "t/*.json"),
-)
+)  # fmt: skip
 for standard in ("msprobe", "msprobe-1.0", "operator", "ait", "xray"):
     case(f"opdiff-{standard}", f"opdiff corpus/opdiff-gpu corpus/opdiff-npu --standard {standard} -o {{out}}/o")
 case(
@@ -139,34 +128,23 @@ case(
     "opdiff corpus/opdiff-gpu corpus/bad-text.txt -o {out}/d",
 )
 case(
-    "opdiff-of-opcheck",
-    "opcheck corpus/calls -j 0 -o {out}/gpu",
-    "opcheck corpus/calls-norm -j 0 -o {out}/npu",
-    "opdiff {out}/gpu {out}/npu -o {out}/o",
-    keep=("o/*",),
-)
+    "opdiff-of-opcheck", "opcheck corpus/calls -j 0 -o {out}/gpu", "opcheck corpus/calls-norm -j 0 -o {out}/npu",
+    "opdiff {out}/gpu {out}/npu -o {out}/o", keep=("o/*",),
+)  # fmt: skip
 case("labels", "labels corpus/labels -o {out}/a", keep=(*TEXTS, "*.html"))
 case(
-    "labels-options",
-    "labels corpus/labels -o {out}/b --limit 1 -v",
-    "labels corpus/plain -o {out}/c",
-    "labels corpus/labels --acl corpus/nowhere",
-    keep=FEW,
-)
+    "labels-options", "labels corpus/labels -o {out}/b --limit 1 -v", "labels corpus/plain -o {out}/c",
+    "labels corpus/labels --acl corpus/nowhere", keep=FEW,
+)  # fmt: skip
 case(
-    "calibrate",
-    "calibrate corpus/clean corpus/noisy corpus/chunked -o {out}/a",
+    "calibrate", "calibrate corpus/clean corpus/noisy corpus/chunked -o {out}/a",
     "compare corpus/clean corpus/faulty --no-replay --floor {out}/a -o {out}/b",
-    "calibrate corpus/clean corpus/clean -o {out}/c",
-    "calibrate corpus/clean corpus/other-prompt -o {out}/d",
-    keep=FEW,
-)
+    "calibrate corpus/clean corpus/clean -o {out}/c", "calibrate corpus/clean corpus/other-prompt -o {out}/d", keep=FEW,
+)  # fmt: skip
 case(
-    "profile",
-    "calibrate corpus/machine --profile -o {out}/a",
-    "compare corpus/machine corpus/machine-odd --no-replay --floor {out}/a -o {out}/b -q",
-    keep=("*.json",),
-)
+    "profile", "calibrate corpus/machine --profile -o {out}/a",
+    "compare corpus/machine corpus/machine-odd --no-replay --floor {out}/a -o {out}/b -q", keep=("*.json",),
+)  # fmt: skip
 case(
     "formats",
     "formats",
@@ -194,13 +172,9 @@ case(
     ),
 )
 case(
-    "patches",
-    "patches list",
-    "patches list -v",
-    "patches check --source corpus/plain",
-    "patches list nothing",
+    "patches", "patches list", "patches list -v", "patches check --source corpus/plain", "patches list nothing",
     "patches fit",
-)
+)  # fmt: skip
 case(
     "errcheck",
     *(

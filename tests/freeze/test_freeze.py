@@ -47,23 +47,20 @@ def test_nothing_is_expected_of_a_case_that_is_gone() -> None:
     assert sum(p.stat().st_size for p in freeze_run.EXPECTED.rglob("*") if p.is_file()) < 2_000_000
 
 
-@pytest.mark.parametrize(
-    ("expected", "found", "same"),
-    [
-        ("norm 0.12345678", "norm 0.12345679", True),
-        ("norm 0.12345678", "norm 0.12346678", False),
-        ("1e-17 apart", "2.5e-16 apart", True),
-        ("1.0", "0.9999999999999999", True),
-        ("0.5", "0.50", False),
-        ("1.0", "1", False),
-        ("12 pairs", "13 pairs", False),
-        ("pairs 1.5", "pair 1.5", False),
-        ("a,b\n", "a,b", False),
-        ("layers.1.mlp 2.00000001", "layers.2.mlp 2.00000001", False),
-        ("3 | nan", "3 | 1.0", False),
-        ("release 1.0.4", "release 1.0.5", False),
-    ],
-)
+@pytest.mark.parametrize(("expected", "found", "same"), [
+    ("norm 0.12345678", "norm 0.12345679", True),
+    ("norm 0.12345678", "norm 0.12346678", False),
+    ("1e-17 apart", "2.5e-16 apart", True),
+    ("1.0", "0.9999999999999999", True),
+    ("0.5", "0.50", False),
+    ("1.0", "1", False),
+    ("12 pairs", "13 pairs", False),
+    ("pairs 1.5", "pair 1.5", False),
+    ("a,b\n", "a,b", False),
+    ("layers.1.mlp 2.00000001", "layers.2.mlp 2.00000001", False),
+    ("3 | nan", "3 | 1.0", False),
+    ("release 1.0.4", "release 1.0.5", False),
+])  # fmt: skip
 def test_what_counts_as_the_same(expected: str, found: str, same: bool) -> None:
     assert (not freeze_run.differences(expected, found)) == same
 

@@ -5,8 +5,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_accprobe.kernels import definition
+from vllm_accprobe.kernels.float_formats import FORMATS, LOW, half_step, smallest
+from vllm_accprobe.kernels.formulas import Metrics, eps_of, metrics
+from vllm_accprobe.kernels.structure import chosen, structure
 
 NAN, INF = float("nan"), float("inf")
 SIZE = 5 << 18
@@ -125,3 +129,60 @@ def test_it_takes_no_memory_of_the_tensors_size() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < golden.nbytes // 2
+
+
+# --- what sums make of a tensor's metrics, by hand ---
+
+
+def test_metrics_of_sums():
+    # g = (3, 4), m = (3, 3)
+    found = metrics(n=2, gg=25, mm=18, gm=21, dd=1, abs_d=1, max_d=1, max_rel=0.25, nonfinite=1, mismatch=0)
+    assert found == Metrics(21 / (5 * 18**0.5), 1, 0.5, 0.5**0.5, 0.2, 0.25, 1, 0)
+
+
+def test_what_is_not_defined_is_none():
+    nothing = metrics(0, 0, 0, 0, 0, 0, -1, -1, 3, 1)
+    assert nothing == Metrics(None, None, None, None, None, None, 3, 1)
+    zeros = metrics(2, 0, 8, 0, 8, 4, 2, -1, 0, 0)
+    assert (zeros.cosine, zeros.rel_l2, zeros.max_rel_err, zeros.rmse) == (None, None, None, 2.0)
+
+
+def test_eps_is_the_goldens():
+    assert [eps_of(d) for d in ("bfloat16", "float16", "float32", "int8")] == [2.0**-8, 2.0**-10, 2.0**-23, 0.0]
+
+
+# --- the table of floating-point formats is torch's own ---
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_torchs(name):
+    kind = getattr(torch, name)
+    assert 2.0 ** FORMATS[name][1] == torch.finfo(kind).smallest_normal
+    step, least = 2 * half_step(name), smallest(name)
+    given = torch.tensor([1 + step, 1 + step / 2, least, least / 4], dtype=torch.float64)
+    assert given.to(kind).double().tolist() == [1 + step, 1.0, least, 0.0]
+
+
+def test_what_is_no_float_has_no_step():
+    assert (half_step("int8"), smallest("bool")) == (0.0, 0.0)
+    assert sorted(set(FORMATS) - set(LOW)) == ["float32", "float64"]
+
+
+# --- sums per column by hand; the sample of rows ---
+
+
+def test_sums_by_hand():
+    # row 0: |g| = 5, d = (0, 5), so g/|g| = (0.6, 0.8) and d/|g| = (0, 1); a zero row and a NaN row are left out
+    g = np.array([[3, 4], [0, 0], [1, 1]], np.float32)
+    m = np.array([[3, 9], [1, 1], [np.nan, 1]], np.float32)
+    found = structure(g, m)
+    want = [[0, 1], [0.36, 0.64], [0, 0.8], [0, 0.64], [1, 1], [0, 1]]
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+def test_rows_are_chosen_evenly():
+    assert chosen(5, 10).tolist() == [0, 1, 2, 3, 4]
+    assert chosen(0, 10).tolist() == []
+    some = chosen(1000, 1 << 18)  # never fewer than 16
+    assert (len(some), some[0], some[-1]) == (16, 0, 999)
+    assert not some.flags.writeable

@@ -305,14 +305,11 @@ class Paged(torch.nn.Module):
         return self.cache.flatten()
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        (Fault("slot", "inner", factor=1, rows="position:2"), [0, 0, 0, 0, 1, 11, 2, 12, 0, 0, 3, 13]),
-        (Fault("slot", "inner", factor=-1, rows="position:0"), [0, 0, 1, 11, 0, 0, 2, 12, 3, 13, 0, 0]),
-        (Fault("block", "inner", factor=1), [0, 0, 0, 0, 0, 0, 0, 0, 3, 13, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("fault", "expected"), [
+    (Fault("slot", "inner", factor=1, rows="position:2"), [0, 0, 0, 0, 1, 11, 2, 12, 0, 0, 3, 13]),
+    (Fault("slot", "inner", factor=-1, rows="position:0"), [0, 0, 1, 11, 0, 0, 2, 12, 3, 13, 0, 0]),
+    (Fault("block", "inner", factor=1), [0, 0, 0, 0, 0, 0, 0, 0, 3, 13, 0, 0]),
+])  # fmt: skip
 def test_wrong_slots_and_a_zeroed_block(
     monkeypatch: pytest.MonkeyPatch, fault: Fault, expected: list[float]
 ) -> None:  # fmt: skip
@@ -320,21 +317,18 @@ def test_wrong_slots_and_a_zeroed_block(
     assert run(Paged(), fault, torch.tensor([1.0, 2.0, 3.0])).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("condition", "expected"),
-    [
-        ("prefill", [1, 1, 1, 0, 1, 1]),
-        ("decode", [0, 0, 0, 1, 0, 0]),
-        ("position:6", [0, 0, 1, 0, 0, 0]),
-        ("position>=6", [0, 0, 1, 1, 0, 0]),
-        ("token:70", [0, 1, 0, 0, 0, 0]),
-        ("batch:3", [1] * 6),
-        ("batch>=4", [0] * 6),
-        ("chunk>=2", [1, 1, 1, 0, 0, 0]),
-        ("row>=4", [0, 0, 0, 0, 1, 1]),
-        ("prefill&row:0", [1, 0, 0, 0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("condition", "expected"), [
+    ("prefill", [1, 1, 1, 0, 1, 1]),
+    ("decode", [0, 0, 0, 1, 0, 0]),
+    ("position:6", [0, 0, 1, 0, 0, 0]),
+    ("position>=6", [0, 0, 1, 1, 0, 0]),
+    ("token:70", [0, 1, 0, 0, 0, 0]),
+    ("batch:3", [1] * 6),
+    ("batch>=4", [0] * 6),
+    ("chunk>=2", [1, 1, 1, 0, 0, 0]),
+    ("row>=4", [0, 0, 0, 0, 1, 1]),
+    ("prefill&row:0", [1, 0, 0, 0, 0, 0]),
+])  # fmt: skip
 def test_rows(monkeypatch: pytest.MonkeyPatch, condition: str, expected: list[int]) -> None:
     """A second chunk at positions 4 to 6, a decoding request at 9, and a new prompt of two tokens."""
     monkeypatch.setattr(accprobe_fault_rows, "_query_starts", lambda: torch.tensor([0, 3, 4, 6], dtype=torch.int32))

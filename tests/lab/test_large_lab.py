@@ -34,13 +34,13 @@ def test_as_many_faults_and_clean_pairs_as_promised() -> None:
     assert len({pair.name for pair in PAIRS}) == len(PAIRS)
 
 
-@pytest.mark.parametrize("pair", FAULTS, ids=lambda pair: pair.name)
-def test_each_fault_can_be_planted_and_its_golden_is_clean(pair: Pair) -> None:
-    for fault in parse(json.dumps(pair.mine.faults)):
-        Rows(torch.nn.Identity(), fault.rows)
-    assert pair.golden.faults == ()
-    assert (pair.golden.model, pair.golden.kernels) == (pair.mine.model, pair.mine.kernels)
-    assert {pair.golden.way, pair.mine.way} <= set(WAYS)
+def test_each_fault_can_be_planted_and_its_golden_is_clean() -> None:
+    for pair in FAULTS:
+        for fault in parse(json.dumps(pair.mine.faults)):
+            Rows(torch.nn.Identity(), fault.rows)
+        assert pair.golden.faults == (), pair.name
+        assert (pair.golden.model, pair.golden.kernels) == (pair.mine.model, pair.mine.kernels), pair.name
+        assert {pair.golden.way, pair.mine.way} <= set(WAYS), pair.name
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -40,18 +40,15 @@ def test_the_sending_side(tmp_path: Path) -> None:
     assert (found.ranks, found.notes) == (None, ())
 
 
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        ({"is_online": False}, "run_ut.is_online is not true"),
-        ({"port": -1}, "run_ut.port is -1: a number from 1 to 65535, or name nfs_path"),
-        ({"host": ""}, "run_ut.host is missing"),
-        ({"rank_list": [-1]}, "the ranks are [-1]"),
-        ({"rank_list": []}, "the ranks are []"),
-        ({"nfs_path": 3}, "nfs_path is no text"),
-        ({"white_list": "conv1d"}, "white_list is no list of names"),
-    ],
-)
+@pytest.mark.parametrize(("block", "said"), [
+    ({"is_online": False}, "run_ut.is_online is not true"),
+    ({"port": -1}, "run_ut.port is -1: a number from 1 to 65535, or name nfs_path"),
+    ({"host": ""}, "run_ut.host is missing"),
+    ({"rank_list": [-1]}, "the ranks are [-1]"),
+    ({"rank_list": []}, "the ranks are []"),
+    ({"nfs_path": 3}, "nfs_path is no text"),
+    ({"white_list": "conv1d"}, "white_list is no list of names"),
+])  # fmt: skip
 def test_what_is_wrong_is_a_line(tmp_path: Path, block: dict[str, Any], said: str) -> None:
     with pytest.raises(DumpError) as error:
         read_keys(config(tmp_path / "c", **block), RECEIVES)

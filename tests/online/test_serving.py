@@ -166,17 +166,14 @@ def test_nothing_came(tmp_path: Path) -> None:
     assert receive.lines[-1].endswith("no rank sent anything that was taken")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["serve", "--host", "0.0.0.0"], "0.0.0.0 is not this machine, and without certificates nothing goes over"),
-        (["serve", "--tls", "."], "has no ca.crt, no server.crt, no server.key"),
-        (["serve", "--config", "nowhere.json"], "nowhere.json: No such file or directory"),
-        (["serve", "--standard", "none"], "standard 'none': known are"),
-        (["send", "nowhere"], "nowhere does not exist"),
-        (["send", ".", "--patience", "0"], "is no dump of accprobe"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["serve", "--host", "0.0.0.0"], "0.0.0.0 is not this machine, and without certificates nothing goes over"),
+    (["serve", "--tls", "."], "has no ca.crt, no server.crt, no server.key"),
+    (["serve", "--config", "nowhere.json"], "nowhere.json: No such file or directory"),
+    (["serve", "--standard", "none"], "standard 'none': known are"),
+    (["send", "nowhere"], "nowhere does not exist"),
+    (["send", ".", "--patience", "0"], "is no dump of accprobe"),
+])  # fmt: skip
 def test_bad_usage_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:

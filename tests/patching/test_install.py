@@ -135,16 +135,11 @@ def test_values_at_every_kind_of_place(module: ModuleType) -> None:
     bound = layer.forward  # bound before the patch, as engines do
     expected = [layer.forward(4), layer.forward(4, twice=True)]
     seen = put(
-        module,
-        "Layer.forward",
-        tap("in", "x", "entry"),
-        tap("q", "q", "after", "q, k = self.__split(x)"),
-        tap("before_loop", "k", "before", "for _ in range(2):"),
-        tap("in_loop", "k", "after", "k += self.scale"),
-        tap("scale", "self.scale", "after", "k += self.scale"),
-        tap("before_return", "k", "before", "return q, k"),
+        module, "Layer.forward", tap("in", "x", "entry"), tap("q", "q", "after", "q, k = self.__split(x)"),
+        tap("before_loop", "k", "before", "for _ in range(2):"), tap("in_loop", "k", "after", "k += self.scale"),
+        tap("scale", "self.scale", "after", "k += self.scale"), tap("before_return", "k", "before", "return q, k"),
         tap("out", "result[1]", "return"),
-    )
+    )  # fmt: skip
     assert [layer.forward(4), bound(4, twice=True)] == expected == [(5, 46), (9, 46)]
     once = [("in", 4), ("q", 4), ("before_loop", 40), ("in_loop", 43), ("scale", 3), ("in_loop", 46), ("scale", 3),
             ("before_return", 46), ("out", 46)]  # fmt: skip
@@ -209,22 +204,16 @@ def test_listeners_come_and_go(module: ModuleType) -> None:
     remove(module, two)  # twice does nothing
 
 
-@pytest.mark.parametrize(
-    ("function", "spec", "why"),
-    [
-        (
-            "Layer.forward",
-            tap("q", "q", "after", "q, k = self.__cut(x)"),
-            r"no statement `q, k = self\.__cut\(x\)`; nearest, line \d+: `q, k = self\.__split\(x\)`",
-        ),
-        ("Layer.forwards", tap("q", "q", "entry"), "has no Layer.forwards of its own"),
-        ("Layer.size.x", tap("q", "q", "entry"), "has no Layer.size.x"),
-        ("Layer.scale", tap("q", "q", "entry"), "is a int, not a function"),
-        ("Layer.forward", tap("q", "q", "after", "return q, k"), "nothing runs after"),
-        ("bare", tap("q", "result", "return"), "no return statement"),
-        ("Layer.forward", tap("q", "q", "after", "import os; import sys"), "is not one statement"),
-    ],
-)
+@pytest.mark.parametrize(("function", "spec", "why"), [
+    ("Layer.forward", tap("q", "q", "after", "q, k = self.__cut(x)"),
+     r"no statement `q, k = self\.__cut\(x\)`; nearest, line \d+: `q, k = self\.__split\(x\)`"),
+    ("Layer.forwards", tap("q", "q", "entry"), "has no Layer.forwards of its own"),
+    ("Layer.size.x", tap("q", "q", "entry"), "has no Layer.size.x"),
+    ("Layer.scale", tap("q", "q", "entry"), "is a int, not a function"),
+    ("Layer.forward", tap("q", "q", "after", "return q, k"), "nothing runs after"),
+    ("bare", tap("q", "result", "return"), "no return statement"),
+    ("Layer.forward", tap("q", "q", "after", "import os; import sys"), "is not one statement"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     module: ModuleType, function: str, spec: Insertion, why: str
 ) -> None:
@@ -273,20 +262,17 @@ def target(**how: Any) -> Target:
     return Target(**(base | {"taps": (TapSpec("p", "y", "after", ("y = x + 1",)),)} | how))
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "why"),
-    [
-        ({}, FITS, ""),
-        ({"versions": ">=1.5,<2"}, FITS, ""),
-        ({"versions": "<1.5"}, OTHER, "accprobe_patched_example 1.5.0 is not <1.5"),
-        ({"module": "accprobe_patched_example.other"}, REFUSED, "no module accprobe_patched_example.other"),
-        ({"module": "accprobe_patched_example.other", "optional": True}, ABSENT, "no module"),
-        ({"function": "plane"}, REFUSED, "no function plane; nearest: plain"),
-        ({"module": "no_such_package_at_all.x"}, REFUSED, "no_such_package_at_all is not installed"),
-        ({"taps": (TapSpec("p", "y", "after", ("y = x + 2",)),)}, REFUSED, "nearest, line"),
-        ({"hashes": ("0" * 32,)}, REFUSED, "its source has changed"),
-    ],
-)
+@pytest.mark.parametrize(("how", "status", "why"), [
+    ({}, FITS, ""),
+    ({"versions": ">=1.5,<2"}, FITS, ""),
+    ({"versions": "<1.5"}, OTHER, "accprobe_patched_example 1.5.0 is not <1.5"),
+    ({"module": "accprobe_patched_example.other"}, REFUSED, "no module accprobe_patched_example.other"),
+    ({"module": "accprobe_patched_example.other", "optional": True}, ABSENT, "no module"),
+    ({"function": "plane"}, REFUSED, "no function plane; nearest: plain"),
+    ({"module": "no_such_package_at_all.x"}, REFUSED, "no_such_package_at_all is not installed"),
+    ({"taps": (TapSpec("p", "y", "after", ("y = x + 2",)),)}, REFUSED, "nearest, line"),
+    ({"hashes": ("0" * 32,)}, REFUSED, "its source has changed"),
+])  # fmt: skip
 def test_check_says_what_would_happen_and_imports_nothing(
     module: ModuleType, how: dict[str, Any], status: str, why: str
 ) -> None:

@@ -25,11 +25,7 @@ BLOCK = target(
     {"name": "q_rotated", "value": "query", "after": "query, key = self.rotary(positions, query, key)"},
     {"name": "none", "value": "result[1]", "at": "return"},
 )
-ROTARY = target(
-    "capture.toy",
-    "Rotary.forward",
-    {"name": "doubled", "value": "query", "after": "query.mul_(2.0)"},
-)
+ROTARY = target("capture.toy", "Rotary.forward", {"name": "doubled", "value": "query", "after": "query.mul_(2.0)"})
 MISSING = target(
     "capture.toy",
     "Toy.forward",
@@ -42,14 +38,10 @@ MISSING = target(
 LABELS = target(
     "capture.toy",
     "Block.forward",
-    {
-        "label": "pta",
-        "id": "rotation",
-        "value": "query",
-        "after": "query, key = self.qkv(hidden_states).split(8, dim=-1)",
-    },
+    {"label": "pta", "id": "rotation", "value": "query",
+     "after": "query, key = self.qkv(hidden_states).split(8, dim=-1)"},
     {"label": "acl", "id": "rotation", "value": "query", "after": "query, key = self.rotary(positions, query, key)"},
-)
+)  # fmt: skip
 
 
 def captured(tmp_path: Path, *texts: str, model: Toy | None = None, name: str = "d", **how: str) -> Dump:

@@ -51,34 +51,31 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert ast.unparse(q.expression) == "out[0].x['k'][-1]"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ("out[0].x['k'][-1]", "__import__('os').system('id')", "is not a path of names"),
-        ("out[0].x['k'][-1]", "x if y else z", "is not a path of names"),
-        ("out[0].x['k'][-1]", "a + b", "is not a path of names"),
-        ("out[0].x['k'][-1]", "a[b]", "is not a path of names"),
-        ("out[0].x['k'][-1]", "a[1:2]", "is not a path of names"),
-        ("out[0].x['k'][-1]", "(a := b)", "is not a path of names"),
-        ("out[0].x['k'][-1]", "[x for x in y]", "is not a path of names"),
-        ("out[0].x['k'][-1]", "a[True]", "is not a path of names"),
-        ("out[0].x['k'][-1]", "f'{a}'", "is not a path of names"),
-        ("out[0].x['k'][-1]", "a; b", "is not a path of names"),
-        ("out[0].x['k'][-1]", "3", "is not a path of names"),
-        ('"result"', '"q"', "at return a value begins with result"),
-        ('at = "return"', 'at = "exit"', "not entry or return"),
-        ('label = "pta"', 'label = "gpu"', "not pta or acl"),
-        ('name = "q"', 'name = "q rotated"', "not of letters, digits"),
-        ('name = "q"', 'name = "q"\nvalues = "x"', "'values' is not a key of a patch; did you mean value?"),
-        ("after =", 'at = "entry"\nafter =', "give one of after, before"),
-        ('"Layer.forward"', '"Layer.<locals>.f"', "is no dotted name"),
-        ('"package.module"', '"package/module"', "is no dotted name"),
-        ('">=1.0,<2"', '"~=1.0"', "is not of the form"),
-        ("[[target]]", "[target]", "is not written as"),
-        ('"attn input.query"', '"attn"', "like is a tap and a role"),
-        ("about = ", "about = = ", "not a TOML file"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "why"), [
+    ("out[0].x['k'][-1]", "__import__('os').system('id')", "is not a path of names"),
+    ("out[0].x['k'][-1]", "x if y else z", "is not a path of names"),
+    ("out[0].x['k'][-1]", "a + b", "is not a path of names"),
+    ("out[0].x['k'][-1]", "a[b]", "is not a path of names"),
+    ("out[0].x['k'][-1]", "a[1:2]", "is not a path of names"),
+    ("out[0].x['k'][-1]", "(a := b)", "is not a path of names"),
+    ("out[0].x['k'][-1]", "[x for x in y]", "is not a path of names"),
+    ("out[0].x['k'][-1]", "a[True]", "is not a path of names"),
+    ("out[0].x['k'][-1]", "f'{a}'", "is not a path of names"),
+    ("out[0].x['k'][-1]", "a; b", "is not a path of names"),
+    ("out[0].x['k'][-1]", "3", "is not a path of names"),
+    ('"result"', '"q"', "at return a value begins with result"),
+    ('at = "return"', 'at = "exit"', "not entry or return"),
+    ('label = "pta"', 'label = "gpu"', "not pta or acl"),
+    ('name = "q"', 'name = "q rotated"', "not of letters, digits"),
+    ('name = "q"', 'name = "q"\nvalues = "x"', "'values' is not a key of a patch; did you mean value?"),
+    ("after =", 'at = "entry"\nafter =', "give one of after, before"),
+    ('"Layer.forward"', '"Layer.<locals>.f"', "is no dotted name"),
+    ('"package.module"', '"package/module"', "is no dotted name"),
+    ('">=1.0,<2"', '"~=1.0"', "is not of the form"),
+    ("[[target]]", "[target]", "is not written as"),
+    ('"attn input.query"', '"attn"', "like is a tap and a role"),
+    ("about = ", "about = = ", "not a TOML file"),
+])  # fmt: skip
 def test_everything_else_is_one_line(tmp_path: Path, old: str, new: str, why: str) -> None:
     assert old in GOOD
     with pytest.raises(PatchError, match=why.replace("?", r"\?")) as caught:

@@ -24,10 +24,8 @@ def environment(folder: Path) -> dict[str, str]:
     old = os.environ.get("PYTHONPATH")
     return {
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1] / "lab" / "planted"), *([old] if old else [])]),
-        "ACCPROBE_CAPTURED": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-    }
+        "ACCPROBE_CAPTURED": "1", "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }  # fmt: skip
 
 
 def options(

@@ -136,14 +136,10 @@ SMALL = [
 """Each at a captured size of its own, so that one engine has them all, and the prompt's length says which one it is."""
 
 
-@pytest.mark.parametrize(
-    ("faults", "shows"),
-    [
-        (SMALL, lambda n, token: n == 2 or n in (3, 4) or n in (5, 6, 7)),
-        ([{"kind": "stale", "piece": 1, "input": "positions"}], lambda n, token: token == 1 or 1 < n <= 8),
-    ],
-    ids=["share, size and leak", "stale"],
-)
+@pytest.mark.parametrize(("faults", "shows"), [
+    (SMALL, lambda n, token: n == 2 or n in (3, 4) or n in (5, 6, 7)),
+    ([{"kind": "stale", "piece": 1, "input": "positions"}], lambda n, token: token == 1 or 1 < n <= 8),
+], ids=["share, size and leak", "stale"])  # fmt: skip
 def test_planted_faults_show_where_they_can_and_nowhere_else(
     serve: Serve, faults: list[dict[str, Any]], shows: Callable[[int, int], bool]
 ) -> None:

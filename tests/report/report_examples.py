@@ -34,43 +34,14 @@ def pair(**changes: Any) -> Pair:
     tap, role, call = (changes.get(k, d) for k, d in (("tap", "model.norm"), ("role", "output.0"), ("call", 0)))
     name = f"{tap}/{role}" + (f"#{call}" if call else "")
     values: dict[str, Any] = {
-        "golden": name,
-        "mine": name,
-        "step": 0,
-        "rank": 0,
-        "dtype_golden": "bfloat16",
-        "dtype_mine": "bfloat16",
-        "shape": (4, 64),
-        "cosine": 1.0,
-        "max_abs_err": 0.0,
-        "mean_abs_err": 0.0,
-        "rmse": 0.0,
-        "rel_l2": 0.0,
-        "max_rel_err": 0.0,
-        "worst_row_rel_l2": 0.0,
-        "worst_row_norm_ratio": 1.0,
-        "nonfinite": 0,
-        "nonfinite_mismatch": 0,
-        "status": "pass",
-        "message": "",
-        "tap": tap,
-        "cls": "RMSNorm",
-        "role": role,
-        "call": call,
-        "order": 0,
-        "rule": "exact",
-        "rows": 4,
-        "phase": "prefill",
-        "prefill_rel_l2": None,
-        "decode_rel_l2": None,
-        "worst_request": None,
-        "worst_position": None,
-        "max_abs_index": None,
-        "max_abs_golden": None,
-        "max_abs_mine": None,
-        "limit": 0.016,
-        "identical": False,
-    }
+        "golden": name, "mine": name, "step": 0, "rank": 0, "dtype_golden": "bfloat16", "dtype_mine": "bfloat16",
+        "shape": (4, 64), "cosine": 1.0, "max_abs_err": 0.0, "mean_abs_err": 0.0, "rmse": 0.0, "rel_l2": 0.0,
+        "max_rel_err": 0.0, "worst_row_rel_l2": 0.0, "worst_row_norm_ratio": 1.0, "nonfinite": 0,
+        "nonfinite_mismatch": 0, "status": "pass", "message": "", "tap": tap, "cls": "RMSNorm", "role": role,
+        "call": call, "order": 0, "rule": "exact", "rows": 4, "phase": "prefill", "prefill_rel_l2": None,
+        "decode_rel_l2": None, "worst_request": None, "worst_position": None, "max_abs_index": None,
+        "max_abs_golden": None, "max_abs_mine": None, "limit": 0.016, "identical": False,
+    }  # fmt: skip
     return Pair(**(values | changes))
 
 
@@ -82,15 +53,8 @@ def comparison(**changes: Any) -> Comparison:
         "golden_run": {"vllm": "0.32.0", "platform": "cpu", "model": "tiny-qwen3", "dtype": "bfloat16"},
         "mine_run": {"vllm": "0.32.0", "platform": "cpu", "model": "tiny-qwen3", "dtype": "bfloat16"},
         "pairs": [],
-        "coverage": {
-            "pairs": len(changes.get("pairs", ())),
-            "rows_compared": 0,
-            "rows_only_golden": 0,
-            "rows_only_mine": 0,
-            "taps_only_golden": [],
-            "taps_only_mine": [],
-            "skipped": {},
-        },
+        "coverage": {"pairs": len(changes.get("pairs", ())), "rows_compared": 0, "rows_only_golden": 0,
+                     "rows_only_mine": 0, "taps_only_golden": [], "taps_only_mine": [], "skipped": {}},
         "first_divergence": None,
         "origins": [],
         "tokens": {"compared": 0, "flipped": []},
@@ -98,37 +62,21 @@ def comparison(**changes: Any) -> Comparison:
         "notes": [],
         "plan": [],
         "standard": {"name": "accprobe"},
-    }
+    }  # fmt: skip
     return Comparison(**(values | changes))
 
 
 CULPRIT = "model.layers.3.mlp.down_proj"
 
 ORIGIN = {
-    "module": CULPRIT,
-    "class": "RowParallelLinear",
-    "role": "output.0",
-    "request": "a",
-    "position": 17,
-    "phase": "decode",
-    "created": 0.21,
-    "propagated": 0.0021,
-    "floor": 0.016,
-    "evidence": "jump",
-}
+    "module": CULPRIT, "class": "RowParallelLinear", "role": "output.0", "request": "a", "position": 17,
+    "phase": "decode", "created": 0.21, "propagated": 0.0021, "floor": 0.016, "evidence": "jump",
+}  # fmt: skip
 
 DIVERGENCE = {
-    "module": CULPRIT,
-    "role": "output.0",
-    "rank": 0,
-    "step": 4,
-    "request": "a",
-    "position": 17,
-    "phase": "decode",
-    "metric": "worst_row_rel_l2",
-    "value": 0.21,
-    "limit": 0.016,
-}
+    "module": CULPRIT, "role": "output.0", "rank": 0, "step": 4, "request": "a", "position": 17, "phase": "decode",
+    "metric": "worst_row_rel_l2", "value": 0.21, "limit": 0.016,
+}  # fmt: skip
 
 
 def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int = 0) -> Comparison:
@@ -152,35 +100,15 @@ def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int 
                         error, broken = 0.21 if step == 4 else rng.uniform(0.05, 0.2), True
                 status = "fail" if broken and error > limit else "pass"
                 pairs.append(
-                    pair(
-                        tap=tap,
-                        cls=cls,
-                        role=role,
-                        step=step,
-                        order=2 * order + k,
-                        shape=(rows, 1024),
-                        rows=rows,
-                        phase=phase,
-                        status=status,
-                        limit=limit,
-                        identical=error == 0.0,
-                        cosine=1 - error * error / 2,
-                        rel_l2=error * 0.7,
-                        rmse=error * 0.4,
-                        max_abs_err=error * 3,
-                        mean_abs_err=error * 0.2,
-                        max_rel_err=error * 40,
-                        worst_row_rel_l2=error,
-                        worst_row_norm_ratio=1 + error / 5,
-                        prefill_rel_l2=error if phase == "prefill" else None,
-                        decode_rel_l2=error if phase == "decode" else None,
-                        worst_request="a",
-                        worst_position=13 + step,
-                        max_abs_index=(rows // 2, 37),
-                        max_abs_golden=1.5,
-                        max_abs_mine=1.5 + error * 3,
-                    )
-                )
+                    pair(tap=tap, cls=cls, role=role, step=step, order=2 * order + k, shape=(rows, 1024), rows=rows,
+                         phase=phase, status=status, limit=limit, identical=error == 0.0, cosine=1 - error * error / 2,
+                         rel_l2=error * 0.7, rmse=error * 0.4, max_abs_err=error * 3, mean_abs_err=error * 0.2,
+                         max_rel_err=error * 40, worst_row_rel_l2=error, worst_row_norm_ratio=1 + error / 5,
+                         prefill_rel_l2=error if phase == "prefill" else None,
+                         decode_rel_l2=error if phase == "decode" else None, worst_request="a",
+                         worst_position=13 + step, max_abs_index=(rows // 2, 37), max_abs_golden=1.5,
+                         max_abs_mine=1.5 + error * 3),
+                )  # fmt: skip
     skips = [
         pair(
             tap="sampler",
@@ -200,14 +128,10 @@ def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int 
     pairs += skips
     compared = sum(p.rows for p in pairs if p.status != "skip")
     coverage = {
-        "pairs": len(pairs),
-        "rows_compared": compared,
-        "rows_only_golden": 16,
-        "rows_only_mine": 0,
-        "taps_only_golden": [],
-        "taps_only_mine": ["model.layers.0.mlp.act_fn.extra"],
+        "pairs": len(pairs), "rows_compared": compared, "rows_only_golden": 16, "rows_only_mine": 0,
+        "taps_only_golden": [], "taps_only_mine": ["model.layers.0.mlp.act_fn.extra"],
         "skipped": {"rows after the first flipped token": 9, "tap did not run on this rank": 2},
-    }
+    }  # fmt: skip
     if not fail:
         return comparison(pairs=pairs, coverage=coverage, tokens={"compared": 36, "flipped": []})
     second = ORIGIN | {"module": "lm_head", "class": "ParallelLMHead", "created": 0.035, "position": 19}
@@ -216,16 +140,12 @@ def realistic(layers: int = 8, steps: int = 12, *, fail: bool = True, seed: int 
         for i, r in enumerate("abc")
     ]
     return comparison(
-        pairs=pairs,
-        coverage=coverage,
-        verdict="fail",
-        origins=[ORIGIN, second],
-        first_divergence=DIVERGENCE,
+        pairs=pairs, coverage=coverage, verdict="fail", origins=[ORIGIN, second], first_divergence=DIVERGENCE,
         tokens={"compared": 36, "flipped": flipped},
         notes=["golden is float32 and mine bfloat16: limits are bfloat16's"],
         plan=["names: 114 taps paired exactly", "tokens: 3 requests by id and prompt", "ranks: 1 against 1"],
         mine_run={"vllm": "0.32.0", "platform": "npu", "model": "tiny-qwen3", "dtype": "bfloat16", "tp": 2},
-    )
+    )  # fmt: skip
 
 
 def row_table(entries: list[tuple[int, str, int, bool, float, float]]) -> RowTable:

@@ -15,16 +15,10 @@ def two_requests():
         pair(tap="none", step=1, order=4, status="skip", limit=None),
     ]
     rows = row_table(
-        [
-            (0, "a", 0, False, 0.0, 0.0),
-            (0, "a", 1, False, 0.016, 1.0),
-            (1, "a", 2, True, 0.16, 10.0),
-            (2, "a", 2, True, 9.0, 900.0),
-            (3, "a", 2, True, 0.0016, 0.1),
-            (4, "a", 2, True, 9.0, np.inf),
-            (0, "b", 0, False, 0.0, 0.0),
-        ]
-    )
+        [(0, "a", 0, False, 0.0, 0.0), (0, "a", 1, False, 0.016, 1.0), (1, "a", 2, True, 0.16, 10.0),
+         (2, "a", 2, True, 9.0, 900.0), (3, "a", 2, True, 0.0016, 0.1), (4, "a", 2, True, 9.0, np.inf),
+         (0, "b", 0, False, 0.0, 0.0)],
+    )  # fmt: skip
     return comparison(pairs=pairs, rows=rows)
 
 

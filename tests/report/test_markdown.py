@@ -2,68 +2,10 @@
 
 import re
 
-from report_examples import EVIL, hostile
+from report_examples import EVIL, ORIGIN, comparison, hostile, pair
 from small_examples import failing
 
 from vllm_accprobe.report import markdown
-
-
-def test_markdown_of_a_failure():
-    assert markdown.markdown_lines(failing()) == [
-        "## accprobe: FAIL",
-        "",
-        "`FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: output.0, request 'a', "
-        "position 17 (decode), row relative L2 0.21, limit 0.016 (13x)`",
-        "",
-        "**Read this first**",
-        "",
-        "- `golden is float32, mine bfloat16`",
-        "",
-        "`compared, not checked: files of another tool do not say all that an operator read`",
-        "",
-        "### Origins",
-        "",
-        "| # | origin | class | where | created / limit | evidence | shape of the error |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| 1 | `model.layers.3.mlp.down_proj` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` "
-        "| 0.21 / 0.016 (13x) | `jump` | `one column, 7 of 64` |",
-        "| 2 | `lm_head` | `RowParallelLinear` | `output.0, request 'a', position 17 (decode)` | – / 0.016 | `jump` "
-        "|   |",
-        "",
-        "First divergence: `model.layers.3.mlp.down_proj/output.0, rank 0, step 4, request 'a', position 17 (decode), "
-        "where origin 1 is`",
-        "",
-        "### Failed pairs, worst first",
-        "",
-        "| × limit | measure | value | limit | step | pair |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| 13x | row L2 | 0.21 | 0.016 | 4 | `c/output.0` |",
-        "| 1.5x | norm ratio | 1.06 | 0.04 | 0 | `n/output.0` |",
-        "",
-        "### 1 of 36 sampled tokens flipped",
-        "",
-        "| request | generated token | golden (margin) | mine (margin) |",
-        "| --- | --- | --- | --- |",
-        "| `a` | `5` | `3` (0.4) | `4` (0) |",
-        "",
-        "<details><summary>Coverage</summary>",
-        "",
-        "| what | how many |",
-        "| --- | --- |",
-        "| pairs | 2 = 0 pass + 0 fail at 2 origins + 2 propagated + 0 skipped |",
-        "| pairs compared | 2 (0 pass, 2 fail) |",
-        "| pairs identical | 0 (0 bit-identical) |",
-        "| pairs skipped | 0 |",
-        "| rows compared | 8 |",
-        "| rows only in golden | 0 |",
-        "| rows only in mine | 0 |",
-        "| taps only in golden | 0 |",
-        "| taps only in mine | 0 |",
-        "| tokens compared | 36 |",
-        "| `left out, no rows in common` | 7 |",
-        "",
-        "</details>",
-    ]
 
 
 def test_no_name_becomes_markup():
@@ -77,3 +19,46 @@ def test_no_name_becomes_markup():
     assert markdown.code("a|b") == r"`a\|b`"
     assert "\x1b" not in text
     assert EVIL not in text
+
+
+# --- annotations on GitHub's log, with names that try to issue commands ---
+
+
+def test_a_pass_is_a_notice_and_a_failure_without_origin_an_error():
+    (line,) = markdown.github_lines(comparison(pairs=[pair()], coverage={"rows_compared": 4}))
+    assert line == "::notice title=accprobe::PASS: 1 pair and 4 rows agree within the standard 'accprobe'"
+    line, *decide = markdown.github_lines(comparison(verdict="fail", pairs=[pair(status="fail")]))
+    assert all(x.startswith("::notice title=accprobe%3A this would decide::") for x in decide)
+    assert len(decide) == 1
+    assert line == "::error title=accprobe::FAIL: 1 pair of 1 differ beyond the standard"
+
+
+def test_ten_annotations_of_a_kind_and_the_rest_is_counted():
+    lines = markdown.github_lines(comparison(verdict="fail", origins=[ORIGIN] * 13, notes=["x"] * 11))
+    assert sum(x.startswith("::error") for x in lines) == 10
+    assert lines[-2:] == [
+        "::notice title=accprobe::3 origins more: compare.json",
+        "::notice title=accprobe::1 note more: compare.json",
+    ]
+
+
+def test_no_name_issues_a_command():
+    bad = "x\n::error::y\r%0A::set-env name=A::b"
+    result = comparison(verdict="fail", origins=[ORIGIN | {"module": bad, "class": bad}], notes=[bad])
+    lines = markdown.github_lines(result)
+    assert len(lines) == 2
+    for line in lines:
+        assert "\n" not in line
+        assert "\r" not in line
+        assert "%250A" in line
+    assert markdown.command("error", "a:b,c%", "d:e,f%") == "::error title=a%3Ab%2Cc%25::d:e,f%25"
+
+
+def test_summary_is_appended_where_github_says(tmp_path, monkeypatch):
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    assert markdown.write_summary(failing()) is None
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+    assert markdown.write_summary(failing()) == str(path)
+    assert path.read_text().startswith("before\n## accprobe: FAIL\n")

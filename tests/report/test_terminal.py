@@ -1,10 +1,14 @@
 """The whole report on a terminal, literally."""
 
+from __future__ import annotations
+
 import io
 
 from report_examples import DIVERGENCE, EVIL, ORIGIN, comparison, hostile, pair, realistic
 
+from vllm_accprobe.gate.localize import LocalizePlan, LocalizeTarget, Window
 from vllm_accprobe.report import facts, terminal
+from vllm_accprobe.report.servers import planned
 
 SENTENCE = (
     "FAIL: model.layers.3.mlp.down_proj (RowParallelLinear) introduces the error: output.0, request 'a', "
@@ -18,18 +22,10 @@ def test_whole_report_of_a_failure():
         pair(tap="b", status="fail", worst_row_rel_l2=0.032, order=1, worst_request="a", worst_position=17, step=4),
         pair(tap="c", status="fail", worst_row_rel_l2=0.21, cosine=0.977951, order=2, mine="c2/output.0"),
         pair(tap="d", status="fail", nonfinite_mismatch=2, worst_row_rel_l2=0.001, order=3, step=None, limit=None),
-        pair(
-            tap="n",
-            status="fail",
-            measure="row_norm_ratio",
-            measured=1.06,
-            allowed=0.04,
-            worst_row_rel_l2=0.01,
-            order=9,
-            message="row norm is 1.06 times the golden's (allowed 1 ± 0.04); merged from 2 ranks",
-        ),
+        pair(tap="n", status="fail", measure="row_norm_ratio", measured=1.06, allowed=0.04, worst_row_rel_l2=0.01,
+             order=9, message="row norm is 1.06 times the golden's (allowed 1 ± 0.04); merged from 2 ranks"),
         pair(tap="e", status="skip", message="no rows in common", limit=None, worst_row_rel_l2=None, order=4),
-    ]
+    ]  # fmt: skip
     result = comparison(
         pairs=pairs,
         verdict="fail",
@@ -136,3 +132,17 @@ def test_render_prints_the_lines_and_no_markup():
     result = comparison(verdict="fail", origins=[ORIGIN | {"module": "[bold]x[/bold]" + "y" * 150}], notes=[EVIL])
     terminal.render(result, Console(file=out, width=40))
     assert out.getvalue().splitlines() == terminal.lines(result)
+
+
+# --- what is said before a dig: which token, what is captured and what not. (Its end: gate/dig/test_culprit.py.) ---
+
+
+def test_what_is_captured() -> None:
+    windows = (Window(0, ("s",), 0, 0, (2000,)), Window(1, ("a", "b"), 1, 7, (40, 50)))
+    plan = LocalizePlan(LocalizeTarget("a", 7, 1046, 0.2345, 1), windows, ("one", "all"), ("1 of 3 requests",))
+    assert planned(plan) == [
+        "dig: token 7 of a (position 1,046, pass 1, all), 0.234 nats apart",
+        "  captured: s; tokens 0, at most 2,000 rows, every module",
+        "  captured: a.pass1, b.pass1; tokens 1-7, at most 14 rows, every module",
+        "  not captured: 1 of 3 requests",
+    ]

@@ -37,34 +37,23 @@ def test_the_seeds_example() -> None:
     options = AtbOptions("2, 3_1", "3,5,7,7", "Self", 0, 1, True, True, True, "tensor,stats", 1)
     found = options.variables(Path("/x"))
     expected = {
-        "ATB_SAVE_TENSOR": "2",
-        "ATB_SAVE_TENSOR_IDS": "2,3_1",
-        "ATB_SAVE_TENSOR_RANGE": "3,5,7,7",
-        "ATB_SAVE_TENSOR_RUNNER": "self",
-        "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "Self",
-        "ACLTRANSFORMER_SAVE_TENSOR_MAX": "8",
-        "ATB_SAVE_TENSOR_TIME": "0",
-        "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER": "0",
-        "ATB_SAVE_TENSOR_PART": "1",
-        "ATB_SAVE_TILING": "1",
-        "ATB_SAVE_TENSOR_STATISTICS": "1",
-        "ATB_DEVICE_ID": "1",
-    }
+        "ATB_SAVE_TENSOR": "2", "ATB_SAVE_TENSOR_IDS": "2,3_1", "ATB_SAVE_TENSOR_RANGE": "3,5,7,7",
+        "ATB_SAVE_TENSOR_RUNNER": "self", "ACLTRANSFORMER_SAVE_TENSOR_RUNNER": "Self",
+        "ACLTRANSFORMER_SAVE_TENSOR_MAX": "8", "ATB_SAVE_TENSOR_TIME": "0", "ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER": "0",
+        "ATB_SAVE_TENSOR_PART": "1", "ATB_SAVE_TILING": "1", "ATB_SAVE_TENSOR_STATISTICS": "1", "ATB_DEVICE_ID": "1",
+    }  # fmt: skip
     assert {k: found[k] for k in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("bad", "line"),
-    [
-        ({"ids": "a"}, "--atb-ids=a"),
-        ({"ranges": "1"}, "--atb-range=1"),
-        ({"ranges": "3,1"}, "--atb-range=3,1"),
-        ({"time": 4}, "--atb-time=4"),
-        ({"part": 3}, "--atb-part=3"),
-        ({"types": "onnx"}, "--atb-type=onnx: onnx draws what model or layer writes"),
-        ({"types": "tensor,picture"}, "--atb-type=picture: known are model, layer, op"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "line"), [
+    ({"ids": "a"}, "--atb-ids=a"),
+    ({"ranges": "1"}, "--atb-range=1"),
+    ({"ranges": "3,1"}, "--atb-range=3,1"),
+    ({"time": 4}, "--atb-time=4"),
+    ({"part": 3}, "--atb-part=3"),
+    ({"types": "onnx"}, "--atb-type=onnx: onnx draws what model or layer writes"),
+    ({"types": "tensor,picture"}, "--atb-type=picture: known are model, layer, op"),
+])  # fmt: skip
 def test_bad_values(bad: dict[str, object], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         AtbOptions(**bad)  # type: ignore[arg-type]

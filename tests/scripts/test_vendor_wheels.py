@@ -16,13 +16,11 @@ ASCEND = Distribution("vllm-ascend", "0.18.0", "0.18.0", ("_sample",))
 LACK = {"owner": "NPUModelRunner", "what": "_sample is not there", "loss": "skipped | counted"}
 SAID = {
     "missing": [LACK],
-    "modes": [
-        {"mode": "dual-batch overlap", "fate": "refused", "at": "vllm/config/parallel.py:7"},
-        {"mode": "xlite", "fate": "refused", "at": "vllm_ascend/xlite.py:9"},
-        {"mode": "dspark", "fate": "skipped", "at": "vllm/v1/worker/gpu/model_runner.py:8"},
-        {"mode": "Ray", "fate": "works", "at": "vllm/ray.py:1"},
-    ],
-}
+    "modes": [{"mode": "dual-batch overlap", "fate": "refused", "at": "vllm/config/parallel.py:7"},
+              {"mode": "xlite", "fate": "refused", "at": "vllm_ascend/xlite.py:9"},
+              {"mode": "dspark", "fate": "skipped", "at": "vllm/v1/worker/gpu/model_runner.py:8"},
+              {"mode": "Ray", "fate": "works", "at": "vllm/ray.py:1"}],
+}  # fmt: skip
 
 
 def test_a_row_says_what_is_missing_and_whose_line_has_a_mode() -> None:
@@ -95,15 +93,12 @@ def test_a_wheel_that_lacks_everything_fails(tmp_path: Path, monkeypatch: pytest
     assert vendor_wheels.main(["--keep", str(tmp_path)]) == 1
 
 
-@pytest.mark.parametrize(
-    ("listed", "said"),
-    [
-        (b'{"files": []}', "no source distribution"),
-        (b'{"files": [{"filename": "vllm_x-1.tar.gz", "url": "https://h/../f", "hashes": {"sha256": "00"}}]}', "hash"),
-        (b'{"files": [{"filename": "vllm_x-1.tar.gz", "url": "file:///etc/passwd", "hashes": {}}]}', "not https"),
-        (b"<html>", "JSONDecodeError"),
-    ],
-)
+@pytest.mark.parametrize(("listed", "said"), [
+    (b'{"files": []}', "no source distribution"),
+    (b'{"files": [{"filename": "vllm_x-1.tar.gz", "url": "https://h/../f", "hashes": {"sha256": "00"}}]}', "hash"),
+    (b'{"files": [{"filename": "vllm_x-1.tar.gz", "url": "file:///etc/passwd", "hashes": {}}]}', "not https"),
+    (b"<html>", "JSONDecodeError"),
+])  # fmt: skip
 def test_an_index_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bytes, said: str) -> None:
     get = vendor_wheels._get
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from standards.named_rules import judge
+from standards.named_rules import judge, judge_two
 
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.standards import MACHINES, OUTPUT, PAIRS, UnknownStandard, find
 from vllm_accprobe.standards import msprobe as apis
 from vllm_accprobe.standards.finding import Judged, RuleFinding, of, worst
+from vllm_accprobe.standards.measures import DECADES
+from vllm_accprobe.standards.msprobe import CURRENT, V1, ratio
+from vllm_accprobe.standards.two_machines import both
 
 BASE = measure(np.linspace(1, 2, 1000), np.linspace(1, 2, 1000), "float64")
 
@@ -169,3 +173,216 @@ def test_severity_of_shares_is_that_of_what_is_wrong():
     assert Judged("dual_100", 0.96, 0.99, "error").severity == pytest.approx(4.0)
     assert Judged("binary_err_ratio", 0.1, 0.0, "error").severity == float("inf")
     assert Judged("rmse", float("nan"), 2.0, "error").severity == float("inf")
+
+
+# --- the rules for two machines, algorithm by algorithm, at their limits, in both releases ---
+
+
+FINE = {
+    "small_value_err_ratio": 0.1, "normal_rmse": 0.1, "normal_max_rel_err": 0.1, "normal_mean_rel_err": 0.1,
+    "error_balance": 0.1, "inf_nan_err_ratio": 0.0,
+}  # fmt: skip
+
+
+def benchmark(mine, golden=None, standard="msprobe", op="exp", dtype="float32"):
+    two = [{**FINE, **(golden or {})}, {**FINE, **mine}]
+    return judge_two(standard, *({**v, **{f"v1_{k}": x for k, x in v.items()}} for v in two), op, dtype)
+
+
+@pytest.mark.parametrize(
+    ("measure", "limits"),
+    [("normal_max_rel_err", (10, 5, 2)), ("normal_mean_rel_err", (2, 1.5, 1.2)), ("normal_rmse", (2, 1.5, 1.2)),
+     ("small_value_err_ratio", (2, 2, 2))],
+)  # fmt: skip
+def test_the_benchmark_ratio_by_level(measure, limits):
+    for op, limit in zip(("exp", "embedding", "layer_norm"), limits, strict=True):
+        at, beyond = (
+            benchmark({measure: 0.1 * limit * 0.9999}, op=op),
+            benchmark({measure: 0.1 * limit * 1.0001}, op=op),
+        )
+        assert (at.status, at.algorithm, at.message) == ("pass", "benchmark ratio", "")
+        assert beyond.status == "error"
+        assert f"limit {limit:g}" in beyond.message
+
+
+@pytest.mark.parametrize(
+    "measure", ["normal_max_rel_err", "normal_mean_rel_err", "normal_rmse", "small_value_err_ratio"]
+)
+@pytest.mark.parametrize("op", ["exp", "layer_norm"])
+def test_release_1_warns_above_1_and_has_one_level(measure, op):
+    top = 10 if measure == "normal_max_rel_err" else 2
+    expected = {0.1: "pass", 0.101: "warning", 0.1 * top * 0.999: "warning", 0.1 * top * 1.001: "error"}
+    assert {v: benchmark({measure: v}, standard="msprobe-1.0", op=op).status for v in expected} == expected
+
+
+def test_the_error_balance_is_shown_and_has_no_say():
+    found = benchmark({"error_balance": 1.0})
+    assert found.status == "pass"
+    assert {j.name: j.status for j in found.judged}["error_balance_ratio"] == "error"
+
+
+def test_ratios_to_nothing():
+    assert ratio(0.0, 2.0**-13, CURRENT, "float32") == 2.0  # the smallest divisor is 2**-14
+    assert ratio(0.0, 2.0**-7, CURRENT, "bfloat16") == 2.0
+    assert ratio(0.0, 2.0**-10, CURRENT, "float16") == 2.0
+    assert (ratio(0.0, 0.0, V1, "float32"), ratio(0.0, 1e-9, V1, "float32")) == (1.0, math.inf)
+    assert benchmark({"normal_rmse": 1e-9}, {"normal_rmse": 0.0}, "msprobe-1.0").status == "error"
+    assert benchmark({"normal_rmse": 1e-9}, {"normal_rmse": 0.0}).status == "pass"
+
+
+def test_measures_that_are_no_numbers_are_no_agreement():
+    """msprobe passes what is NaN on both sides; here the others decide, and it is said."""
+    found = benchmark({"normal_max_rel_err": math.nan}, {"normal_max_rel_err": math.nan})
+    assert (found.status, found.message) == ("pass", "max relative error is nan on golden's side and nan on mine's")
+    names = ("small_value_err_ratio", "normal_rmse", "normal_max_rel_err", "normal_mean_rel_err")
+    nothing = dict.fromkeys(names, math.inf)
+    assert benchmark(nothing, nothing).status == "skip"
+    for mine, golden in ((math.inf, 0.1), (0.1, math.nan), (math.inf, -math.inf), (math.nan, math.inf)):
+        assert benchmark({"normal_rmse": mine}, {"normal_rmse": golden}).status == "error", (mine, golden)
+
+
+@pytest.mark.parametrize("op", ["exp", "mm", "conv2d"])
+def test_wrong_nan_is_an_error_in_algorithms_that_leave_it_out(op):
+    values = {**FINE, "ulp_share": 0.0, "ulp_mean": 0.1, "dual_1000": 1.0}
+    assert judge_two("msprobe", values, values, op, "float32").status == "pass"
+    wrong = judge_two("msprobe", values, {**values, "inf_nan_err_ratio": 0.01}, op, "float32")
+    assert (wrong.status, wrong.message) == ("error", "0.01 of the values are wrongly NaN or infinite")
+    values["inf_nan_err_ratio"] = 0.01
+    assert judge_two("msprobe", values, values, op, "float32").status == "warning"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mine", "golden", "status"),
+    [
+        # float16 and bfloat16: share < 0.001, or below golden's.
+        ("float16", {"ulp_share": 0.0009, "ulp_mean": 500.0}, {"ulp_share": 0.0}, "pass"),
+        ("float16", {"ulp_share": 0.001, "ulp_mean": 0.1}, {"ulp_share": 0.0011}, "pass"),
+        ("bfloat16", {"ulp_share": 0.003, "ulp_mean": 0.1}, {"ulp_share": 0.003}, "error"),
+        ("bfloat16", {"ulp_share": 0.003, "ulp_mean": 0.1}, {"ulp_share": 0.002}, "error"),
+        # float32: mean < 64, or share < 0.05, or below golden's.
+        ("float32", {"ulp_share": 0.9, "ulp_mean": 63.9}, {"ulp_share": 0.0}, "pass"),
+        ("float32", {"ulp_share": 0.049, "ulp_mean": 1e6}, {"ulp_share": 0.0}, "pass"),
+        ("float32", {"ulp_share": 0.5, "ulp_mean": 64.0}, {"ulp_share": 0.51}, "pass"),
+        ("float32", {"ulp_share": 0.05, "ulp_mean": 64.0}, {"ulp_share": 0.05}, "error"),
+        # float8: mine's share alone.
+        ("float8_e4m3fn", {"ulp_share": 0.0009}, {"ulp_share": 0.0}, "pass"),
+        ("float8_e4m3fn", {"ulp_share": 0.002}, {"ulp_share": 0.5}, "error"),
+        ("float32", {"ulp_share": math.nan, "ulp_mean": 1.0}, {"ulp_share": 0.1}, "error"),
+    ],
+)
+@pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
+def test_ulp(dtype, mine, golden, status, standard):
+    found = judge_two(standard, golden, mine, "aten.mm.default", dtype)
+    assert (found.status, found.algorithm) == (status, "ULP")
+
+
+def test_ulp_says_the_numbers():
+    found = judge_two("msprobe", {"ulp_share": 0.25}, {"ulp_share": 0.5, "ulp_mean": 100.0}, "mm", "float32")
+    assert found.message == (
+        "50 % of the values are off by more than 32 ULP (limit 5 %, golden's 25 %), 100 ULP on average (limit 64)"
+    )
+
+
+ABSOLUTE = {"inf_nan_err_ratio": 0.0, "rel_err_ratio": 0.0, "abs_err_ratio": 0.0}
+
+
+@pytest.mark.parametrize("wrong", ["inf_nan_err_ratio", "rel_err_ratio", "abs_err_ratio"])
+@pytest.mark.parametrize(("standard", "prefix"), [("msprobe", ""), ("msprobe-1.0", "v1_")])
+def test_the_absolute_threshold_allows_nothing(standard, prefix, wrong):
+    good = {prefix + k: v for k, v in ABSOLUTE.items()}
+    assert judge_two(standard, good, good, "aten.mul_.Tensor", "bfloat16").status == "pass"
+    found = judge_two(standard, good, {**good, prefix + wrong: 1e-6}, "aten.mul_.Tensor", "bfloat16")
+    assert (found.status, found.algorithm) == ("error", "absolute threshold")
+    assert "is 1e-06 (golden's 0) and must be 0" in found.message
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "bfloat16"])
+def test_binary_consistency(dtype):
+    for rate, status in ((0.0, "pass"), (1e-9, "error"), (math.nan, "error")):
+        found = judge_two("msprobe", {"binary_err_ratio": 0.0}, {"binary_err_ratio": rate}, "sort", dtype)
+        assert (found.status, found.algorithm) == (status, "binary consistency")
+
+
+def test_dual_1000():
+    for share, status in ((0.999, "error"), (0.99901, "pass")):
+        found = judge_two("msprobe", {"dual_1000": 0.5}, {"dual_1000": share}, "conv2d", "bfloat16")
+        assert (found.status, found.algorithm) == (status, "dual-1000")
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 2**-20), ("bfloat16", 2**-7), ("float32", 2**-14)])
+def test_the_accumulative_error(dtype, limit):
+    good = {"acc_" + k: v for k, v in ABSOLUTE.items()} | {"error_balance": limit}
+
+    def status(**changes):
+        return judge_two("msprobe", good, {**good, **changes}, "x", dtype, algorithm=apis.ACCUMULATIVE).status
+
+    assert status() == "pass"
+    assert (
+        status(error_balance=limit * 1.01) == status(acc_rel_err_ratio=0.1) == status(acc_abs_err_ratio=0.1) == "error"
+    )
+
+
+def test_dtypes_that_the_standard_does_not_judge():
+    found = judge_two("msprobe", FINE, FINE, "exp", "float64")
+    assert (found.status, found.message) == ("skip", "float64 is not judged by this standard")
+
+
+def test_a_csv_without_an_algorithms_measures():
+    """26.2's csv files have none but the benchmark's for floats."""
+    found = judge_two("msprobe", FINE, FINE, "mm", "bfloat16")
+    assert (found.status, found.algorithm, found.message) == (
+        "pass", "benchmark ratio", "no measures for ULP: judged by benchmark ratio"
+    )  # fmt: skip
+    found = judge_two("msprobe", {}, {"ulp_share": 0.1}, "mm", "bfloat16")
+    assert (found.status, found.message) == ("skip", "not measured: golden has no ulp_share")
+    # Equality of floats is never what takes another algorithm's place.
+    assert judge_two("msprobe", {}, {"binary_err_ratio": 1.0}, "exp", "bfloat16").status == "skip"
+
+
+def decades(*counts):
+    return dict(zip(DECADES, map(float, counts), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("golden", "mine", "status"),
+    [
+        ((0, 0, 0, 2, 50, 400), (0, 0, 0, 2, 50, 400), "pass"),
+        ((0, 0, 0, 2, 50, 400), (0, 0, 0, 4, 99, 400), "pass"),
+        ((0, 0, 0, 2, 50, 400), (0, 0, 0, 5, 99, 400), "warning"),
+        ((0, 0, 0, 2, 50, 400), (0, 0, 3, 5, 99, 400), "error"),  # more beyond 1e-3 than golden beyond 1e-4
+        ((0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1), "warning"),
+        ((0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1), "error"),
+        ((9, 9, 9, 9, 9, 9), (0, 0, 0, 0, 0, 0), "pass"),
+        ((0, 0, 90, 99, 99, 99), (0, 0, 91, 100, 100, 100), "pass"),  # nearly all elements, on both sides
+    ],
+)
+def test_xrays_decades(golden, mine, status):
+    found = judge_two("xray", decades(*golden), decades(*mine), "exp", "float32")
+    assert found.status == status
+
+
+def test_xray_says_the_coarsest_decade():
+    found = judge_two("xray", decades(0, 0, 0, 2, 50, 400), decades(0, 8, 60, 600, 600, 600), "exp", "float32")
+    assert found.message == "8 elements are off by more than 1e-2, golden has 0 beyond 1e-3"
+    assert (
+        judge_two("xray", {}, decades(0, 0, 0, 0, 0, 0), "exp", "float32").message == "golden has no counts above 1e-n"
+    )
+
+
+def test_ait_on_two_machines():
+    def sides(golden, mine):
+        values = ({"elements": 10.0, "max_abs_err": 1.0, "ait_share": s} for s in (golden, mine))
+        return judge_two("ait", *values, "exp", "float32").status
+
+    assert (sides(1.0, 1.0), sides(1.0, 0.5), sides(0.5, 0.5), sides(0.5, 1.0)) == ("pass", "error", "warning", "pass")
+
+
+def test_both_verdicts():
+    good, odd, bad = (RuleFinding(s, "x", s, (Judged("v", 2.0, 1.0, s, s),)) for s in ("pass", "warning", "error"))
+    none = RuleFinding("skip", "x", "why")
+    assert both(good, bad) is bad
+    assert both(odd, bad).status == "error"
+    assert both(bad, good).status == "pass"
+    assert both(bad, bad).message == "golden does not pass either (error); mine: error"
+    assert (both(bad, bad).status, both(bad, odd).status) == ("warning", "warning")
+    assert (both(none, bad).message, both(bad, none).message) == ("golden: why", "mine: why")

@@ -137,15 +137,12 @@ def test_kl_of_parts_is_that_of_the_whole():
     assert definition.kl_divergence(definition.softmax_sums(g[:0], m[:0])) is None
 
 
-@pytest.mark.parametrize(
-    ("golden", "mine", "word"),
-    [
-        ([1.0, 2.0], [1.0, 2.00009], "pass"),
-        ([1.0, 2.0], [1.0, 2.0002], "error"),
-        ([1e-5, 0.0], [0.0, 1e-5], "error"),
-        ([np.nan], [1.0], "error"),
-        ([0.0, 0.0], [0.0, 0.0], "pass"),
-    ],
-)
+@pytest.mark.parametrize(("golden", "mine", "word"), [
+    ([1.0, 2.0], [1.0, 2.00009], "pass"),
+    ([1.0, 2.0], [1.0, 2.0002], "error"),
+    ([1e-5, 0.0], [0.0, 1e-5], "error"),
+    ([np.nan], [1.0], "error"),
+    ([0.0, 0.0], [0.0, 0.0], "pass"),
+])  # fmt: skip
 def test_mindspore(golden, mine, word):
     assert judged("mindspore", golden, mine)[1] == word

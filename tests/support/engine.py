@@ -117,17 +117,11 @@ class EngineHost:
         Raises EngineError.
         """
         job = {
-            "model": str(model),
-            "out": str(out),
-            "fault": json.dumps(fault) if fault else None,
-            "how": how,
-            "asks": [asdict(a if isinstance(a, Ask) else Ask(a)) for a in asks],
-            "env": dict(env or {}),
-            "engine": engine,
-            "sabotage": sabotage,
-            "dummies": dummies,
+            "model": str(model), "out": str(out), "fault": json.dumps(fault) if fault else None, "how": how,
+            "asks": [asdict(a if isinstance(a, Ask) else Ask(a)) for a in asks], "env": dict(env or {}),
+            "engine": engine, "sabotage": sabotage, "dummies": dummies,
             "during": {str(step): list(what) for step, what in (during or {}).items()},
-        }
+        }  # fmt: skip
         answer = self._call(job)
         if "error" in answer:
             raise EngineError(f"{answer['error']}\n{self._tail()}")
@@ -172,14 +166,10 @@ class EngineHost:
             places = [str(faults), str(faults.parent)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")}
         env |= {
-            "PYTHONPATH": os.pathsep.join([*places, *([old] if old else [])]),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._threads()),
-        }
+            "PYTHONPATH": os.pathsep.join([*places, *([old] if old else [])]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._threads()),
+        }  # fmt: skip
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

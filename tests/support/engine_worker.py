@@ -20,17 +20,10 @@ from typing import Any
 
 _freeze = gc.freeze
 DEFAULTS: dict[str, Any] = {
-    "enforce_eager": True,
-    "distributed_executor_backend": "uni",
-    "kv_cache_memory_bytes": 8 << 20,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "enable_prefix_caching": False,
-    "disable_log_stats": False,
-    "dtype": "bfloat16",
-    "seed": 0,
-}
+    "enforce_eager": True, "distributed_executor_backend": "uni", "kv_cache_memory_bytes": 8 << 20,
+    "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "enable_prefix_caching": False,
+    "disable_log_stats": False, "dtype": "bfloat16", "seed": 0,
+}  # fmt: skip
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -68,18 +61,12 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         "tokens": [] if pools else answers,
         "vectors": answers if pools else [],
         "logprobs": likely,
-        "metrics": {
-            "preemptions": metrics.get("vllm:num_preemptions", 0),
-            "prefix_hits": metrics.get("vllm:prefix_cache_hits", 0),
-            "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
-            "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
-            "steps": steps,
-            "widest": widest,
-            "ahead": ahead,
-            "build_s": built - started,
-            "serve_s": time.monotonic() - built,
-        },
-    }
+        "metrics": {"preemptions": metrics.get("vllm:num_preemptions", 0),
+                    "prefix_hits": metrics.get("vllm:prefix_cache_hits", 0),
+                    "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
+                    "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0), "steps": steps,
+                    "widest": widest, "ahead": ahead, "build_s": built - started, "serve_s": time.monotonic() - built},
+    }  # fmt: skip
 
 
 def spare_the_imports() -> None:

@@ -99,18 +99,14 @@ def test_dtypes_and_shapes_from_the_table_of_operators(tmp_path: Path) -> None:
     assert "not known" in logits.doc_string
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "no topology can be read"),
-        ("[1, 2]", "is no topology of ATB's"),
-        ('{"a": 1}', "is no topology of ATB's"),
-        ('{"modelName": "m", "nodes": []}', "its list of nodes is empty"),
-        ('{"nodes": [' * 60 + "]}" * 60, "more than 40 levels"),
-        ('{"nodes": [' * 5000 + "]}" * 5000, "no topology can be read|levels"),
-    ],
-    ids=["cut", "list", "other", "empty", "deep", "deeper"],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("{", "no topology can be read"),
+    ("[1, 2]", "is no topology of ATB's"),
+    ('{"a": 1}', "is no topology of ATB's"),
+    ('{"modelName": "m", "nodes": []}', "its list of nodes is empty"),
+    ('{"nodes": [' * 60 + "]}" * 60, "more than 40 levels"),
+    ('{"nodes": [' * 5000 + "]}" * 5000, "no topology can be read|levels"),
+], ids=["cut", "list", "other", "empty", "deep", "deeper"])  # fmt: skip
 def test_files_that_are_none(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)

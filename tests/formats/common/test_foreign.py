@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+import torch
 
+from vllm_accprobe.cli import main
+from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.schema import Stats
+from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.common import foreign
-from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
+from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, computed, missing, torch_dtype
 
 
 def dump_of(*tensors: Tensor) -> ForeignDump:
@@ -64,11 +71,9 @@ def test_what_cannot_be_read_is_one_line_and_what_is_unknown_is_counted() -> Non
         raise FileNotFoundError(2, "No such file or directory", "x.bin")
 
     dump = dump_of(
-        Tensor("a", "x", "output.0", "float32", (1,), gone),
-        Tensor("b", "x", "output.1", "int4", (1,)),
-        Tensor("c", "x", "output.2", "float32", (-1,)),
-        Tensor("d", "x", "output.3", "float32", (1,)),
-    )
+        Tensor("a", "x", "output.0", "float32", (1,), gone), Tensor("b", "x", "output.1", "int4", (1,)),
+        Tensor("c", "x", "output.2", "float32", (-1,)), Tensor("d", "x", "output.3", "float32", (1,)),
+    )  # fmt: skip
     with pytest.raises(DumpError, match="cannot read a in there: No such file"):
         dump.read(dump.records[0])
     with pytest.raises(DumpError, match="only statistics"):
@@ -84,3 +89,127 @@ def test_what_cannot_be_read_is_one_line_and_what_is_unknown_is_counted() -> Non
 )  # fmt: skip
 def test_spellings_of_dtypes(spelling: str, name: str) -> None:
     assert torch_dtype(spelling) == name
+
+
+# --- statistics that a tool did not store are computed from its values, and only those ---
+
+
+def _dump() -> tuple[ForeignDump, list[str]]:
+    dump, read = ForeignDump(Path("made"), "made"), []
+
+    def reads(name: str, values: np.ndarray) -> Any:
+        def bits() -> np.ndarray:
+            read.append(name)
+            return values
+
+        return bits
+
+    x = np.array([1.0, -3.0, np.nan, np.inf], "f4")
+    partly = Stats(count=3, min=0.0, max=9.0, mean=None, l2=None, nan=0, inf=0)
+    whole = Stats(count=2, min=7.0, max=8.0, mean=7.5, l2=1.0, nan=0, inf=0)
+    dump.add(Tensor("a", "a", "value", "float32", (4,), reads("a", x)))
+    dump.add(Tensor("b", "b", "value", "int64", (3,), reads("b", np.array([1, 2, 6])), stats=partly))
+    dump.add(Tensor("c", "c", "value", "float32", (2,), reads("c", x[:2]), stats=whole))
+    dump.add(Tensor("d", "d", "value", "float32", (2,), None))
+    return dump, read
+
+
+def test_what_lacks_is_computed_and_what_is_there_is_kept() -> None:
+    dump, read = _dump()
+    ticks: list[int] = []
+    found, failed = computed(dump, dump.records, lambda: ticks.append(1))
+    assert (sorted(read), len(ticks), failed) == (["a", "b"], 2, [])
+    a, b, c, d = (r.stats for r in found)
+    assert a == Stats(count=4, min=-3.0, max=1.0, mean=-1.0, l2=pytest.approx(10**0.5), nan=1, inf=1)
+    assert b == Stats(count=3, min=0.0, max=9.0, mean=3.0, l2=pytest.approx(41**0.5), nan=0, inf=0)
+    assert (c, d) == (dump.records[2].stats, None)
+    assert [missing(r) for r in dump.records] == [True, True, False, False]
+
+
+def test_a_file_that_went_away_is_said_and_the_others_are_there() -> None:
+    dump, _ = _dump()
+
+    def gone() -> np.ndarray:
+        raise DumpError("x.npy has gone")
+
+    dump.add(Tensor("e", "e", "value", "float32", (2,), gone))
+    found, failed = computed(dump, dump.records)
+    assert failed == ["no statistics of 1 tensors: x.npy has gone"]
+    assert found[-1].stats is None
+    assert found[0].stats is not None
+
+
+def test_summary_of_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The dump is not written into; the table goes where torch_xray's command has it, and a csv beside it."""
+    (tmp_path / "plain").mkdir()
+    np.save(tmp_path / "plain" / "x.npy", np.array([[1.5, -2.0], [0.5, 4.0]], "f4"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "plain"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "x.npy" in line or " x " in line)
+    assert "-2" in row.split()
+    assert "1" in row.split()  # the mean
+    for _ in range(2):  # and over its own files
+        assert main(["inspect", "plain", "sum.txt", "sum.csv"]) == 0
+    assert row.split() == (tmp_path / "sum.txt").read_text().splitlines()[1].split()
+    assert ",-2.0,4.0,1.0," in (tmp_path / "sum.csv").read_text()
+    assert [p.name for p in (tmp_path / "plain").iterdir()] == ["x.npy"]
+
+
+# --- bfloat16 numbers in float32 files are seen in a dump as a whole; embeddings of a float32 model are none ---
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def file(path: Path, dtype: torch.dtype, layers: int = 6, wrong: float = 0.0, on_grid: str = "embed") -> Path:
+    """An npz as `accprobe convert` writes it: many steps of one embedding, and layers that compute in ``dtype``.
+    on_grid: the taps whose numbers are a bfloat16 checkpoint's."""
+    arrays: dict[str, np.ndarray] = {}
+    for step in range(12):
+        for k in range(layers):
+            tap = "embed" if k == 0 else f"layers.{k}"
+            x = drawn(100 * step + k, 8, 32).to(torch.bfloat16 if tap == on_grid else dtype).float()
+            arrays[f"{step}/{tap}/output.0"] = (x * (1 + wrong)).to(dtype).float().numpy()
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_upcast_outputs_are_seen_and_compared_as_such(tmp_path: Path, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    golden, mine = file(tmp_path / "g.npz", dtype), file(tmp_path / "m.npz", dtype, wrong=2e-3)
+    assert foreign.note_values(open_dump(golden)) == name
+    found = compare(golden, mine)
+    assert f"golden: its float32 values are {name} numbers: judged by what {name} can hold" in found.notes
+    assert found.verdict == ("pass" if name == "bfloat16" else "fail")  # 2e-3 is below bfloat16's rounding alone
+
+
+def test_a_float32_model_of_a_bfloat16_checkpoint(tmp_path: Path) -> None:
+    golden, mine = file(tmp_path / "g.npz", torch.float32), file(tmp_path / "m.npz", torch.float32, wrong=1e-3)
+    assert foreign.note_values(open_dump(golden)) == ""
+    found = compare(golden, mine)
+    assert found.verdict == "fail"
+    assert not [n for n in found.notes if "numbers: judged" in n]
+
+
+def test_outputs_are_looked_at_of_all_taps(tmp_path: Path) -> None:
+    """Steps repeat their taps: every so-manieth output may always be the embedding."""
+    npz = np.load(file(tmp_path / "g.npz", torch.float32))
+    with h5py.File(tmp_path / "g.h5", "w", track_order=True) as f:
+        for step in range(16):
+            group = f.create_group(str(step), track_order=True)
+            for key in (k for k in npz if k.startswith(f"{step % 12}/")):
+                group[f"{key.split('/')[1]}.Linear.0.forward_output.0"] = npz[key]
+    assert open_dump(tmp_path / "g.h5").problems == []
+
+
+def test_integers_and_constants_tell_nothing(tmp_path: Path) -> None:
+    ids = {f"0/layers.{k}/output.0": np.arange(200, dtype=np.float32).reshape(10, 20) for k in range(5)}
+    np.savez(tmp_path / "i.npz", **ids)
+    assert foreign.note_values(open_dump(tmp_path / "i.npz")) == ""
+
+
+def test_the_summary_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(file(tmp_path / "g.npz", torch.bfloat16))]) == 0
+    assert "note: its float32 values are bfloat16 numbers: judged by what bfloat16 can hold" in capsys.readouterr().out

@@ -29,21 +29,18 @@ def test_statistics_in_place_of_values() -> None:
     assert (found.stored, found.stats.max, found.stats.l2, found.stats.count) == (False, 2.5, 3.0, 4)
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (("dtype=0", "dims=2"), "does not end"),
-        (("dtype=0", "dims=-2", "$End=1"), "dims is '-2'"),
-        (("dtype=0", "dims=2,x", "$End=1"), "dims is 'x'"),
-        (("dtype=0", "dims=2,,2", "$End=1"), "dims is ''"),
-        (("dtype=0", "$End=1"), "no dims"),
-        (("dims=2", "$End=1"), "dtype is ''"),
-        (("dtype=0", "dims=2", "nonsense", "$End=1"), "without '='"),
-        (("dtype=0", "dims=" + ",".join(["1000000"] * 9), "$End=1"), "no tensor has these"),
-        (("dtype=0", "dims=4", "$End=1"), r"need 16 bytes, the file holds 0"),
-        (("dtype=0", "dims=" + "9" * 40, "$End=1"), "not a number"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "said"), [
+    (("dtype=0", "dims=2"), "does not end"),
+    (("dtype=0", "dims=-2", "$End=1"), "dims is '-2'"),
+    (("dtype=0", "dims=2,x", "$End=1"), "dims is 'x'"),
+    (("dtype=0", "dims=2,,2", "$End=1"), "dims is ''"),
+    (("dtype=0", "$End=1"), "no dims"),
+    (("dims=2", "$End=1"), "dtype is ''"),
+    (("dtype=0", "dims=2", "nonsense", "$End=1"), "without '='"),
+    (("dtype=0", "dims=" + ",".join(["1000000"] * 9), "$End=1"), "no tensor has these"),
+    (("dtype=0", "dims=4", "$End=1"), r"need 16 bytes, the file holds 0"),
+    (("dtype=0", "dims=" + "9" * 40, "$End=1"), "not a number"),
+])  # fmt: skip
 def test_headers_that_are_refused(lines: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         header(*lines)

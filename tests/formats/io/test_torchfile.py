@@ -32,20 +32,12 @@ def test_torch_files_of_every_dtype(tmp_path: Path, dtype: torch.dtype, legacy: 
 def test_what_torch_files_hold(tmp_path: Path, legacy: bool) -> None:
     base = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
     tree: dict[str, Any] = {
-        "view": base[3:20:2, 1:5],
-        "turned": base.t(),
-        "expanded": base[0].expand(5, 6),
-        "parameter": torch.nn.Parameter(base[:2].clone()),
-        "nested": [{"a": (base[0, 0], 3, "text", None, True, 2.5)}],
-        "empty": torch.zeros(0, 4),
-        "state": torch.nn.Linear(4, 3).state_dict(),
-        "set": {1, 2},
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cpu"),
-        "bytes": b"ab",
+        "view": base[3:20:2, 1:5], "turned": base.t(), "expanded": base[0].expand(5, 6),
+        "parameter": torch.nn.Parameter(base[:2].clone()), "nested": [{"a": (base[0, 0], 3, "text", None, True, 2.5)}],
+        "empty": torch.zeros(0, 4), "state": torch.nn.Linear(4, 3).state_dict(), "set": {1, 2},
+        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"), "bytes": b"ab",
         "big": 1 << 70,
-    }
+    }  # fmt: skip
     path = tmp_path / "x.pth"
     torch.save(tree, path, _use_new_zipfile_serialization=not legacy)
     found = torchfile.load(path)
@@ -89,24 +81,21 @@ def test_a_hand_made_pickle_is_read(tmp_path: Path) -> None:
     assert (found.dtype, found.read().tolist()) == ("float32", [[1, 2, 3], [9, 10, 11]])
 
 
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        (pickle.dumps(Evil(), 2), "which is no plain tensor"),
-        (pickle.dumps({"a": [Evil()]}, 4), "which is no plain tensor"),
-        (tensor_pickle("(I2\nI3\nt", "(I8\nI9\nt"), "beyond its storage"),
-        (tensor_pickle("(I1099511627776\nt", "(I1\nt"), "beyond its storage"),
-        (tensor_pickle("(I2\nt", "(I1\nt", numel=1 << 40), "were announced"),
-        (tensor_pickle("(I-2\nt", "(I1\nt"), "impossible shape"),
-        (tensor_pickle("(I2\nt", "(I1\nI1\nt"), "impossible shape"),
-        (tensor_pickle("(I2\nt", "(I1\nt")[:-3], "too early or is damaged"),
-        (b"\x80\x02X\xff\xff\xff\x7fab.", "too early or is damaged"),
-        (b"\x80\x02(((.", "damaged"),
-        (b"\x80\x02ctorch.jit\nload\n.", "torch.jit.load"),
-        (b"\x80\x02i__builtin__\neval\n.", "opcode"),
-        (b"", "too early or is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("made", "says"), [
+    (pickle.dumps(Evil(), 2), "which is no plain tensor"),
+    (pickle.dumps({"a": [Evil()]}, 4), "which is no plain tensor"),
+    (tensor_pickle("(I2\nI3\nt", "(I8\nI9\nt"), "beyond its storage"),
+    (tensor_pickle("(I1099511627776\nt", "(I1\nt"), "beyond its storage"),
+    (tensor_pickle("(I2\nt", "(I1\nt", numel=1 << 40), "were announced"),
+    (tensor_pickle("(I-2\nt", "(I1\nt"), "impossible shape"),
+    (tensor_pickle("(I2\nt", "(I1\nI1\nt"), "impossible shape"),
+    (tensor_pickle("(I2\nt", "(I1\nt")[:-3], "too early or is damaged"),
+    (b"\x80\x02X\xff\xff\xff\x7fab.", "too early or is damaged"),
+    (b"\x80\x02(((.", "damaged"),
+    (b"\x80\x02ctorch.jit\nload\n.", "torch.jit.load"),
+    (b"\x80\x02i__builtin__\neval\n.", "opcode"),
+    (b"", "too early or is damaged"),
+])  # fmt: skip
 def test_files_that_lie_or_want_to_run_something(tmp_path: Path, made: bytes, says: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DumpError, match=says):

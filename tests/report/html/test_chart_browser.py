@@ -2,9 +2,15 @@
 opens into its taps."""
 
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
-from report_examples import ORIGIN, realistic
+from on_the_page import click_cell, column, shown
+from report_examples import CULPRIT, ORIGIN, comparison, pair, realistic, row_table, with_rows
+
+from vllm_accprobe.report.html import write_html
+from vllm_accprobe.report.html.data import TokenTexts
 
 pytestmark = pytest.mark.browser
 
@@ -151,3 +157,212 @@ def test_a_narrower_window_draws_again(visit):
         page.wait_for_timeout(50)
     assert page.evaluate(width) < 480 < 600 < before
     assert page.evaluate("document.documentElement.scrollWidth") <= 500
+
+
+# --- clicks in a real Chromium ---
+
+
+def statuses(page):
+    return column(page, 0)
+
+
+def ratios(page):
+    """× limit of the drawn rows, as numbers."""
+    n = page.evaluate("[...document.querySelectorAll('#head th')].findIndex(t => t.dataset.id === 'over')")
+    return [float("inf") if x == "∞" else -1.0 if x == "–" else float(x) for x in column(page, n)]
+
+
+def opened(page):
+    """(tap/role, step) of the pair whose detail is open."""
+    if page.is_hidden("#detail"):
+        return None
+    page.click("#detail summary >> nth=-1") if page.locator("#detail dl").is_hidden() else None
+    step = page.evaluate(
+        "[...document.querySelectorAll('#detail dt')].find(t => t.textContent === 'step').nextSibling.textContent"
+    )
+    return page.inner_text("#detail .top code").split(" ")[0], int(step)
+
+
+def worst_of(result, tap, step=None):
+    """(name, step) of the worst failed pair of the tap and what lies in it, by its error over its limit."""
+    failed = [p for p in result.pairs if f"{p.tap}.".startswith(f"{tap}.") and p.status == "fail"]
+    failed = [p for p in failed if step in (None, p.step)]
+    worst = max(failed, key=lambda p: p.worst_row_rel_l2 / p.limit)
+    return f"{worst.tap}/{worst.role}", worst.step
+
+
+def failures_first(page):
+    seen = statuses(page)
+    assert seen == sorted(seen, key=["fail", "pass", "skip"].index)
+    for status in ("fail", "pass"):
+        own = [x for x, s in zip(ratios(page), seen, strict=True) if s == status]
+        assert own == sorted(own, reverse=True)
+    return seen
+
+
+def test_the_culprit_shows_its_failures_and_opens_the_worst(visit):
+    result = with_rows(realistic())
+    page = visit(result)
+    failed = sum(p.tap == CULPRIT and p.status == "fail" for p in result.pairs)
+    assert 0 < failed < 24
+    page.click("h1 .culprit")
+    assert shown(page).startswith("24 pairs")
+    seen = failures_first(page)
+    assert seen[:failed] == ["fail"] * failed
+    assert page.get_attribute("#head th[data-id=status]", "aria-sort") == "descending"
+    assert opened(page) == worst_of(result, CULPRIT)
+    table, detail = (page.locator(s).bounding_box() for s in ("#grid-box", "#detail"))
+    assert table["y"] > 0  # both are seen at once
+    assert table["height"] < 360
+    assert detail["y"] < 600
+    page.click("#detail .top button")
+    assert page.is_hidden("#detail")
+    assert page.locator("#grid-box").bounding_box()["height"] > 500
+    page.click("#tap-chip")
+    assert shown(page) == "2,763 pairs"
+
+
+def test_an_origin_is_clicked_and_reached_by_keyboard(visit):
+    other = "model.layers.5.mlp.down_proj"
+    result = realistic()
+    page = visit(replace(result, origins=[ORIGIN, ORIGIN | {"module": other}, ORIGIN | {"module": "gone"}]))
+    lines = page.locator("section[aria-labelledby=h-origins] tbody [data-origin]")
+    assert lines.count() == 3
+    lines.nth(1).click()
+    assert page.inner_text("#tap-chip").startswith(f"tap {other}")
+    failures_first(page)
+    assert opened(page) == worst_of(result, other)
+    lines.nth(0).focus()
+    page.keyboard.press("Enter")
+    assert page.inner_text("#tap-chip").startswith(f"tap {CULPRIT}")
+    assert opened(page) == worst_of(result, CULPRIT)
+    lines.nth(2).focus()
+    page.keyboard.press(" ")
+    assert shown(page).startswith("0 pairs")
+    assert page.is_hidden("#detail")
+
+
+def test_a_point_of_the_chart_and_a_cell_of_the_map(visit):
+    result = with_rows(realistic())
+    page = visit(result)
+    page.wait_for_selector("#heat[data-ready]")
+    page.focus("#chart")
+    page.keyboard.press("Enter")  # it stands at the culprit
+    failures_first(page)
+    assert opened(page) == worst_of(result, CULPRIT)
+    page.locator("#heat").scroll_into_view_if_needed()
+    top = page.evaluate("scrollY")
+    click_cell(page, 4, 50, "model.layers.3, position 50")  # embed_tokens, layers 0 to 2, then layer 3
+    assert page.evaluate("scrollY") == top  # a layer opens where it is; what comes next is a click on a tap of it
+    assert failures_first(page)[0] == "fail"
+    assert opened(page) == worst_of(result, "model.layers.3", 4)
+    page.locator("#heat").scroll_into_view_if_needed()
+    click_cell(page, 11, 51, f"{CULPRIT}, position 51")
+    assert page.inner_text("#tap-chip").startswith(f"tap {CULPRIT}, step 5")
+    assert statuses(page) == ["fail", "pass"]
+    assert opened(page) == (f"{CULPRIT}/output.0", 5)
+    page.click("#tree [data-path='model.layers.4'] .node >> nth=0")
+    assert page.is_hidden("#detail")
+    assert failures_first(page)[0] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "beside"), [(1440, 900, True), (1280, 800, True), (1024, 768, False), (390, 844, False)]
+)
+def test_the_map_stands_beside_the_chart_or_after_it(visit, width, height, beside):
+    page = visit(replace(with_rows(realistic()), notes=[]), width=width, height=height)
+    page.wait_for_selector("#heat[data-ready]")
+    chart, heat = (page.locator(s).bounding_box() for s in ("#chart", "#heat"))
+    if beside:
+        assert heat["y"] == chart["y"]
+        assert heat["x"] >= chart["x"] + chart["width"]
+        assert heat["y"] + heat["height"] <= height
+    else:
+        assert heat["y"] >= chart["y"] + chart["height"]
+        assert heat["x"] == chart["x"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# --- tokens' text in the heat map, in a real Chromium ---
+
+
+EVIL = "</script><img src=x onerror=window.pwned=1>"
+RIGHT_TO_LEFT = "שלום"
+TEXTS = {0: "The", 1: " quick", 2: r"\n", 3: EVIL, 4: " ", 5: RIGHT_TO_LEFT}
+
+
+class Words:
+    """A vocabulary of a few words."""
+
+    def text(self, token):
+        return TEXTS.get(token)
+
+
+def told(ids, at=None):
+    """The map of one request whose tokens these are."""
+    rows = row_table([(0, "a", i, i > 2, 0.1, 0.5 + i % 3) for i in range(len(ids))])
+    result = comparison(pairs=[pair(tap="model.layers.0.mlp", status="fail")], rows=rows, verdict="fail")
+    places = np.arange(len(ids)) if at is None else at
+    return result, TokenTexts(Words(), {"a": (places, np.array(ids))}, "mine")
+
+
+@pytest.fixture
+def visit_with(visit, tmp_path):
+    def open_(result, tokens, **viewport):
+        write_html(result, tmp_path / "tokens.html", tokens=tokens)
+        page = visit.at((tmp_path / "tokens.html").as_uri(), **viewport)
+        page.wait_for_selector("#heat[data-ready]")
+        return page
+
+    return open_
+
+
+def labels(page):
+    return page.locator("#heat .xtick").all_text_contents()
+
+
+def read(page, column):
+    page.focus("#heat")
+    page.keyboard.press("Home")
+    for _ in range(column):
+        page.keyboard.press("ArrowRight")
+    return page.inner_text("#heat-readout")
+
+
+def test_every_token_is_told_and_few_have_labels_below_them(visit_with):
+    page = visit_with(*told([0, 1, 2, 3, 4, 99]), width=1440)
+    assert labels(page) == ["0The", "1quick", r"2\n", "3</script>…", "4␣", "5?"]
+    said = [read(page, i).split(" (")[0].split("position ")[1] for i in range(6)]
+    assert said[:3] == ["0 “\u2068The\u2069”", "1 “\u2068 quick\u2069”", "2 “\u2068\\n\u2069”"]
+    assert said[3] == f"3 “\u2068{EVIL}\u2069”"
+    assert said[5] == "5 “\u2068[99 is not in the vocabulary]\u2069”"
+    assert "this page holds the text of prompts and answers" in page.inner_text(".heat-map").lower()
+    page.mouse.move(0, 0)
+    click_cell(page, 0, 3, "model.layers.0, position 3")
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("img").count() == 0
+
+
+def test_many_stand_upright_and_too_many_are_positions(visit_with):
+    page = visit_with(*told([1, 5] * 12), width=1440)
+    assert labels(page)[:2] == ["quick 0", f"{RIGHT_TO_LEFT} 1"]
+    assert len(labels(page)) == 24
+    boxes = page.eval_on_selector_all("#heat .xtick", "all => all.map(t => t.getBoundingClientRect().toJSON())")
+    assert all(a["right"] <= b["left"] + 2 for a, b in pairwise(boxes))
+    frame = page.locator("#heat").bounding_box()
+    assert all(b["bottom"] <= frame["y"] + frame["height"] for b in boxes)
+    page = visit_with(*told([1, 5] * 200), width=1440)
+    assert labels(page)[0] == "0"
+    assert all(t.isdigit() for t in labels(page))
+    assert "“\u2068 quick\u2069”" in read(page, 2)
+
+
+def test_a_bin_tells_its_first_tokens_and_a_request_without_ids_its_positions(visit_with):
+    page = visit_with(*told([0, 1] * 600), width=1440)  # 1,200 positions in 400 columns of three
+    assert "position 0–2 “\u2068The quickThe\u2069” (prefill)" in read(page, 0)
+    result, _ = told([0, 1, 2])
+    page = visit_with(result, TokenTexts(Words(), {"b": (np.array([0]), np.array([0]))}, "mine"))
+    assert labels(page) == ["0", "1", "2"]
+    assert "position 0 (prefill)" in read(page, 0)
+    page = visit_with(result, TokenTexts(Words(), {}, "mine<b>"))
+    assert "No token ids are recorded in mine<b>" in page.inner_text(".heat-map")

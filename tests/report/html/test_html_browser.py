@@ -1,5 +1,6 @@
 """The page in a real Chromium: it draws, filters, sorts, and hostile names stay text."""
 
+import re
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -7,12 +8,25 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from on_the_page import click_cell, column, shown
-from report_examples import comparison, hostile, pair, realistic, row_table, with_rows
+from on_the_page import cell, click_cell, column, shown
+from report_examples import (
+    CULPRIT,
+    DIVERGENCE,
+    EVIL,
+    ORIGIN,
+    comparison,
+    hostile,
+    pair,
+    realistic,
+    row_table,
+    with_rows,
+)
 
 from vllm_accprobe.comparison.row_table import ValueSpread
 from vllm_accprobe.comparison.verdict.neighbours import Edge, OriginNeighbours
 from vllm_accprobe.dump.reader import matches
+from vllm_accprobe.report.html import write_html
+from vllm_accprobe.report.html.data import TokenTexts
 
 pytestmark = pytest.mark.browser
 
@@ -48,23 +62,6 @@ def test_first_screen_filter_and_sort(visit):
     assert errors == sorted(errors)
 
 
-def test_click_on_a_point_shows_its_pairs(visit):
-    page = visit(realistic())
-    page.wait_for_selector("#chart[data-ready]")
-    box = page.locator("#chart .origin-mark circle").last.bounding_box()  # the culprit is drawn last
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_selector("#chart .tip:not([hidden])")
-    tap = page.inner_text("#chart-readout").split(" (")[0]
-    assert tap == "model.layers.3.mlp.down_proj"
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_selector("#tap-chip:not([hidden])")
-    assert tap in page.inner_text("#tap-chip")
-    assert set(column(page, 1)) == {tap}
-    assert shown(page).startswith("24 pairs")
-    page.click("#tap-chip")
-    assert shown(page) == "2,763 pairs"
-
-
 def test_keyboard_alone(visit):
     page = visit(realistic())
     page.wait_for_selector("#chart[data-ready]")
@@ -81,16 +78,6 @@ def test_keyboard_alone(visit):
     assert "worst row rel l2" in page.inner_text("#detail")
     page.keyboard.press("Escape")
     assert page.is_hidden("#detail")
-
-
-def test_last_of_many_rows_can_be_reached(visit):
-    page = visit(comparison(pairs=[pair(tap=f"t{i}", order=i) for i in range(10_000)]))
-    page.focus("#grid")
-    page.keyboard.press("End")
-    page.wait_for_selector("#r9999")
-    assert page.locator("#body tr.row").count() < 60
-    assert page.inner_text("#r9999 td:nth-child(2)") == "t9999"
-    assert page.get_attribute("#grid", "aria-rowcount") == "10001"
 
 
 def test_hostile_names_are_text(visit):
@@ -214,17 +201,6 @@ def test_shape_of_the_error_is_said(visit):
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     assert page.inner_text("#detail .shape") == "Shape of the error: columns 400–511 of 512"
-
-
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
-def test_nothing_sticks_out(visit, width, height):
-    page = visit(with_rows(realistic()), width=width, height=height)
-    page.wait_for_selector("#heat[data-ready]")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    if width > 400:  # a telephone scrolls the table inside its box
-        assert page.evaluate("document.getElementById('grid').offsetWidth") <= width
-    tap = page.locator("#head th[data-id=order]").bounding_box()
-    assert tap["width"] > 200
 
 
 def test_a_spread_is_drawn_and_a_pair_without_one_shows_its_command(visit):
@@ -382,3 +358,156 @@ def test_without_operators_an_origin_says_how_to_capture_them(visit):
     assert page.locator("#detail .operators, #detail .code").count() == 0
     page.evaluate("accprobe.showTap('model.norm', { open: true })")
     assert "VLLM_ACCPROBE_OPS" not in page.inner_text("#detail")
+
+
+# --- the first screen in a real Chromium ---
+
+
+NAN = {"created": float("inf"), "module": "model.layers.5.mlp.act_fn", "class": "SiluAndMul", "nonfinite": 3}
+
+
+def several():
+    """Three origins, one of which makes NaN, and a report with a place."""
+    result = with_rows(realistic())
+    broken = [p for p in result.pairs if p.tap == NAN["module"] and p.role == "output.0" and p.step == 5]
+    pairs = [replace(p, status="fail", nonfinite_mismatch=7) if p in broken else p for p in result.pairs]
+    first = result.origins[0] | {"tier": "beyond chance", "times": 13.1, "chance": 0.0005}
+    return replace(result, pairs=pairs, origins=[first, ORIGIN | NAN, result.origins[1]], out="a report")
+
+
+def test_the_culprit_how_sure_and_all_pairs_in_one_sum(visit):
+    page = visit(several())
+    header = page.inner_text("header")
+    assert "By chance\n1 of 2,000 comparisons with rounding alone" in header
+    assert "beyond chance" in header
+    total, parts = page.inner_text("#pair-sum").replace(",", "").split(" pairs = ")
+    numbers = [int(part.split()[0]) for part in parts.split(" + ")]
+    assert int(total) == sum(numbers) == len(several().pairs)
+    assert min(numbers) > 0
+    for selector in ("#pair-sum", ".origin-list", ".next"):
+        box = page.locator(selector).bounding_box()
+        assert box["y"] + box["height"] < 500
+
+
+def test_each_origin_has_its_number_and_opens_its_pairs(visit):
+    page = visit(several())
+    buttons = page.locator(".origin-list button")
+    assert [b.split()[0] for b in buttons.all_inner_texts()] == ["1", "2", "3"]
+    assert "NaN or Inf in 3 rows" in buttons.nth(1).inner_text()
+    buttons.nth(1).click()
+    assert NAN["module"] in page.inner_text("#tap-chip")
+    assert set(column(page, 1)) == {NAN["module"]}
+    assert page.is_visible("#detail")
+    assert f"{NAN['module']}/output.0" in page.inner_text("#detail .top")
+    assert column(page, 0)[0] == "fail"
+    # By keyboard alone: the culprit's button, then the first command's.
+    buttons.nth(0).focus()
+    page.keyboard.press("Enter")
+    assert "model.layers.3.mlp.down_proj" in page.inner_text("#tap-chip")
+
+
+def test_a_command_is_copied_as_it_is_typed(visit, browser):
+    page = visit(several())
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    commands = [line for step in several().next_steps for line in [step["command"]]]
+    buttons = page.locator(".next button.copy")
+    assert buttons.count() == len(commands) > 1
+    for i, command in enumerate(commands):
+        buttons.nth(i).focus()
+        page.keyboard.press("Enter")
+        page.wait_for_function("i => document.querySelectorAll('.next button.copy')[i].textContent === 'Copied'", arg=i)
+        assert page.evaluate("navigator.clipboard.readText()") == command
+        assert page.inner_text("#copied") == "Copied."
+
+
+@pytest.mark.parametrize("how", ["refused", "missing"])
+def test_where_the_clipboard_is_closed_the_command_is_selected(visit, how):
+    page = visit(several())
+    refused = "{ writeText: () => Promise.reject(new Error('no')) }" if how == "refused" else "undefined"
+    page.evaluate(f"Object.defineProperty(navigator, 'clipboard', {{ value: {refused} }})")
+    page.click(".next button.copy >> nth=0")
+    page.wait_for_function("document.querySelector('.next button.copy').textContent === 'Selected'")
+    assert page.evaluate("String(getSelection())") == several().next_steps[0]["command"]
+    assert "press Ctrl or ⌘ and C" in page.inner_text("#copied")
+
+
+def test_a_pass_has_no_commands_and_no_origins(visit):
+    page = visit(realistic(fail=False))
+    assert page.locator(".next, .origin-list").count() == 0
+    assert page.inner_text("#pair-sum") == "2,763 pairs = 2,760 pass + 0 fail + 3 skipped"
+
+
+def test_hostile_names_are_text_here_too(visit):
+    evil = EVIL.replace("\x1b", "").replace("\u202e", "")
+    found = {"module": evil, "class": evil, "tier": evil, "role": "output.0"}
+    page = visit(
+        comparison(
+            pairs=[pair(tap=evil, status="fail", golden=f"{evil}/output.0", mine=f"{evil}/output.0")],
+            verdict="fail", origins=[ORIGIN | found], first_divergence=DIVERGENCE, mine_path=evil, out=evil,
+        )
+    )  # fmt: skip
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.pwned") is None
+    assert "</script><img" in page.inner_text(".origin-list")
+    page.click(".origin-list button")
+    assert page.locator("#body tr.row").count() == 1
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
+def test_nothing_of_it_sticks_out(visit, width, height):
+    page = visit(several(), width=width, height=height)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for i in range(page.locator(".next button.copy").count()):
+        box = page.locator(".next button.copy").nth(i).bounding_box()
+        assert box["x"] + box["width"] <= width
+
+
+# --- three tasks of whoever opens the page, done as he would in a real Chromium, and how many clicks each takes ---
+
+
+class Words:
+    def text(self, token):
+        return f"word{token}"
+
+
+@pytest.fixture
+def page(visit, tmp_path):
+    """A page of a replayed comparison with tokens' text, which counts the clicks that reach it."""
+    result = with_rows(realistic())
+    values = {"max_abs_index": (4, 37), "max_abs_golden": -1.25, "max_abs_mine": -1.5}
+    pairs = [replace(p, **values) if p.tap == CULPRIT and p.status == "fail" else p for p in result.pairs]
+    origin = result.origins[0] | {"evidence": "replay", "tier": "proved", "times": 13.1}
+    result = replace(result, pairs=pairs, origins=[origin, *result.origins[1:]])
+    tokens = TokenTexts(Words(), {"a": (np.arange(60), np.arange(60))}, "mine")
+    write_html(result, tmp_path / "tasks.html", tokens=tokens)
+    page = visit.at((tmp_path / "tasks.html").as_uri())
+    page.evaluate("window.clicks = 0; addEventListener('click', () => { window.clicks++; }, true)")
+    return page
+
+
+def clicks(page):
+    return page.evaluate("window.clicks")
+
+
+def test_the_first_wrong_value_takes_one_click(page):
+    page.click("h1 .culprit")
+    said = page.inner_text("#detail .apart")
+    assert said == "Farthest apart at [4, 37]: golden -1.25, mine -1.5"
+    assert page.locator("#detail .apart").bounding_box()["y"] < 900
+    assert clicks(page) == 1
+
+
+def test_the_command_for_the_kernel_team_s_folder_takes_one_click(page):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator(".next li", has_text="accprobe gentest").locator("button.copy").click()
+    page.get_by_text("Copied.", exact=True).wait_for()
+    assert re.fullmatch(rf"accprobe gentest \S+ --failed --ops {re.escape(CULPRIT)}( --out \S+)?",
+                        page.evaluate("navigator.clipboard.readText()"))  # fmt: skip
+    assert clicks(page) == 1
+
+
+def test_the_text_of_a_prompt_s_token_takes_none(page):
+    page.mouse.move(*cell(page, 4, 7))
+    assert page.inner_text("#heat-readout").startswith("model.layers.3, position 7 “\u2068word7\u2069” (prefill)")
+    assert page.inner_text("#heat .tip") == page.inner_text("#heat-readout")
+    assert clicks(page) == 0

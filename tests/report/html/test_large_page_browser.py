@@ -77,33 +77,3 @@ def test_filter_sort_and_the_last_row(page, result):
     page.keyboard.press("End")
     page.wait_for_selector(f"#r{PAIRS - 1}")
     assert page.locator("#body tr.row").count() < 80
-
-
-def test_from_the_worst_first_to_its_rows(page, result):
-    page.click("#head th[data-id=over] button")
-    page.focus("#grid")
-    page.keyboard.press("Home")
-    page.keyboard.press("Enter")
-    worst = max(result.pairs, key=lambda p: (p.measured or 0) / (p.allowed or 1))
-    assert worst.tap in page.inner_text("#detail")
-    assert page.locator("#detail .worst-rows tbody tr").count() == 8
-    page.keyboard.press("Escape")
-    assert page.is_hidden("#detail")
-
-
-def test_from_the_heat_map_to_a_pair(page):
-    page.wait_for_selector("#heat[data-ready]")
-    page.focus("#heat")
-    page.keyboard.press("Enter")
-    assert page.is_visible("#heat-back")
-    page.keyboard.press("Enter")
-    assert "model.layers.7.mlp.down_proj" in page.inner_text("#tap-chip")
-    assert "model.layers.7.mlp.down_proj" in page.inner_text("#detail")
-
-
-def test_from_the_chart_to_the_culprit_s_pairs(page, result):
-    page.wait_for_selector("#chart[data-ready]")
-    page.focus("#chart")
-    page.keyboard.press("Enter")
-    own = [p for p in result.pairs if p.tap == "model.layers.7.mlp.down_proj"]
-    assert f"{len(own)} pairs of {PAIRS:,}" in shown(page)

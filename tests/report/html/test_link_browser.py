@@ -1,10 +1,18 @@
 """The view in the address, in a real Chromium: a link opens the same view, and a hostile one is nothing but text."""
 
+import csv
+import io
+import math
+
 import pytest
 from on_the_page import click_cell, column, shown
-from report_examples import CULPRIT, EVIL, hostile, realistic, with_rows
+from report_examples import CULPRIT, EVIL, comparison, hostile, pair, realistic, with_rows
+
+from vllm_accprobe.comparison.result import COLUMNS
+from vllm_accprobe.report.table import cell, rows
 
 pytestmark = pytest.mark.browser
+
 
 SETTLED = 400
 """Milliseconds after which the address has followed the view."""
@@ -87,29 +95,28 @@ def test_words_a_tree_node_and_closing_follow_too(visit):
     assert "tap=model.norm&sort=-over" in address(other)
 
 
-@pytest.mark.parametrize(
-    "hash_",
-    [
-        "pairs",
-        "%E0%A4%A&&&==&tap",
-        "tap=<img src=x onerror=window.pwned=1>&status=<b>&sort=__proto__&pair=99999999&steps=1..x&cell=9.9.9",
-        "__proto__=1&constructor=2&request=-1&layer=__proto__&pair=1e3&sort=-constructor",
-        pytest.param("tap=model.norm&find=" + "x" * 5000, id="long"),
-        "request=999999999&cell=999999999.999999999&layer=toString&pair=NaN&steps=0..1",
-    ],
+HOSTILE = (
+    "pairs",
+    "%E0%A4%A&&&==&tap",
+    "tap=<img src=x onerror=window.pwned=1>&status=<b>&sort=__proto__&pair=99999999&steps=1..x&cell=9.9.9",
+    "__proto__=1&constructor=2&request=-1&layer=__proto__&pair=1e3&sort=-constructor",
+    "tap=model.norm&find=" + "x" * 5000,
+    "request=999999999&cell=999999999.999999999&layer=toString&pair=NaN&steps=0..1",
 )
-def test_a_hostile_link_is_ignored(visit, hash_):
+
+
+def test_a_hostile_link_is_ignored(visit):
     page = visit(with_rows(realistic()))
     page.wait_for_selector("#heat[data-ready]")
-    plain = view(page)
-    other = again(visit, page.url + "#" + hash_)
-    found = view(other)
-    if "cell=9999" in hash_:  # a place beyond the map is its last one
-        assert found.pop("cell").startswith("logits_processor, position 57")
-        plain.pop("cell")
-    assert found == plain
-    assert other.evaluate("window.pwned") is None
-    assert other.locator("img").count() == 0
+    for hash_ in HOSTILE:
+        plain, other = view(page), again(visit, page.url + "#" + hash_)
+        found = view(other)
+        if "cell=9999" in hash_:  # a place beyond the map is its last one
+            assert found.pop("cell").startswith("logits_processor, position 57")
+            plain.pop("cell")
+        assert found == plain, hash_
+        assert other.evaluate("window.pwned") is None
+        assert other.locator("img").count() == 0
 
 
 def test_words_of_a_link_and_hostile_names_stay_text(visit):
@@ -129,3 +136,89 @@ def test_words_of_a_link_and_hostile_names_stay_text(visit):
         assert other.locator("img").count() == 0
         other = again(visit, chosen)
     assert EVIL[:20] in other.inner_text("#tap-chip")
+
+
+# --- the filtered pairs as a csv file, saved by a real Chromium under the page's policy, beside compare.csv ---
+
+
+def saved(page):
+    """(file name, header, lines as lists of texts) of what the button saves."""
+    with page.expect_download() as waiting:
+        page.click("#save")
+    text = waiting.value.path().read_bytes().decode("utf-8")
+    assert text.endswith("\n")
+    header, *lines = csv.reader(io.StringIO(text))
+    return waiting.value.suggested_filename, header, lines
+
+
+def written(pairs):
+    """What compare.csv has of them, as texts."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows(pairs))
+    return list(csv.reader(io.StringIO(out.getvalue())))
+
+
+def same(ours, theirs):
+    """The same cell: alike, or a number to the page's digits."""
+    if ours == theirs:
+        return True
+    a, b = float(ours), float(theirs)
+    return math.isclose(a, b, rel_tol=6e-3)
+
+
+def test_what_is_shown_is_saved_in_its_order_with_all_columns(visit):
+    result = realistic()
+    page = visit(result)
+    page.click("h1 .culprit")
+    page.click("#status button[value=fail]")
+    name, header, lines = saved(page)
+    assert (name, header) == ("compare-filtered.csv", list(COLUMNS))
+    failed = [p for p in result.pairs if p.tap == CULPRIT and p.status == "fail"]
+    failed.sort(key=lambda p: -p.worst_row_rel_l2 / p.limit)
+    expected = written(failed)
+    assert len(lines) == len(expected) == 8
+    for ours, theirs in zip(lines, expected, strict=True):
+        assert all(map(same, ours, theirs)), (ours, theirs)
+
+
+def test_every_pair_of_many_and_none_of_none(visit):
+    page = visit(comparison(pairs=[pair(tap=f"t{i}", order=i) for i in range(9_000)]))
+    _, _, lines = saved(page)
+    at = COLUMNS.index("tap")
+    assert [line[at] for line in lines] == [f"t{i}" for i in range(9_000)]
+    page.fill("#find", "nothing has this")
+    page.wait_for_selector("#save:disabled")
+
+
+def test_formulas_quotes_and_what_is_not_finite(visit):
+    texts = ["=1+1", "+1", "-1", "@x", "\tx", 'a,"b"', "a\nb", EVIL, "x", "NaN"]
+    numbers = [math.nan, math.inf, -math.inf, None, 0.0, 1e-9, 5e20, 0.1, -2.5, 1.0]
+    pairs = [
+        pair(
+            tap=t,
+            golden=t,
+            mine=t,
+            message=t,
+            order=i,
+            status="fail",
+            mean_abs_err=x,
+            max_abs_index=((), (3, 37), None)[i % 3],
+        )
+        for i, (t, x) in enumerate(zip(texts, numbers, strict=True))
+    ]
+    page = visit(comparison(pairs=pairs))
+    _, _, lines = saved(page)
+    of = {name: [line[COLUMNS.index(name)] for line in lines] for name in COLUMNS}
+    # Control characters are escaped on the page, so that nothing runs and nothing hides; the rest is compare.csv's.
+    plain = {4: "\\tx", 6: "a\\nb", 7: EVIL.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")}
+    expected = [plain.get(i, cell(t)) for i, t in enumerate(texts)]
+    for name in ("tap", "golden", "mine", "message"):
+        assert of[name] == expected
+    assert expected[:4] == ["'=1+1", "'+1", "'-1", "'@x"]
+    assert of["mean_abs_err"] == ["nan", "inf", "-inf", "", "0", "1e-9", "500000000000000000000", "0.1", "-2.5", "1"]
+    assert of["max_abs_index"] == ["[]", "[3, 37]", ""] * 3 + ["[]"]
+    assert of["shape"] == ["[4, 64]"] * 10
+    assert of["identical"] == ["False"] * 10
+    page = visit(comparison(pairs=[pair(tap=f"t{i}", rmse=-math.inf) for i in range(3)]))  # one value for all
+    _, _, lines = saved(page)
+    assert [line[COLUMNS.index("rmse")] for line in lines] == ["-inf"] * 3

@@ -36,8 +36,5 @@ NAMES: dict[str, str] = {
     ),
 }
 """Document → its names."""
-ELSEWHERE = {
-    "npu_fusion_attention_grad": "test_npu_attention.py",
-    "precision": "test_check_config.py",
-}
+ELSEWHERE = {"npu_fusion_attention_grad": "test_npu_attention.py", "precision": "test_check_config.py"}
 """Name → the test that has it, where no line of these modules needs it."""

@@ -104,25 +104,13 @@ def _table(home: Path, said: str) -> None:
 
 
 LINES: list[Line] = [
-    Line(
-        31,
-        "set_label(data_src, data_id, data_val, tensor_path); gen_id(); set_task_id()",
-        _signatures,
-        also=(46, 54),
-    ),
+    Line(31, "set_label(data_src, data_id, data_val, tensor_path); gen_id(); set_task_id()", _signatures,
+         also=(46, 54)),
     Line(65, "ait debug compare aclcmp xx_args", ("labels",), 2, ("name a DUMP, or with --exec a command",)),
-    Line(
-        130,
-        'ait debug compare aclcmp --exec "bash run_performance.sh patches/models/modeling_chatglm_model.py"',
-        _with_exports,
-        ends_at="ATB's ancestor, whose file the script writes itself",
-        also=(83, 98, 99, 100, 101, 107, 108, 109, 110, 120, 121, 123),
-    ),
-    Line(
-        130,
-        "the same with --type tensor, where the script exports what it needs",
-        ("labels", "--exec", COMMAND.replace("run_performance", "exports"), "--type", "tensor", "--out", "typed"),
-        prints=("PASS: 2 labelled pairs", "wrote typed/labels.csv"),
-        ends_at="the same",
-    ),
-]
+    Line(130, 'ait debug compare aclcmp --exec "bash run_performance.sh patches/models/modeling_chatglm_model.py"',
+         _with_exports, ends_at="ATB's ancestor, whose file the script writes itself",
+         also=(83, 98, 99, 100, 101, 107, 108, 109, 110, 120, 121, 123)),
+    Line(130, "the same with --type tensor, where the script exports what it needs",
+         ("labels", "--exec", COMMAND.replace("run_performance", "exports"), "--type", "tensor", "--out", "typed"),
+         prints=("PASS: 2 labelled pairs", "wrote typed/labels.csv"), ends_at="the same"),
+]  # fmt: skip
