@@ -8,7 +8,7 @@ at the end. On the host a compiled loop does it.
 
 What a tensor was as a checkpoint or a sync gave it, as far as it is kept: sums, never values.
 
-Not here: what is mixed how (mixing.py), which tensors (history.py), when it is looked at (history.py).
+Not here: what is mixed how (dump/weight_sums.py), which tensors (history.py), when it is looked at (history.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from vllm_accprobe.capture.weights import mixing
+from vllm_accprobe.dump import weight_sums as mixing
 
 CHUNK = 1 << 22
 """Elements that are mixed at a time on a device: 32 MB of integers, thrice."""
