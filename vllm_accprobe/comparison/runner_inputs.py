@@ -403,7 +403,7 @@ def _prompt_fault(
 def _first_repeat(mine: Sequence[int], found: Mapping[int, tuple[int, int]]) -> tuple[int | None, str]:
     """Where a later chunk begins whose ids are those of an earlier stretch, which it repeats, in words."""
     edges = [p for p in range(1, len(mine)) if found[p][1] != found[p - 1][1]]
-    for low, high in zip(edges, [*edges[1:], len(mine)], strict=True):
+    for low, high in zip(edges, [*edges[1:], len(mine)], strict=False):
         chunk = list(mine[low:high])
         if len(chunk) >= _LEAST and chunk == list(mine[: len(chunk)]):
             return low, f"0 to {len(chunk) - 1}"

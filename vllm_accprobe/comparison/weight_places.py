@@ -248,7 +248,7 @@ def _through(name: str) -> Any:
     return lambda x: x.astype(np.float16).astype(np.float64)
 
 
-_ROUNDS = {n: _float8(n) for n in ("float8_e4m3fn", "float8_e5m2")} | {n: _through(n) for n in ("bfloat16", "float16")}
+ROUNDS = {n: _float8(n) for n in ("float8_e4m3fn", "float8_e5m2")} | {n: _through(n) for n in ("bfloat16", "float16")}
 """Precision -> what rounds float64 to it."""
 
 
@@ -287,7 +287,7 @@ def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left
         found = None
     floats = [widen(_by_last(block, shape), block.dtype, as_float=True)
               for block, shape in zip((a, b), shapes, strict=True)]  # fmt: skip
-    return by_values(*floats, names, _ROUNDS) or found
+    return by_values(*floats, names, ROUNDS) or found
 
 
 def _by_last(block: RowBlock, shape: tuple[int, ...]) -> np.ndarray:

@@ -178,7 +178,8 @@ def _exchanged(runs: list[Run], due: np.ndarray) -> list[tuple[Run, Run]] | None
             return None
         seen |= {id(r), id(other)}
         out.append((r, other))
-    return out
+    # Two sets of rows are exchanged where each row of the one has the same partner in the other.
+    return out if len({b.first - a.first for a, b in out}) == 1 else None
 
 
 def _exchange_said(pairs: list[tuple[Run, Run]], names: Names) -> tuple[str, dict[str, Any]]:

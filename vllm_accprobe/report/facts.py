@@ -479,6 +479,14 @@ def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
     return [safe(one.get("sentence") or "", 1000) for one in findings(comparison.states, side)]
 
 
+FURTHER = "further findings of the ledger of states and of the runner's inputs"
+
+
+def what_it_got(comparison: Comparison) -> str:
+    """What an operator computed with that is wrong by mine's first finding of its own."""
+    return "these inputs" if comparison.origins and of_runner(comparison.origins[0]) else "that cache"
+
+
 def operators(comparison: Comparison) -> list[dict[str, Any]]:
     """The origins that are operators: all but a cache."""
     return [o for o in comparison.origins if not is_cache(o)]
