@@ -58,17 +58,31 @@ class Fake(Dump):
             self.rows[0, step, TOKENS] = RowSpace(step, TOKENS, row, tuple(segments), tuple(ids))
             got = np.array(positions, np.int64)
             shape = (sections, row) if sections > 1 else (row,)
-            self.add(step, ROOT_TAP, "input.positions", got.T.copy() if sections > 1 else got[:, 0], shape, TOKENS, sections > 1)
+            self.add(
+                step,
+                ROOT_TAP,
+                "input.positions",
+                got.T.copy() if sections > 1 else got[:, 0],
+                shape,
+                TOKENS,
+                sections > 1,
+            )
             last = [(req, pos + n - 1) for req, pos, n in parts if pos + n >= len(list(PROMPTS.values())[req])]
             if last:
-                self.rows[0, step, LOGITS] = RowSpace(step, LOGITS, len(last), tuple(Segment(r, p, 1, i) for i, (r, p) in enumerate(last)))
+                self.rows[0, step, LOGITS] = RowSpace(
+                    step, LOGITS, len(last), tuple(Segment(r, p, 1, i) for i, (r, p) in enumerate(last))
+                )
                 drawn = np.array([300 + 10 * r + p + 1 for r, p in last])
                 self.add(step, "sampler", "output.token", drawn, drawn.shape, LOGITS, False)
 
-    def add(self, step: int, tap: str, role: str, values: np.ndarray, shape: tuple[int, ...], rows: str, turned: bool) -> None:
+    def add(
+        self, step: int, tap: str, role: str, values: np.ndarray, shape: tuple[int, ...], rows: str, turned: bool
+    ) -> None:
         seq = len(self.records)
         payload = Payload(0, seq, values.nbytes)
-        self.records.append(Record(0, step, tap, "", role, 0, seq, "int64", shape, rows, int(turned), None, None, REPLICATED, payload))
+        self.records.append(
+            Record(0, step, tap, "", role, 0, seq, "int64", shape, rows, int(turned), None, None, REPLICATED, payload)
+        )
         self.values[seq] = values
 
     def read(self, record: Record, out: Any = None) -> np.ndarray:
@@ -112,7 +126,9 @@ def test_a_later_chunk_with_the_positions_of_the_first(sections: int, images: bo
     dump.positions(1)[:20] = dump.positions(0)[:20]
     (fault,) = check(dump).faults
     assert (fault.request, fault.low, fault.high, fault.rows, fault.step) == ("a", 20, 39, 20, 1)
-    assert fault.says.startswith("positions of request 'a' are wrong from row 20 on, the second chunk: they are those of rows 0 to 19")
+    assert fault.says.startswith(
+        "positions of request 'a' are wrong from row 20 on, the second chunk: they are those of rows 0 to 19"
+    )
     assert "do not go on where the chunk before ended" in fault.says
 
 
@@ -152,7 +168,10 @@ def test_token_ids_of_a_chunk_that_repeat_the_first() -> None:
     dump = Fake()
     dump.ids(1, dict(enumerate(range(100, 120))))
     (fault,) = check(dump).faults
-    assert fault.says == "token ids of request 'a' are not its prompt's: from row 20 on, the second chunk, they repeat rows 0 to 19"
+    assert (
+        fault.says
+        == "token ids of request 'a' are not its prompt's: from row 20 on, the second chunk, they repeat rows 0 to 19"
+    )
 
 
 def test_token_ids_that_are_no_prompts() -> None:
@@ -166,7 +185,10 @@ def test_a_token_that_was_not_drawn() -> None:
     dump = Fake()
     dump.ids(4, {0: 350})
     (fault,) = check(dump).faults
-    assert fault.says == "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"
+    assert (
+        fault.says
+        == "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"
+    )
 
 
 def test_a_model_that_counts_otherwise_is_unchecked() -> None:
@@ -195,7 +217,12 @@ def test_the_finding_is_an_origin_of_the_comparison() -> None:
     assert states["mine"]["count"] == 1
     origin = cache_origin(states)
     assert origin is not None
-    assert (origin["module"], origin["class"], origin["role"], origin["rows"]) == (ROOT_TAP, "runner", "input.positions", 20)
+    assert (origin["module"], origin["class"], origin["role"], origin["rows"]) == (
+        ROOT_TAP,
+        "runner",
+        "input.positions",
+        20,
+    )
     assert origin["cause"]["text"].startswith("the runner: positions of request 'a' are wrong from row 20 on")
     assert is_cache(origin)
     assert whose(states["mine"]["findings"][0]) == "the runner, not the model"
@@ -205,12 +232,22 @@ def test_the_finding_is_an_origin_of_the_comparison() -> None:
 
 
 def test_against_golden_alone() -> None:
-    origin = {"module": ROOT_TAP, "role": "input.positions", "class": "Model", "request": "a", "position": 20, "rows": 20}
+    origin = {
+        "module": ROOT_TAP,
+        "role": "input.positions",
+        "class": "Model",
+        "request": "a",
+        "position": 20,
+        "rows": 20,
+    }
     assert is_input(origin)
     assert not is_input(origin | {"role": "input.inputs_embeds"})
     named = with_cause(origin, "the second chunk")
     assert named["class"] == "runner"
-    assert named["cause"]["text"] == "the runner: positions of request 'a' are not golden's from row 20 on, the second chunk"
+    assert (
+        named["cause"]["text"]
+        == "the runner: positions of request 'a' are not golden's from row 20 on, the second chunk"
+    )
 
 
 def test_metadata_is_the_runners() -> None:

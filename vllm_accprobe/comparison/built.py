@@ -26,7 +26,9 @@ MAX_JSON = 16 << 20
 _DIGITS = 1e-5
 """chosen: relative; a constant may have been rounded to float32, or its root taken in it."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
-_OTHER_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|encoder|mm_\w+|draft:?\w*|mtp)(\.|$)")
+_OTHER_TOWERS = re.compile(
+    r"(^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|encoder|mm_\w+|draft:?\w*|mtp)(\.|$)"
+)
 _ABSENT = object()
 
 
@@ -166,7 +168,11 @@ class Asked:
         found.setdefault("rope_theta", theta)
         word = found.get("rope_type", found.get("type")) or "default"
         found["rope_type"] = {"mrope": "default", "su": "longrope"}.get(str(word), str(word))
-        if found["rope_type"] == "yarn" and ("mscale" in found or "mscale_all_dim" in found) and self.has("kv_lora_rank"):
+        if (
+            found["rope_type"] == "yarn"
+            and ("mscale" in found or "mscale_all_dim" in found)
+            and self.has("kv_lora_rank")
+        ):
             found["rope_type"] = "deepseek_yarn"
         return found | {":key": origin}
 
@@ -299,13 +305,15 @@ def _window(asked: Asked, module: Module, layer: int | None) -> Any:
     return _ABSENT
 
 
-_LOCAL = r"window|local|chunk|attention_type|layer_types"
+_LOCAL = r"window|attention_chunk|(^|_)local_(attn|attention|base)|attention_type|layer_types"
 """What keys are about that ask for a window, in whatever spelling."""
 
 
 def _soft_cap(asked: Asked, module: Module, layer: int | None) -> Any:
     found = asked.get("attn_logit_softcapping")
-    return float(found) if found is not None else 0.0 if not asked.mentions(r"attn\w*(soft_?cap|logit_cap)") else _ABSENT
+    return (
+        float(found) if found is not None else 0.0 if not asked.mentions(r"attn\w*(soft_?cap|logit_cap)") else _ABSENT
+    )
 
 
 def _scale(asked: Asked, module: Module, layer: int | None) -> Any:
@@ -351,7 +359,11 @@ _OWN_EPSILON = {("olmoe", "q_norm"), ("olmoe", "k_norm"), ("deepseek_v3", "k_nor
 """Norms whose epsilon the family's code has, not config.json."""
 _NORMS = (r"(^|\.)(input_layernorm|post_attention_layernorm|pre_feedforward_layernorm|post_feedforward_layernorm|"
           r"norm|final_layernorm|ln_f|q_norm|k_norm|q_a_layernorm|kv_a_layernorm)$")  # fmt: skip
-_ATTENTION, _ROTARY, _ROUTED = r"^Attention$", r"RotaryEmbedding(Interleaved)?$", r"^(RoutedExperts|FusedMoE|SharedFusedMoE)$"
+_ATTENTION, _ROTARY, _ROUTED = (
+    r"^Attention$",
+    r"RotaryEmbedding(Interleaved)?$",
+    r"^(RoutedExperts|FusedMoE|SharedFusedMoE)$",
+)
 _HEAD = r"^LogitsProcessor$"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
@@ -424,6 +436,7 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
     if not config:
         return out
     asked, mods = Asked(config), [m for m in modules if not _OTHER_TOWERS.search(m.tap)]
+    changed = set(overridden)
     found: dict[tuple[str, str, str, str], tuple[Mismatch, list[str]]] = {}
     totals: Counter[tuple[str, str]] = Counter()
     not_recorded: dict[str, str] = {}
@@ -434,7 +447,7 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
             match = _LAYER.search(m.tap)
             due = rule.due(asked, m, int(match[1]) if match else None)
             key = _named(rule, asked)
-            if due is _ABSENT or key in overridden:
+            if due is _ABSENT or key.partition(".")[0] in changed or "*" in changed:
                 continue
             name, built = _constant(m, rule)
             if built is _ABSENT:
@@ -536,6 +549,9 @@ def _matters(value: Any) -> bool:
 
 def _named(rule: Rule, asked: Asked) -> str:
     """The key of config.json that a rule's value came from, as it is spelt there."""
+    for origin in ("rope_parameters", "rope_scaling"):
+        if isinstance(found := asked.get(origin), Mapping) and rule.keys[0] in found and not asked.has(rule.keys[0]):
+            return f"{origin}.{rule.keys[0]}" if len(rule.keys) == 1 else origin
     return next((k for k in rule.keys if asked.has(k)), f"no {rule.keys[0]}")
 
 

@@ -26,7 +26,7 @@ from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.journal import NO_LIVES, WeightPrint
 from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.dump.weight_sums import row_keys
-from vllm_accprobe.comparison.weight_rows import ADDRESS, UNKNOWN, RowsFound, by_keys, by_values, numbers
+from vllm_accprobe.comparison.weight_rows import ADDRESS, LOADING, UNKNOWN, RowsFound, by_keys, by_values, numbers
 from vllm_accprobe.judge.weights import DIFFERS, LivesInOrder, State, named, side_of, spoken
 
 MOST_TENSORS, MOST_BYTES = 64, 1 << 30
@@ -213,7 +213,13 @@ class _Prints:
             for place, s in at.items() if n == number else ():
                 q = s.given or s.lies
                 theirs = None if q is None or place[1:] == name else q.sums()
-                if q is None or theirs is None or q.shape[-1:] != p.shape[-1:] or q.dtype != p.dtype or len(p.shape) < 2:
+                if (
+                    q is None
+                    or theirs is None
+                    or q.shape[-1:] != p.shape[-1:]
+                    or q.dtype != p.dtype
+                    or len(p.shape) < 2
+                ):
                     continue
                 there = np.isin(keys, theirs)
                 if (n_there := int(there.sum())) > best[0]:
@@ -231,13 +237,16 @@ class _Prints:
 
 def _float8(name: str) -> Any:
     table = widen(np.arange(256, dtype=np.uint8), name).astype(np.float64)
-    steps = np.unique(table[np.isfinite(table)])
+    codes = np.flatnonzero(np.isfinite(table) & ~((table == 0) & (np.arange(256) > 0)))
+    codes = codes[np.argsort(table[codes], kind="stable")]
+    steps, even = table[codes], codes % 2 == 0
 
     def rounded(x: np.ndarray) -> np.ndarray | None:
         if np.abs(x).max(initial=0.0) > steps[-1]:
             return None
         at = np.clip(np.searchsorted(steps, x), 1, len(steps) - 1)
-        return np.where(x - steps[at - 1] <= steps[at] - x, steps[at - 1], steps[at])
+        low, high = x - steps[at - 1], steps[at] - x
+        return np.where((low < high) | ((low == high) & even[at - 1]), steps[at - 1], steps[at])
 
     return rounded
 
@@ -272,17 +281,24 @@ def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left
         loaders[0].forget()
         loaders[1].forget()
     pieces = [(r.rank, due_rows(r.layout, r.shape)) for r in (m.records[i] for i in m.merge.use)]
-    names = _of_ranks(pieces, b, prints, unit)
+    names = _of_ranks(pieces, int(np.prod(shapes[1][:-1] or shapes[1], dtype=np.int64)), prints, unit)
     if shapes[0] != shapes[1]:
         turned = len(shapes[0]) == 2 and shapes[0] == shapes[1][::-1] and a.dtype == b.dtype
         if turned and (a.data.T == b.data).all():
-            return RowsFound(ADDRESS, "transposed: it is golden's with rows and columns exchanged", {}, 0.0, None, len(b.data))
+            return RowsFound(
+                ADDRESS, "transposed: it is golden's with rows and columns exchanged", {}, 0.0, None, len(b.data)
+            )
         return None
     if a.dtype == b.dtype:
         x, y = (_by_last(block, shape) for block, shape in zip((a, b), shapes, strict=True))
-        found = by_keys(row_keys(x), row_keys(y), np.arange(len(y)), names)
+        found = by_keys(row_keys(x), row_keys(y), np.arange(len(y)), lambda rows: names(rows) or "all rows")
         if found is not None and found.family == ADDRESS:
             return found
+        if found is not None and len(shapes[1]) == 2:
+            across = by_keys(row_keys(np.ascontiguousarray(x.T)), row_keys(np.ascontiguousarray(y.T)), np.arange(x.shape[1]),
+                             lambda at: "all columns" if len(at) == x.shape[1] else f"columns {numbers(at)}")  # fmt: skip
+            if across is not None and across.family == ADDRESS:
+                return across
     else:
         found = None
     floats = [widen(_by_last(block, shape), block.dtype, as_float=True)
@@ -295,16 +311,17 @@ def _by_last(block: RowBlock, shape: tuple[int, ...]) -> np.ndarray:
     return block.data.reshape(-1, shape[-1]) if len(shape) > 1 else block.data.reshape(-1, 1)
 
 
-def _of_ranks(pieces: Sequence[tuple[int, Any]], block: RowBlock, prints: _Prints, unit: Unit) -> Any:
-    """Names of the whole's rows: the rank that has each, and its own number there."""
+def _of_ranks(pieces: Sequence[tuple[int, Any]], count: int, prints: _Prints, unit: Unit) -> Any:
+    """Names of the whole's ``count`` rows: the rank that has each, and its own number there."""
     name = unit.key[0], unit.key[1].removeprefix("param.")
     known = {rank: next((s.given or s.lies for s in prints.sides[1].states.get((rank, *name), ())), None)
              for rank, _ in pieces}  # fmt: skip
     if len(pieces) == 1 or any(due is None for _, due in pieces):
         rank = pieces[0][0]
         p = known[rank] if len(pieces) == 1 else None
-        return lambda rows: (named(p, rows) if p is not None and p.count > rows.max(initial=0) else "") or (
-            "" if len(rows) == len(block.data) else f"rows {numbers(rows)}"
+        return lambda rows: (
+            (named(p, rows) if p is not None and p.count > rows.max(initial=0) else "")
+            or ("" if len(rows) == count else f"rows {numbers(rows)}")
         )
 
     def said(rows: np.ndarray) -> str:
@@ -313,7 +330,11 @@ def _of_ranks(pieces: Sequence[tuple[int, Any]], block: RowBlock, prints: _Print
             own = np.flatnonzero(np.isin(due, rows))
             if len(own):
                 p = known[rank]
-                what = "all rows" if len(own) == len(due) else (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
+                what = (
+                    "all rows"
+                    if len(own) == len(due)
+                    else (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
+                )
                 out.append(f"rank {rank}'s {what}")
         return " and ".join(out)
 
@@ -332,13 +353,14 @@ def located(
     wrong = {u.key for u in measured if u.is_param and not is_computed(u.key[1])
              and any(p.equal is False or str(p.skip).startswith("parameters:") for p in u.parts)}  # fmt: skip
     listed = [f for f in weights.get("findings") or [] if f["what"] == DIFFERS]
-    if not wrong and not listed:
+    if not wrong and not weights.get("findings"):
         return weights
+    own = {(f["module"], f["parameter"]) for f in weights.get("findings") or [] if f["what"] != DIFFERS}
     prints = _Prints(dumps)
     found: dict[tuple[str, str, int], RowsFound | None] = {}
     left, more = [MOST_BYTES], 0
     for unit in units:
-        if unit.key in wrong:
+        if unit.key in wrong and (unit.key[0], unit.key[1].removeprefix("param.")) not in own:
             key = unit.key[0], unit.key[1].removeprefix("param."), 0
             if len(found) >= MOST_TENSORS:
                 more += 1
@@ -352,12 +374,19 @@ def located(
                 continue
             found[key] = prints.explain(key[:2], key[2])
     known = {key: value for key, value in found.items() if value is not None}
-    findings = [_with_place(f, known.get((f["module"], f["parameter"], int(f["number"])))) for f in weights.get("findings") or []]
+    findings = [
+        _with_place(f, known.get((f["module"], f["parameter"], int(f["number"]))))
+        for f in weights.get("findings") or []
+    ]
     places = [{"module": tap, "parameter": name, "number": n, "cause": one.cause, "rows": one.rows}
               for (tap, name, n), one in known.items()]  # fmt: skip
-    if not places and not more:
-        return weights
-    return weights | {"findings": findings, "places": places} | ({"not_explained": {NOT_EXPLAINED: more}} if more else {})
+    places += [{"module": f["module"], "parameter": f["parameter"], "number": f["number"], "cause": f["cause"], "rows": 0}
+               for f in findings if f["what"] != DIFFERS and f["side"] == "mine"]  # fmt: skip
+    if not weights:
+        return {"places": places} if places else weights
+    return (
+        weights | {"findings": findings, "places": places} | ({"not_explained": {NOT_EXPLAINED: more}} if more else {})
+    )
 
 
 def _best(values: RowsFound | None, prints: Any) -> RowsFound | None:
@@ -368,15 +397,25 @@ def _best(values: RowsFound | None, prints: Any) -> RowsFound | None:
 
 
 def _with_place(finding: dict[str, Any], found: RowsFound | None) -> dict[str, Any]:
-    if found is None or finding["what"] != DIFFERS:
+    if finding["what"] != DIFFERS:  # what mine's own life shows
+        parameter = {"rank": finding["rank"], "rows": finding["rows"]}
+        return finding | {"cause": {"family": LOADING, "text": finding["says"], "parameter": parameter,
+                                    "residual": 0.0, "chance": None}}  # fmt: skip
+    if found is None:
         return finding
     says = f"{finding['module']}.{finding['parameter']}"
     head = finding["says"].partition(": ")[0]
-    before = head[head.find(" is golden's after") :] if " is golden's after" in head else f" differs from golden's at {finding['event']}"
+    before = (
+        head[head.find(" is golden's after") :]
+        if " is golden's after" in head
+        else f" differs from golden's at {finding['event']}"
+    )
     return finding | {"says": f"{says}{before}: {found.text}", "cause": found.cause}
 
 
-def with_causes(origins: list[tuple[int, dict[str, Any]]], weights: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+def with_causes(
+    origins: list[tuple[int, dict[str, Any]]], weights: Mapping[str, Any]
+) -> list[tuple[int, dict[str, Any]]]:
     """``origins`` with the causes of those that are parameters."""
     causes = {(p["module"], p["parameter"]): p["cause"] for p in reversed(weights.get("places") or [])}
     out = []

@@ -27,7 +27,9 @@ _BLOCKS = ((128, 128), (1, 128), (128, 1), (64, 64), (32, 32), (16, 16), (1, 64)
 """chosen: blocks of a quantised weight that are tried, the usual ones first."""
 _MOST_VALUES = 1 << 24
 """Elements that formulas are tried on."""
-_LEAST_ROWS = 2
+_LEAST_ROWS, _LEAST_CONSTANT = 2, 4
+_NEARLY_ALL = 0.995
+"""chosen: of a tensor's numbers, how many must lie on the grid of integers that it went through: ties go either way."""
 Names = Callable[[np.ndarray], str]
 """Mine's rows in words: ``rank 1's rows 0-63 (k)``."""
 
@@ -79,21 +81,39 @@ def numbers(rows: Sequence[int] | np.ndarray) -> str:
     return ", ".join(said[:_LISTED]) + (f" and {left} more" if left else "")
 
 
-def by_keys(right: np.ndarray, mine: np.ndarray, due: np.ndarray, names: Names, whose: str = "golden") -> RowsFound | None:
+def by_keys(
+    right: np.ndarray, mine: np.ndarray, due: np.ndarray, names: Names, whose: str = "golden"
+) -> RowsFound | None:
     """Explains mine's rows by the keys of the right tensor's. right: uint32 [R]; mine: uint32 [M]; due: int64 [M], the
     row of ``right`` that each row of mine is to be. None where no row is wrong."""
     bad = np.flatnonzero(right[due] != mine)
     if not len(bad):
         return None
+    if len(mine) >= _LEAST_CONSTANT and (mine == mine[0]).all() and 2 * len(bad) > len(mine):
+        return RowsFound(
+            LOADING, "never written: as initialised, all its rows are the same", {"rows": len(bad)}, rows=len(bad)
+        )
     at = _places(right, mine, due, bad)
     found = at >= 0
     chance = min(1.0, float(len(right)) * 2.0**-32) ** max(min(int(found.sum()), 30), 1) if found.any() else None
     said = _said(bad, at, due, names, whose)
+    if (
+        said is not None
+        and len(bad) > 1
+        and (np.sort(mine[bad]) == np.sort(right[due[bad]])).all()
+        and "exchanged" not in said[1]
+    ):
+        if (mine[bad] == right[due[bad]][::-1]).all():
+            said = f"{names(bad)} are in reverse order", {}
+        elif "block" not in said[1] and len(_runs(bad, at)) > 2:
+            said = f"{names(bad)} are {whose}'s in another order", {}
     if said is None:
         return RowsFound(UNKNOWN, f"{names(bad)} differ, and no other place in {whose} has them", {"rows": len(bad)},
                          rows=len(bad))  # fmt: skip
     text, parameter = said
-    return RowsFound(ADDRESS, text, {"rows": len(bad), "elsewhere": int(found.sum()), **parameter}, 0.0, chance, len(bad))
+    return RowsFound(
+        ADDRESS, text, {"rows": len(bad), "elsewhere": int(found.sum()), **parameter}, 0.0, chance, len(bad)
+    )
 
 
 def _places(right: np.ndarray, mine: np.ndarray, due: np.ndarray, bad: np.ndarray) -> np.ndarray:
@@ -142,6 +162,11 @@ def _said(
     if len(places) == 1 and len(bad) - len(nowhere) > 1:
         what = f"{names(bad[at >= 0])} are all copies of row {int(places[0])} of {whose}'s tensor"
         return what + rest, {"place": int(places[0])}
+    turn = np.unique((at - due[bad]) % len(due))
+    if len(bad) == len(due) and len(turn) == 1 and not len(nowhere) and len(runs) > 1:
+        k = int(turn[0]) if 2 * int(turn[0]) <= len(due) else int(turn[0]) - len(due)
+        text = f"{names(bad)} are {whose}'s rows {abs(k)} {'further on' if k > 0 else 'before'}, in a circle"
+        return text, {"shift": k}
     if len(runs) == 1:
         run = runs[0]
         rows = np.arange(run.first, run.last + 1)
@@ -160,9 +185,7 @@ def _said(
     first = max(runs, key=lambda r: (r.n, -r.first))
     rows = np.arange(first.first, first.last + 1)
     place = f"{first.at}-{first.at + first.n - 1}" if first.n > 1 else str(first.at)
-    same = sorted(bad.tolist()) == sorted(np.flatnonzero(np.isin(due, at)).tolist())
-    how = "are in another order" if same and not len(nowhere) else "stand elsewhere"
-    text = f"{names(bad[at >= 0])} {how} in {whose}'s tensor: {names(rows)} stand{'s' * (first.n == 1)} at {place}"
+    text = f"{names(bad[at >= 0])} stand elsewhere in {whose}'s tensor: {names(rows)} stand{'s' * (first.n == 1)} at {place}"
     return text + rest, {"place": first.at, "runs": len(runs)}
 
 
@@ -243,12 +266,15 @@ def _way(own: np.ndarray, n: int) -> str:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def by_values(right: np.ndarray, mine: np.ndarray, names: Names, dtype_round: Mapping[str, Any], whose: str = "golden") -> RowsFound | None:
+def by_values(
+    right: np.ndarray, mine: np.ndarray, names: Names, dtype_round: Mapping[str, Any], whose: str = "golden"
+) -> RowsFound | None:
     """Explains numbers by a formula that holds for all of them, or for all rows that are wrong. right, mine: floats
     [n, width] of one shape. dtype_round: name of a precision -> function that rounds to it. None where none holds."""
     if right.size > _MOST_VALUES or right.shape != mine.shape:
         return None
-    a, b = right.astype(np.float64), mine.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # memory that nobody wrote holds any bits
+        a, b = right.astype(np.float64), mine.astype(np.float64)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None
     bad = np.flatnonzero((a != b).any(1))
@@ -289,7 +315,13 @@ def _formula(x: np.ndarray, y: np.ndarray, what: str, whose: str) -> _Found | No
     """One number added to all, or a factor of all."""
     for c in (1.0, -1.0):
         if (rest := float(np.abs(y - (x + c)).max())) <= _EXACT and float(np.abs(x).max()) > 4 * _EXACT:
-            return FACTOR, f"{what}{'is' if not what else 'are'} {whose}'s {'plus' if c > 0 else 'minus'} one", {"added": c}, rest, None
+            return (
+                FACTOR,
+                f"{what}{'is' if not what else 'are'} {whose}'s {'plus' if c > 0 else 'minus'} one",
+                {"added": c},
+                rest,
+                None,
+            )
     size = np.abs(x) > 0
     if int(size.sum()) < 8:
         return None
@@ -310,8 +342,10 @@ def _coarser(x: np.ndarray, y: np.ndarray, what: str, rounds: Mapping[str, Any],
     for bits, top in (("8 bits with a scale of each row", 127.0), ("4 bits with a scale of each row", 7.0)):
         step = np.where(peak > 0, peak / top, 1.0)
         near = np.rint(x / step) * step
-        if float((np.abs(near - y) / step).max()) < 0.13 and float((np.abs(x - y) / step).max()) > 0.2:
-            return PRECISION, f"{what}went through integers of {bits}", {"bits": bits}, float((np.abs(near - y) / step).max()), None
+        on_grid = np.abs(near - y) <= 0.1 * step + 2.0**-8 * np.abs(near)
+        far = float((np.abs(x - y) / step).max())
+        if on_grid.mean() >= _NEARLY_ALL and 0.2 < far < 1.2:
+            return PRECISION, f"{what}went through integers of {bits}", {"bits": bits}, far, None
     return None
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import runner_inputs
 from vllm_accprobe.comparison.built import BuiltCheck, Mismatch, check_built, check_structure, config_of
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RunnerCheck
@@ -149,15 +150,24 @@ def corrected(modules: Mapping[int, dict[str, Module]], built: BuiltCheck) -> li
     tap, values = next(iter(changes.items()))
     what = ", ".join(f"{n} {v!r}" for n, v in values.items())
     more = f" and {len(changes) - 1} more modules" if changes.keys() - {tap} else ""
-    return [f"{tap}{more} {'are' if more else 'is'} checked with what config.json asks for ({what}), not with what was built"]
+    return [
+        f"{tap}{more} {'are' if more else 'is'} checked with what config.json asks for ({what}), not with what was built"
+    ]
 
 
 def _never_called(dump: Any) -> list[str]:
     """Modules with weights whose forward nobody called: what they are for is computed past them, and is not checked."""
-    held = {(p.rank, p.tap): p.cls for p in getattr(dump, "lives", NO_LIVES).prints if p.life == 0 and not is_computed(p.name)}
+    held = {
+        (p.rank, p.tap): p.cls
+        for p in getattr(dump, "lives", NO_LIVES).prints
+        if p.life == 0 and not is_computed(p.name)
+    }
     taps = {s.tap: next((c for (_, t), c in held.items() if t == s.tap), "") for s in getattr(dump, "skips", ())
             if s.reason == NEVER_CALLED and any(t == s.tap for _, t in held)}  # fmt: skip
-    taps = {t: c for t, c in taps.items() if t.rpartition(".")[2] not in ("embed_tokens", "lm_head")}
+    called = {up for r in dump.records if r.step is not None for up in enclosing(r.tap)}  # by what is inside of them
+    taps = {
+        t: c for t, c in taps.items() if t.rpartition(".")[2] not in ("embed_tokens", "lm_head") and t not in called
+    }
     if not taps:
         return []
     first = next(iter(taps))
@@ -270,7 +280,9 @@ def _explained(
     def names(rows: np.ndarray) -> str:
         what = named(p, rows) if len(rows) < p.count else "all rows"
         what = what if what and not what.startswith("row") else what and f"rows {numbers(rows)}"
-        return f"rank {place[0]}'s {what}" if layout is not None and layout.size > 1 else what or f"rows {numbers(rows)}"
+        return (
+            f"rank {place[0]}'s {what}" if layout is not None and layout.size > 1 else what or f"rows {numbers(rows)}"
+        )
 
     found = None
     at = due_rows(layout, p.shape) if layout is not None else None
@@ -288,7 +300,14 @@ def _explained(
     assert found is not None
     if found.family == ADDRESS:
         return found
-    record = next((r for r in dump.records if r.step is None and (r.rank, r.tap, r.role) == (place[0], place[1], f"param.{place[2]}")), None)
+    record = next(
+        (
+            r
+            for r in dump.records
+            if r.step is None and (r.rank, r.tap, r.role) == (place[0], place[1], f"param.{place[2]}")
+        ),
+        None,
+    )
     if record is not None and record.payload is not None and record.shape == p.shape and piece.is_floating_point():
         mine = _values(dump, record)
         if mine is not None:
@@ -300,6 +319,7 @@ def _explained(
 
 def _values(dump: Any, record: Any) -> np.ndarray | None:
     try:
-        return np.asarray(widen(dump.read(record), record.dtype, as_float=True)).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # memory that nobody wrote holds any bits
+            return np.asarray(widen(dump.read(record), record.dtype, as_float=True)).astype(np.float64)
     except (DumpError, OSError):
         return None
