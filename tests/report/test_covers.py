@@ -37,7 +37,7 @@ def test_a_pass_says_by_class_what_it_covers():
     assert said[at + 2].split()[-1] == "Attention"
     assert any("| `Attention` |" in line for line in markdown.markdown_lines(passed()))
     shown = page(passed())
-    assert "<td class=num>0.75%</td>" in shown
+    assert '<td class=num>0.75%</td>' in shown
     assert "&lt;b&gt;" in shown
     failed = terminal.lines(replace(passed(), verdict="fail"))
     assert f"covered: {total} (compare.json, coverage.by_class)" in failed

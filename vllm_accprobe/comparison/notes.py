@@ -404,7 +404,9 @@ def other_settings(settings: Mapping[str, str], origins: Collection[str]) -> lis
         return []
     first, said = next(iter(left.items()))
     which = "1 module was" if len(left) == 1 else f"{len(left)} modules were, each,"
-    return [f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"]
+    return [
+        f"{which} built with another constant, and what it computes is equal or was not compared: {first}: {said}"
+    ]
 
 
 def without_tensors(setting: ComparisonContext, why: str, units: bool) -> str:

@@ -280,7 +280,9 @@ def save(measured: Measured, directory: Path) -> Path:
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
     units = [said for u in measured.each() for said in say([u], out.put)]
-    text = json.dumps({"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain)
+    text = json.dumps(
+        {"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain
+    )
     path, part = directory / MEASURED, directory / (MEASURED + ".part")
     shelf = measured.shelf
     with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:

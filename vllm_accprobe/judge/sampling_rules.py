@@ -407,6 +407,7 @@ class _Check:
         told = f"{nth} is token {should}, not {token}"
         return replace(found, token=WRONG, why_token=told, should=should)
 
+
     def _blamed(self, found: RowCheck, told: str, should: int) -> RowCheck | None:
         """The processors, where a wrong way of theirs gives the token, and what was seen of what they left."""
         ways = explained(self.row, token=True) if self.row.asks is not None and self.row.asks.processors else ()

@@ -412,7 +412,6 @@ class RankTail:
         self.lines = before
         return self.ended
 
-
 MOST_RANKS = 1 << 16
 HOLD_S = 600.0
 """Chosen: after this time a little more is taken even if nothing was checked: shorter than a sender's patience."""

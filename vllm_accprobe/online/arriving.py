@@ -33,7 +33,6 @@ _LIMITS = {
 MOST_SEGMENTS = 1 << 14
 """Chosen: of one rank; at a gigabyte each more than any disk holds."""
 
-
 class KeptPasts(Neighbours):
     """Neighbours whose caches go on where the last round left them. pasts: by rank and tap; tap: the one at hand."""
 

@@ -453,7 +453,9 @@ def _exact(m: Measures, op: str) -> RuleFinding:
     return of("binary consistency", [Judged("binary_err_ratio", rate, 0.0, ERROR if bad else PASS, bad)])
 
 
-def machines(release: Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None) -> RuleFinding:
+def machines(
+    release: Release, golden: MachineSide, mine: MachineSide, api: str, algorithm: str | None
+) -> RuleFinding:
     """Mine's distance from the CPU against golden's; of two dtypes, what judges mine alone."""
     theirs = golden.values
     if golden.dtype != mine.dtype:

@@ -27,7 +27,9 @@ def _configs(where: Path, gpu: dict[str, object], npu: dict[str, object]) -> Non
     sends = {"scope": [], "list": [], "online_run_ut": True, **npu}
     around = {"dump_path": "./dump_path", "rank": [0], "step": [0], "level": "L1", "seed": 1234}
     (where / "gpu.json").write_text(json.dumps({"task": "run_ut", "run_ut": receives}))
-    (where / "npu.json").write_text(json.dumps({"task": "tensor", **around, "is_deterministic": True, "tensor": sends}))
+    (where / "npu.json").write_text(
+        json.dumps({"task": "tensor", **around, "is_deterministic": True, "tensor": sends})
+    )
 
 
 def _both(where: Path, *more: str) -> None:

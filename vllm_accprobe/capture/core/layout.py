@@ -238,7 +238,9 @@ class Layouts:
             if out is not None and not incoming and not getattr(module, "gather_output", False):
                 return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
             return REPLICATED
-        if not incoming and (reduces_later(module) or sums_later(module) or self._inside_experts(tap, shape)):
+        if not incoming and (
+            reduces_later(module) or sums_later(module) or self._inside_experts(tap, shape)
+        ):
             # Analysis takes a "partial" tensor that is the same on all ranks for a reduced one, so a block that sums
             # its experts itself is described correctly too.
             return Layout("partial", "tp", self._rank, self._size)

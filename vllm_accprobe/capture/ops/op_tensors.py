@@ -239,7 +239,9 @@ def _own_ids(
     return _gathered([t.reshape(-1).div(sizes[size], rounding_mode="floor")], [[role, sizes[size]]], blocks)
 
 
-def _gathered(parts: Sequence[torch.Tensor], by: list[list[Any]], blocks: int) -> tuple[torch.Tensor, list[list[Any]]]:
+def _gathered(
+    parts: Sequence[torch.Tensor], by: list[list[Any]], blocks: int
+) -> tuple[torch.Tensor, list[list[Any]]]:
     ids = torch.cat([p.long() for p in parts])
     if ids.device.type == "cpu":
         ids = ids[(ids > 0) & (ids < blocks)].unique()

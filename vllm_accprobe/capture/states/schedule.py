@@ -421,3 +421,4 @@ class Schedule:
             clash = (old != -2) & (theirs != -2) & (old != theirs)
             found[: len(positions)] = np.where(clash, -1, np.where(old == -2, theirs, old))
         return np.where(found == -2, -1, found).astype(np.int32)
+

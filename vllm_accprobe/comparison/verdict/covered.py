@@ -54,9 +54,7 @@ class _Compared:
 
 
 def by_class(
-    pairs: Sequence[Pair],
-    setting: ComparisonContext | None,
-    element: float,
+    pairs: Sequence[Pair], setting: ComparisonContext | None, element: float,
     covers: Mapping[str, ModuleCover] | None = None,
 ) -> list[dict[str, Any]]:
     """compare.json's ``coverage.by_class``, the classes with most rows first. element: an element's limit over its

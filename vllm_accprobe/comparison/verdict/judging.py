@@ -546,15 +546,7 @@ class _Judge:
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
-        notes = [
-            *place_notes(setting.weights),
-            *alone,
-            *state_notes(setting.states),
-            *setting.notes,
-            *images,
-            *about_floor,
-            *said,
-        ]
+        notes = [*place_notes(setting.weights), *alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,
@@ -573,10 +565,7 @@ class _Judge:
             rows=rows,
             measured=self.measured,
             false_alarm_rate=self.rate,
-            by_chance=self.rate,
-            states=setting.states,
-            weights=setting.weights,
-            created=told,
+            by_chance=self.rate, states=setting.states, weights=setting.weights, created=told,
         )
 
     def _why_nothing(self) -> str:

@@ -598,3 +598,5 @@ def framework_of(dump: Path | None) -> str:
         return str(json.JSONDecoder().raw_decode(head[head.index(":", at) + 1 :].lstrip())[0]) if at >= 0 else ""
     except (OSError, ValueError, StopIteration):
         return ""
+
+

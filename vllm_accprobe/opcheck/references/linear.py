@@ -321,9 +321,7 @@ def _delta(x: Any, found: Mapping[str, Any], unit: float) -> Expected:
         (inner_noise**2) @ (scaled**2).T + (ROUNDED * step) ** 2 * ((inner**2) @ (scaled**2).T)
         + (SUM * r**0.5 * outer) ** 2 + (ROUNDED * (unit * y.abs() + least)) ** 2
     )  # fmt: skip
-    bound = (
-        (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner_bound @ scaled.abs().T)
-        + (step + unit + gamma(r + 1)) * (1 + unit) ** 2 * outer
-        + least
-    )
+    bound = (1 + step) * (1 + unit) * (1 + gamma(r + 1)) * (inner_bound @ scaled.abs().T) + (
+        step + unit + gamma(r + 1)
+    ) * (1 + unit) ** 2 * outer + least
     return Expected(y, squares.sqrt(), bound=bound)

@@ -79,7 +79,7 @@ def from_tiles(scales: Tensor, rows: int, columns: int) -> Tensor:
     return tiles.reshape(high * 128, wide * 4)[:rows, :columns]
 
 
-# a torch.Tensor
+  # a torch.Tensor
 _LOOKED_AT = 32
 """Chosen: numbers, those furthest off, that say why a product is wrong."""
 _EXPLAINED = 0.05

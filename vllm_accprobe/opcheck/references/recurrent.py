@@ -173,7 +173,7 @@ _SLOPE = 1.1
 """Derived: the largest slope of x sigmoid(x), 1.0998 at x = 2.4."""
 _CHANNELS = 32
 """Channels that lie together in a packed weight [vLLM's CPU build, causal_conv1d_weight_pack; its test packs one]."""
-# a torch.Tensor
+  # a torch.Tensor
 
 
 def in_order(packed: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ def update(call: Call) -> dict[str, Expected]:
     return {out: found, place_of(call, names, "conv_state"): _kept(new, f["x"], f["conv_state"])}
 
 
-# a torch.Tensor
+  # a torch.Tensor
 
 
 def scan(
@@ -558,7 +558,7 @@ def selective_scan(call: Call) -> dict[str, Expected]:
 
 EPSILON = 1e-6
 """What is added to a sum of squares before its root: flash-linear-attention's l2norm, and vLLM's kernels for CPUs."""
-# a torch.Tensor
+  # a torch.Tensor
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:
@@ -759,7 +759,7 @@ def y_unit(call: Call) -> float:
 
 _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
 _INSIDE = "what it runs inside was not captured"
-# a torch.Tensor
+  # a torch.Tensor
 
 
 @reference("Mixer2RMSNormGated")

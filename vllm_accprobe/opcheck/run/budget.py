@@ -269,11 +269,9 @@ class _Choice:
     ) -> None:  # fmt: skip
         """Adds the calls of a tap in a stretch, of both sides."""
         for key in self._by_tap[tap]:
-            runs_of = (
-                stretch.golden
-                if key[0] == 0 and len(self._sides) > 1
-                else {stretch.step: ((stretch.first, stretch.stop),)}
-            )
+            runs_of = stretch.golden if key[0] == 0 and len(self._sides) > 1 else {
+                stretch.step: ((stretch.first, stretch.stop),)
+            }
             for step, runs in runs_of.items():
                 for place in self._steps[key].get(step, ()):
                     if call is None or place[1] == call:

@@ -1,4 +1,5 @@
-"""A row of the table from a verdict, and one that says why there is none."""
+"""A row of the table from a verdict, and one that says why there is none.
+"""
 
 from __future__ import annotations
 

@@ -334,7 +334,9 @@ def tree_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def looks_json(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None) -> dict[str, Any]:
+def looks_json(
+    comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None = None
+) -> dict[str, Any]:
     """page_index: index in ``Comparison.pairs`` → index on the page. over: `heat.factors`, where they are known."""
     return {
         "rows": _worst_rows(comparison, page_index, over),

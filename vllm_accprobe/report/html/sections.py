@@ -133,7 +133,7 @@ def wrong_states(comparison: Comparison) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
     return (
         '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">'
-        f"{escape(facts.FURTHER.capitalize())}</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, 'states')}</section>"
+        f'{escape(facts.FURTHER.capitalize())}</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
     )
 
 

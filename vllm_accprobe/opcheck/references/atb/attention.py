@@ -108,7 +108,7 @@ def _cut(added: Tensor, kind: int, heads: int, batch: int, i: int, n: int, m: in
     return part[:, :n, :m]
 
 
-# a torch.Tensor
+  # a torch.Tensor
 ENCODER, DECODER, PA_ENCODER, PREFIX = 1, 2, 3, 4
 _BYPASS = 1
 
@@ -361,7 +361,7 @@ def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: li
     return found
 
 
-# a torch.Tensor
+  # a torch.Tensor
 _DEQUANT = 1
 _NORM, _ALIBI, _SPEC, _FREE, _COMPRESS = range(1, 6)
 _MASKS = {0: NONE, _NORM: NORM, _ALIBI: ALIBI, _SPEC: NORM}

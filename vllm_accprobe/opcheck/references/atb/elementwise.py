@@ -144,7 +144,7 @@ def swiglu_quant(o: Operands) -> Outputs:
     return dynamic(o, Expected(y, bound=bound), SYMMETRIC)
 
 
-# a torch.Tensor
+  # a torch.Tensor
 (CAST, MULS, COS, SIN, NEG, QUANT, NOT, ADD, MUL, DIV, AND, OR, LESS, GREATER, SUB, EQUAL, QUANT_CHANNEL,
  DEQUANT_CHANNEL, DYNAMIC_QUANT, TANH) = range(1, 21)  # fmt: skip
 _COMPARED: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
@@ -288,7 +288,7 @@ def onehot(o: Operands) -> Outputs:
     return {"output.0": copied(y.to(o.output().dtype))}
 
 
-# a torch.Tensor
+  # a torch.Tensor
 
 
 def softmax(x: Tensor, unit: float) -> Expected:

@@ -92,7 +92,7 @@ def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Ex
     return found
 
 
-# a torch.Tensor
+  # a torch.Tensor
 _PER_TOKEN, _EINSTEIN = 2, 1
 _ACTIVATED = {1: torch.relu, 2: gelu_tanh, 4: silu}
 
@@ -337,7 +337,7 @@ def summed(parts: list[Expected], unit: float) -> Expected:
     return total
 
 
-# a torch.Tensor
+  # a torch.Tensor
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALONE = range(4)
 _UNQUANTISED, _PER_TENSOR, _PER_CHANNEL = -1, 0, 1
 

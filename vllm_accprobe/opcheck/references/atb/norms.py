@@ -233,7 +233,7 @@ def cohere(o: Operands) -> Outputs:
     return {"output.0": Expected(y.value * weight, y.noise * size, bound=y.bound * size)}
 
 
-# a torch.Tensor
+  # a torch.Tensor
 
 
 def turn(x: Tensor, parts: int) -> Tensor:

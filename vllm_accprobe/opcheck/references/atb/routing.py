@@ -116,7 +116,7 @@ def fused_topk(o: Operands) -> Outputs:
     }
 
 
-# a torch.Tensor
+  # a torch.Tensor
 SINGLE, MULTINOMIAL, EXPONENTIAL = 0, 1, 2
 _BORDER = 2.0**-9
 """Chosen: how near to its limit a sum of float16 probabilities may be to fall on either side, of itself."""

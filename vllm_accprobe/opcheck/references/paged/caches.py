@@ -150,7 +150,7 @@ def coded(exact: Tensor, mine: Tensor, dtype: Any, keep: bool = True) -> Tensor:
     return torch.where(right, mine.view(dtype).view(torch.uint8), nearest.view(torch.uint8)).view(mine.dtype)
 
 
-# a torch.Tensor
+  # a torch.Tensor
 _KINDS = {
     "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_inc": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
     "int8": "int8", "int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn",

@@ -336,7 +336,7 @@ def scored(call: Call) -> dict[str, Expected]:
     return batch.expected(call)
 
 
-# a torch.Tensor
+  # a torch.Tensor
 
 
 def written(

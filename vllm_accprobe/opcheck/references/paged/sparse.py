@@ -174,7 +174,7 @@ def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
     return torch.cat((codes * by, data[:, 448:].contiguous().view(torch.bfloat16).double()), -1)
 
 
-# a torch.Tensor
+  # a torch.Tensor
 _LARGEST, _LEAST = 448.0, 1e-4
 _NEAR = 2.0**-20
 """Chosen: relative error of a scale: a kernel may multiply by 1 / 448 in float32 instead of dividing."""
