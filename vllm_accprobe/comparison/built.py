@@ -116,8 +116,8 @@ class Asked:
     def has(self, name: str) -> bool:
         return name in self._values
 
-    def keys(self) -> Iterable[str]:
-        return self._values
+    def names(self) -> Iterable[str]:
+        return list(self._values)
 
     def mentions(self, expression: str) -> bool:
         """Whether any key is about something."""
@@ -463,7 +463,7 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
         of = totals[number_, name]
         out.mismatches.append(Mismatch(first.key, tuple(taps), first.cls, name, first.built, first.due, of))
     known = asked.used | set(out.checked) | WITHOUT_EFFECT
-    out.unchecked = {k: "no rule for it" for k in asked.keys() if k not in known and _matters(asked.get(k))}
+    out.unchecked = {k: "no rule for it" for k in asked.names() if k not in known and _matters(asked.get(k))}
     out.unchecked |= {k: why for k, why in not_recorded.items() if k not in out.checked}
     return out
 

@@ -109,8 +109,8 @@ class Comparison:
         if cache is not None:  # whatever the tensors, a replay, or another tool's standard, say
             object.__setattr__(self, "verdict", FAIL)
             # What differs from golden's at the model's inputs is what the runner's own finding says.
-            others = [o for o in self.origins if not is_cache(o) and not (cache["class"] == RUNNER and is_input(o))]
-            object.__setattr__(self, "origins", [cache, *others])
+            left = [o for o in self.origins if not is_cache(o) and not (cache["class"] == RUNNER and is_input(o))]
+            object.__setattr__(self, "origins", [cache, *left])
 
     @cached_property
     def counts(self) -> Counts:

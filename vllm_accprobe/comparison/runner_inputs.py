@@ -192,7 +192,8 @@ def _got(dump: Any, rank: int, kind: str, out: RunnerCheck) -> dict[int, _Got]:
     for req, some in parts.items():
         sections = some[0][2].shape[1]
         some = [p for p in some if p[2].shape[1] == sections]
-        found[req] = _Got(*(np.concatenate([p[i] for p in some]) for i in range(3)), some[0][3])  # type: ignore[arg-type]
+        at, step, values = (np.concatenate([p[i] for p in some]) for i in range(3))
+        found[req] = _Got(at, step, values, some[0][3])
     return found
 
 

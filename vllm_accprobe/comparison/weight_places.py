@@ -22,11 +22,11 @@ from vllm_accprobe.comparison.measure.measured import MeasuredUnit
 from vllm_accprobe.comparison.measure.params import is_computed, round_to_bfloat16
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread, cut_shape, find_cut
 from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.weight_rows import ADDRESS, LOADING, UNKNOWN, RowsFound, by_keys, by_values, numbers
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.journal import NO_LIVES, WeightPrint
 from vllm_accprobe.dump.schema import Layout
 from vllm_accprobe.dump.weight_sums import row_keys
-from vllm_accprobe.comparison.weight_rows import ADDRESS, LOADING, UNKNOWN, RowsFound, by_keys, by_values, numbers
 from vllm_accprobe.judge.weights import DIFFERS, LivesInOrder, State, named, side_of, spoken
 
 MOST_TENSORS, MOST_BYTES = 64, 1 << 30
@@ -35,6 +35,7 @@ NOT_EXPLAINED = "wrong weights beyond the first that were looked for in golden"
 Name = tuple[str, str]
 """(tap, name)."""
 _FEWEST_ROWS = 4
+_PLAIN = re.compile(r"^(rows?|elements?) [\d, -]+(?: and \d+ more)?$")
 
 
 def due_rows(layout: Layout, shape: Sequence[int]) -> tuple[np.ndarray, int] | None:
@@ -120,7 +121,8 @@ def _names(pieces: Sequence[tuple[int, WeightPrint | None, int]], ranks: int) ->
             if not len(own):
                 continue
             what = "all rows" if len(own) == n else (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
-            what = re.sub(r"^(rows?|elements?) [\d, -]+( and \d+ more)?$", lambda m: f"{m[1]} {numbers(own)}", what)
+            if (plain := _PLAIN.match(what)) is not None:  # stretches of rows are shorter than a list of them
+                what = f"{plain[1]} {numbers(own)}"
             out.append(f"rank {rank}'s {what}" if ranks > 1 else what)
         return " and ".join(out)
 
@@ -144,7 +146,8 @@ class _Prints:
         return next((e.number for e in theirs if spoken(e, theirs) == word), None)
 
     def _states(self, side: LivesInOrder, name: Name, number: int) -> dict[int, State]:
-        return {rank: at[rank, *name] for (rank, n), at in side.at.items() if n == number and (rank, *name) in at}
+        places = {rank: (rank, name[0], name[1]) for (rank, n) in side.at if n == number}
+        return {rank: side.at[rank, number][p] for rank, p in places.items() if p in side.at[rank, number]}
 
     def explain(self, name: Name, number: int) -> RowsFound | None:
         there = self.event(min(self.sides[1].events, default=0), number)
@@ -174,7 +177,7 @@ class _Prints:
 
     def _same_cut(self, golden: Mapping[int, State], mine: Mapping[int, State]) -> RowsFound | None:
         """Tensors that are cut through their rows, in both runs alike: rank by rank."""
-        for rank, state in sorted(mine.items()):
+        for rank in sorted(mine):
             g, m = (s.given or s.lies if (s := side.get(rank)) is not None else None for side in (golden, mine))
             if g is None or m is None or g.order == m.order or g.shape != m.shape or g.dtype != m.dtype:
                 continue
@@ -194,7 +197,7 @@ class _Prints:
             keys = None if p is None else p.sums()
             if p is None or keys is None or len(np.unique(keys)) < min(_FEWEST_ROWS, len(keys)):
                 continue
-            own = self.sides[0].at.get((rank, number), {}).get((rank, *name))
+            own = self.sides[0].at.get((rank, number), {}).get((rank, name[0], name[1]))
             if own is not None and (q := own.given or own.lies) is not None and q.order == p.order:
                 continue
             found = [place for (r, n), at in self.sides[0].at.items() if n == number and r == rank
@@ -224,12 +227,12 @@ class _Prints:
                 there = np.isin(keys, theirs)
                 if (n_there := int(there.sum())) > best[0]:
                     first = int(np.flatnonzero(theirs == keys[there][0])[0])
-                    best = n_there, place[1:], first
+                    best = n_there, (place[1], place[2]), first
         if best[0] < max(1, 0.9 * len(keys)):
             return None
-        n, place, first = best
-        text = f"{said} stand{'s' * (n == 1)} in golden's {place[0]}.{place[1]}, from row {first} on"
-        return RowsFound(ADDRESS, text, {"place": f"{place[0]}.{place[1]}", "first": first}, 0.0, None, len(keys))
+        n, (tap, param), first = best
+        text = f"{said} stand{'s' * (n == 1)} in golden's {tap}.{param}, from row {first} on"
+        return RowsFound(ADDRESS, text, {"place": f"{tap}.{param}", "first": first}, 0.0, None, len(keys))
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -283,8 +286,8 @@ def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left
     pieces = [(r.rank, due_rows(r.layout, r.shape)) for r in (m.records[i] for i in m.merge.use)]
     names = _of_ranks(pieces, int(np.prod(shapes[1][:-1] or shapes[1], dtype=np.int64)), prints, unit)
     if shapes[0] != shapes[1]:
-        turned = len(shapes[0]) == 2 and shapes[0] == shapes[1][::-1] and a.dtype == b.dtype
-        if turned and (a.data.T == b.data).all():
+        turned = len(shapes[0]) == 2 and tuple(reversed(shapes[1])) == shapes[0] and a.dtype == b.dtype
+        if turned and (b.data == a.data.T).all():
             return RowsFound(
                 ADDRESS, "transposed: it is golden's with rows and columns exchanged", {}, 0.0, None, len(b.data)
             )
@@ -301,9 +304,9 @@ def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left
                 return across
     else:
         found = None
-    floats = [widen(_by_last(block, shape), block.dtype, as_float=True)
-              for block, shape in zip((a, b), shapes, strict=True)]  # fmt: skip
-    return by_values(*floats, names, ROUNDS) or found
+    right, own = (widen(_by_last(block, shape), block.dtype, as_float=True)
+                  for block, shape in zip((a, b), shapes, strict=True))  # fmt: skip
+    return by_values(right, own, names, ROUNDS) or found
 
 
 def _by_last(block: RowBlock, shape: tuple[int, ...]) -> np.ndarray:
@@ -324,9 +327,11 @@ def _of_ranks(pieces: Sequence[tuple[int, Any]], count: int, prints: _Prints, un
             or ("" if len(rows) == count else f"rows {numbers(rows)}")
         )
 
+    dues = [(rank, found[0]) for rank, found in pieces if found is not None]
+
     def said(rows: np.ndarray) -> str:
         out = []
-        for rank, (due, _) in pieces:
+        for rank, due in dues:
             own = np.flatnonzero(np.isin(due, rows))
             if len(own):
                 p = known[rank]

@@ -299,7 +299,7 @@ _Found = tuple[str, str, dict[str, Any], float, "float | None"]
 
 def _transposed(a: np.ndarray, b: np.ndarray, whose: str) -> _Found | None:
     n = a.shape[0]
-    if a.ndim == 2 and n == a.shape[1] and n > 1 and (a.T == b).all():
+    if n == a.shape[1] and n > 1 and np.array_equal(a.T, b):
         return ADDRESS, f"transposed: it is {whose}'s with rows and columns exchanged", {}, 0.0, None
     return None
 

@@ -273,9 +273,9 @@ def _of_event(
             yield from _slot(side, place, state, fault)
         return
     if event.kind == LOAD:
-        for place, p, rows, why in never_written(states, is_computed, times):
+        for place, made, rows, why in never_written(states, is_computed, times):
             if "scale" not in place[2]:  # of scales more is known (_scale)
-                yield fault(NEVER_WRITTEN, place, named(p, rows), f"was never written by {when}: {why}")
+                yield fault(NEVER_WRITTEN, place, named(made, rows), f"was never written by {when}: {why}")
     unwritten = _unwritten(side, rank, event, states) if event.kind in (RELOAD, SYNC) else {}
     for place, state in states.items():
         if is_computed(place[2]):

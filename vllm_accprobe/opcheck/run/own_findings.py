@@ -23,7 +23,7 @@ import torch
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import runner_inputs
-from vllm_accprobe.comparison.built import BuiltCheck, Mismatch, check_built, check_structure, config_of
+from vllm_accprobe.comparison.built import BuiltCheck, check_built, check_structure, config_of
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RunnerCheck
 from vllm_accprobe.comparison.weight_places import ROUNDS, due_rows
 from vllm_accprobe.comparison.weight_rows import ADDRESS, RowsFound, by_keys, by_values, numbers
@@ -103,11 +103,10 @@ def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
     """The modules of a dump's ranks against config.json."""
     run: Mapping[str, Any] = dump.run if isinstance(dump.run, dict) else {}
     config = config_of(run, model)
-    described = run.get("model") if isinstance(run.get("model"), dict) else {}
-    changed = [str(k) for k in described.get("overrides") or ()] if isinstance(described, dict) else []
-    probe, parallel = (run.get(k) if isinstance(run.get(k), dict) else {} for k in ("probe", "parallel"))
-    pp = (parallel or {}).get("pp")
-    whole = not (probe or {}).get("modules") and (not isinstance(pp, list) or pp[1:] == [1])
+    described, probe, parallel = (_part(run, name) for name in ("model", "probe", "parallel"))
+    listed, pp = described.get("overrides"), parallel.get("pp")
+    changed = [str(k) for k in listed] if isinstance(listed, list) else []
+    whole = not probe.get("modules") and (not isinstance(pp, list) or pp[1:] == [1])
     first: BuiltCheck | None = None
     for rank, modules in sorted(dump.modules.items()):
         out = check_built(modules, config, changed)
@@ -118,6 +117,11 @@ def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
         if out.mismatches:
             return out
     return first if first is not None else BuiltCheck()
+
+
+def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = run.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def own_findings(dump: Any, model: Path | None, *, weights: bool = True) -> OwnFindings:

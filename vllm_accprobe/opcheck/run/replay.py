@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, is_runners
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import sentence
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
@@ -159,8 +159,8 @@ def cache_rows(dump: Dump) -> Iterator[CheckResult]:
         runner = is_runners(found)
         said = f"{NOT_THE_MODEL if runner else 'the cache, not the kernel'}: {sentence(found)}"
         yield replace(
-            unchecked(tap, "runner" if runner else "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE), message=said,
-            request=found.request or None, position=found.low, tier=PROVED,
+            unchecked(tap, "runner" if runner else "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE),
+            message=said, request=found.request or None, position=found.low, tier=PROVED,
         )  # fmt: skip
 
 

@@ -188,9 +188,9 @@ class OpenJob:
                 from vllm_accprobe.opcheck.run.own_findings import own_findings
 
                 yield from cache_rows(self.calls.dump)
-                alone = own_findings(self.calls.dump, Path(self.job.model) if self.job.model else None)
-                self.calls.problems += alone.lines()
-                yield from alone.rows()
+                own = own_findings(self.calls.dump, Path(self.job.model) if self.job.model else None)
+                self.calls.problems += own.lines()
+                yield from own.rows()
             return
         pools = Pools()
         calls = filter(self.options.wants, self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed))
