@@ -1,4 +1,4 @@
-"""Modules that were built otherwise than config.json asks: each key that a rule knows is found, right ones are silent."""
+"""Modules that were built otherwise than config.json asks are found by key; right ones are silent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ GEMMA2 = {
     "model_type": "gemma2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 64, "sliding_window": 128, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "intermediate_size": 256, "vocab_size": 512,
+    "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "intermediate_size": 256,
+    "vocab_size": 512,
 }  # fmt: skip
 LLAMA = {
     "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
@@ -112,8 +113,8 @@ PLANTED = [
     (ATTN, {"impl__logits_soft_cap": 0}, "attn_logit_softcapping", "is 0, config.json asks for 50"),
     (ATTN, {"impl__scale": 32**-0.5}, "query_pre_attn_scalar", "is 0.176776695, config.json asks for 0.125"),
     ("logits_processor", {"soft_cap": 0.0}, "final_logit_softcapping", "soft_cap is 0, config.json asks for 30"),
-    ("model.layers.0.mlp.act_fn", {"approximate": "none"}, "hidden_activation", "is gelu, config.json asks for gelu_tanh"),
-    ("model.layers.0.self_attn.qkv_proj", {"total_num_kv_heads": 4}, "num_key_value_heads", "is 4, config.json asks for 2"),
+    ("model.layers.0.mlp.act_fn", {"approximate": "none"}, "hidden_activation", "config.json asks for gelu_tanh"),
+    ("model.layers.0.self_attn.qkv_proj", {"total_num_kv_heads": 4}, "num_key_value_heads", "config.json asks for 2"),
 ]  # fmt: skip
 
 
@@ -155,8 +156,8 @@ def test_factors_of_rotary_scalings() -> None:
     ):
         (one,) = built(LLAMA, (tap, "Llama3RotaryEmbedding", right | {name: value})).mismatches
         assert one.name == name
-    yarn = {"base": 10000, "rotary_dim": 16, "is_neox_style": False, "scaling_factor": 40, "max_position_embeddings": 4096,
-            "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+    yarn = {"base": 10000, "rotary_dim": 16, "is_neox_style": False, "scaling_factor": 40,
+            "max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
     assert not built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn)).mismatches
     (one,) = built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn | {"scaling_factor": 4})).mismatches
     assert one.due == 40

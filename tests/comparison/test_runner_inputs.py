@@ -34,7 +34,7 @@ IMAGES = (Image("i", 4, 12),)
 
 
 class Fake(Dump):
-    """Two requests: a's prompt in chunks of 20, b's at once, then three tokens each; what the model got may be spoilt."""
+    """Two requests: a's prompt in chunks of 20, b's at once, then three tokens each."""
 
     def __init__(self, sections: int = 1, images: bool = False):
         super().__init__(Path("somewhere"), {})

@@ -47,10 +47,11 @@ class Mismatch:
 
     @property
     def says(self) -> str:
-        many = f" and {len(self.taps) - 1} more" if len(self.taps) > 1 else ""
-        many = f", in all {self.of} such modules" if 1 < self.of == len(self.taps) else many
-        first, rest = (f"{self.taps[0]}{many}", "") if not many.startswith(",") else (self.taps[0], many)
-        return f"{first} ({self.cls}): {self.name} is {_said(self.built)}, config.json asks for {_said(self.due)} ({self.key}){rest}"
+        every = 1 < self.of == len(self.taps)
+        more = f" and {len(self.taps) - 1} more" if len(self.taps) > 1 and not every else ""
+        built = f"{self.taps[0]}{more} ({self.cls}): {self.name} is {_said(self.built)}"
+        rest = f", in all {self.of} such modules" if every else ""
+        return f"{built}, config.json asks for {_said(self.due)} ({self.key}){rest}"
 
     @property
     def cause(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Mismatch:
 
 @dataclass
 class BuiltCheck:
-    """mismatches: in the order of the table; checked: key -> modules in which it holds or not; unchecked: key -> why."""
+    """mismatches: in the order of the table; checked: key -> modules, right and wrong; unchecked: key -> why."""
 
     mismatches: list[Mismatch] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
@@ -202,9 +203,9 @@ nothing of it."""
 
 @dataclass(frozen=True)
 class Rule:
-    """keys: of config.json, named when it fails; classes, taps: expressions over class and tap of the modules that it is
-    about; names: of the constant, the first that was recorded; due: its value; lacking: what a constant is that was not
-    recorded, _ABSENT for unknown."""
+    """keys: of config.json, named when it fails; classes, taps: expressions over class and tap of the modules that it
+    is about; names: of the constant, the first that was recorded; due: its value; lacking: what a constant is that was
+    not recorded, _ABSENT for unknown."""
 
     keys: tuple[str, ...]
     classes: str
@@ -390,7 +391,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("mrope_interleaved",), r"^MRotary", ("mrope_interleaved",), _rope("mrope_interleaved")),
     Rule(("sliding_window", "layer_types"), _ATTENTION, ("impl.sliding_window", "sliding_window"), _window),
     Rule(("attn_logit_softcapping",), _ATTENTION, ("impl.logits_soft_cap", "logits_soft_cap"), _soft_cap),
-    Rule(("query_pre_attn_scalar", "attention_multiplier", "head_dim", "num_attention_heads"), _ATTENTION, ("impl.scale", "scale"), _scale),
+    Rule(("query_pre_attn_scalar", "attention_multiplier", "head_dim", "num_attention_heads"), _ATTENTION,
+         ("impl.scale", "scale"), _scale),
     Rule(("num_attention_heads",), r"^QKVParallelLinear$", ("total_num_heads",), _key("num_attention_heads"),
          r"(^|\.)self_attn\.qkv_proj$"),
     Rule(("num_key_value_heads",), r"^QKVParallelLinear$", ("total_num_kv_heads",), _key("num_key_value_heads"),
@@ -410,21 +412,24 @@ RULES: tuple[Rule, ...] = (
     Rule(("logit_scale",), _HEAD, ("scale",), _key("logit_scale", map_=float)),
     Rule(("logits_scaling",), _HEAD, ("scale",), _key("logits_scaling", map_=lambda v: 1.0 / float(v) if v else 0.0)),
     Rule(("vocab_size",), r"^VocabParallelEmbedding$", ("org_vocab_size",), _key("vocab_size"), r"(^|\.)embed_tokens$"),
-    Rule(("hidden_size",), r"^VocabParallelEmbedding$", ("embedding_dim",), _key("hidden_size"), r"(^|\.)embed_tokens$"),
-    Rule(("intermediate_size",), r"^RowParallelLinear$", ("input_size",), _key("intermediate_size"), r"layers\.\d+\.mlp\.down_proj$"),
+    Rule(("hidden_size",), r"^VocabParallelEmbedding$", ("embedding_dim",), _key("hidden_size"),
+         r"(^|\.)embed_tokens$"),
+    Rule(("intermediate_size",), r"^RowParallelLinear$", ("input_size",), _key("intermediate_size"),
+         r"layers\.\d+\.mlp\.down_proj$"),
 )  # fmt: skip
 """Which key of config.json must be found where. A rule of modules that the model lacks checks nothing."""
 
 WITHOUT_EFFECT = frozenset({
-    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "torch_dtype",
-    "dtype", "transformers_version", "use_cache", "attention_dropout", "hidden_dropout", "attention_probs_dropout_prob",
+    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "attention_dropout", "hidden_dropout", "attention_probs_dropout_prob",
     "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop", "initializer_range", "initializer_factor",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha",
     "router_jitter_noise", "cache_implementation", "_name_or_path", "name_or_path", "id2label", "label2id",
     "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder", "chunk_size_feed_forward",
     "problem_type", "use_bfloat16", "torchscript", "model_type", "max_position_embeddings", "text_config",
-    "vision_config", "audio_config", "vision_start_token_id", "vision_end_token_id", "vision_token_id", "image_token_id",
-    "video_token_id", "max_window_layers", "image_token_index", "pad_index", "vocab_size_per_layer_input", "pruned_heads", "tf_legacy_loss", "seq_aux", "ep_size", "_attn_implementation",
+    "vision_config", "audio_config", "vision_start_token_id", "vision_end_token_id", "vision_token_id",
+    "image_token_id", "video_token_id", "max_window_layers", "image_token_index", "pad_index",
+    "vocab_size_per_layer_input", "pruned_heads", "tf_legacy_loss", "seq_aux", "ep_size", "_attn_implementation",
 })  # fmt: skip
 """Keys that change nothing of what a forward of the language model computes, or are read with another."""
 

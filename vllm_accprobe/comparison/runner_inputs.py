@@ -1,8 +1,8 @@
 """What the runner hands to the model, checked by the dump alone: positions and token ids of each row.
 
 The problem: wrong positions or ids go through a model that computes rightly, and the report names the model. The idea:
-the row map says which position of which request a row is, the request's line has a hash of its prompt, and the sampler's
-token is the next row's id; so each row's position and id are known without a golden. Positions of several sections
+the row map says which position of which request a row is, the request's line has a hash of its prompt, and the
+sampler's token is the next row's id; so each row's position and id are known without a golden. Positions of several sections
 (M-RoPE) follow from the prompt's layout: text counts on, an image of H x W placeholders is a grid, and text goes on
 behind its longer side [Qwen2-VL, arXiv 2409.12191, section 2.1]; H x W is the pair that explains most rows. A rule is
 only used where it explains rows of this dump: a model that counts otherwise is unchecked, and is counted as that.
@@ -71,7 +71,8 @@ class RunnerFault:
         """As an entry of compare.json's ``states``, where the runner's findings stand with the caches'."""
         return {"step": self.step, "kind": self.kind, "cache": RUNNER, "group": 0, "layer": self.tap, "layers": 1,
                 "request": self.request, "low": self.low, "high": self.high, "role": self.role, "rank": self.rank,
-                "phase": self.phase, "rows": self.rows, "sentence": self.says, "both": False, "cause": self.cause}  # fmt: skip
+                "phase": self.phase, "rows": self.rows, "sentence": self.says, "both": False,
+                "cause": self.cause}  # fmt: skip
 
 
 @dataclass
@@ -457,8 +458,8 @@ def _drawn_fault(
     before = drawn.get(at - 2, (None, 0))[0]
     stale = ": the token before it" if before == got_id else ""
     more = f"; {len(wrong) - 1} more of its rows" if wrong[1:] else ""
-    says = (f"the token id of request {request.id!r} in row {at}, in decoding, is {got_id}{stale}, and the sampler drew "
-            f"{token}{more}")  # fmt: skip
+    says = (f"the token id of request {request.id!r} in row {at}, in decoding, is {got_id}{stale}, and the sampler "
+            f"drew {token}{more}")  # fmt: skip
     yield RunnerFault(IDS, rank, ROOT_TAP, "input.input_ids", request.id, at, wrong[-1][0], len(wrong), step, DECODE,
                       "in decoding", says)  # fmt: skip
 

@@ -5,7 +5,7 @@ values of both dumps where they are stored, else from the fingerprints of the ro
 of all ranks are laid over golden's whole tensor as the layouts say, and weight_rows.py explains those that are not
 the ones that are due. A tensor that is another one of golden's is said so, and rows that its own tensor has nowhere are
 looked for in all others of their width. Bounded: so many tensors, so many bytes; the rest is counted.
-Not here: whether weights differ (measure/params.py, judge/weights.py), a dump without a golden (opcheck/run/own_findings.py).
+Not here: whether weights differ (measure/params.py, judge/weights.py), one dump alone (opcheck/run/own_findings.py).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ ROUNDS = {n: _float8(n) for n in ("float8_e4m3fn", "float8_e5m2")} | {n: _throug
 
 
 def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left: list[int]) -> RowsFound | None:
-    """A parameter whose values both dumps have. left: [bytes that may be read still]. None where nothing explains it."""
+    """A parameter whose values both dumps have. left: [bytes that may be read still]. None where nothing does."""
     g, m = unit.golden[-1], unit.mine[-1]
     if g.merge is None or m.merge is None or not (g.readable and m.readable):
         return None
@@ -298,8 +298,8 @@ def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left
         if found is not None and found.family == ADDRESS:
             return found
         if found is not None and len(shapes[1]) == 2:
-            across = by_keys(row_keys(np.ascontiguousarray(x.T)), row_keys(np.ascontiguousarray(y.T)), np.arange(x.shape[1]),
-                             lambda at: "all columns" if len(at) == x.shape[1] else f"columns {numbers(at)}")  # fmt: skip
+            columns = [row_keys(np.ascontiguousarray(v.T)) for v in (x, y)]
+            across = by_keys(columns[0], columns[1], np.arange(x.shape[1]), lambda at: f"columns {numbers(at)}")
             if across is not None and across.family == ADDRESS:
                 return across
     else:
@@ -385,7 +385,7 @@ def located(
     ]
     places = [{"module": tap, "parameter": name, "number": n, "cause": one.cause, "rows": one.rows}
               for (tap, name, n), one in known.items()]  # fmt: skip
-    places += [{"module": f["module"], "parameter": f["parameter"], "number": f["number"], "cause": f["cause"], "rows": 0}
+    places += [{n: f[n] for n in ("module", "parameter", "number", "cause")} | {"rows": 0}
                for f in findings if f["what"] != DIFFERS and f["side"] == "mine"]  # fmt: skip
     if not weights:
         return {"places": places} if places else weights

@@ -3,8 +3,8 @@
 The problem: "gate_up_proj differs" sends a person to read a loader; the rows themselves say what it did. The idea: each
 row has a key (dump/weight_sums.py); a row of mine that is not the one that is due is looked up among all rows of the
 right tensor, and what comes out is said in the simplest way that explains all of them: two blocks exchanged, one block
-that stands elsewhere, a shift, an interleaving, one row's copy, else how many stand where. Values, where both are there,
-say the rest: transposed, one number, a factor of all, of rows or of blocks, one added, fewer bits. Nothing is said that
+that stands elsewhere, a shift, an interleaving, one row's copy, else how many stand where. Values, where both are
+there, say the rest: transposed, one number, a factor of all, of rows or of blocks, one added, fewer bits. Nothing is said that
 does not hold for every wrong row that it speaks of; a 32-bit key finds a wrong place by chance once in 2^32 / rows.
 Not here: which rows are due (comparison/weight_places.py), the sums themselves.
 """
@@ -185,7 +185,8 @@ def _said(
     first = max(runs, key=lambda r: (r.n, -r.first))
     rows = np.arange(first.first, first.last + 1)
     place = f"{first.at}-{first.at + first.n - 1}" if first.n > 1 else str(first.at)
-    text = f"{names(bad[at >= 0])} stand elsewhere in {whose}'s tensor: {names(rows)} stand{'s' * (first.n == 1)} at {place}"
+    example = f"{names(rows)} stand{'s' * (first.n == 1)} at {place}"
+    text = f"{names(bad[at >= 0])} stand elsewhere in {whose}'s tensor: {example}"
     return text + rest, {"place": first.at, "runs": len(runs)}
 
 
@@ -355,7 +356,8 @@ def _row_factors(x: np.ndarray, y: np.ndarray, what: str, whose: str) -> _Found 
         return None
     f = _factors(x, y)
     if f is not None and (rest := _rest(y, f[:, None] * x)) <= _EXACT:
-        said = f"{what}are {whose}'s times a factor of each row ({f.min():.4g} to {f.max():.4g}): another row's scale, or none"
+        said = f"{what}are {whose}'s times a factor of each row ({f.min():.4g} to {f.max():.4g})"
+        said += ": another row's scale, or none"
         return FACTOR, said, {"least": float(f.min()), "most": float(f.max())}, rest, None
     return None
 
@@ -389,8 +391,9 @@ def _block_factors(a: np.ndarray, b: np.ndarray, whose: str) -> _Found | None:
     off = np.abs(f - 1) > _EXACT
     which = "each block" if off.all() else f"{int(off.sum())} of {f.size} blocks"
     first = tuple(map(int, np.argwhere(off)[0]))
-    text = (f"{which} of {rows} x {columns} {'is' if off.all() else 'are'} {whose}'s times a factor of its own "
-            f"({f[off].min():.4g} to {f[off].max():.4g}): as dequantised with another block's scale, first block {first}")  # fmt: skip
+    size = f"{f[off].min():.4g} to {f[off].max():.4g}"
+    text = f"{which} of {rows} x {columns} {'is' if off.all() else 'are'} {whose}'s times a factor of its own ({size})"
+    text += f": as dequantised with another block's scale, first block {first}"
     return FACTOR, text, {"block": [rows, columns], "blocks": int(off.sum()), "first": list(first)}, rest, None
 
 
@@ -401,9 +404,14 @@ def whose_scale(factors: np.ndarray, scales: np.ndarray) -> str:
     used = factors * scales
     if factors.shape != scales.shape or (np.abs(factors - 1) <= _EXACT).all():
         return ""
-    rules = {"the next block of its row": np.roll(scales, -1, 1), "the block before it in its row": np.roll(scales, 1, 1),
-             "the block below it": np.roll(scales, -1, 0), "the block above it": np.roll(scales, 1, 0),
-             "the first block": np.full_like(scales, scales.flat[0]), "no block: the scale is left out": np.ones_like(scales)}  # fmt: skip
+    rules = {
+        "the next block of its row": np.roll(scales, -1, 1),
+        "the block before it in its row": np.roll(scales, 1, 1),
+        "the block below it": np.roll(scales, -1, 0),
+        "the block above it": np.roll(scales, 1, 0),
+        "the first block": np.full_like(scales, scales.flat[0]),
+        "no block: the scale is left out": np.ones_like(scales),
+    }
     if n == m:
         rules["the block across the diagonal"] = scales.T
     if m > 1:

@@ -546,7 +546,8 @@ class _Judge:
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
-        notes = [*place_notes(setting.weights), *alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
+        of_states = state_notes(setting.states)
+        notes = [*place_notes(setting.weights), *alone, *of_states, *setting.notes, *images, *about_floor, *said]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,

@@ -1,7 +1,7 @@
 """What one dump says of its own run without a golden: the runner's inputs, what was built, the weights as loaded.
 
-The problem: a replay shows which operator is wrong for its own inputs, constants and weights; where these are wrong, all
-operators are right. The idea: positions and token ids are checked by the row map (comparison/runner_inputs.py), the
+The problem: a replay shows which operator is wrong for its own inputs, constants and weights; where these are wrong,
+all operators are right. The idea: positions and token ids are checked by the row map (comparison/runner_inputs.py), the
 modules' constants by config.json (comparison/built.py), and the rows of each loaded weight by the checkpoint: which of
 them are not what it has there, and where they stand in it (comparison/weight_rows.py). Constants that config.json asks
 for replace the module's own before its calls are checked. A form of parameter of which no layer is the checkpoint's is
@@ -26,7 +26,7 @@ from vllm_accprobe.comparison import runner_inputs
 from vllm_accprobe.comparison.built import BuiltCheck, check_built, check_structure, config_of
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RunnerCheck
 from vllm_accprobe.comparison.weight_places import ROUNDS, due_rows
-from vllm_accprobe.comparison.weight_rows import ADDRESS, RowsFound, by_keys, by_values, numbers
+from vllm_accprobe.comparison.weight_rows import ADDRESS, UNKNOWN, RowsFound, by_keys, by_values, numbers
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import LOAD, NO_LIVES, WeightPrint
@@ -62,8 +62,8 @@ class LoadedFault:
 
 @dataclass
 class OwnFindings:
-    """built: by the first rank that differs from config.json, else of the first; loaded: weights; held: how many are the
-    checkpoint's; unchecked: reason -> weights; notes: sentences."""
+    """built: of the first rank that differs from config.json, else of the first; loaded: weights; held: how many are
+    the checkpoint's; unchecked: reason -> weights; notes: sentences."""
 
     runner: RunnerCheck = field(default_factory=RunnerCheck)
     built: BuiltCheck = field(default_factory=BuiltCheck)
@@ -154,9 +154,7 @@ def corrected(modules: Mapping[int, dict[str, Module]], built: BuiltCheck) -> li
     tap, values = next(iter(changes.items()))
     what = ", ".join(f"{n} {v!r}" for n, v in values.items())
     more = f" and {len(changes) - 1} more modules" if changes.keys() - {tap} else ""
-    return [
-        f"{tap}{more} {'are' if more else 'is'} checked with what config.json asks for ({what}), not with what was built"
-    ]
+    return [f"{tap}{more} {'are' if more else 'is'} checked with what config.json asks for ({what}), not as built"]
 
 
 def _never_called(dump: Any) -> list[str]:
@@ -230,9 +228,9 @@ def _against_checkpoint(
     out.held = sum(right.values())
     for kind, some in wrong.items():
         # Every layer's, in a way that nothing simple explains: the loader makes another form of it.
-        alike = len(some) > 1 and not right[kind] and all(f.family != ADDRESS and not never for _, _, f, never in some)
-        if alike or (len(some) == 1 and not right[kind] and some[0][2].family == "unknown" and some[0][2].rows == some[0][1].count
-                     and not some[0][3]):  # fmt: skip
+        explained = any(f.family == ADDRESS or never for _, _, f, never in some)
+        whole = len(some) > 1 or (some[0][2].family == UNKNOWN and some[0][2].rows == some[0][1].count)
+        if not right[kind] and not explained and whole:
             out.unchecked[OWN_FORM] += len(some)
             continue
         for place, p, found, never in some:
