@@ -53,8 +53,13 @@ class Fake(Dump):
         self.records.append(Record(rank, None, tap, "", "param.weight", 0, 0, "bfloat16", shape, *none, layout, None))
 
 
+def explained(golden: Dump, mine: Dump) -> dict[str, Any]:
+    loaders: Any = (None, None)
+    return located(weights_between(golden.lives, mine.lives), (golden, mine), [], [], loaders)
+
+
 def said(golden: Dump, mine: Dump) -> list[str]:
-    found = located(weights_between(golden.lives, mine.lives), (golden, mine), [], [], (None, None))  # type: ignore[arg-type]
+    found = explained(golden, mine)
     return [p["cause"]["text"] for p in found.get("places", []) if p["module"] == COLUMN]
 
 
@@ -71,7 +76,7 @@ def test_rows_of_one_rank_of_two() -> None:
     wrong = [golden[0], np.concatenate([golden[1][32:], golden[1][:32]])]
     assert said(Fake(golden), Fake(wrong)) == ["rank 1's gate and rank 1's up are exchanged"]
     assert said(Fake(golden), Fake([golden[0], golden[0]])) == [
-        "rank 1's all rows are golden's rows 32 before"
+        "all rows of rank 1 are golden's rows 32 before"
     ]
 
 
@@ -91,7 +96,7 @@ def test_rows_that_stand_nowhere() -> None:
 
 def test_findings_and_origins_have_the_cause() -> None:
     golden, mine = Fake([WHOLE]), Fake([np.roll(WHOLE, 64, 0)])
-    found = located(weights_between(golden.lives, mine.lives), (golden, mine), [], [], (None, None))  # type: ignore[arg-type]
+    found = explained(golden, mine)
     (finding,) = found["findings"]
     assert finding["says"] == f"{COLUMN}.weight differs from golden's at loading: gate and up are exchanged"
     assert finding["cause"]["family"] == "address"

@@ -3,9 +3,9 @@
 The problem: a replay computes with the constants that the module says of itself, so that one that was built with
 another epsilon, base or window is right by its own word. The idea: one table (`RULES`) says which key of config.json
 must be found in which constant of which modules, and `Asked` reads the keys with the spellings that model families
-have. What differs in a module is a `Mismatch`; a key that no rule uses and that is not known to be without effect is
-counted as unchecked, and so is a rule whose constant was not recorded. Only the language model's modules are checked.
-Where the capture wrote down config.json (run.json, ``model.config``) that counts, else the model's directory.
+have. What differs in a module is a `ConfigMismatch`; a key that no rule uses and that is not known to be without effect
+is counted as unchecked, and so is a rule whose constant was not recorded. Only the language model's modules are
+checked. Where the capture wrote down config.json (run.json, ``model.config``) that counts, else the model's directory.
 Not here: weights (weight_places.py), what differs between two dumps' constants (notes.py).
 """
 
@@ -33,7 +33,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class ConfigMismatch:
     """key: of config.json; taps: the modules, in order; cls: of the first; name: of the constant; built, due: its two
     values, the second as config.json asks."""
 
@@ -64,7 +64,7 @@ class Mismatch:
 class BuiltCheck:
     """mismatches: in the order of the table; checked: key -> modules, right and wrong; unchecked: key -> why."""
 
-    mismatches: list[Mismatch] = field(default_factory=list)
+    mismatches: list[ConfigMismatch] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
     unchecked: dict[str, str] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class Asked:
     """config.json's language part, with the spellings of its keys. used: keys that somebody asked for."""
 
     def __init__(self, config: Mapping[str, Any]):
-        inner = next((config[k] for k in ("text_config", "llm_config", "language_config")
+        inner: Mapping[str, Any] = next((config[k] for k in ("text_config", "llm_config", "language_config")
                       if isinstance(config.get(k), Mapping)), {})  # fmt: skip
         self._values = {**config, **inner}
         self.used: set[str] = set()
@@ -421,7 +421,8 @@ RULES: tuple[Rule, ...] = (
 
 WITHOUT_EFFECT = frozenset({
     "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
-    "torch_dtype", "dtype", "transformers_version", "use_cache", "attention_dropout", "hidden_dropout", "attention_probs_dropout_prob",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "attention_dropout", "hidden_dropout",
+    "attention_probs_dropout_prob",
     "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop", "initializer_range", "initializer_factor",
     "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha",
     "router_jitter_noise", "cache_implementation", "_name_or_path", "name_or_path", "id2label", "label2id",
@@ -442,7 +443,7 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
         return out
     asked, mods = Asked(config), [m for m in modules if not _OTHER_TOWERS.search(m.tap)]
     changed = set(overridden)
-    found: dict[tuple[str, str, str, str], tuple[Mismatch, list[str]]] = {}
+    found: dict[tuple[str, str, str, str], tuple[ConfigMismatch, list[str]]] = {}
     totals: Counter[tuple[str, str]] = Counter()
     not_recorded: dict[str, str] = {}
     for number, rule in enumerate(RULES):
@@ -462,11 +463,11 @@ def check_built(modules: Iterable[Module], config: Mapping[str, Any], overridden
             totals[str(number), name] += 1
             if not _holds(built, due):
                 place = str(number), name, repr(built), repr(due)
-                first = Mismatch(key, (), m.cls, name, built, min(due) if isinstance(due, frozenset) else due)
+                first = ConfigMismatch(key, (), m.cls, name, built, min(due) if isinstance(due, frozenset) else due)
                 found.setdefault(place, (first, []))[1].append(m.tap)
     for (number_, name, _, _), (first, taps) in found.items():
         of = totals[number_, name]
-        out.mismatches.append(Mismatch(first.key, tuple(taps), first.cls, name, first.built, first.due, of))
+        out.mismatches.append(ConfigMismatch(first.key, tuple(taps), first.cls, name, first.built, first.due, of))
     known = asked.used | set(out.checked) | WITHOUT_EFFECT
     out.unchecked = {k: "no rule for it" for k in asked.names() if k not in known and _matters(asked.get(k))}
     out.unchecked |= {k: why for k, why in not_recorded.items() if k not in out.checked}
@@ -505,7 +506,7 @@ def check_structure(
         out.checked[key] += 1
         out.unchecked.pop(key, None)
         if built != due:
-            out.mismatches.append(Mismatch(key, tuple(taps), cls.get(taps[0], ""), name, built, due, 0))
+            out.mismatches.append(ConfigMismatch(key, tuple(taps), cls.get(taps[0], ""), name, built, due, 0))
 
     layers = {int(found[1]) for m in mods if (found := _LAYER.search(m.tap))}
     if whole and layers and isinstance(due := asked.get("num_hidden_layers", "n_layer"), int):

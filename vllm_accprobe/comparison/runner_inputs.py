@@ -2,8 +2,9 @@
 
 The problem: wrong positions or ids go through a model that computes rightly, and the report names the model. The idea:
 the row map says which position of which request a row is, the request's line has a hash of its prompt, and the
-sampler's token is the next row's id; so each row's position and id are known without a golden. Positions of several sections
-(M-RoPE) follow from the prompt's layout: text counts on, an image of H x W placeholders is a grid, and text goes on
+sampler's token is the next row's id; so each row's position and id are known without a golden. Positions of several
+sections (M-RoPE) follow from the prompt's layout: text counts
+on, an image of H x W placeholders is a grid, and text goes on
 behind its longer side [Qwen2-VL, arXiv 2409.12191, section 2.1]; H x W is the pair that explains most rows. A rule is
 only used where it explains rows of this dump: a model that counts otherwise is unchecked, and is counted as that.
 What the ledger of states finds in the runner's own tensors (slot mapping, block tables, lengths) is the runner's, too.
@@ -193,8 +194,8 @@ def _got(dump: Any, rank: int, kind: str, out: RunnerCheck) -> dict[int, _Got]:
     for req, some in parts.items():
         sections = some[0][2].shape[1]
         some = [p for p in some if p[2].shape[1] == sections]
-        at, step, values = (np.concatenate([p[i] for p in some]) for i in range(3))
-        found[req] = _Got(at, step, values, some[0][3])
+        places, in_steps, values = (np.concatenate([p[i] for p in some]) for i in range(3))
+        found[req] = _Got(places, in_steps, values, some[0][3])
     return found
 
 

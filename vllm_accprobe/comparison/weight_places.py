@@ -120,7 +120,10 @@ def _names(pieces: Sequence[tuple[int, WeightPrint | None, int]], ranks: int) ->
             own = rows[(rows >= ends[i] - n) & (rows < ends[i])] - (ends[i] - n)
             if not len(own):
                 continue
-            what = "all rows" if len(own) == n else (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
+            if len(own) == n:
+                out.append(f"all rows of rank {rank}" if ranks > 1 else "all rows")
+                continue
+            what = (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
             if (plain := _PLAIN.match(what)) is not None:  # stretches of rows are shorter than a list of them
                 what = f"{plain[1]} {numbers(own)}"
             out.append(f"rank {rank}'s {what}" if ranks > 1 else what)

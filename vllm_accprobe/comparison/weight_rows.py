@@ -4,9 +4,9 @@ The problem: "gate_up_proj differs" sends a person to read a loader; the rows th
 row has a key (dump/weight_sums.py); a row of mine that is not the one that is due is looked up among all rows of the
 right tensor, and what comes out is said in the simplest way that explains all of them: two blocks exchanged, one block
 that stands elsewhere, a shift, an interleaving, one row's copy, else how many stand where. Values, where both are
-there, say the rest: transposed, one number, a factor of all, of rows or of blocks, one added, fewer bits. Nothing is said that
-does not hold for every wrong row that it speaks of; a 32-bit key finds a wrong place by chance once in 2^32 / rows.
-Not here: which rows are due (comparison/weight_places.py), the sums themselves.
+there, say the rest: transposed, one number, a factor of all, of rows or of blocks, one added, fewer bits.
+Nothing is said that does not hold for every wrong row that it speaks of; a 32-bit key finds a wrong place by chance once in 2^32 /
+rows. Not here: which rows are due (comparison/weight_places.py), the sums themselves.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def _said(
         what = f"{names(bad[at >= 0])} are all copies of row {int(places[0])} of {whose}'s tensor"
         return what + rest, {"place": int(places[0])}
     turn = np.unique((at - due[bad]) % len(due))
-    if len(bad) == len(due) and len(turn) == 1 and not len(nowhere) and len(runs) > 1:
+    whole = len(bad) == len(due) and (np.sort(due) == np.arange(len(due))).all()
+    if whole and len(turn) == 1 and at.max() < len(due) and not len(nowhere) and len(runs) > 1:
         k = int(turn[0]) if 2 * int(turn[0]) <= len(due) else int(turn[0]) - len(due)
         text = f"{names(bad)} are {whose}'s rows {abs(k)} {'further on' if k > 0 else 'before'}, in a circle"
         return text, {"shift": k}

@@ -495,8 +495,8 @@ def operators(comparison: Comparison) -> list[dict[str, Any]]:
 def _failure(comparison: Comparison, c: Counts) -> str:
     if wrong := wrong_states(comparison):
         n = int(comparison.states["mine"].get("count") or len(wrong)) - 1
-        first = f"{whose(findings(comparison.states, 'mine')[0])}: {wrong[0]}"
-        return first + (f" (and {count(n, 'other finding')})" if n > 0 else "")
+        own = f"{whose(findings(comparison.states, 'mine')[0])}: {wrong[0]}"
+        return own + (f" (and {count(n, 'other finding')})" if n > 0 else "")
     if faults := wrong_weights(comparison.weights):
         where = "in golden, " if faults[0]["side"] == "golden" else ""
         others = f" (and {count(len(faults) - 1, 'more finding')} about weights)" if faults[1:] else ""

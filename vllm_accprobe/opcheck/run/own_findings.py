@@ -280,11 +280,12 @@ def _explained(
     """Where the rows stand in the checkpoint's whole tensor; else what their values are, where the dump has them."""
 
     def names(rows: np.ndarray) -> str:
-        what = named(p, rows) if len(rows) < p.count else "all rows"
-        what = what if what and not what.startswith("row") else what and f"rows {numbers(rows)}"
-        return (
-            f"rank {place[0]}'s {what}" if layout is not None and layout.size > 1 else what or f"rows {numbers(rows)}"
-        )
+        of_ranks = layout is not None and layout.size > 1
+        if len(rows) == p.count:
+            return f"all rows of rank {place[0]}" if of_ranks else "all rows"
+        what = named(p, rows)
+        what = what if what and not what.startswith(("row", "element")) else f"rows {numbers(rows)}"
+        return f"rank {place[0]}'s {what}" if of_ranks else what
 
     found = None
     at = due_rows(layout, p.shape) if layout is not None else None
