@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from judge.lives import made
+
 from vllm_accprobe.comparison.weight_places import due_rows, located, place_notes, with_causes
 from vllm_accprobe.dump.journal import Lives, WeightEvent, WeightPrint
 from vllm_accprobe.dump.reader import Dump

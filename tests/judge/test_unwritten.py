@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from judge.lives import lives, made, weight
+
 from vllm_accprobe.judge.unwritten import form
 from vllm_accprobe.judge.weights import NEVER_WRITTEN, WeightFault, faults_within, side_of
 

@@ -338,11 +338,10 @@ def _of_ranks(pieces: Sequence[tuple[int, Any]], count: int, prints: _Prints, un
             own = np.flatnonzero(np.isin(due, rows))
             if len(own):
                 p = known[rank]
-                what = (
-                    "all rows"
-                    if len(own) == len(due)
-                    else (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
-                )
+                if len(own) == len(due):
+                    out.append(f"all rows of rank {rank}")
+                    continue
+                what = (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
                 out.append(f"rank {rank}'s {what}")
         return " and ".join(out)
 

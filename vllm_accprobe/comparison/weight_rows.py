@@ -5,8 +5,8 @@ row has a key (dump/weight_sums.py); a row of mine that is not the one that is d
 right tensor, and what comes out is said in the simplest way that explains all of them: two blocks exchanged, one block
 that stands elsewhere, a shift, an interleaving, one row's copy, else how many stand where. Values, where both are
 there, say the rest: transposed, one number, a factor of all, of rows or of blocks, one added, fewer bits.
-Nothing is said that does not hold for every wrong row that it speaks of; a 32-bit key finds a wrong place by chance once in 2^32 /
-rows. Not here: which rows are due (comparison/weight_places.py), the sums themselves.
+Nothing is said that does not hold for every wrong row that it speaks of; a 32-bit key finds a wrong place by chance
+once in 2^32 / rows. Not here: which rows are due (comparison/weight_places.py), the sums themselves.
 """
 
 from __future__ import annotations
