@@ -394,30 +394,5 @@ def _block_factors(a: np.ndarray, b: np.ndarray, whose: str) -> _Found | None:
     first = tuple(map(int, np.argwhere(off)[0]))
     size = f"{f[off].min():.4g} to {f[off].max():.4g}"
     text = f"{which} of {rows} x {columns} {'is' if off.all() else 'are'} {whose}'s times a factor of its own ({size})"
-    text += f": as dequantised with another block's scale, first block {first}"
+    text += f": as dequantised with other scales, first block {first}"
     return FACTOR, text, {"block": [rows, columns], "blocks": int(off.sum()), "first": list(first)}, rest, None
-
-
-def whose_scale(factors: np.ndarray, scales: np.ndarray) -> str:
-    """Which block's scale each block was multiplied with. factors: [n, m], mine's over the right one's; scales: [n, m],
-    the right ones. "" where no one rule explains all."""
-    n, m = scales.shape
-    used = factors * scales
-    if factors.shape != scales.shape or (np.abs(factors - 1) <= _EXACT).all():
-        return ""
-    rules = {
-        "the next block of its row": np.roll(scales, -1, 1),
-        "the block before it in its row": np.roll(scales, 1, 1),
-        "the block below it": np.roll(scales, -1, 0),
-        "the block above it": np.roll(scales, 1, 0),
-        "the first block": np.full_like(scales, scales.flat[0]),
-        "no block: the scale is left out": np.ones_like(scales),
-    }
-    if n == m:
-        rules["the block across the diagonal"] = scales.T
-    if m > 1:
-        rules["the first block of its row"] = np.repeat(scales[:, :1], m, 1)
-    for said, expected in rules.items():
-        if (np.abs(used - expected) <= _EXACT * np.abs(expected)).all():
-            return said
-    return ""
