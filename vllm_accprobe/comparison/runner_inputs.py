@@ -369,14 +369,36 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[Runn
                 ids[s.req][s.pos + k] = (int(rows.ids[at + k]), step)
             at += s.n
     drawn = _drawn(dump, rank)
+    hashed = {req: _holds(found, dump.requests.get((rank, req))) for req, found in ids.items()}
+    # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
+    by_hash = any(hashed.values())
+    agree = [ids[req][p + 1][0] == token for req, own in drawn.items() for p, (token, _) in own.items()
+             if p + 1 in ids.get(req, {})]  # fmt: skip
+    by_sampler = 2 * sum(agree) >= len(agree)
     known = {r.prompt: r.id for (on, _), r in dump.requests.items() if on == rank}
     for req, found in ids.items():
         request = dump.requests.get((rank, req))
         if request is None or (rank, req) in steps.drafts:
             out.unchecked[f"{IDS} with drafts"] += len(found)
             continue
-        yield from _prompt_fault(found, request, rank, req, steps, known, out)
-        yield from _drawn_fault(found, drawn.get(req, {}), request, rank, req, steps, out)
+        if by_hash:
+            yield from _prompt_fault(found, request, rank, req, steps, known, out)
+        else:
+            out.unchecked[f"{IDS} of prompts, of which no hash is known here"] += len(found)
+        if by_sampler:
+            yield from _drawn_fault(found, drawn.get(req, {}), request, rank, req, steps, out)
+
+
+def _holds(found: Mapping[int, tuple[int, int]], request: Request | None) -> bool:
+    """Whether the ids of a prompt are what its hash says."""
+    if (
+        request is None
+        or not request.prompt
+        or request.prompt_len > len(found)
+        or any(p not in found for p in range(request.prompt_len))
+    ):
+        return False
+    return _digest([found[p][0] for p in range(request.prompt_len)]) == request.prompt
 
 
 def _prompt_fault(
