@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.capture.weights import mixing
+from vllm_accprobe.dump import weight_sums as mixing
 from vllm_accprobe.dump.journal import Lives, WeightEvent, WeightPrint, pack_rows
 
 ALL = -1

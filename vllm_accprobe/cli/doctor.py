@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.doctor.graph_proof import TapProof
 
 _COLOUR = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
+_ERROR = "error"
 _RUN_S = 3600.0
 """chosen: seconds that one run with --graphs may take: a large model is loaded, compiled and captured in it."""
 
@@ -33,6 +34,8 @@ class DoctorOptions:
                                    "--graphs (3600).", metavar="S", min=1.0)  # fmt: skip
     wheel: list[Path] = option("--wheel", [], "Read a wheel or sdist, not installed: is all there that capture relies "
                                "on? A vendor's, and its vLLM's. Can be repeated.", metavar="FILE")  # fmt: skip
+    dump: Path | None = option("--dump", None, "Was the model of this capture built as its config.json asks, and were "
+                               "its inputs and weights right? Needs torch.", metavar="DUMP")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,20 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
 
     accprobe doctor --wheel FILE [--wheel VLLM] reads the source in a wheel, and imports nothing. Exit code 0: all is
     there, 1: something is missing, 2: a file cannot be read.
+
+    accprobe doctor --dump DUMP reads a capture: constants of its modules against config.json, positions and token ids
+    against the row map, loaded weights against the checkpoint. Exit code 0: nothing is wrong, 1: something is, 2: it
+    cannot be read.
     """
     json, quick, timeout = here.as_json, here.quick, here.timeout
     if here.wheel:
         if of_graphs.command or of_graphs.graphs or quick:
             raise CommandError("--wheel goes with --json only")
         raise typer.Exit(_wheels(here.wheel, json))
+    if here.dump is not None:
+        if of_graphs.command or of_graphs.graphs or quick:
+            raise CommandError("--dump goes with --json only")
+        raise typer.Exit(_dump(here.dump, json))
     if of_graphs.graphs:
         raise typer.Exit(_graphs(of_graphs, json, timeout or _RUN_S))
     if of_graphs.command:
@@ -130,6 +141,31 @@ def _wheels(paths: list[Path], json: bool) -> int:
                 typer.echo(line)
         typer.echo(telling.summary(found))
     return 1 if telling.lacks(found) else 0
+
+
+def _dump(path: Path, json: bool) -> int:
+    """Checks one capture, prints what is wrong and what was checked, and gives the exit code."""
+    from vllm_accprobe.cli.opcheck import model_of, require_torch
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.report.text import count, safe
+
+    require_torch("doctor --dump")
+    from vllm_accprobe.opcheck.run.own_findings import own_findings
+
+    dump = open_dump(path)
+    found = own_findings(dump, model_of(dump.run))
+    wrong, checked = [row.message for row in found.rows()], found.lines()
+    if json:
+        report = {"schema": 1, "ok": not wrong, "findings": wrong, "checked": checked,
+                  "unchecked": dict(found.built.unchecked)}  # fmt: skip
+        typer.echo(json_.dumps(report, indent=2))
+    else:
+        for line in wrong:
+            typer.echo(f"{typer.style(f'{_ERROR:<9}', fg=_COLOUR[_ERROR])}{safe(line, 1000)}")
+        for line in checked:
+            typer.echo(f"{'':9}{safe(line, 1000)}")
+        typer.echo(count(len(wrong), "finding") if wrong else "nothing is wrong in what was checked")
+    return int(bool(wrong))
 
 
 def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:

@@ -40,6 +40,7 @@ from vllm_accprobe.comparison.row_table import BOUND, RowLog, take_samples, take
 from vllm_accprobe.comparison.states import states_of
 from vllm_accprobe.comparison.store import Finished, identity
 from vllm_accprobe.comparison.verdict.judging import gather, judge
+from vllm_accprobe.comparison.weight_places import located
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.formats import DumpError, NothingReadable, nothing_readable, open_dump
 from vllm_accprobe.formats.common import foreign
@@ -222,7 +223,7 @@ class _Run:
         units = [known[u.key] for u in wanted]
         for unit in units:
             self._note(unit)
-        return Measured(self._setting(), units, shelf)
+        return Measured(self._setting(units), units, shelf)
 
     def _measured(self, units: list[Unit]) -> Iterator[list[MeasuredUnit]]:
         sides = self.plan.tokens.golden, self.plan.tokens.mine
@@ -247,7 +248,7 @@ class _Run:
             elif not part.whole and not unit.is_param:
                 self.compared.setdefault(part.family, set()).add(part.rows)
 
-    def _setting(self) -> ComparisonContext:
+    def _setting(self, units: list[MeasuredUnit]) -> ComparisonContext:
         plan, (golden, mine) = self.plan, self.dumps
         tree, tokens = plan.tree, plan.tokens
         activations = [u for u in plan.units if not u.is_param]
@@ -286,7 +287,8 @@ class _Run:
             places=places_of(plan),
             moments=moments_of(plan),
             states=states_of(self.dumps),
-            weights=weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)),
+            weights=located(weights_between(*(getattr(d, "lives", NO_LIVES) for d in self.dumps)), self.dumps,
+                            plan.units, units, self.loaders),
             links=links_of(plan.units),
             sources=sources_of(plan.names.pairs, golden, mine),
             modules={m.tap: m.cls for modules in mine.modules.values() for m in modules},

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from vllm_accprobe.comparison import runner_inputs
+from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER
 from vllm_accprobe.dump.journal import StateFinding, sentence
 
 SIDES = ("golden", "mine")
@@ -37,22 +39,40 @@ def states_of(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     "count": findings in all, "findings": [each one's fields, its rank, its sentence, and "both": the other run has
     the same]}."""
     out: dict[str, dict[str, Any]] = {}
+    inputs = [runner_inputs.check(dump).faults for dump in dumps]
     known = [{_key(dump, one) for one in getattr(dump, "states", [])} for dump in dumps]
-    for side, dump, others in zip(SIDES, dumps, reversed(known), strict=True):
+    for side, dump, others, own, theirs in zip(SIDES, dumps, reversed(known), inputs, reversed(inputs), strict=True):
         totals = getattr(dump, "state_totals", {})
         found = getattr(dump, "states", [])
-        if not totals and not found:
+        if not totals and not found and not own:
             out[side] = {}
             continue
         same = [_key(dump, one) in others for one in found]
         listed = [
-            {**asdict(one), "rank": rank, "sentence": sentence(one), "both": both}
+            {**asdict(one), "rank": rank, "sentence": sentence(one), "both": both} | _of_runner(dump, rank, one)
             for (rank, one), both in sorted(zip(found, same, strict=True), key=lambda f: f[1])[:MOST]
         ]
+        listed = [*(f.finding() | {"both": f in theirs} for f in own), *listed]
         count = max(sum(one.findings for one in totals.values()), len(found))
         watched = {str(rank): asdict(one) for rank, one in totals.items()}
-        out[side] = {"watched": watched, "count": count - sum(same), "findings": listed}
+        out[side] = {"watched": watched, "count": count - sum(same) + sum(f not in theirs for f in own),
+                     "findings": listed}  # fmt: skip
     return out
+
+
+def _of_runner(dump: Any, rank: int, found: StateFinding) -> dict[str, Any]:
+    """What a finding of the ledger says more where its numbers are the runner's."""
+    if not runner_inputs.is_runners(found):
+        return {}
+    said = runner_inputs.ledger_sentence(dump, rank, found, sentence(found))
+    parameter = {"request": found.request, "first": found.low, "last": found.high, "step": found.step}
+    cause = {"family": "input", "text": f"the runner: {said}", "parameter": parameter, "residual": 0.0, "chance": None}
+    return {"sentence": said, "cause": cause}
+
+
+def whose(found: Mapping[str, Any]) -> str:
+    """``the cache, not the kernel``, or whose fault a finding is."""
+    return NOT_THE_MODEL if found.get("cause") else NOT_THE_KERNEL
 
 
 def _key(dump: Any, found: tuple[int, StateFinding]) -> tuple[Any, ...]:
@@ -72,7 +92,11 @@ def watched(states: Mapping[str, Any], side: str) -> dict[str, Any]:
 
 
 def findings(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
-    return [one for one in (states.get(side) or {}).get("findings") or () if not one.get("both")]
+    return [one for one in _all(states, side) if not one.get("both")]
+
+
+def _all(states: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
+    return list((states.get(side) or {}).get("findings") or ())
 
 
 def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,20 +108,23 @@ def cache_origin(states: Mapping[str, Any]) -> dict[str, Any] | None:
     low, high = one.get("low"), one.get("high")
     return dict.fromkeys(ORIGIN_KEYS) | {
         "module": one.get("layer") or one.get("first") or f"cache group {one.get('group')}",
-        "class": _CLASSES.get(str(one.get("cache")), "cache"),
-        "role": CACHE,
+        "class": RUNNER if one.get("cause") else _CLASSES.get(str(one.get("cache")), "cache"),
+        "role": one.get("role") or CACHE,
         "request": one.get("request") or None,
         "position": low,
+        "phase": one.get("phase"),
         "evidence": "values",
-        "rows": 0 if low is None or high is None else high - low + 1,
+        "rows": one.get("rows") or (0 if low is None or high is None else high - low + 1),
         "nonfinite": 0,
         "shape": str(one.get("sentence") or ""),
         "setting": "",
+        "cause": one.get("cause"),
     }
 
 
 def is_cache(origin: Mapping[str, Any]) -> bool:
-    return origin.get("role") == CACHE
+    """Whether an origin is a finding of a run's own: of its ledger, or of what its runner handed to the model."""
+    return origin.get("role") == CACHE or (origin.get("class") == RUNNER and origin.get("created") is None)
 
 
 _STEPS = {
@@ -128,8 +155,10 @@ def cache_notes(dumps: tuple[Any, Any]) -> list[str]:
 def notes(states: Mapping[str, Any]) -> list[str]:
     """What is said before the verdict: a golden with a wrong cache is none, and what both runs do is no difference."""
     found = findings(states, "golden")
-    said = [f"GOLDEN'S OWN CACHE WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
-    if both := [one for one in (states.get("mine") or {}).get("findings") or () if one.get("both")]:
+    what = "RUNNER" if found and found[0].get("cause") else "OWN CACHE"
+    said = [f"GOLDEN'S {what} WAS WRONG: {found[0]['sentence']}; take another golden"] if found else []
+    if both := [one for one in _all(states, "mine") if one.get("both")]:
         more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
-        said.append(f"in both runs, and so no difference between them: the cache: {both[0]['sentence']}{more}")
+        of = "runner" if both[0].get("cause") else "cache"
+        said.append(f"in both runs, and so no difference between them: the {of}: {both[0]['sentence']}{more}")
     return said

@@ -21,8 +21,9 @@ import numpy as np
 
 from vllm_accprobe.dump import journal
 from vllm_accprobe.judge.constants import FEW_LISTED, WEIGHTS_WHOLE
+from vllm_accprobe.judge.unwritten import unwritten as never_written
 
-NOT_WRITTEN, UNFILLED, ZERO, NAN = "not written", "never filled", "zero", "NaN"
+NOT_WRITTEN, NEVER_WRITTEN, UNFILLED, ZERO, NAN = "not written", "never written", "never filled", "zero", "NaN"
 EXCHANGED, VALUE, NOT_PACKED, SLEEP, OLD_ADAPTER, DIFFERS = (
     "exchanged", "value", "not packed again", "sleep", "old adapter", "differs",
 )  # fmt: skip
@@ -237,6 +238,10 @@ def _of_event(
         for place, state in states.items():
             yield from _slot(side, place, state, fault)
         return
+    if event.kind == journal.LOAD:
+        for place, made, rows, why in never_written(states, is_computed, times):
+            if "scale" not in place[2]:  # of scales more is known (_scale)
+                yield fault(NEVER_WRITTEN, place, named(made, rows), f"was never written by {when}: {why}")
     unwritten = _unwritten(side, rank, event, states) if event.kind in (journal.RELOAD, journal.SYNC) else {}
     for place, state in states.items():
         if is_computed(place[2]):

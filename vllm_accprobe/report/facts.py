@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import ratio, value_of
 from vllm_accprobe.comparison.pair import severity as severity
-from vllm_accprobe.comparison.states import NOT_THE_KERNEL, findings, is_cache, watched
+from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER
+from vllm_accprobe.comparison.states import findings, is_cache, watched, whose
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report import facts
@@ -279,6 +280,8 @@ def deed(origin: Mapping[str, Any]) -> str:
     a module with another constant, or with other weights, computes what it was built to."""
     if is_cache(origin):
         return "is wrong"
+    if of_runner(origin):
+        return "was handed other inputs by the runner"
     if constant(origin):
         return "has another constant"
     if str(origin.get("role")).rpartition("/")[2].startswith("param."):
@@ -293,6 +296,14 @@ def constant(origin: Mapping[str, Any]) -> str:
     if not isinstance(cause, Mapping) or cause.get("kind") != "setting" or cause.get("matters") is False:
         return ""
     return safe(cause.get("sentence") or "", 400)
+
+
+def of_runner(origin: Mapping[str, Any]) -> str:
+    """What the runner did, of an origin that is the model's input and not golden's; else empty."""
+    cause = origin.get("cause")
+    if origin.get("class") != RUNNER or not isinstance(cause, Mapping):
+        return ""
+    return safe(str(cause.get("text") or "").removeprefix("the runner: "), 1000)
 
 
 def origin_title(origin: Mapping[str, Any]) -> str:
@@ -448,6 +459,14 @@ def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
     return [safe(one.get("sentence") or "", 1000) for one in findings(comparison.states, side)]
 
 
+FURTHER = "further findings of the ledger of states and of the runner's inputs"
+
+
+def what_it_got(comparison: Comparison) -> str:
+    """What an operator computed with that is wrong by mine's first finding of its own."""
+    return "these inputs" if comparison.origins and of_runner(comparison.origins[0]) else "that cache"
+
+
 def operators(comparison: Comparison) -> list[dict[str, Any]]:
     return [o for o in comparison.origins if not is_cache(o)]
 
@@ -455,13 +474,16 @@ def operators(comparison: Comparison) -> list[dict[str, Any]]:
 def _failure(comparison: Comparison, c: Counts) -> str:
     if wrong := wrong_states(comparison):
         n = int(comparison.states["mine"].get("count") or len(wrong)) - 1
-        return f"{NOT_THE_KERNEL}: {wrong[0]}" + (f" (and {count(n, 'other finding')})" if n > 0 else "")
+        own = f"{whose(findings(comparison.states, 'mine')[0])}: {wrong[0]}"
+        return own + (f" (and {count(n, 'other finding')})" if n > 0 else "")
     if faults := wrong_weights(comparison.weights):
         where = "in golden, " if faults[0]["side"] == "golden" else ""
         others = f" (and {count(len(faults) - 1, 'more finding')} about weights)" if faults[1:] else ""
         return f"the weights, not the kernel: {where}{safe(faults[0]['says'], 400)}{others}"
     if comparison.origins:
         origin = comparison.origins[0]
+        if words := of_runner(origin):
+            return f"{NOT_THE_MODEL}: {words}"
         return f"{introduced_by(origin)}: {origin_detail(comparison, origin)}"
     if first := divergence(comparison):
         return f"no single operator stands out as the origin; the error is first seen at {first}"

@@ -85,11 +85,12 @@ def notes(comparison: Comparison) -> list[str]:
 def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> list[str]:
     """What mine's ledger of states has found beside the headline's, and who else would have been blamed."""
     wrong = facts.wrong_states(comparison)[1:]
-    out = ["further findings of the ledger of states:"] if wrong else []
+    out = [f"{facts.FURTHER}:"] if wrong else []
     out += _list(wrong, None if full else n, "compare.json, states", lambda line: [f"  {line}"])
     if facts.wrong_states(comparison) and (others := facts.operators(comparison)):
         culprit = facts.origin_title(others[0])
-        out.append(f"without it, the tensors would blame {culprit}, which computed with that cache:")
+        got = facts.what_it_got(comparison)
+        out.append(f"without it, the tensors would blame {culprit}, which computed with {got}:")
     return out
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -444,6 +446,24 @@ def device_name(device: torch.device) -> str:
         return device.type
 
 
+_MOST_CONFIG = 1 << 18
+
+
+def asked_for(model_config: Any) -> dict[str, Any]:
+    """``config``: the model's config.json as it lies beside the weights, plain values, at most 256 KiB of them;
+    ``overrides``: the names that this run was started with other values of. {} for a model that is no folder here."""
+    with contextlib.suppress(Exception):
+        path = Path(str(getattr(model_config, "model", ""))) / "config.json"
+        if not path.is_file() or path.stat().st_size > _MOST_CONFIG:
+            return {}
+        config = json.loads(path.read_text(encoding="utf-8"))
+        changed = getattr(model_config, "hf_overrides", None)
+        names = sorted(map(str, changed)) if isinstance(changed, dict) else ["*"] if callable(changed) else []
+        if isinstance(config, dict):
+            return {"config": config} | ({"overrides": names} if names else {})
+    return {}
+
+
 def run_info(
     runner: Any, model: Any, device: torch.device, parallel: dict[str, Any], probe: dict[str, Any]
 ) -> dict[str, Any]:
@@ -464,7 +484,8 @@ def run_info(
             "dtype": str(getattr(model_config, "dtype", "")).replace("torch.", ""),
             "quantization": getattr(model_config, "quantization", None),
             "max_model_len": getattr(model_config, "max_model_len", None),
-        },
+        }
+        | asked_for(model_config),
         parallel={k: v for k, v in parallel.items() if k != "rank"},
         engine={
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",

@@ -4,7 +4,7 @@ The problem: after each event all weights must be examined once more, on the dev
 any. The idea: rows of bits are mixed and summed chunk by chunk; eight bytes for each row leave the device, in one copy
 at the end. On the host a compiled loop does it. Sums are kept of what a checkpoint or a sync loaded, never values.
 
-Not here: how bits are mixed (mixing.py), which tensors, and when (history.py).
+Not here: how bits are mixed (dump/weight_sums.py), which tensors, and when (history.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from vllm_accprobe.capture.weights import mixing
+from vllm_accprobe.dump import weight_sums as mixing
 
 CHUNK = 1 << 22
 """Elements that are mixed at a time on a device: 32 MB of integers, thrice."""

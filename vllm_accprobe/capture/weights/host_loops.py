@@ -2,14 +2,14 @@
 
 The problem: torch makes six passes of 8 bytes per element for what is one multiply-add in registers. The idea: a loop
 over the elements' bits, which LLVM keeps in registers; importing this module needs numba. Not here: the definition
-(mixing.py), devices (fingerprint.py).
+(dump/weight_sums.py), devices (fingerprint.py).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vllm_accprobe.capture.weights.mixing import A, B
+from vllm_accprobe.dump.weight_sums import A, B
 from vllm_accprobe.user_cache import numba_kept
 
 _A, _B = np.uint64(A), np.uint64(B)

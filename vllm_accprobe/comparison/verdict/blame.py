@@ -21,6 +21,7 @@ from vllm_accprobe.comparison.measure.padding import stood_in_padding
 from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
+from vllm_accprobe.comparison.runner_inputs import chunk_words
 from vllm_accprobe.judge import near_ties, shape
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
@@ -36,6 +37,7 @@ Chosen = dict[str, "list[tuple[np.ndarray, np.ndarray]]"]
 class Places:
     def __init__(self, setting: ComparisonContext):
         self.known, self.steps, self.decode = setting.places
+        self.names = setting.names
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(index into the sorted places, whether it is there) of each key."""
@@ -52,6 +54,16 @@ class Places:
         at, there = self.find(keys)
         step = np.where(there, self.steps[at], 0) if len(self.known) else np.zeros(len(keys))
         return int(np.lexsort((position(keys), step))[0])
+
+    def chunk(self, request: str, at: int) -> str:
+        """Which chunk of its prompt a row was computed with, in words; "" where that is not known."""
+        subjects = [who for who, (name, image) in self.names.items() if name == request and image is None]
+        of = np.isin(subject(self.known), subjects)
+        mine = np.flatnonzero(of & (position(self.known) == at))
+        if len(subjects) != 1 or not len(mine) or self.decode[mine[0]]:
+            return ""
+        steps = np.unique(self.steps[of & ~self.decode])
+        return chunk_words(int(np.searchsorted(steps, self.steps[mine[0]])), len(steps))
 
     def phase(self, key: int) -> str | None:
         at, there = self.find(np.array([key]))

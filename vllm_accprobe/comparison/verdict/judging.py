@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
-from vllm_accprobe.comparison import messages
+from vllm_accprobe.comparison import messages, runner_inputs
 from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
 from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
@@ -39,6 +39,7 @@ from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCom
 from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame
+from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MARGIN,
@@ -508,7 +509,8 @@ class _Judge:
         origins = with_constants(origins, setting.settings, setting.modules, compared)
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
-        origins = sorted(origins + sampler, key=lambda o: o[0])
+        origins = with_causes(sorted(origins + sampler, key=lambda o: o[0]), setting.weights)
+        origins = runner_inputs.with_inputs(origins, places.chunk)
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         rows = self.log.table(pairs, setting.names)
         images = messages.images(setting, self.measured.units, pairs)
@@ -520,7 +522,8 @@ class _Judge:
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
         ]
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
-        notes = [*alone, *state_notes(setting.states), *setting.notes, *images, *about_floor, *said]
+        of_states = state_notes(setting.states)
+        notes = [*place_notes(setting.weights), *alone, *of_states, *setting.notes, *images, *about_floor, *said]
         return Comparison(
             golden_path=setting.golden_path,
             mine_path=setting.mine_path,

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, is_runners
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import sentence
 from vllm_accprobe.dump.reader import Dump
@@ -155,10 +156,11 @@ def cache_rows(dump: Dump) -> Iterator[CheckResult]:
     what they computed is not."""
     for rank, found in getattr(dump, "states", [])[:_MOST_FOUND]:
         tap = found.layer or found.first or f"cache group {found.group}"
-        said = f"the cache, not the kernel: {sentence(found)}"
+        runner = is_runners(found)
+        said = f"{NOT_THE_MODEL if runner else 'the cache, not the kernel'}: {sentence(found)}"
         yield replace(
-            unchecked(tap, "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE), message=said,
-            request=found.request or None, position=found.low, tier=PROVED,
+            unchecked(tap, "runner" if runner else "cache", rank, None, 0, 0, "", status=FAIL, role=CACHE),
+            message=said, request=found.request or None, position=found.low, tier=PROVED,
         )  # fmt: skip
 
 

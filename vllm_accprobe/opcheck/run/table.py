@@ -161,7 +161,7 @@ def lines(
     wrong = failures(rows)
     for group in wrong[:most]:
         if is_cache(group[0]):
-            out += [f"  {safe(r.tap)}  cache: {safe(r.message, 1000)}" for r in group[:_MOST]]
+            out += [f"  {safe(r.tap)}  {safe(r.cls)}: {safe(r.message, 1000)}" for r in group[:_MOST]]
             continue
         worst = max(group, key=lambda r: r.severity)
         roles = ", ".join(sorted({r.role or r.status for r in group}))

@@ -127,6 +127,10 @@ class OpenJob:
             if job.op_csv and isinstance(dump, AtbDump) and not dump.parameters.add_table(Path(job.op_csv)):
                 dump.problem(f"{job.op_csv}: no operator was found in it")
             self.calls = Calls(dump, model, records.parsed_attributes(job.attributes))
+            if job.against == EXACT and not job.runs_here:
+                from vllm_accprobe.opcheck.run.own_findings import check_built_of, corrected
+
+                self.calls.problems += corrected(self.calls.modules, check_built_of(dump, model))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
         budget = self.calls.budget()
         self.options = Options(job.standard, job.kl, frozenset(job.ids), habits=looks, budget=budget,
@@ -180,7 +184,13 @@ class OpenJob:
 
         if tap == STORED:
             yield from check_stored(self.calls, self.job.ops)
-            yield from cache_rows(self.calls.dump) if not self.job.ops else ()
+            if not self.job.ops:
+                from vllm_accprobe.opcheck.run.own_findings import own_findings
+
+                yield from cache_rows(self.calls.dump)
+                own = own_findings(self.calls.dump, Path(self.job.model) if self.job.model else None)
+                self.calls.problems += own.lines()
+                yield from own.rows()
             return
         pools = Pools()
         calls = filter(self.options.wants, self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed))

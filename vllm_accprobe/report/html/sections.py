@@ -103,8 +103,8 @@ def wrong_states(comparison: Comparison) -> str:
         return ""
     items = "".join(f"<li>{escape(line)}</li>" for line in wrong[:MAX_LIST])
     return (
-        '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">Further findings of the ledger of states'
-        f"</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, 'states')}</section>"
+        '<section class="notes" aria-labelledby="h-states"><h2 id="h-states">'
+        f'{escape(facts.FURTHER.capitalize())}</h2><ul>{items}</ul>{more_of(len(wrong), MAX_LIST, "states")}</section>'
     )
 
 
@@ -265,7 +265,7 @@ def title(comparison: Comparison) -> str:
     if comparison.verdict == "pass":
         return "PASS · accprobe"
     if facts.wrong_states(comparison):
-        return "FAIL the cache, not the kernel · accprobe"
+        return f"FAIL {facts.headline(comparison).split(': ')[1]} · accprobe"
     culprit = safe(facts.origin_name(comparison.origins[0]), 80) if comparison.origins else "differences"
     return f"FAIL {culprit} · accprobe"
 

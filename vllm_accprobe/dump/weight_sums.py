@@ -1,4 +1,4 @@
-"""The mixing of bits, in numpy: what capture's sums on any device must agree with.
+"""The sums of a weight's rows, in numpy: what capture's sums on any device must agree with.
 
 The problem: a sum of elements' bits would not see two changes that cancel, and a cryptographic hash cannot be taken in
 pieces, in another order, or of a row alone. The idea: the bits of each element, as a signed integer, are mixed by two
@@ -6,7 +6,7 @@ odd multiplications and shifts [D. Stafford's variant 13 of the 64-bit finaliser
 modulo 2**64 of mixed bits are taken: of all elements (without order), and of each row with one odd factor for each
 column (with order). A sum over rows of mixed row sums and row numbers has the order of the rows. Two tensors that
 differ have the same 64 bits with a probability of about 2**-64, unless somebody wants it. Not here: how a device
-computes it (fingerprint.py), compiled loops for the host (host_loops.py).
+computes it, compiled loops for the host (capture/weights/).
 """
 
 from __future__ import annotations
@@ -46,3 +46,20 @@ def in_order(rows: np.ndarray) -> int:
 def short(rows: np.ndarray) -> np.ndarray:
     """uint32 [n] of uint64 row sums [n]: the upper halves of the mixed sums."""
     return (mix(rows) >> np.uint64(32)).astype(np.uint32)
+
+
+_PIECE = 1 << 20
+
+
+def row_keys(bits: np.ndarray) -> np.ndarray:
+    """The uint32 [n] that a print has for the rows of ``bits``, unsigned or signed integers [n, width] of 1 to 8 bytes;
+    a piece at a time, so that no temporary is larger than some tens of megabytes."""
+    signed = bits.view(f"<i{bits.dtype.itemsize}")
+    count, width = signed.shape
+    out = np.zeros(count, np.uint32)
+    step, by = max(_PIECE // max(width, 1), 1), factors(width)
+    for first in range(0, count, step):
+        mixed = mix(signed[first : first + step].astype(np.int64).view(np.uint64))
+        with np.errstate(over="ignore"):
+            out[first : first + step] = short((mixed * by).sum(1, dtype=np.uint64))
+    return out

@@ -1,0 +1,225 @@
+"""Modules that were built otherwise than config.json asks are found by key; right ones are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from vllm_accprobe.comparison.built import BuiltCheck, check_built, check_structure, config_of
+from vllm_accprobe.dump.schema import Module
+
+GEMMA2 = {
+    "model_type": "gemma2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64, "sliding_window": 128, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "intermediate_size": 256,
+    "vocab_size": 512,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+}  # fmt: skip
+MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "hidden_act": "silu", "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 128, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "rope_theta": 10000,
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "num_experts_per_tok": 4, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+QWEN_VL = {
+    "model_type": "qwen2_5_vl", "hidden_size": 128, "num_attention_heads": 4, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}, "vision_config": {"hidden_act": "quick_gelu"},
+}  # fmt: skip
+
+
+def gemma2() -> dict[str, Module]:
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        "model.embed_tokens": ("VocabParallelEmbedding", {"org_vocab_size": 512, "embedding_dim": 128})
+    }
+    for i in range(2):
+        p = f"model.layers.{i}"
+        found[p] = "Gemma2DecoderLayer", {}
+        found[f"{p}.self_attn.qkv_proj"] = (
+            "QKVParallelLinear",
+            {"total_num_heads": 4, "total_num_kv_heads": 2, "head_size": 32},
+        )
+        found[f"{p}.self_attn.rotary_emb"] = (
+            "RotaryEmbedding",
+            {"base": 10000.0, "rotary_dim": 32, "is_neox_style": True, "head_size": 32},
+        )
+        window = 128 if i == 0 else -1
+        found[f"{p}.self_attn.attn"] = (
+            "Attention",
+            {"impl.scale": 0.125, "impl.logits_soft_cap": 50.0, "impl.sliding_window": window},
+        )
+        found[f"{p}.mlp.act_fn"] = "GeluAndMul", {"approximate": "tanh"}
+        found[f"{p}.mlp.down_proj"] = "RowParallelLinear", {"input_size": 256}
+        for n in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ):
+            found[f"{p}.{n}"] = "GemmaRMSNorm", {"variance_epsilon": 1e-6}
+    found["model.norm"] = "GemmaRMSNorm", {"variance_epsilon": 1e-6}
+    found["logits_processor"] = "LogitsProcessor", {"scale": 1.0, "soft_cap": 30.0}
+    return {t: Module(t, cls, i, attrs) for i, (t, (cls, attrs)) in enumerate(found.items())}
+
+
+def built(config: Mapping[str, Any], *modules: tuple[str, str, dict[str, Any]]) -> BuiltCheck:
+    return check_built([Module(t, c, i, a) for i, (t, c, a) in enumerate(modules)], config)
+
+
+def spoilt(tap: str, cls: str = "", **attrs: Any) -> BuiltCheck:
+    modules = gemma2()
+    old = modules[tap]
+    modules[tap] = Module(
+        tap, cls or old.cls, old.index, {**old.attrs, **{k.replace("__", "."): v for k, v in attrs.items()}}
+    )
+    return check_built(modules.values(), GEMMA2)
+
+
+def test_a_model_as_config_json_asks_is_silent() -> None:
+    modules = list(gemma2().values())
+    found = check_built(modules, GEMMA2)
+    params = {("model.embed_tokens", "weight"): "1", **{(m.tap, "weight"): m.tap for m in modules if "proj" in m.tap}}
+    check_structure(modules, GEMMA2, params, True, found)
+    assert not found.mismatches
+    assert not found.unchecked
+    assert len(found.checked) >= 16
+    assert found.corrections() == {}
+
+
+ATTN, NORM, ROPE = (
+    "model.layers.0.self_attn.attn",
+    "model.layers.1.input_layernorm",
+    "model.layers.0.self_attn.rotary_emb",
+)
+PLANTED = [
+    (NORM, {"variance_epsilon": 1e-5}, "rms_norm_eps", "variance_epsilon is 1e-05, config.json asks for 1e-06"),
+    (ROPE, {"base": 1e6}, "rope_theta", "base is 1000000, config.json asks for 10000"),
+    (ROPE, {"rotary_dim": 16}, "no partial_rotary_factor", "rotary_dim is 16, config.json asks for 32"),
+    (ROPE, {"is_neox_style": False}, "model_type", "is_neox_style is False, config.json asks for True"),
+    (ATTN, {"impl__sliding_window": -1}, "sliding_window", "impl.sliding_window is none, config.json asks for 128"),
+    (ATTN, {"impl__sliding_window": [128, 0]}, "sliding_window", "is 129, config.json asks for 128"),
+    (ATTN, {"impl__logits_soft_cap": 0}, "attn_logit_softcapping", "is 0, config.json asks for 50"),
+    (ATTN, {"impl__scale": 32**-0.5}, "query_pre_attn_scalar", "is 0.176776695, config.json asks for 0.125"),
+    ("logits_processor", {"soft_cap": 0.0}, "final_logit_softcapping", "soft_cap is 0, config.json asks for 30"),
+    ("model.layers.0.mlp.act_fn", {"approximate": "none"}, "hidden_activation", "config.json asks for gelu_tanh"),
+    ("model.layers.0.self_attn.qkv_proj", {"total_num_kv_heads": 4}, "num_key_value_heads", "config.json asks for 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tap", "attrs", "key", "says"), PLANTED)
+def test_a_constant_that_config_json_does_not_ask_for(tap: str, attrs: dict[str, Any], key: str, says: str) -> None:
+    (one,) = spoilt(tap, **attrs).mismatches
+    assert (one.taps, one.key) == ((tap,), key)
+    assert says in one.says
+    assert one.cause["family"] == "setting"
+
+
+def test_classes() -> None:
+    (norm,) = spoilt(NORM, "RMSNorm").mismatches
+    assert "class is RMSNorm, config.json asks for GemmaRMSNorm" in norm.says
+    rope = built(
+        LLAMA,
+        (
+            "model.layers.0.self_attn.rotary_emb",
+            "RotaryEmbedding",
+            {"base": 500000.0, "head_size": 32, "rotary_dim": 32},
+        ),
+    )
+    assert [m.says for m in rope.mismatches] == [
+        "model.layers.0.self_attn.rotary_emb (RotaryEmbedding): class is RotaryEmbedding, config.json asks for "
+        "Llama3RotaryEmbedding (rope_parameters)"
+    ]
+
+
+def test_factors_of_rotary_scalings() -> None:
+    right = {"base": 500000.0, "rotary_dim": 32, "head_size": 32, "is_neox_style": True, "scaling_factor": 8.0,
+             "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 8192}  # fmt: skip
+    tap = "model.layers.0.self_attn.rotary_emb"
+    assert not built(LLAMA, (tap, "Llama3RotaryEmbedding", right)).mismatches
+    for name, value in (
+        ("scaling_factor", 1.0),
+        ("low_freq_factor", 2.0),
+        ("high_freq_factor", 1.0),
+        ("orig_max_position", 131072),
+    ):
+        (one,) = built(LLAMA, (tap, "Llama3RotaryEmbedding", right | {name: value})).mismatches
+        assert one.name == name
+    yarn = {"base": 10000, "rotary_dim": 16, "is_neox_style": False, "scaling_factor": 40,
+            "max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+    assert not built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn)).mismatches
+    (one,) = built(DEEPSEEK, (tap, "DeepseekScalingRotaryEmbedding", yarn | {"scaling_factor": 4})).mismatches
+    assert one.due == 40
+    sections = {"base": 1e6, "rotary_dim": 32, "mrope_section": [6, 4, 6], "is_neox_style": True, "head_size": 32}
+    (one,) = built(QWEN_VL, (tap, "MRotaryEmbedding", sections)).mismatches
+    assert (one.key, one.due) == ("rope_scaling.mrope_section", [4, 6, 6])
+
+
+def test_routing() -> None:
+    tap = "model.layers.0.mlp.experts.routed_experts"
+    right = {"top_k": 2, "global_num_experts": 8, "renormalize": True, "activation": "silu"}
+    assert not built(MOE, (tap, "RoutedExperts", right)).mismatches
+    for name, value in (("top_k", 4), ("renormalize", False), ("activation", "gelu"), ("global_num_experts", 16)):
+        assert [m.name for m in built(MOE, (tap, "RoutedExperts", right | {name: value})).mismatches] == [name]
+    groups = {"top_k": 4, "global_num_experts": 8, "scoring_func": "sigmoid", "num_expert_group": 4, "topk_group": 2,
+              "routed_scaling_factor": 2.5}  # fmt: skip
+    assert not built(DEEPSEEK, (tap, "RoutedExperts", groups)).mismatches
+    wrong = {"scoring_func": "softmax", "num_expert_group": 8, "topk_group": 4, "routed_scaling_factor": 16.0}
+    assert {m.name for m in built(DEEPSEEK, (tap, "RoutedExperts", groups | wrong)).mismatches} == set(wrong)
+
+
+def test_ties_layers_biases_and_norms() -> None:
+    def structure(params: dict[tuple[str, str], str], drop: str = "", config: Mapping[str, Any] = GEMMA2) -> list[str]:
+        modules = [m for m in gemma2().values() if not drop or drop not in m.tap]
+        out = BuiltCheck()
+        check_structure(modules, config, params, True, out)
+        return [m.says for m in out.mismatches]
+
+    embed = {("model.embed_tokens", "weight"): "1"}
+    assert structure(embed) == []
+    assert (
+        "the same weight as embed_tokens is False, config.json asks for True"
+        in structure(embed | {("lm_head", "weight"): "2"})[0]
+    )
+    untied = structure(embed | {("lm_head", "weight"): "1"}, config=GEMMA2 | {"tie_word_embeddings": False})
+    assert "is True, config.json asks for False (tie_word_embeddings)" in untied[0]
+    bias = {("model.layers.0.self_attn.qkv_proj", n): "3" for n in ("weight", "bias")}
+    assert "bias is True, config.json asks for False (attention_bias)" in structure(embed | bias)[0]
+    assert "layers is 1, config.json asks for 2" in structure(embed, "layers.1")[0]
+    assert "norms is ['input_layernorm'" in structure(embed, "pre_feedforward_layernorm")[0]
+
+
+def test_a_key_that_no_rule_knows_is_unchecked() -> None:
+    found = check_built(gemma2().values(), GEMMA2 | {"residual_multiplier": 0.22, "use_cache": True, "alibi": False})
+    assert set(found.unchecked) == {"residual_multiplier", "num_hidden_layers", "tie_word_embeddings"}
+    assert "3 unchecked: num_hidden_layers, residual_multiplier, tie_word_embeddings" in found.summary()
+
+
+def test_what_the_user_changed_is_not_checked() -> None:
+    modules = gemma2()
+    modules[NORM] = Module(NORM, "GemmaRMSNorm", 0, {"variance_epsilon": 1e-5})
+    assert not check_built(modules.values(), GEMMA2, ["rms_norm_eps"]).mismatches
+
+
+def test_other_towers_are_left_alone() -> None:
+    assert not built(GEMMA2, ("visual.blocks.0.norm", "RMSNorm", {"variance_epsilon": 0.1})).mismatches
+
+
+def test_config_of_the_dump_goes_first(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert config_of({"model": {"config": {"a": 2}}}, tmp_path) == {"a": 2}
+    assert config_of({"model": {}}, tmp_path) == {"a": 1}
+    (tmp_path / "config.json").write_text("[]")
+    assert config_of({}, tmp_path) == {}
+    assert config_of({}, None) == {}

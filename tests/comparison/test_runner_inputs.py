@@ -1,0 +1,264 @@
+"""Positions and token ids that a runner handed to a model: right ones are silent, wrong ones are named with rows and
+chunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_accprobe.comparison.runner_inputs import check, is_input, is_runners, layout_positions, with_cause
+from vllm_accprobe.comparison.states import cache_origin, is_cache, states_of, whose
+from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import (
+    DECODE,
+    LOGITS,
+    PREFILL,
+    REPLICATED,
+    ROOT_TAP,
+    TOKENS,
+    Image,
+    Payload,
+    Record,
+    Request,
+    RowSpace,
+    Segment,
+    hash_tokens,
+)
+
+PROMPTS = {"a": list(range(100, 150)), "b": list(range(200, 230))}
+IMAGES = (Image("i", 4, 12),)
+
+
+class Fake(Dump):
+    """Two requests: a's prompt in chunks of 20, b's at once, then three tokens each."""
+
+    def __init__(self, sections: int = 1, images: bool = False):
+        super().__init__(Path("somewhere"), {})
+        self.values: dict[int, np.ndarray] = {}
+        for req, (name, ids) in enumerate(PROMPTS.items()):
+            own = IMAGES if images else ()
+            self.requests[0, req] = Request(req, name, name, hash_tokens(ids), len(ids), images=own)
+        plan = [[(0, 0, 20)], [(0, 20, 20), (1, 0, 30)], [(0, 40, 10), (1, 30, 1)]]
+        plan += [[(0, 50 + k, 1), (1, 31 + k, 1)] for k in range(3)]
+        self.tokens: dict[tuple[int, int], int] = {}
+        for step, parts in enumerate(plan):
+            segments, positions, ids, row = [], [], [], 0
+            for req, pos, n in parts:
+                known = list(PROMPTS.values())[req]
+                phase = PREFILL if pos < len(known) else DECODE
+                segments.append(Segment(req, pos, n, row, phase))
+                row += n
+                for p in range(pos, pos + n):
+                    positions.append(self.due(p, sections, images))
+                    ids.append(known[p] if p < len(known) else 300 + 10 * req + p)
+            self.rows[0, step, TOKENS] = RowSpace(step, TOKENS, row, tuple(segments), tuple(ids))
+            got = np.array(positions, np.int64)
+            shape = (sections, row) if sections > 1 else (row,)
+            self.add(
+                step,
+                ROOT_TAP,
+                "input.positions",
+                got.T.copy() if sections > 1 else got[:, 0],
+                shape,
+                TOKENS,
+                sections > 1,
+            )
+            last = [(req, pos + n - 1) for req, pos, n in parts if pos + n >= len(list(PROMPTS.values())[req])]
+            if last:
+                self.rows[0, step, LOGITS] = RowSpace(
+                    step, LOGITS, len(last), tuple(Segment(r, p, 1, i) for i, (r, p) in enumerate(last))
+                )
+                drawn = np.array([300 + 10 * r + p + 1 for r, p in last])
+                self.add(step, "sampler", "output.token", drawn, drawn.shape, LOGITS, False)
+
+    def add(
+        self, step: int, tap: str, role: str, values: np.ndarray, shape: tuple[int, ...], rows: str, turned: bool
+    ) -> None:
+        seq = len(self.records)
+        payload = Payload(0, seq, values.nbytes)
+        self.records.append(
+            Record(0, step, tap, "", role, 0, seq, "int64", shape, rows, int(turned), None, None, REPLICATED, payload)
+        )
+        self.values[seq] = values
+
+    def read(self, record: Record, out: Any = None) -> np.ndarray:
+        return self.values[record.seq]
+
+    @staticmethod
+    def due(p: int, sections: int, images: bool) -> list[int]:
+        if not images or p < 4:
+            return [p] * sections
+        if p < 16:  # a grid of 3 x 4
+            return [4, 4 + (p - 4) // 4, 4 + (p - 4) % 4]
+        return [p - 8] * sections
+
+    def positions(self, step: int) -> np.ndarray:
+        """[rows, sections], to be changed."""
+        record = next(r for r in self.records if r.step == step and r.role == "input.positions")
+        values = self.values[record.seq]
+        return values.T if values.ndim == 2 else values[:, None]
+
+    def ids(self, step: int, change: dict[int, int]) -> None:
+        space = self.rows[0, step, TOKENS]
+        ids = [change.get(i, n) for i, n in enumerate(space.ids)]
+        self.rows[0, step, TOKENS] = RowSpace(step, TOKENS, space.src_rows, space.segments, tuple(ids))
+
+
+FORMS = [(1, False), (3, False), (3, True)]
+
+
+@pytest.mark.parametrize(("sections", "images"), FORMS)
+def test_right_inputs_are_silent(sections: int, images: bool) -> None:
+    found = check(Fake(sections, images))
+    assert not found.faults
+    assert not found.unchecked
+    assert found.checked["positions"] == 87
+    assert found.checked["token ids"] >= 80
+
+
+@pytest.mark.parametrize(("sections", "images"), FORMS)
+def test_a_later_chunk_with_the_positions_of_the_first(sections: int, images: bool) -> None:
+    dump = Fake(sections, images)
+    dump.positions(1)[:20] = dump.positions(0)[:20]
+    (fault,) = check(dump).faults
+    assert (fault.request, fault.low, fault.high, fault.rows, fault.step) == ("a", 20, 39, 20, 1)
+    assert fault.says.startswith(
+        "positions of request 'a' are wrong from row 20 on, the second chunk: they are those of rows 0 to 19"
+    )
+    assert "do not go on where the chunk before ended" in fault.says
+
+
+def test_a_decode_step_one_further_on() -> None:
+    dump = Fake()
+    for step in (3, 4, 5):
+        dump.positions(step)[1] += 1
+    (fault,) = check(dump).faults
+    assert fault.says.startswith("positions of request 'b' are wrong from row 31 on, in decoding: ")
+    assert fault.says.endswith("(32, where 31 is due); 2 more of its rows are wrong in later steps")
+
+
+def test_a_third_chunk_shifted() -> None:
+    dump = Fake()
+    dump.positions(2)[:10] += 5
+    (fault,) = check(dump).faults
+    assert "from row 40 on, the third chunk: they are off by +5 (45, where 40 is due)" in fault.says
+
+
+def test_one_section_of_an_image() -> None:
+    dump = Fake(3, True)
+    dump.positions(0)[12:16, 2] += 1
+    faults = check(dump).faults
+    assert [f.request for f in faults] == ["a"]
+    assert "in rows 12 to 15, the first chunk: section 2 alone is off" in faults[0].says
+
+
+def test_positions_that_are_all_zero() -> None:
+    dump = Fake()
+    dump.positions(1)[20:] = 0
+    (fault,) = check(dump).faults
+    assert fault.request == "b"
+    assert "all are 0" in fault.says
+
+
+def test_token_ids_of_a_chunk_that_repeat_the_first() -> None:
+    dump = Fake()
+    dump.ids(1, dict(enumerate(range(100, 120))))
+    (fault,) = check(dump).faults
+    assert (
+        fault.says
+        == "token ids of request 'a' are not its prompt's: from row 20 on, the second chunk, they repeat rows 0 to 19"
+    )
+
+
+def test_token_ids_that_are_no_prompts() -> None:
+    dump = Fake()
+    dump.ids(1, {25: 7})
+    (fault,) = check(dump).faults
+    assert fault.says == "token ids of request 'b' are not its prompt's: their hash is not that of its prompt"
+
+
+def test_a_token_that_was_not_drawn() -> None:
+    dump = Fake()
+    dump.ids(4, {0: 350})
+    (fault,) = check(dump).faults
+    assert (
+        fault.says
+        == "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"
+    )
+
+
+def test_a_model_that_counts_otherwise_is_unchecked() -> None:
+    dump = Fake()
+    for step in range(6):
+        dump.positions(step)[:] += 2
+    found = check(dump)
+    assert not found.faults
+    assert sum(n for why, n in found.unchecked.items() if "a way of its own" in why) == 87
+
+
+def test_a_grid_is_chosen_by_what_it_explains() -> None:
+    at, right = np.arange(30), np.array([Fake.due(p, 3, True) for p in range(30)])
+    assert (layout_positions(at, right, [(4, 12)]) == right).all()
+    late = right.copy()
+    late[20:] += 1
+    assert (layout_positions(at, late, [(4, 12)]) == right).all()
+    assert (layout_positions(at[:4], right[:4], [(4, 12)]) == right[:4]).all()
+
+
+def test_the_finding_is_an_origin_of_the_comparison() -> None:
+    golden, mine = Fake(), Fake()
+    mine.positions(1)[:20] = mine.positions(0)[:20]
+    states = states_of((golden, mine))
+    assert states["golden"] == {}
+    assert states["mine"]["count"] == 1
+    origin = cache_origin(states)
+    assert origin is not None
+    assert (origin["module"], origin["class"], origin["role"], origin["rows"]) == (
+        ROOT_TAP,
+        "runner",
+        "input.positions",
+        20,
+    )
+    assert origin["cause"]["text"].startswith("the runner: positions of request 'a' are wrong from row 20 on")
+    assert is_cache(origin)
+    assert whose(states["mine"]["findings"][0]) == "the runner, not the model"
+    both = states_of((mine, mine))
+    assert both["mine"]["count"] == 0
+    assert cache_origin(both) is None
+
+
+def test_against_golden_alone() -> None:
+    origin = {
+        "module": ROOT_TAP,
+        "role": "input.positions",
+        "class": "Model",
+        "request": "a",
+        "position": 20,
+        "rows": 20,
+    }
+    assert is_input(origin)
+    assert not is_input(origin | {"role": "input.inputs_embeds"})
+    named = with_cause(origin, "the second chunk")
+    assert named["class"] == "runner"
+    assert (
+        named["cause"]["text"]
+        == "the runner: positions of request 'a' are not golden's from row 20 on, the second chunk"
+    )
+
+
+def test_metadata_is_the_runners() -> None:
+    def found(kind: str, how: str) -> StateFinding:
+        return StateFinding(1, kind, "kv", 0, "", 4, 1, "a", how, None, 20, 39, "a", first="layers.0.attn")
+
+    assert is_runners(found(METADATA, "its length is given as 3; the schedule demands 4"))
+    assert is_runners(found(STALE, "its row is written to slot 3 of block 0; the schedule demands slot 7"))
+    assert not is_runners(found(STALE, "bytes of an earlier step"))
+    dump = Fake()
+    dump.states = [(0, found(METADATA, "its block table names block 9 in column 1; the schedule demands block 2"))]
+    one = states_of((Fake(), dump))["mine"]["findings"][0]
+    assert one["cause"]["family"] == "input"
+    assert one["sentence"].endswith("(the second chunk)")

@@ -1,0 +1,166 @@
+"""One dump and its checkpoint: wrong loaded weights are named, constants are corrected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_accprobe.capture.weights.fingerprint import sums_of
+from vllm_accprobe.dump.journal import Lives, WeightEvent, WeightPrint, pack_rows
+from vllm_accprobe.dump.reader import Dump
+from vllm_accprobe.dump.schema import REPLICATED, Layout, Module, Record, Skip
+from vllm_accprobe.opcheck.run.own_findings import NEVER_CALLED, check_built_of, corrected, own_findings
+from vllm_accprobe.opcheck.run.result_row import FAIL
+
+CONFIG = {"model_type": "tiny", "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
+Edit = Callable[[dict[str, torch.Tensor]], None]
+
+
+def checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    found = {}
+    for i in range(2):
+        for name, rows in (("mlp.gate_proj", 32), ("mlp.up_proj", 32), ("mlp.down_proj", 16)):
+            width = 16 if rows == 32 else 32
+            found[f"model.layers.{i}.{name}.weight"] = torch.randn(rows, width, generator=g).bfloat16()
+        found[f"model.layers.{i}.input_layernorm.weight"] = torch.rand(16, generator=g).bfloat16()
+    save_file(found, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return found
+
+
+def loaded(parts: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """A rank's tensors under the engine's names."""
+    out = {}
+    for i in range(2):
+        p = f"model.layers.{i}"
+        n = 32 // size
+        halves = [parts[f"{p}.mlp.{k}_proj.weight"][rank * n : (rank + 1) * n] for k in ("gate", "up")]
+        out[f"{p}.mlp.gate_up_proj"] = torch.cat(halves).clone()
+        out[f"{p}.mlp.down_proj"] = parts[f"{p}.mlp.down_proj.weight"][:, rank * n : (rank + 1) * n].clone()
+        out[f"{p}.input_layernorm"] = parts[f"{p}.input_layernorm.weight"].clone()
+    return out
+
+
+def dump(path: Path, edits: dict[int, Edit], size: int = 1, unwritten: str = "", eps: float = 1e-6) -> Dump:
+    parts, found = checkpoint(path), Dump(path, {"model": {"path": str(path)}, "parallel": {"pp": [0, 1]}})
+    prints: list[WeightPrint] = []
+    for rank in range(size):
+        tensors = loaded(parts, rank, size)
+        edits.get(rank, lambda t: None)(tensors)
+        found.modules[rank] = []
+        for index, (tap, tensor) in enumerate(tensors.items()):
+            tensor = tensor.contiguous()
+            sums, norm = sums_of(tensor), tap.endswith("norm")
+            cls = "RMSNorm" if norm else "Linear"
+            attrs = {"variance_epsilon": eps} if norm else {"tp_size": size, "tp_rank": rank}
+            found.modules[rank].append(Module(tap, cls, index, attrs))
+            half = tensor.shape[0] // 2
+            names = (("gate", 0, half), ("up", half, 2 * half)) if "gate_up" in tap else ()
+            layout = REPLICATED
+            if size > 1 and not norm:
+                dim, n = (-2, half) if names else (-1, tensor.shape[1])
+                layout = Layout("shard", "tp", rank, size, dim, ((n, 1), (n, 1)) if names else ((n, 1),))
+            role = "param.weight"
+            shape = tuple(tensor.shape)
+            none = (None, 0, None, None)
+            found.records.append(Record(rank, None, tap, cls, role, 0, 0, "bfloat16", shape, *none, layout, None))
+            written = () if tap == unwritten else ((0, len(sums.order), 1),)
+            order, bag = sums.whole
+            more = {"parts": names, "written": written, "rows": pack_rows(sums.short)}
+            known = (tap, cls, "weight", "loaded", "bfloat16", shape, order, bag, 0)
+            prints.append(WeightPrint(rank, 0, *known, **more))  # type: ignore[arg-type]
+    found.lives = Lives([WeightEvent(rank, 0, "load", 0) for rank in range(size)], prints)
+    return found
+
+
+def said(found: Dump) -> list[str]:
+    return [f.says for f in own_findings(found, found.path).loaded]
+
+
+def turned(t: dict[str, torch.Tensor]) -> None:
+    w = t["model.layers.1.mlp.gate_up_proj"]
+    w.copy_(w.roll(len(w) // 2, 0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_loaded_right_is_silent(tmp_path: Path, size: int) -> None:
+    found = own_findings(dump(tmp_path, {}, size), tmp_path)
+    assert found.loaded == []
+    assert found.held == 6 * size
+    assert not found.unchecked
+    assert not list(found.rows())
+    assert "config.json: " in found.lines()[0]
+
+
+def test_parts_exchanged(tmp_path: Path) -> None:
+    assert said(dump(tmp_path, {0: turned})) == [
+        "model.layers.1.mlp.gate_up_proj.weight is not the checkpoint's: gate and up are exchanged"
+    ]
+
+
+def test_one_rank_of_two(tmp_path: Path) -> None:
+    assert said(dump(tmp_path, {1: turned}, 2)) == [
+        "model.layers.1.mlp.gate_up_proj.weight is not the checkpoint's: rank 1's gate and rank 1's up are exchanged"
+    ]
+
+    def shard_of_the_other(t: dict[str, torch.Tensor]) -> None:
+        t["model.layers.0.mlp.gate_up_proj"] = loaded(checkpoint(tmp_path), 0, 2)["model.layers.0.mlp.gate_up_proj"]
+
+    (one,) = said(dump(tmp_path, {1: shard_of_the_other}, 2))
+    wrong = "all rows of rank 1 are the checkpoint's rows 16 before"
+    assert one == f"model.layers.0.mlp.gate_up_proj.weight is not the checkpoint's: {wrong}"
+
+
+def test_never_written_though_the_checkpoint_has_it(tmp_path: Path) -> None:
+    tap = "model.layers.1.input_layernorm"
+    (one,) = said(dump(tmp_path, {0: lambda t: t[tap].fill_(1)}, unwritten=tap))
+    assert one == f"{tap}.weight was never written by loading: as initialised, though the checkpoint has it"
+
+
+def test_a_form_that_no_layer_has_as_the_checkpoint_is_unchecked(tmp_path: Path) -> None:
+    def changed(t: dict[str, torch.Tensor]) -> None:
+        for i in range(2):
+            t[f"model.layers.{i}.mlp.down_proj"].mul_(-1.37)
+
+    found = own_findings(dump(tmp_path, {0: changed}), tmp_path)
+    assert found.loaded == []
+    assert found.unchecked.total() == 2
+
+
+def test_constants_that_config_json_asks_for_are_checked_with(tmp_path: Path) -> None:
+    found = dump(tmp_path, {}, eps=1e-5)
+    (row, *_) = own_findings(found, tmp_path).rows()
+    assert row.status == FAIL
+    assert row.message == (
+        "built otherwise than config.json asks: model.layers.0.input_layernorm (RMSNorm): variance_epsilon is 1e-05, "
+        "config.json asks for 1e-06 (rms_norm_eps), in all 2 such modules"
+    )
+    modules = {rank: {m.tap: m for m in ms} for rank, ms in found.modules.items()}
+    (note,) = corrected(modules, check_built_of(found, tmp_path))
+    assert "checked with what config.json asks for (variance_epsilon 1e-06), not as built" in note
+    assert modules[0]["model.layers.1.input_layernorm"].attrs["variance_epsilon"] == 1e-6
+    found.run["model"]["overrides"] = ["rms_norm_eps"]
+    assert not check_built_of(found, tmp_path).mismatches
+
+
+def test_modules_with_weights_that_nobody_called_are_named(tmp_path: Path) -> None:
+    found = dump(tmp_path, {})
+    found.skips.append(Skip("model.layers.0.input_layernorm", NEVER_CALLED))
+    assert own_findings(found, tmp_path).notes == [
+        "1 module with weights was never called, so that what is computed with them is not checked: "
+        "model.layers.0.input_layernorm (RMSNorm)"
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_a_note(tmp_path: Path) -> None:
+    found = dump(tmp_path, {})
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    out = own_findings(found, tmp_path)
+    assert out.loaded == []
+    assert any("cannot be read" in n for n in out.notes)

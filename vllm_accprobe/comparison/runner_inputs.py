@@ -1,0 +1,540 @@
+"""What the runner hands to the model, checked by the dump alone: positions and token ids of each row.
+
+The problem: wrong positions or ids go through a model that computes rightly, and the report names the model. The idea:
+the row map says which position of which request a row is, the request's line has a hash of its prompt, and the
+sampler's token is the next row's id; so each row's position and id are known without a golden. Positions of several
+sections (M-RoPE) follow from the prompt's layout: text counts
+on, an image of H x W placeholders is a grid, and text goes on
+behind its longer side [Qwen2-VL, arXiv 2409.12191, section 2.1]; H x W is the pair that explains most rows. A rule is
+only used where it explains rows of this dump: a model that counts otherwise is unchecked, and is counted as that.
+What the ledger of states finds in the runner's own tensors (slot mapping, block tables, lengths) is the runner's, too.
+Not here: how a ledger checks those (capture/states/), what is compared with golden's (comparison/verdict/).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
+from vllm_accprobe.dump.schema import DECODE, LOGITS, ROOT_TAP, TOKENS, Record, Request, hash_tokens
+
+RUNNER = "runner"
+"""The cache of a finding of compare.json's ``states`` that is the runner's, and the class of its origin."""
+POSITIONS, IDS = "positions", "token ids"
+NOT_THE_MODEL = "the runner, not the model"
+MOST_ROWS = 1 << 22
+"""Rows of a dump whose inputs are read; further ones are counted as unchecked."""
+MOST_FAULTS = 50
+_ROLES = {"input.positions": POSITIONS, "input.position_ids": POSITIONS, "input.input_ids": IDS}
+_LEAST = 4
+"""chosen: rows of one kind that a rule must explain before it is believed: two could agree by chance."""
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+_WRITTEN = "its row is written"
+"""How the ledger begins what it says of a slot that the runner computed (capture/states/checks.py)."""
+Rows = dict[int, np.ndarray]
+"""Position in its request -> int64 [sections], what the model got; or one number."""
+
+
+@dataclass(frozen=True)
+class RunnerFault:
+    """One request's rows that got other inputs than are theirs. kind: POSITIONS or IDS; low, high: first and last of
+    these rows, by position; rows: how many; step: of the first; chunk: in words; says: the sentence."""
+
+    kind: str
+    rank: int
+    tap: str
+    role: str
+    request: str
+    low: int
+    high: int
+    rows: int
+    step: int
+    phase: str
+    chunk: str
+    says: str
+
+    @property
+    def cause(self) -> dict[str, Any]:
+        """As compare.json's ``origins[].cause``."""
+        where = {"request": self.request, "first": self.low, "last": self.high, "rows": self.rows, "step": self.step}
+        return {"family": "input", "text": f"the runner: {self.says}", "parameter": where, "residual": 0.0,
+                "chance": None}  # fmt: skip
+
+    def finding(self) -> dict[str, Any]:
+        """As an entry of compare.json's ``states``, where the runner's findings stand with the caches'."""
+        return {"step": self.step, "kind": self.kind, "cache": RUNNER, "group": 0, "layer": self.tap, "layers": 1,
+                "request": self.request, "low": self.low, "high": self.high, "role": self.role, "rank": self.rank,
+                "phase": self.phase, "rows": self.rows, "sentence": self.says, "both": False,
+                "cause": self.cause}  # fmt: skip
+
+
+@dataclass
+class RunnerCheck:
+    """faults: the first of each request and kind; checked, unchecked: rows by kind, and why not."""
+
+    faults: list[RunnerFault] = field(default_factory=list)
+    checked: Counter[str] = field(default_factory=Counter)
+    unchecked: Counter[str] = field(default_factory=Counter)
+
+
+def check(dump: Any) -> RunnerCheck:
+    """All that a dump's own rows say of the runner's inputs. Of another tool's dump, which has no row map, nothing."""
+    out = RunnerCheck()
+    maps = getattr(dump, "rows", None)
+    if not isinstance(maps, dict) or not maps:
+        return out
+    steps = _Steps(dump)
+    for rank in sorted({rank for rank, _, _ in maps}):
+        out.faults += _positions(dump, rank, steps, out)
+        out.faults += _ids(dump, rank, steps, out)
+    out.faults = _once(out.faults)[:MOST_FAULTS]
+    return out
+
+
+def _once(faults: Iterable[RunnerFault]) -> list[RunnerFault]:
+    """Each fault of the first rank that shows it: ranks of one replica get the same inputs. The earliest first."""
+    seen: dict[tuple[Any, ...], RunnerFault] = {}
+    for f in faults:
+        seen.setdefault((f.kind, f.request, f.low, f.rows, f.says), f)
+    return sorted(seen.values(), key=lambda f: (f.step, f.kind != IDS, f.low))
+
+
+def chunk_words(number: int, of: int) -> str:
+    """``the second chunk``; number: from 0."""
+    if of == 1:
+        return "the prompt's only chunk"
+    return f"the {_ORDINALS[number] if number < len(_ORDINALS) else f'{number + 1}th'} chunk"
+
+
+class _Steps:
+    """In which steps each request's rows were computed, by (rank, request)."""
+
+    def __init__(self, dump: Any):
+        self._of: dict[tuple[int, int], list[tuple[int, int, int, str]]] = defaultdict(list)
+        self.drafts: set[tuple[int, int]] = set()
+        for (rank, step, space), rows in sorted(dump.rows.items()):
+            if space == TOKENS:
+                for s in rows.segments:
+                    self._of[rank, s.req].append((step, s.pos, s.pos + s.n, s.phase))
+                    if s.drafts:
+                        self.drafts.add((rank, s.req))
+
+    def place(self, rank: int, req: int, position: int, wanted: int | None = None) -> tuple[int, str, str]:
+        """(step, phase, chunk in words) of a row; wanted: the step, the last one by default."""
+        runs = self._of[rank, req]
+        chunks = [run for run in runs if run[3] != DECODE]
+        for step, low, high, phase in reversed(runs):
+            if low <= position < high and (wanted is None or wanted == step):
+                if phase == DECODE:
+                    return step, phase, "in decoding"
+                known = sorted({run[0] for run in chunks})
+                return step, phase, chunk_words(known.index(step), len(known))
+        return -1, "", ""
+
+
+def _first_records(dump: Any, rank: int, kind: str) -> Iterator[Record]:
+    """Of each step the record that the model got first, of token rows, whole numbers and with values."""
+    first: dict[int, Record] = {}
+    for r in dump.records:
+        fits = r.rank == rank and r.step is not None and _ROLES.get(r.role) == kind and r.rows == TOKENS
+        if fits and r.payload is not None and DTYPES[r.dtype].kind in ("int", "uint"):
+            best = first.get(r.step)
+            if best is None or (r.tap != ROOT_TAP, r.seq) < (best.tap != ROOT_TAP, best.seq):
+                first[r.step] = r
+    for step in sorted(first):
+        yield first[step]
+
+
+@dataclass
+class _Got:
+    """One request's rows as the model got them, in the order of the steps. at: positions, int64 [n]; step: int64 [n];
+    values: int64 [n, sections]; record: of the first."""
+
+    at: np.ndarray
+    step: np.ndarray
+    values: np.ndarray
+    record: Record
+
+
+def _got(dump: Any, rank: int, kind: str, out: RunnerCheck) -> dict[int, _Got]:
+    """By request's number."""
+    parts: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray, Record]]] = defaultdict(list)
+    read = 0
+    for record in _first_records(dump, rank, kind):
+        space = dump.rows.get((rank, record.step, TOKENS))
+        if space is None or len(record.shape) not in (1, 2) or record.row_dim >= len(record.shape):
+            continue
+        if record.shape[record.row_dim] != space.n or (len(record.shape) == 2 and record.shape[1 - record.row_dim] > 4):
+            out.unchecked[f"{kind} of another form"] += space.n
+            continue
+        read += space.n
+        if read > MOST_ROWS:
+            out.unchecked[f"{kind} beyond the first {MOST_ROWS:,} rows"] += space.n
+            continue
+        try:
+            values = np.asarray(dump.read(record)).astype(np.int64)
+        except (DumpError, OSError):
+            out.unchecked[f"{kind} that cannot be read"] += space.n
+            continue
+        values = values[:, None] if values.ndim == 1 else np.moveaxis(values, record.row_dim, 0)
+        at = 0
+        for s in space.segments:
+            where = np.arange(s.pos, s.pos + s.n)
+            parts[s.req].append((where, np.full(s.n, record.step), values[at : at + s.n], record))
+            at += s.n
+    found = {}
+    for req, some in parts.items():
+        sections = some[0][2].shape[1]
+        some = [p for p in some if p[2].shape[1] == sections]
+        places, in_steps, values = (np.concatenate([p[i] for p in some]) for i in range(3))
+        found[req] = _Got(places, in_steps, values, some[0][3])
+    return found
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+def _positions(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
+    got = _got(dump, rank, POSITIONS, out)
+    due: dict[int, np.ndarray] = {}
+    for req, one in got.items():
+        request = dump.requests.get((rank, req))
+        if one.values.shape[1] == 1 or request is None or not request.images:
+            due[req] = np.repeat(one.at[:, None], one.values.shape[1], 1)
+        else:
+            due[req] = layout_positions(one.at, one.values, [(i.pos, i.n) for i in request.images])
+    believed = _believed(got, due, dump, rank)
+    for req, one in got.items():
+        request, expected = dump.requests.get((rank, req)), due[req]
+        kind = _kind_of_rule(one, request)
+        if kind not in believed or (rank, req) in steps.drafts:
+            why = "with drafts" if (rank, req) in steps.drafts else "that this model counts in a way of its own"
+            out.unchecked[f"{POSITIONS} {why}"] += len(one.at)
+            continue
+        known = (expected >= 0).all(1)
+        out.checked[POSITIONS] += int(known.sum())
+        if not known.all():
+            out.unchecked[f"{POSITIONS} behind an image whose grid is not known"] += int((~known).sum())
+        wrong = known & (one.values != expected).any(1)
+        if wrong.any():
+            yield _position_fault(one, expected, wrong, request, rank, req, steps)
+
+
+def _kind_of_rule(one: _Got, request: Request | None) -> str:
+    sections = one.values.shape[1]
+    return "one" if sections == 1 else "grid" if request is not None and request.images else "text"
+
+
+def _believed(got: Mapping[int, _Got], due: Mapping[int, np.ndarray], dump: Any, rank: int) -> set[str]:
+    """The rules that explain rows of this dump: half of all, and enough of them."""
+    right, of = Counter[str](), Counter[str]()
+    whole = Counter[str]()
+    for req, one in got.items():
+        request = dump.requests.get((rank, req))
+        kind = _kind_of_rule(one, request)
+        agrees = (one.values == due[req]).all(1)
+        right[kind] += int(agrees.sum())
+        of[kind] += len(agrees)
+        whole[kind] += bool(agrees.all()) and len(agrees) >= _LEAST
+    # A rule that explains a whole request, or most rows of all, is how this model counts.
+    return {k for k in of if whole[k] or (right[k] >= _LEAST and 2 * right[k] >= of[k])}
+
+
+def layout_positions(at: np.ndarray, values: np.ndarray, images: Sequence[tuple[int, int]]) -> np.ndarray:
+    """M-RoPE positions of the rows at prompt positions ``at`` (int64 [n]), by the prompt's layout: int64 [n, sections].
+
+    values: what the model got, from which only the images' grids are chosen: each image (first placeholder, how many)
+    has the grid that explains most rows; -1 where no choice matters to what was captured, but to what follows.
+    """
+    sections = values.shape[1]
+    out = np.full((len(at), sections), -1, np.int64)
+    begin, base = 0, 0  # where the stretch of text begins, and the position of its first row
+    for n_image, (pos, n) in enumerate(images):
+        text = (at >= begin) & (at < pos)
+        out[text] = (base + at[text] - begin)[:, None]
+        base += pos - begin
+        inside = (at >= pos) & (at < pos + n)
+        after_end = images[n_image + 1][0] if n_image + 1 < len(images) else None
+        after = (at >= pos + n) & ((at < after_end) if after_end is not None else True)
+        best = _grid(at, values, pos, n, base, inside, after)
+        if best is None:
+            return out
+        height, width = best
+        cell = at[inside] - pos
+        out[inside] = _cells(cell, height, width, base, sections)
+        base += max(height, width)
+        begin = pos + n
+    text = at >= begin
+    out[text] = (base + at[text] - begin)[:, None]
+    return out
+
+
+def _cells(cell: np.ndarray, height: int, width: int, base: int, sections: int) -> np.ndarray:
+    """Positions of an image's placeholders: time, row, column (and further sections as time)."""
+    found = np.full((len(cell), sections), base, np.int64)
+    found[:, 1] += cell // width
+    found[:, 2 % sections] += cell % width
+    return found
+
+
+def _grid(
+    at: np.ndarray, values: np.ndarray, pos: int, n: int, base: int, inside: np.ndarray, after: np.ndarray
+) -> tuple[int, int] | None:
+    """(height, width) of an image of ``n`` placeholders: what explains most rows of it and behind it; of two that
+    explain as many, the one whose cells stand in more rows, wherever these are."""
+    best, most = None, (0, 0)
+    cell, text = at[inside] - pos, at[after] - pos - n
+    rows = Counter(map(tuple, values.tolist()))
+    for height in (h for h in range(1, n + 1) if n % h == 0):
+        width = n // height
+        right = int((values[inside] == _cells(cell, height, width, base, values.shape[1])).all(1).sum())
+        right += int((values[after] == (base + max(height, width) + text)[:, None]).all(1).sum())
+        if right and right >= most[0]:
+            cells = map(tuple, _cells(np.arange(n), height, width, base, values.shape[1]).tolist())
+            score = right, sum(rows[c] for c in cells)
+            if score > most:
+                best, most = (height, width), score
+    return best
+
+
+def _position_fault(
+    one: _Got, due: np.ndarray, wrong: np.ndarray, request: Request | None, rank: int, req: int, steps: _Steps
+) -> RunnerFault:
+    i = int(np.flatnonzero(wrong)[0])
+    low, step = int(one.at[i]), int(one.step[i])
+    same = wrong & (one.step == step)
+    _, phase, chunk = steps.place(rank, req, low, step)
+    name = request.id if request is not None else str(req)
+    more = int(wrong.sum()) - int(same.sum())
+    how = _how(one.values[same], due[same], one, due, step)
+    if i and int(one.step[i - 1]) != step and int(one.at[i - 1]) + 1 == low:
+        how += "; they do not go on where the chunk before ended" if phase != DECODE else ""
+    end = int(one.at[same].max())
+    rows = f"from row {low} on" if same.sum() > 1 or more else f"in row {low}"
+    if same.sum() > 1 and int((one.step == step).sum()) > int(same.sum()) and end < int(one.at[one.step == step].max()):
+        rows = f"in rows {low} to {end}"
+    says = f"positions of request {name!r} are wrong {rows}, {chunk}: {how}"
+    says += f"; {more} more of its rows are wrong in later steps" if more else ""
+    return RunnerFault(POSITIONS, rank, one.record.tap, one.record.role, name, low, int(one.at[wrong].max()),
+                       int(wrong.sum()), step, phase, chunk, says)  # fmt: skip
+
+
+def _how(got: np.ndarray, due: np.ndarray, one: _Got, all_due: np.ndarray, step: int) -> str:
+    """What these positions are instead: another stretch's of the request, shifted, one number."""
+    first = f"{_said(got[0])}, where {_said(due[0])} is due"
+    if len(got) > 1 and (got == got[0]).all():
+        return f"all are {_said(got[0])}, where {_said(due[0])} and on are due"
+    order = np.argsort(one.at, kind="stable")
+    known, places = all_due[order], one.at[order]
+    _, unique = np.unique(places, return_index=True)
+    known, places = known[unique], places[unique]
+    starts = np.flatnonzero((known == got[0]).all(1))
+    for s in starts.tolist():
+        if len(got) > 1 and s + len(got) <= len(known) and (known[s : s + len(got)] == got).all():
+            return f"they are those of rows {int(places[s])} to {int(places[s + len(got) - 1])} ({first})"
+    shift = got - due
+    if (shift == shift[0, 0]).all() and shift[0, 0]:
+        return f"they are off by {int(shift[0, 0]):+d} ({first})"
+    sections = np.flatnonzero((got != due).any(0)).tolist()
+    if got.shape[1] > 1 and len(sections) < got.shape[1]:
+        return f"section {', '.join(str(s) for s in sections)} alone is off ({first})"
+    return first
+
+
+def _said(position: np.ndarray) -> str:
+    numbers = sorted(set(position.tolist()))
+    return str(numbers[0]) if len(numbers) == 1 else "(" + ", ".join(map(str, position.tolist())) + ")"
+
+
+# --- token ids -------------------------------------------------------------------------------------------------------
+
+
+def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
+    """Ids of the row map are those of the runner's buffer, which the model reads (or embeds)."""
+    ids: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    for (on, step, space), rows in sorted(dump.rows.items()):
+        if on != rank or space != TOKENS or len(rows.ids) != rows.n:
+            continue
+        at = 0
+        for s in rows.segments:
+            for k in range(s.n):
+                ids[s.req][s.pos + k] = (int(rows.ids[at + k]), step)
+            at += s.n
+    drawn = _drawn(dump, rank)
+    hashed = {req: _holds(found, dump.requests.get((rank, req))) for req, found in ids.items()}
+    # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
+    by_hash = any(hashed.values())
+    agree = [ids[req][p + 1][0] == token for req, own in drawn.items() for p, (token, _) in own.items()
+             if p + 1 in ids.get(req, {})]  # fmt: skip
+    by_sampler = 2 * sum(agree) >= len(agree)
+    known = {r.prompt: r.id for (on, _), r in dump.requests.items() if on == rank}
+    for req, found in ids.items():
+        request = dump.requests.get((rank, req))
+        if request is None or (rank, req) in steps.drafts:
+            out.unchecked[f"{IDS} with drafts"] += len(found)
+            continue
+        if by_hash:
+            yield from _prompt_fault(found, request, rank, req, steps, known, out)
+        else:
+            out.unchecked[f"{IDS} of prompts, of which no hash is known here"] += len(found)
+        if by_sampler:
+            yield from _drawn_fault(found, drawn.get(req, {}), request, rank, req, steps, out)
+
+
+def _holds(found: Mapping[int, tuple[int, int]], request: Request | None) -> bool:
+    """Whether the ids of a prompt are what its hash says."""
+    if (
+        request is None
+        or not request.prompt
+        or request.prompt_len > len(found)
+        or any(p not in found for p in range(request.prompt_len))
+    ):
+        return False
+    return _digest([found[p][0] for p in range(request.prompt_len)]) == request.prompt
+
+
+def _prompt_fault(
+    found: Mapping[int, tuple[int, int]], request: Request, rank: int, req: int, steps: _Steps,
+    known: Mapping[str, str], out: RunnerCheck,
+) -> Iterator[RunnerFault]:  # fmt: skip
+    n = request.prompt_len
+    if not request.prompt or n > MOST_ROWS or any(p not in found for p in range(n)):
+        out.unchecked[f"{IDS} of prompts that are not whole in the dump"] += sum(p < n for p in found)
+        return
+    mine = [found[p][0] for p in range(n)]
+    digest = _digest(mine)
+    out.checked[IDS] += n
+    if digest is None or digest == request.prompt:
+        return
+    step, phase, chunk = steps.place(rank, req, 0)
+    other = known.get(digest)
+    how = f"they are those of request {other!r}" if other else "their hash is not that of its prompt"
+    first, where = _first_repeat(mine, found)
+    if first is not None:
+        how, chunk = f"from row {first} on, {steps.place(rank, req, first)[2]}, they repeat rows {where}", ""
+    says = f"token ids of request {request.id!r} are not its prompt's: {how}"
+    yield RunnerFault(IDS, rank, ROOT_TAP, "input.input_ids", request.id, first or 0, n - 1, n - (first or 0), step,
+                      phase, chunk, says)  # fmt: skip
+
+
+def _first_repeat(mine: Sequence[int], found: Mapping[int, tuple[int, int]]) -> tuple[int | None, str]:
+    """Where a later chunk begins whose ids are those of an earlier stretch, which it repeats, in words."""
+    edges = [p for p in range(1, len(mine)) if found[p][1] != found[p - 1][1]]
+    for low, high in zip(edges, [*edges[1:], len(mine)], strict=False):
+        chunk = list(mine[low:high])
+        if len(chunk) >= _LEAST and chunk == list(mine[: len(chunk)]):
+            return low, f"0 to {len(chunk) - 1}"
+    return None, ""
+
+
+def _digest(ids: Sequence[int]) -> str | None:
+    try:
+        return hash_tokens(ids)
+    except OverflowError:  # a number that is no token id
+        return None
+
+
+def _drawn(dump: Any, rank: int) -> dict[int, dict[int, tuple[int, int]]]:
+    """By request and position of the row that drew it: (token, step)."""
+    found: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    for r in dump.records:
+        if r.rank != rank or r.step is None or (r.tap, r.role) != ("sampler", "output.token") or r.payload is None:
+            continue
+        space = dump.rows.get((rank, r.step, LOGITS))
+        if space is None or r.shape != (space.n,):
+            continue
+        try:
+            tokens = np.asarray(dump.read(r)).astype(np.int64).tolist()
+        except (DumpError, OSError):
+            continue
+        at = 0
+        for s in space.segments:
+            for k in range(s.n):
+                found[s.req][s.pos + k] = (tokens[at + k], r.step)
+            at += s.n
+    return found
+
+
+def _drawn_fault(
+    found: Mapping[int, tuple[int, int]], drawn: Mapping[int, tuple[int, int]], request: Request, rank: int, req: int,
+    steps: _Steps, out: RunnerCheck,
+) -> Iterator[RunnerFault]:  # fmt: skip
+    wrong = []
+    for position, (token, drawn_in) in sorted(drawn.items()):
+        got = found.get(position + 1)
+        if got is None or position + 1 < request.prompt_len or got[1] <= drawn_in:
+            continue
+        out.checked[IDS] += 1
+        if got[0] != token:
+            wrong.append((position + 1, got[0], token, got[1]))
+    if not wrong:
+        return
+    at, got_id, token, step = wrong[0]
+    before = drawn.get(at - 2, (None, 0))[0]
+    stale = ": the token before it" if before == got_id else ""
+    more = f"; {len(wrong) - 1} more of its rows" if wrong[1:] else ""
+    says = (f"the token id of request {request.id!r} in row {at}, in decoding, is {got_id}{stale}, and the sampler "
+            f"drew {token}{more}")  # fmt: skip
+    yield RunnerFault(IDS, rank, ROOT_TAP, "input.input_ids", request.id, at, wrong[-1][0], len(wrong), step, DECODE,
+                      "in decoding", says)  # fmt: skip
+
+
+# --- what the ledger and a golden say --------------------------------------------------------------------------------
+
+
+def is_runners(found: StateFinding) -> bool:
+    """Whether a finding of the ledger is a number that the runner computed, not what lies in a cache."""
+    return found.kind == METADATA or (found.kind == STALE and found.how.startswith(_WRITTEN))
+
+
+def ledger_sentence(dump: Any, rank: int, found: StateFinding, said: str) -> str:
+    """``said``, the ledger's own sentence, with the chunk where its rows are known."""
+    numbers = [req for (on, req), r in dump.requests.items() if on == rank and r.id == found.request]
+    if found.low is None or len(numbers) != 1:
+        return said
+    steps = _Steps(dump)
+    chunk = steps.place(rank, numbers[0], found.high if found.high is not None else found.low, found.step)[2]
+    return f"{said} ({chunk})" if chunk else said
+
+
+_INPUTS = re.compile(r"^(?:.*/)?input\.(positions|position_ids|input_ids)$")
+
+
+def is_input(origin: Mapping[str, Any]) -> bool:
+    """Whether an origin of a comparison is what the runner hands to the model."""
+    return origin.get("module") == ROOT_TAP and _INPUTS.match(str(origin.get("role"))) is not None
+
+
+def with_inputs(
+    origins: Sequence[tuple[int, dict[str, Any]]], chunk: Callable[[str, int], str]
+) -> list[tuple[int, dict[str, Any]]]:
+    """``origins`` with those that are the model's inputs as the runner's. chunk: of a request's position, in words."""
+    out = []
+    for order, origin in origins:
+        if is_input(origin) and not origin.get("gap"):
+            known = origin.get("request") is not None and origin.get("position") is not None
+            origin = with_cause(origin, chunk(str(origin["request"]), int(origin["position"])) if known else "")
+        out.append((order, origin))
+    return out
+
+
+def with_cause(origin: dict[str, Any], chunk: str) -> dict[str, Any]:
+    """``origin``, a root input that differs from golden's, with the runner as its cause. chunk: of its first row."""
+    match = _INPUTS.match(str(origin.get("role")))
+    assert match is not None
+    what = IDS if match[1] == "input_ids" else POSITIONS
+    where = f"from row {origin['position']} on" if (origin.get("rows") or 0) > 1 else f"in row {origin['position']}"
+    of = f" of request {origin['request']!r}" if origin.get("request") else ""
+    text = f"the runner: {what}{of} are not golden's {where}" if of else f"the runner: {what} are not golden's"
+    text += f", {chunk}" if chunk and of else ""
+    parameter = {"request": origin.get("request"), "first": origin.get("position"), "rows": origin.get("rows")}
+    cause = {"family": "input", "text": text, "parameter": parameter, "residual": 0.0, "chance": None}
+    return origin | {"class": RUNNER, "cause": cause}

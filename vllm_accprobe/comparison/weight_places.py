@@ -1,0 +1,445 @@
+"""Weights that differ: which rows of which rank, and where mine's rows stand in golden's tensor.
+
+The problem: two checkpoints, two cuts over ranks and two loaders all read as "different weights". The idea: from the
+values of both dumps where they are stored, else from the fingerprints of the rows, which every capture has, mine's rows
+of all ranks are laid over golden's whole tensor as the layouts say, and weight_rows.py explains those that are not
+the ones that are due. A tensor that is another one of golden's is said so, and rows that its own tensor has nowhere are
+looked for in all others of their width. Bounded: so many tensors, so many bytes; the rest is counted.
+Not here: whether weights differ (measure/params.py, judge/weights.py), one dump alone (opcheck/run/own_findings.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit
+from vllm_accprobe.comparison.measure.measurer import is_computed, round_to_bfloat16
+from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread, cut_shape, find_cut
+from vllm_accprobe.comparison.plan.unit import Unit
+from vllm_accprobe.comparison.weight_rows import ADDRESS, LOADING, UNKNOWN, RowsFound, by_keys, by_values, numbers
+from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.journal import NO_LIVES, WeightPrint
+from vllm_accprobe.dump.schema import Layout
+from vllm_accprobe.dump.weight_sums import row_keys
+from vllm_accprobe.judge.weights import DIFFERS, State, WeightHistory, event_words, named, side_of
+
+MOST_TENSORS, MOST_BYTES = 64, 1 << 30
+"""Tensors that are explained, and bytes of values that are read for it, both sides together."""
+NOT_EXPLAINED = "wrong weights beyond the first that were looked for in golden"
+Name = tuple[str, str]
+"""(tap, name)."""
+_FEWEST_ROWS = 4
+_PLAIN = re.compile(r"^(rows?|elements?) [\d, -]+(?: and \d+ more)?$")
+
+
+def due_rows(layout: Layout, shape: Sequence[int]) -> tuple[np.ndarray, int] | None:
+    """(the rows of the whole tensor that a rank's rows are, int64 [rows]; how many rows the whole has); None where the
+    cut goes through the rows, or is not known. Rows are as `dump.journal.row_count` counts them."""
+    lead = tuple(shape[:-1] if len(shape) > 1 else shape)
+    count = int(np.prod(lead, dtype=np.int64))
+    if layout.kind == "replicated" or layout.size <= 1:
+        return np.arange(count), count
+    if layout.kind != "shard" or layout.dim is None or not 0 <= layout.index < layout.size:
+        return None
+    dim = layout.dim + len(shape) if layout.dim < 0 else layout.dim
+    if not 0 <= dim < len(lead):
+        return None
+    parts = layout.parts or ((lead[dim], 1),)
+    if sum(n for n, _ in parts) != lead[dim] or any(r <= 0 or layout.size % r for _, r in parts):
+        return None
+    along, at = [], 0
+    for n, replicas in parts:
+        along.append(at + layout.index // replicas * n + np.arange(n))
+        at += n * layout.size // replicas
+    whole = (*lead[:dim], at, *lead[dim + 1 :])
+    if int(np.prod(whole, dtype=np.int64)) > 1 << 26:
+        return None
+    index = np.arange(int(np.prod(whole, dtype=np.int64))).reshape(whole)
+    return np.take(index, np.concatenate(along), axis=dim).ravel(), index.size
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One rank's rows. keys: uint32 [rows], None where only values are there; due: of the whole."""
+
+    rank: int
+    print: WeightPrint
+    keys: np.ndarray
+    due: np.ndarray
+    of: int
+
+
+def _layouts(dump: Any) -> dict[tuple[int, str, str], Layout]:
+    return {(r.rank, r.tap, r.role.removeprefix("param.")): r.layout for r in getattr(dump, "records", ())
+            if r.step is None and r.role.startswith("param.")}  # fmt: skip
+
+
+def _pieces(states: Mapping[int, State], layouts: Mapping[tuple[int, str, str], Layout]) -> list[_Piece] | None:
+    """A parameter's pieces on all ranks; None where one is cut through its rows or has no prints of rows."""
+    found = []
+    for rank, state in sorted(states.items()):
+        p = state.given or state.lies
+        keys = None if p is None or p.undone == "unknown" else p.sums()
+        if p is None or keys is None or not len(keys):
+            return None
+        layout = layouts.get((rank, p.tap, p.name))
+        due = due_rows(layout, p.shape) if layout is not None else None
+        if due is None or len(due[0]) != len(keys):
+            return None
+        found.append(_Piece(rank, p, keys, *due))
+    return found
+
+
+def _whole(pieces: Iterable[_Piece]) -> np.ndarray | None:
+    """uint32 [rows of the whole], of the first rank that has each; None where a row is nobody's."""
+    pieces = list(pieces)
+    rows = max((p.of for p in pieces), default=0)
+    if not rows or any(p.of != rows for p in pieces):
+        return None
+    out, known = np.zeros(rows, np.uint32), np.zeros(rows, bool)
+    for p in pieces:
+        new = ~known[p.due]
+        out[p.due[new]] = p.keys[new]
+        known[p.due] = True
+    return out if known.all() else None
+
+
+def _names(pieces: Sequence[tuple[int, WeightPrint | None, int]], ranks: int) -> Any:
+    """A function that names rows that are numbered over all pieces. pieces: (rank, print, rows)."""
+    ends = np.cumsum([n for _, _, n in pieces])
+
+    def said(rows: np.ndarray) -> str:
+        out = []
+        for i, (rank, p, n) in enumerate(pieces):
+            own = rows[(rows >= ends[i] - n) & (rows < ends[i])] - (ends[i] - n)
+            if not len(own):
+                continue
+            if len(own) == n:
+                out.append(f"all rows of rank {rank}" if ranks > 1 else "all rows")
+                continue
+            what = (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
+            if (plain := _PLAIN.match(what)) is not None:  # stretches of rows are shorter than a list of them
+                what = f"{plain[1]} {numbers(own)}"
+            out.append(f"rank {rank}'s {what}" if ranks > 1 else what)
+        return " and ".join(out)
+
+    return said
+
+
+class _Prints:
+    """Both dumps' lives, and where a parameter's rows stand by them."""
+
+    def __init__(self, dumps: tuple[Any, Any]):
+        self.sides = tuple(side_of(getattr(d, "lives", NO_LIVES)) for d in dumps)
+        self.layouts = tuple(_layouts(d) for d in dumps)
+
+    def event(self, rank: int, number: int) -> int | None:
+        """Golden's event that is mine's ``number``, by what it is called."""
+        golden, mine = self.sides
+        here = next((e for e in mine.events.get(rank, []) if e.number == number), None)
+        if here is None:
+            return None
+        word, theirs = event_words(here, mine.events[rank]), golden.events.get(rank) or golden.events.get(0, [])
+        return next((e.number for e in theirs if event_words(e, theirs) == word), None)
+
+    def _states(self, side: WeightHistory, name: Name, number: int) -> dict[int, State]:
+        places = {rank: (rank, name[0], name[1]) for (rank, n) in side.at if n == number}
+        return {rank: side.at[rank, number][p] for rank, p in places.items() if p in side.at[rank, number]}
+
+    def explain(self, name: Name, number: int) -> RowsFound | None:
+        there = self.event(min(self.sides[1].events, default=0), number)
+        if there is None:
+            return None
+        golden, mine = self._states(self.sides[0], name, there), self._states(self.sides[1], name, number)
+        if not golden or not mine:
+            return None
+        if (other := self._another(mine, name, there)) is not None:
+            return other
+        right, own = _pieces(golden, self.layouts[0]), _pieces(mine, self.layouts[1])
+        whole = None if right is None else _whole(right)
+        if whole is not None and own:
+            return self._over(whole, own, name, there)
+        return self._same_cut(golden, mine)
+
+    def _over(self, whole: np.ndarray, own: Sequence[_Piece], name: Name, number: int) -> RowsFound | None:
+        keys, due = np.concatenate([p.keys for p in own]), np.concatenate([p.due for p in own])
+        if due.max(initial=-1) >= len(whole):  # a vocabulary that is padded otherwise
+            return None
+        names = _names([(p.rank, p.print, len(p.keys)) for p in own], len(own))
+        found = by_keys(whole, keys, due, names)
+        if found is None or found.family != UNKNOWN:
+            return found
+        bad = np.flatnonzero(whole[due] != keys)
+        return self._elsewhere(keys[bad], names(bad), own[0].print, name, number) or found
+
+    def _same_cut(self, golden: Mapping[int, State], mine: Mapping[int, State]) -> RowsFound | None:
+        """Tensors that are cut through their rows, in both runs alike: rank by rank."""
+        for rank in sorted(mine):
+            g, m = (s.given or s.lies if (s := side.get(rank)) is not None else None for side in (golden, mine))
+            if g is None or m is None or g.order == m.order or g.shape != m.shape or g.dtype != m.dtype:
+                continue
+            held = [(r, p) for r, s in golden.items() if (p := s.given or s.lies) is not None and p.order == m.order]
+            if held:
+                text = f"rank {rank}'s part is that of golden's rank {held[0][0]}"
+                return RowsFound(ADDRESS, text, {"rank": rank, "of": held[0][0]}, 0.0, 2.0**-64, m.count)
+            x, y = g.sums(), m.sums()
+            if x is not None and y is not None:
+                return by_keys(x, y, np.arange(len(y)), _names([(rank, m, len(y))], len(mine)))
+        return None
+
+    def _another(self, mine: Mapping[int, State], name: Name, number: int) -> RowsFound | None:
+        """The whole tensor of another place of golden's."""
+        for rank, state in sorted(mine.items()):
+            p = state.given or state.lies
+            keys = None if p is None else p.sums()
+            if p is None or keys is None or len(np.unique(keys)) < min(_FEWEST_ROWS, len(keys)):
+                continue
+            own = self.sides[0].at.get((rank, number), {}).get((rank, name[0], name[1]))
+            if own is not None and (q := own.given or own.lies) is not None and q.order == p.order:
+                continue
+            found = [place for (r, n), at in self.sides[0].at.items() if n == number and r == rank
+                     for place, s in at.items() if place[1:] != name
+                     and (q := s.given or s.lies) is not None and (q.order, q.shape) == (p.order, p.shape)]  # fmt: skip
+            if len(found) == 1:
+                of = f"rank {rank}'s " if len(mine) > 1 else ""
+                text = f"{of}values are those of golden's {found[0][1]}.{found[0][2]}"
+                return RowsFound(ADDRESS, text, {"place": f"{found[0][1]}.{found[0][2]}"}, 0.0, 2.0**-64, p.count)
+        return None
+
+    def _elsewhere(self, keys: np.ndarray, said: str, p: WeightPrint, name: Name, number: int) -> RowsFound | None:
+        """Most of some rows in another tensor of golden's with rows of that width."""
+        best: tuple[int, Name, int] = (0, name, 0)
+        for (_, n), at in self.sides[0].at.items():
+            for place, s in at.items() if n == number else ():
+                q = s.given or s.lies
+                theirs = None if q is None or place[1:] == name else q.sums()
+                if (
+                    q is None
+                    or theirs is None
+                    or q.shape[-1:] != p.shape[-1:]
+                    or q.dtype != p.dtype
+                    or len(p.shape) < 2
+                ):
+                    continue
+                there = np.isin(keys, theirs)
+                if (n_there := int(there.sum())) > best[0]:
+                    first = int(np.flatnonzero(theirs == keys[there][0])[0])
+                    best = n_there, (place[1], place[2]), first
+        if best[0] < max(1, 0.9 * len(keys)):
+            return None
+        n, (tap, param), first = best
+        text = f"{said} stand{'s' * (n == 1)} in golden's {tap}.{param}, from row {first} on"
+        return RowsFound(ADDRESS, text, {"place": f"{tap}.{param}", "first": first}, 0.0, None, len(keys))
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _float8(name: str) -> Any:
+    table = widen(np.arange(256, dtype=np.uint8), name).astype(np.float64)
+    codes = np.flatnonzero(np.isfinite(table) & ~((table == 0) & (np.arange(256) > 0)))
+    codes = codes[np.argsort(table[codes], kind="stable")]
+    steps, even = table[codes], codes % 2 == 0
+
+    def rounded(x: np.ndarray) -> np.ndarray | None:
+        if np.abs(x).max(initial=0.0) > steps[-1]:
+            return None
+        at = np.clip(np.searchsorted(steps, x), 1, len(steps) - 1)
+        low, high = x - steps[at - 1], steps[at] - x
+        return np.where((low < high) | ((low == high) & even[at - 1]), steps[at - 1], steps[at])
+
+    return rounded
+
+
+def _through(name: str) -> Any:
+    if name == "bfloat16":
+        return lambda x: widen(round_to_bfloat16(x.astype(np.float32)), "bfloat16").astype(np.float64)
+    return lambda x: x.astype(np.float16).astype(np.float64)
+
+
+ROUNDS = {n: _float8(n) for n in ("float8_e4m3fn", "float8_e5m2")} | {n: _through(n) for n in ("bfloat16", "float16")}
+"""Precision -> what rounds float64 to it."""
+
+
+def by_payload(unit: Unit, loaders: tuple[Loader, Loader], prints: _Prints, left: list[int]) -> RowsFound | None:
+    """A parameter whose values both dumps have. left: [bytes that may be read still]. None where nothing does."""
+    g, m = unit.golden[-1], unit.mine[-1]
+    if g.merge is None or m.merge is None or not (g.readable and m.readable):
+        return None
+    cuts = find_cut(g, m)
+    shapes = cut_shape(g.merge.shape, cuts[0]), cut_shape(m.merge.shape, cuts[1])
+    size = sum(int(np.prod(s, dtype=np.int64)) * DTYPES[x.first.dtype].storage.itemsize
+               for s, x in zip(shapes, (g, m), strict=True))  # fmt: skip
+    if size > left[0]:
+        return None
+    left[0] -= size
+    try:
+        a, b = loaders[0].load(g, cuts[0]), loaders[1].load(m, cuts[1])
+    except Unread:
+        return None
+    finally:
+        loaders[0].forget()
+        loaders[1].forget()
+    pieces = [(r.rank, due_rows(r.layout, r.shape)) for r in (m.records[i] for i in m.merge.use)]
+    names = _of_ranks(pieces, int(np.prod(shapes[1][:-1] or shapes[1], dtype=np.int64)), prints, unit)
+    if shapes[0] != shapes[1]:
+        turned = len(shapes[0]) == 2 and tuple(reversed(shapes[1])) == shapes[0] and a.dtype == b.dtype
+        if turned and (b.data == a.data.T).all():
+            return RowsFound(
+                ADDRESS, "transposed: it is golden's with rows and columns exchanged", {}, 0.0, None, len(b.data)
+            )
+        return None
+    if a.dtype == b.dtype:
+        x, y = (_by_last(block, shape) for block, shape in zip((a, b), shapes, strict=True))
+        found = by_keys(row_keys(x), row_keys(y), np.arange(len(y)), lambda rows: names(rows) or "all rows")
+        if found is not None and found.family == ADDRESS:
+            return found
+        if found is not None and len(shapes[1]) == 2:
+            columns = [row_keys(np.ascontiguousarray(v.T)) for v in (x, y)]
+            across = by_keys(columns[0], columns[1], np.arange(x.shape[1]), lambda at: f"columns {numbers(at)}")
+            if across is not None and across.family == ADDRESS:
+                return across
+    else:
+        found = None
+    right, own = (widen(_by_last(block, shape), block.dtype, as_float=True)
+                  for block, shape in zip((a, b), shapes, strict=True))  # fmt: skip
+    return by_values(right, own, names, ROUNDS) or found
+
+
+def _by_last(block: RowBlock, shape: tuple[int, ...]) -> np.ndarray:
+    """The bits with rows as fingerprints have them: the last dimension, or each element of a vector."""
+    return block.data.reshape(-1, shape[-1]) if len(shape) > 1 else block.data.reshape(-1, 1)
+
+
+def _of_ranks(pieces: Sequence[tuple[int, Any]], count: int, prints: _Prints, unit: Unit) -> Any:
+    """Names of the whole's ``count`` rows: the rank that has each, and its own number there."""
+    name = unit.key[0], unit.key[1].removeprefix("param.")
+    known = {rank: next((s.given or s.lies for s in prints.sides[1].states.get((rank, *name), ())), None)
+             for rank, _ in pieces}  # fmt: skip
+    if len(pieces) == 1 or any(due is None for _, due in pieces):
+        rank = pieces[0][0]
+        p = known[rank] if len(pieces) == 1 else None
+        return lambda rows: (
+            (named(p, rows) if p is not None and p.count > rows.max(initial=0) else "")
+            or ("" if len(rows) == count else f"rows {numbers(rows)}")
+        )
+
+    dues = [(rank, found[0]) for rank, found in pieces if found is not None]
+
+    def said(rows: np.ndarray) -> str:
+        out = []
+        for rank, due in dues:
+            own = np.flatnonzero(np.isin(due, rows))
+            if len(own):
+                p = known[rank]
+                if len(own) == len(due):
+                    out.append(f"all rows of rank {rank}")
+                    continue
+                what = (named(p, own) if p is not None else "") or f"rows {numbers(own)}"
+                out.append(f"rank {rank}'s {what}")
+        return " and ".join(out)
+
+    return said
+
+
+# --- all -------------------------------------------------------------------------------------------------------------
+
+
+def located(
+    weights: dict[str, Any], dumps: tuple[Any, Any], units: Sequence[Unit], measured: Sequence[MeasuredUnit],
+    loaders: tuple[Loader, Loader],
+) -> dict[str, Any]:  # fmt: skip
+    """``weights`` (compare.json's) with where the rows of wrong ones stand: ``places``, and the sentences and causes of
+    its findings. units: of the plan; measured: the same, compared."""
+    wrong = {u.key for u in measured if u.is_param and not is_computed(u.key[1])
+             and any(p.equal is False or str(p.skip).startswith("parameters:") for p in u.parts)}  # fmt: skip
+    listed = [f for f in weights.get("findings") or [] if f["what"] == DIFFERS]
+    if not wrong and not weights.get("findings"):
+        return weights
+    own = {(f["module"], f["parameter"]) for f in weights.get("findings") or [] if f["what"] != DIFFERS}
+    prints = _Prints(dumps)
+    found: dict[tuple[str, str, int], RowsFound | None] = {}
+    left, more = [MOST_BYTES], 0
+    for unit in units:
+        if unit.key in wrong and (unit.key[0], unit.key[1].removeprefix("param.")) not in own:
+            key = unit.key[0], unit.key[1].removeprefix("param."), 0
+            if len(found) >= MOST_TENSORS:
+                more += 1
+                continue
+            found[key] = _best(by_payload(unit, loaders, prints, left), lambda key=key: prints.explain(key[:2], 0))
+    for f in listed:
+        key = f["module"], f["parameter"], int(f["number"])
+        if key not in found:
+            if len(found) >= MOST_TENSORS:
+                more += 1
+                continue
+            found[key] = prints.explain(key[:2], key[2])
+    known = {key: value for key, value in found.items() if value is not None}
+    findings = [
+        _with_place(f, known.get((f["module"], f["parameter"], int(f["number"]))))
+        for f in weights.get("findings") or []
+    ]
+    places = [{"module": tap, "parameter": name, "number": n, "cause": one.cause, "rows": one.rows}
+              for (tap, name, n), one in known.items()]  # fmt: skip
+    places += [{n: f[n] for n in ("module", "parameter", "number", "cause")} | {"rows": 0}
+               for f in findings if f["what"] != DIFFERS and f["side"] == "mine"]  # fmt: skip
+    if not weights:
+        return {"places": places} if places else weights
+    return (
+        weights | {"findings": findings, "places": places} | ({"not_explained": {NOT_EXPLAINED: more}} if more else {})
+    )
+
+
+def _best(values: RowsFound | None, prints: Any) -> RowsFound | None:
+    """Values first; where they say only that rows differ, what fingerprints find in other tensors."""
+    if values is not None and values.family != UNKNOWN:
+        return values
+    return prints() or values
+
+
+def _with_place(finding: dict[str, Any], found: RowsFound | None) -> dict[str, Any]:
+    if finding["what"] != DIFFERS:  # what mine's own life shows
+        parameter = {"rank": finding["rank"], "rows": finding["rows"]}
+        return finding | {"cause": {"family": LOADING, "text": finding["says"], "parameter": parameter,
+                                    "residual": 0.0, "chance": None}}  # fmt: skip
+    if found is None:
+        return finding
+    says = f"{finding['module']}.{finding['parameter']}"
+    head = finding["says"].partition(": ")[0]
+    before = (
+        head[head.find(" is golden's after") :]
+        if " is golden's after" in head
+        else f" differs from golden's at {finding['event']}"
+    )
+    return finding | {"says": f"{says}{before}: {found.text}", "cause": found.cause}
+
+
+def with_causes(
+    origins: list[tuple[int, dict[str, Any]]], weights: Mapping[str, Any]
+) -> list[tuple[int, dict[str, Any]]]:
+    """``origins`` with the causes of those that are parameters."""
+    causes = {(p["module"], p["parameter"]): p["cause"] for p in reversed(weights.get("places") or [])}
+    out = []
+    for order, origin in origins:
+        tap, _, name = str(origin.get("role")).rpartition("param.")
+        cause = causes.get((tap.rstrip("/") or str(origin.get("module")), name)) if name else None
+        out.append((order, origin if cause is None or origin.get("cause") else origin | {"cause": cause}))
+    return out
+
+
+def place_notes(weights: Mapping[str, Any], most: int = 3) -> list[str]:
+    """Sentences on wrong weights that no finding of a fingerprint says already."""
+    said = {(f["module"], f["parameter"]) for f in weights.get("findings") or [] if f.get("cause")}
+    out: dict[str, list[str]] = defaultdict(list)
+    for p in weights.get("places") or []:
+        if (p["module"], p["parameter"]) not in said:
+            out[p["cause"]["text"]].append(f"{p['module']}.{p['parameter']}")
+    lines = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {text}" for text, names in out.items()]
+    left = [f"{len(lines) - most} more such sentences: compare.json, weights.places"] if lines[most:] else []
+    return lines[:most] + left
