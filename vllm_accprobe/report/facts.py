@@ -368,6 +368,8 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):
         parts.append(infinite(comparison, origin))
+    elif origin.get("floor") == 0:
+        parts.append(METRICS["exact"])
     else:
         parts.append(f"{created_as(origin)} {_held(created, origin)}")
     return ", ".join(parts)
