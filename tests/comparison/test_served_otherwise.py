@@ -37,8 +37,7 @@ def test_equal_tensors_are_not_read(golden):
     assert all(p.identical for p in result.pairs)
     sampled = sum(r.tap == "sampler" and r.role == "output.token" for r in mine.records)
     of_model = sum(r.tap == "<root>" and r.role in ("input.input_ids", "input.positions") for r in mine.records)
-    # each dump's ids are checked alone, too, against its sampled tokens (runner_inputs.py)
-    assert (golden.reads, mine.reads) == (2 * sampled + of_model,) * 2
+    assert (golden.reads, mine.reads) == (sampled + of_model,) * 2  # what runner_inputs.py checks without a golden
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
