@@ -317,6 +317,18 @@ def constant(origin: Mapping[str, Any]) -> str:
     return safe(cause.get("sentence") or "", 400)
 
 
+def cause(origin: Mapping[str, Any]) -> str:
+    """``mine's output is what this Attention gives without its soft cap of 5``, where a replay proves it, with what is
+    left and how likely that is by chance; else empty."""
+    found = origin.get("cause")
+    if not isinstance(found, Mapping) or not found.get("text"):
+        return ""
+    left, seldom = found.get("residual"), odds(found.get("chance"))
+    proof = [f"what is left is {num(left, 2)} of what rounding allows"] if isinstance(left, (int, float)) else []
+    proof += [f"an error of any other kind fits as well in {seldom} cases"] if seldom else []
+    return safe(found["text"], 600) + (f" ({'; '.join(proof)})" if proof else "")
+
+
 def origin_title(origin: Mapping[str, Any]) -> str:
     """``model.layers.3.mlp.down_proj (RowParallelLinear)``; of a gap ``between X and Y``."""
     if gap := gap_of(origin):

@@ -93,6 +93,10 @@ def _origins(comparison: Comparison) -> list[str]:
     if any(others):
         head = (*head, "constant")
         rows = [(*row, code(text, 400)) for row, text in zip(rows, others, strict=False)]
+    causes = [facts.cause(o) for o in comparison.origins]
+    if any(causes):
+        head = (*head, "cause")
+        rows = [(*row, code(text, 800)) for row, text in zip(rows, causes, strict=False)]
     said = [facts.whole(o) for o in comparison.origins]
     if any(said):
         head = (*head, "floor that it breaks")

@@ -364,7 +364,8 @@ def verdict(comparison: Comparison) -> str:
         cells.append(_fact("Shape of the error", said, None, "shape-fact"))
     if said := facts.graph(origin):
         cells.append(_fact("In compiled and captured graphs", said, None, "shape-fact"))
-    facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
+    cause = f'<p class="why"><strong>Cause:</strong> {_e(said, 1000)}</p>' if (said := facts.cause(origin)) else ""
+    facts_list = f'{cause}<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := facts.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
 

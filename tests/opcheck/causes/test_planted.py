@@ -1,0 +1,196 @@
+"""A table of planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opcheck.cause_calls import (
+    HEAD,
+    HEADS,
+    KV,
+    TABLE,
+    WIDTH,
+    attention,
+    explained,
+    gated,
+    honest,
+    layer_norm,
+    linear,
+    names,
+    norm,
+    with_output,
+)
+
+from vllm_accprobe.opcheck.reference import Call
+
+
+def rms(x: Any, weight: Any, eps: float, total: Any = None) -> Any:
+    return F.rms_norm(x.double(), (x.shape[-1],), None, eps) * weight.double()
+
+
+def wrong_norm(eps: float = 1e-5, add: float = 1.0, one: float = 0.0, weigh: bool = True, cls: str = "RMSNorm") -> Call:
+    call = norm(cls=cls)
+    x, r, w = call.inputs["x"].double(), call.inputs["residual"].double(), call.params["weight"].double()
+    total = x + add * r
+    w = torch.ones_like(w) if not weigh else w + one + (1.0 if cls == "GemmaRMSNorm" else 0.0)
+    return with_output(call, rms(total, w, eps), total)
+
+
+def norm_of(y: Callable[[Any, Any], Any]) -> Call:
+    """A norm without residual that gives ``y(x, weight)``, float64."""
+    call = norm(residual=False)
+    return with_output(call, y(call.inputs["x"].double(), call.params["weight"].double()))
+
+
+def by_root(root: Callable[[Any], Any]) -> Call:
+    return norm_of(lambda x, w: x / root(x) * w)
+
+
+def wrong_layer(y: Callable[[Any, Any, Any], Any]) -> Call:
+    call = layer_norm()
+    return with_output(call, y(call.inputs["input"].double(), call.params["weight"].double(),
+                               call.params["bias"].double()))  # fmt: skip
+
+
+def wrong_gate(y: Callable[[Any, Any], Any], cls: str = "SiluAndMul") -> Call:
+    call = gated(cls)
+    gate, up = call.inputs["x"].double().chunk(2, -1)
+    return with_output(call, y(gate, up))
+
+
+def wrong_linear(y: Callable[[Any, Any, Any], Any]) -> Call:
+    call = linear()
+    return with_output(call, y(call.inputs["input_"].double(), call.params["weight"].double(),
+                               call.params["bias"].double()))  # fmt: skip
+
+
+def other_output(call: Call, y: Callable[[Any], Any]) -> Call:
+    """``call`` with its right output changed before it is rounded."""
+    found = TABLE.evaluate(call)
+    assert isinstance(found, dict)
+    return with_output(call, y(found["output.0"].value), *(found[r].value for r in found if r == "output.1"))
+
+
+def zeroed(first: int, stop: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def change(k: Any, v: Any) -> tuple[Any, Any]:
+        k[first:stop], v[first:stop] = 0, 0
+        return k, v
+
+    return change
+
+
+TURNED = [h % KV for h in range(HEADS)]
+
+
+def centred(x: Any) -> Any:
+    return x - x.mean(-1, keepdim=True)
+
+
+PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
+    "no epsilon": (lambda: wrong_norm(eps=0.0), "no_epsilon"),
+    "other epsilon": (lambda: wrong_norm(eps=1e-6), "other_epsilon"),
+    "fitted epsilon": (lambda: wrong_norm(eps=2.3e-4), "other_epsilon"),
+    "epsilon behind": (lambda: by_root(lambda x: (x * x).mean(-1, keepdim=True).sqrt() + 1e-5), "epsilon_behind_root"),
+    "skipped": (lambda: norm_of(lambda x, w: x * w), "norm_skipped"),
+    "sum": (lambda: by_root(lambda x: ((x * x).sum(-1, keepdim=True) + 1e-5).sqrt()), "sum_for_mean"),
+    "by parts": (
+        lambda: norm_of(lambda x, w: rms(x.unflatten(-1, (4, -1)), torch.ones(()), 1e-5).flatten(-2) * w),
+        "norm_by_parts",
+    ),
+    "one part": (
+        lambda: by_root(lambda x: ((x * x)[:, 16:32].mean(-1, keepdim=True) + 1e-5).sqrt()), "mean_of_one_part",
+    ),
+    "divisor": (lambda: by_root(lambda x: ((x * x).sum(-1, keepdim=True) / 80 + 1e-5).sqrt()), "other_divisor"),
+    "no weight": (lambda: wrong_norm(weigh=False), "no_weight"),
+    "weight and one": (lambda: wrong_norm(one=1.0), "weight_and_one"),
+    "weight without one": (lambda: wrong_norm(one=-1.0, cls="GemmaRMSNorm"), "weight_without_one"),
+    "centred": (lambda: norm_of(lambda x, w: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "centred"),
+    "no residual": (lambda: wrong_norm(add=0.0), "no_residual"),
+    "residual twice": (lambda: wrong_norm(add=2.0), "residual_twice"),
+    "not centred": (lambda: wrong_layer(lambda x, w, b: rms(x, w, 1e-5) + b), "not_centred"),
+    "sample variance": (
+        lambda: wrong_layer(lambda x, w, b: centred(x) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * w + b),
+        "sample_variance",
+    ),
+    "no bias": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "no_bias"),
+    "bias twice": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, 2 * b, 1e-5)), "bias_twice"),
+    "gelu": (lambda: wrong_gate(lambda a, b: F.gelu(a) * b), "other_gate"),
+    "erf for tanh": (lambda: wrong_gate(lambda a, b: F.gelu(a) * b, "GeluAndMul"), "other_gate"),
+    "relu": (lambda: wrong_gate(lambda a, b: a.relu() * b), "other_gate"),
+    "exchanged": (lambda: wrong_gate(lambda a, b: F.silu(b) * a), "halves_exchanged"),
+    "interleaved": (
+        lambda: wrong_gate(lambda a, b: F.silu(torch.cat((a, b), -1)[:, ::2]) * torch.cat((a, b), -1)[:, 1::2]),
+        "interleaved",
+    ),
+    "up alone": (lambda: wrong_gate(lambda a, b: b), "up_alone"),
+    "gate alone": (lambda: wrong_gate(lambda a, b: F.silu(a)), "gate_alone"),
+    "both activated": (lambda: wrong_gate(lambda a, b: F.silu(a) * F.silu(b)), "both_activated"),
+    "argument": (lambda: wrong_gate(lambda a, b: F.silu(1.13 * a) * b), "scaled_gate"),
+    "slope": (lambda: wrong_gate(lambda a, b: a * torch.sigmoid(1.4 * a) * b), "sigmoid_slope"),
+    "limit": (lambda: wrong_gate(lambda a, b: F.silu(a.clamp(max=3.0)) * b.clamp(-3.0, 3.0)), "clamped"),
+    "linear bias": (lambda: wrong_linear(lambda x, w, b: x @ w.T), "no_bias"),
+    "linear bias twice": (lambda: wrong_linear(lambda x, w, b: x @ w.T + 2 * b), "bias_twice"),
+    "part of bias": (lambda: wrong_linear(lambda x, w, b: x @ w.T + 0.7 * b), "bias_times"),
+    "short": (lambda: wrong_linear(lambda x, w, b: x[:, :-3] @ w[:, :-3].T + b), "short"),
+    "no soft cap": (lambda: attention(cap=5.0, spread=2.0, used={"cap": 0.0}), "no_soft_cap"),
+    "other soft cap": (lambda: attention(cap=5.0, spread=2.0, used={"cap": 8.0}), "other_soft_cap"),
+    "scale of the head": (lambda: attention(used={"scale": HEAD**-0.5}), "other_scale"),
+    "fitted scale": (lambda: attention(used={"scale": 0.227}), "other_scale"),
+    "no window": (lambda: attention(window=24, used={"window": 0}), "no_window"),
+    "window off by one": (lambda: attention(window=24, used={"window": 25}), "other_window"),
+    "found window": (lambda: attention(used={"window": 37}), "other_window"),
+    "no sinks": (lambda: attention(sinks=True, used={"sinks": None}), "no_sinks"),
+    "key heads in turn": (lambda: attention(used={"order": TURNED}), "heads_in_turn"),
+    "heads shifted": (
+        lambda: other_output(attention(), lambda y: y.unflatten(1, (HEADS, HEAD)).roll(1, 1).flatten(1)),
+        "heads_shifted",
+    ),
+    "block of zeros": (lambda: attention(past=zeroed(16, 32)), "positions_not_written"),
+    "one zero": (lambda: attention(past=zeroed(33, 34)), "positions_not_written"),
+    "keys for values": (lambda: attention(past=lambda k, v: (k, k)), "keys_for_values"),
+    "all": (lambda: other_output(linear(), lambda y: 1.05 * y), "all_times"),
+    "half": (lambda: other_output(linear(), lambda y: 0.5 * y), "all_times"),
+    "nothing": (lambda: other_output(linear(), lambda y: 0.0 * y), "never_written"),
+    "plus": (lambda: other_output(linear(), lambda y: y + 0.3), "plus"),
+    "a head": (
+        lambda: other_output(attention(), lambda y: y * torch.ones(HEADS, HEAD).index_fill(
+            0, torch.tensor([3]), 1.2).flatten()), "columns_times",
+    ),
+    "columns": (
+        lambda: other_output(linear(), lambda y: y * torch.ones(48).index_fill(0, torch.arange(8, 16), 1.1)),
+        "columns_times",
+    ),
+    "lost columns": (
+        lambda: other_output(linear(), lambda y: y * torch.ones(48).index_fill(0, torch.arange(32, 48), 0.0)),
+        "columns_lost",
+    ),
+    "rows shifted": (lambda: other_output(linear(), lambda y: y.roll(1, 0)), "rows_shifted"),
+}  # fmt: skip
+"""Name → (a wrong call, the cause's name)."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_cause_is_said_and_no_other(name: str) -> None:
+    make, cause = PLANTED[name]
+    found = explained(make())
+    assert names(found) == {cause}, found and found.text
+    assert found is not None and found.chance <= 1e-3
+
+
+@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention])
+def test_right_call_has_no_cause(make: Any) -> None:
+    call = make()
+    call = call if call.outputs else honest(call, *_shapes(call))
+    assert explained(call) is None
+
+
+def _shapes(call: Call) -> list[tuple[int, ...]]:
+    rows = len(next(iter(call.inputs.values())))
+    if call.cls == "RMSNorm":
+        return [(rows, WIDTH), (rows, WIDTH)]
+    return [(rows, 48)] if "Linear" in call.cls else [(rows, WIDTH)]
+
