@@ -41,5 +41,5 @@ def added(group: str, problems: list[str]) -> Iterator[Extension]:
 
 
 def unusable(kind: str, name: str, error: Exception) -> str:
-    """The sentence for what an entry point names and cannot be used. kind: ``formats``, ``references`` or ``causes``."""
+    """The sentence for what an entry point names and cannot be used. kind: formats, references or causes."""
     return f"{kind} of {name} cannot be used: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

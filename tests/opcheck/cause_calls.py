@@ -92,6 +92,27 @@ def linear(seed: int = 0, rows: int = ROWS, bias: bool = True, cls: str = "Colum
                 params=params | ({"bias": drawn(seed + 2, 48)} if bias else {}))  # fmt: skip
 
 
+def rotary(seed: int = 0, rows: int = ROWS) -> Call:
+    """Rows of two requests."""
+    at = torch.cat((torch.arange(30, 30 + rows // 2), torch.arange(7, 7 + rows - rows // 2)))
+    inputs = {"positions": at, "query": drawn(seed, rows, HEADS * HEAD), "key": drawn(seed + 1, rows, KV * HEAD)}
+    return Call("layers.0.rope", "RotaryEmbedding", inputs,
+                attrs={"base": 10000.0, "head_size": HEAD, "rotary_dim": HEAD, "is_neox_style": True})  # fmt: skip
+
+
+def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Call:
+    """Two of six experts a row, with weights that are what their router should have said."""
+    logits = drawn(seed + 3, rows, n)
+    weights, ids = torch.softmax(logits.double(), -1).topk(2, -1)
+    inputs = {"x": drawn(seed, rows, WIDTH), "topk_weights": (weights / weights.sum(-1, keepdim=True)).float(),
+              "topk_ids": ids}  # fmt: skip
+    params = {"w13_weight": drawn(seed + 1, n, 2 * inner, WIDTH, scale=0.2),
+              "w2_weight": drawn(seed + 2, n, WIDTH, inner, scale=0.2)}  # fmt: skip
+    return Call("layers.0.experts", "UnquantizedFusedMoEMethod", inputs, params=params,
+                parent={"activation": "silu", "renormalize": True, "scoring_func": "softmax", "top_k": 2},
+                extra={"router_logits": logits})  # fmt: skip
+
+
 def attention(
     seed: int = 0, *, first: int = 40, rows: int = 12, cap: float = 0.0, window: int = 0, sinks: bool = False,
     spread: float = 1.0, scale: float = 0.2, past: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,

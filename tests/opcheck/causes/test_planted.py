@@ -15,6 +15,7 @@ from opcheck.cause_calls import (
     TABLE,
     WIDTH,
     attention,
+    experts,
     explained,
     gated,
     honest,
@@ -22,6 +23,7 @@ from opcheck.cause_calls import (
     linear,
     names,
     norm,
+    rotary,
     with_output,
 )
 
@@ -81,6 +83,50 @@ def zeroed(first: int, stop: int) -> Callable[[Any, Any], tuple[Any, Any]]:
         return k, v
 
     return change
+
+
+def wrong_rotary(
+    base: float = 10000.0, dim: int = HEAD, neighbours: bool = False, key: bool = True,
+    positions: Callable[[Any], Any] = lambda p: p, table: Callable[[Any], Any] = lambda t: t,
+) -> Call:  # fmt: skip
+    """Turned by complex numbers."""
+    call = rotary()
+    at = positions(call.inputs["positions"].double())
+    angle = at[:, None] * torch.tensor([base ** (-2.0 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    unit = torch.complex(table(angle.cos()), table(angle.sin()))[:, None]
+    out = []
+    for name in ("query", "key"):
+        x = call.inputs[name].double().unflatten(1, (-1, HEAD))
+        turn = x[..., :dim]
+        if neighbours:
+            y = torch.view_as_real(torch.view_as_complex(turn.unflatten(-1, (-1, 2)).contiguous()) * unit).flatten(-2)
+        else:
+            z = torch.complex(*turn.chunk(2, -1)) * unit
+            y = torch.cat((z.real, z.imag), -1)
+        y = torch.cat((y, x[..., dim:]), -1)
+        out.append((y if key or name == "query" else x).flatten(1))
+    return with_output(call, *out)
+
+
+def wrong_experts(
+    ids: Callable[[Any], Any] = lambda i: i, act: Callable[[Any], Any] = F.silu, exchanged: bool = False,
+    on_input: bool = False, fewer: int = 0, weights: Callable[[Any], Any] = lambda w: w, missing: int = -1,
+) -> Call:  # fmt: skip
+    """Experts by a loop over rows."""
+    call = experts()
+    x, w = call.inputs["x"].double(), weights(call.inputs["topk_weights"].double())
+    chosen, out = ids(call.inputs["topk_ids"]), torch.zeros_like(call.inputs["x"].double())
+    for n in range(len(x)):
+        for k in range(fewer or chosen.shape[1]):
+            e = int(chosen[n, k])
+            if e == missing:
+                continue
+            row = x[n] * w[n, k] if on_input else x[n]
+            gate, up = (call.params["w13_weight"][e].double() @ row).chunk(2)
+            gate, up = (up, gate) if exchanged else (gate, up)
+            y = call.params["w2_weight"][e].double() @ (act(gate) * up)
+            out[n] += y if on_input else w[n, k] * y
+    return with_output(call, out)
 
 
 TURNED = [h % KV for h in range(HEADS)]
@@ -152,6 +198,24 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "block of zeros": (lambda: attention(past=zeroed(16, 32)), "positions_not_written"),
     "one zero": (lambda: attention(past=zeroed(33, 34)), "positions_not_written"),
     "keys for values": (lambda: attention(past=lambda k, v: (k, k)), "keys_for_values"),
+    "base": (lambda: wrong_rotary(base=1e6), "other_base"),
+    "fitted base": (lambda: wrong_rotary(base=14000.0), "other_base"),
+    "half of the channels": (lambda: wrong_rotary(dim=HEAD // 2), "other_dim"),
+    "neighbours": (lambda: wrong_rotary(neighbours=True), "other_pairs"),
+    "one position late": (lambda: wrong_rotary(positions=lambda p: p - 1), "position_off"),
+    "positions as one run": (lambda: wrong_rotary(positions=lambda p: torch.arange(len(p)) + p[0]), "one_run"),
+    "angles": (lambda: wrong_rotary(positions=lambda p: 1.01 * p), "angles_times"),
+    "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
+    "coarse table": (lambda: wrong_rotary(table=lambda t: t.to(torch.float8_e4m3fn).double()), "coarse_table"),
+    "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
+    "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),
+    "experts' gelu": (lambda: wrong_experts(act=F.gelu), "expert_activation"),
+    "experts exchanged": (lambda: wrong_experts(exchanged=True), "expert_halves_exchanged"),
+    "weights on input": (lambda: wrong_experts(on_input=True), "weights_on_input"),
+    "one expert": (lambda: wrong_experts(fewer=1), "fewer_experts"),
+    "weights twice": (lambda: wrong_experts(weights=lambda w: w * w), "weights_twice"),
+    "no weights": (lambda: wrong_experts(weights=torch.ones_like), "no_weights"),
+    "without an expert": (lambda: wrong_experts(missing=4), "expert_missing"),
     "all": (lambda: other_output(linear(), lambda y: 1.05 * y), "all_times"),
     "half": (lambda: other_output(linear(), lambda y: 0.5 * y), "all_times"),
     "nothing": (lambda: other_output(linear(), lambda y: 0.0 * y), "never_written"),
@@ -178,7 +242,8 @@ def test_planted_cause_is_said_and_no_other(name: str) -> None:
     make, cause = PLANTED[name]
     found = explained(make())
     assert names(found) == {cause}, found and found.text
-    assert found is not None and found.chance <= 1e-3
+    assert found is not None
+    assert found.chance <= 1e-3
 
 
 @pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention])

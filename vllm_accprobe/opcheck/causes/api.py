@@ -4,7 +4,7 @@ The problem: "Attention of layer 0 is wrong" starts a discussion; "mine's output
 its soft cap of 5" ends it. The idea: a `Cause` edits a call (another setting, another tensor) or computes another
 output, and names the edit in words. Whoever tries it (search.py) runs the reference on the edited call. A cause is a
 function that is marked with ``@cause``; it needs no threshold, no proof and no text besides its clause.
-Parameters come from ``values``: what the dump names (golden's attribute, config.json), small lists, or a fit (`fitted`).
+Parameters come from ``values``: what the dump names (golden's attribute, config.json), small lists, or a fit (`fits`).
 
 Not here: the causes (attention.py, norms.py, ...), the proof (search.py), the table of all (registry.py).
 """
@@ -101,8 +101,8 @@ class Trial:
 
 
 Change = Callable[[Trial, Any], Any]
-"""(trial, parameter) → an edited Call, the value of output.0 (float64), an `Expected`, or these by role. Raises Declined
-where it does not apply."""
+"""(trial, parameter) → an edited Call, the value of output.0 (float64), an `Expected`, or these by role. Raises
+Declined where it does not apply."""
 Values = Callable[[Trial], Iterable[Any]]
 """Trial (the worst one) → parameters, bare or as `Guess`. Raises Declined where it does not apply."""
 

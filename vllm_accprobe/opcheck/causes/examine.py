@@ -173,8 +173,8 @@ _KEPT = 1 << 20
 
 
 class CausesOfTap:
-    """Causes of the wrong calls of one tap, one after another. shared: of all taps of a process, empty at first: nothing
-    is made before a call is wrong; chance: that a correct output fails."""
+    """Causes of the wrong calls of one tap, one after another. shared: of all taps of a process, empty at first:
+    nothing is made before a call is wrong; chance: that a correct output fails."""
 
     def __init__(self, shared: list[Causes], references: References, chance: float):
         self._shared, self._references, self._chance = shared, references, chance

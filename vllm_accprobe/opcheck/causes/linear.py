@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-
 from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, Guess, Trial, cause, edited, fits, named, scaled
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.activations import soft_cap
@@ -51,7 +50,7 @@ def _input(call: Call) -> tuple[str, Any]:
 
 def _tails(trial: Trial) -> Iterator[Guess]:
     """How many inputs the reduction leaves out at its end: those after which the error is least, on a few numbers."""
-    name, x = _input(trial.call)
+    _name, x = _input(trial.call)
     weight, width = weight_of(trial.call), x.shape[-1]
     off = (trial.mine().double() - trial.plain["output.0"].value).reshape(-1, weight.shape[0])
     worst = off.abs().amax(1).argsort(descending=True)[:4]

@@ -181,8 +181,8 @@ class ReplayFinding:
     propagated: what came in with its inputs (prove.py), None where that is not known; where it is, created,
     request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
     tier, times, chance: which floor it breaks, by how much, and how likely rounding alone breaks it (statistic.py),
-    chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None; cause: compare.json's
-    (opcheck/causes/search.py), None where none is proved."""
+    chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None; cause: as
+    compare.json has it (opcheck/causes/search.py), None where none is proved."""
 
     tap: str
     cls: str
