@@ -85,6 +85,12 @@ def zeroed(first: int, stop: int) -> Callable[[Any, Any], tuple[Any, Any]]:
     return change
 
 
+def five_bits(t: Any) -> Any:
+    """bfloat16, then the nearest number of five bits."""
+    step = 2.0 ** (t.bfloat16().double().abs().clamp(min=1e-30).log2().floor() - 4)
+    return (t.bfloat16().double() / step).round() * step
+
+
 def wrong_rotary(
     base: float = 10000.0, dim: int = HEAD, neighbours: bool = False, key: bool = True,
     positions: Callable[[Any], Any] = lambda p: p, table: Callable[[Any], Any] = lambda t: t,
@@ -206,7 +212,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "positions as one run": (lambda: wrong_rotary(positions=lambda p: torch.arange(len(p)) + p[0]), "one_run"),
     "angles": (lambda: wrong_rotary(positions=lambda p: 1.01 * p), "angles_times"),
     "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
-    "coarse table": (lambda: wrong_rotary(table=lambda t: t.to(torch.float8_e4m3fn).double()), "coarse_table"),
+    "coarse table": (lambda: wrong_rotary(table=five_bits), "coarse_table"),
     "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
     "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),
     "experts' gelu": (lambda: wrong_experts(act=F.gelu), "expert_activation"),

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import middles
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 
 SETTING, ADDRESS, PRECISION, FACTOR = "setting", "address", "precision", "factor"
@@ -173,6 +174,14 @@ def scaled(e: Expected, factor: Tensor | float, value: Tensor | None = None) -> 
     size = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
     noise, bound = (None if x is None else x * size for x in (e.noise, e.bound))
     return replace(e, value=e.value * factor if value is None else value, noise=noise, bound=bound, exact=None)
+
+
+def rounded_once(trial: Trial, role: str) -> Expected:
+    """The plain output, rounded to its dtype: what an edit of the finished output reads."""
+    plain, step = trial.plain[role], unit(trial.dtype(role))
+    size = step * plain.value.abs()
+    bound = None if plain.bound is None else plain.bound + size
+    return replace(plain, noise=combined(plain.noise, ROUNDED * size), bound=bound, exact=None)
 
 
 def moved(e: Expected, at: Callable[[Tensor], Tensor]) -> Expected:

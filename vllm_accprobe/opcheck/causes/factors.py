@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, scaled
+from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, rounded_once, scaled
 from vllm_accprobe.opcheck.floors.rounding import middles
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.linear import partial
@@ -66,7 +66,7 @@ def _all(trial: Trial) -> Iterator[Guess]:
 @cause(FACTOR, "*", text="times {0:.5g}", values=_all)
 def all_times(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
     factor, role = parameter
-    return {role: scaled(trial.plain[role], factor)}
+    return {role: scaled(rounded_once(trial, role), factor)}
 
 
 @cause(ADDRESS, "*", text="with 0 in its place (never written)", values=lambda t: [role for role, _, _ in _floats(t)])
@@ -84,7 +84,7 @@ def _constants(trial: Trial) -> Iterator[Guess]:
 @cause(FACTOR, "*", text="plus {0:.4g}", values=_constants)
 def plus(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
     value, role = parameter
-    plain = trial.plain[role]
+    plain = rounded_once(trial, role)
     return {role: replace(plain, value=plain.value + value)}
 
 
@@ -137,7 +137,7 @@ def _some(trial: Trial) -> Iterator[Guess]:
 @cause(FACTOR, "*", text="with {0} times {1:.5g}", values=_some)
 def columns_times(trial: Trial, parameter: tuple[str, float, str, tuple[int, ...]]) -> dict[str, Expected]:
     _, factor, role, columns = parameter
-    return {role: _with_columns(trial.plain[role], columns, factor)}
+    return {role: _with_columns(trial.plain[role], columns, factor, rounded_once(trial, role))}
 
 
 def _lost(trial: Trial) -> Iterator[Guess]:
@@ -151,10 +151,19 @@ def columns_lost(trial: Trial, parameter: tuple[str, str, tuple[int, ...]]) -> d
     return {role: _with_columns(trial.plain[role], columns, 0.0)}
 
 
-def _with_columns(e: Expected, columns: tuple[int, ...], factor: float) -> Expected:
-    by = torch.ones(e.value.shape[-1], dtype=torch.float64)
-    by[list(columns)] = factor
-    return scaled(e, by)
+def _with_columns(e: Expected, columns: tuple[int, ...], factor: float, read: Expected | None = None) -> Expected:
+    """read: the output that the factor is applied to, rounded."""
+    some = torch.zeros(e.value.shape[-1], dtype=torch.bool)
+    some[list(columns)] = True
+    other = scaled(e if read is None else read, factor)
+
+    def either(a: Any | None, b: Any | None) -> Any | None:
+        return None if a is None or b is None else torch.where(some, b.expand(e.value.shape), a.expand(e.value.shape))
+
+    noise = torch.zeros((), dtype=torch.float64) if e.noise is None else e.noise
+    other_noise = torch.zeros((), dtype=torch.float64) if other.noise is None else other.noise
+    return replace(other, value=torch.where(some, other.value, e.value), noise=either(noise, other_noise),
+                   bound=either(e.bound, other.bound))  # fmt: skip
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------

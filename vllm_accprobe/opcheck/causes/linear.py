@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, Guess, Trial, cause, edited, fits, named, scaled
+from vllm_accprobe.opcheck.causes.api import (
+    ADDRESS,
+    SETTING,
+    Guess,
+    Trial,
+    cause,
+    edited,
+    fits,
+    named,
+    rounded_once,
+    scaled,
+)
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.quantised import weight_of
@@ -64,11 +76,13 @@ def _tails(trial: Trial) -> Iterator[Guess]:
 
 
 @cause(ADDRESS, *LINEAR, text="without the last {0} of its inputs", values=_tails)
-def short(trial: Trial, n: int) -> Call:
+def short(trial: Trial, n: int) -> Expected:
+    """The rest may have been added to, or taken from, a sum that was rounded."""
     name, x = _input(trial.call)
     kept = x.clone()
     kept[..., -n:] = 0
-    return edited(trial.call, inputs={name: kept})
+    value = trial.evaluate(edited(trial.call, inputs={name: kept}))["output.0"].value
+    return replace(rounded_once(trial, "output.0"), value=value)
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------

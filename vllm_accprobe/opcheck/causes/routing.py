@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.causes.activations import OTHERS
-from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, SETTING, Guess, Trial, cause
+from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, SETTING, Guess, Trial, cause, rounded_once
 from vllm_accprobe.opcheck.floors.rounding import middles
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references import moe
@@ -188,7 +188,7 @@ def _scaled(trial: Trial) -> Iterator[Guess]:
 @cause(FACTOR, EXPERTS, text="with expert {0}'s part times {1:.4g}", values=_scaled)
 def expert_times(trial: Trial, parameter: tuple[int, float]) -> Expected:
     e, factor = parameter
-    plain = trial.plain["output.0"]
+    plain = rounded_once(trial, "output.0")
     return replace(plain, value=plain.value + (factor - 1.0) * _of_expert(trial, e).reshape(plain.value.shape))
 
 
@@ -196,7 +196,7 @@ def expert_times(trial: Trial, parameter: tuple[int, float]) -> Expected:
        values=lambda trial: _rows_of_experts(trial))  # fmt: skip
 def rows_of_expert_times(trial: Trial, parameter: tuple[int, float]) -> Expected:
     e, factor = parameter
-    plain = trial.plain["output.0"]
+    plain = rounded_once(trial, "output.0")
     there = (trial.call.tensor("topk_ids") == e).any(-1, keepdim=True)
     return replace(plain, value=torch.where(there, plain.value * factor, plain.value))
 
