@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from opcheck.cause_calls import (
     TABLE,
     WIDTH,
     attention,
+    captured,
     experts,
     explained,
     gated,
@@ -27,6 +31,9 @@ from opcheck.cause_calls import (
     with_output,
 )
 
+from vllm_accprobe.opcheck.causes.api import Guess
+from vllm_accprobe.opcheck.causes.examine import Causes
+from vllm_accprobe.opcheck.causes.search import Proof
 from vllm_accprobe.opcheck.reference import Call
 
 
@@ -85,9 +92,9 @@ def zeroed(first: int, stop: int) -> Callable[[Any, Any], tuple[Any, Any]]:
     return change
 
 
-def five_bits(t: Any) -> Any:
-    """bfloat16, then the nearest number of five bits."""
-    step = 2.0 ** (t.bfloat16().double().abs().clamp(min=1e-30).log2().floor() - 4)
+def four_bits(t: Any) -> Any:
+    """bfloat16, then the nearest number of four bits."""
+    step = 2.0 ** (t.bfloat16().double().abs().clamp(min=1e-30).log2().floor() - 3)
     return (t.bfloat16().double() / step).round() * step
 
 
@@ -212,7 +219,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "positions as one run": (lambda: wrong_rotary(positions=lambda p: torch.arange(len(p)) + p[0]), "one_run"),
     "angles": (lambda: wrong_rotary(positions=lambda p: 1.01 * p), "angles_times"),
     "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
-    "coarse table": (lambda: wrong_rotary(table=five_bits), "coarse_table"),
+    "coarse table": (lambda: wrong_rotary(table=four_bits), "coarse_table"),
     "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
     "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),
     "experts' gelu": (lambda: wrong_experts(act=F.gelu), "expert_activation"),
@@ -265,3 +272,66 @@ def _shapes(call: Call) -> list[tuple[int, ...]]:
         return [(rows, WIDTH), (rows, WIDTH)]
     return [(rows, 48)] if "Linear" in call.cls else [(rows, WIDTH)]
 
+
+
+def test_fault_of_some_rows_is_said_of_these() -> None:
+    """Rows from the tenth on, of one call, beside a right call."""
+    right = honest(linear(), (24, 48))
+    wrong = other_output(linear(), lambda y: torch.where(torch.arange(24)[:, None] >= 10, 1.05 * y, y))
+    found = explained(wrong, replace(right, name=wrong.name))
+    assert names(found) == {"all_times"}
+    assert found is not None
+    assert found.text.startswith("in the 14 wrong rows of 48, mine's output is what this ColumnParallelLinear gives ")
+
+
+def test_stale_row_is_said() -> None:
+    wrong = other_output(linear(), lambda y: torch.where(torch.arange(24)[:, None] == 7, y.roll(1, 0), y))
+    assert names(explained(wrong)) == {"rows_shifted"}
+
+
+def test_cause_that_holds_in_one_call_alone_is_not_said() -> None:
+    first = other_output(linear(), lambda y: 1.05 * y)
+    second = other_output(linear(seed=5), lambda y: 1.2 * y)
+    assert explained(first, second) is None
+
+
+def test_too_few_numbers_prove_nothing() -> None:
+    wrong = other_output(linear(rows=1), lambda y: y)
+    one = wrong.outputs["output.0"].clone()
+    one[0, 5] *= 1.5
+    assert explained(replace(wrong, outputs={"output.0": one})) is None
+
+
+def test_chance_counts_fits_and_tries() -> None:
+    proof = Proof(moved=20, before=2000.0, after=20.0)
+    fixed, fitted = (proof.log_chance(Guess(0.0, fitted=n), 1.0) for n in (0, 2))
+    assert fixed < fitted < 0
+    assert proof.log_chance(Guess(0.0), 100.0) == pytest.approx(fixed + math.log(100.0))
+    assert Proof(moved=1, before=2000.0, after=1.0).log_chance(Guess(0.0), 1.0) == 0.0
+
+
+def test_golden_value_is_no_fit() -> None:
+    call = attention(used={"scale": 0.31})
+    found = explained(call, golden={"scale": 0.31})
+    assert found is not None
+    assert found.found[0].guess.fitted == 0
+    assert found.plain()["parameter"] == 0.31
+
+
+def test_known_cause_is_confirmed_in_the_next_layer() -> None:
+    causes = Causes(TABLE, seconds=None)
+    first, second = (attention(seed=s, cap=5.0, spread=2.0, used={"cap": 0.0}) for s in (0, 20))
+    assert causes.of_calls([captured(first)]) is not None
+    found = causes.of_calls([captured(replace(second, name="layers.1.attn"))])
+    assert found is not None
+    assert found.tried == 1.0
+    assert "without its soft cap of 5" in found.text
+
+
+def test_plain_json_survives_a_replay_file() -> None:
+    found = explained(other_output(linear(), lambda y: 1.05 * y))
+    assert found is not None
+    plain = json.loads(json.dumps(found.plain()))
+    assert set(plain) == {"family", "text", "parameter", "residual", "chance"}
+    assert plain["family"] == "factor"
+    assert 0.0 < plain["residual"] <= 1.0

@@ -26,17 +26,19 @@ LINEAR = ("*ParallelLinear", "*Linear", "ParallelLMHead")
 _INPUT = ("input_", "x", "input", "hidden_states", "0", "1")
 
 
-def _bias(trial: Trial, times: float) -> Call:
-    return edited(trial.call, params={"bias": trial.call.param("bias") * times})
+def _bias(trial: Trial, times: float) -> Expected:
+    """The sum may have been rounded with its own bias."""
+    value = trial.evaluate(edited(trial.call, params={"bias": trial.call.param("bias") * times}))["output.0"].value
+    return replace(rounded_once(trial, "output.0"), value=value)
 
 
 @cause(SETTING, *LINEAR, text="without its bias")
-def no_bias(trial: Trial, _: Any) -> Call:
+def no_bias(trial: Trial, _: Any) -> Expected:
     return _bias(trial, 0.0)
 
 
 @cause(SETTING, *LINEAR, text="with its bias added twice")
-def bias_twice(trial: Trial, _: Any) -> Call:
+def bias_twice(trial: Trial, _: Any) -> Expected:
     return _bias(trial, 2.0)
 
 
@@ -47,7 +49,7 @@ def _shares(trial: Trial) -> Iterator[Guess]:
 
 
 @cause(SETTING, *LINEAR, text="with its bias times {0:.4g}", values=_shares)
-def bias_times(trial: Trial, times: float) -> Call:
+def bias_times(trial: Trial, times: float) -> Expected:
     return _bias(trial, times)
 
 
