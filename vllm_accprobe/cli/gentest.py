@@ -89,9 +89,8 @@ def _as_tests(
     failed: bool,
 ) -> None:  # fmt: skip
     from vllm_accprobe.opcheck.calls import grid
-    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
-
     from vllm_accprobe.opcheck.causes.examine import Causes
+    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
 
     causes = Causes(references) if failed else None
     written: list[Written] = []

@@ -196,6 +196,8 @@ _NEAR = 1e-3
 """Chosen: relative change of a parameter for a difference quotient."""
 _ENOUGH = 1e-6
 """Chosen: a relative step that changes no output of 16 bits, nor much of float32's."""
+_LEAST = 2.0**-12
+"""Chosen: of an average variance, the least that an element of a fit is given."""
 _FARTHEST = 16.0
 """Chosen: factor by which a fit may leave its start; what is further off has another cause."""
 
@@ -214,6 +216,17 @@ def outputs_of(trial: Trial, found: Any) -> dict[str, Expected]:
     return {**trial.plain, **new}
 
 
+def precision(trial: Trial, role: str) -> Tensor:
+    """What an element counts for in a fit: one over the variance of its rounding, float64, mine's shape; an element
+    near 0 is known best."""
+    mine, noise = trial.mine(role).double(), trial.plain[role].noise
+    variance = (unit(trial.dtype(role)) * mine).square()
+    variance = variance + _LEAST * variance.mean()
+    if noise is not None:
+        variance = variance + noise.expand(trial.plain[role].value.shape).reshape(mine.shape).square()
+    return 1.0 / variance.clamp(min=1e-300)
+
+
 def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "output.0") -> Iterator[Guess]:
     """A positive parameter fitted by least squares over the logarithm, from the best of ``starts``: over all rows and
     over the wrong ones, of mine's numbers as they are and as truncated ones. Nothing where the output does not depend
@@ -223,9 +236,10 @@ def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "out
         return outputs_of(trial, change(trial, value))[role].value.reshape(mine.shape)
 
     mine = trial.mine(role).double()
-    everywhere, some = torch.ones(()), trial.weight(role)
+    everywhere = precision(trial, role)
+    some = everywhere * trial.weight(role)
     ways = [(everywhere, mine), (everywhere, middles(mine, trial.dtype(role)))]
-    if not bool(some.all()):
+    if not bool((some > 0).all()):
         ways += [(some, mine), (some, ways[1][1])]
     starts, seen = list(starts), []
     for weight, target in ways:

@@ -23,6 +23,8 @@ from vllm_accprobe.opcheck.references.attention import attention_settings, scale
 PAGED = ("Attention", "EncoderOnlyAttention")
 ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention")
 _ROWS, _NUMBERS = 48, 1 << 23
+_EACH = -1
+"""All requests of a call, instead of one."""
 _BLOCKS = (8, 16, 32, 64, 128, 256)
 """Tokens in a block of the caches that there are."""
 
@@ -237,12 +239,13 @@ def _gone(trial: Trial) -> Iterator[Guess]:
     worst = _worst(trial)
     for nearer in (worst.mine, middles(worst.mine, worst.dtype)):
         for _, first, stop in sorted(_zeros(worst, nearer))[:4]:
-            yield Guess((worst.request, first, stop - 1), choices=2.0 * len(worst.k))
+            for request in (worst.request, _EACH):
+                yield Guess((request, first, stop - 1), choices=4.0 * len(worst.k))
 
 
 @cause(ADDRESS, "Attention", values=_gone,
-       text="if keys and values of positions {1} to {2} of its request were 0 in the cache (written elsewhere, or not "
-            "at all)")  # fmt: skip
+       text="if keys and values of positions {1} to {2} were 0 in the cache (written elsewhere, or not at all)",
+       )  # fmt: skip
 def positions_not_written(trial: Trial, where: tuple[int, int, int]) -> Call:
     number, first, last = where
     if trial.call.extra.get("cache") is None:
@@ -263,7 +266,7 @@ class _OneRequest:
 
     def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
         for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
-            yield at, positions, _other(past, lambda t: _zeroed(t, self.some)) if k == self.number else past
+            yield at, positions, _other(past, lambda t: _zeroed(t, self.some)) if self.number in (k, _EACH) else past
 
 
 # --- searches --------------------------------------------------------------------------------------------------------

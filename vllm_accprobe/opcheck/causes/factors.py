@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, rounded_once, scaled
+from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, precision, rounded_once, scaled
 from vllm_accprobe.opcheck.floors.rounding import middles
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.linear import partial
@@ -76,7 +76,7 @@ def never_written(trial: Trial, role: str) -> dict[str, Expected]:
 
 def _constants(trial: Trial) -> Iterator[Guess]:
     for role, y, mine in _floats(trial):
-        weight = trial.weight(role).expand_as(y)
+        weight = trial.weight(role) * precision(trial, role)
         for target in (mine, middles(mine, trial.dtype(role))):
             yield Guess((float((weight * (target - y)).sum() / weight.sum()), role), fitted=1)
 

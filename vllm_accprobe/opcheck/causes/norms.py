@@ -37,7 +37,8 @@ def no_epsilon(trial: Trial, _: Any) -> Call:
 
 def _epsilons(trial: Trial) -> Iterator[Guess]:
     own = _own(trial)
-    known = [*named(trial, *norms.EPSILONS), *(trial.call.config.get(n) for n in norms._CONFIGURED)]
+    recorded = [trial.call.attrs.get(n) for n in norms.EPSILONS]  # which is not its siblings' where that is not ``own``
+    known = [*recorded, *named(trial, *norms.EPSILONS), *(trial.call.config.get(n) for n in norms._CONFIGURED)]
     known = [x for x in dict.fromkeys(known) if isinstance(x, float) and x != own]
     yield from map(Guess, known)
     yield from (Guess(x, choices=len(_USUAL)) for x in _USUAL if x != own and x not in known)

@@ -63,6 +63,19 @@ def other_routed_factor(trial: Trial, factor: float) -> dict[str, Expected]:
     return _routed(trial, factor=factor)
 
 
+def _misnumbered(trial: Trial) -> list[Guess]:
+    n = trial.call.extra["router_logits"].shape[-1]
+    return [Guess(k, choices=float(n - 1)) for k in range(1, n)]
+
+
+@cause(ADDRESS, EXPERTS, text="with the right weights, and experts whose numbers are {0} too large (modulo theirs)",
+       values=_misnumbered)  # fmt: skip
+def weights_of_others(trial: Trial, n: int) -> dict[str, Expected]:
+    call, logits = trial.call, trial.call.extra["router_logits"]
+    ids = (call.tensor("topk_ids") - n) % logits.shape[-1]
+    return {WEIGHTS: moe.routed(logits, ids, unit_of(logits), moe.choosing(call))}
+
+
 @cause(SETTING, EXPERTS, text="without its groups of experts")
 def no_groups(trial: Trial, _: Any) -> dict[str, Expected]:
     if moe.choosing(trial.call)["groups"] == 1:

@@ -261,11 +261,11 @@ def search(
     held = [x for x in held if x.proof.log_chance(x.guess, tried * x.guess.choices) <= math.log(RATE)]
     if not held:
         return None
-    nearest: dict[int, Found] = {}  # of the values of one cause that were fitted, the one that leaves least
+    first_fit: dict[int, Found] = {}  # of each cause: of all rows, and of numbers as they are, before others
     for x in held:
-        if x.guess.fitted and x.proof.severity < nearest.setdefault(id(x.what), x).proof.severity:
-            nearest[id(x.what)] = x
-    held = [x for x in held if not x.guess.fitted or nearest[id(x.what)] is x]
+        if x.guess.fitted:
+            first_fit.setdefault(id(x.what), x)
+    held = [x for x in held if not x.guess.fitted or first_fit[id(x.what)] is x]
     best = min(held, key=_order)
     equal = [x for x in held if _order(x) == _order(best)]
     return Explanation(tuple(equal), trials[0].call.cls, tried, len(examined))

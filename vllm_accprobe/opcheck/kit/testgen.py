@@ -54,8 +54,8 @@ class Written:
 def write_case(
     captured: Captured, references: References, directory: Path, number: int | None = None, cause: str = ""
 ) -> Written:  # fmt: skip
-    """One call as <directory>/<name>.json and .safetensors. cause: of `Written`. Raises ValueError for what cannot be written down, and
-    OSError."""
+    """One call as <directory>/<name>.json and .safetensors. cause: of `Written`. Raises ValueError for what cannot be
+    written down, and OSError."""
     call = cases.closed(captured.what, references)
     op = call.cls
     step = "x" if captured.step is None else str(captured.step)
