@@ -281,7 +281,7 @@ def test_fault_of_some_rows_is_said_of_these() -> None:
     found = explained(wrong, replace(right, name=wrong.name))
     assert names(found) == {"all_times"}
     assert found is not None
-    assert found.text.startswith("in the 14 wrong rows of 48, mine's output is what this ColumnParallelLinear gives ")
+    assert found.text.startswith("in the 14 rows of 48 examined that are wrong, mine's output is what this Column")
 
 
 def test_stale_row_is_said() -> None:

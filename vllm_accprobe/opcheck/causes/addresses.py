@@ -17,12 +17,12 @@ def _shifts(trial: Trial) -> list[Guess]:
     return [Guess(k, choices=float(len(_SHIFTS))) for k in _SHIFTS if n > 2 * abs(k)]
 
 
-@cause(ADDRESS, "*", text="in the row {0} further on (each row holds another's result)", values=_shifts)
+@cause(ADDRESS, "*", text="moved {0:+d} rows (each row holds another's result)", values=_shifts)
 def rows_shifted(trial: Trial, n: int) -> dict[str, Expected]:
     return {role: moved(trial.plain[role], lambda t: t.roll(n, 0)) for role in trial.roles()}
 
 
-@cause(ADDRESS, "*", text="in the row {0} further on (its first output only)", values=_shifts)
+@cause(ADDRESS, "*", text="with its first output moved {0:+d} rows", values=_shifts)
 def first_output_shifted(trial: Trial, n: int) -> dict[str, Expected]:
     if len(trial.roles()) < 2:
         raise Declined("it has one output")
@@ -30,7 +30,7 @@ def first_output_shifted(trial: Trial, n: int) -> dict[str, Expected]:
     return {role: moved(trial.plain[role], lambda t: t.roll(n, 0))}
 
 
-@cause(ADDRESS, "*", text="of the columns' order turned (head and channel exchanged in each row of its input)")
+@cause(ADDRESS, "*", text="with heads and channels exchanged in each row of its input")
 def input_heads_turned(trial: Trial, _: Any) -> Call:
     head, name = trial.call.attrs.get("head_size"), next(iter(trial.call.inputs), None)
     if not isinstance(head, int) or head < 2 or name is None:

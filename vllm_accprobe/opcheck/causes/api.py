@@ -241,7 +241,7 @@ def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "out
     ways = [(everywhere, mine), (everywhere, middles(mine, trial.dtype(role)))]
     if not bool((some > 0).all()):
         ways += [(some, mine), (some, ways[1][1])]
-    starts, seen = list(starts), []
+    starts, seen = list(starts), list[float]()
     for weight, target in ways:
         begun = [(float((weight * (of(s) - target).square()).sum()), s) for s in starts]
         value = _least(of, target, weight, min(begun)[1]) if begun else math.nan

@@ -48,8 +48,8 @@ def _ratios(trial: Trial, role: str, y: Any, mine: Any, which: Any = True) -> It
     ones."""
     seen: list[float] = []
     for target in (mine, middles(mine, trial.dtype(role))):
-        for weight in (torch.ones_like(y), trial.weight(role)):
-            weight = weight * which
+        for weight in (1.0, trial.weight(role)):
+            weight = weight * precision(trial, role) * which
             size = float((weight * y * y).sum())
             factor = float((weight * y * target).sum()) / size if size else math.nan
             if math.isfinite(factor) and not any(math.isclose(factor, s, rel_tol=1e-9) for s in seen):
@@ -63,7 +63,7 @@ def _all(trial: Trial) -> Iterator[Guess]:
         yield from (Guess((f, role), fitted=1) for f in _ratios(trial, role, y, mine))
 
 
-@cause(FACTOR, "*", text="times {0:.5g}", values=_all)
+@cause(FACTOR, "*", text="multiplied by {0:.5g}", values=_all)
 def all_times(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
     factor, role = parameter
     return {role: scaled(rounded_once(trial, role), factor)}
@@ -81,7 +81,7 @@ def _constants(trial: Trial) -> Iterator[Guess]:
             yield Guess((float((weight * (target - y)).sum() / weight.sum()), role), fitted=1)
 
 
-@cause(FACTOR, "*", text="plus {0:.4g}", values=_constants)
+@cause(FACTOR, "*", text="with {0:.4g} added", values=_constants)
 def plus(trial: Trial, parameter: tuple[float, str]) -> dict[str, Expected]:
     value, role = parameter
     plain = rounded_once(trial, role)
@@ -134,7 +134,7 @@ def _some(trial: Trial) -> Iterator[Guess]:
             yield Guess((name, factor, role, columns), fitted=1, choices=choices)
 
 
-@cause(FACTOR, "*", text="with {0} times {1:.5g}", values=_some)
+@cause(FACTOR, "*", text="with {0} multiplied by {1:.5g}", values=_some)
 def columns_times(trial: Trial, parameter: tuple[str, float, str, tuple[int, ...]]) -> dict[str, Expected]:
     _, factor, role, columns = parameter
     return {role: _with_columns(trial.plain[role], columns, factor, rounded_once(trial, role))}

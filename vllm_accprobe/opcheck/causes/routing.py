@@ -198,14 +198,14 @@ def _scaled(trial: Trial) -> Iterator[Guess]:
                 yield Guess((guess.value, factor), fitted=1, choices=guess.choices)
 
 
-@cause(FACTOR, EXPERTS, text="with expert {0}'s part times {1:.4g}", values=_scaled)
+@cause(FACTOR, EXPERTS, text="with expert {0}'s part multiplied by {1:.4g}", values=_scaled)
 def expert_times(trial: Trial, parameter: tuple[int, float]) -> Expected:
     e, factor = parameter
     plain = rounded_once(trial, "output.0")
     return replace(plain, value=plain.value + (factor - 1.0) * _of_expert(trial, e).reshape(plain.value.shape))
 
 
-@cause(FACTOR, EXPERTS, text="with all of a row times {1:.4g} where expert {0} is among its chosen ones",
+@cause(FACTOR, EXPERTS, text="with all of a row multiplied by {1:.4g} where expert {0} is among its chosen ones",
        values=lambda trial: _rows_of_experts(trial))  # fmt: skip
 def rows_of_expert_times(trial: Trial, parameter: tuple[int, float]) -> Expected:
     e, factor = parameter

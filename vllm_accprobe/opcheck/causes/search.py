@@ -116,7 +116,10 @@ class Explanation:
         clauses = list(dict.fromkeys(f.clause for f in self.found))
         more = f", or in {len(clauses) - _MOST_SAID} more ways" if len(clauses) > _MOST_SAID else ""
         said = f"mine's output is what this {self.cls} gives {', or '.join(clauses[:_MOST_SAID])}{more}"
-        return said if proof.whole else f"in the {proof.wrong:,} wrong rows of {proof.rows:,}, {said}"
+        if proof.whole:
+            return said
+        where = "row" if proof.wrong == 1 else f"{proof.wrong:,} rows"
+        return f"in the {where} of {proof.rows:,} examined that {'is' if proof.wrong == 1 else 'are'} wrong, {said}"
 
     def plain(self) -> dict[str, Any]:
         """compare.json's ``origins[].cause``."""
@@ -213,7 +216,7 @@ class Examined:
 
 def some_rows(rows: OutputRows, which: Any) -> OutputRows:
     """Of an output, the rows ``which``, a slice or bool [rows]."""
-    cut = {n: None if (t := getattr(rows, n)) is None else t[which]
+    cut: dict[str, Any] = {n: None if (t := getattr(rows, n)) is None else t[which]
            for n in ("at", "reference", "mine", "noise", "bound", "exact")}  # fmt: skip
     return replace(rows, **cut)
 
