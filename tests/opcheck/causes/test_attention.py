@@ -73,7 +73,7 @@ def said(call: Call) -> str:
         ({"window": 24, "used": 25}, "with a sliding window of 25"),
         ({"window": 24, "used": None}, "without its sliding window of 24"),
         ({"used": 77}, "with a sliding window of 77"),
-        ({"gone": (53, 54)}, "if keys and values of positions 53 to 53 were 0 in the cache" + NEVER),
+        ({"gone": (53, 54)}, "if keys and values of position 53 were 0 in the cache" + NEVER),
         ({"gone": (64, 96)}, "if keys and values of positions 64 to 95 were 0 in the cache" + NEVER),
         ({"gone": (0, 128)}, "if keys and values of positions 0 to 127 were 0 in the cache" + NEVER),
         ({"extra": 0.3}, ""),

@@ -235,23 +235,24 @@ def last_head_for_all(trial: Trial, _: Any) -> Call:
 
 
 def _gone(trial: Trial) -> Iterator[Guess]:
-    """(request's number, first, last) of the positions whose key and value are 0."""
+    """(name, request's number, first, stop) of the positions whose key and value are 0."""
     worst = _worst(trial)
     for nearer in (worst.mine, middles(worst.mine, worst.dtype)):
         for _, first, stop in sorted(_zeros(worst, nearer))[:4]:
+            name = f"position {first}" if stop - first == 1 else f"positions {first} to {stop - 1}"
             for request in (worst.request, _EACH):
-                yield Guess((request, first, stop - 1), choices=4.0 * len(worst.k))
+                yield Guess((name, request, first, stop), choices=4.0 * len(worst.k))
 
 
 @cause(ADDRESS, "Attention", values=_gone,
-       text="if keys and values of positions {1} to {2} were 0 in the cache (written elsewhere, or not at all)",
+       text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)",
        )  # fmt: skip
-def positions_not_written(trial: Trial, where: tuple[int, int, int]) -> Call:
-    number, first, last = where
+def positions_not_written(trial: Trial, where: tuple[str, int, int, int]) -> Call:
+    _, number, first, stop = where
     if trial.call.extra.get("cache") is None:
         raise Declined("what it looks back at was not captured")
     cache = trial.call.extra["cache"]
-    return edited(trial.call, extra={"cache": _OneRequest(cache, number, slice(first, last + 1))})
+    return edited(trial.call, extra={"cache": _OneRequest(cache, number, slice(first, stop))})
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump, row_space
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.statistic import CHANCE
+from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
 from vllm_accprobe.opcheck.causes.api import Cause, Trial
 from vllm_accprobe.opcheck.causes.registry import default_causes
@@ -129,7 +130,8 @@ def examined(
         places[at] = _runs(calls.dump, records, row) if size > _LARGE else row.replayed
     chosen = Chosen(places, references.by_rows, 1 << 62)
     try:
-        found = list(calls.of(*place, chosen=chosen)) if places else []
+        # closed: what an earlier call looked back at is let go of when a later one is read
+        found = [replace(c, what=closed(c.what, references)) for c in calls.of(*place, chosen=chosen)] if places else []
     except DumpError:
         return []
     order = list(bad)
