@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-FORMATS, REFERENCES = "vllm_accprobe.formats", "vllm_accprobe.references"
-"""The groups of entry points: other tools' dumps, references of operators."""
+FORMATS, REFERENCES, CAUSES = "vllm_accprobe.formats", "vllm_accprobe.references", "vllm_accprobe.causes"
+"""The groups of entry points: other tools' dumps, references of operators, causes of their errors."""
 
 
 @dataclass(frozen=True)
@@ -41,5 +41,5 @@ def added(group: str, problems: list[str]) -> Iterator[Extension]:
 
 
 def unusable(kind: str, name: str, error: Exception) -> str:
-    """The sentence for what an entry point names and cannot be used. kind: ``formats`` or ``references``."""
+    """The sentence for what an entry point names and cannot be used. kind: formats, references or causes."""
     return f"{kind} of {name} cannot be used: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -79,8 +79,10 @@ def _as_tests(
     failed: bool,
 ) -> None:  # fmt: skip
     from vllm_accprobe.opcheck.calls import grid
+    from vllm_accprobe.opcheck.causes.examine import Causes
     from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
 
+    causes = Causes(references) if failed else None
     written: list[Written] = []
     left: list[str] = []
     wider = 0
@@ -91,7 +93,9 @@ def _as_tests(
         try:
             if not written:
                 (out / "cases").mkdir(parents=True, exist_ok=True)
-            written.append(write_case(captured, references, out / "cases", len(written)))
+            found = causes.of_calls([captured]) if causes is not None else None
+            cause = "" if found is None else found.text
+            written.append(write_case(captured, references, out / "cases", len(written), cause))
             wider += any(
                 r.dtype != grid.name_of(captured.what.outputs[role])
                 for role, r in captured.records.items()

@@ -132,15 +132,23 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     alike = prove.shared(prove.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, rules)
+    constants = other_values(*dumps)
+    causes = {}
+    if blamed:  # else nothing of this is imported
+        from vllm_accprobe.opcheck.causes.examine import explained_by, golden_constants
+
+        chance = sides[1].budget(rate).output
+        causes = explained_by(sides[1], references, blamed, rows, golden_constants(constants), chance=chance)
     unlike = pooled.unlike(rates, own, sides[1].budget(rate).siblings)
     say(explain=True)
     wanted = _wanted()
     explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
-    proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained)
+    proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained,
+                        causes=causes)  # fmt: skip
     if left > 0:
         limit = None if ends.interrupted else arguments.seconds
         proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, limit), *proof.notes))
-    others = prove.effects(sides[1], references, other_values(*dumps))
+    others = prove.effects(sides[1], references, constants)
     return replace(proof, covers=covers(rows, own), constants=others).to_json()
 
 

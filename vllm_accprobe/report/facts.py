@@ -117,7 +117,8 @@ def optional_columns(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """(heading, a text of each origin) of the columns that a table of origins has only where an origin fills one."""
     origins = comparison.origins
     found = {
-        "constant": [constant(o) for o in origins], "shape": [shape(o) or "" for o in origins],
+        "constant": [constant(o) for o in origins], "cause": [cause(o) for o in origins],
+        "shape": [shape(o) or "" for o in origins],
         "in graphs": [graph(o) or "" for o in origins], "in the gap": [inside(comparison, o) or "" for o in origins],
         "floor that it breaks": [whole(o) for o in origins],
     }  # fmt: skip
@@ -304,6 +305,18 @@ def of_runner(origin: Mapping[str, Any]) -> str:
     if origin.get("class") != RUNNER or not isinstance(cause, Mapping):
         return ""
     return safe(str(cause.get("text") or "").removeprefix("the runner: "), 1000)
+
+
+def cause(origin: Mapping[str, Any]) -> str:
+    """``mine's output is what this Attention gives without its soft cap of 5``, where a replay proves it, with what is
+    left and how likely that is by chance; else empty."""
+    found = origin.get("cause")
+    if not isinstance(found, Mapping) or not found.get("text") or of_runner(origin):  # the verdict says it
+        return ""
+    left, seldom = found.get("residual"), odds(found.get("chance"))
+    proof = [f"what is left is {num(left, 2)} of what rounding allows"] if isinstance(left, (int, float)) else []
+    proof += [f"an error of any other kind fits as well in {seldom} cases"] if seldom else []
+    return safe(found["text"], 600) + (f" ({'; '.join(proof)})" if proof else "")
 
 
 def origin_title(origin: Mapping[str, Any]) -> str:

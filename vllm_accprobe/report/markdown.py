@@ -78,10 +78,10 @@ def _origins(comparison: Comparison) -> list[str]:
     ]
     head: tuple[str, ...] = ("#", "origin", "class", "where", "created / limit", "evidence", "shape of the error")
     more = dict(facts.optional_columns(comparison))
-    for name in ("constant", "floor that it breaks", "in the gap", "in graphs"):
+    for name in ("constant", "cause", "floor that it breaks", "in the gap", "in graphs"):
         if name in more:
             head = (*head, name)
-            rows = [(*row, code(text, 400)) for row, text in zip(rows, more[name], strict=False)]
+            rows = [(*row, code(text, 800)) for row, text in zip(rows, more[name], strict=False)]
     return ["", "### Origins", "", *_table(head, rows), *_more(len(comparison.origins), "origins")]
 
 

@@ -41,7 +41,7 @@ def _styled(comparison: Comparison, verbosity: int) -> list[tuple[str, str]]:
     checked = verdict_parts.head(comparison) if passed or verbosity > QUIET else []
     sections: list[tuple[str, list[str]]] = [
         ("yellow", notes(comparison)),
-        ("bold green" if passed else "bold red", [facts.headline(comparison), *checked]),
+        ("bold green" if passed else "bold red", [facts.headline(comparison), *causes(comparison), *checked]),
     ]
     if verbosity > QUIET:
         full = verbosity >= FULL
@@ -80,6 +80,12 @@ def _list(items: Sequence[T], n: int | None, where: str, say: Callable[[T], list
 def notes(comparison: Comparison) -> list[str]:
     """What must be known before the verdict is believed: different weights, prompts, ranks that stopped early."""
     return [f"note: {safe(note, 1000)}" for note in comparison.notes]
+
+
+def causes(comparison: Comparison) -> list[str]:
+    """Why the culprit is wrong, where a replay proves it."""
+    said = facts.cause(comparison.origins[0]) if comparison.origins else ""
+    return [f"cause: {said}"] if said else []
 
 
 def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> list[str]:
@@ -121,7 +127,8 @@ def _other(comparison: Comparison, number: int, origin: Any) -> str:
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
     gap = f"gap: {text}" if (text := facts.inside(comparison, origin)) else None
-    return "; ".join(x for x in (title, facts.short(origin), facts.layers(origin), said, graphs, gap) if x)
+    cause = f"cause: {text}" if (text := facts.cause(origin)) else None
+    return "; ".join(x for x in (title, facts.short(origin), facts.layers(origin), cause, said, graphs, gap) if x)
 
 
 def _evidence(origin: Any) -> str:

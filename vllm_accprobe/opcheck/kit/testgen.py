@@ -43,17 +43,18 @@ _OURS = "vllm_accprobe.opcheck.references."
 
 @dataclass(frozen=True)
 class Written:
-    """name: of the case; op: the operator's or class's name."""
+    """name: of the case; op: the operator's or class's name; cause: why the captured output is wrong, "" if unknown."""
 
     name: str
     op: str
+    cause: str = ""
 
 
 def write_case(
-    captured: Captured, references: References, directory: Path, number: int | None = None
+    captured: Captured, references: References, directory: Path, number: int | None = None, cause: str = ""
 ) -> Written:  # fmt: skip
-    """One call as <directory>/<name>.json and .safetensors. Raises ValueError for what cannot be written down, and
-    OSError."""
+    """One call as <directory>/<name>.json and .safetensors. cause: of `Written`. Raises ValueError for what cannot be
+    written down, and OSError."""
     call = cases.closed(captured.what, references)
     op = call.cls
     step = "x" if captured.step is None else str(captured.step)
@@ -65,6 +66,7 @@ def write_case(
             "op": op, "class": op, "tap": captured.tap, "call": captured.call, "step": captured.step,
             "rank": captured.rank, "seq": min((r.seq for r in captured.records.values()), default=captured.seq),
             "row_dims": {role: r.row_dim if r.rows is not None else 0 for role, r in captured.records.items()},
+            **({"cause": cause} if cause else {}),
         },
         "call": cases.encode(call, tensors),
     }  # fmt: skip
@@ -75,7 +77,7 @@ def write_case(
             tree["expected"] = {role: _kept(role, e, tensors) for role, e in expected.items() if role in call.outputs}
     cases.save(tensors, directory / f"{name}.safetensors")
     (directory / f"{name}.json").write_text(json.dumps(tree, indent=1, allow_nan=False), encoding="utf-8")
-    return Written(name, op)
+    return Written(name, op, cause)
 
 
 def saved(captured: Captured, references: References, directory: Path) -> list[str]:
@@ -119,9 +121,11 @@ def write_folder(written: Iterable[Written], out: Path, source: str) -> None:
     shutil.copyfile(_PACKAGE / "kit" / "templates" / "conftest.py.txt", out / "conftest.py")
     (out / "columns.json").write_text(json.dumps((*table.COLUMNS, "min_val", "max_val")), encoding="utf-8")
     by_op: dict[str, list[str]] = {}
+    causes: dict[str, list[str]] = {}
     for w in written:
         by_op.setdefault(w.op, []).append(w.name)
-    (out / "test_operators.py").write_text("\n".join(_tests(by_op)) + "\n", encoding="utf-8")
+        causes.setdefault(w.op, []).extend([w.cause] if w.cause else [])
+    (out / "test_operators.py").write_text("\n".join(_tests(by_op, causes)) + "\n", encoding="utf-8")
     (out / "README.md").write_text(_readme(by_op, source), encoding="utf-8")
 
 
@@ -132,7 +136,8 @@ def _copy(path: Path, to: Path) -> None:
     to.write_text(_ROOMS.sub(KIT, text), encoding="utf-8")
 
 
-def _tests(by_op: Mapping[str, list[str]]) -> Iterator[str]:
+def _tests(by_op: Mapping[str, list[str]], causes: Mapping[str, list[str]]) -> Iterator[str]:
+    """causes: by operator, the titles of its test."""
     yield '"""Captured operator calls; see README.md. Written by `accprobe gentest`."""\n'
     yield "import pytest\n"
     taken: set[str] = set()
@@ -142,7 +147,10 @@ def _tests(by_op: Mapping[str, list[str]]) -> Iterator[str]:
             function += f"_{len(taken)}" if function == base else "_"
         taken.add(function)
         listed = "".join(f"    {json.dumps(name)},\n" for name in names)
-        yield f'\n@pytest.mark.parametrize("name", [\n{listed}])\ndef {function}(name, way, run):\n    run(name, way)\n'
+        said = "; ".join(dict.fromkeys(causes.get(op, ())))  # its docstring
+        title = f"    {json.dumps(said)}\n" if said else ""
+        head = f'\n@pytest.mark.parametrize("name", [\n{listed}])\ndef {function}(name, way, run):\n'
+        yield f"{head}{title}    run(name, way)\n"
 
 
 def _readme(by_op: Mapping[str, list[str]], source: str) -> str:

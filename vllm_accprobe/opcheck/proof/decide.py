@@ -182,7 +182,8 @@ class ReplayFinding:
     request, position and phase are of the row in which most was created. rows: in the tensor; message: for people;
     tier, times, chance: which floor it breaks, by how much, and how likely rounding alone breaks it (statistic.py),
     chance None where that is not known; layers: {"in", "of"} where it is in every layer, else None; measure: what is
-    furthest beyond its limit (floors/verdict.py), "" where that is not known."""
+    furthest beyond its limit (floors/verdict.py), "" where that is not known; cause: as compare.json has it
+    (opcheck/causes/search.py), None where none is proved."""
 
     tap: str
     cls: str
@@ -201,6 +202,7 @@ class ReplayFinding:
     layers: Mapping[str, int] | None = None
     phase: str | None = None
     measure: str = ""
+    cause: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,19 @@ def _blame(value: Mapping[str, Any]) -> ReplayFinding:
         raise TypeError("a chance is no number")
     if blame.layers is not None and not (isinstance(blame.layers, dict) and set(blame.layers) == {"in", "of"}):
         raise TypeError("its layers are not counted")
-    return blame
+    return replace(blame, cause=_cause(blame.cause))
+
+
+def _cause(value: object) -> Mapping[str, Any] | None:
+    """A cause as JSON kept it. Raises TypeError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or set(value) != {"family", "text", "parameter", "residual", "chance"}:
+        raise TypeError("a cause lacks something")
+    words, numbers = (value["family"], value["text"]), (value["residual"], value["chance"])
+    if not all(isinstance(x, str) for x in words) or not all(isinstance(x, (int, float)) for x in numbers):
+        raise TypeError("a cause is no cause")
+    return value
 
 
 def decide(result: Comparison, proof: ReplayResult) -> Comparison:
@@ -487,6 +501,8 @@ def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}
     at |= {"decided_by": b.measure} if b.measure else {}
+    if b.cause is not None:  # another constant, where there is one, stays beside it
+        at["cause"] = {**((known or {}).get("cause") or {}), **b.cause}
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:

@@ -343,14 +343,16 @@ def shared(golden: Mapping[str, CheckResult], mine: Mapping[str, CheckResult]) -
 def prove(
     golden: Sequence[CheckResult], mine: Sequence[CheckResult], splits: Mapping[str, Split] | None = None,
     partly: bool = False, *, odd: Iterable[OutlierLayer] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
-    explained: Explained | None = None,
+    explained: Explained | None = None, causes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ReplayResult:  # fmt: skip
     """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
-    unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py."""
+    unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;
+    causes: by tap (opcheck/causes/examine.py)."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
     found, theirs = wrong(mine), wrong(golden)
     alike = shared(theirs, found)
-    blamed = [_blame(c, (splits or {}).get(t)) for t, c in found.items() if t not in alike]
+    blamed = [replace(_blame(c, (splits or {}).get(t)), cause=(causes or {}).get(t))
+              for t, c in found.items() if t not in alike]  # fmt: skip
     if not blamed:
         blamed = [_unlike(o) for o in odd if o.pooled.tap not in found]
     wrong_taps = set(found) | {b.tap for b in blamed}

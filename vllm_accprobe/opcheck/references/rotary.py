@@ -190,7 +190,7 @@ def rotary(call: Call) -> dict[str, Expected]:
     angle = angle.unsqueeze(1)
     cos, sin = angle.cos(), angle.sin()
     found: dict[str, Any] = {}
-    for roles, x, heads in _query_and_key(call):
+    for roles, x, heads in query_and_key(call):
         y = turned(heads.double(), cos, sin, neox, step, angle, size=size)
         found |= dict.fromkeys(roles, reshaped(y, x.shape))
     return found
@@ -200,7 +200,7 @@ def _rotary_dim(call: Call) -> int:
     return int(call.attr("rotary_dim", default=int(call.attr("head_size"))))
 
 
-def _query_and_key(call: Call) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def query_and_key(call: Call) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Query and key, with the roles that their results may stand under, and as [tokens, heads, size]."""
     for place, (name, role) in enumerate((("query", "output.0"), ("key", "output.1")), 1):
         x = call.maybe(name, str(place))
@@ -258,7 +258,7 @@ def rotary_kernel(call: Call) -> dict[str, Any]:
     neox, dim = bool(call.attr("is_neox_style", default=True)), _rotary_dim(call)
     angle, size = token_angles(on(call, "cpu"), dim)
     found: dict[str, Any] = {}
-    for roles, x, heads in _query_and_key(call):
+    for roles, x, heads in query_and_key(call):
         cos, sin = ((size * f(angle)).to(x.dtype).to(x.device).unsqueeze(1) for f in (torch.cos, torch.sin))
         y = torch.cat((rotate(heads[..., :dim], cos, sin, neox), heads[..., dim:]), -1)
         found |= dict.fromkeys(roles, y.reshape(x.shape))

@@ -44,7 +44,6 @@ from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, wanted
 from vllm_accprobe.opcheck.compat import ait
-from vllm_accprobe.opcheck.floors.attention_causes import cause
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
 from vllm_accprobe.opcheck.floors.pooled import EQUAL, Pools, Smallest, of_call
 from vllm_accprobe.opcheck.floors.rounding import judge
@@ -244,8 +243,7 @@ def _output(
     captured = c.what.outputs.get(role, c.what.inputs.get(role.removeprefix("input.")))
     plain = not options.measured and options.standard in (OURS, STRICT) and tuple(expected.value.shape) == record.shape
     if not plain or record.row_dim or captured.numel() <= _AT_ONCE or captured.dim() < 2:
-        row = _checked(dump, c, role, record, expected, options, pools, captured)
-        return _explained(row, c, expected) if options.standard in (OURS, STRICT) else row
+        return _checked(dump, c, role, record, expected, options, pools, captured)
     n = len(captured)
     size = max(1, _AT_ONCE * n // captured.numel())
     each = options.each_of(-(-n // size))
@@ -262,13 +260,7 @@ def _output(
         if row.status == FAIL and how.habits != each.habits:  # one that failed is looked at wherever it lies
             row = _checked(dump, c, role, piece, here, each, pools, captured[rows], a)
         found.append(row)
-    return _explained(merged(found, record.shape), c, expected)
-
-
-def _explained(row: CheckResult, c: Captured, expected: Expected) -> CheckResult:
-    """With what an attention that failed computes instead, where that is known."""
-    why = cause(c.what, expected) if row.status == FAIL and c.what.cls == "Attention" else ""
-    return replace(row, message=f"{row.message}; {why}") if why else row
+    return merged(found, record.shape)
 
 
 def _checked(

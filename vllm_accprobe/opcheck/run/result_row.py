@@ -41,7 +41,8 @@ class CheckResult:
     where it is proved. cache: of an attention over a cache of 8 bits, the fields of
     reference.py's CacheRounding. smallest: the relative errors that would have been named at least, of all rows, of a
     column and of one row (floors/pooled.py), None where no limit was in force. replayed: runs of the tensor's rows,
-    (first, one behind the last), where a replay left out the others; () where it left out none."""
+    (first, one behind the last), where a replay left out the others; () where it left out none. cause: why it is wrong,
+    a sentence, where that is proved (opcheck/causes), else ""."""
 
     tap: str
     cls: str
@@ -76,6 +77,7 @@ class CheckResult:
     left: tuple[int, ...] = ()
     smallest: tuple[float, float, float] | None = None
     replayed: tuple[tuple[int, int], ...] = ()
+    cause: str = ""
 
     @property
     def severity(self) -> float:
@@ -117,6 +119,6 @@ def unchecked(
         "tap": tap, "cls": cls, "role": role, "rank": rank, "step": step, "call": call, "shape": shape, "seq": seq,
         "dtype": dtype, "rows": 0, "checked": 0, "unchecked_because": why, "status": status, "message": why,
         "algorithm": "", "rounding": "", "stored": "", "evidence": "", "habit": "", "tier": "", "left": (),
-        "replayed": (),
+        "replayed": (), "cause": "",
     }  # fmt: skip
     return CheckResult(**empty)

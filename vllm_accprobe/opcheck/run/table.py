@@ -74,6 +74,7 @@ _ID = ("cls", "cls", "tap", "call", "role", "step", "rank", "dtype", "shape")
 _MORE = (
     "status", "message", "algorithm", "measure", "measured", "allowed", "created", "request", "position", "column",
     "rows", "checked", "unchecked_because", "seq", "id", "stored", "rounding", "tier", "chance", "evidence", "habit",
+    "cause",
 )  # fmt: skip
 COLUMNS = ("op", "class", *_ID[2:], *Measures.FIELDS, *_MORE)
 """Of opcheck.csv: what identifies an output, how far it is off, and what that means. op: the operator or the class;
@@ -167,6 +168,7 @@ def lines(
         roles = ", ".join(sorted({r.role or r.status for r in group}))
         steps = sorted({r.step for r in group if r.step is not None})
         out.append(f"  {safe(worst.tap)}  {safe(worst.cls)}  {safe(roles)}, {_steps(steps)}: {safe(worst.message)}")
+        out += [f"    cause: {safe(said, 1000)}" for said in dict.fromkeys(r.cause for r in group if r.cause)][:1]
     if most is not None and len(wrong) > most:
         out.append(f"  ... {len(wrong) - most} more modules: opcheck.csv has all, --verbose shows them")
     out += ["", f"{'class':<36} {'outputs':>7} {'pass':>6} {'fail':>6}  worst / allowed"]

@@ -159,6 +159,7 @@ class OpenJob:
 
         self._doubles = msprobe.duplicates(self.calls) if job.once else {}
         self._gradients: Any = None
+        self._causes: list[Any] = []
         if job.named is None:
             here = bool(job.devices)
             self._gradients = RecordedGradients(self.calls, self.references, self.device, job.seed, here)
@@ -192,7 +193,7 @@ class OpenJob:
                 self.calls.problems += own.lines()
                 yield from own.rows()
             return
-        pools = Pools()
+        pools, causes = Pools(), self._causes_of_tap()
         calls = filter(self.options.wants, self.calls.of(tap[0], tap[1], begins=begins, crashed=crashed))
         alone = alone or bool(crashed or self.source or self.kernels or self.job.devices)
         found = zip(calls, repeat(None)) if alone else to_the_bit(calls, self.references, lambda: begins(*TOGETHER))
@@ -202,9 +203,17 @@ class OpenJob:
             rows = list(self._check(captured, pools, outcome))
             if self.job.save and any(r.status == FAIL for r in rows):
                 self.calls.problems += saved(captured, self.references, Path(self.job.save))
-            yield from rows
+            yield from rows if causes is None else causes.with_cause(captured, rows)
         if self.source is None and self.options.standard == OURS and self.kernels is None:
             yield from pools.rows(self.options.budget)
+
+    def _causes_of_tap(self) -> Any:
+        """What gives wrong rows their cause; None where something else than the captured call is judged."""
+        if self.job.against != EXACT or not self.options.habits or self.kernels is not None or self.job.devices:
+            return None
+        from vllm_accprobe.opcheck.causes.examine import CausesOfTap
+
+        return CausesOfTap(self._causes, self.references, self.options.budget.output)
 
     def _check(self, captured: Any, pools: Any, outcome: Any = None) -> Iterator[Any]:
         from vllm_accprobe.opcheck.calls import recorded_gradients

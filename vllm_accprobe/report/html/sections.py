@@ -311,7 +311,8 @@ def verdict(comparison: Comparison) -> str:
     where = {"The gap": facts.inside(comparison, origin), "Shape of the error": facts.shape(origin),
              "In compiled and captured graphs": facts.graph(origin)}  # fmt: skip
     cells += [_fact(label, text, None, "shape-fact") for label, text in where.items() if text]
-    facts_list = f'<dl class="facts">{"".join(cells)}</dl>'
+    cause = f'<p class="why"><strong>Cause:</strong> {escaped(text, 1000)}</p>' if (text := facts.cause(origin)) else ""
+    facts_list = f'{cause}<dl class="facts">{"".join(cells)}</dl>'
     tier = f" {as_sentence(said)}" if (said := facts.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
 

@@ -1,0 +1,159 @@
+"""Calls of operators whose outputs are made wrong by torch itself, for causes to be found in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_accprobe.dump.schema import REPLICATED, Record, RowSpace, Segment
+from vllm_accprobe.opcheck.calls.neighbours import Past
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.causes.examine import Causes
+from vllm_accprobe.opcheck.causes.search import Explanation
+from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.registry import default_references
+
+Tensor = Any
+TABLE = default_references()
+ROWS, WIDTH = 24, 64
+HEADS, KV, HEAD = 8, 2, 16
+
+
+def drawn(seed: int, *shape: int, scale: float = 1.0, dtype: Any = torch.bfloat16) -> Tensor:
+    """Normal numbers as ``dtype``."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def captured(call: Call, step: int = 0) -> Captured:
+    """``call`` as it stands in a dump: its first dimension is the rows'."""
+    tensors = {f"input.{n}": t for n, t in call.inputs.items()} | dict(call.outputs)
+    records = {
+        role: Record(0, step, call.name, call.cls, role, 0, k, str(t.dtype).removeprefix("torch."), tuple(t.shape),
+                     "tokens", 0, None, None, REPLICATED, None)
+        for k, (role, t) in enumerate(tensors.items())
+    }  # fmt: skip
+    return Captured(call.name, 0, step, 0, call, records)
+
+
+def with_output(call: Call, *outputs: Tensor, dtype: Any = torch.bfloat16) -> Call:
+    """``call`` as if it had given these, rounded to ``dtype``."""
+    return replace(call, outputs={f"output.{k}": t.to(dtype) for k, t in enumerate(outputs)})
+
+
+def honest(call: Call, *shapes: Sequence[int], dtype: Any = torch.bfloat16) -> Call:
+    """``call`` with its reference's outputs, rounded. shapes: of its outputs."""
+    empty = {f"output.{k}": torch.zeros(*shape, dtype=dtype) for k, shape in enumerate(shapes)}
+    found = TABLE.evaluate(replace(call, outputs=empty))
+    assert isinstance(found, dict), found
+    return replace(call, outputs={role: found[role].value.to(dtype) for role in empty})
+
+
+def explained(*calls: Call, golden: dict[str, Any] | None = None, **more: Any) -> Explanation | None:
+    """What is said of the operator of these calls, the first of which is wrong."""
+    causes = Causes(TABLE, {calls[0].name: golden or {}}, seconds=None, **more)
+    return causes.of_calls([captured(c, k) for k, c in enumerate(calls)])
+
+
+def names(found: Explanation | None) -> set[str]:
+    return set() if found is None else {f.what.name for f in found.found}
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def norm(seed: int = 0, residual: bool = True, cls: str = "RMSNorm", rows: int = ROWS, size: float = 0.05) -> Call:
+    """Rows small enough for the epsilon, 1e-5, to matter."""
+    sizes = torch.logspace(-2.5, 1.0, rows, dtype=torch.float64).unsqueeze(1)
+    inputs = {"x": (drawn(seed, rows, WIDTH).double() * size * sizes).bfloat16()}
+    if residual:
+        inputs["residual"] = (drawn(seed + 1, rows, WIDTH).double() * size * sizes).bfloat16()
+    return Call("layers.0.norm", cls, inputs, attrs={"variance_epsilon": 1e-5},
+                params={"weight": drawn(seed + 2, WIDTH, scale=0.3) + 1.0})  # fmt: skip
+
+
+def layer_norm(seed: int = 0, rows: int = ROWS) -> Call:
+    x = (drawn(seed, rows, WIDTH) * 0.02 + 0.03).bfloat16()
+    return Call("layers.0.norm", "LayerNorm", {"input": x}, attrs={"eps": 1e-5, "normalized_shape": [WIDTH]},
+                params={"weight": drawn(seed + 1, WIDTH), "bias": drawn(seed + 2, WIDTH)})  # fmt: skip
+
+
+def gated(cls: str = "SiluAndMul", seed: int = 0, rows: int = ROWS, scale: float = 2.0) -> Call:
+    return Call("layers.0.act", cls, {"x": drawn(seed, rows, 2 * WIDTH, scale=scale)},
+                attrs={"approximate": "tanh"} if cls == "GeluAndMul" else {})  # fmt: skip
+
+
+def linear(seed: int = 0, rows: int = ROWS, bias: bool = True, cls: str = "ColumnParallelLinear") -> Call:
+    params = {"weight": drawn(seed + 1, 48, WIDTH, scale=0.2)}
+    return Call("layers.0.proj", cls, {"input_": drawn(seed, rows, WIDTH)}, attrs={"tp_size": 1},
+                params=params | ({"bias": drawn(seed + 2, 48)} if bias else {}))  # fmt: skip
+
+
+def rotary(seed: int = 0, rows: int = ROWS) -> Call:
+    """Rows of two requests."""
+    at = torch.cat((torch.arange(30, 30 + rows // 2), torch.arange(7, 7 + rows - rows // 2)))
+    inputs = {"positions": at, "query": drawn(seed, rows, HEADS * HEAD), "key": drawn(seed + 1, rows, KV * HEAD)}
+    return Call("layers.0.rope", "RotaryEmbedding", inputs,
+                attrs={"base": 10000.0, "head_size": HEAD, "rotary_dim": HEAD, "is_neox_style": True})  # fmt: skip
+
+
+def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Call:
+    """Two of six experts a row, with weights that are what their router should have said."""
+    logits = drawn(seed + 3, rows, n)
+    weights, ids = torch.softmax(logits.double(), -1).topk(2, -1)
+    inputs = {"x": drawn(seed, rows, WIDTH), "topk_weights": (weights / weights.sum(-1, keepdim=True)).float(),
+              "topk_ids": ids}  # fmt: skip
+    params = {"w13_weight": drawn(seed + 1, n, 2 * inner, WIDTH, scale=0.2),
+              "w2_weight": drawn(seed + 2, n, WIDTH, inner, scale=0.2)}  # fmt: skip
+    return Call("layers.0.experts", "UnquantizedFusedMoEMethod", inputs, params=params,
+                parent={"activation": "silu", "renormalize": True, "scoring_func": "softmax", "top_k": 2},
+                extra={"router_logits": logits})  # fmt: skip
+
+
+def attention(
+    seed: int = 0, *, first: int = 40, rows: int = 12, cap: float = 0.0, window: int = 0, sinks: bool = False,
+    spread: float = 1.0, scale: float = 0.2, past: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    used: dict[str, Any] | None = None,
+) -> Call:  # fmt: skip
+    """The rows of a request at positions from ``first`` on, beside the whole prompt of another one. used: what the
+    kernel took instead of scale, cap, window and sinks; past: what it found as keys and values."""
+    q, k, v = (drawn(seed + n, first + rows, h * HEAD, scale=spread) for n, h in enumerate((HEADS, KV, KV)))
+    short = 10
+    cache = Past(("key", "value"))
+    cache.write(RowSpace(0, "tokens", 0, (Segment(0, 0, first, 0),)), {"key": k[:first], "value": v[:first]})
+    here = RowSpace(1, "tokens", 0, (Segment(1, 0, short, 0), Segment(0, first, rows, 0)))
+    inputs = {n: torch.cat((t[:short], t[first:])) for n, t in (("query", q), ("key", k), ("value", v))}
+    cache.write(here, {n: inputs[n] for n in ("key", "value")})
+    attrs: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV, "head_size": HEAD}
+    attrs |= {"logits_soft_cap": cap} if cap else {}
+    attrs |= {"sliding_window": window} if window else {}
+    params = {"sinks": drawn(seed + 9, HEADS)} if sinks else {}
+    how = {"scale": scale, "cap": cap, "window": window, "sinks": params.get("sinks")} | (used or {})
+    other = softmax(q[:short], k[:short], v[:short], 0, **how)
+    k2, v2 = (k, v) if past is None else past(k.clone(), v.clone())
+    out = torch.cat((other, softmax(q[first:], k2, v2, first, **how)))
+    call = Call("layers.0.attn", "Attention", inputs, attrs=attrs, parent={"scaling": scale}, params=params,
+                extra={"cache": cache.view(here)})  # fmt: skip
+    return with_output(call, out)
+
+
+def softmax(
+    q: Tensor, k: Tensor, v: Tensor, first: int, *, scale: float, cap: float = 0.0, window: int = 0,
+    sinks: Tensor | None = None, order: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention by a loop over queries and heads. order: the key head of each query head."""
+    q, k, v = (t.double().reshape(len(t), -1, HEAD) for t in (q, k, v))
+    out = torch.zeros_like(q)
+    for n in range(len(q)):
+        for h in range(q.shape[1]):
+            g = order[h] if order is not None else h * k.shape[1] // q.shape[1]
+            low = max(0, first + n + 1 - window) if window else 0
+            keys, values = k[low : first + n + 1, g], v[low : first + n + 1, g]
+            s = keys @ q[n, h] * scale
+            s = cap * torch.tanh(s / cap) if cap else s
+            s = s if sinks is None else torch.cat((s, sinks[h : h + 1].double()))
+            out[n, h] = torch.softmax(s, 0)[: len(values)] @ values
+    return out.flatten(1)

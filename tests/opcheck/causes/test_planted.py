@@ -1,0 +1,337 @@
+"""A table of planted faults: each cause planted alone, by torch and not by the cause itself, is said, and no other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opcheck.cause_calls import (
+    HEAD,
+    HEADS,
+    KV,
+    TABLE,
+    WIDTH,
+    attention,
+    captured,
+    experts,
+    explained,
+    gated,
+    honest,
+    layer_norm,
+    linear,
+    names,
+    norm,
+    rotary,
+    with_output,
+)
+
+from vllm_accprobe.opcheck.causes.api import Guess
+from vllm_accprobe.opcheck.causes.examine import Causes
+from vllm_accprobe.opcheck.causes.search import Proof
+from vllm_accprobe.opcheck.reference import Call
+
+
+def rms(x: Any, weight: Any, eps: float, total: Any = None) -> Any:
+    return F.rms_norm(x.double(), (x.shape[-1],), None, eps) * weight.double()
+
+
+def wrong_norm(eps: float = 1e-5, add: float = 1.0, one: float = 0.0, weigh: bool = True, cls: str = "RMSNorm") -> Call:
+    call = norm(cls=cls)
+    x, r, w = call.inputs["x"].double(), call.inputs["residual"].double(), call.params["weight"].double()
+    total = x + add * r
+    w = torch.ones_like(w) if not weigh else w + one + (1.0 if cls == "GemmaRMSNorm" else 0.0)
+    return with_output(call, rms(total, w, eps), total)
+
+
+def norm_of(y: Callable[[Any, Any], Any]) -> Call:
+    """A norm without residual that gives ``y(x, weight)``, float64."""
+    call = norm(residual=False)
+    return with_output(call, y(call.inputs["x"].double(), call.params["weight"].double()))
+
+
+def by_root(root: Callable[[Any], Any]) -> Call:
+    return norm_of(lambda x, w: x / root(x) * w)
+
+
+def wrong_layer(y: Callable[[Any, Any, Any], Any]) -> Call:
+    call = layer_norm()
+    return with_output(call, y(call.inputs["input"].double(), call.params["weight"].double(),
+                               call.params["bias"].double()))  # fmt: skip
+
+
+def wrong_gate(y: Callable[[Any, Any], Any], cls: str = "SiluAndMul") -> Call:
+    call = gated(cls)
+    gate, up = call.inputs["x"].double().chunk(2, -1)
+    return with_output(call, y(gate, up))
+
+
+def wrong_linear(y: Callable[[Any, Any, Any], Any]) -> Call:
+    call = linear()
+    return with_output(call, y(call.inputs["input_"].double(), call.params["weight"].double(),
+                               call.params["bias"].double()))  # fmt: skip
+
+
+def other_output(call: Call, y: Callable[[Any], Any]) -> Call:
+    """``call`` with its right output changed before it is rounded."""
+    found = TABLE.evaluate(call)
+    assert isinstance(found, dict)
+    return with_output(call, y(found["output.0"].value), *(found[r].value for r in found if r == "output.1"))
+
+
+def zeroed(first: int, stop: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def change(k: Any, v: Any) -> tuple[Any, Any]:
+        k[first:stop], v[first:stop] = 0, 0
+        return k, v
+
+    return change
+
+
+def four_bits(t: Any) -> Any:
+    """bfloat16, then the nearest number of four bits."""
+    step = 2.0 ** (t.bfloat16().double().abs().clamp(min=1e-30).log2().floor() - 3)
+    return (t.bfloat16().double() / step).round() * step
+
+
+def wrong_rotary(
+    base: float = 10000.0, dim: int = HEAD, neighbours: bool = False, key: bool = True,
+    positions: Callable[[Any], Any] = lambda p: p, table: Callable[[Any], Any] = lambda t: t,
+) -> Call:  # fmt: skip
+    """Turned by complex numbers."""
+    call = rotary()
+    at = positions(call.inputs["positions"].double())
+    angle = at[:, None] * torch.tensor([base ** (-2.0 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    unit = torch.complex(table(angle.cos()), table(angle.sin()))[:, None]
+    out = []
+    for name in ("query", "key"):
+        x = call.inputs[name].double().unflatten(1, (-1, HEAD))
+        turn = x[..., :dim]
+        if neighbours:
+            y = torch.view_as_real(torch.view_as_complex(turn.unflatten(-1, (-1, 2)).contiguous()) * unit).flatten(-2)
+        else:
+            z = torch.complex(*turn.chunk(2, -1)) * unit
+            y = torch.cat((z.real, z.imag), -1)
+        y = torch.cat((y, x[..., dim:]), -1)
+        out.append((y if key or name == "query" else x).flatten(1))
+    return with_output(call, *out)
+
+
+def wrong_experts(
+    ids: Callable[[Any], Any] = lambda i: i, act: Callable[[Any], Any] = F.silu, exchanged: bool = False,
+    on_input: bool = False, fewer: int = 0, weights: Callable[[Any], Any] = lambda w: w, missing: int = -1,
+) -> Call:  # fmt: skip
+    """Experts by a loop over rows."""
+    call = experts()
+    x, w = call.inputs["x"].double(), weights(call.inputs["topk_weights"].double())
+    chosen, out = ids(call.inputs["topk_ids"]), torch.zeros_like(call.inputs["x"].double())
+    for n in range(len(x)):
+        for k in range(fewer or chosen.shape[1]):
+            e = int(chosen[n, k])
+            if e == missing:
+                continue
+            row = x[n] * w[n, k] if on_input else x[n]
+            gate, up = (call.params["w13_weight"][e].double() @ row).chunk(2)
+            gate, up = (up, gate) if exchanged else (gate, up)
+            y = call.params["w2_weight"][e].double() @ (act(gate) * up)
+            out[n] += y if on_input else w[n, k] * y
+    return with_output(call, out)
+
+
+TURNED = [h % KV for h in range(HEADS)]
+
+
+def centred(x: Any) -> Any:
+    return x - x.mean(-1, keepdim=True)
+
+
+PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
+    "no epsilon": (lambda: wrong_norm(eps=0.0), "no_epsilon"),
+    "other epsilon": (lambda: wrong_norm(eps=1e-6), "other_epsilon"),
+    "fitted epsilon": (lambda: wrong_norm(eps=2.3e-4), "other_epsilon"),
+    "epsilon behind": (lambda: by_root(lambda x: (x * x).mean(-1, keepdim=True).sqrt() + 1e-5), "epsilon_behind_root"),
+    "skipped": (lambda: norm_of(lambda x, w: x * w), "norm_skipped"),
+    "sum": (lambda: by_root(lambda x: ((x * x).sum(-1, keepdim=True) + 1e-5).sqrt()), "sum_for_mean"),
+    "by parts": (
+        lambda: norm_of(lambda x, w: rms(x.unflatten(-1, (4, -1)), torch.ones(()), 1e-5).flatten(-2) * w),
+        "norm_by_parts",
+    ),
+    "one part": (
+        lambda: by_root(lambda x: ((x * x)[:, 16:32].mean(-1, keepdim=True) + 1e-5).sqrt()), "mean_of_one_part",
+    ),
+    "divisor": (lambda: by_root(lambda x: ((x * x).sum(-1, keepdim=True) / 80 + 1e-5).sqrt()), "other_divisor"),
+    "no weight": (lambda: wrong_norm(weigh=False), "no_weight"),
+    "weight and one": (lambda: wrong_norm(one=1.0), "weight_and_one"),
+    "weight without one": (lambda: wrong_norm(one=-1.0, cls="GemmaRMSNorm"), "weight_without_one"),
+    "centred": (lambda: norm_of(lambda x, w: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "centred"),
+    "no residual": (lambda: wrong_norm(add=0.0), "no_residual"),
+    "residual twice": (lambda: wrong_norm(add=2.0), "residual_twice"),
+    "not centred": (lambda: wrong_layer(lambda x, w, b: rms(x, w, 1e-5) + b), "not_centred"),
+    "sample variance": (
+        lambda: wrong_layer(lambda x, w, b: centred(x) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * w + b),
+        "sample_variance",
+    ),
+    "no bias": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, None, 1e-5)), "no_bias"),
+    "bias twice": (lambda: wrong_layer(lambda x, w, b: F.layer_norm(x, (WIDTH,), w, 2 * b, 1e-5)), "bias_twice"),
+    "gelu": (lambda: wrong_gate(lambda a, b: F.gelu(a) * b), "other_gate"),
+    "erf for tanh": (lambda: wrong_gate(lambda a, b: F.gelu(a) * b, "GeluAndMul"), "other_gate"),
+    "relu": (lambda: wrong_gate(lambda a, b: a.relu() * b), "other_gate"),
+    "exchanged": (lambda: wrong_gate(lambda a, b: F.silu(b) * a), "halves_exchanged"),
+    "interleaved": (
+        lambda: wrong_gate(lambda a, b: F.silu(torch.cat((a, b), -1)[:, ::2]) * torch.cat((a, b), -1)[:, 1::2]),
+        "interleaved",
+    ),
+    "up alone": (lambda: wrong_gate(lambda a, b: b), "up_alone"),
+    "gate alone": (lambda: wrong_gate(lambda a, b: F.silu(a)), "gate_alone"),
+    "both activated": (lambda: wrong_gate(lambda a, b: F.silu(a) * F.silu(b)), "both_activated"),
+    "argument": (lambda: wrong_gate(lambda a, b: F.silu(1.13 * a) * b), "scaled_gate"),
+    "slope": (lambda: wrong_gate(lambda a, b: a * torch.sigmoid(1.4 * a) * b), "sigmoid_slope"),
+    "limit": (lambda: wrong_gate(lambda a, b: F.silu(a.clamp(max=3.0)) * b.clamp(-3.0, 3.0)), "clamped"),
+    "linear bias": (lambda: wrong_linear(lambda x, w, b: x @ w.T), "no_bias"),
+    "linear bias twice": (lambda: wrong_linear(lambda x, w, b: x @ w.T + 2 * b), "bias_twice"),
+    "part of bias": (lambda: wrong_linear(lambda x, w, b: x @ w.T + 0.7 * b), "bias_times"),
+    "short": (lambda: wrong_linear(lambda x, w, b: x[:, :-3] @ w[:, :-3].T + b), "short"),
+    "no soft cap": (lambda: attention(cap=5.0, spread=2.0, used={"cap": 0.0}), "no_soft_cap"),
+    "other soft cap": (lambda: attention(cap=5.0, spread=2.0, used={"cap": 8.0}), "other_soft_cap"),
+    "scale of the head": (lambda: attention(used={"scale": HEAD**-0.5}), "other_scale"),
+    "fitted scale": (lambda: attention(used={"scale": 0.227}), "other_scale"),
+    "no window": (lambda: attention(window=24, used={"window": 0}), "no_window"),
+    "window off by one": (lambda: attention(window=24, used={"window": 25}), "other_window"),
+    "found window": (lambda: attention(used={"window": 37}), "other_window"),
+    "no sinks": (lambda: attention(sinks=True, used={"sinks": None}), "no_sinks"),
+    "key heads in turn": (lambda: attention(used={"order": TURNED}), "heads_in_turn"),
+    "heads shifted": (
+        lambda: other_output(attention(), lambda y: y.unflatten(1, (HEADS, HEAD)).roll(1, 1).flatten(1)),
+        "heads_shifted",
+    ),
+    "block of zeros": (lambda: attention(past=zeroed(16, 32)), "positions_not_written"),
+    "one zero": (lambda: attention(past=zeroed(33, 34)), "positions_not_written"),
+    "keys for values": (lambda: attention(past=lambda k, v: (k, k)), "keys_for_values"),
+    "base": (lambda: wrong_rotary(base=1e6), "other_base"),
+    "fitted base": (lambda: wrong_rotary(base=14000.0), "other_base"),
+    "half of the channels": (lambda: wrong_rotary(dim=HEAD // 2), "other_dim"),
+    "neighbours": (lambda: wrong_rotary(neighbours=True), "other_pairs"),
+    "one position late": (lambda: wrong_rotary(positions=lambda p: p - 1), "position_off"),
+    "positions as one run": (lambda: wrong_rotary(positions=lambda p: torch.arange(len(p)) + p[0]), "one_run"),
+    "angles": (lambda: wrong_rotary(positions=lambda p: 1.01 * p), "angles_times"),
+    "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
+    "coarse table": (lambda: wrong_rotary(table=four_bits), "coarse_table"),
+    "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
+    "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),
+    "experts' gelu": (lambda: wrong_experts(act=F.gelu), "expert_activation"),
+    "experts exchanged": (lambda: wrong_experts(exchanged=True), "expert_halves_exchanged"),
+    "weights on input": (lambda: wrong_experts(on_input=True), "weights_on_input"),
+    "one expert": (lambda: wrong_experts(fewer=1), "fewer_experts"),
+    "weights twice": (lambda: wrong_experts(weights=lambda w: w * w), "weights_twice"),
+    "no weights": (lambda: wrong_experts(weights=torch.ones_like), "no_weights"),
+    "without an expert": (lambda: wrong_experts(missing=4), "expert_missing"),
+    "all": (lambda: other_output(linear(), lambda y: 1.05 * y), "all_times"),
+    "half": (lambda: other_output(linear(), lambda y: 0.5 * y), "all_times"),
+    "nothing": (lambda: other_output(linear(), lambda y: 0.0 * y), "never_written"),
+    "plus": (lambda: other_output(linear(), lambda y: y + 0.3), "plus"),
+    "a head": (
+        lambda: other_output(attention(), lambda y: y * torch.ones(HEADS, HEAD).index_fill(
+            0, torch.tensor([3]), 1.2).flatten()), "columns_times",
+    ),
+    "columns": (
+        lambda: other_output(linear(), lambda y: y * torch.ones(48).index_fill(0, torch.arange(8, 16), 1.1)),
+        "columns_times",
+    ),
+    "lost columns": (
+        lambda: other_output(linear(), lambda y: y * torch.ones(48).index_fill(0, torch.arange(32, 48), 0.0)),
+        "columns_lost",
+    ),
+    "rows shifted": (lambda: other_output(linear(), lambda y: y.roll(1, 0)), "rows_shifted"),
+}  # fmt: skip
+"""Name → (a wrong call, the cause's name)."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_cause_is_said_and_no_other(name: str) -> None:
+    make, cause = PLANTED[name]
+    found = explained(make())
+    assert names(found) == {cause}, found and found.text
+    assert found is not None
+    assert found.chance <= 1e-3
+
+
+@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention])
+def test_right_call_has_no_cause(make: Any) -> None:
+    call = make()
+    call = call if call.outputs else honest(call, *_shapes(call))
+    assert explained(call) is None
+
+
+def _shapes(call: Call) -> list[tuple[int, ...]]:
+    rows = len(next(iter(call.inputs.values())))
+    if call.cls == "RMSNorm":
+        return [(rows, WIDTH), (rows, WIDTH)]
+    return [(rows, 48)] if "Linear" in call.cls else [(rows, WIDTH)]
+
+
+
+def test_fault_of_some_rows_is_said_of_these() -> None:
+    """Rows from the tenth on, of one call, beside a right call."""
+    right = honest(linear(), (24, 48))
+    wrong = other_output(linear(), lambda y: torch.where(torch.arange(24)[:, None] >= 10, 1.05 * y, y))
+    found = explained(wrong, replace(right, name=wrong.name))
+    assert names(found) == {"all_times"}
+    assert found is not None
+    assert found.text.startswith("in the 14 rows of 48 examined that are wrong, mine's output is what this Column")
+
+
+def test_stale_row_is_said() -> None:
+    wrong = other_output(linear(), lambda y: torch.where(torch.arange(24)[:, None] == 7, y.roll(1, 0), y))
+    assert names(explained(wrong)) == {"rows_shifted"}
+
+
+def test_cause_that_holds_in_one_call_alone_is_not_said() -> None:
+    first = other_output(linear(), lambda y: 1.05 * y)
+    second = other_output(linear(seed=5), lambda y: 1.2 * y)
+    assert explained(first, second) is None
+
+
+def test_too_few_numbers_prove_nothing() -> None:
+    wrong = other_output(linear(rows=1), lambda y: y)
+    one = wrong.outputs["output.0"].clone()
+    one[0, 5] *= 1.5
+    assert explained(replace(wrong, outputs={"output.0": one})) is None
+
+
+def test_chance_counts_fits_and_tries() -> None:
+    proof = Proof(moved=20, before=2000.0, after=20.0)
+    fixed, fitted = (proof.log_chance(Guess(0.0, fitted=n), 1.0) for n in (0, 2))
+    assert fixed < fitted < 0
+    assert proof.log_chance(Guess(0.0), 100.0) == pytest.approx(fixed + math.log(100.0))
+    assert Proof(moved=1, before=2000.0, after=1.0).log_chance(Guess(0.0), 1.0) == 0.0
+
+
+def test_golden_value_is_no_fit() -> None:
+    call = attention(used={"scale": 0.31})
+    found = explained(call, golden={"scale": 0.31})
+    assert found is not None
+    assert found.found[0].guess.fitted == 0
+    assert found.plain()["parameter"] == 0.31
+
+
+def test_known_cause_is_confirmed_in_the_next_layer() -> None:
+    causes = Causes(TABLE, seconds=None)
+    first, second = (attention(seed=s, cap=5.0, spread=2.0, used={"cap": 0.0}) for s in (0, 20))
+    assert causes.of_calls([captured(first)]) is not None
+    found = causes.of_calls([captured(replace(second, name="layers.1.attn"))])
+    assert found is not None
+    assert found.tried == 1.0
+    assert "without its soft cap of 5" in found.text
+
+
+def test_plain_json_survives_a_replay_file() -> None:
+    found = explained(other_output(linear(), lambda y: 1.05 * y))
+    assert found is not None
+    plain = json.loads(json.dumps(found.plain()))
+    assert set(plain) == {"family", "text", "parameter", "residual", "chance"}
+    assert plain["family"] == "factor"
+    assert 0.0 < plain["residual"] <= 1.0

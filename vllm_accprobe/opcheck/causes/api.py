@@ -1,0 +1,282 @@
+"""What a cause is, and how one is written.
+
+The problem: "Attention of layer 0 is wrong" starts a discussion; "mine's output is what this attention gives without
+its soft cap of 5" ends it. The idea: a `Cause` edits a call (another setting, another tensor) or computes another
+output, and names the edit in words. Whoever tries it (search.py) runs the reference on the edited call. A cause is a
+function that is marked with ``@cause``; it needs no threshold, no proof and no text besides its clause.
+Parameters come from ``values``: what the dump names (golden's attribute, config.json), small lists, or a fit (`fits`).
+
+Not here: the causes (attention.py, norms.py, ...), the proof (search.py), the table of all (registry.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_accprobe.judge.floor import unit
+from vllm_accprobe.judge.statistic import CHANCE
+from vllm_accprobe.opcheck.calls import grid
+from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
+from vllm_accprobe.opcheck.floors.rounding import middles
+from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined
+from vllm_accprobe.opcheck.reference_table import References
+
+SETTING, ADDRESS, PRECISION, FACTOR = "setting", "address", "precision", "factor"
+FAMILIES = (SETTING, ADDRESS, PRECISION, FACTOR)
+MARK = "__accprobe_cause__"
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A parameter and what it cost to find. value: a number, a string, or a tuple; fitted: how many real numbers were
+    fitted to mine's output; choices: among how many equally simple ones it was picked by that output."""
+
+    value: Any
+    fitted: int = 0
+    choices: float = 1.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of the operator, as it is examined. plain: what its reference gives; golden: attributes of golden's
+    module, as far as they differ from mine's; chance: that a correct output fails (the replay's); wrong: by role, bool
+    [rows], the rows that fail by themselves."""
+
+    captured: Captured
+    references: References
+    plain: Mapping[str, Expected]
+    golden: Mapping[str, Any] = field(default_factory=dict)
+    chance: float = CHANCE
+    wrong: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def call(self) -> Call:
+        return self.captured.what
+
+    def mine(self, role: str = "output.0") -> Tensor:
+        """The captured tensor of an output, its own dtype."""
+        call = self.call
+        return call.outputs[role] if role in call.outputs else call.inputs[role.removeprefix("input.")]
+
+    def evaluate(self, call: Call) -> Mapping[str, Expected]:
+        """The reference's outputs of another call. Raises Declined."""
+        found = self.references.evaluate(call)
+        if isinstance(found, Declined):
+            raise found
+        return found
+
+    def rows(self, role: str, expected: Expected) -> OutputRows | None:
+        """An expected output and mine's, row by row; None where their shapes differ."""
+        record, mine = self.captured.records[role], self.mine(role)
+        shape, e = tuple(mine.shape), expected
+        if math.prod(e.value.shape) != math.prod(shape):
+            return None
+        if tuple(e.value.shape) != shape:
+            noise, bound = (None if x is None else x.expand(e.value.shape).reshape(shape) for x in (e.noise, e.bound))
+            e = replace(e, value=e.value.reshape(shape), noise=noise, bound=bound)
+        return OutputRows.of(e, mine, record.row_dim if record.rows is not None else 0)
+
+    def weight(self, role: str) -> Tensor:
+        """1.0 in the rows that fail by themselves, 0.0 elsewhere, broadcastable to the output; 1.0 where none does."""
+        record, mine = self.captured.records[role], self.mine(role)
+        wrong, dim = self.wrong.get(role), record.row_dim if record.rows is not None else 0
+        if wrong is None or not mine.dim() or len(wrong) != mine.shape[dim] or not bool(wrong.any()):
+            return torch.ones((1,) * mine.dim(), dtype=torch.float64)
+        return wrong.double().reshape([-1 if d == dim else 1 for d in range(mine.dim())])
+
+    def dtype(self, role: str) -> str:
+        return grid.name_of(self.mine(role))
+
+    def roles(self) -> list[str]:
+        """The outputs that were captured and have a reference."""
+        return [role for role in self.plain if role in self.captured.records]
+
+
+Change = Callable[[Trial, Any], Any]
+"""(trial, parameter) → an edited Call, the value of output.0 (float64), an `Expected`, or these by role. Raises
+Declined where it does not apply."""
+Values = Callable[[Trial], Iterable[Any]]
+"""Trial (the worst one) → parameters, bare or as `Guess`. Raises Declined where it does not apply."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """name: unique; family: of FAMILIES; classes: globs; text: the clause that follows "what this Attention gives",
+    with ``{0}`` for the parameter; change, values: as above."""
+
+    name: str
+    family: str
+    classes: tuple[str, ...]
+    text: str
+    change: Change
+    values: Values
+
+    def fits(self, cls: str) -> bool:
+        return any(fnmatchcase(cls, glob) for glob in self.classes)
+
+    def clause(self, value: Any) -> str:
+        """The text with its parameter."""
+        parts = value if isinstance(value, tuple) else (value,)
+        return self.text.format(*parts)
+
+
+def _once(trial: Trial) -> Iterable[Any]:
+    return (None,)
+
+
+def cause(family: str, *classes: str, text: str, values: Values = _once) -> Callable[[Change], Change]:
+    """Marks a function (trial, parameter) as a cause of operators of ``classes`` (globs over class names). Without
+    ``values`` it has no parameter: it is tried once, with None. The same function may be marked several times."""
+    if family not in FAMILIES:
+        raise ValueError(f"a cause is of one of {FAMILIES}, not {family!r}")
+
+    def mark(function: Change) -> Change:
+        known: tuple[Cause, ...] = getattr(function, MARK, ())
+        name = function.__name__ if not known else f"{function.__name__}_{len(known)}"
+        setattr(function, MARK, (*known, Cause(name, family, classes, text, function, values)))
+        return function
+
+    return mark
+
+
+def marked(source: ModuleType | Change) -> list[Cause]:
+    """The causes of a module's own functions, or of the one."""
+    if not isinstance(source, ModuleType):
+        return list(getattr(source, MARK, ()))
+    own = [f for f in vars(source).values() if callable(f) and getattr(f, "__module__", "") == source.__name__]
+    return [c for f in own for c in getattr(f, MARK, ())]
+
+
+def edited(
+    call: Call, *, without: Sequence[str] = (), cls: str | None = None, **parts: Mapping[str, Any]
+) -> Call:  # fmt: skip
+    """``call`` with other entries. parts: ``inputs``, ``params``, ``attrs``, ``parent``, ``config``, ``extra``, each
+    with the entries that change; without: names that are taken out of all of them."""
+    changes: dict[str, Any] = {} if cls is None else {"cls": cls}
+    for name in ("inputs", "params", "attrs", "parent", "config", "extra"):
+        old: Mapping[str, Any] = getattr(call, name)
+        if parts.get(name) or any(n in old for n in without):
+            changes[name] = {k: v for k, v in {**old, **parts.get(name, {})}.items() if k not in without}
+    return replace(call, **changes)
+
+
+def scaled(e: Expected, factor: Tensor | float, value: Tensor | None = None) -> Expected:
+    """An output times ``factor`` (broadcastable), with its errors. value: instead of the product."""
+    size = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
+    noise, bound = (None if x is None else x * size for x in (e.noise, e.bound))
+    return replace(e, value=e.value * factor if value is None else value, noise=noise, bound=bound, exact=None)
+
+
+def rounded_once(trial: Trial, role: str) -> Expected:
+    """The plain output, rounded to its dtype: what an edit of the finished output reads."""
+    plain, step = trial.plain[role], unit(trial.dtype(role))
+    size = step * plain.value.abs()
+    bound = None if plain.bound is None else plain.bound + size
+    return replace(plain, noise=combined(plain.noise, ROUNDED * size), bound=bound, exact=None)
+
+
+def moved(e: Expected, at: Callable[[Tensor], Tensor]) -> Expected:
+    """An output whose elements stand elsewhere. at: what ``at`` does to a tensor of its shape, errors included."""
+    noise, bound = (None if x is None else at(x.expand(e.value.shape)) for x in (e.noise, e.bound))
+    return replace(e, value=at(e.value), noise=noise, bound=bound, exact=None)
+
+
+_STEPS = 6
+"""Chosen: steps of Gauss and Newton; each squares the error near the end."""
+_NEAR = 1e-3
+"""Chosen: relative change of a parameter for a difference quotient."""
+_ENOUGH = 1e-6
+"""Chosen: a relative step that changes no output of 16 bits, nor much of float32's."""
+_LEAST = 2.0**-12
+"""Chosen: of an average variance, the least that an element of a fit is given."""
+_FARTHEST = 16.0
+"""Chosen: factor by which a fit may leave its start; what is further off has another cause."""
+
+
+def outputs_of(trial: Trial, found: Any) -> dict[str, Expected]:
+    """What a change gave, by role, with the plain outputs of the other roles. Raises Declined."""
+    if isinstance(found, Call):
+        found = trial.evaluate(found)
+    if isinstance(found, (Expected, torch.Tensor)):
+        found = {"output.0": found}
+    new = {
+        role: x if isinstance(x, Expected) else replace(trial.plain[role], value=x.double(), exact=None)
+        for role, x in found.items()
+        if role in trial.plain
+    }
+    return {**trial.plain, **new}
+
+
+def precision(trial: Trial, role: str) -> Tensor:
+    """What an element counts for in a fit: one over the variance of its rounding, float64, mine's shape; an element
+    near 0 is known best."""
+    mine, noise = trial.mine(role).double(), trial.plain[role].noise
+    variance = (unit(trial.dtype(role)) * mine).square()
+    variance = variance + _LEAST * variance.mean()
+    if noise is not None:
+        variance = variance + noise.expand(trial.plain[role].value.shape).reshape(mine.shape).square()
+    return 1.0 / variance.clamp(min=1e-300)
+
+
+def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "output.0") -> Iterator[Guess]:
+    """A positive parameter fitted by least squares over the logarithm, from the best of ``starts``: over all rows and
+    over the wrong ones, of mine's numbers as they are and as truncated ones. Nothing where the output does not depend
+    on it."""
+
+    def of(value: float) -> Tensor:
+        return outputs_of(trial, change(trial, value))[role].value.reshape(mine.shape)
+
+    mine = trial.mine(role).double()
+    everywhere = precision(trial, role)
+    some = everywhere * trial.weight(role)
+    ways = [(everywhere, mine), (everywhere, middles(mine, trial.dtype(role)))]
+    if not bool((some > 0).all()):
+        ways += [(some, mine), (some, ways[1][1])]
+    starts, seen = list(starts), list[float]()
+    for weight, target in ways:
+        begun = [(float((weight * (of(s) - target).square()).sum()), s) for s in starts]
+        value = _least(of, target, weight, min(begun)[1]) if begun else math.nan
+        if math.isfinite(value) and all(not math.isclose(value, s, rel_tol=1e-9) for s in seen):
+            seen.append(value)
+            yield Guess(value, fitted=1)
+
+
+def _least(of: Callable[[float], Tensor], target: Tensor, weight: Tensor, start: float) -> float:
+    """Gauss and Newton's steps over the logarithm; nan where they lead nowhere."""
+    value = start
+    for _ in range(_STEPS):
+        now = of(value)
+        slope = (of(value * (1.0 + _NEAR)) - now) / _NEAR
+        power = float((weight * slope.square()).sum())
+        step = float((weight * (target - now) * slope).sum()) / power if power else math.nan
+        if not math.isfinite(step):
+            return math.nan
+        value *= math.exp(max(-1.0, min(1.0, step)))
+        if not start / _FARTHEST < value < start * _FARTHEST:
+            return math.nan
+        if abs(step) < _ENOUGH:
+            break
+    return value
+
+
+def fit_of(change: Change, *starts: float | Callable[[Trial], float]) -> Values:
+    """``values`` of a cause whose parameter is fitted. starts: numbers, or what gives them from a trial."""
+
+    def values(trial: Trial) -> Iterator[Guess]:
+        return fits(change, trial, [s(trial) if callable(s) else s for s in starts])
+
+    return values
+
+
+def named(trial: Trial, *names: str) -> list[Any]:
+    """What golden's module has for these attributes, where it differs from mine's."""
+    return [trial.golden[n] for n in names if n in trial.golden]

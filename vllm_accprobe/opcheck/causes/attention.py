@@ -1,0 +1,384 @@
+"""Causes of attention: scale, soft cap, window, sinks, slopes; heads, and places of the cache that hold something else.
+
+The settings are edits of what references/attention.py reads. A window, and keys and values that are 0, are searched on
+the rows of the request that is worst off: a window by sums that grow from a row's own position back; keys and values
+that are 0, at one position or in one aligned block, by what their absence does to the softmax,
+(Z o - sum e v) / (Z - sum e + n), for all positions at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, Guess, Trial, cause, edited, fits, moved, named
+from vllm_accprobe.opcheck.floors.rounding import direction, middles
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.references.attention import attention_settings, scale_of
+
+PAGED = ("Attention", "EncoderOnlyAttention")
+ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention")
+_ROWS, _NUMBERS = 48, 1 << 23
+_EACH = -1
+"""All requests of a call, instead of one."""
+_BLOCKS = (8, 16, 32, 64, 128, 256)
+"""Tokens in a block of the caches that there are."""
+
+
+def _sizes(call: Call) -> tuple[int, int, int]:
+    """Heads, key heads, head size."""
+    heads, kv, head = (int(call.attr(n)) for n in ("num_heads", "num_kv_heads", "head_size"))
+    return heads, kv, head
+
+
+def _head_size(call: Call) -> int:
+    return int(call.attr("head_size"))
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def _scaled(trial: Trial, scale: float) -> Call:
+    return edited(trial.call, attrs={"scale": float(scale)})
+
+
+def _scales(trial: Trial) -> Iterator[Guess]:
+    own = scale_of(trial.call, head := _head_size(trial.call))
+    scalar = trial.call.config.get("query_pre_attn_scalar")
+    known = [*named(trial, "scale", "scaling"), head**-0.5, *([scalar**-0.5] if scalar else [])]
+    known = [float(x) for x in known if not math.isclose(float(x), own, rel_tol=1e-12)]
+    yield from map(Guess, dict.fromkeys(known))
+    yield from (Guess(x, choices=4.0) for x in (1.0, 1.0 / head, own * own, own**0.5) if x != own and x not in known)
+    yield from fits(_scaled, trial, [own])
+
+
+@cause(SETTING, *ANY, text="with the softmax scale {0:.4g}", values=_scales)
+def other_scale(trial: Trial, scale: float) -> Call:
+    return _scaled(trial, scale)
+
+
+def _cap(call: Call) -> float:
+    cap = call.attrs.get("logits_soft_cap") or call.config.get("attn_logit_softcapping")
+    if not cap:
+        raise Declined("it has no soft cap")
+    return float(cap)
+
+
+def _capped(trial: Trial, cap: float | None) -> Call:
+    return edited(trial.call, attrs={"logits_soft_cap": cap}, config={"attn_logit_softcapping": None})
+
+
+@cause(SETTING, *PAGED, text="without its soft cap of {0:g}", values=lambda trial: [_cap(trial.call)])
+def no_soft_cap(trial: Trial, cap: float) -> Call:
+    return _capped(trial, None)
+
+
+def _caps(trial: Trial) -> Iterator[Guess]:
+    own, known = trial.call.attrs.get("logits_soft_cap"), named(trial, "logits_soft_cap", "attn_logit_softcapping")
+    known = [*known, trial.call.config.get("attn_logit_softcapping")]
+    yield from (Guess(float(x)) for x in dict.fromkeys(known) if x and x != own)
+    yield from fits(_capped, trial, [3.0, 10.0, 30.0, 50.0])
+
+
+@cause(SETTING, *PAGED, text="with a soft cap of {0:.4g}", values=_caps)
+def other_soft_cap(trial: Trial, cap: float) -> Call:
+    return _capped(trial, cap)
+
+
+def _own_window(call: Call) -> int | None:
+    window = attention_settings(call, *_heads_and_size(call))["window"]
+    return None if window is None else int(window)
+
+
+def _heads_and_size(call: Call) -> tuple[int, int]:
+    heads, _, head = _sizes(call)
+    return heads, head
+
+
+def _windowed(trial: Trial, window: int | None) -> Call:
+    return edited(trial.call, attrs={"sliding_window": window})
+
+
+def _had_window(trial: Trial) -> list[int]:
+    window = _own_window(trial.call)
+    return [] if window is None else [window]
+
+
+@cause(SETTING, *PAGED, text="without its sliding window of {0}", values=_had_window)
+def no_window(trial: Trial, window: int) -> Call:
+    return _windowed(trial, None)
+
+
+def _windows(trial: Trial) -> Iterator[Guess]:
+    own = _own_window(trial.call)
+    known = [*named(trial, "sliding_window"), trial.call.config.get("sliding_window")]
+    near = [own - 1, own + 1] if own else []
+    known = [x for x in dict.fromkeys([*known, *near]) if isinstance(x, int) and x > 0 and x != own]
+    yield from map(Guess, known)
+    worst = _worst(trial)
+    found = _best_window(worst)
+    if found and found != own and found not in known:
+        yield Guess(found, choices=float(len(worst.k)))
+
+
+@cause(SETTING, "Attention", text="with a sliding window of {0}", values=_windows)
+def other_window(trial: Trial, window: int) -> Call:
+    return _windowed(trial, window)
+
+
+@cause(SETTING, *PAGED, text="without its attention sinks")
+def no_sinks(trial: Trial, _: Any) -> Call:
+    if "sinks" not in trial.call.params:
+        raise Declined("it has no sinks")
+    return edited(trial.call, without=("sinks",))
+
+
+@cause(SETTING, *PAGED, text="without its ALiBi slopes")
+def no_slopes(trial: Trial, _: Any) -> Call:
+    if attention_settings(trial.call, *_heads_and_size(trial.call))["slopes"] is None:
+        raise Declined("it has no slopes")
+    return edited(trial.call, config={"model_type": "", "alibi": False})
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def _by_heads(at: Callable[[Any], Any], heads: int) -> Callable[[Any], Any]:
+    """``at`` of the heads [rows, heads, d] of a tensor of any shape."""
+    return lambda t: at(t.reshape(t.shape[0], heads, -1)).reshape(t.shape)
+
+
+@cause(ADDRESS, *PAGED, text="with key heads dealt out in turn (query head h reads key head h modulo their number)")
+def heads_in_turn(trial: Trial, _: Any) -> Expected:
+    heads, kv, _head = _sizes(trial.call)
+    if kv in (1, heads):
+        raise Declined("each order is the same")
+    order = torch.arange(heads).reshape(-1, kv).T.flatten()  # by the key head that each should read
+    query = _by_heads(lambda t: t[:, order], heads)(trial.call.tensor("query"))
+    found = trial.evaluate(edited(trial.call, inputs={"query": query}))["output.0"]
+    back = torch.argsort(order)
+    return moved(found, _by_heads(lambda t: t[:, back], heads))
+
+
+def _shifts(trial: Trial) -> list[Guess]:
+    heads = _sizes(trial.call)[0]
+    return [Guess(n, choices=float(heads - 1)) for n in range(1, heads)]
+
+
+@cause(ADDRESS, *PAGED, text="with its heads' results {0} places further on", values=_shifts)
+def heads_shifted(trial: Trial, n: int) -> Expected:
+    return moved(trial.plain["output.0"], _by_heads(lambda t: t.roll(n, 1), _sizes(trial.call)[0]))
+
+
+@dataclass(frozen=True)
+class OtherPast:
+    """A cache whose requests have other keys and values. change: (positions of the rows, past) → past."""
+
+    cache: Any
+    change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+
+    @property
+    def why(self) -> str:
+        return str(self.cache.why)
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        for at, positions, past in self.cache.requests(causal):
+            yield at, positions, self.change(positions, past)
+
+
+def _with_past(trial: Trial, change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]) -> Call:
+    if trial.call.extra.get("cache") is None:
+        raise Declined("what it looks back at was not captured")
+    return edited(trial.call, extra={"cache": OtherPast(trial.call.extra["cache"], change)})
+
+
+def _other(past: Mapping[str, Any], change: Callable[[Any], Any], *names: str) -> dict[str, Any]:
+    return {n: change(t.clone()) if n in (names or ("key", "value")) else t for n, t in past.items()}
+
+
+def _zeroed(t: Any, some: slice) -> Any:
+    t[some] = 0
+    return t
+
+
+@cause(ADDRESS, "Attention", text="if nothing of this step were in the cache yet (keys and values 0)")
+def step_not_written(trial: Trial, _: Any) -> Call:
+    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(int(at.min()), None))))
+
+
+@cause(ADDRESS, "Attention", text="if nothing of earlier steps were in the cache (keys and values 0)")
+def past_lost(trial: Trial, _: Any) -> Call:
+    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))))
+
+
+@cause(ADDRESS, "Attention", text="with keys and values one position late in the cache")
+def past_shifted(trial: Trial, _: Any) -> Call:
+    return _with_past(trial, lambda at, past: _other(past, lambda t: t.roll(1, 0)))
+
+
+@cause(ADDRESS, "Attention", text="with its keys taken for values")
+def keys_for_values(trial: Trial, _: Any) -> Call:
+    return _with_past(trial, lambda at, past: {**past, "value": past["key"].reshape(past["value"].shape)})
+
+
+@cause(ADDRESS, "Attention", text="with the last of its key heads' values in all of them")
+def last_head_for_all(trial: Trial, _: Any) -> Call:
+    kv = _sizes(trial.call)[1]
+    if kv == 1:
+        raise Declined("it has one")
+    last = _by_heads(lambda t: t[:, -1:].expand_as(t).clone(), kv)
+    return _with_past(trial, lambda at, past: _other(past, last))
+
+
+def _gone(trial: Trial) -> Iterator[Guess]:
+    """(name, request's number, first, stop) of the positions whose key and value are 0."""
+    worst = _worst(trial)
+    for nearer in (worst.mine, middles(worst.mine, worst.dtype)):
+        for _, first, stop in sorted(_zeros(worst, nearer))[:4]:
+            name = f"position {first}" if stop - first == 1 else f"positions {first} to {stop - 1}"
+            for request in (worst.request, _EACH):
+                yield Guess((name, request, first, stop), choices=4.0 * len(worst.k))
+
+
+@cause(ADDRESS, "Attention", values=_gone,
+       text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)",
+       )  # fmt: skip
+def positions_not_written(trial: Trial, where: tuple[str, int, int, int]) -> Call:
+    _, number, first, stop = where
+    if trial.call.extra.get("cache") is None:
+        raise Declined("what it looks back at was not captured")
+    cache = trial.call.extra["cache"]
+    return edited(trial.call, extra={"cache": _OneRequest(cache, number, slice(first, stop))})
+
+
+@dataclass(frozen=True)
+class _OneRequest:
+    cache: Any
+    number: int
+    some: slice
+
+    @property
+    def why(self) -> str:
+        return str(self.cache.why)
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
+            yield at, positions, _other(past, lambda t: _zeroed(t, self.some)) if self.number in (k, _EACH) else past
+
+
+# --- searches --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Worst:
+    """Rows of the request that is furthest off: queries, mine's output and the reference's [n, heads, ...], positions
+    [n], keys and values [m, kv heads, ...]; request: its number in the call."""
+
+    request: int
+    q: Any
+    mine: Any
+    positions: Any
+    k: Any
+    v: Any
+    value: Any
+    scale: float
+    window: int | None
+    dtype: str
+
+
+def _worst(trial: Trial) -> _Worst:
+    """Raises Declined where no request is off, and where scores are more than scaled products."""
+    call = trial.call
+    heads, kv, head = _sizes(call)
+    settings = attention_settings(call, heads, head)
+    if settings["sinks"] is not None or settings["slopes"] is not None or settings["cap"]:
+        raise Declined("a search for plain scores only")
+    given, expected = call.outputs["output.0"], trial.plain["output.0"]
+    rows = given.shape[0]
+    mine, value = (t.double().reshape(rows, heads, -1) for t in (given, expected.value))
+    q = call.wide("query").reshape(rows, heads, head)
+    found, largest = None, 0.0
+    for number, (at, positions, past) in enumerate(call.extra["cache"].requests(True)):
+        off = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))
+        if off > largest:
+            found, largest = (number, at, positions, past), off
+    if found is None:
+        raise Declined("no request is off")
+    number, at, positions, past = found
+    k, v = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
+    bad = (mine[at] - value[at]).flatten(1).square().sum(1) > 2.0 * (call.unit * value[at]).flatten(1).square().sum(1)
+    first = int(positions[bad][0]) if bool(bad.any()) else int(positions[0])
+    most = max(2, min(_ROWS, _NUMBERS // (heads * len(k))))
+    later = (positions >= first).nonzero().flatten()
+    picked = later[torch.linspace(0, len(later) - 1, min(most, len(later))).long()]
+    at, positions = at[picked], positions[picked]
+    dtype = trial.dtype("output.0")
+    way = direction(value[at], mine[at], dtype)
+    nearer = middles(mine[at], dtype) if way.toward_zero else mine[at]
+    return _Worst(number, q[at], nearer, positions, k, v, value[at], settings["scale"], settings["window"], dtype)
+
+
+def _best_window(w: _Worst) -> int:
+    """The window with which the worst row comes closest: sums of e and e v from the row's own position back."""
+    row = int((w.mine - w.value).flatten(1).square().sum(1).argmax())
+    seen = int(w.positions[row]) + 1
+    share = w.q.shape[1] // w.k.shape[1]
+    heads = max(1, min(w.q.shape[1], _NUMBERS // (seen * w.v.shape[-1])))
+    k, v = (x[:seen].flip(0).repeat_interleave(share, 1)[:, :heads] for x in (w.k, w.v))
+    scores = torch.einsum("hd,mhd->mh", w.q[row, :heads], k) * w.scale
+    e = torch.exp(scores - scores.amax(0))
+    out = (e.unsqueeze(-1) * v).cumsum(0) / e.cumsum(0).clamp(min=1e-300).unsqueeze(-1)
+    return 1 + int((out - w.mine[row, :heads]).square().sum((1, 2)).argmin())
+
+
+def _zeros(w: _Worst, nearer: Any) -> list[tuple[float, int, int]]:
+    """(what is left of the error, first, stop) of the best block of each size."""
+    share = w.q.shape[1] // w.k.shape[1]
+    k, v = (x.repeat_interleave(share, 1) for x in (w.k, w.v))
+    scores = torch.einsum("nhd,mhd->hnm", w.q, k) * w.scale
+    distance = w.positions[:, None] - torch.arange(len(k))[None, :]
+    seen = (distance >= 0) & (distance < (w.window or math.inf))
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True).clamp(min=0.0)
+    e, nothing = torch.exp(scores - top), torch.exp(-top) * seen
+    total, out, off = e.sum(-1, keepdim=True), w.value.transpose(0, 1), (nearer - w.value).transpose(0, 1)
+    found = []
+    for size in (1, *(b for b in _BLOCKS if b < 2 * len(k))):
+        gone, there = _blocks(e, size), _blocks(nothing, size)
+        take = 1.0 / (total - gone + there).clamp(min=1e-300)
+        keep = total * take - 1.0
+        # |off - (keep out - take lost)|² where lost, the sum of e v over a block, is only needed in products
+        lost_off = _blocks(e * torch.einsum("hne,mhe->hnm", off, v), size)
+        lost_out = _blocks(e * torch.einsum("hne,mhe->hnm", out, v), size)
+        lost_lost = e * e * v.square().sum(-1).T.unsqueeze(1) if size == 1 else _squares(e, v, size)
+        change = (
+            keep.square() * out.square().sum(-1, keepdim=True)
+            - 2 * keep * take * lost_out
+            + take.square() * lost_lost
+            - 2 * keep * (off * out).sum(-1, keepdim=True)
+            + 2 * take * lost_off
+        )
+        left = change.sum((0, 1))
+        best = int(left.argmin())
+        found.append((float(left[best]), best * size, min((best + 1) * size, len(k))))
+    return found
+
+
+def _blocks(x: Any, size: int) -> Any:
+    """Sums over blocks of the last dimension."""
+    if size == 1:
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
+
+
+def _squares(e: Any, v: Any, size: int) -> Any:
+    """|sum over a block of e v|², [heads, n, blocks]."""
+    parts = [torch.einsum("hnm,mhe->hne", a, b).square().sum(-1)
+             for a, b in zip(e.split(size, -1), v.split(size), strict=True)]  # fmt: skip
+    return torch.stack(parts, -1)
+
+

@@ -1,0 +1,206 @@
+"""Which operators are examined for a cause, and on which of their calls.
+
+The problem: a dump has thousands of calls of an operator, a wrong operator stands in every layer, and nobody waits a
+minute for a reason. The idea: of a wrong operator two wrong calls and two right ones, of large calls the rows near the
+worst one and some at both ends; what explains the first layer is tried first in the others, on fewer calls; all within
+SECONDS. What is not examined in that time has no cause, which says nothing about it.
+
+Not here: the proof (search.py), where the cause is shown (opcheck/proof/decide.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_accprobe.dump.files import DumpError
+from vllm_accprobe.dump.reader import Dump, row_space
+from vllm_accprobe.dump.schema import Record
+from vllm_accprobe.judge.statistic import CHANCE
+from vllm_accprobe.opcheck.calls.case import closed
+from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
+from vllm_accprobe.opcheck.causes.api import Cause, Trial
+from vllm_accprobe.opcheck.causes.registry import default_causes
+from vllm_accprobe.opcheck.causes.search import SECONDS, Deadline, Explanation, Found, search
+from vllm_accprobe.opcheck.reference import Declined
+from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
+
+_CALLS = 2
+"""Chosen: wrong calls, and right ones, that are examined; of a layer whose like is explained, one."""
+_PIECE = 48
+"""Chosen: rows around the worst one, and at each end of a large call."""
+_LARGE = 1 << 21
+"""Chosen: elements of a call's tensors from which on some of its rows are taken: 16 MiB of float64."""
+
+
+class Causes:
+    """Causes of one side's operators. golden: by tap, attributes that golden's module has otherwise; ends: for all
+    operators together."""
+
+    def __init__(
+        self, references: References, golden: Mapping[str, Mapping[str, Any]] | None = None, *,
+        causes: Iterable[Cause] | None = None, seconds: float | None = SECONDS, chance: float = CHANCE,
+    ):  # fmt: skip
+        self._references, self._golden, self._chance = references, golden or {}, chance
+        self._causes = list(default_causes().causes if causes is None else causes)
+        self._ends = Deadline(seconds)
+        self._known: dict[tuple[str, str], tuple[Found, ...]] = {}
+
+    def of_calls(self, captured: Sequence[Captured]) -> Explanation | None:
+        """The cause of one operator from these calls of it, wrong and right ones."""
+        trials = [t for c in captured if not self._ends.over() and (t := self._trial(c)) is not None]
+        if not trials or self._ends.over():
+            return None
+        cls, tap = trials[0].call.cls, captured[0].tap
+        like = cls, _like(tap)
+        fitting = [c for c in self._causes if c.fits(cls)]
+        found = search(trials, fitting, self._ends, self._known.get(like, ()))
+        if found is not None and (like not in self._known or len(found.found) < len(self._known[like])):
+            self._known[like] = found.found
+        return found
+
+    def known(self, tap: str, cls: str) -> bool:
+        """Whether a layer like this one has been explained."""
+        return (cls, _like(tap)) in self._known
+
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return self._ends.over()
+
+    def _trial(self, captured: Captured) -> Trial | None:
+        if captured.missing:
+            return None
+        plain = self._references.evaluate(captured.what)
+        if isinstance(plain, Declined):
+            return None
+        golden = {**self._golden.get(captured.tap.rpartition(".")[0], {}), **self._golden.get(captured.tap, {})}
+        return Trial(captured, self._references, plain, golden, self._chance)
+
+
+def _like(tap: str) -> str:
+    """A tap's name with its layers' numbers left out."""
+    return re.sub(r"\d+", "#", tap)
+
+
+def explained_by(
+    calls: Calls, references: References, blamed: Iterable[CheckResult], checked: Iterable[CheckResult],
+    golden: Mapping[str, Mapping[str, Any]] | None = None, *, seconds: float | None = SECONDS,
+    chance: float = CHANCE,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """tap → compare.json's ``cause``, of the operators ``blamed`` (their worst rows) that have one. checked: all rows
+    of this side."""
+    by_tap: dict[tuple[int, str], list[CheckResult]] = {}
+    wanted = {(c.rank, c.tap): c for c in blamed if c.step is not None}
+    for row in checked if wanted else ():
+        if (row.rank, row.tap) in wanted and row.step is not None and row.status in (PASS, FAIL):
+            by_tap.setdefault((row.rank, row.tap), []).append(row)
+    found: dict[str, dict[str, Any]] = {}
+    causes = Causes(references, golden, seconds=seconds, chance=chance)
+    for place, worst in wanted.items():
+        if causes.over():
+            break
+        most = 1 if causes.known(worst.tap, worst.cls) else _CALLS
+        explanation = causes.of_calls(examined(calls, references, worst, by_tap.get(place, ()), most))
+        if explanation is not None:
+            found[worst.tap] = explanation.plain()
+    return found
+
+
+def examined(
+    calls: Calls, references: References, worst: CheckResult, rows: Sequence[CheckResult], most: int = _CALLS
+) -> list[Captured]:
+    """The calls of a tap that are examined, its worst one first; of large ones some rows, where the operator works row
+    by row. rows: the tap's."""
+    place = worst.rank, worst.tap
+    bad: dict[Place, CheckResult] = {(worst.step, worst.call): worst}
+    failed = {(r.step, r.call) for r in rows if r.status == FAIL}
+    good = [r for r in rows if r.status == PASS and (r.step, r.call) not in failed]
+    others = sorted((r for r in rows if r.status == FAIL), key=lambda r: (r.shape == worst.shape, -r.severity))
+    for row in others:
+        if len(bad) < most:
+            bad.setdefault((row.step, row.call), row)
+    right = {(r.step, r.call): r for r in sorted(good, key=lambda r: (r.shape != worst.shape, -r.rows))[:most]}
+    places: dict[Place, Runs] = {}
+    for at, row in {**right, **bad}.items():
+        records = calls.held(*place, at)
+        size = sum(_numel(r) for r in records.values())
+        places[at] = _runs(calls.dump, records, row) if size > _LARGE else row.replayed
+    chosen = Chosen(places, references.by_rows, 1 << 62)
+    try:
+        # closed: what an earlier call looked back at is let go of when a later one is read
+        found = [replace(c, what=closed(c.what, references)) for c in calls.of(*place, chosen=chosen)] if places else []
+    except DumpError:
+        return []
+    order = list(bad)
+    return sorted(found, key=lambda c: order.index(p) if (p := (c.step, c.call)) in order else len(order))
+
+
+def _numel(record: Record) -> int:
+    n = 1
+    for size in record.shape:
+        n *= size
+    return n
+
+
+def _runs(dump: Dump, records: Mapping[str, Record], row: CheckResult) -> Runs:
+    """Rows of a large call: at both ends and around the worst one; all where it has no rows."""
+    record = records.get(row.role)
+    space = row_space(dump, record) if record is not None else None
+    if record is None or space is None or not record.shape:
+        return row.replayed
+    n, start, worst = record.shape[0], 0, 0
+    for s in space.segments:
+        request = dump.requests.get((record.rank, s.req))
+        named = request.id if request else str(s.req)
+        if row.position is not None and named == row.request and s.pos <= row.position < s.pos + s.n:
+            worst = start + row.position - s.pos
+        start += s.n
+    pieces = (range(first, first + _PIECE) for first in (0, worst - _PIECE // 2, n - _PIECE))
+    taken = sorted({k for piece in pieces for k in piece if 0 <= k < n})
+    runs: list[list[int]] = []
+    for k in taken:
+        if any(a <= k < b for a, b in row.replayed) or not row.replayed:
+            if runs and runs[-1][1] == k:
+                runs[-1][1] += 1
+            else:
+                runs.append([k, k + 1])
+    return tuple((a, b) for a, b in runs)
+
+
+_KEPT = 1 << 20
+"""Chosen: elements of a right call that is kept for the wrong ones of its tap."""
+
+
+class CausesOfTap:
+    """Causes of the wrong calls of one tap, one after another. shared: of all taps of a process, empty at first:
+    nothing is made before a call is wrong; chance: that a correct output fails."""
+
+    def __init__(self, shared: list[Causes], references: References, chance: float):
+        self._shared, self._references, self._chance = shared, references, chance
+        self._right: Captured | None = None
+
+    def with_cause(self, captured: Captured, rows: Sequence[CheckResult]) -> Iterator[CheckResult]:
+        """``rows`` of a call, the wrong ones with their cause. Never raises."""
+        wrong = [r for r in rows if r.status == FAIL and r.role]
+        if not wrong:
+            if self._right is None and rows and all(r.status == PASS for r in rows) and _size(captured) <= _KEPT:
+                self._right = captured if "cache" not in captured.what.extra else None
+            yield from rows
+            return
+        if not self._shared:
+            self._shared.append(Causes(self._references, chance=self._chance))
+        found = self._shared[0].of_calls([captured, *([] if self._right is None else [self._right])])
+        text = "" if found is None else found.text
+        yield from (replace(r, cause=text) if text and r.status == FAIL else r for r in rows)
+
+
+def _size(captured: Captured) -> int:
+    return sum(_numel(r) for r in captured.records.values())
+
+
+def golden_constants(others: Mapping[str, Iterable[tuple[str, Any, Any]]]) -> dict[str, dict[str, Any]]:
+    """tap → attribute → golden's value, of comparison/notes.py's `other_values`."""
+    return {tap: {name: theirs for name, _, theirs in differs} for tap, differs in others.items()}

@@ -1,0 +1,140 @@
+"""Causes of products with a weight: the bias, a scaling, a reduction that stops early; and of the logits after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from vllm_accprobe.opcheck.causes.api import (
+    ADDRESS,
+    SETTING,
+    Guess,
+    Trial,
+    cause,
+    edited,
+    fits,
+    named,
+    rounded_once,
+    scaled,
+)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.references.activations import soft_cap
+from vllm_accprobe.opcheck.references.quantised import weight_of
+
+LINEAR = ("*ParallelLinear", "*Linear", "ParallelLMHead")
+_INPUT = ("input_", "x", "input", "hidden_states", "0", "1")
+
+
+def _bias(trial: Trial, times: float) -> Expected:
+    """The sum may have been rounded with its own bias."""
+    value = trial.evaluate(edited(trial.call, params={"bias": trial.call.param("bias") * times}))["output.0"].value
+    return replace(rounded_once(trial, "output.0"), value=value)
+
+
+@cause(SETTING, *LINEAR, text="without its bias")
+def no_bias(trial: Trial, _: Any) -> Expected:
+    return _bias(trial, 0.0)
+
+
+@cause(SETTING, *LINEAR, text="with its bias added twice")
+def bias_twice(trial: Trial, _: Any) -> Expected:
+    return _bias(trial, 2.0)
+
+
+def _shares(trial: Trial) -> Iterator[Guess]:
+    ranks = int(trial.call.attrs.get("tp_size", 1))
+    yield from (Guess(float(x)) for x in (ranks, 1.0 / ranks) if ranks > 2)
+    yield from fits(_bias, trial, [1.0, 0.1])
+
+
+@cause(SETTING, *LINEAR, text="with its bias times {0:.4g}", values=_shares)
+def bias_times(trial: Trial, times: float) -> Expected:
+    return _bias(trial, times)
+
+
+def _input(call: Call) -> tuple[str, Any]:
+    """The input's name and values. Raises Declined."""
+    width = weight_of(call).shape[-1]
+    for name in _INPUT:
+        if name in call.inputs and call.inputs[name].dim() > 1 and call.inputs[name].shape[-1] == width:
+            return name, call.inputs[name]
+    raise Declined("its input was not captured")
+
+
+def _tails(trial: Trial) -> Iterator[Guess]:
+    """How many inputs the reduction leaves out at its end: those after which the error is least, on a few numbers."""
+    _name, x = _input(trial.call)
+    weight, width = weight_of(trial.call), x.shape[-1]
+    off = (trial.mine().double() - trial.plain["output.0"].value).reshape(-1, weight.shape[0])
+    worst = off.abs().amax(1).argsort(descending=True)[:4]
+    columns = off[worst].abs().sum(0).argsort(descending=True)[:64]
+    terms = x.reshape(-1, width)[worst].double().unsqueeze(1) * weight[columns].double().unsqueeze(0)
+    lost = terms.flip(-1).cumsum(-1)  # by how many are left out, less one
+    left = (off[worst][:, columns].unsqueeze(-1) + lost).square().sum((0, 1))
+    best = int(left.argmin()) + 1
+    if best < width:
+        yield Guess(best, choices=float(width))
+
+
+@cause(ADDRESS, *LINEAR, text="without the last {0} of its inputs", values=_tails)
+def short(trial: Trial, n: int) -> Expected:
+    """The rest may have been added to, or taken from, a sum that was rounded."""
+    name, x = _input(trial.call)
+    kept = x.clone()
+    kept[..., -n:] = 0
+    value = trial.evaluate(edited(trial.call, inputs={name: kept}))["output.0"].value
+    return replace(rounded_once(trial, "output.0"), value=value)
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def _product(trial: Trial) -> Any:
+    """lm_head's product, as wide as the logits."""
+    z = trial.call.extra.get("lm_head")
+    if z is None:
+        raise Declined("the output of lm_head was not captured beside it")
+    return z.double()[..., : trial.mine().shape[-1]]
+
+
+def _logits_cap(call: Call) -> float:
+    return float(call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping") or 0.0)
+
+
+def _had_cap(trial: Trial) -> list[float]:
+    cap = _logits_cap(trial.call)
+    return [cap] if cap else []
+
+
+@cause(SETTING, "LogitsProcessor", text="without its soft cap of {0:g}", values=_had_cap)
+def no_logits_cap(trial: Trial, cap: float) -> Expected:
+    z = float(trial.call.attr("scale", default=1.0)) * _product(trial)
+    return scaled(trial.plain["output.0"], 1.0, z)
+
+
+def _caps(trial: Trial) -> Iterator[Guess]:
+    own = _logits_cap(trial.call)
+    yield from (Guess(float(x)) for x in named(trial, "soft_cap") if x and x != own)
+    yield from fits(other_logits_cap, trial, [3.0, 10.0, 30.0])
+
+
+@cause(SETTING, "LogitsProcessor", text="with a soft cap of {0:.4g}", values=_caps)
+def other_logits_cap(trial: Trial, cap: float) -> Expected:
+    z = float(trial.call.attr("scale", default=1.0)) * soft_cap(_product(trial), cap)
+    return scaled(trial.plain["output.0"], 1.0, z)
+
+
+def _logits_scales(trial: Trial) -> Iterator[Guess]:
+    own = float(trial.call.attr("scale", default=1.0))
+    known = [float(x) for x in [*named(trial, "scale"), 1.0, own * own] if float(x) != own]
+    yield from map(Guess, dict.fromkeys(known))
+    if own != 1.0:
+        yield from fits(other_logits_scale, trial, [own])
+
+
+@cause(SETTING, "LogitsProcessor", text="with the logits' scale {0:.4g}", values=_logits_scales)
+def other_logits_scale(trial: Trial, scale: float) -> Call:
+    return edited(trial.call, attrs={"scale": scale})
+
+

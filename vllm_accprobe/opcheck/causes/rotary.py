@@ -1,0 +1,193 @@
+"""Causes of rotary embeddings: base, scaling, partial dimension, pairs of channels, positions, one of two inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_accprobe.opcheck.causes.api import ADDRESS, PRECISION, SETTING, Guess, Trial, cause, edited, fits, named
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.references import rotary
+
+ROTARY = ("*RotaryEmbedding", "MRotaryEmbeddingInterleaved")
+_PLAIN = "RotaryEmbedding"
+_SCALED = (
+    "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding", "DynamicNTKScalingRotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+)  # fmt: skip
+
+
+def _base(trial: Trial) -> float:
+    return float(trial.call.attr("base"))
+
+
+def _bases(trial: Trial) -> Iterator[Guess]:
+    own, config = _base(trial), trial.call.config
+    known = [*named(trial, "base"), config.get("rope_theta"), rotary.settings(config).get("rope_theta"), 10000.0]
+    known = [float(x) for x in dict.fromkeys(known) if x and float(x) != own]
+    yield from map(Guess, known)
+    yield from (Guess(x, choices=3.0) for x in (5e5, 1e6, 1e7) if x != own and x not in known)
+    yield from fits(other_base, trial, [own * f for f in (0.1, 0.5, 1.0, 2.0, 10.0)], _role(trial))
+
+
+def _role(trial: Trial) -> str:
+    """The output that is furthest off."""
+
+    def off(role: str) -> float:
+        value = trial.plain[role].value
+        return float((trial.mine(role).double() - value.reshape(trial.mine(role).shape)).square().sum())
+
+    return max(trial.roles(), key=off)
+
+
+@cause(SETTING, *ROTARY, text="with the base {0:.5g}", values=_bases)
+def other_base(trial: Trial, base: float) -> Call:
+    return edited(trial.call, attrs={"base": base})
+
+
+@cause(SETTING, *_SCALED, "DeepseekScalingRotaryEmbedding", text="without its scaling of frequencies")
+def no_scaling(trial: Trial, _: Any) -> Call:
+    if trial.call.cls == _PLAIN:
+        raise Declined("it has none")
+    return edited(trial.call, cls=_PLAIN)
+
+
+def _kinds(trial: Trial) -> list[str]:
+    if "factor" not in rotary.settings(trial.call.config):
+        raise Declined("config.json has no factor")
+    return [cls for cls in _SCALED if cls != trial.call.cls]
+
+
+@cause(SETTING, *ROTARY, text="with the frequencies of {0}", values=_kinds)
+def other_scaling(trial: Trial, cls: str) -> Call:
+    return edited(trial.call, cls=cls)
+
+
+def _dims(trial: Trial) -> list[int]:
+    head = int(trial.call.attr("head_size"))
+    own = int(trial.call.attr("rotary_dim", default=head))
+    return [d for d in (head, head // 2, head // 4, 3 * head // 4) if d != own and d > 0 and d % 2 == 0]
+
+
+@cause(SETTING, *ROTARY, text="with {0} channels turned", values=_dims)
+def other_dim(trial: Trial, dim: int) -> Call:
+    return edited(trial.call, attrs={"rotary_dim": dim})
+
+
+@cause(SETTING, *ROTARY, text="with {0} for pairs", values=lambda trial: [
+    "neighbours instead of halves" if trial.call.attr("is_neox_style", default=True) else "halves instead of neighbours"
+])  # fmt: skip
+def other_pairs(trial: Trial, _: str) -> Call:
+    return edited(trial.call, attrs={"is_neox_style": not trial.call.attr("is_neox_style", default=True)})
+
+
+def _at(trial: Trial, positions: Any) -> Call:
+    name = next((n for n in ("positions", "0") if n in trial.call.inputs), None)
+    if name is None:
+        raise Declined("its positions were not captured")
+    return edited(trial.call, inputs={name: positions(trial.call.inputs[name].double())})
+
+
+_OFFSETS = (1, -1, 2, -2)
+
+
+@cause(SETTING, *ROTARY, text="with positions {0:+d} further on", values=lambda _: [
+    Guess(n, choices=float(len(_OFFSETS))) for n in _OFFSETS
+])  # fmt: skip
+def position_off(trial: Trial, n: int) -> Call:
+    return _at(trial, lambda p: p + n)
+
+
+@cause(SETTING, *ROTARY, text="with the first row's position and those after it, as if it were one run")
+def one_run(trial: Trial, _: Any) -> Call:
+    return _at(trial, lambda p: p[..., :1] + torch.arange(p.shape[-1], dtype=torch.float64))
+
+
+@cause(ADDRESS, *ROTARY, text="with the positions of the row before")
+def positions_of_neighbours(trial: Trial, _: Any) -> Call:
+    return _at(trial, lambda p: p.roll(1, -1))
+
+
+def _stretches(trial: Trial) -> Iterator[Guess]:
+    factor = rotary.settings(trial.call.config).get("factor")
+    yield from (Guess(float(x)) for x in ([factor, 1.0 / factor] if factor else []))
+    yield from fits(angles_times, trial, [1.0], _role(trial))
+
+
+@cause(SETTING, *ROTARY, text="with angles {0:.6g} times as large", values=_stretches)
+def angles_times(trial: Trial, factor: float) -> Call:
+    return _at(trial, lambda p: p * factor)
+
+
+@cause(SETTING, *ROTARY, text="with integer positions {0:.4g} times as large, rounded down",
+       values=lambda _: [Guess(f, choices=4.0) for f in (0.5, 0.25, 2.0, 1.02)])  # fmt: skip
+def whole_positions_times(trial: Trial, factor: float) -> Call:
+    return _at(trial, lambda p: (p * factor).floor())
+
+
+@cause(SETTING, *ROTARY, text="with its angles turned backwards")
+def backwards(trial: Trial, _: Any) -> Call:
+    return _at(trial, lambda p: -p)
+
+
+def _one_left(trial: Trial) -> list[str]:
+    return [n for n in ("query", "key") if n in trial.call.inputs]
+
+
+@cause(SETTING, *ROTARY, text="without turning its {0}", values=_one_left)
+def not_turned(trial: Trial, name: str) -> dict[str, Expected]:
+    role = next(r for r in trial.roles() if r in (f"inplace.{name}", "output.0" if name == "query" else "output.1"))
+    x = trial.call.wide(name)
+    return {role: replace(trial.plain[role], value=x.reshape(trial.plain[role].value.shape))}
+
+
+@cause(SETTING, *ROTARY, text="without turning anything")
+def nothing_turned(trial: Trial, _: Any) -> Mapping[str, Expected]:
+    found: dict[str, Expected] = {}
+    for name in _one_left(trial):
+        found |= not_turned(trial, name)
+    return found
+
+
+def _magnitudes(trial: Trial) -> list[Guess]:
+    _, size = rotary.angles_of(trial.call, int(trial.call.attr("rotary_dim", default=trial.call.attr("head_size"))))
+    return [] if size == 1.0 else [Guess(1.0), Guess(size * size)]
+
+
+@cause(SETTING, *ROTARY, text="with cosines and sines times {0:.4g} instead of its magnitude", values=_magnitudes)
+def other_magnitude(trial: Trial, size: float) -> dict[str, Expected]:
+    return _by_table(trial, lambda cos, sin, own: (cos * size, sin * size), own_size=False)
+
+
+def _bits(trial: Trial) -> list[Guess]:
+    return [Guess(b, choices=6.0) for b in (8, 7, 6, 5, 4, 3)]
+
+
+@cause(PRECISION, *ROTARY, text="with cosines and sines of {0} bits of mantissa", values=_bits)
+def coarse_table(trial: Trial, bits: int) -> dict[str, Expected]:
+    def rounded(t: Any) -> Any:
+        mantissa, exponent = torch.frexp(t)
+        return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
+
+    return _by_table(trial, lambda cos, sin, own: (rounded(cos.to(own).double()), rounded(sin.to(own).double())))
+
+
+def _by_table(trial: Trial, table: Any, own_size: bool = True) -> dict[str, Expected]:
+    """The outputs with other cosines and sines. table: (cos, sin, the dtype of rows) → both; own_size: they have the
+    module's magnitude."""
+    call = trial.call
+    head, neox = int(call.attr("head_size")), bool(call.attr("is_neox_style", default=True))
+    dim = int(call.attr("rotary_dim", default=head))
+    angle, size = rotary.token_angles(call, dim)
+    angle, size = angle.unsqueeze(1), size if own_size else 1.0
+    found = {}
+    for roles, x, heads in rotary.query_and_key(call):
+        cos, sin = table(size * angle.cos(), size * angle.sin(), x.dtype)
+        y = torch.cat((rotary.rotate(heads.double()[..., :dim], cos, sin, neox), heads.double()[..., dim:]), -1)
+        for role in roles:
+            if role in trial.plain:
+                found[role] = replace(trial.plain[role], value=y.reshape(trial.plain[role].value.shape))
+    return found

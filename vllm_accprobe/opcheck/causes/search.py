@@ -1,0 +1,306 @@
+"""Which cause explains an operator that is wrong, with the proof.
+
+The problem: a guess that sounds right sends a kernel's author to the wrong line; and of many guesses one fits by
+accident. The idea: of a few calls, wrong ones and right ones, mine's outputs are judged by the very test that found
+them wrong (floors/verdict.py), against what the reference gives for each edited call. A cause holds where every
+examined output passes, and the plain reference fails. Where a fault is in some rows alone, the rows that fail by
+themselves must be those of the edited call; the others are right as they are, and the sentence says so.
+
+The chance. Let z be mine's error against the plain reference in standard deviations of rounding, over the k different
+numbers that the edit moves by more than one of these, and s the part of its length that the edit leaves (rounding
+counts as left: s**2 is at least k / |z|**2). An error of any direction in k dimensions leaves as little beside f fitted
+numbers and the edit's own direction with probability I_{s**2}((k - f - 1) / 2, (f + 1) / 2), the incomplete beta
+function: the F-test of a regression with f + 1 regressors [N. Draper and H. Smith, Applied Regression Analysis, 3rd
+ed., section 5.3; R. Fisher, Metron 3 (1924) 90]. This lets the edit's size be free, which it is not. It is multiplied
+by all that was tried, each choice among alternatives included [Bonferroni], and what is likelier than RATE is not said.
+The fewest fitted numbers win, then the fewest choices; causes that hold equally are all said.
+
+Not here: the causes, which calls (examine.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import scipy.special
+import torch
+
+from vllm_accprobe.judge.statistic import RATE
+from vllm_accprobe.opcheck.causes.api import Cause, Guess, Trial, outputs_of
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows
+from vllm_accprobe.opcheck.floors.verdict import VARIANCE, Verdict, first_of, keys_of
+from vllm_accprobe.opcheck.reference import Declined, Expected
+
+SECONDS = 10.0
+"""That all causes together add to a comparison, of this process: of wall time where nothing else runs."""
+_SLOWER = 3.0
+"""Chosen: so many times as much wall time where the machine has something else to do, too."""
+_MOST_SAID = 3
+"""Chosen: causes that hold equally and are said; the rest is counted."""
+_MOST_ROWS = 1024
+"""Chosen: rows of a call that are judged one by one, half a millisecond each."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """moved: numbers that the edit moves by more than rounding; before, after: squares of their errors against the
+    plain and the edited reference, in variances of rounding; exact: numbers that must be equal, and are only with the
+    edit; severity: of what is left, value / limit of the worst output; wrong, rows: rows that are wrong, of how many;
+    whole: the right rows are those of the edited call, too."""
+
+    moved: int = 0
+    before: float = 0.0
+    after: float = 0.0
+    exact: int = 0
+    severity: float = 0.0
+    wrong: int = 0
+    rows: int = 0
+    whole: bool = True
+
+    def and_(self, other: Proof) -> Proof:
+        return Proof(
+            self.moved + other.moved, self.before + other.before, self.after + other.after, self.exact + other.exact,
+            max(self.severity, other.severity), self.wrong + other.wrong, self.rows + other.rows,
+            self.whole and other.whole,
+        )  # fmt: skip
+
+    def log_chance(self, guess: Guess, tried: float) -> float:
+        """Logarithm of the chance, see above; 0.0 for certain."""
+        found = math.log(max(tried, 1.0)) - self.exact * math.log(2.0)
+        a = 0.5 * (self.moved - guess.fitted - 1)
+        if a > 0 and self.before > 0:
+            left = min(1.0, max(self.after, float(self.moved)) / self.before)
+            p = float(scipy.special.betainc(a, 0.5 * (guess.fitted + 1), left)) if left < 1.0 else 1.0
+            found += math.log(p) if p > 0 else a * math.log(left)
+        elif not self.exact:
+            return 0.0
+        return min(0.0, found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cause that holds. what: with its parameter in ``guess``; proof: of the trials together."""
+
+    what: Cause
+    guess: Guess
+    proof: Proof
+
+    @property
+    def clause(self) -> str:
+        return self.what.clause(self.guess.value)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is said of an operator. found: the causes that hold equally; cls: the operator's class; tried: edits that
+    were tried, choices included; calls: that were examined."""
+
+    found: tuple[Found, ...]
+    cls: str
+    tried: float
+    calls: int
+
+    @property
+    def chance(self) -> float:
+        logs = [f.proof.log_chance(f.guess, self.tried * f.guess.choices) for f in self.found]
+        return math.exp(max(max(logs), -700.0))
+
+    @property
+    def text(self) -> str:
+        """``mine's output is what this Attention gives without its soft cap of 5``."""
+        proof = self.found[0].proof
+        clauses = list(dict.fromkeys(f.clause for f in self.found))
+        more = f", or in {len(clauses) - _MOST_SAID} more ways" if len(clauses) > _MOST_SAID else ""
+        said = f"mine's output is what this {self.cls} gives {', or '.join(clauses[:_MOST_SAID])}{more}"
+        if proof.whole:
+            return said
+        where = "row" if proof.wrong == 1 else f"{proof.wrong:,} rows"
+        return f"in the {where} of {proof.rows:,} examined that {'is' if proof.wrong == 1 else 'are'} wrong, {said}"
+
+    def plain(self) -> dict[str, Any]:
+        """compare.json's ``origins[].cause``."""
+        first = self.found[0]
+        value = first.guess.value
+        value = list(value) if isinstance(value, tuple) else value
+        return {"family": first.what.family, "text": self.text, "parameter": value,
+                "residual": first.proof.severity, "chance": self.chance}  # fmt: skip
+
+
+class Deadline:
+    """seconds: of this process from now, so that a busy machine finds the same; None for none."""
+
+    def __init__(self, seconds: float | None = SECONDS):
+        own = math.inf if seconds is None else seconds
+        self._until = time.process_time() + own, time.monotonic() + _SLOWER * own
+
+    def over(self) -> bool:
+        return time.process_time() >= self._until[0] or time.monotonic() >= self._until[1]
+
+
+class Examined:
+    """A trial with what the plain reference says of it: the outputs, the verdicts, and the rows that fail alone."""
+
+    def __init__(self, trial: Trial):
+        self.trial = trial
+        self.rows: dict[str, OutputRows] = {}
+        self.wrong: dict[str, Any] = {}
+        self.verdicts: dict[str, Verdict] = {}
+        for role in trial.roles():
+            rows = trial.rows(role, trial.plain[role])
+            if rows is None or not len(rows.at) or trial.plain[role].only_measured:
+                continue
+            self.rows[role] = rows
+            self.verdicts[role] = rows.judge(trial.dtype(role), chance=trial.chance)
+        off = {role: self.wrong_rows(role) for role, v in self.verdicts.items() if not v.passed}
+        self.trial = replace(trial, wrong=off)
+
+    @property
+    def failed(self) -> bool:
+        return any(not v.passed for v in self.verdicts.values())
+
+    def wrong_rows(self, role: str) -> Any:
+        """bool [rows]: those that fail the plain reference by themselves; all where none does and the output fails."""
+        if role not in self.wrong:
+            rows, v = self.rows[role], self.verdicts[role]
+            n = len(rows.at)
+            out = torch.zeros(n, dtype=torch.bool)
+            if not v.passed and n <= _MOST_ROWS:
+                for k in range(n):
+                    one = some_rows(rows, slice(k, k + 1))
+                    out[k] = not one.judge(self.trial.dtype(role), chance=self.trial.chance).passed
+            self.wrong[role] = out if bool(out.any()) or v.passed else ~out
+        return self.wrong[role]
+
+    def proof(self, expected: Mapping[str, Expected]) -> Proof | None:
+        """Whether mine's outputs are the ``expected`` ones; None where they are not."""
+        total = Proof()
+        for role, plain in self.rows.items():
+            e = expected[role]
+            if e is self.trial.plain[role]:
+                if not self.verdicts[role].passed:
+                    return None
+                continue
+            found = self.trial.rows(role, e)
+            if found is None or len(found.at) != len(plain.at):
+                return None
+            one = self._output(role, plain, found)
+            if one is None:
+                return None
+            total = total.and_(one)
+        return total
+
+    def _output(self, role: str, plain: OutputRows, found: OutputRows) -> Proof | None:
+        dtype, chance = self.trial.dtype(role), self.trial.chance
+        v, whole = found.judge(dtype, chance=chance), True
+        if not v.passed and self.verdicts[role].passed:
+            return Proof(rows=len(found.at), whole=False)
+        if not v.passed:
+            wrong = self.wrong_rows(role)
+            if bool(wrong.all()) or not bool(wrong.any()):
+                return None
+            found, plain, whole = some_rows(found, wrong), some_rows(plain, wrong), False
+            v = found.judge(dtype, chance=chance)
+            if not v.passed:
+                return None
+        n = len(self.rows[role].at)
+        if self.verdicts[role].passed:
+            count = 0
+        else:
+            count = int(self.wrong_rows(role).sum()) if not whole else n
+        return replace(_evidence(plain, found, v), severity=v.severity, wrong=count, rows=n, whole=whole)
+
+
+def some_rows(rows: OutputRows, which: Any) -> OutputRows:
+    """Of an output, the rows ``which``, a slice or bool [rows]."""
+    cut: dict[str, Any] = {n: None if (t := getattr(rows, n)) is None else t[which]
+           for n in ("at", "reference", "mine", "noise", "bound", "exact")}  # fmt: skip
+    return replace(rows, **cut)
+
+
+def _evidence(plain: OutputRows, found: OutputRows, v: Verdict) -> Proof:
+    """What one output adds to the proof. v: of ``found``."""
+    if v.sums is None:  # integers, and what must be equal
+        other = plain.reference != found.reference
+        return Proof(exact=int((other & (plain.mine == found.mine) & (found.reference == found.mine)).sum()))
+    planes = v.sums.planes
+    variance = planes[VARIANCE].clamp(min=1e-300)
+    off = (found.reference - plain.reference).square() > variance
+    off &= torch.isfinite(plain.reference) & torch.isfinite(plain.mine) & torch.isfinite(found.reference)
+    if v.sums.few:
+        off &= first_of(keys_of(planes, v.sums.unit))
+    before = ((plain.mine - plain.reference).square() / variance)[off].sum()
+    after = ((found.mine - found.reference).square() / variance)[off].sum()
+    return Proof(int(off.sum()), float(before), float(after))
+
+
+def search(
+    trials: Sequence[Trial], causes: Iterable[Cause], ends: Deadline | None = None, first: Sequence[Found] = ()
+) -> Explanation | None:
+    """The simplest cause that holds in all ``trials``, the worst of which stands first; None where there is none, or
+    where no output of theirs fails the plain reference. first: causes that held elsewhere, which are tried before all
+    others, and suffice."""
+    examined = [x for x in map(Examined, trials) if x.rows]
+    wrong = [x for x in examined if x.failed]
+    if not wrong:
+        return None
+    examined = [*wrong, *(x for x in examined if not x.failed)]
+    again = [x for f in first if (x := _tried(f.what, f.guess, examined))]
+    if again:
+        known = Explanation(tuple(again), trials[0].call.cls, float(len(first)), len(examined))
+        if known.chance <= RATE:
+            return known
+    ends, tried, held = ends or Deadline(None), float(len(first)), []
+    for one in causes:
+        for guess in _guesses(one, examined[0].trial, ends):
+            tried += guess.choices
+            if (x := _tried(one, guess, examined)) is not None:
+                held.append(x)
+        if ends.over():
+            break
+    held = [x for x in held if x.proof.log_chance(x.guess, tried * x.guess.choices) <= math.log(RATE)]
+    if not held:
+        return None
+    first_fit: dict[int, Found] = {}  # of each cause: of all rows, and of numbers as they are, before others
+    for x in held:
+        if x.guess.fitted:
+            first_fit.setdefault(id(x.what), x)
+    held = [x for x in held if not x.guess.fitted or first_fit[id(x.what)] is x]
+    best = min(held, key=_order)
+    equal = [x for x in held if _order(x) == _order(best)]
+    return Explanation(tuple(equal), trials[0].call.cls, tried, len(examined))
+
+
+def _order(x: Found) -> tuple[bool, int, float]:
+    return not x.proof.whole, x.guess.fitted, x.guess.choices
+
+
+def _guesses(one: Cause, trial: Trial, ends: Deadline) -> Iterator[Guess]:
+    """The parameters of a cause; none where it does not apply."""
+    seen: list[Any] = []
+    try:
+        for value in one.values(trial):
+            guess = value if isinstance(value, Guess) else Guess(value)
+            if guess.value not in seen:
+                seen.append(guess.value)
+                yield guess
+            if ends.over():
+                return
+    except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return  # a cause may be anybody's, and a call may lack what it edits: it is not said, and costs no verdict
+
+
+def _tried(one: Cause, guess: Guess, examined: Sequence[Examined]) -> Found | None:
+    total = Proof()
+    for x in examined:
+        try:
+            proof = x.proof(outputs_of(x.trial, one.change(x.trial, guess.value)))
+        except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            return None
+        if proof is None:
+            return None
+        total = total.and_(proof)
+    return Found(one, guess, total) if total.moved or total.exact else None
