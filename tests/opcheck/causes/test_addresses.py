@@ -186,7 +186,8 @@ def test_planted_cause_is_said_and_no_other(name: str) -> None:
     make, cause = PLANTED[name]
     found = explained(make())
     assert names(found) == {cause}, found and found.text
-    assert found is not None and found.chance <= 1e-3
+    assert found is not None
+    assert found.chance <= 1e-3
 
 
 @pytest.mark.parametrize("make", [lambda: rotated(CHUNKS, CHUNKS), lambda: ranks([0, 1]), lambda: experts(lambda w: w),

@@ -27,7 +27,6 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.linear import partial
 from vllm_accprobe.opcheck.references.parts import ranks_of
-from vllm_accprobe.opcheck.references.quantised import weight_of
 
 _SHIFTS = (1, -1, 2, -2)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -348,8 +347,8 @@ def past_times(trial: Trial, factor: float) -> Call:
 
 @cause(ADDRESS, "Attention", text="with keys and values exchanged")
 def keys_and_values_exchanged(trial: Trial, _: Any) -> Call:
-    return _with_past(trial, lambda at, past: {
-        "key": past["value"].reshape(past["key"].shape), "value": past["key"].reshape(past["value"].shape)})  # fmt: skip
+    k, v = "key", "value"
+    return _with_past(trial, lambda at, past: {k: past[v].reshape(past[k].shape), v: past[k].reshape(past[v].shape)})
 
 
 def _kv_shifts(trial: Trial) -> list[Guess]:

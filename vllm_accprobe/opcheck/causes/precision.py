@@ -2,7 +2,7 @@
 
 The problem: many grids may be meant (so many bits, rounded or cut off, an 8-bit format, integers with a scale of a row
 or of a block), and each is one number more that was tried. The idea: a grid is a function with a name. All of them are
-tried on a few rows and columns (`_best`); the best ones are tried in full, and each costs as many choices as there were.
+tried on a few rows and columns (`_best`), the best ones in full, and each of these costs as many choices as there were.
 What was rounded before a coarse rounding may have gone either way near the middle of two numbers: such elements have
 that step as noise (`_coarse`), so that they prove nothing and cost nothing.
 
@@ -155,7 +155,8 @@ def _left(change: Callable[[Trial, Any], Any], trial: Trial, value: Any) -> floa
     except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return math.inf
     left = before = 0.0
-    for role, plain in trial.plain.items():
+    for role in trial.roles():
+        plain = trial.plain[role]
         if found[role] is plain or not trial.mine(role).is_floating_point():
             continue
         mine, weight = trial.mine(role).double(), trial.weight(role)
@@ -492,7 +493,8 @@ def coarse_softmax(trial: Trial, parameter: tuple[str, str]) -> Expected:
     if how.pop("sinks") is not None or trial.mine().numel() > _LARGE:
         raise Declined("a softmax without sinks, and not too large")
     to = {place: GRIDS[grid] if place == where else lambda x: x for place in _PLACES}
-    q, value, step = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone(), how.pop("step")
+    how.pop("step")
+    q, value = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone()
     for at, positions, past in call.extra["cache"].requests(True):
         k, v = (past[n].double().reshape(len(past[n]), kv, -1).repeat_interleave(heads // kv, 1) for n in _CACHED[:2])
         s = to["scores"](attention.scores(q[at], k, positions=positions, **how)).nan_to_num(-math.inf)
