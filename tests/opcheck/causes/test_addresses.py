@@ -24,8 +24,8 @@ from opcheck.cause_calls import (
     with_output,
 )
 
-from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.dump.schema import RowSpace, Segment
+from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.opcheck.reference import Call
 
 EPS = 1e-5

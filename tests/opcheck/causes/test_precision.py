@@ -28,7 +28,9 @@ def codes(t: Any, most: float = 127.0) -> Any:
 
 def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None, dtype: Any = torch.bfloat16) -> Call:
     call = linear() if call is None else call
-    found = y(*(call[k].float() for call, k in ((call.inputs, "input_"), (call.params, "weight"), (call.params, "bias"))))
+    found = y(
+        *(call[k].float() for call, k in ((call.inputs, "input_"), (call.params, "weight"), (call.params, "bias")))
+    )
     return with_output(call, found, dtype=dtype)
 
 
@@ -96,9 +98,12 @@ def eight_bits(scales: Callable[[Any], Any]) -> Call:
 PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
     "input": (lambda: product(lambda x, w, b: bits(x, 5) @ w.T + b), "coarse_input", "5 bits of mantissa"),
     "input cut off": (
-        lambda: product(lambda x, w, b: bits(x, 6, torch.trunc) @ w.T + b), "coarse_input", "6 bits of mantissa, cut off",
+        lambda: product(lambda x, w, b: bits(x, 6, torch.trunc) @ w.T + b), "coarse_input",
+        "6 bits of mantissa, cut off",
     ),
-    "input in int8": (lambda: product(lambda x, w, b: codes(x) @ w.T + b), "coarse_input", "int8 with a scale for each row"),
+    "input in int8": (
+        lambda: product(lambda x, w, b: codes(x) @ w.T + b), "coarse_input", "int8 with a scale for each row",
+    ),
     "weight": (lambda: product(lambda x, w, b: x @ bits(w, 4).T + b), "coarse_weight", "4 bits of mantissa"),
     "weight in int8": (
         lambda: product(lambda x, w, b: x @ codes(w).T + b), "coarse_weight", "int8 with a scale for each row",
@@ -114,7 +119,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
             (x[:, k : k + 16] @ w[:, k : k + 16].T).bfloat16().float() for k in range(0, WIDTH, 16))), "low_sum", "16",
     ),
     "result": (lambda: of_result(lambda y: bits(y, 6)), "coarse_output", "6 bits of mantissa"),
-    "result cut off": (lambda: of_result(lambda y: bits(y, 5, torch.trunc)), "coarse_output", "5 bits of mantissa, cut off"),
+    "result cut off": (
+        lambda: of_result(lambda y: bits(y, 5, torch.trunc)), "coarse_output", "5 bits of mantissa, cut off",
+    ),
     "result clamped": (lambda: of_result(lambda y: y.clamp(-3.0, 3.0)), "result_clamped", "3.0"),
     "result wrapped": (lambda: of_result(lambda y: (y + 4.0) % 8.0 - 4.0), "result_wrapped", "4.0"),
     "subnormals flushed": (
@@ -127,7 +134,8 @@ PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
     "sigmoid's table": (lambda: gate(lambda a, b: a * from_table(a, 17) * b), "sigmoid_table", "17"),
     "gate": (lambda: gate(lambda a, b: F.silu(bits(a, 5)) * b), "coarse_gate", "gate 5 bits of mantissa"),
     "activated gate": (
-        lambda: gate(lambda a, b: bits(F.silu(a).bfloat16(), 5) * b), "coarse_gate", "activated gate 5 bits of mantissa",
+        lambda: gate(lambda a, b: bits(F.silu(a).bfloat16(), 5) * b), "coarse_gate",
+        "activated gate 5 bits of mantissa",
     ),
     "sigmoid": (lambda: gate(lambda a, b: a * bits(torch.sigmoid(a), 5) * b), "coarse_sigmoid", "5 bits of mantissa"),
     "squares": (lambda: wide_norm(lambda x: added_up(x, 4)), "low_variance", "added up in bfloat16 by 4"),
@@ -136,7 +144,8 @@ PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
     ),
     "rotary table": (lambda: coarse_turn(5), "coarse_table", "5 bits of mantissa"),
     "values in the cache": (
-        lambda: attention(past=lambda k, v: (k, by_heads(v, codes))), "coarse_cache", "values int8 with a scale for each row",
+        lambda: attention(past=lambda k, v: (k, by_heads(v, codes))), "coarse_cache",
+        "values int8 with a scale for each row",
     ),
     "keys in the cache": (
         lambda: attention(past=lambda k, v: (by_heads(k, lambda t: bits(t, 4)), v)), "coarse_cache",
@@ -160,8 +169,13 @@ def test_planted_rounding_is_said_where_it_is(name: str) -> None:
     assert found.chance <= 1e-3
 
 
-@pytest.mark.parametrize("make", [lambda: product(lambda x, w, b: x @ w.T + b), lambda: gate(lambda a, b: F.silu(a) * b),
-                                  lambda: wide_norm(lambda x: x.square().mean(-1)), lambda: coarse_turn(8),
-                                  lambda: eight_bits(lambda s: s)])  # fmt: skip
+RIGHT: dict[str, Callable[[], Call]] = {
+    "product": lambda: product(lambda x, w, b: x @ w.T + b), "gate": lambda: gate(lambda a, b: F.silu(a) * b),
+    "norm": lambda: wide_norm(lambda x: x.square().mean(-1)), "rotary": lambda: coarse_turn(8),
+    "8 bits": lambda: eight_bits(lambda s: s),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
 def test_right_call_has_no_cause(make: Any) -> None:
     assert explained(make()) is None

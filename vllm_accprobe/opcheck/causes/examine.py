@@ -138,7 +138,7 @@ def examined(
 
 
 def _with_before(calls: Calls, place: tuple[int, str], captured: Captured) -> Captured:
-    """A whole call with the output of the tap's call before it, ``extra["before"]`` by role, where that was captured."""
+    """A whole call with the output of the tap's call before it, where captured, as ``extra["before"]`` by role."""
     places = sorted(calls.by_tap.get(place, ()))
     at = (captured.step, captured.call)
     k = places.index(at) if at in places else 0
