@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, edited, fit_of, moved
-from vllm_accprobe.opcheck.causes.attention import _by_heads, _other, _sizes, _with_past
+from vllm_accprobe.opcheck.causes.attention import _by_heads, _gone, _other, _sizes, _with_past, _zeroed
 from vllm_accprobe.opcheck.causes.factors import _columns
 from vllm_accprobe.opcheck.causes.linear import LINEAR, _input
 from vllm_accprobe.opcheck.causes.norms import RMS, _by_root, _own
@@ -349,6 +349,19 @@ def past_times(trial: Trial, factor: float) -> Call:
 def keys_and_values_exchanged(trial: Trial, _: Any) -> Call:
     k, v = "key", "value"
     return _with_past(trial, lambda at, past: {k: past[v].reshape(past[k].shape), v: past[k].reshape(past[v].shape)})
+
+
+def _gone_of_all(trial: Trial) -> Iterator[Guess]:
+    """(first, last) of the positions whose key and value are 0."""
+    for guess in _gone(trial):
+        yield replace(guess, value=guess.value[1:])
+
+
+@cause(ADDRESS, "Attention", values=_gone_of_all,
+       text="if keys and values of positions {0} to {1} of each request were 0 in the cache")  # fmt: skip
+def positions_of_all_not_written(trial: Trial, where: tuple[int, int]) -> Call:
+    some = slice(where[0], where[1] + 1)
+    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, some)))
 
 
 def _kv_shifts(trial: Trial) -> list[Guess]:

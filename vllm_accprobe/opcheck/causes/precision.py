@@ -259,8 +259,10 @@ def _coarse(trial: Trial, role: str, to: Callable[[Tensor], Tensor]) -> Expected
     e, dtype = trial.plain[role], trial.mine(role).dtype
     noise = torch.zeros_like(e.value) if e.noise is None else e.noise.expand(e.value.shape)
     slack = 2.0 * noise + 2.0**-22 * e.value.abs()
-    low, value, high = (to((e.value + k * slack).to(dtype)).double() for k in (-1.0, 0.0, 1.0))
-    width = (high - low).abs()
+    before = [(e.value + k * slack).to(dtype) for k in (-1.0, 0.0, 1.0)]
+    low, value, high = (to(x).double() for x in before)
+    width = (high - low).abs()  # more than the step that it may be off in any case
+    width = torch.where(width > 1.5 * (before[2].double() - before[0].double()).abs(), width, 0.0)
     if float((width > 0).double().mean()) > _UNSURE:
         raise Declined("where it was rounded to is not known")
     bound = None if e.bound is None else e.bound + width
