@@ -3,7 +3,7 @@
 The problem: a kernel that reads or writes at a wrong place gives right numbers of something else. The idea: the edited
 call has its input or its weight in another order, or the expected output has its parts elsewhere. Which row another
 one's result stands in, and which columns, is read from mine's output, so that each way to choose as many counts as
-tried. What a view's memory holds beside its own columns is in no record: those rows have no expected value.
+tried. What the memory between a view's rows holds is in no record: those rows have no expected value.
 
 Not here: addresses that attention alone has (attention.py), columns that are 0 (factors.py), a sum that stops early
 (linear.py).
@@ -396,7 +396,7 @@ def tail_of_keys(trial: Trial, size: int) -> Expected:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockOfAnother:
     """A cache of which one request reads ``some`` positions of another's."""
 
     cache: Any
@@ -446,4 +446,6 @@ def _blocks(trial: Trial) -> Iterator[Guess]:
        text="with positions {2} to {3} (the last not included) of its request {0} read from request {1}")  # fmt: skip
 def block_of_another(trial: Trial, parameter: tuple[int, int, int, int]) -> Call:
     number, other, first, stop = parameter
-    return edited(trial.call, extra={"cache": _Blocks(trial.call.extra["cache"], number, other, slice(first, stop))})
+    return edited(
+        trial.call, extra={"cache": _BlockOfAnother(trial.call.extra["cache"], number, other, slice(first, stop))}
+    )

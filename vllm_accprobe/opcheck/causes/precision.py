@@ -107,8 +107,8 @@ def _few(trial: Trial) -> Trial:
     those of the request that is furthest off."""
     call = trial.call
     if call.cls == "Attention" and call.extra.get("cache") is not None:
-        one = edited(call, extra={"cache": _worst_rows(trial)})
-        return replace(trial, captured=replace(trial.captured, what=one), plain=trial.evaluate(one), wrong={})
+        rows = edited(call, extra={"cache": _worst_rows(trial)})
+        return replace(trial, captured=replace(trial.captured, what=rows), plain=trial.evaluate(rows), wrong={})
     if trial.roles() != ["output.0"] or not trial.references.by_rows(call.cls):
         return trial
     mine = trial.mine()
