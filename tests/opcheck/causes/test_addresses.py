@@ -83,9 +83,11 @@ def rotated(positions: Any, used: Any, key: Any = None) -> Call:
 CHUNKS = torch.cat((torch.arange(40, 60), torch.arange(7, 20)))
 
 
-def of_two(read: Callable[[Any, Any], Any], scale: float = 0.2) -> Call:
+def of_two(
+    read: Callable[[Any, Any], Any], scale: float = 0.2, first: Callable[[Any], Any] = lambda own: own
+) -> Call:  # fmt: skip
     """Attention of two requests of 64 positions. read: what the second one's kernel found as keys (or values), of its
-    own and the first one's."""
+    own and the first one's; first: what the first one's found."""
     q, k, v = (drawn(n, 2, 64, h * HEAD) for n, h in enumerate((HEADS, KV, KV)))
     here = RowSpace(0, "tokens", 0, (Segment(0, 0, 64, 0), Segment(1, 0, 64, 0)))
     inputs = {"query": q.flatten(0, 1), "key": k.flatten(0, 1), "value": v.flatten(0, 1)}
@@ -94,8 +96,30 @@ def of_two(read: Callable[[Any, Any], Any], scale: float = 0.2) -> Call:
     attrs = {"num_heads": HEADS, "num_kv_heads": KV, "head_size": HEAD}
     call = Call("layers.0.attn", "Attention", inputs, attrs=attrs, parent={"scaling": scale},
                 extra={"cache": past.view(here)})  # fmt: skip
-    out = softmax(q[0], k[0], v[0], 0, scale=scale), softmax(q[1], read(k[1], k[0]), read(v[1], v[0]), 0, scale=scale)
+    out = (
+        softmax(q[0], first(k[0]), first(v[0]), 0, scale=scale),
+        softmax(q[1], read(k[1], k[0]), read(v[1], v[0]), 0, scale=scale),
+    )
     return with_output(call, torch.cat(out))
+
+
+def by_probabilities(change: Callable[[Any, Any], Any]) -> Call:
+    """Attention of 64 rows. change: of the probabilities [heads, rows, keys] and the rows' positions."""
+    call = of_two(lambda own, other: own)
+    out = []
+    for one in (slice(0, 64), slice(64, 128)):
+        q, k, v = (call.inputs[n][one].double().reshape(64, -1, HEAD) for n in ("query", "key", "value"))
+        k, v = (t.repeat_interleave(HEADS // KV, 1) for t in (k, v))
+        s = torch.einsum("nhd,mhd->hnm", q, k) * 0.2
+        s = s.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+        out.append(torch.einsum("hnm,mhe->nhe", change(s, torch.arange(64)), v).flatten(1))
+    return with_output(call, torch.cat(out))
+
+
+def cut(s: Any, positions: Any) -> Any:
+    whole = (positions + 1) // 16 * 16
+    gone = (torch.arange(64)[None] >= whole[:, None]) & (whole > 0)[:, None]
+    return torch.softmax(s.masked_fill(gone, -torch.inf), -1)
 
 
 def ranks(order: list[int]) -> Call:
@@ -107,14 +131,16 @@ def ranks(order: list[int]) -> Call:
     return replace(parts[0], extra={"ranks": parts})
 
 
-def experts(weights: Callable[[Any], Any], gates: Callable[[Any], Any] = lambda w: w) -> Call:
+def experts(
+    weights: Callable[[Any], Any], gates: Callable[[Any], Any] = lambda w: w, order: list[int] | None = None
+) -> Call:  # fmt: skip
     x, w13, w2 = drawn(1, 24, WIDTH), drawn(2, 4, 64, WIDTH, scale=0.2), drawn(3, 4, WIDTH, 32, scale=0.2)
     ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(k))[:2] for k in range(24)])
     share = torch.tensor([0.7, 0.3]).expand(24, 2).contiguous()
     y = torch.zeros(24, WIDTH, dtype=torch.float64)
     first, second = gates(weights(w13)).double(), weights(w2).double()
     for n in range(24):
-        for e, s in zip(ids[n], share[n], strict=True):
+        for e, s in zip(ids[n], share[n][order or [0, 1]], strict=True):
             a, b = (first[e] @ x[n].double()).chunk(2)
             y[n] += s.double() * (second[e] @ (F.silu(a) * b))
     call = Call("layers.0.experts", "UnquantizedFusedMoEMethod", {"x": x, "topk_weights": share, "topk_ids": ids},
@@ -171,6 +197,12 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "block of another": (
         lambda: of_two(lambda own, other: torch.cat((own[:16], other[16:32], own[32:]))), "block_of_another",
     ),
+    "position of all": (
+        lambda: of_two(lambda own, other: assigned(own, 5, 0.0), first=lambda own: assigned(own, 5, 0.0)),
+        "positions_of_all_not_written",
+    ),
+    "tail of keys": (lambda: by_probabilities(cut), "tail_of_keys"),
+    "routing weights": (lambda: experts(lambda w: w, order=[1, 0]), "routing_reversed"),
     "call before": (
         lambda: replace(
             with_output(linear(), drawn(5, 24, 48, dtype=torch.float64)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opcheck.cause_calls import HEAD, KV, WIDTH, attention, drawn, explained, gated, linear, names, with_output
-from opcheck.causes.test_addresses import CHUNKS, rotated
+from opcheck.causes.test_addresses import CHUNKS, by_probabilities, rotated
 
 from vllm_accprobe.opcheck.reference import Call
 
@@ -150,6 +150,14 @@ PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
     "keys in the cache": (
         lambda: attention(past=lambda k, v: (by_heads(k, lambda t: bits(t, 4)), v)), "coarse_cache",
         "keys 4 bits of mantissa",
+    ),
+    "probabilities": (
+        lambda: by_probabilities(lambda s, _: bits(torch.softmax(s, -1), 4).double()), "coarse_softmax",
+        "probabilities 4 bits of mantissa",
+    ),
+    "scores": (
+        lambda: by_probabilities(lambda s, _: torch.softmax(bits(s, 5).double(), -1)), "coarse_softmax",
+        "scores 5 bits of mantissa",
     ),
     "scales of other rows": (lambda: eight_bits(lambda s: s.roll(1, 0)), "scale_of_another", "weight_scale 0 1"),
     "one scale for all": (lambda: eight_bits(lambda s: s[:1]), "scale_of_another", "weight_scale 0 0"),

@@ -492,10 +492,9 @@ def coarse_softmax(trial: Trial, parameter: tuple[str, str]) -> Expected:
     call, plain, (where, grid) = trial.call, trial.plain["output.0"], parameter
     heads, kv, head = _sizes(call)
     how = attention.attention_settings(call, heads, head)
-    if how.pop("sinks") is not None or trial.mine().numel() > _LARGE:
+    if (how.pop("sinks"), how.pop("step"))[0] is not None or trial.mine().numel() > _LARGE:
         raise Declined("a softmax without sinks, and not too large")
     to = {place: GRIDS[grid] if place == where else lambda x: x for place in _PLACES}
-    how.pop("step")
     q, value = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone()
     for at, positions, past in call.extra["cache"].requests(True):
         k, v = (past[n].double().reshape(len(past[n]), kv, -1).repeat_interleave(heads // kv, 1) for n in _CACHED[:2])
