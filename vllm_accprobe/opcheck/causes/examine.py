@@ -135,7 +135,20 @@ def examined(
     except DumpError:
         return []
     order = list(bad)
+    found = [_with_before(calls, place, c) if (c.step, c.call) in bad else c for c in found]
     return sorted(found, key=lambda c: order.index(p) if (p := (c.step, c.call)) in order else len(order))
+
+
+def _with_before(calls: Calls, place: tuple[int, str], captured: Captured) -> Captured:
+    """A whole call with the output of the tap's call before it, where captured, as ``extra["before"]`` by role."""
+    places = sorted(calls.by_tap.get(place, ()))
+    at = (captured.step, captured.call)
+    k = places.index(at) if at in places else 0
+    record = calls.held(*place, places[k - 1]).get("output.0") if k else None
+    if record is None or record.payload is None or captured.whole is not None:
+        return captured
+    extra = {**captured.what.extra, "before": {record.role: calls.read(record)}}
+    return replace(captured, what=replace(captured.what, extra=extra))
 
 
 def _numel(record: Record) -> int:

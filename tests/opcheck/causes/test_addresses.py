@@ -1,0 +1,228 @@
+"""Planted faults of addresses: something that torch computed rightly is read from, or written to, a wrong place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opcheck.cause_calls import (
+    HEAD,
+    HEADS,
+    KV,
+    WIDTH,
+    attention,
+    drawn,
+    explained,
+    linear,
+    names,
+    norm,
+    softmax,
+    with_output,
+)
+
+from vllm_accprobe.dump.schema import RowSpace, Segment
+from vllm_accprobe.opcheck.calls.neighbours import Past
+from vllm_accprobe.opcheck.reference import Call
+
+EPS = 1e-5
+
+
+def product(y: Callable[[Any, Any, Any], Any], call: Call | None = None) -> Call:
+    call = linear() if call is None else call
+    return with_output(call, y(*(t.double() for t in (call.inputs["input_"], call.params["weight"],
+                                                      call.params["bias"]))))  # fmt: skip
+
+
+def square() -> Call:
+    call = linear()
+    return replace(call, params={"weight": drawn(7, WIDTH, WIDTH, scale=0.2), "bias": drawn(8, WIDTH)})
+
+
+def of_rows(change: Callable[[Any], Any]) -> Call:
+    return product(lambda x, w, b: change(x @ w.T + b))
+
+
+def assigned(y: Any, at: Any, value: Any) -> Any:
+    out = y.clone()
+    out[at] = value
+    return out
+
+
+def norm_of_a_view(first: int) -> Call:
+    """q's or k's norm by heads, whose kernel takes the rows of qkv for rows without gaps. first: the view's head."""
+    heads, tokens, whole = HEADS if not first else KV, 40, HEADS + 2 * KV
+    memory = drawn(3, tokens, whole, HEAD)
+    view = memory[:, first : first + heads]
+    read = memory.flatten()[first * HEAD :][: view.numel()].reshape(view.shape).double()
+    weight = drawn(4, HEAD) + 2.0
+    call = Call("layers.0.self_attn.q_norm", "RMSNorm", {"x": view.contiguous()}, params={"weight": weight},
+                attrs={"variance_epsilon": EPS}, parent={"num_heads": HEADS, "num_kv_heads": KV})  # fmt: skip
+    return with_output(call, F.rms_norm(read, (HEAD,), weight.double(), EPS))
+
+
+def rotated(positions: Any, used: Any, key: Any = None) -> Call:
+    """used: the positions by which the kernel turned the query; key: the key, where otherwise."""
+    q, k = (drawn(n, len(positions), h * HEAD) for n, h in ((1, HEADS), (2, KV)))
+    f = 10000.0 ** -(torch.arange(0, HEAD, 2).double() / HEAD)
+
+    def turn(x: Any, at: Any) -> Any:
+        pairs = torch.complex(*x.double().reshape(len(x), -1, 2, HEAD // 2).unbind(2))
+        angle = (at.double().unsqueeze(1) * f).unsqueeze(1)
+        pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((pairs.real, pairs.imag), -1).flatten(1)
+
+    call = Call("layers.0.rotary_emb", "RotaryEmbedding", {"positions": positions, "query": q, "key": k},
+                attrs={"base": 10000.0, "head_size": HEAD, "rotary_dim": HEAD, "is_neox_style": True})  # fmt: skip
+    return with_output(call, turn(q, used), turn(k, used if key is None else key))
+
+
+CHUNKS = torch.cat((torch.arange(40, 60), torch.arange(7, 20)))
+
+
+def of_two(
+    read: Callable[[Any, Any], Any], scale: float = 0.2, first: Callable[[Any], Any] = lambda own: own
+) -> Call:  # fmt: skip
+    """Attention of two requests of 64 positions. read: what the second one's kernel found as keys (or values), of its
+    own and the first one's; first: what the first one's found."""
+    q, k, v = (drawn(n, 2, 64, h * HEAD) for n, h in enumerate((HEADS, KV, KV)))
+    here = RowSpace(0, "tokens", 0, (Segment(0, 0, 64, 0), Segment(1, 0, 64, 0)))
+    inputs = {"query": q.flatten(0, 1), "key": k.flatten(0, 1), "value": v.flatten(0, 1)}
+    past = Past(("key", "value"))
+    past.write(here, {n: inputs[n] for n in ("key", "value")})
+    attrs = {"num_heads": HEADS, "num_kv_heads": KV, "head_size": HEAD}
+    call = Call("layers.0.attn", "Attention", inputs, attrs=attrs, parent={"scaling": scale},
+                extra={"cache": past.view(here)})  # fmt: skip
+    out = (
+        softmax(q[0], first(k[0]), first(v[0]), 0, scale=scale),
+        softmax(q[1], read(k[1], k[0]), read(v[1], v[0]), 0, scale=scale),
+    )
+    return with_output(call, torch.cat(out))
+
+
+def by_probabilities(change: Callable[[Any, Any], Any]) -> Call:
+    """Attention of 64 rows. change: of the probabilities [heads, rows, keys] and the rows' positions."""
+    call = of_two(lambda own, other: own)
+    out = []
+    for one in (slice(0, 64), slice(64, 128)):
+        q, k, v = (call.inputs[n][one].double().reshape(64, -1, HEAD) for n in ("query", "key", "value"))
+        k, v = (t.repeat_interleave(HEADS // KV, 1) for t in (k, v))
+        s = torch.einsum("nhd,mhd->hnm", q, k) * 0.2
+        s = s.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+        out.append(torch.einsum("hnm,mhe->nhe", change(s, torch.arange(64)), v).flatten(1))
+    return with_output(call, torch.cat(out))
+
+
+def cut(s: Any, positions: Any) -> Any:
+    whole = (positions + 1) // 16 * 16
+    gone = (torch.arange(64)[None] >= whole[:, None]) & (whole > 0)[:, None]
+    return torch.softmax(s.masked_fill(gone, -torch.inf), -1)
+
+
+def ranks(order: list[int]) -> Call:
+    """A sum over two ranks, the weights in this order."""
+    parts = [replace(linear(seed=10 * n, bias=False, cls="RowParallelLinear"),
+                     attrs={"tp_size": 2, "tp_rank": n, "reduce_results": True}) for n in range(2)]  # fmt: skip
+    y = sum(parts[n].inputs["input_"].double() @ parts[order[n]].params["weight"].double().T for n in range(2))
+    parts = [with_output(p, y) for p in parts]
+    return replace(parts[0], extra={"ranks": parts})
+
+
+def experts(
+    weights: Callable[[Any], Any], gates: Callable[[Any], Any] = lambda w: w, order: list[int] | None = None
+) -> Call:  # fmt: skip
+    x, w13, w2 = drawn(1, 24, WIDTH), drawn(2, 4, 64, WIDTH, scale=0.2), drawn(3, 4, WIDTH, 32, scale=0.2)
+    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(k))[:2] for k in range(24)])
+    share = torch.tensor([0.7, 0.3]).expand(24, 2).contiguous()
+    y = torch.zeros(24, WIDTH, dtype=torch.float64)
+    first, second = gates(weights(w13)).double(), weights(w2).double()
+    for n in range(24):
+        for e, s in zip(ids[n], share[n][order or [0, 1]], strict=True):
+            a, b = (first[e] @ x[n].double()).chunk(2)
+            y[n] += s.double() * (second[e] @ (F.silu(a) * b))
+    call = Call("layers.0.experts", "UnquantizedFusedMoEMethod", {"x": x, "topk_weights": share, "topk_ids": ids},
+                params={"w13_weight": w13, "w2_weight": w2}, parent={"activation": "silu"})  # fmt: skip
+    return with_output(call, y)
+
+
+PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
+    "row of another": (lambda: of_rows(lambda y: assigned(y, 5, y[11])), "rows_of_others"),
+    "two rows": (lambda: of_rows(lambda y: assigned(y, [3, 9], y[[15, 2]])), "rows_of_others"),
+    "reversed": (lambda: of_rows(lambda y: y.flip(0)), "rows_reversed"),
+    "neighbours": (lambda: of_rows(lambda y: y[[k ^ 1 for k in range(len(y))]]), "rows_exchanged"),
+    "row before": (lambda: of_rows(lambda y: assigned(y, slice(4, 12), y[3:11])), "rows_shifted"),
+    "q read without gaps": (lambda: norm_of_a_view(0), "view_read_as_contiguous"),
+    "k read without gaps": (lambda: norm_of_a_view(HEADS), "view_read_as_contiguous"),
+    "transposed": (lambda: product(lambda x, w, b: x @ w + b, square()), "weight_transposed"),
+    "read transposed": (
+        lambda: product(lambda x, w, b: x @ w.reshape(WIDTH, 48) + b), "weight_read_transposed",
+    ),
+    "halves": (lambda: of_rows(lambda y: torch.cat((y[:, 24:], y[:, :24]), 1)), "columns_exchanged"),
+    "k and v": (
+        lambda: replace(of_rows(lambda y: torch.cat((y[:, :32], y[:, 40:], y[:, 32:40]), 1)),
+                        parent={"q_size": 32, "kv_size": 8}), "columns_exchanged",
+    ),
+    "inputs' halves": (
+        lambda: product(lambda x, w, b: torch.cat((x[:, 32:], x[:, :32]), 1) @ w.T + b), "input_columns_shifted",
+    ),
+    "stale tile": (
+        lambda: of_rows(lambda y: assigned(y, (slice(None), slice(32, 48)), y.roll(1, 0)[:, 32:])), "columns_stale",
+    ),
+    "tail of squares": (
+        lambda: with_output(
+            c := norm(residual=False, size=1.0), c.inputs["x"].double() / (
+                (c.inputs["x"].double()[:, :-4] ** 2).sum(1, keepdim=True) / WIDTH + EPS).sqrt()
+            * c.params["weight"].double()), "norm_tail",
+    ),
+    "ranks": (lambda: ranks([1, 0]), "ranks_exchanged"),
+    "experts": (lambda: experts(lambda w: w[[1, 2, 3, 0]]), "experts_shifted"),
+    "experts' gates": (
+        lambda: experts(lambda w: w, lambda w: torch.cat((w[:, 32:], w[:, :32]), 1)), "experts_halves_exchanged",
+    ),
+    "position off by one": (lambda: rotated(CHUNKS, CHUNKS + 1), "positions_shifted"),
+    "key's position": (lambda: rotated(CHUNKS, CHUNKS, CHUNKS - 1), "positions_shifted"),
+    "from zero": (
+        lambda: rotated(CHUNKS, torch.cat((torch.arange(20), torch.arange(13)))), "positions_from_zero",
+    ),
+    "row for position": (lambda: rotated(CHUNKS, torch.arange(33)), "positions_of_the_batch"),
+    "cache times": (lambda: attention(past=lambda k, v: (k * 1.1, v * 1.1)), "past_times"),
+    "k for v for k": (lambda: attention(past=lambda k, v: (v, k)), "keys_and_values_exchanged"),
+    "key head": (
+        lambda: attention(past=lambda k, v: tuple(t.unflatten(1, (KV, HEAD)).roll(-1, 1).flatten(1) for t in (k, v))),
+        "key_heads_shifted",
+    ),
+    "block of another": (
+        lambda: of_two(lambda own, other: torch.cat((own[:16], other[16:32], own[32:]))), "block_of_another",
+    ),
+    "position of all": (
+        lambda: of_two(lambda own, other: assigned(own, 5, 0.0), first=lambda own: assigned(own, 5, 0.0)),
+        "positions_of_all_not_written",
+    ),
+    "tail of keys": (lambda: by_probabilities(cut), "tail_of_keys"),
+    "routing weights": (lambda: experts(lambda w: w, order=[1, 0]), "routing_reversed"),
+    "call before": (
+        lambda: replace(
+            with_output(linear(), drawn(5, 24, 48, dtype=torch.float64)),
+            extra={"before": {"output.0": drawn(5, 24, 48)}},
+        ), "one_call_before",
+    ),
+}  # fmt: skip
+"""Name → (a wrong call, the cause's name)."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_cause_is_said_and_no_other(name: str) -> None:
+    make, cause = PLANTED[name]
+    found = explained(make())
+    assert names(found) == {cause}, found and found.text
+    assert found is not None
+    assert found.chance <= 1e-3
+
+
+@pytest.mark.parametrize("make", [lambda: rotated(CHUNKS, CHUNKS), lambda: ranks([0, 1]), lambda: experts(lambda w: w),
+                                  lambda: of_two(lambda own, other: own)])  # fmt: skip
+def test_right_call_has_no_cause(make: Any) -> None:
+    assert explained(make()) is None
