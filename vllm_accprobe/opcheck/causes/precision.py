@@ -409,7 +409,7 @@ def coarse_table(trial: Trial, grid: str) -> dict[str, Expected]:
     table = call.params.get("cos_sin_cache", call.maybe("query", "1"))
     cos, sin = (GRIDS[grid]((size * f.unsqueeze(1)).to(table.dtype)) for f in (angle.cos(), angle.sin()))
     found: dict[str, Expected] = {}
-    for roles, x, heads in rotary._given(call):
+    for roles, x, heads in rotary.query_and_key(call):
         y = rotary.turned(heads.double(), cos, sin, neox, call.unit, angle.unsqueeze(1))
         found |= dict.fromkeys(roles, reshaped(y, x.shape))
     return found
