@@ -59,7 +59,7 @@ def wrong(
 
 def said(call: Call) -> str:
     found = explained(call)
-    return "" if found is None else " or ".join(f.clause for f in found.found)
+    return "" if found is None else " or ".join(dict.fromkeys(f.clause for f in found.found))
 
 
 @pytest.mark.parametrize("rounded", [torch.Tensor.bfloat16, truncated])

@@ -1,9 +1,9 @@
 """What a cause is, and how one is written.
 
 The problem: "Attention of layer 0 is wrong" starts a discussion; "mine's output is what this attention gives without
-its soft cap of 5" ends it. The idea: a `Cause` edits a call (another setting, another tensor) or computes another
-output, and names the edit in words. Whoever tries it (search.py) runs the reference on the edited call. A cause is a
-function that is marked with ``@cause``; it needs no threshold, no proof and no text besides its clause.
+its soft cap of 5" ends it. The idea: a `Counterfactual` edits a call (another setting, another tensor) or computes
+another output, and names the edit in words. Whoever tries it (search.py) runs the reference on the edited call. A cause
+is a function that is marked with ``@cause``; it needs no threshold, no proof and no text besides its clause.
 Parameters come from ``values``: what the dump names (golden's attribute, config.json), small lists, or a fit (`fits`).
 
 Not here: the causes (attention.py, norms.py, ...), the proof (search.py), the table of all (registry.py).
@@ -25,7 +25,7 @@ from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
-from vllm_accprobe.opcheck.floors.rounding import middles
+from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
 
@@ -109,7 +109,7 @@ Values = Callable[[Trial], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class Cause:
+class Counterfactual:
     """name: unique; family: of FAMILIES; classes: globs; text: the clause that follows "what this Attention gives",
     with ``{0}`` for the parameter; change, values: as above."""
 
@@ -140,15 +140,15 @@ def cause(family: str, *classes: str, text: str, values: Values = _once) -> Call
         raise ValueError(f"a cause is of one of {FAMILIES}, not {family!r}")
 
     def mark(function: Change) -> Change:
-        known: tuple[Cause, ...] = getattr(function, MARK, ())
+        known: tuple[Counterfactual, ...] = getattr(function, MARK, ())
         name = function.__name__ if not known else f"{function.__name__}_{len(known)}"
-        setattr(function, MARK, (*known, Cause(name, family, classes, text, function, values)))
+        setattr(function, MARK, (*known, Counterfactual(name, family, classes, text, function, values)))
         return function
 
     return mark
 
 
-def marked(source: ModuleType | Change) -> list[Cause]:
+def marked(source: ModuleType | Change) -> list[Counterfactual]:
     """The causes of a module's own functions, or of the one."""
     if not isinstance(source, ModuleType):
         return list(getattr(source, MARK, ()))
@@ -246,8 +246,9 @@ def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "out
         begun = [(float((weight * (of(s) - target).square()).sum()), s) for s in starts]
         value = _least(of, target, weight, min(begun)[1]) if begun else math.nan
         if math.isfinite(value) and all(not math.isclose(value, s, rel_tol=1e-9) for s in seen):
-            seen.append(value)
-            yield Guess(value, fitted=1)
+            cut = target is not mine and direction(of(value), mine, trial.dtype(role)).toward_zero
+            seen.insert(0 if cut else len(seen), value)  # the first that holds is said
+    yield from (Guess(value, fitted=1) for value in seen)
 
 
 def _least(of: Callable[[float], Tensor], target: Tensor, weight: Tensor, start: float) -> float:

@@ -21,9 +21,9 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
-from vllm_accprobe.opcheck.causes.api import Cause, Trial
+from vllm_accprobe.opcheck.causes.api import Counterfactual, Trial
 from vllm_accprobe.opcheck.causes.registry import default_causes
-from vllm_accprobe.opcheck.causes.search import SECONDS, Deadline, Explanation, Found, search
+from vllm_accprobe.opcheck.causes.search import SECONDS, Deadline, Explanation, ProvedCause, search
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
@@ -42,12 +42,12 @@ class Causes:
 
     def __init__(
         self, references: References, golden: Mapping[str, Mapping[str, Any]] | None = None, *,
-        causes: Iterable[Cause] | None = None, seconds: float | None = SECONDS, chance: float = CHANCE,
+        causes: Iterable[Counterfactual] | None = None, seconds: float | None = SECONDS, chance: float = CHANCE,
     ):  # fmt: skip
         self._references, self._golden, self._chance = references, golden or {}, chance
         self._causes = list(default_causes().causes if causes is None else causes)
         self._ends = Deadline(seconds)
-        self._known: dict[tuple[str, str], tuple[Found, ...]] = {}
+        self._known: dict[tuple[str, str], tuple[ProvedCause, ...]] = {}
 
     def of_calls(self, captured: Sequence[Captured]) -> Explanation | None:
         """The cause of one operator from these calls of it, wrong and right ones."""

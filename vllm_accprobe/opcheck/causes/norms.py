@@ -118,7 +118,7 @@ def _divisors(trial: Trial) -> Iterator[Guess]:
     width = _parts(trial).scaled.shape[-1]
     for guess in fits(_other_width, trial, [float(width)]):
         if round(guess.value) != width and abs(guess.value - round(guess.value)) < 0.05 * width**0.5:
-            yield Guess(round(guess.value), fitted=1)
+            yield Guess(round(guess.value), fitted=1, choices=float(width))
 
 
 def _other_width(trial: Trial, n: float) -> Expected:

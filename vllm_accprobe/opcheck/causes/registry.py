@@ -12,17 +12,17 @@ import pkgutil
 
 from vllm_accprobe import extensions
 from vllm_accprobe.opcheck import causes
-from vllm_accprobe.opcheck.causes.api import Cause, marked
+from vllm_accprobe.opcheck.causes.api import Counterfactual, marked
 
 
 class CauseTable:
     """problems: a sentence for each entry point that cannot be used."""
 
-    def __init__(self, found: list[Cause]):
+    def __init__(self, found: list[Counterfactual]):
         self.causes = found
         self.problems: list[str] = []
 
-    def of(self, cls: str) -> list[Cause]:
+    def of(self, cls: str) -> list[Counterfactual]:
         """The causes that a class of operators may have, in the order in which they stand."""
         return [c for c in self.causes if c.fits(cls)]
 

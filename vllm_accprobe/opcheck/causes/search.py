@@ -30,7 +30,7 @@ import scipy.special
 import torch
 
 from vllm_accprobe.judge.statistic import RATE
-from vllm_accprobe.opcheck.causes.api import Cause, Guess, Trial, outputs_of
+from vllm_accprobe.opcheck.causes.api import Counterfactual, Guess, Trial, outputs_of
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import VARIANCE, Verdict, first_of, keys_of
 from vllm_accprobe.opcheck.reference import Declined, Expected
@@ -82,10 +82,10 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProvedCause:
     """A cause that holds. what: with its parameter in ``guess``; proof: of the trials together."""
 
-    what: Cause
+    what: Counterfactual
     guess: Guess
     proof: Proof
 
@@ -99,7 +99,7 @@ class Explanation:
     """What is said of an operator. found: the causes that hold equally; cls: the operator's class; tried: edits that
     were tried, choices included; calls: that were examined."""
 
-    found: tuple[Found, ...]
+    found: tuple[ProvedCause, ...]
     cls: str
     tried: float
     calls: int
@@ -238,8 +238,9 @@ def _evidence(plain: OutputRows, found: OutputRows, v: Verdict) -> Proof:
 
 
 def search(
-    trials: Sequence[Trial], causes: Iterable[Cause], ends: Deadline | None = None, first: Sequence[Found] = ()
-) -> Explanation | None:
+    trials: Sequence[Trial], causes: Iterable[Counterfactual], ends: Deadline | None = None,
+    first: Sequence[ProvedCause] = (),
+) -> Explanation | None:  # fmt: skip
     """The simplest cause that holds in all ``trials``, the worst of which stands first; None where there is none, or
     where no output of theirs fails the plain reference. first: causes that held elsewhere, which are tried before all
     others, and suffice."""
@@ -264,7 +265,7 @@ def search(
     held = [x for x in held if x.proof.log_chance(x.guess, tried * x.guess.choices) <= math.log(RATE)]
     if not held:
         return None
-    first_fit: dict[int, Found] = {}  # of each cause: of all rows, and of numbers as they are, before others
+    first_fit: dict[int, ProvedCause] = {}  # of each cause: of all rows, and of numbers as they are, before others
     for x in held:
         if x.guess.fitted:
             first_fit.setdefault(id(x.what), x)
@@ -274,11 +275,11 @@ def search(
     return Explanation(tuple(equal), trials[0].call.cls, tried, len(examined))
 
 
-def _order(x: Found) -> tuple[bool, int, float]:
+def _order(x: ProvedCause) -> tuple[bool, int, float]:
     return not x.proof.whole, x.guess.fitted, x.guess.choices
 
 
-def _guesses(one: Cause, trial: Trial, ends: Deadline) -> Iterator[Guess]:
+def _guesses(one: Counterfactual, trial: Trial, ends: Deadline) -> Iterator[Guess]:
     """The parameters of a cause; none where it does not apply."""
     seen: list[Any] = []
     try:
@@ -293,7 +294,7 @@ def _guesses(one: Cause, trial: Trial, ends: Deadline) -> Iterator[Guess]:
         return  # a cause may be anybody's, and a call may lack what it edits: it is not said, and costs no verdict
 
 
-def _tried(one: Cause, guess: Guess, examined: Sequence[Examined]) -> Found | None:
+def _tried(one: Counterfactual, guess: Guess, examined: Sequence[Examined]) -> ProvedCause | None:
     total = Proof()
     for x in examined:
         try:
@@ -303,4 +304,4 @@ def _tried(one: Cause, guess: Guess, examined: Sequence[Examined]) -> Found | No
         if proof is None:
             return None
         total = total.and_(proof)
-    return Found(one, guess, total) if total.moved or total.exact else None
+    return ProvedCause(one, guess, total) if total.moved or total.exact else None
