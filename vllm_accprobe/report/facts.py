@@ -311,10 +311,14 @@ def cause(origin: Mapping[str, Any]) -> str:
     """``mine's output is what this Attention gives without its soft cap of 5``, where a replay proves it, with what is
     left and how likely that is by chance; else empty."""
     found = origin.get("cause")
-    if not isinstance(found, Mapping) or not found.get("text") or of_runner(origin):  # the verdict says it
+    if not isinstance(found, Mapping) or not found.get("text") or found.get("family") == "unknown":
+        return ""
+    if of_runner(origin):  # the verdict says it
         return ""
     left, seldom = found.get("residual"), odds(found.get("chance"))
-    proof = [f"what is left is {num(left, 2)} of what rounding allows"] if isinstance(left, (int, float)) else []
+    proof = []
+    if isinstance(left, (int, float)) and found.get("chance") is not None:  # else it was read, not computed again
+        proof.append(f"what is left is {num(left, 2)} of what rounding allows")
     proof += [f"an error of any other kind fits as well in {seldom} cases"] if seldom else []
     return safe(found["text"], 600) + (f" ({'; '.join(proof)})" if proof else "")
 

@@ -180,9 +180,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "ranks": (lambda: ranks([1, 0]), "ranks_exchanged"),
     "experts": (lambda: experts(lambda w: w[[1, 2, 3, 0]]), "experts_shifted"),
     "experts' gates": (
-        lambda: experts(lambda w: w, lambda w: torch.cat((w[:, 32:], w[:, :32]), 1)), "experts_halves_exchanged",
+        lambda: experts(lambda w: w, lambda w: torch.cat((w[:, 32:], w[:, :32]), 1)), "expert_halves_exchanged",
     ),
-    "position off by one": (lambda: rotated(CHUNKS, CHUNKS + 1), "positions_shifted"),
+    "position off by one": (lambda: rotated(CHUNKS, CHUNKS + 1), "position_off"),
     "key's position": (lambda: rotated(CHUNKS, CHUNKS, CHUNKS - 1), "positions_shifted"),
     "from zero": (
         lambda: rotated(CHUNKS, torch.cat((torch.arange(20), torch.arange(13)))), "positions_from_zero",
@@ -199,10 +199,10 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     ),
     "position of all": (
         lambda: of_two(lambda own, other: assigned(own, 5, 0.0), first=lambda own: assigned(own, 5, 0.0)),
-        "positions_of_all_not_written",
+        "positions_not_written",
     ),
     "tail of keys": (lambda: by_probabilities(cut), "tail_of_keys"),
-    "routing weights": (lambda: experts(lambda w: w, order=[1, 0]), "routing_reversed"),
+    "routing weights": (lambda: experts(lambda w: w, order=[1, 0]), "weights_reversed"),
     "call before": (
         lambda: replace(
             with_output(linear(), drawn(5, 24, 48, dtype=torch.float64)),

@@ -286,7 +286,7 @@ def test_fault_of_some_rows_is_said_of_these() -> None:
 
 def test_stale_row_is_said() -> None:
     wrong = other_output(linear(), lambda y: torch.where(torch.arange(24)[:, None] == 7, y.roll(1, 0), y))
-    assert names(explained(wrong)) == {"rows_shifted"}
+    assert names(explained(wrong)) == {"rows_of_others"}
 
 
 def test_cause_that_holds_in_one_call_alone_is_not_said() -> None:

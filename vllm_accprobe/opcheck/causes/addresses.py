@@ -5,8 +5,8 @@ call has its input or its weight in another order, or the expected output has it
 one's result stands in, and which columns, is read from mine's output, so that each way to choose as many counts as
 tried. What the memory between a view's rows holds is in no record: those rows have no expected value.
 
-Not here: addresses that attention alone has (attention.py), columns that are 0 (factors.py), a sum that stops early
-(linear.py).
+Not here: addresses that attention alone has (attention_causes.py), columns that are 0 (factors.py), a sum that stops
+early (linear_causes.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, edited, fit_of, moved
-from vllm_accprobe.opcheck.causes.attention import _by_heads, _gone, _other, _sizes, _with_past, _zeroed
+from vllm_accprobe.opcheck.causes.attention_causes import _by_heads, _other, _sizes, _with_past
 from vllm_accprobe.opcheck.causes.factors import _columns
-from vllm_accprobe.opcheck.causes.linear import LINEAR, _input
-from vllm_accprobe.opcheck.causes.norms import RMS, _by_root, _own
-from vllm_accprobe.opcheck.causes.norms import _input as _normed
+from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, _input
+from vllm_accprobe.opcheck.causes.norms_causes import RMS, _by_root, _own
+from vllm_accprobe.opcheck.causes.norms_causes import _input as _normed
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.linear import partial
@@ -278,17 +278,6 @@ def experts_shifted(trial: Trial, by: int) -> Call:
     return edited(trial.call, params={n: trial.call.stored(n).roll(-by, 0) for n in ("w13_weight", "w2_weight")})
 
 
-@cause(ADDRESS, "UnquantizedFusedMoEMethod", text="with gate and up exchanged in all experts")
-def experts_halves_exchanged(trial: Trial, _: Any) -> Call:
-    w13 = trial.call.stored("w13_weight")
-    return edited(trial.call, params={"w13_weight": w13.roll(w13.shape[1] // 2, 1)})
-
-
-@cause(ADDRESS, "UnquantizedFusedMoEMethod", text="with the weights of its experts in the opposite order")
-def routing_reversed(trial: Trial, _: Any) -> Call:
-    return edited(trial.call, inputs={"topk_weights": trial.call.tensor("topk_weights").flip(-1)})
-
-
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +292,7 @@ def _position_shifts(trial: Trial) -> list[Guess]:
     positions = _positions(trial.call)[1]
     starts = positions[torch.cat((torch.tensor([True]), positions.diff() != 1))].unique()[:8].tolist()
     shifts = dict.fromkeys([1, -1, 2, -2, *(-s for s in starts), *starts, *_SIZES[2:], 256, 512])
-    ways = [(k, which) for k in shifts if k for which in ("", "query", "key")]
+    ways = [(k, which) for k in shifts if k for which in ("query", "key")]
     return [Guess((k, which), choices=float(len(ways))) for k, which in ways]
 
 
@@ -349,19 +338,6 @@ def past_times(trial: Trial, factor: float) -> Call:
 def keys_and_values_exchanged(trial: Trial, _: Any) -> Call:
     k, v = "key", "value"
     return _with_past(trial, lambda at, past: {k: past[v].reshape(past[k].shape), v: past[k].reshape(past[v].shape)})
-
-
-def _gone_of_all(trial: Trial) -> Iterator[Guess]:
-    """(first, last) of the positions whose key and value are 0."""
-    for guess in _gone(trial):
-        yield replace(guess, value=guess.value[1:])
-
-
-@cause(ADDRESS, "Attention", values=_gone_of_all,
-       text="if keys and values of positions {0} to {1} of each request were 0 in the cache")  # fmt: skip
-def positions_of_all_not_written(trial: Trial, where: tuple[int, int]) -> Call:
-    some = slice(where[0], where[1] + 1)
-    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, some)))
 
 
 def _kv_shifts(trial: Trial) -> list[Guess]:

@@ -6,7 +6,7 @@ another output, and names the edit in words. Whoever tries it (search.py) runs t
 is a function that is marked with ``@cause``; it needs no threshold, no proof and no text besides its clause.
 Parameters come from ``values``: what the dump names (golden's attribute, config.json), small lists, or a fit (`fits`).
 
-Not here: the causes (attention.py, norms.py, ...), the proof (search.py), the table of all (registry.py).
+Not here: the causes (attention_causes.py, norms_causes.py, ...), the proof (search.py), the table of all (registry.py).
 """
 
 from __future__ import annotations

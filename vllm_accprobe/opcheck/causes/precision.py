@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from vllm_accprobe.kernels.float_formats import FORMATS
-from vllm_accprobe.opcheck.causes.activations import GATED, _parts
+from vllm_accprobe.opcheck.causes.activations_causes import GATED, _parts
 from vllm_accprobe.opcheck.causes.api import PRECISION, Guess, Trial, cause, edited, outputs_of
-from vllm_accprobe.opcheck.causes.attention import _sizes, _with_past
-from vllm_accprobe.opcheck.causes.linear import LINEAR, _input
-from vllm_accprobe.opcheck.causes.norms import RMS, _by_root, _own
-from vllm_accprobe.opcheck.causes.norms import _input as _normed
+from vllm_accprobe.opcheck.causes.attention_causes import _sizes, _with_past
+from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, _input
+from vllm_accprobe.opcheck.causes.norms_causes import RMS, _by_root, _own
+from vllm_accprobe.opcheck.causes.norms_causes import _input as _normed
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.references import attention, rotary
 from vllm_accprobe.opcheck.references.parts import reshaped

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.causes.api import ADDRESS, PRECISION, SETTING, Guess, Trial, cause, edited, fits, named
+from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, Guess, Trial, cause, edited, fits, named
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references import rotary
 
@@ -160,19 +160,6 @@ def _magnitudes(trial: Trial) -> list[Guess]:
 @cause(SETTING, *ROTARY, text="with cosines and sines times {0:.4g} instead of its magnitude", values=_magnitudes)
 def other_magnitude(trial: Trial, size: float) -> dict[str, Expected]:
     return _by_table(trial, lambda cos, sin, own: (cos * size, sin * size), own_size=False)
-
-
-def _bits(trial: Trial) -> list[Guess]:
-    return [Guess(b, choices=6.0) for b in (8, 7, 6, 5, 4, 3)]
-
-
-@cause(PRECISION, *ROTARY, text="with cosines and sines of {0} bits of mantissa", values=_bits)
-def coarse_table(trial: Trial, bits: int) -> dict[str, Expected]:
-    def rounded(t: Any) -> Any:
-        mantissa, exponent = torch.frexp(t)
-        return torch.ldexp((mantissa * 2.0**bits).round() / 2.0**bits, exponent)
-
-    return _by_table(trial, lambda cos, sin, own: (rounded(cos.to(own).double()), rounded(sin.to(own).double())))
 
 
 def _by_table(trial: Trial, table: Any, own_size: bool = True) -> dict[str, Expected]:

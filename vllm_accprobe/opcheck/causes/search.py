@@ -15,6 +15,10 @@ ed., section 5.3; R. Fisher, Metron 3 (1924) 90]. This lets the edit's size be f
 by all that was tried, each choice among alternatives included [Bonferroni], and what is likelier than RATE is not said.
 The fewest fitted numbers win, then the fewest choices; causes that hold equally are all said.
 
+An error that one factor of the output, one of each row or one of each column explains as well as the edit does has as
+many dimensions as it has factors, not as numbers: in one row, many settings give the same factor. Then k counts
+factors, z is of these, and a cause that is no factor itself is said only if it gives them.
+
 Not here: the causes, which calls (examine.py).
 """
 
@@ -30,7 +34,7 @@ import scipy.special
 import torch
 
 from vllm_accprobe.judge.statistic import RATE
-from vllm_accprobe.opcheck.causes.api import Counterfactual, Guess, Trial, outputs_of
+from vllm_accprobe.opcheck.causes.api import FACTOR, Counterfactual, Guess, Trial, outputs_of
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import VARIANCE, Verdict, first_of, keys_of
 from vllm_accprobe.opcheck.reference import Declined, Expected
@@ -175,8 +179,9 @@ class Examined:
             self.wrong[role] = out if bool(out.any()) or v.passed else ~out
         return self.wrong[role]
 
-    def proof(self, expected: Mapping[str, Expected]) -> Proof | None:
-        """Whether mine's outputs are the ``expected`` ones; None where they are not."""
+    def proof(self, expected: Mapping[str, Expected], factor: bool = False) -> Proof | None:
+        """Whether mine's outputs are the ``expected`` ones; None where they are not. factor: the cause is one, and no
+        more."""
         total = Proof()
         for role, plain in self.rows.items():
             e = expected[role]
@@ -187,13 +192,13 @@ class Examined:
             found = self.trial.rows(role, e)
             if found is None or len(found.at) != len(plain.at):
                 return None
-            one = self._output(role, plain, found)
+            one = self._output(role, plain, found, factor)
             if one is None:
                 return None
             total = total.and_(one)
         return total
 
-    def _output(self, role: str, plain: OutputRows, found: OutputRows) -> Proof | None:
+    def _output(self, role: str, plain: OutputRows, found: OutputRows, factor: bool) -> Proof | None:
         dtype, chance = self.trial.dtype(role), self.trial.chance
         v, whole = found.judge(dtype, chance=chance), True
         if not v.passed and self.verdicts[role].passed:
@@ -211,7 +216,7 @@ class Examined:
             count = 0
         else:
             count = int(self.wrong_rows(role).sum()) if not whole else n
-        return replace(_evidence(plain, found, v), severity=v.severity, wrong=count, rows=n, whole=whole)
+        return replace(_evidence(plain, found, v, factor), severity=v.severity, wrong=count, rows=n, whole=whole)
 
 
 def some_rows(rows: OutputRows, which: Any) -> OutputRows:
@@ -221,8 +226,8 @@ def some_rows(rows: OutputRows, which: Any) -> OutputRows:
     return replace(rows, **cut)
 
 
-def _evidence(plain: OutputRows, found: OutputRows, v: Verdict) -> Proof:
-    """What one output adds to the proof. v: of ``found``."""
+def _evidence(plain: OutputRows, found: OutputRows, v: Verdict, factor: bool) -> Proof:
+    """What one output adds to the proof. v: of ``found``; factor: the cause is one."""
     if v.sums is None:  # integers, and what must be equal
         other = plain.reference != found.reference
         return Proof(exact=int((other & (plain.mine == found.mine) & (found.reference == found.mine)).sum()))
@@ -232,9 +237,29 @@ def _evidence(plain: OutputRows, found: OutputRows, v: Verdict) -> Proof:
     off &= torch.isfinite(plain.reference) & torch.isfinite(plain.mine) & torch.isfinite(found.reference)
     if v.sums.few:
         off &= first_of(keys_of(planes, v.sums.unit))
+    finite = torch.isfinite(plain.reference) & torch.isfinite(plain.mine) & torch.isfinite(found.reference)
+    if not factor and bool(finite.all()) and (by_factors := _by_factors(plain, found, variance)) is not None:
+        return by_factors
     before = ((plain.mine - plain.reference).square() / variance)[off].sum()
     after = ((found.mine - found.reference).square() / variance)[off].sum()
     return Proof(int(off.sum()), float(before), float(after))
+
+
+def _by_factors(plain: OutputRows, found: OutputRows, variance: Any) -> Proof | None:
+    """The evidence in factors where they explain mine's error as well as the edit does, or within rounding; the fewest
+    factors that do; None where none do."""
+    y, off, edit = plain.reference, plain.mine - plain.reference, found.reference - plain.reference
+    if not bool(plain.mine.any()):  # nothing was written: no factor is as much
+        return None
+    enough = max(float(((found.mine - found.reference).square() / variance).sum()), float(y.numel()))
+    for dims in ((0, 1), (1,), (0,)):
+        weight = (y.square() / variance).sum(dims, keepdim=True).clamp(min=1e-300)
+        factors, edited = ((x * y / variance).sum(dims, keepdim=True) / weight for x in (off, edit))
+        if float(((off - factors * y).square() / variance).sum()) <= enough:
+            z, expected = (x * weight.sqrt() for x in (factors, edited))
+            moved = expected.square() > 1
+            return Proof(int(moved.sum()), float(z[moved].square().sum()), float((z - expected)[moved].square().sum()))
+    return None
 
 
 def search(
@@ -298,7 +323,7 @@ def _tried(one: Counterfactual, guess: Guess, examined: Sequence[Examined]) -> P
     total = Proof()
     for x in examined:
         try:
-            proof = x.proof(outputs_of(x.trial, one.change(x.trial, guess.value)))
+            proof = x.proof(outputs_of(x.trial, one.change(x.trial, guess.value)), one.family == FACTOR)
         except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             return None
         if proof is None:

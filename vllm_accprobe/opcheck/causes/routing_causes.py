@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.causes.activations import OTHERS
+from vllm_accprobe.opcheck.causes.activations_causes import OTHERS
 from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, SETTING, Guess, Trial, cause, rounded_once
 from vllm_accprobe.opcheck.floors.rounding import middles
 from vllm_accprobe.opcheck.reference import Declined, Expected
