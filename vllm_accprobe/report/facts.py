@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import ratio, value_of
 from vllm_accprobe.comparison.pair import severity as severity
+from vllm_accprobe.comparison.plan.unit import TOKEN
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER
 from vllm_accprobe.comparison.states import findings, is_cache, watched, whose
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
@@ -385,7 +386,7 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
         parts.append("the values differ")
     elif isinstance(created, float) and not math.isfinite(created):
         parts.append(infinite(comparison, origin))
-    elif origin.get("floor") == 0:
+    elif origin.get("role") == TOKEN:
         parts.append(METRICS["exact"])
     else:
         parts.append(f"{created_as(origin)} {_held(created, origin)}")
