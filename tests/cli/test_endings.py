@@ -25,7 +25,7 @@ from vllm_accprobe.cli.endings import insisting
 RUN = "import sys, time\nfrom vllm_accprobe.cli import main\n{}\nsys.exit(main())\n"
 SLOW = {
     "compare": """
-from vllm_accprobe.comparison.measure import activations as workers
+from vllm_accprobe.comparison.measure import measurer as workers
 from vllm_accprobe.comparison import store as resume
 workers._MOST, resume.PATIENCE = 2, 0.0
 real = workers.UnitMeasurer.measure

@@ -144,7 +144,7 @@ ParallelConfig @ vllm.config.parallel:ParallelConfig
     ubatch_size [since 0.15] | PIECES
 ModelConfig @ vllm.config.model:ModelConfig
     @ vllm.config:ModelConfig
-    model dtype quantization max_model_len seed | FACT
+    model dtype quantization max_model_len seed hf_overrides | FACT
     enforce_eager | PYTHON
     get_hidden_size | tensors split along the hidden dimension are not told from whole ones
     multimodal_config | DEALS

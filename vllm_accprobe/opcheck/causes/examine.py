@@ -36,9 +36,14 @@ _LARGE = 1 << 21
 """Chosen: elements of a call's tensors from which on some of its rows are taken: 16 MiB of float64."""
 
 
+_TAPS = 8
+"""Chosen: wrong taps of `opcheck` that have the whole time each; further ones share what the last one leaves. In a
+comparison all have it together."""
+
+
 class Causes:
-    """Causes of one side's operators. golden: by tap, attributes that golden's module has otherwise; ends: for all
-    operators together."""
+    """Causes of one side's operators. golden: by tap, attributes that golden's module has otherwise; seconds: for all
+    operators together, or for each tap that `next_tap` announces."""
 
     def __init__(
         self, references: References, golden: Mapping[str, Mapping[str, Any]] | None = None, *,
@@ -46,8 +51,14 @@ class Causes:
     ):  # fmt: skip
         self._references, self._golden, self._chance = references, golden or {}, chance
         self._causes = list(default_causes().causes if causes is None else causes)
-        self._ends = Deadline(seconds)
+        self._seconds, self._ends, self._taps = seconds, Deadline(seconds), 0
         self._known: dict[tuple[str, str], tuple[ProvedCause, ...]] = {}
+
+    def next_tap(self) -> None:
+        """Begins another tap: it has a time of its own, while all taps together have not had `_TAPS` times as much."""
+        self._taps += 1
+        if self._taps <= _TAPS:
+            self._ends = Deadline(self._seconds)
 
     def of_calls(self, captured: Sequence[Captured]) -> Explanation | None:
         """The cause of one operator from these calls of it, wrong and right ones."""
@@ -194,6 +205,7 @@ class CausesOfTap:
     def __init__(self, shared: list[Causes], references: References, chance: float):
         self._shared, self._references, self._chance = shared, references, chance
         self._right: Captured | None = None
+        self._begun = False
 
     def with_cause(self, captured: Captured, rows: Sequence[CheckResult]) -> Iterator[CheckResult]:
         """``rows`` of a call, the wrong ones with their cause. Never raises."""
@@ -205,6 +217,9 @@ class CausesOfTap:
             return
         if not self._shared:
             self._shared.append(Causes(self._references, chance=self._chance))
+        if not self._begun:
+            self._shared[0].next_tap()
+            self._begun = True
         found = self._shared[0].of_calls([captured, *([] if self._right is None else [self._right])])
         text = "" if found is None else found.text
         yield from (replace(r, cause=text) if text and r.status == FAIL else r for r in rows)
