@@ -59,7 +59,7 @@ def _of_one(folder: Path, said: str) -> Iterator[str]:
         if worst and shown(max(worst)) != expected:
             yield f"origin {number}: json {expected}, csv {shown(max(worst))}"
         for heading in re.findall(rf"(?m)^FAIL: {re.escape(origin['module'])} .*$", said):
-            if number == 1 and "has another constant" not in heading and f"({expected}x)" not in heading:
+            if number == 1 and "has another constant" not in heading and not re.search(rf"\({re.escape(expected)}x[,)]", heading):
                 yield f"origin 1: json {expected}, terminal {heading}"
         if page:
             yield from _on_the_page(page, number, origin, expected)
@@ -89,7 +89,7 @@ def _block(page: str, name: str) -> dict[str, Any]:
 
 
 def _severity(row: dict[str, str]) -> float | None:
-    """As comparison/over.py says."""
+    """As comparison/pair.py says."""
     if row["measure"] in ("created", "row_rel_l2", "element", "row_norm_ratio") and row["allowed"] and row["measured"]:
         measured, allowed = float(row["measured"]), float(row["allowed"])
         measured = abs(measured - 1.0) if row["measure"] == "row_norm_ratio" else measured
