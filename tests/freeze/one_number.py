@@ -59,7 +59,8 @@ def _of_one(folder: Path, said: str) -> Iterator[str]:
         if worst and shown(max(worst)) != expected:
             yield f"origin {number}: json {expected}, csv {shown(max(worst))}"
         for heading in re.findall(rf"(?m)^FAIL: {re.escape(origin['module'])} .*$", said):
-            if number == 1 and "has another constant" not in heading and not re.search(rf"\({re.escape(expected)}x[,)]", heading):
+            factor = re.search(rf"\({re.escape(expected)}x[,)]", heading)
+            if number == 1 and "has another constant" not in heading and not factor:
                 yield f"origin 1: json {expected}, terminal {heading}"
         if page:
             yield from _on_the_page(page, number, origin, expected)
