@@ -96,6 +96,7 @@ class ArrivingJob(OpenJob):
         self._checked: dict[Key, dict[tuple[int | None, int], frozenset[str]]] = {}
         self._again: set[Key] = set()
         self._pools: dict[Key, Pools] = {}
+        self._causes_at: dict[Key, Any] = {}
         self._pasts: dict[Key, Past] = {}
         self._ranks: tuple[int, ...] = ()
         self._keeps: Mapping[str, str] | None = None
@@ -128,7 +129,9 @@ class ArrivingJob(OpenJob):
         for captured in calls.of(rank, tap):
             self._checked.setdefault(key, {})[captured.step, captured.call] = frozenset(captured.records)
             self.count += 1
-            for row in self._check(captured, pools):
+            causes = self._causes_at.setdefault(key, self._causes_of_tap())
+            rows = list(self._check(captured, pools))
+            for row in rows if causes is None else causes.with_cause(captured, rows):
                 if row.status in (SKIP, ERROR) or row.unchecked_because:
                     self._again.add(key)  # what it lacks may come yet
                 if row.status == FAIL:

@@ -11,6 +11,7 @@ Not here: the proof (search.py), where the cause is shown (opcheck/proof/decide.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,25 +52,31 @@ class Causes:
     ):  # fmt: skip
         self._references, self._golden, self._chance = references, golden or {}, chance
         self._causes = list(default_causes().causes if causes is None else causes)
-        self._seconds, self._ends, self._taps = seconds, Deadline(seconds), 0
+        self._seconds, self._left, self._taps = seconds, seconds, 0
         self._known: dict[tuple[str, str], tuple[ProvedCause, ...]] = {}
 
     def next_tap(self) -> None:
         """Begins another tap: it has a time of its own, while all taps together have not had `_TAPS` times as much."""
         self._taps += 1
         if self._taps <= _TAPS:
-            self._ends = Deadline(self._seconds)
+            self._left = self._seconds
 
     def of_calls(self, captured: Sequence[Captured]) -> Explanation | None:
-        """The cause of one operator from these calls of it, wrong and right ones."""
-        trials = [t for c in captured if not self._ends.over() and (t := self._trial(c)) is not None]
-        if not trials or self._ends.over():
+        """The cause of one operator from these calls of it, wrong and right ones. What explained a layer like it is
+        tried whatever the time; the others are searched while there is some left, of which only searching takes."""
+        like = captured[0].what.cls, _like(captured[0].tap)
+        known = self._known.get(like, ())
+        if self.over() and not known:
             return None
-        cls, tap = trials[0].call.cls, captured[0].tap
-        like = cls, _like(tap)
-        fitting = [c for c in self._causes if c.fits(cls)]
-        found = search(trials, fitting, self._ends, self._known.get(like, ()))
-        if found is not None and (like not in self._known or len(found.found) < len(self._known[like])):
+        trials = [t for c in captured if (t := self._trial(c)) is not None]
+        if not trials:
+            return None
+        fitting = [] if self.over() else [c for c in self._causes if c.fits(like[0])]
+        begun = time.process_time()
+        found = search(trials, fitting, Deadline(self._left), known)
+        if self._left is not None:
+            self._left -= time.process_time() - begun
+        if found is not None and (like not in self._known or len(found.found) < len(known)):
             self._known[like] = found.found
         return found
 
@@ -79,7 +86,7 @@ class Causes:
 
     def over(self) -> bool:
         """Whether the time is over."""
-        return self._ends.over()
+        return self._left is not None and self._left <= 0
 
     def _trial(self, captured: Captured) -> Trial | None:
         if captured.missing:
