@@ -49,7 +49,7 @@ class Way:
     env: dict[str, str] = field(default_factory=dict)
 
 
-_REAL_CACHE = {"kv_cache_memory_bytes": 1 << 29}
+_REAL_CACHE = {"kv_cache_memory_bytes": 1 << 29, "max_model_len": 1024}
 _ACTIVATIONS = {"VLLM_ACCPROBE_PARTS": "input,output"}
 WAYS = {
     "float32": Way(engine={"dtype": "float32"}),
