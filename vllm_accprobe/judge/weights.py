@@ -11,6 +11,7 @@ Not here: how fingerprints are taken (capture/weights/), the journal's lines (du
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +22,6 @@ import numpy as np
 
 from vllm_accprobe.dump import journal
 from vllm_accprobe.judge.constants import FEW_LISTED, WEIGHTS_WHOLE
-from vllm_accprobe.judge.unwritten import unwritten as never_written
 
 NOT_WRITTEN, NEVER_WRITTEN, UNFILLED, ZERO, NAN = "not written", "never written", "never filled", "zero", "NaN"
 EXCHANGED, VALUE, NOT_PACKED, SLEEP, OLD_ADAPTER, DIFFERS = (
@@ -239,7 +239,7 @@ def _of_event(
             yield from _slot(side, place, state, fault)
         return
     if event.kind == journal.LOAD:
-        for place, made, rows, why in never_written(states, is_computed, times):
+        for place, made, rows, why in _never_written(states, times):
             if "scale" not in place[2]:  # of scales more is known (_scale)
                 yield fault(NEVER_WRITTEN, place, named(made, rows), f"was never written by {when}: {why}")
     unwritten = _unwritten(side, rank, event, states) if event.kind in (journal.RELOAD, journal.SYNC) else {}
@@ -271,6 +271,39 @@ def _stays(history: list[State], p: journal.WeightPrint, rows: np.ndarray) -> bo
     before = next((q for s in reversed(history) for q in (s.forms.get(p.form),) if q is not None), None)
     changed = None if before is None else differing(before, p)
     return changed is not None and not np.isin(rows, changed).any()
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def any_layers(tap: str, name: str) -> str:
+    """The name of the same parameter in any layer."""
+    return f"{_NUMBER.sub('*', tap)}.{name}"
+
+
+def _never_written(
+    states: Mapping[Place, State], times: Callable[[Any], Any]
+) -> Iterator[tuple[Place, journal.WeightPrint, np.ndarray, str]]:  # fmt: skip
+    """(place, print, the rows that nothing wrote, why that is wrong) after loading: memory that was made empty is wrong
+    whatever it holds; memory that the module filled, where the same parameter of another layer was written. times: of a
+    print, how often each row was written, None where nobody watched."""
+    written: Counter[str] = Counter()
+    found: list[tuple[Place, journal.WeightPrint, np.ndarray]] = []
+    for place, state in states.items():
+        p = state.given or state.lies
+        seen = None if p is None or is_computed(place[-1]) or not p.count else times(p)
+        if p is None or seen is None:
+            continue
+        written[any_layers(*place[1:])] += bool(seen.any())
+        if not seen.all():
+            found.append((place, p, np.flatnonzero(seen == 0)))
+    if not any(written.values()):  # loading by other means than torch's calls: nothing was seen of any
+        return
+    for place, p, rows in found:
+        if p.raw:
+            yield place, p, rows, "it holds what the memory held before"
+        elif len(rows) == p.count and written[any_layers(*place[1:])]:
+            yield place, p, rows, "as initialised, while loading wrote that of other layers"
 
 
 def _unwritten(

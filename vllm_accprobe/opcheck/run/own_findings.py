@@ -33,8 +33,15 @@ from vllm_accprobe.dump.journal import LOAD, NO_LIVES, WeightPrint
 from vllm_accprobe.dump.schema import Layout, Module
 from vllm_accprobe.dump.weight_sums import row_keys
 from vllm_accprobe.judge.statistic import PROVED
-from vllm_accprobe.judge.unwritten import form
-from vllm_accprobe.judge.weights import NEVER_WRITTEN, WeightHistory, faults_within, is_computed, named, side_of
+from vllm_accprobe.judge.weights import (
+    NEVER_WRITTEN,
+    WeightHistory,
+    any_layers,
+    faults_within,
+    is_computed,
+    named,
+    side_of,
+)
 from vllm_accprobe.opcheck.calls.parameters import Checkpoint, Share
 from vllm_accprobe.opcheck.run.result_row import CACHE, FAIL, CheckResult, unchecked
 
@@ -215,7 +222,7 @@ def _against_checkpoint(
             out.unchecked[NO_TENSOR] += 1
             continue
         due = row_keys(_bits(piece))
-        kind = form(*place[1:])
+        kind = any_layers(*place[1:])
         if len(due) != len(keys):
             out.unchecked[NO_TENSOR] += 1
             continue

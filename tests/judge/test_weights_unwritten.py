@@ -6,8 +6,7 @@ from typing import Any
 
 from judge.lives import lives, made, weight
 
-from vllm_accprobe.judge.unwritten import form
-from vllm_accprobe.judge.weights import NEVER_WRITTEN, WeightFault, faults_within, side_of
+from vllm_accprobe.judge.weights import NEVER_WRITTEN, WeightFault, any_layers, faults_within, side_of
 
 
 def faults(*prints: Any) -> list[WeightFault]:
@@ -48,4 +47,4 @@ def test_where_nobody_looked_nothing_is_known() -> None:
 
 
 def test_form() -> None:
-    assert form("model.layers.3.mlp.experts.12", "w2") == form("model.layers.4.mlp.experts.0", "w2")
+    assert any_layers("model.layers.3.mlp.experts.12", "w2") == any_layers("model.layers.4.mlp.experts.0", "w2")
