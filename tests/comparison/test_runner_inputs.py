@@ -262,3 +262,14 @@ def test_metadata_is_the_runners() -> None:
     one = states_of((Fake(), dump))["mine"]["findings"][0]
     assert one["cause"]["family"] == "input"
     assert one["sentence"].endswith("(the second chunk)")
+
+
+def test_rows_beyond_the_limit_are_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = check(Fake())
+    monkeypatch.setattr("vllm_accprobe.comparison.runner_inputs.MOST_ROWS", 40)
+    found = check(Fake())
+    assert found.faults == whole.faults == []
+    beyond = [n for why, n in found.unchecked.items() if why.startswith("token ids beyond the first 40 rows")]
+    assert len(beyond) == 1
+    assert beyond[0] > 0
+    assert found.checked["token ids"] < whole.checked["token ids"]

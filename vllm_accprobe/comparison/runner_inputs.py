@@ -361,8 +361,13 @@ def _said(position: np.ndarray) -> str:
 def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
     """Ids of the row map are those of the runner's buffer, which the model reads (or embeds)."""
     ids: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    taken = 0
     for (on, step, space), rows in sorted(dump.rows.items()):
         if on != rank or space != TOKENS or len(rows.ids) != rows.n:
+            continue
+        taken += rows.n
+        if taken > MOST_ROWS:
+            out.unchecked[f"{IDS} beyond the first {MOST_ROWS:,} rows"] += rows.n
             continue
         at = 0
         for s in rows.segments:
