@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_accprobe.comparison.built import BuiltCheck, check_built, check_structure, config_of
+from vllm_accprobe.comparison.built import (
+    BuiltCheck,
+    built_otherwise,
+    check_built,
+    check_structure,
+    config_of,
+    with_built,
+)
 from vllm_accprobe.dump.schema import Module
 
 GEMMA2 = {
@@ -223,3 +231,24 @@ def test_config_of_the_dump_goes_first(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("[]")
     assert config_of({}, tmp_path) == {}
     assert config_of({}, None) == {}
+
+
+@pytest.mark.parametrize(("spoils", "side"), [("", ""), ("m", "mine"), ("g", "golden"), ("gm", "")])
+def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoils: str, side: str) -> None:
+    """A finding of both dumps explains no difference."""
+    tap = "model.layers.0.self_attn.rotary_emb"
+
+    def dump(wrong: bool) -> Any:
+        modules = gemma2()
+        if wrong:
+            modules[tap] = Module(tap, "RotaryEmbedding", modules[tap].index, {**modules[tap].attrs, "base": 1e6})
+        return SimpleNamespace(run={"model": {"config": GEMMA2}}, modules={0: list(modules.values())})
+
+    causes = built_otherwise((dump("g" in spoils), dump("m" in spoils)))
+    assert list(causes) == ([tap] if side else [])
+    ((_, origin), (_, known)) = with_built([(0, {"module": tap}), (1, {"module": tap, "cause": {"text": "x"}})], causes)
+    assert known["cause"] == {"text": "x"}
+    if side:
+        assert origin["cause"]["text"].startswith(f"{side} is built otherwise than config.json asks: {tap}")
+    else:
+        assert "cause" not in origin

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.schema import Module
 
 MAX_JSON = 16 << 20
@@ -602,3 +603,54 @@ def _holds(built: Any, due: Any) -> bool:
     if isinstance(built, (list, tuple)) and isinstance(due, (list, tuple)):
         return len(built) == len(due) and all(_holds(b, d) for b, d in zip(built, due, strict=True))
     return bool(built == due)
+
+
+# --- a dump, and two -------------------------------------------------------------------------------------------------
+
+
+def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
+    """The modules of a dump's ranks against config.json."""
+    run: Mapping[str, Any] = dump.run if isinstance(dump.run, dict) else {}
+    config = config_of(run, model)
+    described, probe, parallel = (_part(run, name) for name in ("model", "probe", "parallel"))
+    listed, pp = described.get("overrides"), parallel.get("pp")
+    changed = [str(k) for k in listed] if isinstance(listed, list) else []
+    whole = not probe.get("modules") and (not isinstance(pp, list) or pp[1:] == [1])
+    first: BuiltCheck | None = None
+    for rank, modules in sorted(dump.modules.items()):
+        out = check_built(modules, config, changed)
+        prints = getattr(dump, "lives", NO_LIVES).prints
+        params = {(p.tap, p.name): p.order for p in prints if p.rank == rank and p.life == 0}
+        check_structure(modules, config, params, whole and bool(params), out)
+        first = first if first is not None else out
+        if out.mismatches:
+            return out
+    return first if first is not None else BuiltCheck()
+
+
+def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = run.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Tap -> the cause of an error there, where one of golden and mine was built otherwise than its config.json asks
+    and the other was not; mine's where both were."""
+    golden, mine = (check_built_of(dump, None).mismatches for dump in dumps)
+    found: dict[str, dict[str, Any]] = {}
+    for side, own, others in (("mine", mine, golden), ("golden", golden, mine)):
+        known = {(m.key, m.name, str(m.built)) for m in others}
+        for m in own:
+            if (m.key, m.name, str(m.built)) not in known:
+                cause = m.cause | {"text": f"{side} is built otherwise than config.json asks: {m.says}"}
+                for tap in m.taps:
+                    found.setdefault(tap, cause)
+    return found
+
+
+def with_built(
+    origins: list[tuple[int, dict[str, Any]]], causes: Mapping[str, dict[str, Any]]
+) -> list[tuple[int, dict[str, Any]]]:
+    """``origins`` with the causes of `built_otherwise` where no other cause is known."""
+    return [(n, o | {"cause": causes[o["module"]]} if o["module"] in causes and not o.get("cause") else o)
+            for n, o in origins]  # fmt: skip

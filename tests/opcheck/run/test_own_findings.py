@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_accprobe.capture.weights.fingerprint import sums_of
+from vllm_accprobe.comparison.built import check_built_of
 from vllm_accprobe.dump.journal import Lives, WeightEvent, WeightPrint, pack_rows
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import REPLICATED, Layout, Module, Record, Skip
-from vllm_accprobe.opcheck.run.own_findings import NEVER_CALLED, check_built_of, corrected, own_findings
+from vllm_accprobe.opcheck.run.own_findings import NEVER_CALLED, corrected, own_findings
 from vllm_accprobe.opcheck.run.result_row import FAIL
 
 CONFIG = {"model_type": "tiny", "num_hidden_layers": 2, "rms_norm_eps": 1e-6}

@@ -20,6 +20,7 @@ import numpy as np
 
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages, runner_inputs
+from vllm_accprobe.comparison.built import with_built
 from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
 from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
@@ -510,7 +511,7 @@ class _Judge:
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
         origins = with_causes(sorted(origins + sampler, key=lambda o: o[0]), setting.weights)
-        origins = runner_inputs.with_inputs(origins, places.chunk)
+        origins = with_built(runner_inputs.with_inputs(origins, places.chunk), setting.built)
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         rows = self.log.table(pairs, setting.names)
         images = messages.images(setting, self.measured.units, pairs)

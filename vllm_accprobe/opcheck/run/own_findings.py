@@ -23,7 +23,7 @@ import torch
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import runner_inputs
-from vllm_accprobe.comparison.built import BuiltCheck, check_built, check_structure, config_of
+from vllm_accprobe.comparison.built import BuiltCheck, check_built_of
 from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RunnerCheck
 from vllm_accprobe.comparison.weight_places import ROUNDS, due_rows
 from vllm_accprobe.comparison.weight_rows import ADDRESS, UNKNOWN, RowsFound, by_keys, by_values, numbers
@@ -104,31 +104,6 @@ class OwnFindings:
             left = ", ".join(f"{n:,} {why}" for why, n in self.unchecked.most_common())
             out.append(f"weights: {self.held:,} are the checkpoint's" + (f"; unchecked: {left}" if left else ""))
         return [*out, *self.notes]
-
-
-def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
-    """The modules of a dump's ranks against config.json."""
-    run: Mapping[str, Any] = dump.run if isinstance(dump.run, dict) else {}
-    config = config_of(run, model)
-    described, probe, parallel = (_part(run, name) for name in ("model", "probe", "parallel"))
-    listed, pp = described.get("overrides"), parallel.get("pp")
-    changed = [str(k) for k in listed] if isinstance(listed, list) else []
-    whole = not probe.get("modules") and (not isinstance(pp, list) or pp[1:] == [1])
-    first: BuiltCheck | None = None
-    for rank, modules in sorted(dump.modules.items()):
-        out = check_built(modules, config, changed)
-        prints = getattr(dump, "lives", NO_LIVES).prints
-        params = {(p.tap, p.name): p.order for p in prints if p.rank == rank and p.life == 0}
-        check_structure(modules, config, params, whole and bool(params), out)
-        first = first if first is not None else out
-        if out.mismatches:
-            return out
-    return first if first is not None else BuiltCheck()
-
-
-def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = run.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def own_findings(dump: Any, model: Path | None, *, weights: bool = True) -> OwnFindings:

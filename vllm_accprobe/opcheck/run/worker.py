@@ -128,7 +128,8 @@ class OpenJob:
                 dump.problem(f"{job.op_csv}: no operator was found in it")
             self.calls = Calls(dump, model, records.parsed_attributes(job.attributes))
             if job.against == EXACT and not job.runs_here:
-                from vllm_accprobe.opcheck.run.own_findings import check_built_of, corrected
+                from vllm_accprobe.comparison.built import check_built_of
+                from vllm_accprobe.opcheck.run.own_findings import corrected
 
                 self.calls.problems += corrected(self.calls.modules, check_built_of(dump, model))
         looks = job.against == EXACT and job.standard in (OURS, STRICT)
