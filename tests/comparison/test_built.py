@@ -220,6 +220,14 @@ def test_what_the_user_changed_is_not_checked() -> None:
     assert not check_built(modules.values(), GEMMA2, ["rms_norm_eps"]).mismatches
 
 
+def test_a_rotary_class_that_no_table_names_is_unchecked() -> None:
+    """Models that vLLM serves with transformers' own code have transformers' classes."""
+    rotary = ("model.rotary_emb", "Starcoder2RotaryEmbedding", {})
+    assert not built({"model_type": "starcoder2", "rope_theta": 1e4}, rotary).mismatches
+    assert not built(LLAMA, rotary).mismatches
+    assert built(LLAMA, ("model.rotary_emb", "RotaryEmbedding", {})).mismatches
+
+
 def test_other_towers_are_left_alone() -> None:
     assert not built(GEMMA2, ("visual.blocks.0.norm", "RMSNorm", {"variance_epsilon": 0.1})).mismatches
 

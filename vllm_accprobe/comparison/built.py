@@ -267,8 +267,8 @@ _GATED = {"SiluAndMul": "silu", "QuickGELU": "quick_gelu", "ReLUSquaredActivatio
 def _rotary_class(asked: Asked, module: Module, layer: int | None) -> Any:
     kind = asked.rope(layer)["rope_type"]
     known = _ROTARY_CLASSES.get(kind)
-    if known is None:
-        return _ABSENT
+    if known is None or not any(module.cls in classes for classes in _ROTARY_CLASSES.values()):
+        return _ABSENT  # of transformers' own code or a vendor's: what it computes is not known by its name
     if kind in ("default", "yarn") and "mrope_section" in asked.rope(layer):
         return frozenset(c for c in known if c.startswith("MRotary"))
     return frozenset(c for c in known if kind != "default" or not c.startswith("MRotary"))
