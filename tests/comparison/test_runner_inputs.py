@@ -3,19 +3,21 @@ chunk."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vllm_accprobe.comparison.runner_inputs import check, is_input, is_runners, layout_positions, with_cause
+from vllm_accprobe.comparison.runner_inputs import check, check_both, is_input, is_runners, layout_positions, with_cause
 from vllm_accprobe.comparison.states import cache_origin, is_cache, states_of, whose
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import (
     DECODE,
     LOGITS,
+    NAMED_TOKENS,
     PREFILL,
     REPLICATED,
     ROOT_TAP,
@@ -25,6 +27,7 @@ from vllm_accprobe.dump.schema import (
     Record,
     Request,
     RowSpace,
+    SamplingParameters,
     Segment,
     hash_tokens,
 )
@@ -189,6 +192,41 @@ def test_a_token_that_was_not_drawn() -> None:
         fault.says
         == "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"
     )
+
+
+def test_tokens_that_are_stale_in_most_rows() -> None:
+    """Of each request the token before the last one is fed again, from the second on."""
+    dump = Fake()
+    for step in (3, 4, 5):
+        ids = dump.rows[0, step, TOKENS].ids
+        dump.ids(step, {i: n - 1 for i, n in enumerate(ids) if n not in (350, 340)})
+    found = check(dump)
+    assert not found.fed
+    assert {f.request for f in found.faults} == {"a", "b"}
+    assert all(": the token before it, and the sampler drew" in f.says for f in found.faults)
+
+
+def test_tokens_that_are_not_the_samplers_anywhere_are_checked_by_the_other_dump() -> None:
+    dump = Fake()
+    for step in (3, 4, 5):
+        dump.ids(step, {i: 7 + step for i in range(2)})
+    alone = check(dump)
+    assert not alone.faults
+    assert sum(n for why, n in alone.unchecked.items() if "not those of the sampler" in why) == 7
+    golden, mine = check_both((Fake(), dump))
+    assert not golden.faults
+    assert {f.request for f in mine.faults} == {"a", "b"}
+
+
+def test_tokens_that_a_client_names_are_unchecked() -> None:
+    dump = Fake()
+    for (rank, req), request in dump.requests.items():
+        named = SamplingParameters(also=(NAMED_TOKENS,), digest="")
+        dump.requests[rank, req] = replace(request, sampling=named)
+    dump.ids(4, {0: 350})
+    found = check_both((Fake(), dump))[1]
+    assert not found.faults
+    assert sum(n for why, n in found.unchecked.items() if "that a client names" in why) == 7
 
 
 def test_a_model_that_counts_otherwise_is_unchecked() -> None:

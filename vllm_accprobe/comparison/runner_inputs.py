@@ -25,7 +25,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
-from vllm_accprobe.dump.schema import DECODE, LOGITS, ROOT_TAP, TOKENS, Record, Request, hash_token_bytes
+from vllm_accprobe.dump.schema import DECODE, LOGITS, NAMED_TOKENS, ROOT_TAP, TOKENS, Record, Request, hash_token_bytes
 
 RUNNER = "runner"
 """The cache of a finding of compare.json's ``states`` that is the runner's, and the class of its origin."""
@@ -82,10 +82,13 @@ class RunnerCheck:
     faults: list[RunnerFault] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
     unchecked: Counter[str] = field(default_factory=Counter)
+    fed: bool = False
+    """Whether this dump shows that a drawn token is the next row's id."""
 
 
-def check(dump: Any) -> RunnerCheck:
-    """All that a dump's own rows say of the runner's inputs. Of another tool's dump, which has no row map, nothing."""
+def check(dump: Any, fed: bool = False) -> RunnerCheck:
+    """All that a dump's own rows say of the runner's inputs. Of another tool's dump, which has no row map, nothing.
+    fed: the other dump of a comparison shows that a drawn token is the next row's id."""
     out = RunnerCheck()
     maps = getattr(dump, "rows", None)
     if not isinstance(maps, dict) or not maps:
@@ -93,9 +96,20 @@ def check(dump: Any) -> RunnerCheck:
     steps = _Steps(dump)
     for rank in sorted({rank for rank, _, _ in maps}):
         out.faults += _positions(dump, rank, steps, out)
-        out.faults += _ids(dump, rank, steps, out)
+        out.faults += _ids(dump, rank, steps, out, fed)
     out.faults = _once(out.faults)[:MOST_FAULTS]
     return out
+
+
+def check_both(dumps: tuple[Any, Any]) -> tuple[RunnerCheck, RunnerCheck]:
+    """Both sides of a comparison. What one shows of a drawn token holds for the other, whose runner may have fed other
+    tokens in most rows."""
+    golden, mine = (check(dump) for dump in dumps)
+    if golden.fed and not mine.fed:
+        mine = check(dumps[1], fed=True)
+    elif mine.fed and not golden.fed:
+        golden = check(dumps[0], fed=True)
+    return golden, mine
 
 
 def _once(faults: Iterable[RunnerFault]) -> list[RunnerFault]:
@@ -386,8 +400,8 @@ class _Ids:
         return where, self.at[where] == positions
 
 
-def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
-    """Ids of the row map are those of the runner's buffer, which the model reads (or embeds)."""
+def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck, fed: bool) -> Iterator[RunnerFault]:
+    """Ids of the row map are those of the runner's buffer, which the model reads (or embeds). fed: as check's."""
     parts: dict[int, list[tuple[int, np.ndarray, int]]] = defaultdict(list)
     taken = 0
     for (on, step, space), rows in sorted(dump.rows.items()):
@@ -406,12 +420,11 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[Runn
     drawn = _drawn(dump, rank)
     # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
     by_hash = any(_is_prompt(found, dump.requests.get((rank, req))) for req, found in ids.items())
-    agree = of = 0
-    for req, own in drawn.items():
-        if req in ids and len(own.at):
-            where, there = ids[req].places(own.at + 1)
-            agree, of = agree + int((ids[req].id[where] == own.id)[there].sum()), of + int(there.sum())
-    by_sampler = 2 * agree >= of
+    named = {req for req in ids if _names_tokens(dump.requests.get((rank, req)))}
+    drawn = {req: own for req, own in drawn.items() if req not in named}
+    agree, of, explained = _fed(ids, drawn)
+    out.fed |= agree >= _LEAST and 2 * agree >= of
+    by_sampler = fed or 2 * agree >= of or explained >= max(_LEAST, (of - agree) / 2)
     known = {r.prompt: r.id for (on, _), r in dump.requests.items() if on == rank}
     for req, found in ids.items():
         request = dump.requests.get((rank, req))
@@ -424,6 +437,37 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[Runn
             out.unchecked[f"{IDS} of prompts, of which no hash is known here"] += len(found.at)
         if by_sampler and req in drawn:
             yield from _drawn_fault(found, drawn[req], request, rank, steps, out)
+        elif req in named or req in drawn:
+            why = "that a client names" if req in named else "that are not those of the sampler"
+            out.unchecked[f"{IDS} {why}"] += int((found.at >= request.prompt_len).sum())
+
+
+def _names_tokens(request: Request | None) -> bool:
+    return request is not None and request.sampling is not None and NAMED_TOKENS in request.sampling.also
+
+
+def _fed(ids: Mapping[int, _Ids], drawn: Mapping[int, _Ids]) -> tuple[int, int, int]:
+    """(drawn tokens that are the next row's id, of how many, others whose row has an id that a runner may have mistaken
+    for it: its request's token before, or one that another request drew in the same step)."""
+    agree = of = explained = 0
+    in_step: dict[int, set[int]] = defaultdict(set)
+    for own in drawn.values():
+        for step, token in zip(own.step.tolist(), own.id.tolist(), strict=True):
+            in_step[step].add(token)
+    for req, own in drawn.items():
+        if req not in ids or not len(own.at):
+            continue
+        where, there = ids[req].places(own.at + 1)
+        got = ids[req].id[where]
+        stale = np.zeros(len(got), bool)
+        for rows, at in ((ids[req], own.at), (own, own.at - 1)):  # what was fed, and what was drawn, the row before
+            before, known = rows.places(at)
+            stale |= known & (rows.id[before] == got)
+        others = np.array([g in in_step[s] for g, s in zip(got.tolist(), own.step.tolist(), strict=True)])
+        right = there & (got == own.id)
+        agree, of = agree + int(right.sum()), of + int(there.sum())
+        explained += int((there & ~right & (stale | others)).sum())
+    return agree, of, explained
 
 
 def _is_prompt(found: _Ids, request: Request | None) -> bool:

@@ -39,7 +39,7 @@ def states_of(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     "count": findings in all, "findings": [each one's fields, its rank, its sentence, and "both": the other run has
     the same]}."""
     out: dict[str, dict[str, Any]] = {}
-    inputs = [runner_inputs.check(dump).faults for dump in dumps]
+    inputs = [found.faults for found in runner_inputs.check_both(dumps)]
     known = [{_key(dump, one) for one in getattr(dump, "states", [])} for dump in dumps]
     for side, dump, others, own, theirs in zip(SIDES, dumps, reversed(known), inputs, reversed(inputs), strict=True):
         totals = getattr(dump, "state_totals", {})
