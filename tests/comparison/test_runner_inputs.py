@@ -209,7 +209,7 @@ def test_tokens_that_are_stale_in_most_rows() -> None:
 def test_tokens_that_are_not_the_samplers_anywhere_are_checked_by_the_other_dump() -> None:
     dump = Fake()
     for step in (3, 4, 5):
-        dump.ids(step, {i: 7 + step for i in range(2)})
+        dump.ids(step, dict.fromkeys(range(2), 7 + step))
     alone = check(dump)
     assert not alone.faults
     assert sum(n for why, n in alone.unchecked.items() if "not those of the sampler" in why) == 7
