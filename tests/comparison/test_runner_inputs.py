@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_accprobe.comparison.runner_inputs import check, check_both, is_input, is_runners, layout_positions, with_cause
+from vllm_accprobe.comparison.runner_inputs import (
+    check,
+    check_both,
+    is_explained,
+    is_input,
+    is_runners,
+    layout_positions,
+    with_cause,
+)
 from vllm_accprobe.comparison.states import cache_origin, is_cache, states_of, whose
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
 from vllm_accprobe.dump.reader import Dump
@@ -71,7 +79,12 @@ class Fake(Dump):
                 sections > 1,
             )
             last = [(req, pos + n - 1) for req, pos, n in parts if pos + n >= len(list(PROMPTS.values())[req])]
+            hidden = np.arange(1000 * step, 1000 * step + row * 4).reshape(row, 4)
+            self.add(step, ROOT_TAP, "output.0", hidden, hidden.shape, TOKENS, False)
             if last:
+                names = [(r, p) for r, first, n in parts for p in range(first, first + n)]
+                own = hidden[[names.index(name) for name in last]]
+                self.add(step, "logits_processor", "input.hidden_states", own, own.shape, LOGITS, False)
                 self.rows[0, step, LOGITS] = RowSpace(
                     step, LOGITS, len(last), tuple(Segment(r, p, 1, i) for i, (r, p) in enumerate(last))
                 )
@@ -90,6 +103,9 @@ class Fake(Dump):
 
     def read(self, record: Record, out: Any = None) -> np.ndarray:
         return self.values[record.seq]
+
+    def read_rows(self, record: Record, rows: slice, out: Any = None) -> np.ndarray:
+        return self.values[record.seq][rows]
 
     @staticmethod
     def due(p: int, sections: int, images: bool) -> list[int]:
@@ -192,6 +208,33 @@ def test_a_token_that_was_not_drawn() -> None:
         fault.says
         == "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"
     )
+
+
+@pytest.mark.parametrize(("step", "row", "of", "says"), [
+    (1, 0, 48, "request 'b' for row 29, the prompt's only chunk, are computed of the model's output in row 28"),
+    (4, 1, 0, "request 'b' for row 32, in decoding, are computed of the model's output in row 51 of request 'a'"),
+])  # fmt: skip
+def test_logits_of_another_row(step: int, row: int, of: int, says: str) -> None:
+    dump = Fake()
+    whole, some = (next(r for r in dump.records if r.step == step and r.tap == tap and r.role == role)
+                   for tap, role in ((ROOT_TAP, "output.0"), ("logits_processor", "input.hidden_states")))  # fmt: skip
+    dump.values[some.seq][row] = dump.values[whole.seq][of]
+    (fault,) = check(dump).faults
+    assert fault.says == f"the logits of {says}"
+    finding = {"module": "logits_processor", "role": "input.hidden_states"}
+    assert is_explained({"module": ROOT_TAP, "role": "logits_processor/input.hidden_states"}, finding)
+
+
+def test_logits_of_rows_that_a_model_changes_in_between_are_unchecked() -> None:
+    dump = Fake()
+    for r in dump.records:
+        if r.tap == "logits_processor":
+            dump.values[r.seq] *= -1
+    found = check(dump)
+    assert not found.faults
+    assert {why: n for why, n in found.unchecked.items() if "no row of the model's output" in why} == {
+        "rows of logits that are no row of the model's output": 9
+    }
 
 
 def test_tokens_that_are_stale_in_most_rows() -> None:

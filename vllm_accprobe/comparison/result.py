@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
-from vllm_accprobe.comparison.runner_inputs import RUNNER, is_input
+from vllm_accprobe.comparison.runner_inputs import RUNNER, is_explained
 from vllm_accprobe.comparison.states import cache_origin, is_cache
 from vllm_accprobe.comparison.verdict.follow_ups import PARTLY, WHOLE, not_checked, would_decide
 from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
@@ -106,8 +106,8 @@ class Comparison:
         cache = cache_origin(self.states)
         if cache is not None:  # whatever the tensors, a replay, or another tool's standard, say
             object.__setattr__(self, "verdict", FAIL)
-            # What differs from golden's at the model's inputs is what the runner's own finding says.
-            left = [o for o in self.origins if not is_cache(o) and not (cache["class"] == RUNNER and is_input(o))]
+            runners = cache["class"] == RUNNER
+            left = [o for o in self.origins if not is_cache(o) and not (runners and is_explained(o, cache))]
             object.__setattr__(self, "origins", [cache, *left])
 
     @cached_property

@@ -2,12 +2,13 @@
 
 The problem: wrong positions or ids go through a model that computes rightly, and the report names the model. The idea:
 the row map says which position of which request a row is, the request's line has a hash of its prompt, and the
-sampler's token is the next row's id; so each row's position and id are known without a golden. Positions of several
-sections (M-RoPE) follow from the prompt's layout: text counts
-on, an image of H x W placeholders is a grid, and text goes on
-behind its longer side [Qwen2-VL, arXiv 2409.12191, section 2.1]; H x W is the pair that explains most rows. A rule is
-only used where it explains rows of this dump: a model that counts otherwise is unchecked, and is counted as that.
-What the ledger of states finds in the runner's own tensors (slot mapping, block tables, lengths) is the runner's, too.
+sampler's token is the next row's id; so each row's position and id are known without a golden. Logits are computed of
+rows of the model's output that the runner chooses: a row that is another one's output to the bit was chosen wrongly.
+Positions of several sections (M-RoPE) follow from the prompt's layout: text counts on, an image of H x W placeholders
+is a grid, and text goes on behind its longer side [Qwen2-VL, arXiv 2409.12191, section 2.1]; H x W is the pair that
+explains most rows. A rule is only used where it explains rows of this dump: a model that counts otherwise is unchecked,
+and is counted as that. What the ledger of states finds in the runner's own tensors (slot mapping, block tables,
+lengths) is the runner's, too.
 Not here: how a ledger checks those (capture/states/), what is compared with golden's (comparison/verdict/).
 """
 
@@ -25,14 +26,26 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
-from vllm_accprobe.dump.schema import DECODE, LOGITS, NAMED_TOKENS, ROOT_TAP, TOKENS, Record, Request, hash_token_bytes
+from vllm_accprobe.dump.schema import (
+    DECODE,
+    LOGITS,
+    NAMED_TOKENS,
+    REPLICATED,
+    ROOT_TAP,
+    TOKENS,
+    Record,
+    Request,
+    hash_token_bytes,
+)
 
 RUNNER = "runner"
 """The cache of a finding of compare.json's ``states`` that is the runner's, and the class of its origin."""
-POSITIONS, IDS = "positions", "token ids"
+POSITIONS, IDS, LOGITS_ROWS = "positions", "token ids", "rows of logits"
 NOT_THE_MODEL = "the runner, not the model"
 MOST_ROWS = 1 << 22
 """Rows of a dump whose inputs are read; further ones are counted as unchecked."""
+MOST_LOGITS_ROWS = 1 << 16
+"""Rows that logits are computed of, which are compared with the model's output; further ones are counted."""
 MOST_FAULTS = 50
 _ROLES = {"input.positions": POSITIONS, "input.position_ids": POSITIONS, "input.input_ids": IDS}
 _LEAST = 4
@@ -97,6 +110,7 @@ def check(dump: Any, fed: bool = False) -> RunnerCheck:
     for rank in sorted({rank for rank, _, _ in maps}):
         out.faults += _positions(dump, rank, steps, out)
         out.faults += _ids(dump, rank, steps, out, fed)
+        out.faults += _logits_rows(dump, rank, steps, out)
     out.faults = _once(out.faults)[:MOST_FAULTS]
     return out
 
@@ -561,6 +575,79 @@ def _drawn_fault(
                       len(wrong), step, DECODE, "in decoding", says)  # fmt: skip
 
 
+# --- rows that logits are computed of --------------------------------------------------------------------------------
+
+
+def _logits_rows(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
+    """Rows that are equal to no row of the model's output went through something between, and are unchecked."""
+    outputs: dict[int, Record] = {}
+    chosen: dict[int, Record] = {}
+    for r in dump.records:
+        if r.rank != rank or r.step is None or r.payload is None or r.row_dim or r.layout != REPLICATED or r.call:
+            continue
+        if (r.tap, r.role, r.rows) == (ROOT_TAP, "output.0", TOKENS):
+            outputs[r.step] = r
+        elif r.rows == LOGITS and r.role == "input.hidden_states" and r.tap.endswith("logits_processor"):
+            chosen[r.step] = r
+    wrong: dict[int, list[tuple[int, int, tuple[int, int]]]] = defaultdict(list)
+    read = 0
+    for step in sorted(outputs.keys() & chosen):
+        whole, some = outputs[step], chosen[step]
+        tokens, logits = (_row_names(dump.rows.get((rank, step, space))) for space in (TOKENS, LOGITS))
+        read += len(logits)
+        if read > MOST_LOGITS_ROWS:
+            out.unchecked[f"{LOGITS_ROWS} beyond the first {MOST_LOGITS_ROWS:,}"] += len(logits)
+        elif len(whole.shape) != 2 or len(tokens) != whole.shape[0] or some.dtype != whole.dtype or (
+            some.shape != (len(logits), whole.shape[-1])
+        ):  # fmt: skip
+            out.unchecked[f"{LOGITS_ROWS} of another form"] += len(logits)
+        elif whole.hash and whole.hash == some.hash and tokens == logits:
+            out.checked[LOGITS_ROWS] += len(logits)
+        else:
+            for (req, at), other in _wrongly_chosen(dump, whole, some, tokens, logits, out):
+                wrong[req].append((at, step, other))
+    for req, rows in wrong.items():
+        at, step, (whose, its) = rows[0]
+        name, others = (r.id if (r := dump.requests.get((rank, n))) is not None else str(n) for n in (req, whose))
+        _, phase, chunk = steps.place(rank, req, at, step)
+        more = f"; {len(rows) - 1} more of its rows" if rows[1:] else ""
+        of = "" if whose == req else f" of request {others!r}"
+        says = (f"the logits of request {name!r} for row {at}, {chunk}, are computed of the model's output in row "
+                f"{its}{of}{more}")  # fmt: skip
+        yield RunnerFault(LOGITS_ROWS, rank, chosen[step].tap, chosen[step].role, name, at, rows[-1][0], len(rows),
+                          step, phase, chunk, says)  # fmt: skip
+
+
+def _row_names(rows: Any) -> list[tuple[int, int]]:
+    """(request, position) of each row of a space."""
+    return [] if rows is None else [(s.req, s.pos + k) for s in rows.segments for k in range(s.n)]
+
+
+def _wrongly_chosen(
+    dump: Any, whole: Record, some: Record, tokens: Sequence[tuple[int, int]], logits: Sequence[tuple[int, int]],
+    out: RunnerCheck,
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:  # fmt: skip
+    """(request and position of a row, those of the row whose output it is)."""
+    place = {name: k for k, name in enumerate(tokens)}
+    every: np.ndarray | None = None
+    try:
+        for k, row in enumerate(dump.read(some)):
+            at = place.get(logits[k])
+            if at is not None and (row == dump.read_rows(whole, slice(at, at + 1))[0]).all():
+                out.checked[LOGITS_ROWS] += 1
+                continue
+            if every is None:
+                every = dump.read(whole)
+            same = np.flatnonzero((every == row).all(1)) if at is not None else np.empty(0, np.int64)
+            if len(same) and (row != row[0]).any():
+                out.checked[LOGITS_ROWS] += 1
+                yield logits[k], tokens[int(same[0])]
+            else:
+                out.unchecked[f"{LOGITS_ROWS} that are no row of the model's output"] += 1
+    except (DumpError, OSError):
+        out.unchecked[f"{LOGITS_ROWS} that cannot be read"] += len(logits)
+
+
 # --- what the ledger and a golden say --------------------------------------------------------------------------------
 
 
@@ -585,6 +672,12 @@ _INPUTS = re.compile(r"^(?:.*/)?input\.(positions|position_ids|input_ids)$")
 def is_input(origin: Mapping[str, Any]) -> bool:
     """Whether an origin of a comparison is what the runner hands to the model."""
     return origin.get("module") == ROOT_TAP and _INPUTS.match(str(origin.get("role"))) is not None
+
+
+def is_explained(origin: Mapping[str, Any], finding: Mapping[str, Any]) -> bool:
+    """Whether an origin of a comparison is what the runner's own finding says: other inputs, or rows of logits."""
+    of_logits = f"{finding['module']}/{finding['role']}"
+    return is_input(origin) or (origin.get("module") == ROOT_TAP and origin.get("role") == of_logits)
 
 
 def with_inputs(
