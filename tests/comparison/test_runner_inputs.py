@@ -237,6 +237,48 @@ def test_logits_of_rows_that_a_model_changes_in_between_are_unchecked() -> None:
     }
 
 
+class WithImages(Fake):
+    """One image of 12 placeholders in each request; both were encoded in step 0."""
+
+    def __init__(self) -> None:
+        super().__init__(3, True)
+        encoded = np.arange(96).reshape(24, 4)
+        segments = tuple(Segment(req, 0, 12, 12 * req, PREFILL, image=0) for req in (0, 1))
+        self.rows[0, 0, "vision/1"] = RowSpace(0, "vision/1", 24, segments)
+        self.add(0, "visual", "output.0", encoded, encoded.shape, "vision/1", False)
+        for req, name in enumerate(PROMPTS):
+            own = (Image(name, 4, 12),)
+            self.requests[0, req] = replace(self.requests[0, req], images=own)
+        for step in range(6):
+            rows = self.rows[0, step, TOKENS]
+            names = [(s.req, s.pos + k) for s in rows.segments for k in range(s.n)]
+            values = [encoded[12 * r + p - 4] if 4 <= p < 16 else np.full(4, -p) for r, p in names]
+            self.add(step, ROOT_TAP, "input.inputs_embeds", np.array(values), (len(names), 4), TOKENS, False)
+
+    def embeds(self, step: int) -> np.ndarray:
+        return self.values[next(r for r in self.records if r.step == step and r.role == "input.inputs_embeds").seq]
+
+
+@pytest.mark.parametrize(("of", "says"), [(slice(12, 24), " of request 'b'"), (slice(11, None, -1), "")])
+def test_rows_of_another_image(of: slice, says: str) -> None:
+    dump = WithImages()
+    found = check(dump)
+    assert (found.faults, found.checked["embeddings of images"]) == ([], 24)
+    dump.embeds(0)[4:16] = np.arange(96).reshape(24, 4)[of]
+    (fault,) = check(dump).faults
+    where = "the embeddings of request 'a' in rows 4 to 15, the first chunk, are not those of its image 0"
+    assert fault.says == f"{where} but those of image 0{says}"
+    assert is_explained({"module": ROOT_TAP, "role": "input.inputs_embeds"}, {"module": ROOT_TAP, "role": fault.role})
+
+
+def test_embeddings_that_a_model_changes_are_unchecked() -> None:
+    dump = WithImages()
+    dump.embeds(0)[4:16] *= 3
+    found = check(dump)
+    assert not found.faults
+    assert found.unchecked == {"embeddings of images that are no row of the encoder's output": 12}
+
+
 def test_tokens_that_are_stale_in_most_rows() -> None:
     """Of each request the token before the last one is fed again, from the second on."""
     dump = Fake()

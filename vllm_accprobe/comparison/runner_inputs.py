@@ -3,7 +3,8 @@
 The problem: wrong positions or ids go through a model that computes rightly, and the report names the model. The idea:
 the row map says which position of which request a row is, the request's line has a hash of its prompt, and the
 sampler's token is the next row's id; so each row's position and id are known without a golden. Logits are computed of
-rows of the model's output that the runner chooses: a row that is another one's output to the bit was chosen wrongly.
+rows of the model's output that the runner chooses, and an image's rows of the embeddings are copies of the encoder's
+output: a row that is another one's to the bit was chosen wrongly.
 Positions of several sections (M-RoPE) follow from the prompt's layout: text counts on, an image of H x W placeholders
 is a grid, and text goes on behind its longer side [Qwen2-VL, arXiv 2409.12191, section 2.1]; H x W is the pair that
 explains most rows. A rule is only used where it explains rows of this dump: a model that counts otherwise is unchecked,
@@ -40,12 +41,14 @@ from vllm_accprobe.dump.schema import (
 
 RUNNER = "runner"
 """The cache of a finding of compare.json's ``states`` that is the runner's, and the class of its origin."""
-POSITIONS, IDS, LOGITS_ROWS = "positions", "token ids", "rows of logits"
+POSITIONS, IDS, LOGITS_ROWS, EMBEDDINGS = "positions", "token ids", "rows of logits", "embeddings of images"
 NOT_THE_MODEL = "the runner, not the model"
 MOST_ROWS = 1 << 22
 """Rows of a dump whose inputs are read; further ones are counted as unchecked."""
 MOST_LOGITS_ROWS = 1 << 16
 """Rows that logits are computed of, which are compared with the model's output; further ones are counted."""
+MOST_IMAGES = 256
+"""Images of a rank whose embeddings are compared with the encoder's output; further ones are counted."""
 MOST_FAULTS = 50
 _ROLES = {"input.positions": POSITIONS, "input.position_ids": POSITIONS, "input.input_ids": IDS}
 _LEAST = 4
@@ -111,6 +114,7 @@ def check(dump: Any, fed: bool = False) -> RunnerCheck:
         out.faults += _positions(dump, rank, steps, out)
         out.faults += _ids(dump, rank, steps, out, fed)
         out.faults += _logits_rows(dump, rank, steps, out)
+        out.faults += _embeddings(dump, rank, steps, out)
     out.faults = _once(out.faults)[:MOST_FAULTS]
     return out
 
@@ -648,6 +652,107 @@ def _wrongly_chosen(
         out.unchecked[f"{LOGITS_ROWS} that cannot be read"] += len(logits)
 
 
+# --- embeddings of images --------------------------------------------------------------------------------------------
+
+
+def _embeddings(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
+    """An image is known by its hash: another request with the same one gets the same rows from a cache."""
+    encoded = _encoded(dump, rank)
+    for r in sorted(dump.records, key=lambda r: (-1 if r.step is None else r.step, r.seq)) if encoded else ():
+        if (r.rank, r.tap, r.role, r.rows) != (rank, ROOT_TAP, "input.inputs_embeds", TOKENS) or r.payload is None:
+            continue
+        rows, start = dump.rows.get((rank, r.step, TOKENS)), 0
+        for s in rows.segments if rows is not None and r.shape[:1] == (rows.n,) and not r.row_dim else ():
+            request = dump.requests.get((rank, s.req))
+            for number, image in enumerate(() if request is None else request.images):
+                low, high = max(s.pos, image.pos), min(s.pos + s.n, image.pos + image.n)
+                if low >= high:
+                    continue
+                own = encoded.get(image.hash)
+                if own is None or own.form != (image.n, r.shape[1:], r.dtype):
+                    out.unchecked[f"{EMBEDDINGS} of another form than the encoder's output"] += high - low
+                    continue
+                try:
+                    got = dump.read_rows(r, slice(start + low - s.pos, start + high - s.pos))
+                    due = own.read(dump, low - image.pos, high - image.pos)
+                    wrong = (got != due).any(1)
+                    whose = _whose(dump, got[wrong], encoded) if wrong.any() else None
+                except (DumpError, OSError):
+                    out.unchecked[f"{EMBEDDINGS} that cannot be read"] += high - low
+                    continue
+                if not wrong.any() or whose is not None:
+                    out.checked[EMBEDDINGS] += high - low
+                else:
+                    out.unchecked[f"{EMBEDDINGS} that are no row of the encoder's output"] += high - low
+                if whose is not None:
+                    at = low + np.flatnonzero(wrong)
+                    _, phase, chunk = steps.place(rank, s.req, int(at[0]), r.step)
+                    other = dump.requests.get((rank, whose.req))
+                    of = "" if whose.req == s.req else f" of request {other.id if other else whose.req!r}"
+                    says = (f"the embeddings of request {request.id!r} in rows {at[0]} to {at[-1]}, {chunk}, are not "
+                            f"those of its image {number} but those of image {whose.image}{of}")  # fmt: skip
+                    yield RunnerFault(EMBEDDINGS, rank, ROOT_TAP, r.role, request.id, int(at[0]), int(at[-1]),
+                                      len(at), r.step, phase, chunk, says)  # fmt: skip
+            start += s.n
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Rows [first, first + n) of an encoder's output: one image of a request."""
+
+    record: Record
+    first: int
+    n: int
+    req: int
+    image: int
+
+    @property
+    def form(self) -> tuple[int, tuple[int, ...], str]:
+        return self.n, self.record.shape[1:], self.record.dtype
+
+    def read(self, dump: Any, start: int, stop: int) -> np.ndarray:
+        found: np.ndarray = dump.read_rows(self.record, slice(self.first + start, self.first + stop))
+        return found
+
+
+def _encoded(dump: Any, rank: int) -> dict[str, _Encoded]:
+    """The encoder's output by hash of the image: of the tap that stands outermost."""
+    best: dict[int, Record] = {}
+    for r in dump.records:
+        fits = (r.rank, r.role, r.rows, r.row_dim) == (rank, "output.0", _MERGED, 0) and r.payload is not None
+        if fits and r.step is not None and (r.step not in best or _depth(r) > _depth(best[r.step])):
+            best[r.step] = r
+    found: dict[str, _Encoded] = {}
+    for step, r in best.items():
+        rows, start = dump.rows.get((rank, step, _MERGED)), 0
+        for s in rows.segments if rows is not None and r.shape[:1] == (rows.n,) else ():
+            request = dump.requests.get((rank, s.req))
+            known = request is not None and s.image is not None and s.image < len(request.images)
+            if known and s.pos == 0 and len(found) < MOST_IMAGES:
+                found.setdefault(request.images[s.image].hash, _Encoded(r, start, s.n, s.req, s.image))
+            start += s.n
+    return found
+
+
+_MERGED = "vision/1"
+"""The space of an encoder's rows that are one for each placeholder."""
+
+
+def _depth(r: Record) -> tuple[int, int]:
+    return -r.tap.count("."), r.seq
+
+
+def _whose(dump: Any, rows: np.ndarray, encoded: Mapping[str, _Encoded]) -> _Encoded | None:
+    """The image that all ``rows`` [n, width] are of, as they stand or in another order."""
+    for one in encoded.values():
+        its = one.read(dump, 0, one.n)
+        if rows.shape[1:] == its.shape[1:] and rows.dtype == its.dtype:
+            known = {row.tobytes() for row in its}
+            if all(row.tobytes() in known for row in rows):
+                return one
+    return None
+
+
 # --- what the ledger and a golden say --------------------------------------------------------------------------------
 
 
@@ -676,8 +781,8 @@ def is_input(origin: Mapping[str, Any]) -> bool:
 
 def is_explained(origin: Mapping[str, Any], finding: Mapping[str, Any]) -> bool:
     """Whether an origin of a comparison is what the runner's own finding says: other inputs, or rows of logits."""
-    of_logits = f"{finding['module']}/{finding['role']}"
-    return is_input(origin) or (origin.get("module") == ROOT_TAP and origin.get("role") == of_logits)
+    roles = finding["role"], f"{finding['module']}/{finding['role']}"
+    return is_input(origin) or (origin.get("module") == ROOT_TAP and origin.get("role") in roles)
 
 
 def with_inputs(
