@@ -66,8 +66,8 @@ def images(setting: ComparisonContext, units: Sequence[MeasuredUnit], pairs: Seq
 
 
 NOBODY = (
-    "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges honest "
-    "rounding; a second run of golden's side (--floor) or a replay of the operators (--replay) tells which"
+    "no operator adds more than it does elsewhere: either each layer is a little off, or this model enlarges "
+    "rounding errors; a second run of golden's side (--floor) or a replay of the operators (--replay) tells which"
 )
 
 

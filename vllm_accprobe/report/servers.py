@@ -39,7 +39,7 @@ _HEADER = (
     "", "tokens", "flips", "median", "99%", "worst", "KL", "mean", "golden itself", "mine itself", "distance", "floor"
 )  # fmt: skip
 NO_FLOOR = (
-    "the limit is golden's own batching alone: an honest card that rounds in another way fails, too; --floor (golden's "
+    "the limit is golden's own batching alone: a correct card that rounds in another way fails, too; --floor (golden's "
     "model in another dtype, or on another card that is known to be right) makes it a limit for rounding"
 )
 

@@ -91,7 +91,7 @@ def test_inputs_if_there_are_none_to_replay_with():
 def test_a_second_golden_run_if_there_is_no_floor():
     result = failed(standard={"name": "accprobe"}, golden_path="/runs/gpu a/", golden_run=run(tp=2), options=("-x",))
     assert asked(result)[0] == (
-        "a second run of golden's side, batched in another way, shows what honest runs differ by",
+        "a second run of golden's side, batched in another way, shows what correct runs differ by",
         [
             "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR='/runs/gpu a-again' vllm serve '/models/tiny qwen' "
             "--tensor-parallel-size 2",

@@ -174,7 +174,7 @@ class _Case:
             if self.result.replayed:
                 why = "the time for a replay ran out, or only what was suspected was replayed"
                 return why, self._compare("--replay")
-            return "no operator was computed again from what it read (needs torch)", self._compare("--replay")
+            return "no operator was computed again from what it read (a replay needs torch)", self._compare("--replay")
         if self.mine.inputs:
             why = "golden holds no inputs; mine's operators can be checked alone"
             return why, f"accprobe opcheck {_word(self.mine.path)}"
@@ -229,7 +229,7 @@ class _Case:
         g = self.golden
         floor = g.again("floor")
         yield (
-            "a second run of golden's side, batched in another way, shows what honest runs differ by",
+            "a second run of golden's side, batched in another way, shows what correct runs differ by",
             f"{g.capture('again')}\n"
             f"accprobe compare {_word(g.path)} {_word(g.again('again'))} --calibrate {_word(floor)}\n"
             f"{self._compare('--floor', floor)}",
