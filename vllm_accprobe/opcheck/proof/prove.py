@@ -62,7 +62,7 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.habits.decided import sentence
-from vllm_accprobe.opcheck.proof.decide import OtherCache, ReplayFinding, ReplayResult
+from vllm_accprobe.opcheck.proof.decide import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
@@ -255,7 +255,7 @@ class _Read(dict[str, Any]):
         return super().get(name, default)
 
 
-def effects(mine: Calls, references: References, others: Mapping[str, list[Differs]]) -> dict[str, dict[str, Any]]:
+def effects(mine: Calls, references: References, others: Mapping[str, list[Differs]]) -> dict[str, ConstantEffect]:
     """Tap → ``matters`` (True, False, or None for not known) and ``times``, how many times what rounding allows an
     output moves at most. others: constants_differ.other_values'."""
     ran: dict[str, list[int]] = {}
@@ -266,7 +266,7 @@ def effects(mine: Calls, references: References, others: Mapping[str, list[Diffe
 
 def _effect(
     mine: Calls, references: References, tap: str, values: list[Differs], ran: Mapping[str, list[int]]
-) -> dict[str, Any]:  # fmt: skip
+) -> ConstantEffect:  # fmt: skip
     golden = {name: theirs for name, _, theirs in values}
     open_, worst, left = False, 0.0, MOST_CALLS
     seen: set[str] = set()
@@ -343,7 +343,7 @@ def shared(golden: Mapping[str, CheckResult], mine: Mapping[str, CheckResult]) -
 def prove(
     golden: Sequence[CheckResult], mine: Sequence[CheckResult], splits: Mapping[str, Split] | None = None,
     partly: bool = False, *, odd: Iterable[OutlierLayer] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
-    explained: Explained | None = None, causes: Mapping[str, Mapping[str, Any]] | None = None,
+    explained: Explained | None = None, causes: Mapping[str, Any] | None = None,
 ) -> ReplayResult:  # fmt: skip
     """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
     unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;
