@@ -70,7 +70,7 @@ Size = Annotated[float, between(0.0)]
 def decode(kind: type[T], value: Any, where: str = "") -> T:
     """``value``, of json.loads, as ``kind``. where: its path, for the sentence. Raises DecodeError."""
     kind_of_value: Any = kind
-    found: T = _reader(kind_of_value)(value, where)
+    found: T = reader(kind_of_value)(value, where)
     return found
 
 
@@ -111,25 +111,26 @@ _PLAIN: dict[Any, tuple[type, str]] = {
 
 
 @cache
-def _reader(kind: Any) -> Read:
+def reader(kind: Any) -> Read:
+    """What reads a value as ``kind``."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return lambda value, where: value
+        return _as_it_is
     if origin is Annotated:
-        return _annotated(_reader(args[0]), args[1:])
+        return _annotated(reader(args[0]), args[1:])
     if origin in (typing.Union, types.UnionType):
-        return _union([_reader(a) for a in args])
+        return _union([reader(a) for a in args])
     if origin in (dict, Mapping):
         return _mapping(*args)
     if origin is tuple and args[-1] is not ...:
-        return _fixed([_reader(a) for a in args], tuple)
+        return _fixed([reader(a) for a in args], tuple)
     if origin in (list, tuple, frozenset, Sequence):
-        return _many(_reader(args[0]), origin if origin in (list, frozenset) else tuple)
+        return _many(reader(args[0]), origin if origin in (list, frozenset) else tuple)
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
         return _fields(kind)
     if hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind, include_extras=True)
-        return _fixed([_reader(hints[name]) for name in kind._fields], lambda values: kind(*values))
+        return _fixed([reader(hints[name]) for name in kind._fields], lambda values: kind(*values))
     if kind is float:
         return _number
     exact, wanted = _PLAIN[kind]
@@ -166,9 +167,9 @@ def _annotated(inner: Read, conditions: Sequence[Condition]) -> Read:
 def _union(readers: Sequence[Read]) -> Read:
     def read(value: Any, where: str) -> Any:
         why: DecodeError | None = None
-        for reader in readers:
+        for one in readers:
             try:
-                return reader(value, where)
+                return one(value, where)
             except DecodeError as error:
                 why = why or error  # the first is what it is, the others are instead of it
         raise why or refused(value, where, "anything")
@@ -182,8 +183,21 @@ def _listed(value: Any, where: str) -> list[Any]:
     return value
 
 
+def _as_it_is(value: Any, where: str) -> Any:
+    return value
+
+
 def _many(item: Read, into: Callable[[Any], Any]) -> Read:
-    return lambda value, where: into([item(v, f"{where}[{i}]") for i, v in enumerate(_listed(value, where))])
+    if item is _as_it_is:
+        return lambda value, where: into(_listed(value, where))
+
+    def read(value: Any, where: str) -> Any:
+        try:
+            return into([item(v, where) for v in _listed(value, where)])
+        except DecodeError:  # a path is made where somebody reads it
+            return into([item(v, f"{where}[{i}]") for i, v in enumerate(_listed(value, where))])
+
+    return read
 
 
 def _fixed(items: Sequence[Read], into: Callable[[Any], Any]) -> Read:
@@ -196,7 +210,7 @@ def _fixed(items: Sequence[Read], into: Callable[[Any], Any]) -> Read:
 
 
 def _mapping(key: Any, item: Any) -> Read:
-    key_of, value_of = _reader(key), _reader(item)
+    key_of, value_of = reader(key), reader(item)
     if typing.get_origin(key) is not None and typing.get_origin(key) is not Annotated:
         pairs = _many(_fixed([key_of, value_of], tuple), list)
         return lambda value, where: dict(pairs(value, where))
@@ -244,4 +258,4 @@ def _schema(kind: Any) -> tuple[dict[str, Read], list[str]]:
         needs = [f.name for f in fields if f.default is none and f.default_factory is none]
     else:
         needs = sorted(kind.__required_keys__)
-    return {name: _reader(hint) for name, hint in hints.items()}, needs
+    return {name: reader(hint) for name, hint in hints.items()}, needs
