@@ -22,6 +22,7 @@ import select
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.cli.opcheck import model_of
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.comparison.notes import other_values
+    from vllm_accprobe.comparison.plan.units import make_plan
     from vllm_accprobe.dump.decode import parse
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.neighbours import lend
@@ -108,6 +110,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
 
     ops, rate, rules = arguments.ops, arguments.rate, find_mapping(arguments.op_mapping_file)
     dumps = [open_dump(path) for path in (arguments.golden, arguments.mine)]
+    planned = cache(lambda: make_plan(*dumps, mapping=rules))
     sides = [Calls(dump, arguments.weights or model_of(dump.run)) for dump in dumps]
     lend(sides[0], sides[1])
     lend(sides[1], sides[0])
@@ -135,7 +138,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     found = prove.wrong(rows)
     alike = prove.shared(prove.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
-    splits = split_errors(dumps[0], sides[1], references, blamed, rules)
+    splits = split_errors(dumps[0], sides[1], references, blamed, planned)
     constants = other_values(*dumps)
     causes = {}
     if blamed:  # else nothing of this is imported
@@ -147,7 +150,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     say(explain=True)
     # A line that ended the replay early may stand before what the comparison wants explained.
     wanted = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
-    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, rules)
+    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, planned)
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained,
                         causes=causes)  # fmt: skip
     if left > 0:

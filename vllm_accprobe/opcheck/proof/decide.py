@@ -1,35 +1,12 @@
-"""The replay as the judge of a comparison: what it convicts, and what it explains.
+"""The replay as the judge of a comparison: what it convicts, what it explains, and what it leaves of gaps.
 
-The pairs of a comparison that a replay has judged, measured against the replay's limit.
-
-The problem: a comparison and a replay judge the same output by two limits, and a table that shows the one beside a
-verdict that shows the other says two factors of one fault; in a chart, the phase that the replay named stands out of
-the other. The idea: the failed pairs of an output that a replay blames are all measured against its limit; the one that
-holds the blamed row has what was created there, and no other more. Where none failed, because a comparison's limits are
-wider, the worst that is not identical does now: no table calls a culprit clean.
-
-How much of a difference is the format of a cache: what is said where one side keeps keys and values in 8 bits.
-
-The problem: such a pair differs by percents in every attention, and a wrong block would differ by as much. The idea: a
-replay knows what the format alone does to each output, and whether anything is left beyond it.
-
-What a replay says of origins that lie in a gap between two taps.
-
-The problem: a comparison cannot tell which operator of a gap made an error; a replay that had one's reads can. The
-idea: where it proves one that lies in the gap, or the operator at its end, to be wrong, that one is the origin and the
-gap is none any more; where it saw one to be right in all rows, that one is taken out of what the gap contains.
-
-Replay as the judge of a comparison: who is wrong for its own inputs needs no golden to be blamed.
-
-The problem: a comparison finds what differs, and a small error among honest ones may stay below every sign of it; or a
-model that enlarges rounding looks like a fault. The idea: mine's calls are run again against references, and golden's
-too. A module of mine that is wrong for its own inputs is an origin with the evidence ``replay``, and stands before
-those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
-is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
-a comparison here, without torch.
-
-Not here: the figures (opcheck/references/caches.py), the replays and the proof (prove.py), the comparison
-(comparison/).
+The problem: a comparison finds what differs; a small error may stay below every sign of it, and a model that enlarges
+rounding resembles a fault. The idea: a module of mine that is wrong for its own inputs is an origin with the evidence
+``replay``, before those that are inferred; one that golden runs as wrong is noted, not blamed. The pairs of a blamed
+output are measured against the replay's limit, so that a table and the verdict show one factor (`with_replayed`). A
+gap that holds a module proved wrong is none any more, and one proved right leaves it (`narrowed`). What a cache of 8
+bits alone does is said apart (`rounded_caches`). A proof is a plain value, made where torch is (prove.py), kept as
+JSON, and applied here without torch. Not here: figures of caches (opcheck/references/caches.py).
 """
 
 from __future__ import annotations

@@ -11,18 +11,17 @@ Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.derived import Derived, Relations
-from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Plan, make_plan
+from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
 from vllm_accprobe.dump.decode import DecodeError, decode
 from vllm_accprobe.dump.reader import Dump
@@ -92,13 +91,13 @@ def place_of(tap: str, role: str, call: int) -> str:
 
 def explain(
     golden: Dump, mine: Dump, checked: tuple[Iterable[CheckResult], Iterable[CheckResult]], wanted: Collection[str],
-    taps: Collection[str] = (), mapping: Rules | None = None,
+    taps: Collection[str], planned: Callable[[], Plan],
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
-    places inside of them, are wanted as well."""
+    places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed."""
     if not wanted and not taps:
         return Explained()
-    plan = make_plan(golden, mine, mapping=mapping)
+    plan = planned()
     sides = (
         _Replayed(golden, plan.tokens.golden, checked[0]),
         _Replayed(mine, plan.tokens.mine, checked[1]),
