@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.judge.upstream import Key
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
 """Part.rows: int64 [n] and bool [n]."""
