@@ -103,7 +103,7 @@ def load(path: Path) -> Calibration:
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
-        raw = parse(_File, text, _MOST_BYTES, {"kind": KIND, "version": VERSION, "phases": list(PHASES)})
+        raw = parse(_CalibrationFile, text, _MOST_BYTES, {"kind": KIND, "version": VERSION, "phases": list(PHASES)})
     except (OSError, DecodeError) as e:
         raise CalibrationError(f"{path} cannot be read as a calibration ({str(e)[:100]}): make it anew with "
                                "`accprobe compare --calibrate`") from None  # fmt: skip
@@ -116,7 +116,7 @@ def load(path: Path) -> Calibration:
 
 
 @dataclass(frozen=True)
-class _File:
+class _CalibrationFile:
     """floors: (tap, role, the worst error in each of PHASES)."""
 
     floors: list[tuple[str, str, tuple[Size | None, Size | None, Size | None]]]

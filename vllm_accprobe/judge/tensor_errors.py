@@ -132,7 +132,7 @@ class TensorErrors:
     relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
     values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
-    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (align/data_flow.py).
+    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front.
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
     statistics of independent ones describe.
