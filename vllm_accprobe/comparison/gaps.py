@@ -36,6 +36,7 @@ from vllm_accprobe.align.data_flow import (
 )
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.tensor_errors import TensorErrors
@@ -59,10 +60,8 @@ class Untapped:
 
     @staticmethod
     def of_plain(value: Any) -> Untapped:
-        """Raises what Python says of anything that ``plain`` did not write."""
-        flow, modules, classes = value
-        read = {_key(k): tuple(map(_key, made)) for k, made in flow}
-        return Untapped(read, tuple(map(str, modules)), {str(t): str(c) for t, c in classes.items()})
+        """Raises DecodeError for anything that ``plain`` did not write."""
+        return Untapped(*decode(tuple[dict[Key, tuple[Key, ...]], tuple[str, ...], dict[str, str]], value, "untapped"))
 
 
 NOTHING = Untapped()
@@ -173,11 +172,6 @@ def enclosed_by(tap: str) -> list[str]:
         return [""]
     paths = [tap, *enclosing(tap)]
     return [tap, *(up for path, up in pairwise(paths) if not path.rpartition(".")[2].isdecimal())]
-
-
-def _key(value: Any) -> Key:
-    tap, role, call = value
-    return str(tap), str(role), int(call)
 
 
 _NORM = re.compile("norm", re.I)

@@ -101,6 +101,14 @@ def load(kind: type[T], path: Path, most: int, head: Mapping[str, Any] = _NOTHIN
         raise DecodeError(f"{path}: {error}") from None
 
 
+def object_in(path: Path | None, most: int) -> dict[str, Any]:
+    """The object of JSON in a plain file; {} where there is none that can be read."""
+    try:
+        return load(dict[str, Any], path, most) if path is not None and path.is_file() else {}
+    except (OSError, DecodeError):
+        return {}
+
+
 def refused(value: Any, where: str, wanted: str) -> DecodeError:
     return DecodeError(f"{where or 'it'} is {reprlib.repr(value)}, not {wanted}")
 
@@ -220,6 +228,8 @@ def _mapping(key: Any, item: Any) -> Read:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise refused(value, where, "an object")
+        if key is str and value_of is _as_it_is:
+            return value
         found = {key_of(k, f"a key of {where or 'it'}"): value_of(v, _below(where, k)) for k, v in value.items()}
         return {int(k): v for k, v in found.items()} if key is int else found
 
