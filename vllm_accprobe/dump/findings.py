@@ -118,8 +118,8 @@ def _report(path: Path) -> RankReport:
         return load(RankReport, path, _MOST_BYTES, {"schema": 1})
     except OSError as error:
         raise ErrcheckError(f"{path}: {error.strerror or error}") from None
-    except DecodeError as error:
-        raise ErrcheckError(f"{path}: no findings of errcheck: {error}") from None
+    except DecodeError:
+        raise ErrcheckError(f"{path}: no findings of errcheck") from None
 
 
 def alive(reports: Sequence[RankReport]) -> bool:
