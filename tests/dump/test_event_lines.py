@@ -111,16 +111,16 @@ def test_every_kind_is_here() -> None:
 @pytest.mark.parametrize(("event", "why"), [
     ({"event": "request", "id": "a"}, "req is None, not a number"),
     ({"event": "request", "req": 0, "id": "a", "images": [{"n": 1 << 30}]}, "n is 1073741824, not a number"),
-    *(({"event": "request", "req": 0, "id": "a", "sampling": {key: value}}, f"{key} is") for key, value in (
+    *(({"event": "request", "req": 0, "id": "a", "sampling": {key: value}}, rf"{key}.* is") for key, value in (
         ("temperature", "hot"), ("top_p", 1e300), ("seed", 1.5), ("allowed", [-1]), ("bias", [[1]]),
         ("bad_words", [[1.5]]), ("prompt", [1] * 70000), ("stop", "1"), ("also", [1]))),
     ({"event": "request", "req": 0, "id": "a", "sampling": []}, r"sampling is \[\]"),
     ({"event": "rows", "step": 0, "space": "x", "segments": [{"req": 0, "pos": 0}]}, "n is None, not a number"),
-    ({"event": "masks", "step": 0, "masked": [{"req": 0, "by": [1]}]}, r"by is \[1\]"),
+    ({"event": "masks", "step": 0, "masked": [{"req": 0, "by": [1]}]}, r"by\[0\] is 1"),
     ({"event": "label", "step": 0, "tap": "a", "role": "pta", "path": "p", "file": 0, "ending": "exe"},
      "ending is 'exe'"),
     ({"event": "label", "step": 0, "tap": "a", "role": "pta"}, "path is None, not a string"),
-    ({"event": "end", "skipped": {"a": 1.5}}, r"skipped is {'a': 1.5}"),
+    ({"event": "end", "skipped": {"a": 1.5}}, "skipped.a is 1.5"),
     ({"event": "step", "step": 0, "batch": 3}, "batch is 3"),
     ({"event": "skip", "tap": "a"}, "reason is None, not a string"),
 ])  # fmt: skip

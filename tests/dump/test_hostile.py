@@ -62,7 +62,7 @@ def test_the_honest_one_is_read(tmp_path):
         ({"stats": "none"}, "stats is 'none'"),
         ({"stats": {"count": -1}}, "count is -1"),
         ({"layout": {"kind": "shard", "index": 3, "size": 2}}, "layout is"),
-        ({"layout": {"kind": "shard", "parts": [[1]]}}, "layout is"),
+        ({"layout": {"kind": "shard", "parts": [[1]]}}, "layout.parts[0] is [1], not a list of 2"),
         ({"layout": "shard"}, "layout is 'shard'"),
     ],
 )

@@ -6,19 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.data_flow import is_choice, is_logits, is_weight
 from vllm_accprobe.align.tokens import RowSet, make_key
 from vllm_accprobe.comparison.notes import choices
-from vllm_accprobe.judge.near_ties import (
-    Choices,
-    Chooser,
-    Rerouted,
-    choices_first,
-    in_front_of,
-    is_choice,
-    is_logits,
-    is_weight,
-    margins,
-)
+from vllm_accprobe.judge.near_ties import Choices, Chooser, Rerouted, choices_first, in_front_of, margins
 from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
 

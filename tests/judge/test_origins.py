@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.data_flow import INPUT, OUTPUT, DataFlow, Tree
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.origins import created_over, find_origins, in_all_layers, owner
 from vllm_accprobe.judge.siblings import TensorStats
-from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, TensorErrors
-from vllm_accprobe.judge.upstream import Tree
+from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
 
 ROWS = np.arange(3)
@@ -49,7 +49,7 @@ def pooled(before: float, after: float, shared: bool) -> list[str]:
     into = TensorErrors("pooler", "input.hidden_states", 0, INPUT, 0, limit, RowSet(KEYS), KEYS[5:], np.array([before]))
     out = TensorErrors("pooler", "output.0", 0, OUTPUT, 1, limit, RowSet(KEYS), KEYS, np.full(6, after),
                 shared=np.zeros(6, np.int64) if shared else np.zeros(0, np.int64))  # fmt: skip
-    return [c.tap for c in find_origins([into, out], POOLER, Standard(), {})]
+    return [c.tap for c in find_origins(DataFlow([into, out], POOLER), Standard(), {})]
 
 
 def test_a_vector_without_rows_may_have_its_error_of_any_row_of_its_step() -> None:
@@ -66,7 +66,7 @@ def test_not_a_number_that_a_vector_may_have_of_any_row() -> None:
                      np.array([np.inf if broken[0] else 0.1]), broken=broken)  # fmt: skip
         out = TensorErrors("pooler", "output.0", 0, OUTPUT, 1, 0.01, RowSet(KEYS), KEYS, np.full(6, np.inf),
                     broken=np.ones(6, bool), shared=np.zeros(6, np.int64))  # fmt: skip
-        assert [c.tap for c in find_origins([into, out], POOLER, Standard(), {}) if c.trace is out] == blamed
+        assert [c.tap for c in find_origins(DataFlow([into, out], POOLER), Standard(), {}) if c.trace is out] == blamed
 
 
 RULES = Standard()

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.data_flow import OUTPUT, DataFlow, Tree
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge import upstream
 from vllm_accprobe.judge.origins import find_origins
-from vllm_accprobe.judge.tensor_errors import OUTPUT, TensorErrors
-from vllm_accprobe.judge.upstream import LONG, Influence, Prefixes, Tree
+from vllm_accprobe.judge.tensor_errors import TensorErrors
+from vllm_accprobe.judge.upstream import LONG, Influence, Prefixes
 from vllm_accprobe.standards.limits import Standard
 
 ROWS = RowSet(np.arange(4))
@@ -34,7 +35,7 @@ def flat(n: int, *, bad: bool, jump: int) -> tuple[list[TensorErrors], Tree]:
 def found(traces: list[TensorErrors], tree: Tree) -> list[Any]:
     return [(c.tap, c.keys.tolist(), c.err.tolist(), c.explained.tolist(), c.chance, c.steps.tolist(),
              None if c.stats is None else (c.stats.before.tolist(), c.stats.gain_before.tolist()))
-            for c in find_origins(traces, tree, Standard(), {})]  # fmt: skip
+            for c in find_origins(DataFlow(traces, tree), Standard(), {})]  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -5,16 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, kind_of
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge.tensor_errors import (
-    INPUT,
-    OUTPUT,
-    PARAM,
     Columns,
     TensorErrors,
     column_offsets,
     column_signs,
-    kind_of,
     kind_of_place,
     operator_of,
     spread,

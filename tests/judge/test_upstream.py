@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Tree
 from vllm_accprobe.align.tokens import NO_ROWS, RowSet
 from vllm_accprobe.judge.origins import find_origins
 from vllm_accprobe.judge.siblings import GAIN
-from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors
-from vllm_accprobe.judge.upstream import Tree, Upstream
+from vllm_accprobe.judge.tensor_errors import TensorErrors
 from vllm_accprobe.standards.limits import Standard
 
 UNIT, ROWS = 2.0**-8, 60
@@ -38,7 +38,7 @@ def test_a_slice_is_not_held_against_the_whole(whole, found):
         trace("m.qkv", "output.0", OUTPUT, 1, whole),
         trace("m.attn", "input.value", INPUT, 2, 256, odd=-0.02),
     ]
-    origins = find_origins(traces, TREE, Standard(), {})
+    origins = find_origins(DataFlow(traces, TREE), Standard(), {})
     assert [o.tap for o in origins] == found
     assert all(o.hidden is not None and o.hidden.how == GAIN for o in origins)
 
@@ -52,7 +52,7 @@ def test_what_stands_in_front_of_what():
     ]):  # fmt: skip
         where[(tap, role)] = TensorErrors(tap, role, 0, kind, order, 1.0, NO_ROWS, NO_ROWS.keys, NO_ROWS.keys)
     taps = list(dict.fromkeys(tap for tap, _ in where))
-    fronts = Upstream(list(where.values()), Tree.of(taps, {}))
+    fronts = DataFlow(list(where.values()), Tree.of(taps, {}))
 
     def said(tap):
         return {f"{s.tap}/{s.role}": sorted(f"{t.tap}/{t.role}" for t in found) for s, found in fronts.places(tap)}
@@ -77,7 +77,7 @@ def test_what_a_module_gave_whose_own_output_nobody_saw():
             ("<root>", "output.0", OUTPUT), ("model.late", "output.0", OUTPUT),
         ])
     ]  # fmt: skip
-    fronts = Upstream(where, Tree.of(list(dict.fromkeys(t.tap for t in where)), {}))
+    fronts = DataFlow(where, Tree.of(list(dict.fromkeys(t.tap for t in where)), {}))
     found = {s.role: {f"{t.tap}/{t.role}" for t in sources} for s, sources in fronts.places("<root>")}
     assert found["output.0"] == {"<root>/input.ids", "model/param.scale", "model.down/output.0"}
 
@@ -92,6 +92,6 @@ def test_what_a_router_said_is_not_all_that_went_into_experts():
             ("m.experts.method", "output.0", OUTPUT), ("m.experts", "output.0", OUTPUT),
         ])
     }  # fmt: skip
-    fronts = Upstream(list(where.values()), Tree.of(list(dict.fromkeys(tap for tap, _ in where)), {}))
+    fronts = DataFlow(list(where.values()), Tree.of(list(dict.fromkeys(tap for tap, _ in where)), {}))
     for tap in ("m.experts", "m.experts.method"):
         assert where["m.norm", "output.0"] in dict(fronts.places(tap))[where[tap, "output.0"]]

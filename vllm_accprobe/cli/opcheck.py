@@ -22,6 +22,7 @@ from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
+from vllm_accprobe.dump.decode import object_in
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -333,13 +334,9 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     return f"; the nearest names: {', '.join(found)}" if found else ""
 
 
-def run_json(dump: Path) -> object:
-    """run.json of a directory; None where it has none that can be read (opening the dump tells why)."""
-    try:
-        path = dump / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else None
-    except (OSError, ValueError, RecursionError):
-        return None
+def run_json(dump: Path) -> dict[str, Any]:
+    """run.json of a directory; {} where it has none that can be read (opening the dump tells why)."""
+    return object_in(dump / "run.json", 1 << 24)
 
 
 # --- this machine's own kernels ---

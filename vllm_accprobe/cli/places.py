@@ -10,13 +10,13 @@ part of a dump counts as the dump. A copy is another dump: people compare copies
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.dump.decode import object_in
 
 
 def require_directory(path: Path | None, option: str) -> None:
@@ -139,13 +139,9 @@ def _is_dump(directory: Path) -> bool:
     try:
         if any((d / "journal.jsonl").is_file() for d in directory.glob("rank[0-9][0-9][0-9][0-9]*")):
             return True
-        run = directory / "run.json"
-        if not run.is_file() or run.stat().st_size > 1 << 24:
-            return False
-        tree = json.loads(run.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return False
-    return isinstance(tree, dict) and type(tree.get("schema")) is int
+    return type(object_in(directory / "run.json", 1 << 24).get("schema")) is int
 
 
 def _same(a: Path, b: Path) -> bool:

@@ -22,10 +22,14 @@ import select
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
+
+_MOST = 64 << 20
+"""Characters of a line from the comparison: what it wants is at most some ten thousand names."""
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -90,6 +94,8 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     from vllm_accprobe.cli.opcheck import model_of
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.comparison.notes import other_values
+    from vllm_accprobe.comparison.plan.units import make_plan
+    from vllm_accprobe.dump.decode import parse
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.neighbours import lend
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -104,6 +110,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
 
     ops, rate, rules = arguments.ops, arguments.rate, find_mapping(arguments.op_mapping_file)
     dumps = [open_dump(path) for path in (arguments.golden, arguments.mine)]
+    planned = cache(lambda: make_plan(*dumps, mapping=rules))
     sides = [Calls(dump, arguments.weights or model_of(dump.run)) for dump in dumps]
     lend(sides[0], sides[1])
     lend(sides[1], sides[0])
@@ -111,7 +118,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     planner = Planner(sides, ops, min(pair.PROCESSES, pair.processors()) if pair.may_fork() else 1)
     waits = not planner.fits(arguments.seconds)
     say(waits=waits)
-    wishes = Wishes.from_json(json.loads(sys.stdin.readline() or "{}")) if waits else Wishes()
+    wishes = parse(Wishes, sys.stdin.readline() or "{}", _MOST) if waits else Wishes()
     plan = planner.plan(arguments.seconds, wishes)
     say(plan={"calls": plan.calls, "of": plan.of, "seconds": plan.seconds})
     begun, ends = time.monotonic(), _Ends(arguments.seconds)
@@ -131,7 +138,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     found = prove.wrong(rows)
     alike = prove.shared(prove.wrong(theirs), found)
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
-    splits = split_errors(dumps[0], sides[1], references, blamed, rules)
+    splits = split_errors(dumps[0], sides[1], references, blamed, planned)
     constants = other_values(*dumps)
     causes = {}
     if blamed:  # else nothing of this is imported
@@ -141,8 +148,9 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
         causes = explained_by(sides[1], references, blamed, rows, golden_constants(constants), chance=chance)
     unlike = pooled.unlike(rates, own, sides[1].budget(rate).siblings)
     say(explain=True)
-    wanted = _wanted()
-    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.get("places", ()), wanted.get("taps", ()), rules)
+    # A line that ended the replay early may stand before what the comparison wants explained.
+    wanted = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
+    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, planned)
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained,
                         causes=causes)  # fmt: skip
     if left > 0:
@@ -150,16 +158,6 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
         proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, limit), *proof.notes))
     others = prove.effects(sides[1], references, constants)
     return replace(proof, covers=covers(rows, own), constants=others).to_json()
-
-
-def _wanted() -> dict[str, Any]:
-    """What the comparison wants explained, which is known once it has ended. A line that ended the replay early may
-    stand before it."""
-    for line in sys.stdin:
-        if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    return {}
 
 
 def _with_left(rows: list[CheckResult], calls: Calls, ops: list[str], some: bool) -> list[CheckResult]:

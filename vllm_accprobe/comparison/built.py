@@ -11,7 +11,6 @@ Not here: weights (weight_places.py), what differs between two dumps' constants 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.schema import Module
 
@@ -185,14 +185,7 @@ def config_of(run: Mapping[str, Any], directory: Path | None) -> Mapping[str, An
     kept = model.get("config") if isinstance(model, Mapping) else None
     if isinstance(kept, Mapping) and kept:
         return kept
-    path = directory / "config.json" if directory is not None else None
-    try:
-        if path is None or not path.is_file() or path.stat().st_size > MAX_JSON:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return object_in(directory and directory / "config.json", MAX_JSON)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -172,12 +172,3 @@ def _compared(pairs: Iterable[Pair], element: float) -> dict[str, ModuleCover]:
 
 def to_plain(found: Mapping[str, ModuleCover]) -> dict[str, list[Any]]:
     return {tap: [x if not isinstance(x, float) or math.isfinite(x) else None for x in c] for tap, c in found.items()}
-
-
-def from_plain(value: Mapping[str, Any]) -> dict[str, ModuleCover]:
-    """What `to_plain` wrote. Raises TypeError and ValueError for anything else."""
-    found = {}
-    for tap, (cls, calls, rows, checked, *sizes) in value.items():
-        row, column, one_row = (None if x is None else float(x) for x in sizes)
-        found[str(tap)] = ModuleCover(str(cls), int(calls), int(rows), int(checked), row, column, one_row)
-    return found

@@ -21,13 +21,25 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import (
+    INPUT,
+    OUTPUT,
+    PARAM,
+    DataFlow,
+    Key,
+    PlainTensor,
+    Tree,
+    block_of,
+    is_fed,
+    kind_of,
+    unseen_taps,
+)
 from vllm_accprobe.align.names import enclosing
-from vllm_accprobe.align.tokens import NO_ROWS
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.origins import Origin
-from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.upstream import Key, Tree, Upstream, block_of, is_fed, unseen_taps
+from vllm_accprobe.judge.tensor_errors import TensorErrors
 
 Records = Mapping[Key, Sequence[Record]]
 """One rank's records of each place, in order of steps."""
@@ -48,10 +60,8 @@ class Untapped:
 
     @staticmethod
     def of_plain(value: Any) -> Untapped:
-        """Raises what Python says of anything that ``plain`` did not write."""
-        flow, modules, classes = value
-        read = {_key(k): tuple(map(_key, made)) for k, made in flow}
-        return Untapped(read, tuple(map(str, modules)), {str(t): str(c) for t, c in classes.items()})
+        """Raises DecodeError for anything that ``plain`` did not write."""
+        return Untapped(*decode(tuple[dict[Key, tuple[Key, ...]], tuple[str, ...], dict[str, str]], value, "untapped"))
 
 
 NOTHING = Untapped()
@@ -100,26 +110,24 @@ class _FlowOfDump:
         self._order = {key: i for i, key in enumerate(order)}
         self._first = {k: records[k][0] for k in order}
         self._makers = Makers(self._order, {k: records[k][:STEPS] for k in order})
-        none = np.zeros(0)
-        made = [TensorErrors(*key, kind_of(key[1]), i, 0.0, NO_ROWS, none, none) for key, i in self._order.items()]
+        made = [PlainTensor(*key, i) for key, i in self._order.items()]
         spans: dict[str, list[int]] = {}
         for t in made:
             if t.call == 0:
                 spans.setdefault(t.tap, []).append(t.order)
         stretches = {tap: (min(at), max(at)) for tap, at in spans.items() if len(at) > 1}
         tree = Tree.of(list(dict.fromkeys(t.tap for t in made)), classes, stretches)
-        self._tree, self._fronts = tree, Upstream(made, tree)
-        self._traces = {(t.tap, t.role, t.call): t for t in made}
+        self._flow = DataFlow(made, tree)
 
-    def _whole_of(self, trace: TensorErrors) -> Key | None:
+    def _whole_of(self, trace: PlainTensor) -> Key | None:
         """The nearest output before an input whose rows are wider: q, k and v are slices of one product."""
         if trace.kind != INPUT:
             return None
-        width = _width(self._first[trace.tap, trace.role, trace.call])
-        before = [t for t in self._fronts.before(trace) if t.kind == OUTPUT and t.order < trace.order]
-        wider = [t for t in before if _width(self._first[t.tap, t.role, t.call]) > width]
+        width = _width(self._first[trace.key])
+        before = [t for t in self._flow.before(trace) if t.kind == OUTPUT and t.order < trace.order]
+        wider = [t for t in before if _width(self._first[t.key]) > width]
         last = max(wider, key=lambda t: t.order, default=None)
-        return None if last is None else (last.tap, last.role, last.call)
+        return None if last is None else last.key
 
     def named(self, compared: Mapping[Key, Key], taps: Mapping[str, str]) -> dict[Key, tuple[Key, ...]]:
         def name(key: Key) -> Key:
@@ -128,10 +136,10 @@ class _FlowOfDump:
         return {name(key): tuple(dict.fromkeys(map(name, self._made_of(key)))) for key in self._order}
 
     def _made_of(self, key: Key) -> list[Key]:
-        trace = self._traces[key]
+        trace = self._flow.by_key[key]
         maker = self._makers.maker(key)
         if trace.kind == OUTPUT:
-            children = self._tree.children.get(key[0], ())
+            children = self._flow.tree.children.get(key[0], ())
             if maker is None or not children or key[0] not in enclosing(maker[0]):
                 maker = None
         if maker is not None:
@@ -141,7 +149,7 @@ class _FlowOfDump:
         whole = self._whole_of(trace)
         if whole is not None:
             return [whole]
-        return [(t.tap, t.role, t.call) for t in self._fronts.before(trace) if t.kind != PARAM and t is not trace]
+        return [t.key for t in self._flow.before(trace) if t.kind != PARAM and t is not trace]
 
 
 def _width(record: Record) -> int:
@@ -164,11 +172,6 @@ def enclosed_by(tap: str) -> list[str]:
         return [""]
     paths = [tap, *enclosing(tap)]
     return [tap, *(up for path, up in pairwise(paths) if not path.rpartition(".")[2].isdecimal())]
-
-
-def _key(value: Any) -> Key:
-    tap, role, call = value
-    return str(tap), str(role), int(call)
 
 
 _NORM = re.compile("norm", re.I)
@@ -207,12 +210,11 @@ class _Front:
 
 
 class GapFinder:
-    def __init__(self, untapped: Untapped, traces: Sequence[TensorErrors], tree: Tree):
-        self.untapped, self._upstream = untapped, Upstream(traces, tree)
-        self._traces = sorted(traces, key=lambda t: t.order)
-        self._by_key = {(t.tap, t.role, t.call): t for t in traces}
-        self._outputs = {t.tap for t in traces if t.kind == OUTPUT}
-        self._inputs = {t.tap for t in traces if t.kind == INPUT}
+    def __init__(self, untapped: Untapped, flow: DataFlow[TensorErrors]):
+        self.untapped, self._flow = untapped, flow
+        self._traces = sorted(flow.tensors, key=lambda t: t.order)
+        self._outputs = {t.tap for t in flow.tensors if t.kind == OUTPUT}
+        self._inputs = {t.tap for t in flow.tensors if t.kind == INPUT}
         self._fronts: dict[tuple[Key, bool], _Front] = {}
 
     def of(self, c: Origin) -> Gap | None:
@@ -223,9 +225,8 @@ class GapFinder:
         open_ = sink.kind == OUTPUT and self._leaf(sink.tap) and not self._fed(sink)
         if sink.kind == OUTPUT and self._leaf(sink.tap) and not open_:
             return None
-        key = (sink.tap, sink.role, sink.call)
-        if key in self.untapped.flow:
-            after, inside = self._by_flow(c, key)
+        if sink.key in self.untapped.flow:
+            after, inside = self._by_flow(c, sink.key)
         else:
             after, inside = self._by_tree(sink)
         if not inside:
@@ -240,7 +241,7 @@ class GapFinder:
         return frozenset(up for child in self._outputs | self._inputs for up in enclosing(child))
 
     def _fed(self, sink: TensorErrors) -> bool:
-        own = self._upstream.by_tap[sink.tap][INPUT]
+        own = self._flow.by_tap[sink.tap][INPUT]
         return is_fed([t for t in own if t.call == sink.call] or own)
 
     # --- by the flow -------------------------------------------------------------------------------------------
@@ -251,9 +252,8 @@ class GapFinder:
         for t in self._traces:
             if t.order >= c.trace.order:
                 break
-            other = (t.tap, t.role, t.call)
-            if t.kind != PARAM and other in self.untapped.flow and _right(t, c.keys):
-                passed -= self._front(other, vouching=True).passed
+            if t.kind != PARAM and t.key in self.untapped.flow and _right(t, c.keys):
+                passed -= self._front(t.key, vouching=True).passed
         hidden = {tap for tap, role, _ in self.untapped.flow if kind_of(role) == OUTPUT} - self._outputs
         places = [p for p in passed if p[1] not in (LEFT, ENTERED) and p[0] != c.trace.tap]
         left = [p[0] for p in passed if p[1] == LEFT and p[0] in hidden]
@@ -266,7 +266,7 @@ class GapFinder:
         return self._after(front.ends, c.trace), (*operators, *around)
 
     def _after(self, ends: Iterable[Key], sink: TensorErrors) -> str:
-        known = sorted((self._by_key[k] for k in ends if k in self._by_key), key=lambda t: t.order)
+        known = sorted((self._flow.by_key[k] for k in ends if k in self._flow.by_key), key=lambda t: t.order)
         before = [t for t in known if t.order < sink.order]
         if not before:
             return ""
@@ -293,7 +293,7 @@ class GapFinder:
             for maker in made:
                 if not blind:
                     passed.update(self._bodies(maker, taker))
-                if maker in self._by_key:
+                if maker in self._flow.by_key:
                     ends.add(maker)
                     continue
                 if kind_of(maker[1]) == OUTPUT and not blind:
@@ -311,7 +311,7 @@ class GapFinder:
     # --- by the tree -------------------------------------------------------------------------------------------
 
     def _by_tree(self, sink: TensorErrors) -> tuple[str, tuple[str, ...]]:
-        given = [t for t in self._upstream.before(sink) if t.kind == OUTPUT and t.order < sink.order]
+        given = [t for t in self._flow.before(sink) if t.kind == OUTPUT and t.order < sink.order]
         last = max(given, key=lambda t: t.order, default=None)
         if last is None:
             return "", ()

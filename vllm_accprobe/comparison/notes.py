@@ -264,17 +264,6 @@ def with_effects(result: Comparison, effects: Mapping[str, Mapping[str, Any]]) -
     return replace(result, origins=origins, notes=[*shown, *result.notes], verdict=result.verdict if open_ else PASS)
 
 
-def effects_of(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What JSON kept of a replay's effects. Raises TypeError and ValueError for anything else."""
-    found = {}
-    for tap, one in value.items():
-        matters = one["matters"]
-        if not (matters is None or isinstance(matters, bool)):
-            raise TypeError("whether a constant matters is no word")
-        found[str(tap)] = {"matters": matters, "times": float(one["times"])}
-    return found
-
-
 def _nearest(tap: str, places: Mapping[str, Any]) -> list[str]:
     """The taps whose tensors show what ``tap`` computes: itself, else those inside, else the innermost around it."""
     if tap in places:

@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
-from vllm_accprobe.judge.upstream import Key
+from vllm_accprobe.dump.decode import decode
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
 """Part.rows: int64 [n] and bool [n]."""
@@ -301,8 +302,8 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
     raw["images"] = {int(k): [tuple(x) for x in v] for k, v in raw["images"]}
     raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
     raw["graphs"] = {int(k): (v[0], v[1]) for k, v in raw.get("graphs", [])}
-    raw["links"] = {_key(to): (_key(maker), str(side)) for to, (maker, side) in raw.get("links", [])}
-    raw["sources"] = {str(tap): _sources(*both) for tap, both in raw.get("sources", {}).items()}
+    raw["links"] = decode(dict[Key, tuple[Key, str]], raw.get("links", []), "links")
+    raw["sources"] = decode(dict[str, tuple[str | None, str | None]], raw.get("sources", {}), "sources")
     raw["untapped"] = Untapped.of_plain(raw["untapped"]) if "untapped" in raw else NOTHING
     raw["places"] = tuple(get(a) for a in raw["places"])
     raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
@@ -315,15 +316,6 @@ def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
         return known[name]
 
     return Measured(ComparisonContext(**raw), from_lists(meta["units"], get, rows_at))
-
-
-def _sources(golden: Any, mine: Any) -> tuple[str | None, str | None]:
-    return (None if golden is None else str(golden)), (None if mine is None else str(mine))
-
-
-def _key(value: Any) -> Key:
-    tap, role, call = value
-    return str(tap), str(role), int(call)
 
 
 UNFINISHED = "measured.part"

@@ -14,10 +14,11 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import DecodeError, load
 from vllm_accprobe.dump.files import numbered_siblings
 
 PATTERN = "errcheck-rank*.json"
@@ -114,50 +115,11 @@ def read(root: Path) -> list[RankReport]:
 
 def _report(path: Path) -> RankReport:
     try:
-        with path.open("rb") as file:
-            data = json.loads(file.read(_MOST_BYTES))
-        if not isinstance(data, dict) or data.get("schema") != 1:
-            raise ValueError
-        values = _values(data, RankReport(rank=0))
-        if values["first"] is not None:
-            values["first"] = FirstBad(**_values(values["first"], _LIKE))
-        return RankReport(**values)
+        return load(RankReport, path, _MOST_BYTES, {"schema": 1})
     except OSError as error:
         raise ErrcheckError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except DecodeError:
         raise ErrcheckError(f"{path}: no findings of errcheck") from None
-
-
-_LIKE = FirstBad(0, 0, 0.0, "", "", "", 0, "", 0, 0, 0, "")
-_NAMES = ("rows", "inputs")
-"""Fields that are lists of small dicts; other lists are of strings, or, for a shape, of numbers."""
-
-
-def _values(data: Any, like: RankReport | FirstBad) -> dict[str, Any]:
-    """The fields of a dataclass from JSON, each of the type that it has in ``like``. Raises ValueError, KeyError."""
-    if not isinstance(data, dict):
-        raise ValueError
-    found: dict[str, Any] = {}
-    for f in fields(like):
-        sample, value = getattr(like, f.name), data[f.name]
-        if isinstance(sample, tuple):
-            item = dict if f.name in _NAMES else int if f.name == "shape" else str
-            if not isinstance(value, list) or not all(type(v) is item for v in value):
-                raise ValueError
-            value = tuple(value)
-        elif isinstance(sample, Mapping):
-            if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
-                raise ValueError
-        elif isinstance(sample, float):
-            value = float(value) if type(value) in (int, float) else _refuse()
-        elif sample is not None and type(value) is not type(sample):
-            raise ValueError
-        found[f.name] = value
-    return found
-
-
-def _refuse() -> float:
-    raise ValueError
 
 
 def alive(reports: Sequence[RankReport]) -> bool:

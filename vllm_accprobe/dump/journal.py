@@ -40,12 +40,15 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from vllm_accprobe.dump import decode
+from vllm_accprobe.dump.decode import Count
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
@@ -79,6 +82,8 @@ MAX_DIMS = 32
 MAX_INT = 1 << 53
 
 Event = Mapping[str, Any]
+Reader = Callable[[Event, str], Any]
+"""(line, key) → the value."""
 
 
 def integer(e: Event, key: str, default: int | None = None, top: int = MAX_INT) -> int:
@@ -192,17 +197,22 @@ def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
     return [r for r in records if (r.step, r.tap, r.call) not in gone] if gone else records
 
 
+def typed(kind: Any) -> Reader:
+    """Reads a key as decode.py reads ``kind``, a list or an object; what is not there is an empty one."""
+    read = decode.reader(kind)
+    empty: Any = {} if typing.get_origin(kind) is dict else []
+    return lambda e, key: read(e.get(key) or empty, key)
+
+
 def _values(e: Event, key: str) -> tuple[Any, ...]:
-    values = e.get(key) or []
-    if not isinstance(values, list):
-        raise ValueError(f"{key} is {short(values)}, not a list")
+    values: tuple[Any, ...] = _anything(e, key)
     for value in values:
         _check(value)
-    return tuple(values)
+    return values
 
 
 def _named_values(e: Event, key: str) -> dict[str, Any]:
-    values = _mapping(e, key)
+    values: dict[str, Any] = _mapping(e, key)
     for value in values.values():
         _check(value)
     return values
@@ -245,16 +255,12 @@ def _check_tensor(t: Any) -> None:
     string(t, "device", "")
     optional_string(t, "hash")
     for key in ("shape", "stride"):
-        sizes = t.get(key, [])
-        if (
-            not isinstance(sizes, list)
-            or len(sizes) > MAX_DIMS
-            or not all(type(n) is int and 0 <= n <= MAX_INT for n in sizes)
-        ):
-            raise ValueError(f"{key} of {t['role'][:60]} is {short(sizes)}")
+        _sizes(t.get(key, []), f"{key} of {t['role'][:60]}")
     blocks = t.get("blocks")
     if blocks is not None:
-        _check_blocks(blocks, t["role"])
+        where = f"blocks of {t['role'][:60]}"
+        string(_plain_object(blocks, where), "ids")
+        _units(blocks.get("by"), where)
     after = t.get("after")
     if after is not None and not isinstance(after, dict):
         raise ValueError(f"after of {t['role'][:60]} is {short(after)}")
@@ -262,15 +268,6 @@ def _check_tensor(t: Any) -> None:
         for key in ("min", "max", "mean", "l2"):
             if found.get(key) is not None and type(found[key]) not in (int, float):
                 raise ValueError(f"{key} of {t['role'][:60]} is {short(found[key])}")
-
-
-def _check_blocks(blocks: Any, role: str) -> None:
-    by = blocks.get("by") if isinstance(blocks, dict) and isinstance(blocks.get("ids"), str) else None
-    if not isinstance(by, list) or not all(
-        isinstance(b, list) and len(b) == 2 and isinstance(b[0], str) and type(b[1]) is int and 0 < b[1] <= MAX_INT
-        for b in by
-    ):
-        raise ValueError(f"blocks of {role[:60]} is {short(blocks)}")
 
 
 LOADED, PACKED, GIVEN, SLOT = "loaded", "packed", "given", "slot"
@@ -406,39 +403,18 @@ def _word(e: Event, key: str, default: str | None = "") -> str:
 
 
 def _shape(e: Event, key: str) -> tuple[int, ...]:
-    shape = tuple(_numbers(e.get(key), key))
-    if len(shape) > MAX_DIMS or row_count(shape) > MAX_INT:
+    shape: tuple[int, ...] = _sizes(e.get(key), key)
+    if row_count(shape) > MAX_INT:
         raise ValueError(f"{key} is {short(shape)}")
     return shape
 
 
-def _list(value: Any, key: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
-def _numbers(value: Any, key: str) -> list[int]:
-    found = _list(value, key)
-    if not all(type(v) is int and 0 <= v <= MAX_INT for v in found):
-        raise ValueError(f"{key} is {short(value)}")
-    return found
-
-
 def _runs_of_rows(e: Event, key: str) -> tuple[tuple[int, ...], ...] | None:
-    if e.get(key) is None:
-        return None
-    return tuple(tuple([*_numbers(run, key), 0, 0, 0][:3]) for run in _list(e[key], key))
+    return None if e.get(key) is None else tuple((*run, 0, 0, 0)[:3] for run in _runs(e, key))
 
 
 def _parts(e: Event, key: str) -> tuple[Range, ...]:
-    found: list[Range] = []
-    for part in _list(e.get(key) or [], key):
-        if not isinstance(part, list) or len(part) != 3 or not isinstance(part[0], str):
-            raise ValueError(f"{key} is {short(e[key])}")
-        first, end = _numbers(part[1:], key)
-        found.append((part[0][:_WORD], first, end))
-    return tuple(found)
+    return tuple((name[:_WORD], first, end) for name, first, end in _ranges(e, key))
 
 
 def _sum(e: Event, key: str) -> str:
@@ -583,16 +559,11 @@ def _new_layout(e: Any) -> Layout:
         raise ValueError(f"layout is {short(e)}")
     string(e, "kind")
     index, size = integer(e, "index", 0), integer(e, "size", 1)
-    parts = e.get("parts") or []
-    whole = type(e.get("dim") or 0) is int and isinstance(parts, list)
-    if not whole or not all(_is_pair(p) for p in parts) or not 0 <= index < max(size, 1):
+    _pairs(e.get("parts") or [], "layout.parts")
+    if type(e.get("dim") or 0) is not int or not 0 <= index < max(size, 1):
         raise ValueError(f"layout is {short(e)}")
     optional_integer(e, "valid")
     return Layout.from_event(e)
-
-
-def _is_pair(p: Any) -> bool:
-    return isinstance(p, list) and len(p) == 2 and all(type(v) is int and 0 <= v <= MAX_INT for v in p)
 
 
 MAX_ROWS = 1 << 26
@@ -606,7 +577,6 @@ MAX_LISTED = 1 << 16
 _MASK_WORD = 200
 """Characters of a word that says what masked logits: it stands in sentences."""
 _EMPTY: dict[str, Any] = {"int": 0, "str": ""}
-Reader = Callable[[Event, str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -698,20 +668,6 @@ def _plain(value: Any) -> Any:
     return value if within is None else within.to_line(value)
 
 
-def _mapping(e: Event, key: str) -> dict[str, Any]:
-    value = e.get(key) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
-def _counts(e: Event, key: str) -> dict[str, int]:
-    value = _mapping(e, key)
-    if not all(type(v) is int for v in value.values()):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
 def _time(e: Event, key: str) -> float:
     value = e.get(key, 0.0)
     return float(value) if type(value) in (int, float) else 0.0
@@ -731,40 +687,6 @@ def _ending(e: Event, key: str) -> str:
     return ending
 
 
-def _dicts(e: Event, key: str) -> list[dict[str, Any]]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
-def _number(e: Event, key: str, default: float) -> float:
-    value = e.get(key, default)
-    if type(value) not in (int, float) or not abs(value) < MAX_NUMBER:
-        raise ValueError(f"{key} is {short(value)}, not a number")
-    return float(value)
-
-
-def _tokens(value: Any, key: str) -> tuple[int, ...]:
-    whole = isinstance(value, list) and all(type(v) is int and 0 <= v <= MAX_INT for v in value)
-    if not whole or len(value) > MAX_LISTED:
-        raise ValueError(f"{key} is {short(value)}, not a list of tokens")
-    return tuple(value)
-
-
-def _bias(value: Any, key: str) -> tuple[tuple[int, float], ...]:
-    pairs = isinstance(value, list) and all(type(v) is list and len(v) == 2 for v in value)
-    if not pairs or len(value) > MAX_LISTED:
-        raise ValueError(f"{key} is {short(value)}, not a list of pairs")
-    return tuple((integer({"token": t}, "token"), _number({"bias": b}, "bias", 0.0)) for t, b in value)
-
-
-def _words(value: Any, key: str) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, list) or len(value) > MAX_LISTED:
-        raise ValueError(f"{key} is {short(value)}, not a list")
-    return tuple(_tokens(v, key) for v in value if v)
-
-
 def _sampling(e: Event, key: str) -> SamplingParameters | None:
     """Of keys that are not there the defaults hold."""
     line = e.get(key)
@@ -772,22 +694,20 @@ def _sampling(e: Event, key: str) -> SamplingParameters | None:
         return None
     if not isinstance(line, dict):
         raise ValueError(f"{key} is {short(line)}")
-    usual, values = SamplingParameters(), dict[str, Any]()
-    for f in dataclasses.fields(SamplingParameters):
-        value, default = line.get(f.name), getattr(usual, f.name)
-        if value is None:
-            values[f.name] = default
-        elif f.name in _SAMPLING_LISTS:
-            values[f.name] = _SAMPLING_LISTS[f.name](value, f.name)
-        elif f.type == "float":
-            values[f.name] = _number(line, f.name, default)
-        elif f.type == "str":
-            values[f.name] = string(line, f.name)[:_MASK_WORD]
-        elif type(value) is not int or abs(value) > 1 << 64:  # a seed may be any
-            raise ValueError(f"{f.name} is {short(value)}, not a whole number")
-        else:
-            values[f.name] = value
+    names = [f.name for f in dataclasses.fields(SamplingParameters) if line.get(f.name) is not None]
+    values = {name: _SAMPLING[name](line[name], name) for name in names}
+    for name, cut in (("digest", _cut), ("also", _all_cut), ("bad_words", lambda found: tuple(filter(None, found)))):
+        if name in values:
+            values[name] = cut(values[name])
     return SamplingParameters(**values)
+
+
+def _cut(word: str) -> str:
+    return sys.intern(word[:_MASK_WORD])
+
+
+def _all_cut(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(_cut, words))
 
 
 def _sampling_words(sampling: SamplingParameters) -> dict[str, Any]:
@@ -802,35 +722,42 @@ def _row_space(e: Event) -> RowSpace:
     total = sum(s.n for s in segments) + (padding or 0)
     if total > MAX_ROWS:
         raise ValueError(f"{total} rows in one step")
-    ids = e.get("ids") or []
-    if not isinstance(ids, list) or not all(type(i) is int and abs(i) <= MAX_INT for i in ids):
+    ids = _anything(e, "ids")
+    if not all(type(i) is int and abs(i) <= MAX_INT for i in ids):  # many: no function is called for each
         raise ValueError("ids is not a list of token ids")
     if ids and len(ids) != total:
         raise ValueError(f"{len(ids)} token ids for {total} rows")
     return RowSpace(
-        integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, tuple(ids), padding
+        integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, ids, padding
     )
 
 
-def _strings(e: Event, key: str) -> list[str]:
-    value = e.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
-def _masked_by(e: Event, key: str) -> tuple[str, ...]:
-    return tuple(sys.intern(w[:_MASK_WORD]) for w in _strings(e, key))
-
-
-_SAMPLING_LISTS: dict[str, Callable[[Any, str], Any]] = {
-    "bias": _bias, "allowed": _tokens, "stop": _tokens, "bad_words": _words, "prompt": _tokens,
-    "also": lambda value, key: _masked_by({key: value}, key),
-}  # fmt: skip
+_anything, _mapping, _counts = typed(tuple[Any, ...]), typed(dict[str, Any]), typed(dict[str, int])
+_strings, _dicts = typed(tuple[str, ...]), typed(list[dict[str, Any]])
+_runs, _ranges = typed(tuple[tuple[Count, ...], ...]), typed(tuple[tuple[str, Count, Count], ...])
+_pairs = decode.reader(tuple[tuple[Count, Count], ...])
+_plain_object = decode.reader(dict[str, Any])
+_sizes = decode.reader(Annotated[tuple[Count, ...], decode.at_most(MAX_DIMS)])
+_units = decode.reader(tuple[tuple[str, Annotated[int, decode.between(1, MAX_INT)]], ...])
+_Number = Annotated[float, decode.between(-MAX_NUMBER, MAX_NUMBER)]
+_Tokens = Annotated[tuple[Count, ...], decode.at_most(MAX_LISTED)]
+_OF_TYPE: dict[str, Any] = {"float": _Number, "str": str, "tuple[str, ...]": tuple[str, ...]}
+_OF_SAMPLING: dict[str, Any] = {
+    "bias": Annotated[tuple[tuple[Count, _Number], ...], decode.at_most(MAX_LISTED)],
+    "bad_words": Annotated[tuple[_Tokens, ...], decode.at_most(MAX_LISTED)],
+    **dict.fromkeys(("allowed", "stop", "prompt"), _Tokens),
+}
+_SAMPLING = {
+    f.name: decode.reader(
+        _OF_SAMPLING.get(f.name) or _OF_TYPE.get(str(f.type)) or Annotated[int, decode.between(-(2.0**64), 2.0**64)]
+    )
+    for f in dataclasses.fields(SamplingParameters)
+}
+"""What reads each field of a request's parameters. A seed may be any number."""
 _ROWS = functools.partial(integer, top=MAX_ROWS)
 IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
 SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
-MASK = LineKind("", Mask, readers={"by": _masked_by}, left_out=(None,))
+MASK = LineKind("", Mask, readers={"by": lambda e, key: _all_cut(_strings(e, key))}, left_out=(None,))
 REQUEST = LineKind(
     "request", Request, needs=("req", "id"),
     readers={"images": lambda e, key: tuple(map(IMAGE.from_line, _dicts(e, key))), "sampling": _sampling},
@@ -987,7 +914,7 @@ LIFE = LineKind(
 OP = LineKind(
     "op", OpCall, needs=("tap", "op"), external=("rank",),
     readers={
-        "args": _values, "kwargs": _named_values, "outputs": _values, "mutates": lambda e, key: tuple(_strings(e, key)),
+        "args": _values, "kwargs": _named_values, "outputs": _values, "mutates": _strings,
     },
 )  # fmt: skip
 """Is read by this; `op_line` writes it."""

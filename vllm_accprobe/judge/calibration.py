@@ -10,12 +10,11 @@ one from dumps (comparison/verdict/judging.py), the model of rounding (floor.py)
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from vllm_accprobe.dump.decode import DecodeError, Size, parse
 from vllm_accprobe.judge.constants import FLOOR_MARGIN
 from vllm_accprobe.whole_file import write_text
 
@@ -102,26 +101,27 @@ def load(path: Path) -> Calibration:
     """What `Calibration.save` wrote, from its directory or the file itself. Raises CalibrationError."""
     path = path / NAME if path.is_dir() else path
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict) or raw.get("kind") != KIND:
-            raise ValueError("it is not one of accprobe's")
-        if raw.get("version") != VERSION or raw.get("phases") != list(PHASES):
-            raise ValueError("it is of another version")
-        floors = {
-            (str(tap), str(role)): {p: _number(v) for p, v in zip(PHASES, values, strict=True) if v is not None}
-            for tap, role, values in raw["floors"]
-        }
-        origins = {str(tap): _number(worst) for tap, worst in dict(raw["origins"]).items()}
-        texts = str(raw["model"]), str(raw["dtype"]), tuple(str(r) for r in raw["runs"])
-        return Calibration(floors, origins, *texts, FLOAT32 if raw.get("source") == FLOAT32 else SECOND_RUN)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        raw = parse(_CalibrationFile, text, _MOST_BYTES, {"kind": KIND, "version": VERSION, "phases": list(PHASES)})
+    except (OSError, DecodeError) as e:
         raise CalibrationError(f"{path} cannot be read as a calibration ({str(e)[:100]}): make it anew with "
                                "`accprobe compare --calibrate`") from None  # fmt: skip
+    floors = {
+        (tap, role): {p: v for p, v in zip(PHASES, values, strict=True) if v is not None}
+        for tap, role, values in raw.floors
+    }
+    source = FLOAT32 if raw.source == FLOAT32 else SECOND_RUN
+    return Calibration(floors, raw.origins, raw.model, raw.dtype, raw.runs, source)
 
 
-def _number(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{str(value)[:20]!r} is no error")
-    return float(value)
+@dataclass(frozen=True)
+class _CalibrationFile:
+    """floors: (tap, role, the worst error in each of PHASES)."""
+
+    floors: list[tuple[str, str, tuple[Size | None, Size | None, Size | None]]]
+    origins: Mapping[str, Size]
+    model: str
+    dtype: str
+    runs: tuple[str, ...]
+    source: str = SECOND_RUN

@@ -19,35 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import is_choice, is_weight
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import LOGIT_ROUNDING, LOGITS_APART, TIE
 from vllm_accprobe.judge.sampling_rules import RIGHT, WRONG, Way
 from vllm_accprobe.judge.tensor_errors import TensorErrors, spread
 
-_CHOICE = re.compile(r"(top_?k|expert)_?(ids|indices|index|idx)$")
-_WEIGHT = re.compile(r"(top_?k|expert)_?(weights?|scores|vals?|values)$")
-
 ROWS_AFTER = "rows after a router's near tie"
 """Why such rows are skipped, in compare.json's coverage."""
 _BEYOND = 64
 """Numbers of experts without a logit that are distinguished; a dump may claim any."""
-_LOGITS = re.compile(r"router_?logits$|gating_?output$")
-_GATE = re.compile(r"(^|\.)(gate|router)$")
-
-_ROUTER = re.compile(r"Top[kK]Router$")
-"""transformers' routers give logits, weights and experts, in this order and without names."""
-
-
-def is_choice(role: str, cls: str) -> bool:
-    """Whether a tensor of this role, of a module of this class, holds the numbers of chosen experts."""
-    return bool(_CHOICE.search(role)) or (role == "output.2" and bool(_ROUTER.search(cls)))
-
-
-def is_logits(tap: str, role: str, cls: str) -> bool:
-    """Whether a tensor holds a router's logits, one per expert."""
-    named = role == "output.0" and bool(_GATE.search(tap) or _ROUTER.search(cls))
-    return named or bool(_LOGITS.search(role))
 
 
 def in_front_of(tap: str, choosing: str) -> bool:
@@ -55,10 +37,6 @@ def in_front_of(tap: str, choosing: str) -> bool:
     in which it stands, encloses them."""
     block = tap.rpartition(".")[0]
     return choosing == tap or choosing.startswith((tap + ".", block + ".") if block else tap + ".")
-
-
-def is_weight(role: str, cls: str) -> bool:
-    return bool(_WEIGHT.search(role)) or (role == "output.1" and bool(_ROUTER.search(cls)))
 
 
 def choices_first(units: Iterable[Any]) -> Iterator[Any]:

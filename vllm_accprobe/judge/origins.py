@@ -1,11 +1,11 @@
 """Which taps introduce an error, rather than pass one on.
 
 The problem: behind the first wrong number everything is wrong. The idea: row by row, what comes out of a tap is
-compared with what is upstream of it (upstream.py). An error that exceeds the limit by more than upstream errors explain
-is created there. The deepest visible module is the origin; a parent is one only for what none of its children shows (a
-residual addition, a reshape). Errors within the limits are compared with the sibling layers (siblings.py). Also: what
-each tap creates at most (`created_over`), and whether a fault is in every layer (`in_all_layers`). Not here: how large
-an error is (tensor_errors.py), chosen experts and flipped tokens (near_ties.py).
+compared with what is in front of it (align/data_flow.py). An error that exceeds the limit by more than errors in front
+explain (upstream.py) is created there. The deepest visible module is the origin; a parent is one only for what none of
+its children shows (a residual addition, a reshape). Errors within the limits are compared with the sibling layers
+(siblings.py). Also: what each tap creates at most (`created_over`), and whether a fault is in every layer
+(`in_all_layers`). Not here: how large an error is (tensor_errors.py), chosen experts and flipped tokens (near_ties.py).
 """
 
 from __future__ import annotations
@@ -14,28 +14,20 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import BACKWARD, INPUT, OUTPUT, PARAM, DataFlow, is_fed
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
-from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER
+from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, NARROW
 from vllm_accprobe.judge.siblings import COLUMNS, Hidden, Siblings, TensorStats, chance_of_size
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, RATE
-from vllm_accprobe.judge.tensor_errors import (
-    IN_MEMORY,
-    INPUT,
-    OUTPUT,
-    PARAM,
-    Keeper,
-    TensorErrors,
-    kind_of_place,
-    operator_of,
-    spread,
-)
-from vllm_accprobe.judge.upstream import BACKWARD, Influence, PassedOn, Prefixes, Tree, Upstream
+from vllm_accprobe.judge.tensor_errors import IN_MEMORY, Keeper, TensorErrors, kind_of_place, operator_of, spread
+from vllm_accprobe.judge.upstream import Influence, PassedOn, Prefixes
 from vllm_accprobe.standards.limits import Standard
 
 _NONE = np.zeros(0, np.int64)
@@ -73,13 +65,13 @@ class Origin:
 
 
 def find_origins(
-    traces: Sequence[TensorErrors], tree: Tree, standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
+    flow: DataFlow[TensorErrors], standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
     rate: float = RATE, created: dict[str, float] | None = None, keeper: Keeper = IN_MEMORY,
 ) -> list[Origin]:  # fmt: skip
     """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (statistic.py).
     created: is filled with what each tap's outputs create at most, over what one operator may (`created_over`).
     keeper: of what is known of each row."""
-    search = _Search(traces, tree, standard, images, rate, keeper)
+    search = _Search(flow, standard, images, rate, keeper)
     found = search.run()
     if created is not None:
         created.update(most_created(search.resting(), standard))
@@ -88,13 +80,11 @@ def find_origins(
 
 class _Search:
     def __init__(
-        self, traces: Sequence[TensorErrors], tree: Tree, standard: Standard, images: Mapping[int, Any], rate: float,
-        keeper: Keeper,
-    ):  # fmt: skip
+        self, flow: DataFlow[TensorErrors], standard: Standard, images: Mapping[int, Any], rate: float, keeper: Keeper
+    ):
         self.rate, self.keeper = rate, keeper
-        self.tree, self.standard, self.influence = tree, standard, Influence(images)
-        self.upstream = Upstream(traces, tree)
-        self.by_tap = self.upstream.by_tap
+        self.tree, self.standard, self.influence = flow.tree, standard, Influence(images)
+        self.flow, self.by_tap = flow, flow.by_tap
         self.found: dict[str, list[Origin]] = defaultdict(list)
         self.stats: dict[tuple[str, TensorErrors], TensorStats] = {}
         self.passing: Prefixes[PassedOn] = Prefixes()
@@ -110,7 +100,7 @@ class _Search:
                     one = np.array([t.everywhere])
                     self.found[tap].append(Origin(tap, t, _NONE, one, np.zeros(1), "values"))
             below = self._blamed_below(tap)
-            for sink, sources in self.upstream.places(tap):
+            for sink, sources in self.flow.places(tap):
                 self._check(tap, sink, sources, self.tree.mixing.get(tap, True), below)
                 self.keeper.rest()
         self._top()
@@ -133,7 +123,7 @@ class _Search:
         operator's results are equal in all layers, there is nothing to measure."""
         if any(len(t.keys) for kinds in self.by_tap.values() for t in kinds[OUTPUT] + kinds[INPUT]):
             # Asking for a tap that has no errors adds it.
-            places = [(tap, *place) for tap in list(self.by_tap) for place in self.upstream.places(tap)]
+            places = [(tap, *place) for tap in list(self.by_tap) for place in self.flow.places(tap)]
             # A tensor without rows is one number: taken for all rows of its step it would be as many witnesses.
             unfit = (p[1].weak or p[1].of_tensors or p[1].few for p in places)
             places = [p for p, no in zip(places, unfit, strict=True) if not no and p[1].rounding and len(p[1].seen)]
@@ -160,9 +150,31 @@ class _Search:
         rows = sink.seen.keys, err, slope, self.keeper.keep(passed.err), self.keeper.keep(passed.gain)
         return TensorStats(
             tap, _role(tap, sink), sink.rounding, *rows, sink.width, sink.by_column, passed.columns, mixing,
-            self.upstream.untapped(tap, sink), self.upstream.inputs_known(tap, sink, sources),
-            self.upstream.unfed(tap, sink),
+            self._untapped(tap, sink), self._inputs_known(tap, sink, sources), self._unfed(tap, sink),
         )  # fmt: skip
+
+    def _untapped(self, tap: str, sink: TensorErrors) -> bool:
+        """Whether operators that nobody saw lie between ``sink`` and what is in front of it: whole layers, or, where
+        inputs were captured elsewhere, those that lead to a leaf without any (inside a compiled graph)."""
+        leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
+        return sink.gap > 0 or (leaf and self._takes_inputs and not self.by_tap[tap][INPUT])
+
+    @cached_property
+    def _takes_inputs(self) -> bool:
+        return any(kinds[INPUT] and kinds[OUTPUT] for kinds in self.by_tap.values())
+
+    def _unfed(self, tap: str, sink: TensorErrors) -> bool:
+        leaf = sink.tap == tap and sink.kind == OUTPUT and not self.tree.children.get(tap)
+        inputs = self.by_tap[tap][INPUT]
+        return leaf and not is_fed([t for t in inputs if t.call == sink.call] or inputs)
+
+    def _inputs_known(self, tap: str, sink: TensorErrors, sources: list[TensorErrors]) -> bool:
+        """Whether an error of 0 upstream of a leaf's output means equal inputs, and not that they were not captured: a
+        tensor that is no mere factor went into the same call, at all of its rows."""
+        if sink.tap != tap or sink.kind != OUTPUT or self.tree.children.get(tap):
+            return False
+        wide = [s for s in sources if s.tap == tap and s.kind == INPUT and s.width >= NARROW and s.rounding]
+        return any(s.vision == sink.vision and bool(np.isin(sink.seen.keys, s.seen.keys).all()) for s in wide)
 
     def _kept(self, values: np.ndarray, known: np.ndarray) -> np.ndarray:
         return values if values is known else self.keeper.keep(values)
@@ -171,7 +183,7 @@ class _Search:
         """What is created in front of the outermost taps, where nobody else can be blamed: their inputs."""
         for tap in self.tree.children.get(None, []):
             for sink in self.by_tap[tap][INPUT]:
-                self._check(tap, sink, self.upstream.earlier(sink), True, [])
+                self._check(tap, sink, self.flow.earlier(sink), True, [])
 
     def _blamed_below(self, tap: str) -> list[TensorErrors]:
         out = []
@@ -248,7 +260,7 @@ class _Search:
     def _check_hidden(self, tap: str, sink: TensorErrors, below: list[TensorErrors]) -> None:
         here = self.stats.get((tap, sink))
         # What a child made that is an origin already shows again between the children, in other parts and proportions.
-        if here is None or self.upstream.is_part(tap, sink) or any(s.order < sink.order for s in below):
+        if here is None or self.flow.is_part(tap, sink) or any(s.order < sink.order for s in below):
             return
         hidden = self.siblings.judge(here)
         if hidden is not None:

@@ -9,11 +9,12 @@ here: how a habit is recognised and decided (opcheck/habits/decided.py).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from vllm_accprobe.dump.decode import Count, Size, at_most, load, one_of, parse, words
 
 NAME, KIND, SCHEMA = "profile.json", "accprobe-profile", 1
 OURS = r'\A\{\s*"kind":\s*"accprobe-profile"'
@@ -28,6 +29,7 @@ _MOST_BYTES = 1 << 20
 """Chosen: a habit takes some 300 bytes, and a model some 50 kinds of operators."""
 _MOST, _LONGEST = 10_000, 500
 """Chosen: habits in a file; characters of one of its texts."""
+Text = Annotated[str, words(_LONGEST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,43 +39,18 @@ class Habit:
     dtype (2**-8 for bfloat16), 0.0 for what everybody does; outputs, of: that show it, of those that were examined;
     layers: modules that show it."""
 
-    kind: str
-    operator: str
-    dtype: str
-    words: str
-    price: float
-    outputs: int
-    of: int
-    layers: int
+    kind: Annotated[str, one_of(KINDS)]
+    operator: Text
+    dtype: Text
+    words: Text
+    price: Size
+    outputs: Count
+    of: Count
+    layers: Count
 
     def plain(self) -> dict[str, Any]:
         """As in compare.json's ``machines``."""
         return asdict(self)
-
-    @staticmethod
-    def of_plain(value: object) -> Habit:
-        """Raises ValueError for what `plain` never made."""
-        if not isinstance(value, Mapping) or set(value) != {f.name for f in fields(Habit)}:
-            raise ValueError("a habit has other fields than it should")
-        texts = [value[n] for n in ("kind", "operator", "dtype", "words")]
-        if not all(map(_is_text, texts)):
-            raise ValueError("a habit's text is none, too long, or not printable")
-        counts = [value[n] for n in ("outputs", "of", "layers")]
-        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 53 for n in counts):
-            raise ValueError("a habit's count is none")
-        if not _is_number(value["price"]):
-            raise ValueError("a habit's price is no number")
-        if value["kind"] not in KINDS:
-            raise ValueError("a habit of a kind that this version does not know")
-        return Habit(texts[0], texts[1], texts[2], texts[3], float(value["price"]), *counts)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
@@ -82,9 +59,9 @@ class Profile:
     units: relative error of functions that were measured, by operator, dtype and function: ``RMSNorm bfloat16 rsqrt``.
     """
 
-    habits: tuple[Habit, ...]
-    host: Mapping[str, str] = field(default_factory=dict)
-    units: Mapping[str, float] = field(default_factory=dict)
+    habits: Annotated[tuple[Habit, ...], at_most(_MOST)]
+    host: Annotated[Mapping[Text, Text], at_most(_MOST)] = field(default_factory=dict)
+    units: Annotated[Mapping[Text, Size], at_most(_MOST)] = field(default_factory=dict)
 
     def to_json(self) -> str:
         plain = {"kind": KIND, "schema": SCHEMA, "host": dict(self.host), "units": dict(self.units),
@@ -93,35 +70,13 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Raises ValueError for what `to_json` never wrote; the file may be anybody's."""
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"a profile has at most {_MOST_BYTES >> 20} MiB")
-        try:
-            value = json.loads(text)
-        except RecursionError:
-            raise ValueError("not a profile: nested too deep") from None
-        if not isinstance(value, dict) or value.get("kind") != KIND or value.get("schema") != SCHEMA:
-            raise ValueError("not a profile of this version")
-        host, units, habits = (value.get(n) for n in ("host", "units", "habits"))
-        if not isinstance(host, dict) or not isinstance(units, dict) or not isinstance(habits, list):
-            raise ValueError("a profile without host, units or habits")
-        if max(len(host), len(units), len(habits)) > _MOST:
-            raise ValueError(f"a profile has at most {_MOST} entries")
-        if not all(map(_is_text, (*host, *host.values(), *units))):
-            raise ValueError("a profile's text is none, too long, or not printable")
-        if not all(map(_is_number, units.values())):
-            raise ValueError("a profile's unit is no number")
-        return Profile(tuple(map(Habit.of_plain, habits)), host, {k: float(x) for k, x in units.items()})
+        """Raises DecodeError for what `to_json` never wrote; the file may be anybody's."""
+        return parse(Profile, text, _MOST_BYTES, {"kind": KIND, "schema": SCHEMA})
 
     @staticmethod
     def read(path: Path) -> Profile:
-        """A file that `to_json` wrote. Raises OSError, and ValueError with the file's name."""
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{path} is no profile: it is too large")
-        try:
-            return Profile.from_json(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        """A file that `to_json` wrote. Raises OSError, and DecodeError with the file's name."""
+        return load(Profile, path, _MOST_BYTES, {"kind": KIND, "schema": SCHEMA})
 
 
 def host_of(run: object) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.kernels import definition
@@ -93,7 +94,6 @@ def column_signs(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return err, slope, np.where(gd == 0, 0.0, sure)
 
 
-INPUT, OUTPUT, PARAM = "input", "output", "param"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NO_NUMBERS = np.zeros(0)
 _NONE = np.zeros(0, np.int64)
@@ -132,7 +132,7 @@ class TensorErrors:
     relative L2 error and slope of mine over the golden minus 1. rounding: one rounding's relative error, 0.0 where
     values must be equal. broken: of the same rows, whether mine holds NaN or infinity where golden does not; spoilt:
     the same of what belongs to no row. own: of the same rows, whether they are known to be wrong whatever came in.
-    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front (upstream.py).
+    columns: kernels.structure's sums. width: elements of a row. gap: layers that lie unseen in front.
     shared: of the rows seen, the number of the tensor without rows (a pooled vector) whose one error they all have, -1
     for a row with an error of its own; empty where all are. few: its errors are few that come again and again, which no
     statistics of independent ones describe.
@@ -164,6 +164,10 @@ class TensorErrors:
     few: bool = False
 
     @property
+    def key(self) -> Key:
+        return self.tap, self.role, self.call
+
+    @property
     def of_tensors(self) -> bool:
         return len(self.shared) > 0 and bool((self.shared >= 0).all())
 
@@ -185,10 +189,6 @@ class TensorErrors:
     def broken_keys(self) -> np.ndarray:
         """The rows where mine holds NaN or infinity and golden does not; none where nobody looked."""
         return self.keys[self.broken] if len(self.broken) == len(self.keys) else self.keys[:0]
-
-
-def kind_of(role: str) -> str:
-    return INPUT if role.startswith("input") else PARAM if role.startswith("param") else OUTPUT
 
 
 @cache

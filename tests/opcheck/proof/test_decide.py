@@ -104,7 +104,7 @@ def test_how_both_machines_compute_goes_with_the_proof_and_is_not_noted_again() 
     result = decide(comparison(), ReplayResult.from_json(proof.to_json()))
     assert result.machines == {"golden": [], "mine": [habit.plain()]}
     assert not [n for n in result.notes if "toward zero" in n]
-    with pytest.raises(ValueError, match="habit"):
+    with pytest.raises(ValueError, match=r"machines\.mine\[0\]\.words is .* not printable text"):
         ReplayResult.from_json(proof.to_json().replace("toward zero", "a" * 1000))
 
 
@@ -162,7 +162,7 @@ def test_a_cache_of_8_bits_is_told_apart_from_what_is_beyond_it() -> None:
     assert any("what first differs by is not that rounding" in n for n in result.notes)
     both = judged(comparison(), [replace(golden[0], **held), golden[1]], [right, other])
     assert not any("fp8_e4m3" in n for n in both.notes)
-    with pytest.raises(ValueError, match=r"could not convert|this version"):
+    with pytest.raises(ValueError, match=r"caches\.first is \[.*\], not a list of 5"):
         ReplayResult.from_json(prove([], [right]).to_json().replace("0.042", '"x"').replace('"mine", ', ""))
 
 

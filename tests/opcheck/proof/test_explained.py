@@ -9,6 +9,7 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
+from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, UNSEEN, WRONG, Explained, explain, place_of
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, CheckResult
@@ -58,7 +59,7 @@ PROJ, WHOLE, HALF, SUM, ROOT = PLACES
 
 
 def found(sides: tuple[Dump, Dump], golden: list[CheckResult], mine: list[CheckResult]) -> Explained:
-    result = explain(*sides, (golden, mine), PLACES)
+    result = explain(*sides, (golden, mine), PLACES, (), lambda: make_plan(*sides))
     assert Explained.of_plain(result.plain()) == result
     return result
 
@@ -99,5 +100,6 @@ def test_what_is_wrong_in_one_call_or_in_all_together_explains_nothing(sides: tu
 
 def test_everything_inside_of_a_module_is_explained_where_that_is_asked(sides: tuple[Dump, Dump]) -> None:
     both = [list(checked(side, "proj")) for side in sides]
-    assert explain(*sides, tuple(both), (), ("proj",)).rows.keys() == {PROJ, place_of("proj", "input.x", 0)}
-    assert explain(*sides, tuple(both), ()) == Explained()
+    inside = explain(*sides, tuple(both), (), ("proj",), lambda: make_plan(*sides))
+    assert inside.rows.keys() == {PROJ, place_of("proj", "input.x", 0)}
+    assert explain(*sides, tuple(both), (), (), lambda: make_plan(*sides)) == Explained()

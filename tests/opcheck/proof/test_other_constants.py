@@ -1,14 +1,17 @@
 """A constant that differs, with both values through the reference: it matters, it does not, or that is not known."""
 
+import json
 from dataclasses import replace
 
 import torch
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.notes import effects_of, other_values, with_effects
+from vllm_accprobe.comparison.notes import other_values, with_effects
+from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.proof.decide import ConstantEffect
 from vllm_accprobe.opcheck.proof.prove import effects
 from vllm_accprobe.opcheck.registry import default_references
 
@@ -45,7 +48,7 @@ def test_what_moves_no_output_beyond_rounding_does_not_matter(tmp_path):
     small = found(dump(tmp_path / "gs", 1e-6, 3e-3), dump(tmp_path / "ms", 1e-5, 3e-3))
     assert small[NORM]["matters"] is True
     assert small[NORM]["times"] > 3
-    assert effects_of(small) == small
+    assert decode(dict[str, ConstantEffect], json.loads(json.dumps(small))) == small
 
 
 def test_a_constant_that_no_reference_reads_stays_open(tmp_path):

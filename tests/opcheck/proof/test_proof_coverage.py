@@ -1,12 +1,15 @@
 """What a replay says of itself: how many rows it checked, and the smallest error that it would have named there."""
 
+import json
+
 import pytest
 import torch
 from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.comparison.coverage import ModuleCover, from_plain, to_plain, with_covers
+from vllm_accprobe.comparison.coverage import ModuleCover, to_plain, with_covers
 from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof.prove import covers, wrong
@@ -107,7 +110,7 @@ def test_a_class_is_counted_row_by_row(tmp_path, clean):
     assert (alone["checked"], alone["compared"]) == (0, 96)
     limit = result.pairs[-1].limit
     assert alone["smallest"] == {"row": limit, "column": limit * WIDTH**0.5, "one_row": limit}
-    assert from_plain(to_plain(clean)) == clean
+    assert decode(dict[str, ModuleCover], json.loads(json.dumps(to_plain(clean)))) == clean
 
 
 def test_a_row_is_checked_where_all_that_came_out_of_it_is(tmp_path):

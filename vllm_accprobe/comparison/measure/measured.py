@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import Key, Tree
 from vllm_accprobe.align.tokens import NO_ROWS, POSITION_BITS, POSITION_MASK, RowSet
 from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.plan.relations import Links, Sources
@@ -27,7 +28,6 @@ from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.files import take_room
 from vllm_accprobe.dump.schema import Stats
-from vllm_accprobe.judge.upstream import Key
 
 
 @dataclass(slots=True)
@@ -291,6 +291,10 @@ class ComparisonContext:
     processed: list[dict[str, Any]] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     untapped: Untapped = NOTHING
+
+    @property
+    def tree(self) -> Tree:
+        return Tree(self.classes, dict(self.parent), dict(self.children), dict(self.mixing))
 
     def name(self, key: int) -> tuple[str, int]:
         return self.names[key >> POSITION_BITS][0], key & POSITION_MASK

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import is_choice, is_weight
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.align.tokens import Space
@@ -32,7 +33,6 @@ from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.near_ties import is_choice, is_weight
 from vllm_accprobe.kernels import definition, structure
 from vllm_accprobe.kernels import rows as kernel
 from vllm_accprobe.standards.limits import Standard

@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import INPUT, OUTPUT, Key, is_choice, is_logits, is_weight, kind_of
 from vllm_accprobe.align.names import TapPair, enclosing
 from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Unread
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.schema import Module, Record, Stats
 from vllm_accprobe.judge import near_ties
-from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, kind_of
-from vllm_accprobe.judge.upstream import Key
 
 Place = tuple[Group, Any, np.ndarray]
 """A group of chosen experts, how it is cut, and its rows."""
@@ -35,10 +34,10 @@ def with_routers(units: Sequence[Unit], modules: Iterable[Module] = ()) -> list[
     without a choice with how many of them are taken. modules: of either dump."""
     out = _with_takes(units, modules)
     for i, unit in enumerate(units):
-        if near_ties.is_choice(unit.key[1], unit.cls):
+        if is_choice(unit.key[1], unit.cls):
             for other in reversed(units[:i]):
                 tap, role, call = other.key
-                fits = call == unit.key[2] and near_ties.is_logits(tap, role, other.cls)
+                fits = call == unit.key[2] and is_logits(tap, role, other.cls)
                 if fits and near_ties.in_front_of(tap, unit.key[0]):
                     by, bias = _chooser(unit.key[0], units, modules)
                     out[i] = replace(unit, router=(other.golden, other.mine), chooser=by, bias=bias)
@@ -80,10 +79,10 @@ def scaled_elsewhere(units: Sequence[Unit], golden: Iterable[Module], mine: Iter
     """Which of ``units`` are experts' weights that one side has multiplied with the model's factor, while the other
     side multiplies the sum, and what experts make of such weights: they differ by it, and nothing is wrong. golden,
     mine: each side's modules."""
-    taps = {u.key[0] for u in units if near_ties.is_weight(u.key[1], u.cls) and _differ(u, golden, mine)}
+    taps = {u.key[0] for u in units if is_weight(u.key[1], u.cls) and _differ(u, golden, mine)}
     return frozenset(
         i for i, u in enumerate(units)
-        if u.key[0] in taps and (near_ties.is_weight(u.key[1], u.cls) or u.key[1].startswith("output"))
+        if u.key[0] in taps and (is_weight(u.key[1], u.cls) or u.key[1].startswith("output"))
     )  # fmt: skip
 
 
@@ -111,13 +110,13 @@ _CHOICE = ("scoring_func", "num_expert_group", "topk_group", "use_grouped_topk")
 
 def _with_takes(units: Sequence[Unit], modules: Iterable[Module]) -> list[Unit]:
     holders = {module.tap: near_ties.taken(module.attrs) for module in modules if "top_k" in module.attrs}
-    chosen = [u.key[0] for u in units if near_ties.is_choice(u.key[1], u.cls)]
+    chosen = [u.key[0] for u in units if is_choice(u.key[1], u.cls)]
     biased = [u.key[0] for u in units if u.key[1].endswith("correction_bias")]
     out = []
     for unit in units:
         tap, role, _ = unit.key
         takes = 0
-        if holders and near_ties.is_logits(tap, role, unit.cls):
+        if holders and is_logits(tap, role, unit.cls):
             own = [holder for holder in holders if near_ties.in_front_of(tap, holder)]
             block = tap.rpartition(".")[0] + "."
             told = any(near_ties.in_front_of(tap, choice) for choice in chosen)

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.ranks import MergePlan, RankPiece, Unmergeable, plan_merge, plan_merged
 from vllm_accprobe.align.tokens import Space
 from vllm_accprobe.dump.schema import DEALT, OWN, Layout, Record
 from vllm_accprobe.judge.near_ties import Chooser
-from vllm_accprobe.judge.upstream import Key
 
 DEALT_OUT = "of images that were dealt out to ranks, and without rows"
 Moment = tuple[int, "int | None"]
@@ -176,7 +176,7 @@ class Unit:
     """All of one (tap, role, call) of mine, with the golden's groups that may hold its rows.
 
     depth: layers passed; gap: those of them that were passed unseen since the compared tensor before
-    (judge/upstream.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
+    (align/data_flow.py). router: of chosen experts, the groups (golden's, mine's) of the logits by which they were
     chosen, where both are there, with chooser and bias (golden's, mine's) where something else than their size decides
     (judge/near_ties.py). takes: of a router's logits, how many of the highest are taken, where the choice
     itself is not in both dumps; else 0."""

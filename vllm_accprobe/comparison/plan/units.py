@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import Key, Layers, Tree, add_parameters, flow_order, gaps, unseen_taps
 from vllm_accprobe.align.derived import Derived, View
 from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import NamePlan, TapRoles, bridge, pair_names
@@ -51,7 +52,6 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import SEPARATOR, inputs, is_operator
 from vllm_accprobe.dump.reader import matches
 from vllm_accprobe.dump.schema import OWN, Module, Record
-from vllm_accprobe.judge.upstream import Key, Layers, Tree, add_parameters, flow_order, gaps, unseen_taps
 
 ONE_SIDE = "operator calls are in one of the dumps only"
 ENGINES = "an operator outside any module (the engine's own bookkeeping)"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import OUTPUT, PARAM
 from vllm_accprobe.align.tokens import Flip, position, subject
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.measure.measured import ComparisonContext
@@ -26,7 +27,7 @@ from vllm_accprobe.judge import near_ties, shape
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
 from vllm_accprobe.judge.siblings import TensorStats
-from vllm_accprobe.judge.tensor_errors import OUTPUT, PARAM, TensorErrors
+from vllm_accprobe.judge.tensor_errors import TensorErrors
 
 Compared = list[tuple[Pair, np.ndarray]]
 """Each pair with the keys of its rows."""
@@ -242,7 +243,7 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
     beginning of the gap in which it was created, "" where there is none."""
     blamed: dict[tuple[str, str, int], list[tuple[Origin, str]]] = {}
     for c, since in zip(created, after or [""] * len(created), strict=True):
-        blamed.setdefault((c.trace.tap, c.trace.role, c.trace.call), []).append((c, since))
+        blamed.setdefault(c.trace.key, []).append((c, since))
     out = []
     for pair, keys in pairs:
         for c, since in blamed.get((pair.tap, pair.role, pair.call), ()):

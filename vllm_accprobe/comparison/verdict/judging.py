@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_accprobe.align.data_flow import DataFlow, is_choice, is_logits, kind_of
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages, runner_inputs
 from vllm_accprobe.comparison.built import with_built
@@ -55,7 +56,7 @@ from vllm_accprobe.judge.calibration import (
 )
 from vllm_accprobe.judge.floor import flow_unit, is_exact, is_mask
 from vllm_accprobe.judge.floor import unit as rounding_unit
-from vllm_accprobe.judge.near_ties import Rerouted, behind, choices_first, is_choice, is_logits, unknown_routers
+from vllm_accprobe.judge.near_ties import Rerouted, behind, choices_first, unknown_routers
 from vllm_accprobe.judge.origins import Origin, find_origins, in_all_layers
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
@@ -65,12 +66,10 @@ from vllm_accprobe.judge.tensor_errors import (
     TensorErrors,
     Worst,
     alike,
-    kind_of,
     row_errors,
     rows_of,
     worst_of_each,
 )
-from vllm_accprobe.judge.upstream import Tree
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.kernels import definition
 from vllm_accprobe.standards.limits import EXACT, Limits, Standard, narrowest
@@ -479,7 +478,6 @@ class _Judge:
         self.unit = flow_unit(setting.dtypes)
         self.limit_check, self.unions = LimitCheck(self.standard, self.unit, self.floor), Unions()
         self.moments = {moment: RowSet(keys) for moment, keys in setting.moments.items()}
-        self.tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
         for unit in choices_first(self.measured.each()):
             self._unit(unit)
             self.shelf.rest()
@@ -489,11 +487,12 @@ class _Judge:
         self._check_floor()
         places = blame.Places(setting)
         told: dict[str, float] = {}
-        created = find_origins(self.traces, self.tree, self.standard, setting.images, self.rate, told, self.shelf)
+        flow = DataFlow(self.traces, setting.tree)
+        created = find_origins(flow, self.standard, setting.images, self.rate, told, self.shelf)
         created, excused = self._not_excused(created)
         unseen = self._unseen_routers()
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
-        finder = GapFinder(setting.untapped, self.traces if created else [], self.tree)
+        finder = GapFinder(setting.untapped, flow)
         gaps = [finder.of(c) for c in created]
         # A tap, or a gap, is named once, by the first tensor that shows it.
         first = {_name(c, gap): c for c, gap in reversed(list(zip(created, gaps, strict=True)))}

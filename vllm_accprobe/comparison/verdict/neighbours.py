@@ -1,7 +1,7 @@
 """What fed an origin and what it feeds, each with its error.
 
 The problem: "it introduces the error" is believed when its inputs are seen to be right and the next tap's wrong. The
-idea: upstream edges are those of the judge (judge/upstream.py), named by whose output they are where equal bytes tell
+idea: upstream edges are those of the judge (align/data_flow.py), named by whose output they are where equal bytes tell
 (plan/relations.py). An edge's error is its pair's in the step of the origin's first row, else the worst step's. Nearest
 first, at most `NEAREST`; the others are counted. Not here: who is an origin (blame.py), drawing (report/).
 """
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import NO_ROWS
+from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Key, PlainTensor
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
 from vllm_accprobe.comparison.states import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
-from vllm_accprobe.judge.tensor_errors import INPUT, OUTPUT, PARAM, TensorErrors, kind_of
-from vllm_accprobe.judge.upstream import Key, Tree, Upstream
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.measure.measured import Measured
@@ -102,16 +100,10 @@ class _Flow:
     def __init__(self, measured: Measured, pairs: Sequence[Pair], rows: RowTable | None):
         setting = measured.setting
         self.links, self.pairs, self.rows = setting.links, pairs, rows
-        tree = Tree(setting.classes, dict(setting.parent), dict(setting.children), dict(setting.mixing))
-        none = np.zeros(0)
-        self.traces: dict[Key, TensorErrors] = {}
-        for u in measured.units:
-            part = next((p for p in u.parts if not p.skip), None)
-            if part is not None:
-                place = (*u.key, kind_of(u.key[1]), u.order, 0.0, NO_ROWS, none, none)
-                self.traces[u.key] = TensorErrors(*place, width=part.width)
-        self.in_order = sorted(self.traces.values(), key=lambda t: t.order)
-        self.fronts = Upstream(self.in_order, tree)
+        seen = ((u, next((p for p in u.parts if not p.skip), None)) for u in measured.units)
+        found = {u.key: PlainTensor(*u.key, u.order, part.width) for u, part in seen if part is not None}
+        self.in_order = sorted(found.values(), key=lambda t: t.order)
+        self.flow = DataFlow(self.in_order, setting.tree)
         self.by_key: dict[Key, list[int]] = defaultdict(list)
         for i, p in enumerate(pairs):
             self.by_key[p.tap, p.role, p.call].append(i)
@@ -136,67 +128,67 @@ class _Flow:
         more = max(len(fed) - NEAREST, 0), max(len(feeds) - NEAREST, 0)
         return OriginNeighbours(sink.tap, sink.role, tuple(fed[:NEAREST]), tuple(feeds[:NEAREST]), more)
 
-    def _sink(self, module: str, role: str) -> TensorErrors | None:
+    def _sink(self, module: str, role: str) -> PlainTensor | None:
         """The origin's tensor: its own, or, between its children, one of theirs (blame.origin_entry). What a weight
         spoils is the module's output."""
         child, _, inner = role.rpartition("/")
-        tap, role = (child, inner) if child in self.fronts.by_tap else (module, role)
-        if tap not in self.fronts.by_tap:
+        tap, role = (child, inner) if child in self.flow.by_tap else (module, role)
+        if tap not in self.flow.by_tap:
             return None
-        own = self.fronts.by_tap[tap]
+        own = self.flow.by_tap[tap]
         named = [t for kind in own.values() for t in kind if t.role == role and t.kind != PARAM]
-        failed = [t for t in named if any(self.pairs[i].status == FAIL for i in self.by_key[_key(t)])]
+        failed = [t for t in named if any(self.pairs[i].status == FAIL for i in self.by_key[t.key])]
         if role.startswith("param."):
             named = own[OUTPUT]
         return next(iter([*failed, *named]), None)
 
-    def _steps(self, sink: TensorErrors, origin: Mapping[str, Any]) -> frozenset[int | None]:
+    def _steps(self, sink: PlainTensor, origin: Mapping[str, Any]) -> frozenset[int | None]:
         """The first step that computed the origin's row; empty where it is not known."""
         rows, who, where = self.rows, origin.get("request"), origin.get("position")
         if rows is None or who is None or where is None:
             return frozenset()
         owners = [i for i, r in enumerate(rows.requests) if r == who or r.startswith(f"{who}, image ")]
-        for i in sorted(self.by_key[_key(sink)], key=lambda i: self.pairs[i].step or 0):
+        for i in sorted(self.by_key[sink.key], key=lambda i: self.pairs[i].step or 0):
             here = slice(*np.searchsorted(rows.pair, [i, i + 1]))  # the table is in the order of pairs
             if (np.isin(rows.request[here], owners) & (rows.position[here] == where)).any():
                 return frozenset({self.pairs[i].step})
         return frozenset()
 
-    def _in_front(self, sink: TensorErrors) -> list[_Place]:
+    def _in_front(self, sink: PlainTensor) -> list[_Place]:
         """What fed ``sink``: its module's inputs and parameters, then the nearest that came before."""
-        link = self.links.get(_key(sink))
+        link = self.links.get(sink.key)
         if link is not None and sink.kind == INPUT:
             return [(link[0][0], link[0][1], link[0], sink.role, link[1])]
-        sources = {_key(t): t for t in self.fronts.before(sink) if t is not sink}
+        sources = {t.key: t for t in self.flow.before(sink) if t is not sink}
         ordered = sorted(sources.values(), key=lambda t: (_RANK[t.kind], t.order if t.kind != OUTPUT else -t.order))
         return [self._source(t) for t in ordered]
 
-    def _source(self, t: TensorErrors) -> _Place:
+    def _source(self, t: PlainTensor) -> _Place:
         """Whose output ``t``, in front of an origin, is: its own where it is one; of an input as bytes tell, or else
         the last one in front of it, of which it is made with whatever nobody saw."""
         if t.kind == OUTPUT:
-            return t.tap, t.role, _key(t), "", ORDER
-        if t.kind == INPUT and _key(t) in self.links:
-            maker, by = self.links[_key(t)]
-            return maker[0], maker[1], _key(t), t.role, by
-        given = [s for s in self.fronts.before(t) if s.kind == OUTPUT] if t.kind == INPUT else []
+            return t.tap, t.role, t.key, "", ORDER
+        if t.kind == INPUT and t.key in self.links:
+            maker, by = self.links[t.key]
+            return maker[0], maker[1], t.key, t.role, by
+        given = [s for s in self.flow.before(t) if s.kind == OUTPUT] if t.kind == INPUT else []
         last = max(given, key=lambda s: s.order, default=None)
-        return (t.tap, t.role, _key(t), t.role, OWN) if last is None else (last.tap, last.role, _key(t), t.role, ORDER)
+        return (t.tap, t.role, t.key, t.role, OWN) if last is None else (last.tap, last.role, t.key, t.role, ORDER)
 
-    def _behind(self, sink: TensorErrors) -> list[_Place]:
+    def _behind(self, sink: PlainTensor) -> list[_Place]:
         if sink.kind == INPUT:
-            return [(sink.tap, sink.role, _key(sink), "", ORDER)]
-        takers = self.takers.get(_key(sink), [])
+            return [(sink.tap, sink.role, sink.key, "", ORDER)]
+        takers = self.takers.get(sink.key, [])
         inner = [k for k in takers if not any(o[0].startswith(f"{k[0]}.") for o in takers)]
         if inner:
             return [(k[0], k[1], k, "", self.links[k][1]) for k in inner]
         at = self.in_order.index(sink)
-        right = self._identical(_key(sink))
+        right = self._identical(sink.key)
         for t in self.in_order[at + 1 : at + 1 + _LOOKED_AT]:
-            if t.kind == PARAM or t.order <= sink.order or (not right and self._identical(_key(t))):
+            if t.kind == PARAM or t.order <= sink.order or (not right and self._identical(t.key)):
                 continue  # nothing equal is made of what is not
-            if any(s is sink for s in self.fronts.before(t)):
-                return [(t.tap, t.role, _key(t), "", ORDER)]
+            if any(s is sink for s in self.flow.before(t)):
+                return [(t.tap, t.role, t.key, "", ORDER)]
         return []
 
     def _identical(self, key: Key) -> bool:
@@ -215,10 +207,6 @@ class _Flow:
         nan = error is not None and math.isnan(error)
         status = FAIL if pair.status == FAIL else PASS
         return Edge(tap, role, role_in, math.inf if nan else error, over, status, by, worst)
-
-
-def _key(trace: TensorErrors) -> Key:
-    return trace.tap, trace.role, trace.call
 
 
 def with_neighbours(

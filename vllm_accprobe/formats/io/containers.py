@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump import dtypes, journal
+from vllm_accprobe.dump.decode import DecodeError, parse
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import HeaderEntry, build_header, entry_room
 from vllm_accprobe.dump.journal import MODULE
@@ -222,10 +223,9 @@ def note_text(note: Mapping[str, Any]) -> bytes:
 def parsed_note(data: bytes) -> Mapping[str, Any]:
     """{} for what is no note."""
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
+        return parse(dict[str, Any], data, len(data))
+    except DecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def record(e: Any) -> Noted | None:

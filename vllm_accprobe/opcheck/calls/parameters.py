@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.dump.journal import LOADED, NO_LIVES, PACKED, RELOAD, SYNC, WAKE, Lives, is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ADAPTER_ROLE, Module, Record
@@ -217,14 +218,7 @@ def _spellings(name: str) -> Iterator[str]:
 
 def model_config(directory: Path | None) -> Mapping[str, Any]:
     """config.json of a model directory, {} where there is none that can be read."""
-    path = directory / "config.json" if directory is not None else None
-    try:
-        if path is None or not path.is_file() or path.stat().st_size > _MAX_JSON:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return object_in(directory and directory / "config.json", _MAX_JSON)
 
 
 _ALIAS = "another name of a captured module"

@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from vllm_accprobe.dump.decode import DecodeError, exactly, parse
 from vllm_accprobe.judge.profile import ACCUMULATOR, FUNCTION, ROUNDING, SPLIT, SUBNORMALS, TWICE, Habit
 from vllm_accprobe.kernels.float_formats import FORMATS, half_step
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
@@ -53,7 +54,7 @@ class Evidence:
     ups: tuple[tuple[int, int], ...] = ()
     out: int = 0
     subnormals: tuple[int, int] = (0, 0)
-    functions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    functions: Mapping[str, Annotated[tuple[float, ...], exactly(5)]] = field(default_factory=dict)
     would: Mapping[str, float] = field(default_factory=dict)
     terms: int = 0
 
@@ -67,29 +68,12 @@ class Evidence:
     @staticmethod
     def of_text(text: str) -> Evidence:
         """Nothing at all where it is not what `to_text` made: a csv may be anybody's, and evidence only adds."""
-        if not text or len(text) > _MOST:
+        if not text:
             return Evidence()
         try:
-            tree = json.loads(text)
-            if not isinstance(tree, dict) or set(tree) - {f.name for f in fields(Evidence)}:
-                return Evidence()
-            return Evidence(
-                tuple(str(w) for w in tree.get("ways", ())),
-                {int(k): int(v) for k, v in tree.get("masks", {}).items()},
-                tuple((int(n), int(up)) for n, up in tree.get("ups", ())),
-                int(tree.get("out", 0)),
-                _two(tree.get("subnormals", (0, 0))),
-                {str(k): tuple(float(x) for x in v) for k, v in tree.get("functions", {}).items() if len(v) == 5},
-                {str(k): float(v) for k, v in tree.get("would", {}).items()},
-                int(tree.get("terms", 0)),
-            )
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            return parse(Evidence, text, _MOST)
+        except DecodeError:
             return Evidence()
-
-
-def _two(value: Any) -> tuple[int, int]:
-    kept, flushed = value
-    return int(kept), int(flushed)
 
 
 class EvidencePool:

@@ -1,35 +1,12 @@
-"""The replay as the judge of a comparison: what it convicts, and what it explains.
+"""The replay as the judge of a comparison: what it convicts, what it explains, and what it leaves of gaps.
 
-The pairs of a comparison that a replay has judged, measured against the replay's limit.
-
-The problem: a comparison and a replay judge the same output by two limits, and a table that shows the one beside a
-verdict that shows the other says two factors of one fault; in a chart, the phase that the replay named stands out of
-the other. The idea: the failed pairs of an output that a replay blames are all measured against its limit; the one that
-holds the blamed row has what was created there, and no other more. Where none failed, because a comparison's limits are
-wider, the worst that is not identical does now: no table calls a culprit clean.
-
-How much of a difference is the format of a cache: what is said where one side keeps keys and values in 8 bits.
-
-The problem: such a pair differs by percents in every attention, and a wrong block would differ by as much. The idea: a
-replay knows what the format alone does to each output, and whether anything is left beyond it.
-
-What a replay says of origins that lie in a gap between two taps.
-
-The problem: a comparison cannot tell which operator of a gap made an error; a replay that had one's reads can. The
-idea: where it proves one that lies in the gap, or the operator at its end, to be wrong, that one is the origin and the
-gap is none any more; where it saw one to be right in all rows, that one is taken out of what the gap contains.
-
-Replay as the judge of a comparison: who is wrong for its own inputs needs no golden to be blamed.
-
-The problem: a comparison finds what differs, and a small error among honest ones may stay below every sign of it; or a
-model that enlarges rounding looks like a fault. The idea: mine's calls are run again against references, and golden's
-too. A module of mine that is wrong for its own inputs is an origin with the evidence ``replay``, and stands before
-those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
-is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
-a comparison here, without torch.
-
-Not here: the figures (opcheck/references/caches.py), the replays and the proof (prove.py), the comparison
-(comparison/).
+The problem: a comparison finds what differs; a small error may stay below every sign of it, and a model that enlarges
+rounding resembles a fault. The idea: a module of mine that is wrong for its own inputs is an origin with the evidence
+``replay``, before those that are inferred; one that golden runs as wrong is noted, not blamed. The pairs of a blamed
+output are measured against the replay's limit, so that a table and the verdict show one factor (`with_replayed`). A
+gap that holds a module proved wrong is none any more, and one proved right leaves it (`narrowed`). What a cache of 8
+bits alone does is said apart (`rounded_caches`). A proof is a plain value, made where torch is (prove.py), kept as
+JSON, and applied here without torch. Not here: figures of caches (opcheck/references/caches.py).
 """
 
 from __future__ import annotations
@@ -38,18 +15,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
-from vllm_accprobe.comparison.coverage import ModuleCover, from_plain, to_plain
-from vllm_accprobe.comparison.notes import effects_of
+from vllm_accprobe.comparison.coverage import ModuleCover, to_plain
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import Comparison
+from vllm_accprobe.dump.decode import keys, one_of, parse
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.near_ties import NEAR_TIE, RANDOM, UPSTREAM
 from vllm_accprobe.judge.profile import Habit
@@ -102,15 +79,6 @@ _OTHERS = ("introduces an error of ", "row relative L2 ", "row norm is ", "an el
 OtherCache = tuple[str, str, float, float, float]
 """Which side; the format; how far it alone moves the row of an output that it moves most, relative L2; the standard
 error that its step gives there; the most that its step allows."""
-
-
-def other_caches(value: Mapping[str, Any]) -> dict[str, OtherCache]:
-    """What JSON kept of them. Raises ValueError and TypeError for anything else."""
-    found: dict[str, OtherCache] = {}
-    for tap, (side, kind, *figures) in value.items():
-        share, expected, most = map(float, figures)
-        found[str(tap)] = str(side), str(kind), share, expected, most
-    return found
 
 
 def rounded_caches(caches: Mapping[str, OtherCache], right: Collection[str]) -> list[str]:
@@ -173,6 +141,21 @@ _OF_LOGITS = {NEAR_TIE, UPSTREAM, RANDOM}
 """Flips (judge/near_ties.py) in which each side's sampler did its work, or golden drew its token."""
 
 
+class ReplayCause(TypedDict):
+    family: str
+    text: str
+    parameter: Any
+    residual: float
+    chance: float
+
+
+class ConstantEffect(TypedDict):
+    """Whether another constant matters, None where that is not known, and how many times what rounding allows."""
+
+    matters: bool | None
+    times: float
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayFinding:
     """The worst output of a module of mine that is wrong for its own inputs.
@@ -196,13 +179,13 @@ class ReplayFinding:
     severity: float
     rows: int
     message: str
-    tier: str = BEYOND_CHANCE
+    tier: Annotated[str, one_of(TIERS)] = BEYOND_CHANCE
     times: float = 0.0
     chance: float | None = None
-    layers: Mapping[str, int] | None = None
+    layers: Annotated[Mapping[str, int], keys("in", "of")] | None = None
     phase: str | None = None
     measure: str = ""
-    cause: Mapping[str, Any] | None = None
+    cause: ReplayCause | None = None
 
 
 @dataclass(frozen=True)
@@ -225,12 +208,12 @@ class ReplayResult:
     partly: bool = False
     notes: tuple[str, ...] = ()
     truncating: Mapping[str, float] = field(default_factory=dict)
-    machines: Mapping[str, tuple[Habit, ...]] = field(default_factory=dict)
+    machines: Mapping[Annotated[str, one_of(("golden", "mine"))], tuple[Habit, ...]] = field(default_factory=dict)
     allowed: Mapping[str, str] = field(default_factory=dict)
     caches: Mapping[str, OtherCache] = field(default_factory=dict)
     explained: Explained = field(default_factory=Explained)
     covers: Mapping[str, ModuleCover] = field(default_factory=dict)
-    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    constants: Mapping[str, ConstantEffect] = field(default_factory=dict)
 
     def to_json(self) -> str:
         plain = asdict(replace(self, explained=Explained(), covers={})) | {"schema": SCHEMA}
@@ -241,54 +224,8 @@ class ReplayResult:
 
     @staticmethod
     def from_json(text: str) -> ReplayResult:
-        """Raises ValueError for what ``to_json`` never wrote."""
-        value = json.loads(text) if len(text) <= _MOST else None
-        try:
-            if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
-                raise ValueError("not a replay of this version")
-            blamed = tuple(_blame(b) for b in value["blamed"])
-            names = [tuple(str(t) for t in value[k]) for k in ("shared", "only_golden", "right")]
-            return ReplayResult(blamed, names[0], names[1], frozenset(names[2]), int(value["checked"]),
-                         bool(value["partly"]),
-                         tuple(str(n) for n in value.get("notes", ())),
-                         {str(t): float(x) for t, x in value.get("truncating", {}).items()},
-                         {side: tuple(map(Habit.of_plain, value.get("machines", {}).get(side, ())))
-                          for side in ("golden", "mine") if value.get("machines")},
-                         {str(t): str(h) for t, h in value.get("allowed", {}).items()},
-                         other_caches(value.get("caches", {})),
-                         Explained.of_plain(value["explained"]) if "explained" in value else Explained(),
-                         from_plain(value.get("covers", {})), effects_of(value.get("constants", {})))  # fmt: skip
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a replay of this version ({error})") from None
-
-
-def _blame(value: Mapping[str, Any]) -> ReplayFinding:
-    blame = ReplayFinding(**{f.name: value[f.name] for f in fields(ReplayFinding) if f.name in value})
-    if not all(isinstance(x, str) for x in (blame.tap, blame.cls, blame.role, blame.message)):
-        raise TypeError("a name is no text")
-    if not all(isinstance(x, (int, float)) for x in (blame.created, blame.severity, blame.seq)):
-        raise TypeError("a number is none")
-    if blame.tier not in TIERS or not isinstance(blame.times, (int, float)):
-        raise TypeError("its floor is none that we know")
-    if not isinstance(blame.phase, (str, type(None))) or not isinstance(blame.measure, str):
-        raise TypeError("a phase or a measure is no word")
-    if not isinstance(blame.chance, (int, float, type(None))):
-        raise TypeError("a chance is no number")
-    if blame.layers is not None and not (isinstance(blame.layers, dict) and set(blame.layers) == {"in", "of"}):
-        raise TypeError("its layers are not counted")
-    return replace(blame, cause=_cause(blame.cause))
-
-
-def _cause(value: object) -> Mapping[str, Any] | None:
-    """A cause as JSON kept it. Raises TypeError for anything else."""
-    if value is None:
-        return None
-    if not isinstance(value, dict) or set(value) != {"family", "text", "parameter", "residual", "chance"}:
-        raise TypeError("a cause lacks something")
-    words, numbers = (value["family"], value["text"]), (value["residual"], value["chance"])
-    if not all(isinstance(x, str) for x in words) or not all(isinstance(x, (int, float)) for x in numbers):
-        raise TypeError("a cause is no cause")
-    return value
+        """Raises DecodeError for what ``to_json`` never wrote."""
+        return parse(ReplayResult, text, _MOST, {"schema": SCHEMA})
 
 
 def decide(result: Comparison, proof: ReplayResult) -> Comparison:

@@ -11,19 +11,19 @@ Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from vllm_accprobe.align.derived import Derived, Relations
-from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Plan, make_plan
+from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
+from vllm_accprobe.dump.decode import DecodeError, decode
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
@@ -68,16 +68,21 @@ class Explained:
         return {"sets": sets, "places": places, "why": dict(self.why)}
 
     @staticmethod
-    def of_plain(value: Any) -> Explained:
-        """Raises KeyError, TypeError or ValueError for what `plain` never wrote."""
-        sets = [
-            {str(label): [(int(a), int(b)) for a, b in found] for label, found in ranges.items()}
-            for ranges in value["sets"]
-        ]
-        at = {str(place): int(n) for place, n in value["places"].items()}
-        if any(not 0 <= n < len(sets) for n in at.values()):
-            raise ValueError("a place without its rows")
-        return Explained({place: sets[n] for place, n in at.items()}, {str(k): str(v) for k, v in value["why"].items()})
+    def of_plain(value: Any, where: str = "") -> Explained:
+        """Raises DecodeError for what `plain` never wrote."""
+        found = decode(_Stored, value, where)
+        if any(not 0 <= n < len(found.sets) for n in found.places.values()):
+            raise DecodeError(f"{where}.places names rows that are not there")
+        return Explained({place: found.sets[n] for place, n in found.places.items()}, found.why)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """As JSON keeps it. sets: label → half-open ranges; places: place → which set."""
+
+    sets: list[dict[str, list[tuple[int, int]]]]
+    places: dict[str, int]
+    why: dict[str, str]
 
 
 def place_of(tap: str, role: str, call: int) -> str:
@@ -86,13 +91,13 @@ def place_of(tap: str, role: str, call: int) -> str:
 
 def explain(
     golden: Dump, mine: Dump, checked: tuple[Iterable[CheckResult], Iterable[CheckResult]], wanted: Collection[str],
-    taps: Collection[str] = (), mapping: Rules | None = None,
+    taps: Collection[str], planned: Callable[[], Plan],
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
-    places inside of them, are wanted as well."""
+    places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed."""
     if not wanted and not taps:
         return Explained()
-    plan = make_plan(golden, mine, mapping=mapping)
+    plan = planned()
     sides = (
         _Replayed(golden, plan.tokens.golden, checked[0]),
         _Replayed(mine, plan.tokens.mine, checked[1]),

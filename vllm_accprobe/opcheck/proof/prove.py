@@ -1,57 +1,29 @@
-"""What the replay of two dumps shows: who is wrong alone, who is as wrong in golden, and what was checked.
+"""What the replay of two dumps shows: who is wrong, alone or as golden is, by how much, and what was checked.
 
-What a replay checked of each module, and how small an error it would have named there.
-
-The problem: "1,240 outputs checked" does not say of which operators, how many of their rows, or how good the check was.
-The idea: of each module of mine the calls, the rows, the rows that had a reference, and the smallest error of all rows,
-of one column and of one row (floors/pooled.py): an error of that size in any of its outputs, in any call, would have
-been named. Plain numbers, kept with the proof, from which the comparison makes its table by operator class.
-
-What a blamed module created, and what it only passed on: both from its replay.
-
-The problem: a module that is wrong for its own inputs may also have had wrong inputs, and the two errors should not be
-read as one. The idea: three values of the same rows, golden's output G, mine's output M and the reference's output R
-from mine's inputs, give created = |M - R| / |G| and propagated = |R - G| / |G|, Euclidean norms over a row. Golden's
-rows are found as a comparison finds them, so golden may be another framework, batched in another way or cut over ranks.
-Only the modules that are blamed are run again: a handful. Where golden's rows or a reference are missing, or mine's
-output is cut over ranks, the split is not known, and None says so.
-
-Whether a constant that mine has otherwise than golden matters: both values through the reference.
-
-The problem: an epsilon of 1e-5 instead of 1e-6 is a finding where a row is small, and nothing where rows are of size 1.
-The idea: the reference computes each of mine's calls twice, with mine's value and with golden's, and the limits of a
-replay judge the difference, as if the one were an output and the other its reference. Where the value moves outputs,
-and none by more than rounding may move it, the constant does not matter in what was captured. A constant that no
-reference computes with, or a call without a reference, leaves the question open: matters is None.
-
-What the replay of two dumps proves: who is wrong alone, and who is as wrong in golden.
-
-The problem: an output that fails its reference may be a fault, or a reference that does not fit this model. The idea: a
-module that golden runs as well is its own control: what is as far off there is not blamed. Where nobody breaks a floor
-of his own, a module whose errors are unlike those of the same class in other layers is blamed for that (pooled.py); not
-where somebody does, because what lies behind a fault has other inputs than its kin. What every layer of a class does is
-said to be in all of them.
-
-Not here: the table (comparison/coverage.py), who is blamed (decide.py), which constants differ, and what follows
-(comparison/notes.py), what the proof does to a comparison (decide.py).
+The problem: an output that fails its reference may be a fault, or a reference that does not fit; and "1,240 outputs
+checked" does not say how good the check was. The idea: golden's run of a module is its control, and what is as far off
+there is not blamed (`prove`). With golden's output G, mine's M, and R, the reference's from mine's inputs, a blamed
+module created |M - R| / |G| and passed on |R - G| / |G|, Euclidean norms over a row (`split_errors`). Of each module
+the calls, the rows and the smallest error that would have been named are kept (`covers`). A constant that golden has
+otherwise matters where both values through the reference give outputs further apart than rounding allows (`effects`).
+Not here: the table of covers (comparison/coverage.py), what follows for a comparison (decide.py, comparison/notes.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.align.mapping import Rules
 from vllm_accprobe.align.ranks import ONE
 from vllm_accprobe.comparison.coverage import ModuleCover
 from vllm_accprobe.comparison.measure.read import Loader
 from vllm_accprobe.comparison.notes import Differs
 from vllm_accprobe.comparison.plan.unit import Group, Unit
-from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
+from vllm_accprobe.comparison.plan.units import Indices, Plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import DECODE, PREFILL, Record
@@ -62,7 +34,7 @@ from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
 from vllm_accprobe.opcheck.habits.decided import sentence
-from vllm_accprobe.opcheck.proof.decide import OtherCache, ReplayFinding, ReplayResult
+from vllm_accprobe.opcheck.proof.decide import ConstantEffect, OtherCache, ReplayFinding, ReplayResult
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
@@ -147,13 +119,14 @@ class Split:
 
 
 def split_errors(
-    golden: Dump, mine: Calls, references: References, blamed: Iterable[CheckResult], mapping: Rules | None = None
+    golden: Dump, mine: Calls, references: References, blamed: Iterable[CheckResult], planned: Callable[[], Plan]
 ) -> dict[str, Split]:
-    """tap → its split, for the first MOST of ``blamed`` (wrong outputs of mine, one for each tap) that have one."""
+    """tap → its split, for the first MOST of ``blamed`` (wrong outputs of mine, one for each tap) that have one.
+    planned: makes the plan of the two dumps, where one is needed."""
     wanted = {(c.tap, c.role, c.call): c for c in list(blamed)[:MOST]}
     if not wanted:
         return {}
-    plan = make_plan(golden, mine.dump, mapping=mapping)
+    plan = planned()
     indices = Indices((plan.tokens.golden, plan.tokens.mine))
     loader = Loader(golden)
     found: dict[str, Split] = {}
@@ -255,7 +228,7 @@ class _Read(dict[str, Any]):
         return super().get(name, default)
 
 
-def effects(mine: Calls, references: References, others: Mapping[str, list[Differs]]) -> dict[str, dict[str, Any]]:
+def effects(mine: Calls, references: References, others: Mapping[str, list[Differs]]) -> dict[str, ConstantEffect]:
     """Tap → ``matters`` (True, False, or None for not known) and ``times``, how many times what rounding allows an
     output moves at most. others: constants_differ.other_values'."""
     ran: dict[str, list[int]] = {}
@@ -266,7 +239,7 @@ def effects(mine: Calls, references: References, others: Mapping[str, list[Diffe
 
 def _effect(
     mine: Calls, references: References, tap: str, values: list[Differs], ran: Mapping[str, list[int]]
-) -> dict[str, Any]:  # fmt: skip
+) -> ConstantEffect:  # fmt: skip
     golden = {name: theirs for name, _, theirs in values}
     open_, worst, left = False, 0.0, MOST_CALLS
     seen: set[str] = set()
@@ -343,7 +316,7 @@ def shared(golden: Mapping[str, CheckResult], mine: Mapping[str, CheckResult]) -
 def prove(
     golden: Sequence[CheckResult], mine: Sequence[CheckResult], splits: Mapping[str, Split] | None = None,
     partly: bool = False, *, odd: Iterable[OutlierLayer] = (), machines: Mapping[str, tuple[Habit, ...]] | None = None,
-    explained: Explained | None = None, causes: Mapping[str, Mapping[str, Any]] | None = None,
+    explained: Explained | None = None, causes: Mapping[str, Any] | None = None,
 ) -> ReplayResult:  # fmt: skip
     """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
     unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;

@@ -43,10 +43,6 @@ class NamedOperator:
     dtypes: tuple[str, ...] = ("float32",)
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> NamedOperator:
-        return cls(str(tree["op"]), tuple(tree["shapes"]), tuple(tree["dtypes"]), dict(tree["more"]))
-
 
 @dataclass(frozen=True)
 class NoDump:

@@ -61,16 +61,13 @@ _PAST = ("Attention", "EncoderOnlyAttention", "MLAAttention")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a comparison has found: taps that it suspects; failed pairs of mine, (tap, step, ordinal), the worst
-    first."""
+    """What a comparison has found: taps that it suspects; failed pairs of mine, (tap, step, ordinal), the worst first;
+    places and taps that are to be explained (opcheck/proof/explained.py)."""
 
     suspects: tuple[str, ...] = ()
     failed: tuple[tuple[str, int, int], ...] = ()
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Wishes:
-        failed = tuple((str(t), int(s), int(n)) for t, s, n in value.get("failed", ()))
-        return Wishes(tuple(map(str, value.get("suspects", ()))), failed)
+    places: tuple[str, ...] = ()
+    taps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class OpenJob:
     """A job, opened. Raises DumpError, and Unavailable where there is no device."""
 
     def __init__(self, job: Job):
+        from vllm_accprobe.dump.decode import decode
         from vllm_accprobe.formats import open_dump
         from vllm_accprobe.formats.atb import AtbDump
         from vllm_accprobe.opcheck.calls import records
@@ -121,7 +122,7 @@ class OpenJob:
         if job.named is not None:
             from vllm_accprobe.opcheck.repeat.named import NamedCalls, NamedOperator
 
-            self.calls = NamedCalls(NamedOperator.from_json(job.named), job.seed)
+            self.calls = NamedCalls(decode(NamedOperator, job.named), job.seed)
         else:
             model, dump = Path(job.model) if job.model else None, open_dump(Path(job.dump))
             if job.op_csv and isinstance(dump, AtbDump) and not dump.parameters.add_table(Path(job.op_csv)):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from vllm_accprobe.align.data_flow import Tree, add_parameters, flow_order, mixes
 from vllm_accprobe.dump.schema import ROOT_TAP, Module
-from vllm_accprobe.judge.upstream import Tree, add_parameters, flow_order, mixes
 
 
 def keys(*names):

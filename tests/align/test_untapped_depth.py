@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_accprobe.align.data_flow import Layers, gaps, unseen_taps
 from vllm_accprobe.dump.schema import ROOT_TAP, Module, Skip
-from vllm_accprobe.judge.upstream import Layers, gaps, unseen_taps
 from vllm_accprobe.standards.limits import Standard
 
 
