@@ -54,7 +54,8 @@ def test_compared_is_not_checked():
     said = terminal.lines(made)
     at = next(i for i, line in enumerate(said) if line.startswith("PASS: "))
     assert said[at + 1 : at + 3] == [
-        "compared, not checked: no operator was computed again from what it read (a replay needs torch); this would check:",
+        "compared, not checked: no operator was computed again from what it read (a replay needs torch); "
+        "this would check:",
         f"  accprobe compare {made.golden_path} {made.mine_path} --replay",
     ]
     assert f"    accprobe compare {made.golden_path} {made.mine_path} --replay" in markdown.markdown_lines(made)

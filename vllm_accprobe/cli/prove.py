@@ -150,7 +150,9 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     say(explain=True)
     # A line that ended the replay early may stand before what the comparison wants explained.
     wanted = next((parse(Wishes, line, _MOST) for line in sys.stdin if line.startswith("{")), Wishes())
-    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, planned)
+    taps = dict.fromkeys([*(p.rpartition("#")[0].rpartition("/")[0] for p in wanted.places), *wanted.taps])
+    otherwise = prove.computed_otherwise((sides[0], sides[1]), references, taps, constants)
+    explained = explain(dumps[0], dumps[1], (theirs, rows), wanted.places, wanted.taps, planned, otherwise)
     proof = prove.prove(theirs, rows, splits, bool(ops) or left > 0, odd=unlike, machines=machines, explained=explained,
                         causes=causes)  # fmt: skip
     if left > 0:

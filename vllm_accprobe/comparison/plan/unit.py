@@ -228,6 +228,12 @@ def unsummed_taps(dump: Any, found: Loose) -> list[str]:
     return list(dict.fromkeys(last.values()))
 
 
+def unsummed(dump: Any) -> frozenset[tuple[int, int | None, int]]:
+    """(rank, step, seq) of the shares that were used as they were."""
+    found = loose(dump)
+    return frozenset((r.rank, r.step, r.seq) for r in dump.records if r.layout.kind == "partial" and _at(r) in found)
+
+
 def _at(r: Record) -> tuple[int, int | None, str]:
     return r.rank, r.step, r.hash or ""
 

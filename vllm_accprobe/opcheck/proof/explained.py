@@ -5,7 +5,9 @@ the second is no fault of the operator, and only where everything that it read i
 explained where the replay checked it on both sides and found it right; golden's reads and mine's, both carried through
 the reference, then differ by what the outputs differ by. A row of an input is explained where it is, to the bit, an
 explained output of the same step, or a slice, sum or product of such outputs (align/derived.py). What has no
-reference, was not replayed, or comes from where nothing was captured is not explained, and the reason is kept.
+reference, was not replayed, or comes from where nothing was captured is not explained, and the reason is kept; neither
+is what the two sides' modules would compute otherwise of the same reads (prove.py), and a rank's share that nobody
+adds up.
 Not here: the replays (opcheck/run/pair.py), what follows for the verdict (decide.py).
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ import numpy as np
 from vllm_accprobe.align.derived import Derived, Relations
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.align.tokens import SideRows
-from vllm_accprobe.comparison.plan.unit import Group, Unit
+from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
 from vllm_accprobe.dump.decode import DecodeError, decode
@@ -35,9 +38,11 @@ NOT_REPLAYED = "it was not replayed"
 WRONG = "it is wrong for its own inputs"
 GOLDEN_TOO = "golden: "
 UNSEEN = "what it read was computed where nothing was captured"
+UNSUMMED = "nobody adds up the ranks' partial sums of it"
 _NEAREST = 48
 """Chosen: so many tensors in front of an input are tried as what it was made of; a layer of a model has about 30."""
 _NONE = np.zeros(0, np.int64)
+_NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -91,16 +96,17 @@ def place_of(tap: str, role: str, call: int) -> str:
 
 def explain(
     golden: Dump, mine: Dump, checked: tuple[Iterable[CheckResult], Iterable[CheckResult]], wanted: Collection[str],
-    taps: Collection[str], planned: Callable[[], Plan],
+    taps: Collection[str], planned: Callable[[], Plan], otherwise: Mapping[str, str] | None = None,
 ) -> Explained:  # fmt: skip
     """checked: what the replays of golden and mine gave; wanted: places; taps: modules of which all places, and all
-    places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed."""
+    places inside of them, are wanted as well; planned: makes the plan of the two dumps, where one is needed;
+    otherwise: by tap, why golden's module is another operator (prove.py)."""
     if not wanted and not taps:
         return Explained()
     plan = planned()
     sides = (
         _Replayed(golden, plan.tokens.golden, checked[0]),
-        _Replayed(mine, plan.tokens.mine, checked[1]),
+        _Replayed(mine, plan.tokens.mine, checked[1], otherwise or {}),
     )
     rows: dict[str, Ranges] = {}
     why: dict[str, str] = {}
@@ -129,8 +135,11 @@ def _unit(unit: Unit, sides: tuple[_Replayed, _Replayed], plan: Plan) -> tuple[R
 class _Replayed:
     """One dump: which of its records are explained, and why the others are not."""
 
-    def __init__(self, dump: Dump, rows: SideRows, checked: Iterable[CheckResult]):
-        self._dump, self._rows = dump, rows
+    def __init__(
+        self, dump: Dump, rows: SideRows, checked: Iterable[CheckResult], otherwise: Mapping[str, str] = _NO_REASONS
+    ):  # fmt: skip
+        self._dump, self._rows, self._otherwise = dump, rows, otherwise
+        self._unsummed = unsummed(dump)
         self._right: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
         """Of what is right, the rows that were not checked."""
         self._why: dict[tuple[int, int | None, int], str] = {}
@@ -190,6 +199,10 @@ class _Replayed:
     def _find(self, r: Record, at: tuple[int, int | None, int]) -> tuple[np.ndarray | None, str]:
         if (r.rank, r.tap, r.role) in self._pooled:
             return None, WRONG
+        if at in self._unsummed:
+            return None, UNSUMMED
+        if r.tap in self._otherwise and not r.role.startswith("input"):
+            return None, self._otherwise[r.tap]
         if at in self._right:
             keys, left = self._keys(r), self._right[at]
             if keys is None:

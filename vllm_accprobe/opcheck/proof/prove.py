@@ -5,15 +5,18 @@ checked" does not say how good the check was. The idea: golden's run of a module
 there is not blamed (`prove`). With golden's output G, mine's M, and R, the reference's from mine's inputs, a blamed
 module created |M - R| / |G| and passed on |R - G| / |G|, Euclidean norms over a row (`split_errors`). Of each module
 the calls, the rows and the smallest error that would have been named are kept (`covers`). A constant that golden has
-otherwise matters where both values through the reference give outputs further apart than rounding allows (`effects`).
+otherwise matters where both values through the reference give outputs further apart than rounding allows (`effects`);
+so does any other difference between the two modules (`computed_otherwise`), and what it moves is not acquitted.
 Not here: the table of covers (comparison/coverage.py), what follows for a comparison (decide.py, comparison/notes.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import DECODE, PREFILL, Record
+from vllm_accprobe.dump.schema import DECODE, PREFILL, Module, Record
 from vllm_accprobe.judge.origins import in_all_layers
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, SIBLING_OUTLIER
@@ -277,6 +280,51 @@ def _moved(
         return None
     most = max((times for times in _effect_by_output(captured, first, second)), default=0.0)
     return most, given.read & set(golden)
+
+
+_OF_A_RANK = re.compile(r"(^|[._])(tp|ep|pp|dp|pcp|dcp|sp|rank|ranks|local|shard|shards|start|end)($|_)|partition|"
+                        r"num_(q_|kv_)?heads|^(q_size|kv_size|reduce_results|prefix|layer_name)$")  # fmt: skip
+"""Constants that say which part of the operator a rank has, and who adds the parts up."""
+_FEW = 2
+
+
+def computed_otherwise(
+    sides: tuple[Calls, Calls], references: References, taps: Iterable[str], known: Collection[str]
+) -> dict[str, str]:
+    """Tap → why golden's module is another operator than mine's: a class or a constant of golden's, with which the
+    reference makes of mine's own reads what rounding does not explain. known: taps whose other constants are a finding
+    already."""
+    golden, mine = ({m.tap: m for named in s.modules.values() for m in named.values()} for s in sides)
+    found: dict[str, str] = {}
+    for tap in taps:
+        if tap not in golden or tap not in mine or tap in known or len(found) >= MOST_TAPS:
+            continue
+        own, theirs = mine[tap], golden[tap]
+        other = [(n, v) for n, v in theirs.attrs.items() if n in own.attrs and not _OF_A_RANK.search(n)
+                 and own.attrs[n] != v]  # fmt: skip
+        if other or own.cls != theirs.cls:
+            calls = [c for c in _first_calls(sides[1], tap) if not c.missing]
+            for n, v in other:
+                if any((_moved(references, c, {n: v}, True) or (0.0,))[0] > 1.0 for c in calls):
+                    found[tap] = f"its {n} is {own.attrs[n]}, golden's is {v}"
+            if own.cls != theirs.cls and any(_is_other(references, c, theirs) for c in calls):
+                found[tap] = f"it is a {own.cls}, golden's is a {theirs.cls}"
+    return found
+
+
+def _first_calls(calls: Calls, tap: str) -> list[Captured]:
+    ranks = [rank for rank, named, _ in calls.taps(()) if named == tap][:1]
+    return list(islice((c for rank in ranks for c in calls.of(rank, tap)), _FEW))
+
+
+def _is_other(references: References, captured: Captured, golden: Module) -> bool:
+    """Whether golden's class, with its constants where mine has none, gives other outputs."""
+    call = captured.what
+    first = references.evaluate(call)
+    second = references.evaluate(replace(call, cls=golden.cls, attrs={**golden.attrs, **call.attrs}))
+    if isinstance(first, Declined) or isinstance(second, Declined):
+        return False
+    return max(_effect_by_output(captured, first, second), default=0.0) > 1.0
 
 
 def _effect_by_output(
