@@ -17,7 +17,7 @@ from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.comparison import notes
-from vllm_accprobe.comparison.built import built_otherwise
+from vllm_accprobe.comparison.built import built_otherwise, unsummed_causes
 from vllm_accprobe.comparison.coverage import coverage
 from vllm_accprobe.comparison.gaps import taps_of
 from vllm_accprobe.comparison.measure.measured import (
@@ -283,7 +283,7 @@ class _Run:
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,
             settings=differing(golden, mine),
-            built=built_otherwise(self.dumps),
+            built=built_otherwise(self.dumps) | unsummed_causes(self.dumps),
             graphs=graphs_of(mine),
             padding=padding_of(mine),
             places=places_of(plan),

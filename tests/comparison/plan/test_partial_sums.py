@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
+from vllm_accprobe.comparison.plan.unit import loose, unsummed, unsummed_taps
 from vllm_accprobe.dump.schema import Layout, Record
 
 SHARE = "share"
@@ -34,6 +34,7 @@ def test_what_a_norm_reads_as_a_whole_is_no_share() -> None:
     found = loose(wrong)
     assert found == {(0, 3, "share0"), (1, 3, "share1")}
     assert unsummed_taps(wrong, found) == ["l.mlp.down_proj"]
+    assert unsummed(wrong) == {(0, 3, 1), (1, 3, 1)}
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,4 @@ def test_what_a_norm_reads_as_a_whole_is_no_share() -> None:
 def test_shares_that_somebody_may_add_up_stay_shares(honest: SimpleNamespace) -> None:
     assert loose(honest) == frozenset()
     assert unsummed_taps(honest, frozenset()) == []
+    assert unsummed(honest) == frozenset()

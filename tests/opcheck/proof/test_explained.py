@@ -11,7 +11,15 @@ from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.comparison.plan.units import make_plan
 from vllm_accprobe.dump.reader import Dump, open_dump
-from vllm_accprobe.opcheck.proof.explained import NOT_REPLAYED, UNSEEN, WRONG, Explained, explain, place_of
+from vllm_accprobe.opcheck.proof.explained import (
+    NOT_REPLAYED,
+    UNSEEN,
+    UNSUMMED,
+    WRONG,
+    Explained,
+    explain,
+    place_of,
+)
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, PASS, CheckResult
 
 ROWS, WIDTH = 12, 64
@@ -103,3 +111,22 @@ def test_everything_inside_of_a_module_is_explained_where_that_is_asked(sides: t
     inside = explain(*sides, tuple(both), (), ("proj",), lambda: make_plan(*sides))
     assert inside.rows.keys() == {PROJ, place_of("proj", "input.x", 0)}
     assert explain(*sides, tuple(both), (), (), lambda: make_plan(*sides)) == Explained()
+
+
+def test_what_golden_computes_otherwise_is_not_explained(sides: tuple[Dump, Dump]) -> None:
+    both = tuple(list(checked(side, "proj")) for side in sides)
+    other = explain(*sides, both, PLACES, (), lambda: make_plan(*sides), {"proj": "its scale is 2, golden's is 3"})
+    assert (other.rows[PROJ], other.rows[WHOLE]) == ({}, {})
+    assert other.why[PROJ] == "its scale is 2, golden's is 3"
+
+
+def test_a_share_that_nobody_adds_up_is_not_explained(
+    sides: tuple[Dump, Dump], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden, mine = sides
+    shares = {(r.rank, r.step, r.seq) for r in mine.records if (r.tap, r.role) == ("proj", "output.0")}
+    name = "vllm_accprobe.opcheck.proof.explained.unsummed"
+    monkeypatch.setattr(name, lambda d: shares if d is mine else frozenset())
+    result = found(sides, list(checked(golden, "proj")), list(checked(mine, "proj")))
+    assert (result.rows[PROJ], result.why[PROJ]) == ({}, UNSUMMED)
+    assert (result.rows[WHOLE], result.why[WHOLE]) == ({}, UNSUMMED)

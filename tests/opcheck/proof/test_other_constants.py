@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
@@ -12,7 +13,7 @@ from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.proof.decide import ConstantEffect
-from vllm_accprobe.opcheck.proof.prove import effects
+from vllm_accprobe.opcheck.proof.prove import computed_otherwise, effects
 from vllm_accprobe.opcheck.registry import default_references
 
 NORM = "layers.0.norm"
@@ -34,6 +35,33 @@ def dump(root, eps, size=1.0, **attrs):
     m.call(NORM, "RMSNorm", {"x": x}, y)
     m.call("layers.0.odd", "NobodyKnows", {"x": x}, (x * (1.0 + attrs.get("scale", 0.0))).bfloat16())
     return open_dump(m.close())
+
+
+def two_modules(root, approximate, cls, tp_rank=0):
+    """A gated GELU and a norm."""
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(12, 64, generator=g, dtype=torch.float64) * 2).bfloat16()
+    m = Maker(root)
+    m.module("act", "GeluAndMul", approximate=approximate, tp_rank=tp_rank)
+    m.module("norm", cls, variance_epsilon=1e-6)
+    m.request(0, 12)
+    m.param("norm", cls, weight=torch.full((64,), 0.3).bfloat16())
+    m.step(0, [(0, 0, 12)])
+    m.call("act", "GeluAndMul", {"x": x}, (torch.nn.functional.gelu(x[:, :32].double()) * x[:, 32:]).bfloat16())
+    m.call("norm", cls, {"x": x}, x)
+    return Calls(open_dump(m.close()), None)
+
+
+@pytest.mark.parametrize(("golden", "mine", "why"), [
+    (("tanh", "RMSNorm"), ("tanh", "RMSNorm", 1), {}),
+    (("tanh", "RMSNorm"), ("none", "RMSNorm"), {"act": "its approximate is none, golden's is tanh"}),
+    (("none", "GemmaRMSNorm"), ("none", "RMSNorm"), {"norm": "it is a RMSNorm, golden's is a GemmaRMSNorm"}),
+    (("none", "RMSNorm"), ("none", "NobodyKnows"), {}),
+])  # fmt: skip
+def test_what_golden_s_module_would_compute_otherwise(tmp_path, golden, mine, why):
+    sides = two_modules(tmp_path / "g", *golden), two_modules(tmp_path / "m", *mine)
+    assert computed_otherwise(sides, default_references(), ["act", "norm", "nowhere"], ()) == why
+    assert computed_otherwise(sides, default_references(), ["act", "norm"], ["act", "norm"]) == {}
 
 
 def found(golden, mine):
