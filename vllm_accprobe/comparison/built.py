@@ -643,7 +643,7 @@ def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
 
 
 def unsummed_causes(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
-    """Tap -> the cause of an error there, where nobody adds up the ranks' partial sums in mine, as is done in golden."""
+    """Tap -> the cause of an error there: nobody adds up the ranks' partial sums in mine, as is done in golden."""
     theirs, own = (unsummed_taps(dump, loose(dump)) for dump in dumps)
     text = "the ranks' partial sums are not added up: each rank goes on with its own share"
     cause = {"family": "address", "text": text, "parameter": None, "residual": 0.0, "chance": None}
