@@ -10,6 +10,7 @@ import pytest
 
 from vllm_accprobe.comparison.built import (
     BuiltCheck,
+    built_notes,
     built_otherwise,
     check_built,
     check_structure,
@@ -256,6 +257,8 @@ def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoil
     assert list(causes) == ([tap] if side else [])
     ((_, origin), (_, known)) = with_built([(0, {"module": tap}), (1, {"module": tap, "cause": {"text": "x"}})], causes)
     assert known["cause"] == {"text": "x"}
+    assert built_notes([(0, origin)], causes) == []
+    assert len(built_notes([(0, {"module": "another"})], causes)) == len(causes)
     if side:
         assert origin["cause"]["text"].startswith(f"{side} is built otherwise than config.json asks: {tap}")
     else:

@@ -656,3 +656,9 @@ def with_built(
     """``origins`` with ``causes``, by tap, where no other cause is known."""
     return [(n, o | {"cause": causes[o["module"]]} if o["module"] in causes and not o.get("cause") else o)
             for n, o in origins]  # fmt: skip
+
+
+def built_notes(origins: Iterable[tuple[int, dict[str, Any]]], causes: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What is built otherwise, where no origin stands; each sentence once."""
+    named = {causes[o["module"]]["text"] for _, o in origins if o["module"] in causes}
+    return [t for t in dict.fromkeys(c["text"] for c in causes.values() if c["family"] == "setting") if t not in named]

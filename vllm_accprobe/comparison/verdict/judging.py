@@ -21,7 +21,7 @@ import numpy as np
 from vllm_accprobe.align.data_flow import DataFlow, is_choice, is_logits, kind_of
 from vllm_accprobe.align.tokens import MIXED, NO_ROWS, RowSet, Union, Unions
 from vllm_accprobe.comparison import messages, runner_inputs
-from vllm_accprobe.comparison.built import with_built
+from vllm_accprobe.comparison.built import built_notes, with_built
 from vllm_accprobe.comparison.coverage import BY_CLASS, by_class, finished
 from vllm_accprobe.comparison.gaps import Gap, GapFinder, entry_of, taps_of
 from vllm_accprobe.comparison.measure.measured import Measured, MeasuredUnit, Part, SpillBuffer
@@ -517,6 +517,7 @@ class _Judge:
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
             *nonfinite_steps([o for _, o in origins]),
+            *built_notes(origins, setting.built),
             *choices(self.rerouted),
             *unseen_routing(unseen, open_to),
             *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
