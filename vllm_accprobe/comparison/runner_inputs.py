@@ -17,6 +17,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy as np
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
-from vllm_accprobe.dump.schema import DECODE, LOGITS, ROOT_TAP, TOKENS, Record, Request, hash_tokens
+from vllm_accprobe.dump.schema import DECODE, LOGITS, ROOT_TAP, TOKENS, Record, Request, hash_token_bytes
 
 RUNNER = "runner"
 """The cache of a finding of compare.json's ``states`` that is the runner's, and the class of its origin."""
@@ -39,8 +40,6 @@ _LEAST = 4
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _WRITTEN = "its row is written"
 """How the ledger begins what it says of a slot that the runner computed (capture/states/checks.py)."""
-Rows = dict[int, np.ndarray]
-"""Position in its request -> int64 [sections], what the model got; or one number."""
 
 
 @dataclass(frozen=True)
@@ -358,9 +357,38 @@ def _said(position: np.ndarray) -> str:
 # --- token ids -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Ids:
+    """Token ids of one request's rows, each position once and as it came last. at: positions in rising order; id; step:
+    int64 [n] each."""
+
+    at: np.ndarray
+    id: np.ndarray
+    step: np.ndarray
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, np.ndarray, int]]) -> _Ids:
+        """parts: (first position, ids, step) in the order of steps."""
+        at = np.concatenate([np.arange(first, first + len(ids)) for first, ids, _ in parts])
+        ids, steps = np.concatenate([p[1] for p in parts]), np.repeat([p[2] for p in parts], [len(p[1]) for p in parts])
+        order = np.argsort(at, kind="stable")
+        last = np.append(np.diff(at[order]) != 0, True)
+        return cls(*(x[order][last] for x in (at, ids, steps)))
+
+    def prompt(self, n: int) -> np.ndarray | None:
+        """The ids of the first ``n`` positions; None where one is missing."""
+        whole = len(self.at) >= n and (not n or (self.at[0] == 0 and self.at[n - 1] == n - 1))
+        return self.id[:n] if whole else None
+
+    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(where ``positions`` stand, which of them do)."""
+        where = np.searchsorted(self.at, positions).clip(max=max(len(self.at) - 1, 0))
+        return where, self.at[where] == positions
+
+
 def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
     """Ids of the row map are those of the runner's buffer, which the model reads (or embeds)."""
-    ids: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    parts: dict[int, list[tuple[int, np.ndarray, int]]] = defaultdict(list)
     taken = 0
     for (on, step, space), rows in sorted(dump.rows.items()):
         if on != rank or space != TOKENS or len(rows.ids) != rows.n:
@@ -369,65 +397,62 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[Runn
         if taken > MOST_ROWS:
             out.unchecked[f"{IDS} beyond the first {MOST_ROWS:,} rows"] += rows.n
             continue
-        at = 0
+        at, given = 0, np.array(rows.ids, np.int64)
         for s in rows.segments:
-            for k in range(s.n):
-                ids[s.req][s.pos + k] = (int(rows.ids[at + k]), step)
+            if s.n:
+                parts[s.req].append((s.pos, given[at : at + s.n], step))
             at += s.n
+    ids = {req: _Ids.of(some) for req, some in parts.items()}
     drawn = _drawn(dump, rank)
-    hashed = {req: _holds(found, dump.requests.get((rank, req))) for req, found in ids.items()}
     # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
-    by_hash = any(hashed.values())
-    agree = [ids[req][p + 1][0] == token for req, own in drawn.items() for p, (token, _) in own.items()
-             if p + 1 in ids.get(req, {})]  # fmt: skip
-    by_sampler = 2 * sum(agree) >= len(agree)
+    by_hash = any(_is_prompt(found, dump.requests.get((rank, req))) for req, found in ids.items())
+    agree = of = 0
+    for req, own in drawn.items():
+        if req in ids and len(own.at):
+            where, there = ids[req].places(own.at + 1)
+            agree, of = agree + int((ids[req].id[where] == own.id)[there].sum()), of + int(there.sum())
+    by_sampler = 2 * agree >= of
     known = {r.prompt: r.id for (on, _), r in dump.requests.items() if on == rank}
     for req, found in ids.items():
         request = dump.requests.get((rank, req))
         if request is None or (rank, req) in steps.drafts:
-            out.unchecked[f"{IDS} with drafts"] += len(found)
+            out.unchecked[f"{IDS} with drafts"] += len(found.at)
             continue
         if by_hash:
             yield from _prompt_fault(found, request, rank, req, steps, known, out)
         else:
-            out.unchecked[f"{IDS} of prompts, of which no hash is known here"] += len(found)
-        if by_sampler:
-            yield from _drawn_fault(found, drawn.get(req, {}), request, rank, req, steps, out)
+            out.unchecked[f"{IDS} of prompts, of which no hash is known here"] += len(found.at)
+        if by_sampler and req in drawn:
+            yield from _drawn_fault(found, drawn[req], request, rank, steps, out)
 
 
-def _holds(found: Mapping[int, tuple[int, int]], request: Request | None) -> bool:
+def _is_prompt(found: _Ids, request: Request | None) -> bool:
     """Whether the ids of a prompt are what its hash says."""
-    if (
-        request is None
-        or not request.prompt
-        or request.prompt_len > len(found)
-        or any(p not in found for p in range(request.prompt_len))
-    ):
+    if request is None or not request.prompt or (mine := found.prompt(request.prompt_len)) is None:
         return False
-    return _digest([found[p][0] for p in range(request.prompt_len)]) == request.prompt
+    return _digest(mine) == request.prompt
 
 
 def _prompt_fault(
-    found: Mapping[int, tuple[int, int]], request: Request, rank: int, req: int, steps: _Steps,
-    known: Mapping[str, str], out: RunnerCheck,
+    found: _Ids, request: Request, rank: int, req: int, steps: _Steps, known: Mapping[str, str], out: RunnerCheck,
 ) -> Iterator[RunnerFault]:  # fmt: skip
     n = request.prompt_len
-    if not request.prompt or n > MOST_ROWS or any(p not in found for p in range(n)):
-        out.unchecked[f"{IDS} of prompts that are not whole in the dump"] += sum(p < n for p in found)
+    mine = found.prompt(n) if request.prompt and n <= MOST_ROWS else None
+    if mine is None:
+        out.unchecked[f"{IDS} of prompts that are not whole in the dump"] += int((found.at < n).sum())
         return
-    mine = [found[p][0] for p in range(n)]
     digest = _digest(mine)
     out.checked[IDS] += n
     if digest is None or digest == request.prompt:
         return
-    if len(set(mine)) == 1 or steps.embedded:  # a prompt of embeddings is named by them, and has no ids
+    if (n and (mine == mine[0]).all()) or steps.embedded:  # a prompt of embeddings is named by them, and has no ids
         out.checked[IDS] -= n
         out.unchecked[f"{IDS} of prompts that may have come as embeddings"] += n
         return
     step, phase, chunk = steps.place(rank, req, 0)
     other = known.get(digest)
     how = f"they are those of request {other!r}" if other else "their hash is not that of its prompt"
-    first, where = _first_repeat(mine, found)
+    first, where = _first_repeat(mine, found.step[:n])
     if first is not None:
         how, chunk = f"from row {first} on, {steps.place(rank, req, first)[2]}, they repeat rows {where}", ""
     says = f"token ids of request {request.id!r} are not its prompt's: {how}"
@@ -435,26 +460,25 @@ def _prompt_fault(
                       phase, chunk, says)  # fmt: skip
 
 
-def _first_repeat(mine: Sequence[int], found: Mapping[int, tuple[int, int]]) -> tuple[int | None, str]:
+def _first_repeat(mine: np.ndarray, step: np.ndarray) -> tuple[int | None, str]:
     """Where a later chunk begins whose ids are those of an earlier stretch, which it repeats, in words."""
-    edges = [p for p in range(1, len(mine)) if found[p][1] != found[p - 1][1]]
-    for low, high in zip(edges, [*edges[1:], len(mine)], strict=False):
-        chunk = list(mine[low:high])
-        if len(chunk) >= _LEAST and chunk == list(mine[: len(chunk)]):
+    edges = (np.flatnonzero(np.diff(step)) + 1).tolist()
+    for low, high in pairwise([*edges, len(mine)]):
+        chunk = mine[low:high]
+        if len(chunk) >= _LEAST and np.array_equal(chunk, mine[: len(chunk)]):
             return low, f"0 to {len(chunk) - 1}"
     return None, ""
 
 
-def _digest(ids: Sequence[int]) -> str | None:
-    try:
-        return hash_tokens(ids)
-    except OverflowError:  # a number that is no token id
-        return None
+def _digest(ids: np.ndarray) -> str | None:
+    """As `hash_tokens`; None of a number that is no token id."""
+    small = ids.astype("<i4")
+    return hash_token_bytes(small.tobytes()) if np.array_equal(small, ids) else None
 
 
-def _drawn(dump: Any, rank: int) -> dict[int, dict[int, tuple[int, int]]]:
-    """By request and position of the row that drew it: (token, step)."""
-    found: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+def _drawn(dump: Any, rank: int) -> dict[int, _Ids]:
+    """By request: the position of the row that drew it, the token, the step."""
+    parts: dict[int, list[tuple[int, np.ndarray, int]]] = defaultdict(list)
     for r in dump.records:
         if r.rank != rank or r.step is None or (r.tap, r.role) != ("sampler", "output.token") or r.payload is None:
             continue
@@ -462,39 +486,35 @@ def _drawn(dump: Any, rank: int) -> dict[int, dict[int, tuple[int, int]]]:
         if space is None or r.shape != (space.n,):
             continue
         try:
-            tokens = np.asarray(dump.read(r)).astype(np.int64).tolist()
+            tokens = np.asarray(dump.read(r)).astype(np.int64)
         except (DumpError, OSError):
             continue
         at = 0
         for s in space.segments:
-            for k in range(s.n):
-                found[s.req][s.pos + k] = (tokens[at + k], r.step)
+            if s.n:
+                parts[s.req].append((s.pos, tokens[at : at + s.n], r.step))
             at += s.n
-    return found
+    return {req: _Ids.of(some) for req, some in parts.items()}
 
 
 def _drawn_fault(
-    found: Mapping[int, tuple[int, int]], drawn: Mapping[int, tuple[int, int]], request: Request, rank: int, req: int,
-    steps: _Steps, out: RunnerCheck,
-) -> Iterator[RunnerFault]:  # fmt: skip
-    wrong = []
-    for position, (token, drawn_in) in sorted(drawn.items()):
-        got = found.get(position + 1)
-        if got is None or position + 1 < request.prompt_len or got[1] <= drawn_in:
-            continue
-        out.checked[IDS] += 1
-        if got[0] != token:
-            wrong.append((position + 1, got[0], token, got[1]))
-    if not wrong:
+    found: _Ids, drawn: _Ids, request: Request, rank: int, steps: _Steps, out: RunnerCheck
+) -> Iterator[RunnerFault]:
+    where, there = found.places(drawn.at + 1)
+    there &= (drawn.at + 1 >= request.prompt_len) & (found.step[where] > drawn.step)
+    out.checked[IDS] += int(there.sum())
+    wrong = np.flatnonzero(there & (found.id[where] != drawn.id))
+    if not len(wrong):
         return
-    at, got_id, token, step = wrong[0]
-    before = drawn.get(at - 2, (None, 0))[0]
-    stale = ": the token before it" if before == got_id else ""
-    more = f"; {len(wrong) - 1} more of its rows" if wrong[1:] else ""
-    says = (f"the token id of request {request.id!r} in row {at}, in decoding, is {got_id}{stale}, and the sampler "
-            f"drew {token}{more}")  # fmt: skip
-    yield RunnerFault(IDS, rank, ROOT_TAP, "input.input_ids", request.id, at, wrong[-1][0], len(wrong), step, DECODE,
-                      "in decoding", says)  # fmt: skip
+    first, row = wrong[0], where[wrong[0]]
+    at, got, step = int(found.at[row]), int(found.id[row]), int(found.step[row])
+    before, known = drawn.places(np.array([at - 2]))
+    stale = ": the token before it" if known[0] and int(drawn.id[before[0]]) == got else ""
+    more = f"; {len(wrong) - 1} more of its rows" if len(wrong) > 1 else ""
+    says = (f"the token id of request {request.id!r} in row {at}, in decoding, is {got}{stale}, and the sampler "
+            f"drew {int(drawn.id[first])}{more}")  # fmt: skip
+    yield RunnerFault(IDS, rank, ROOT_TAP, "input.input_ids", request.id, at, int(found.at[where[wrong[-1]]]),
+                      len(wrong), step, DECODE, "in decoding", says)  # fmt: skip
 
 
 # --- what the ledger and a golden say --------------------------------------------------------------------------------

@@ -107,9 +107,12 @@ def segment_name(index: int) -> str:
 
 def hash_tokens(ids: Iterable[int]) -> str:
     """128-bit BLAKE2b of the token ids as little-endian int32: the identity of a prompt, as 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(b"".join(int(i).to_bytes(4, "little", signed=True) for i in ids))
-    return digest.hexdigest()
+    return hash_token_bytes(b"".join(int(i).to_bytes(4, "little", signed=True) for i in ids))
+
+
+def hash_token_bytes(ids: bytes) -> str:
+    """The same of ids that are little-endian int32 already."""
+    return hashlib.blake2b(ids, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
