@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from opcheck import planted_addresses
 from opcheck.cause_calls import (
     HEAD,
     HEADS,
@@ -250,6 +251,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 """Name → (a wrong call, the cause's name)."""
 
 
+PLANTED |= planted_addresses.PLANTED
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_cause_is_said_and_no_other(name: str) -> None:
     make, cause = PLANTED[name]
@@ -259,7 +263,7 @@ def test_planted_cause_is_said_and_no_other(name: str) -> None:
     assert found.chance <= 1e-3
 
 
-@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention])
+@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention, *planted_addresses.RIGHT])
 def test_right_call_has_no_cause(make: Any) -> None:
     call = make()
     call = call if call.outputs else honest(call, *_shapes(call))
