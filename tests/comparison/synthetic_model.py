@@ -77,6 +77,9 @@ class MemoryDump:
     data: dict[int, np.ndarray] = field(default_factory=dict)
     reads: int = 0
 
+    def read_rows(self, record: Any, rows: slice, out: Any = None) -> Any:
+        return self.read(record)[rows]
+
     def read(self, record: Record, out: Any = None) -> np.ndarray:
         self.reads += 1
         return self.data[record.payload.off]

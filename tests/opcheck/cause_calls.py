@@ -55,7 +55,9 @@ def honest(call: Call, *shapes: Sequence[int], dtype: Any = torch.bfloat16) -> C
 def explained(*calls: Call, golden: dict[str, Any] | None = None, **more: Any) -> Explanation | None:
     """What is said of the operator of these calls, the first of which is wrong."""
     causes = Causes(TABLE, {calls[0].name: golden or {}}, seconds=None, **more)
-    return causes.of_calls([captured(c, k) for k, c in enumerate(calls)])
+    found = causes.of_calls([captured(c, k) for k, c in enumerate(calls)])
+    assert not causes.problems(), causes.problems()
+    return found
 
 
 def names(found: Explanation | None) -> set[str]:

@@ -103,7 +103,7 @@ def _as_tests(
             )  # fmt: skip
         except ValueError as why:
             left.append(f"{captured.tap}: {why}")
-    left += drawing.notes()
+    left += drawing.notes() + ([] if causes is None else causes.problems(counted=True))
     if wider:
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])

@@ -140,12 +140,13 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     blamed = sorted((c for tap, c in found.items() if tap not in alike), key=lambda c: c.seq)
     splits = split_errors(dumps[0], sides[1], references, blamed, planned)
     constants = other_values(*dumps)
-    causes = {}
+    causes, failures = {}, list[str]()
     if blamed:  # else nothing of this is imported
         from vllm_accprobe.opcheck.causes.examine import explained_by, golden_constants
 
         chance = sides[1].budget(rate).output
-        causes = explained_by(sides[1], references, blamed, rows, golden_constants(constants), chance=chance)
+        causes = explained_by(sides[1], references, blamed, rows, golden_constants(constants), chance=chance,
+                              problems=failures)  # fmt: skip
     unlike = pooled.unlike(rates, own, sides[1].budget(rate).siblings)
     say(explain=True)
     # A line that ended the replay early may stand before what the comparison wants explained.
@@ -159,7 +160,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
         limit = None if ends.interrupted else arguments.seconds
         proof = replace(proof, notes=(_part_note(done, partial, plan.of, took, limit), *proof.notes))
     others = prove.effects(sides[1], references, constants)
-    return replace(proof, covers=covers(rows, own), constants=others).to_json()
+    return replace(proof, covers=covers(rows, own), constants=others, notes=(*proof.notes, *failures)).to_json()
 
 
 def _with_left(rows: list[CheckResult], calls: Calls, ops: list[str], some: bool) -> list[CheckResult]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from opcheck import planted_addresses
 from opcheck.cause_calls import (
     HEAD,
     HEADS,
@@ -31,10 +32,11 @@ from opcheck.cause_calls import (
     with_output,
 )
 
-from vllm_accprobe.opcheck.causes.api import Guess
+from vllm_accprobe.opcheck.causes.api import FACTOR, Guess, Trial, cause, marked
 from vllm_accprobe.opcheck.causes.examine import Causes
+from vllm_accprobe.opcheck.causes.registry import default_causes
 from vllm_accprobe.opcheck.causes.search import Proof
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import Call, Declined
 
 
 def rms(x: Any, weight: Any, eps: float, total: Any = None) -> Any:
@@ -250,6 +252,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 """Name → (a wrong call, the cause's name)."""
 
 
+PLANTED |= planted_addresses.PLANTED
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_cause_is_said_and_no_other(name: str) -> None:
     make, cause = PLANTED[name]
@@ -259,7 +264,7 @@ def test_planted_cause_is_said_and_no_other(name: str) -> None:
     assert found.chance <= 1e-3
 
 
-@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention])
+@pytest.mark.parametrize("make", [norm, layer_norm, gated, linear, attention, *planted_addresses.RIGHT])
 def test_right_call_has_no_cause(make: Any) -> None:
     call = make()
     call = call if call.outputs else honest(call, *_shapes(call))
@@ -335,3 +340,39 @@ def test_plain_json_survives_a_replay_file() -> None:
     assert set(plain) == {"family", "text", "parameter", "residual", "chance"}
     assert plain["family"] == "factor"
     assert 0.0 < plain["residual"] <= 1.0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_fails_on_a_few_rows_is_not_examined_on_all(whole: bool) -> None:
+    seen: list[int] = []
+
+    @cause(FACTOR, "ColumnParallelLinear", text="doubled", whole=whole)
+    def doubled(trial: Trial, _: Any) -> Any:
+        seen.append(len(trial.mine()))
+        return trial.plain["output.0"].value * 2.0
+
+    wrong = other_output(linear(), lambda y: 1.05 * y)
+    assert explained(wrong, causes=marked(doubled)) is None
+    assert len(wrong.outputs["output.0"]) == 24
+    assert seen == ([24] if whole else [8])
+
+
+@pytest.mark.parametrize("error", [KeyError("router"), ZeroDivisionError("by 0"), StopIteration()])
+def test_a_cause_that_raises_is_a_problem(error: Exception) -> None:
+    """Its own, and no verdict's: what holds is said."""
+
+    @cause(FACTOR, "*", text="broken", values=lambda trial: [1, 2])
+    def broken(trial: Trial, _: Any) -> Any:
+        raise error
+
+    @cause(FACTOR, "*", text="declined")
+    def declined(trial: Trial, _: Any) -> Any:
+        raise Declined("it does not apply")
+
+    half = [c for c in default_causes().causes if c.name == "all_times"]
+    causes = Causes(TABLE, seconds=None, causes=[*marked(broken), *marked(declined), *half])
+    found = causes.of_calls([captured(other_output(linear(), lambda y: 0.5 * y))])
+    assert names(found) == {"all_times"}
+    (said,) = causes.problems()
+    assert said.startswith(f"the cause {__name__}.broken failed, at first in layers.0.proj: {type(error).__name__}")
+    assert causes.problems(counted=True) == [f"{said} (2 tries)"]

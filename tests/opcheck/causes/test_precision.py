@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opcheck.cause_calls import HEAD, KV, WIDTH, attention, drawn, explained, gated, linear, names, with_output
-from opcheck.causes.test_addresses import CHUNKS, by_probabilities, rotated
+from opcheck.planted_addresses import CHUNKS, by_probabilities, rotated
 
 from vllm_accprobe.opcheck.reference import Call
 

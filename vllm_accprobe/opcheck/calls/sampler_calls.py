@@ -8,6 +8,7 @@ plain tensors in ``Call.extra["sampled"]``. Not here: the rules, and which logit
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,14 +46,20 @@ def facts_of(dump: Any, rank: int, step: int, call: Call, rows: SampledHistory) 
                 str(call.attrs.get(FILTERED) or ""), _broken(call, logits, i),
             )
         )  # fmt: skip
-    checked = [rules.check(row) for row in found]
+    out = _judged(call, history, found)
+    out["settings"] = _settings(call, history, 0 if logits is None else logits.shape[1])
+    out |= {"by_row": found, "again": functools.partial(_judged, call, history)}  # for causes, which ask otherwise
+    return {"sampled": out}
+
+
+def _judged(call: Call, history: Sequence[SampledRow], rows: Sequence[rules.LogitsRow]) -> dict[str, Any]:
+    checked = [rules.check(row) for row in rows]
     out: dict[str, Any] = {}
     if _TOKEN in call.outputs:
         out |= _tokens(call.outputs[_TOKEN], checked, history)
     if _LEFT in call.outputs and _IDS in call.outputs:
-        out |= _lefts(call, found, checked, history)
-    out["settings"] = _settings(call, history, 0 if logits is None else logits.shape[1])
-    return {"sampled": out}
+        out |= _lefts(call, rows, checked, history)
+    return out
 
 
 def noise_of(attrs: Mapping[str, Any]) -> rules.Draw | None:

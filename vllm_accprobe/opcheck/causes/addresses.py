@@ -50,12 +50,12 @@ def _independent(trial: Trial) -> None:
         raise Declined("its rows are not independent")
 
 
-@cause(ADDRESS, "*", text="moved {0:+d} rows (each row holds another's result)", values=_shifts)
+@cause(ADDRESS, "*", text="moved {0:+d} rows (each row holds another's result)", values=_shifts, whole=True)
 def rows_shifted(trial: Trial, n: int) -> dict[str, Expected]:
     return {role: moved(trial.plain[role], lambda t: t.roll(n, 0)) for role in trial.roles()}
 
 
-@cause(ADDRESS, "*", text="with its first output moved {0:+d} rows", values=_shifts)
+@cause(ADDRESS, "*", text="with its first output moved {0:+d} rows", values=_shifts, whole=True)
 def first_output_shifted(trial: Trial, n: int) -> dict[str, Expected]:
     if len(trial.roles()) < 2:
         raise Declined("it has one output")
@@ -76,20 +76,20 @@ def _others(trial: Trial) -> Iterator[Guess]:
         yield Guess((tuple(rows), tuple(found)), choices=float(len(mine)) ** len(rows))
 
 
-@cause(ADDRESS, "*", text="in other rows (rows {0} hold the result of rows {1})", values=_others)
+@cause(ADDRESS, "*", text="in other rows (rows {0} hold the result of rows {1})", values=_others, whole=True)
 def rows_of_others(trial: Trial, parameter: tuple[tuple[int, ...], tuple[int, ...]]) -> Expected:
     at = torch.arange(len(trial.mine()))
     at[list(parameter[0])] = torch.tensor(parameter[1])
     return moved(trial.plain["output.0"], lambda t: t[at])
 
 
-@cause(ADDRESS, "*", text="with its rows in the opposite order")
+@cause(ADDRESS, "*", text="with its rows in the opposite order", whole=True)
 def rows_reversed(trial: Trial, _: Any) -> dict[str, Expected]:
     _independent(trial)
     return {role: moved(trial.plain[role], lambda t: t.flip(0)) for role in trial.roles()}
 
 
-@cause(ADDRESS, "*", text="with neighbouring rows exchanged")
+@cause(ADDRESS, "*", text="with neighbouring rows exchanged", whole=True)
 def rows_exchanged(trial: Trial, _: Any) -> dict[str, Expected]:
     _independent(trial)
     n = len(trial.mine())
@@ -105,9 +105,9 @@ def _calls_before(trial: Trial) -> list[int]:
     return [0]
 
 
-@cause(ADDRESS, "*", text="one call before (its output was not written in this one)", values=_calls_before)
+@cause(ADDRESS, "*", text="one call before (its output was not written in this one)", values=_calls_before, whole=True)
 def one_call_before(trial: Trial, _: int) -> Expected:
-    before, plain = trial.call.extra["before"]["output.0"].double(), trial.plain["output.0"]
+    before, plain = trial.extra("before")["output.0"].double(), trial.plain["output.0"]
     n = min(len(before), len(trial.mine()))
     value = plain.value.double().reshape(trial.mine().shape).clone()
     value[:n] = before[:n]
@@ -132,7 +132,7 @@ def _views(trial: Trial) -> Iterator[tuple[int, int]]:
 
 
 @cause(ADDRESS, *RMS, text="of its input read without the gaps of its view (each token has {0} heads in memory)",
-       values=_views)  # fmt: skip
+       values=_views, whole=True)  # fmt: skip
 def view_read_as_contiguous(trial: Trial, view: tuple[int, int]) -> Expected:
     width, first = view
     plain = trial.plain["output.0"]
@@ -227,7 +227,7 @@ def _stale(trial: Trial) -> Iterator[Guess]:
         yield from (Guess((name, k, role, columns), choices=2.0 * choices) for k in (1, -1))
 
 
-@cause(ADDRESS, "*", text="with {0} of the row {1} before (not written again)", values=_stale)
+@cause(ADDRESS, "*", text="with {0} of the row {1} before (not written again)", values=_stale, whole=True)
 def columns_stale(trial: Trial, parameter: tuple[str, int, str, tuple[int, ...]]) -> dict[str, Expected]:
     _, by, role, columns = parameter
     plain = trial.plain[role]
@@ -308,7 +308,7 @@ def _turned(trial: Trial, call: Call, which: str) -> dict[str, Expected]:
     return {role: e for role, e in trial.evaluate(call).items() if role in roles.get(which, (role,))}
 
 
-@cause(ADDRESS, "*RotaryEmbedding", text="with positions that begin at 0 in each chunk")
+@cause(ADDRESS, "*RotaryEmbedding", text="with positions that begin at 0 in each chunk", whole=True)
 def positions_from_zero(trial: Trial, _: Any) -> Call:
     name, positions = _positions(trial.call)
     begins = torch.cat((torch.tensor([True]), positions.diff() != 1)).nonzero().flatten()
@@ -316,7 +316,8 @@ def positions_from_zero(trial: Trial, _: Any) -> Call:
     return edited(trial.call, inputs={name: positions - positions[begins][chunk]})
 
 
-@cause(ADDRESS, "*RotaryEmbedding", text="with the position of a row in the batch instead of in its request")
+@cause(ADDRESS, "*RotaryEmbedding", text="with the position of a row in the batch instead of in its request",
+       whole=True)  # fmt: skip
 def positions_of_the_batch(trial: Trial, _: Any) -> Call:
     name, positions = _positions(trial.call)
     return edited(trial.call, inputs={name: torch.arange(len(positions)).to(positions.dtype)})
@@ -363,7 +364,7 @@ def tail_of_keys(trial: Trial, size: int) -> Expected:
     heads, kv, head = _sizes(call)
     how = attention.attention_settings(call, heads, head)
     q, value = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone()
-    for at, positions, past in call.extra["cache"].requests(True):
+    for at, positions, past in trial.extra("cache").requests(True):
         k, v = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
         whole = (positions + 1) // size * size
         gone = (torch.arange(len(k))[None] >= whole[:, None]) & (whole > 0)[:, None]
@@ -398,7 +399,7 @@ def _blocks(trial: Trial) -> Iterator[Guess]:
     rows."""
     call, mine = trial.call, trial.mine().double().flatten(1)
     off = (mine - trial.plain["output.0"].value.reshape(mine.shape)).square().sum(1)
-    found = list(call.extra["cache"].requests(True))
+    found = list(trial.extra("cache").requests(True))
     number = max(range(len(found)), key=lambda k: float(off[found[k][0]].sum()))
     heads, kv, head = _sizes(call)
     how = attention.attention_settings(call, heads, head)
@@ -418,10 +419,10 @@ def _blocks(trial: Trial) -> Iterator[Guess]:
         yield Guess(way, choices=float(len(ways)))
 
 
-@cause(ADDRESS, "Attention", values=_blocks,
+@cause(ADDRESS, "Attention", values=_blocks, whole=True,
        text="with positions {2} to {3} (the last not included) of its request {0} read from request {1}")  # fmt: skip
 def block_of_another(trial: Trial, parameter: tuple[int, int, int, int]) -> Call:
     number, other, first, stop = parameter
     return edited(
-        trial.call, extra={"cache": _BlockOfAnother(trial.call.extra["cache"], number, other, slice(first, stop))}
+        trial.call, extra={"cache": _BlockOfAnother(trial.extra("cache"), number, other, slice(first, stop))}
     )

@@ -11,6 +11,7 @@ Not here: the causes (attention_causes.py, norms_causes.py, ...), the proof (sea
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.causes.few_rows import few_of
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined
@@ -33,6 +35,13 @@ SETTING, ADDRESS, PRECISION, FACTOR = "setting", "address", "precision", "factor
 FAMILIES = (SETTING, ADDRESS, PRECISION, FACTOR)
 MARK = "__accprobe_cause__"
 Tensor = Any
+
+
+class Outputs(dict[str, Expected]):
+    """What a reference gives, by role; another role is declined, as a cause that needs it does not apply."""
+
+    def __missing__(self, role: str) -> Expected:
+        raise Declined(f"{role} has no reference")
 
 
 @dataclass(frozen=True)
@@ -62,17 +71,29 @@ class Trial:
     def call(self) -> Call:
         return self.captured.what
 
+    @functools.cached_property
+    def few(self) -> Trial:
+        """The trial on a few of its wrong rows (few_rows.py); itself where it cannot be cut."""
+        found: Trial = few_of(self)
+        return found
+
     def mine(self, role: str = "output.0") -> Tensor:
-        """The captured tensor of an output, its own dtype."""
+        """The captured tensor of an output, its own dtype. Raises Declined."""
         call = self.call
-        return call.outputs[role] if role in call.outputs else call.inputs[role.removeprefix("input.")]
+        return call.outputs[role] if role in call.outputs else call.tensor(role.removeprefix("input."))
+
+    def extra(self, name: str) -> Any:
+        """What other records add to the call. Raises Declined."""
+        if self.call.extra.get(name) is None:
+            raise Declined(f"{name} was not captured")
+        return self.call.extra[name]
 
     def evaluate(self, call: Call) -> Mapping[str, Expected]:
         """The reference's outputs of another call. Raises Declined."""
         found = self.references.evaluate(call)
         if isinstance(found, Declined):
             raise found
-        return found
+        return Outputs(found)
 
     def rows(self, role: str, expected: Expected) -> OutputRows | None:
         """An expected output and mine's, row by row; None where their shapes differ."""
@@ -111,7 +132,8 @@ Values = Callable[[Trial], Iterable[Any]]
 @dataclass(frozen=True)
 class Counterfactual:
     """name: unique; family: of FAMILIES; classes: globs; text: the clause that follows "what this Attention gives",
-    with ``{0}`` for the parameter; change, values: as above."""
+    with ``{0}`` for the parameter; change, values: as above; whole: a row of the edited output rests on other rows, or
+    on its place, so that it cannot be tried on a few rows."""
 
     name: str
     family: str
@@ -119,6 +141,7 @@ class Counterfactual:
     text: str
     change: Change
     values: Values
+    whole: bool = False
 
     def fits(self, cls: str) -> bool:
         return any(fnmatchcase(cls, glob) for glob in self.classes)
@@ -133,16 +156,19 @@ def _once(trial: Trial) -> Iterable[Any]:
     return (None,)
 
 
-def cause(family: str, *classes: str, text: str, values: Values = _once) -> Callable[[Change], Change]:
+def cause(
+    family: str, *classes: str, text: str, values: Values = _once, whole: bool = False
+) -> Callable[[Change], Change]:  # fmt: skip
     """Marks a function (trial, parameter) as a cause of operators of ``classes`` (globs over class names). Without
-    ``values`` it has no parameter: it is tried once, with None. The same function may be marked several times."""
+    ``values`` it has no parameter: it is tried once, with None. The same function may be marked several times. whole:
+    see `Counterfactual`; without it a cause that fails on a few wrong rows is tried no further."""
     if family not in FAMILIES:
         raise ValueError(f"a cause is of one of {FAMILIES}, not {family!r}")
 
     def mark(function: Change) -> Change:
         known: tuple[Counterfactual, ...] = getattr(function, MARK, ())
         name = function.__name__ if not known else f"{function.__name__}_{len(known)}"
-        setattr(function, MARK, (*known, Counterfactual(name, family, classes, text, function, values)))
+        setattr(function, MARK, (*known, Counterfactual(name, family, classes, text, function, values, whole)))
         return function
 
     return mark
@@ -200,6 +226,9 @@ _LEAST = 2.0**-12
 """Chosen: of an average variance, the least that an element of a fit is given."""
 _FARTHEST = 16.0
 """Chosen: factor by which a fit may leave its start; what is further off has another cause."""
+_LEFT = 0.97
+"""Chosen: part of a few rows' error that a fit may leave there to be made on all; one that explains nothing takes its
+share of a number off, 1 of hundreds."""
 
 
 def outputs_of(trial: Trial, found: Any) -> dict[str, Expected]:
@@ -230,25 +259,50 @@ def precision(trial: Trial, role: str) -> Tensor:
 def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "output.0") -> Iterator[Guess]:
     """A positive parameter fitted by least squares over the logarithm, from the best of ``starts``: over all rows and
     over the wrong ones, of mine's numbers as they are and as truncated ones. Nothing where the output does not depend
-    on it."""
-
-    def of(value: float) -> Tensor:
-        return outputs_of(trial, change(trial, value))[role].value.reshape(mine.shape)
-
-    mine = trial.mine(role).double()
+    on it, and where it explains nothing of the error in a few wrong rows."""
+    start = _start(change, trial.few, list(starts), role)
+    if not math.isfinite(start):
+        return
+    mine, seen, of = trial.mine(role).double(), list[float](), _of(change, trial, role)
     everywhere = precision(trial, role)
     some = everywhere * trial.weight(role)
     ways = [(everywhere, mine), (everywhere, middles(mine, trial.dtype(role)))]
     if not bool((some > 0).all()):
         ways += [(some, mine), (some, ways[1][1])]
-    starts, seen = list(starts), list[float]()
     for weight, target in ways:
-        begun = [(float((weight * (of(s) - target).square()).sum()), s) for s in starts]
-        value = _least(of, target, weight, min(begun)[1]) if begun else math.nan
+        value = _least(of, target, weight, start)
         if math.isfinite(value) and all(not math.isclose(value, s, rel_tol=1e-9) for s in seen):
             cut = target is not mine and direction(of(value), mine, trial.dtype(role)).toward_zero
             seen.insert(0 if cut else len(seen), value)  # the first that holds is said
     yield from (Guess(value, fitted=1) for value in seen)
+
+
+def _of(change: Change, trial: Trial, role: str) -> Callable[[float], Tensor]:
+    """Parameter → the edited call's output, mine's shape; rows without a reference are mine's own."""
+    mine = trial.mine(role).double()
+
+    def of(parameter: float) -> Tensor:
+        return known(outputs_of(trial, change(trial, parameter))[role], mine)
+
+    return of
+
+
+def known(e: Expected, mine: Tensor) -> Tensor:
+    """The value of an output, ``mine``'s shape, and ``mine`` in rows that have no reference."""
+    value = e.value.reshape(mine.shape)
+    return value if e.rows is None else torch.where(e.rows.reshape(-1, *[1] * (mine.dim() - 1)), value, mine)
+
+
+def _start(change: Change, few: Trial, starts: Sequence[float], role: str) -> float:
+    """The parameter that fits a few rows best; nan where it explains nothing of their error."""
+    mine, weight, of = few.mine(role).double(), precision(few, role), _of(change, few, role)
+
+    def left(value: Tensor) -> float:
+        return float((weight * (value - mine).square()).sum())
+
+    begun = [(left(of(s)), s) for s in starts]
+    value = _least(of, mine, weight, min(begun)[1]) if begun else math.nan
+    return value if math.isfinite(value) and left(of(value)) <= _LEFT * left(known(few.plain[role], mine)) else math.nan
 
 
 def _least(of: Callable[[float], Tensor], target: Tensor, weight: Tensor, start: float) -> float:

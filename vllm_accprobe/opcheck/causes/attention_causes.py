@@ -22,6 +22,7 @@ from vllm_accprobe.opcheck.references.attention import attention_settings, scale
 
 PAGED = ("Attention", "EncoderOnlyAttention")
 ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention")
+LATENT = "MLAAttention"
 _ROWS, _NUMBERS = 48, 1 << 23
 _EACH = -1
 """All requests of a call, instead of one."""
@@ -36,7 +37,7 @@ def _sizes(call: Call) -> tuple[int, int, int]:
 
 
 def _head_size(call: Call) -> int:
-    return int(call.attr("head_size"))
+    return int(call.wide("q").shape[-1] if call.cls == LATENT else call.attr("head_size"))
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -47,16 +48,20 @@ def _scaled(trial: Trial, scale: float) -> Call:
 
 
 def _scales(trial: Trial) -> Iterator[Guess]:
-    own = scale_of(trial.call, head := _head_size(trial.call))
-    scalar = trial.call.config.get("query_pre_attn_scalar")
+    call = trial.call
+    own = scale_of(call, head := _head_size(call))
+    scalar = call.config.get("query_pre_attn_scalar")
     known = [*named(trial, "scale", "scaling"), head**-0.5, *([scalar**-0.5] if scalar else [])]
+    if call.cls == LATENT:  # of the query as it meets the cache, and without what positions take
+        pe, latent = call.tensor("k_pe").shape[-1], call.tensor("kv_c_normed").shape[-1]
+        known += [(latent + pe) ** -0.5, (head - pe) ** -0.5]
     known = [float(x) for x in known if not math.isclose(float(x), own, rel_tol=1e-12)]
     yield from map(Guess, dict.fromkeys(known))
     yield from (Guess(x, choices=4.0) for x in (1.0, 1.0 / head, own * own, own**0.5) if x != own and x not in known)
     yield from fits(_scaled, trial, [own])
 
 
-@cause(SETTING, *ANY, text="with the softmax scale {0:.4g}", values=_scales)
+@cause(SETTING, *ANY, LATENT, text="with the softmax scale {0:.4g}", values=_scales)
 def other_scale(trial: Trial, scale: float) -> Call:
     return _scaled(trial, scale)
 
@@ -72,7 +77,7 @@ def _capped(trial: Trial, cap: float | None) -> Call:
     return edited(trial.call, attrs={"logits_soft_cap": cap}, config={"attn_logit_softcapping": None})
 
 
-@cause(SETTING, *PAGED, text="without its soft cap of {0:g}", values=lambda trial: [_cap(trial.call)])
+@cause(SETTING, *PAGED, LATENT, text="without its soft cap of {0:g}", values=lambda trial: [_cap(trial.call)])
 def no_soft_cap(trial: Trial, cap: float) -> Call:
     return _capped(trial, None)
 
@@ -84,7 +89,7 @@ def _caps(trial: Trial) -> Iterator[Guess]:
     yield from fits(_capped, trial, [3.0, 10.0, 30.0, 50.0])
 
 
-@cause(SETTING, *PAGED, text="with a soft cap of {0:.4g}", values=_caps)
+@cause(SETTING, *PAGED, LATENT, text="with a soft cap of {0:.4g}", values=_caps)
 def other_soft_cap(trial: Trial, cap: float) -> Call:
     return _capped(trial, cap)
 
@@ -191,9 +196,7 @@ class OtherPast:
 
 
 def _with_past(trial: Trial, change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]) -> Call:
-    if trial.call.extra.get("cache") is None:
-        raise Declined("what it looks back at was not captured")
-    return edited(trial.call, extra={"cache": OtherPast(trial.call.extra["cache"], change)})
+    return edited(trial.call, extra={"cache": OtherPast(trial.extra("cache"), change)})
 
 
 def _other(past: Mapping[str, Any], change: Callable[[Any], Any], *names: str) -> dict[str, Any]:
@@ -205,12 +208,12 @@ def _zeroed(t: Any, some: slice) -> Any:
     return t
 
 
-@cause(ADDRESS, "Attention", text="if nothing of this step were in the cache yet (keys and values 0)")
+@cause(ADDRESS, "Attention", text="if nothing of this step were in the cache yet (keys and values 0)", whole=True)
 def step_not_written(trial: Trial, _: Any) -> Call:
     return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(int(at.min()), None))))
 
 
-@cause(ADDRESS, "Attention", text="if nothing of earlier steps were in the cache (keys and values 0)")
+@cause(ADDRESS, "Attention", text="if nothing of earlier steps were in the cache (keys and values 0)", whole=True)
 def past_lost(trial: Trial, _: Any) -> Call:
     return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))))
 
@@ -244,15 +247,11 @@ def _gone(trial: Trial) -> Iterator[Guess]:
                 yield Guess((name, request, first, stop), choices=4.0 * len(worst.k))
 
 
-@cause(ADDRESS, "Attention", values=_gone,
-       text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)",
-       )  # fmt: skip
+@cause(ADDRESS, "Attention", values=_gone, whole=True,
+       text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)")  # fmt: skip
 def positions_not_written(trial: Trial, where: tuple[str, int, int, int]) -> Call:
     _, number, first, stop = where
-    if trial.call.extra.get("cache") is None:
-        raise Declined("what it looks back at was not captured")
-    cache = trial.call.extra["cache"]
-    return edited(trial.call, extra={"cache": _OneRequest(cache, number, slice(first, stop))})
+    return edited(trial.call, extra={"cache": _OneRequest(trial.extra("cache"), number, slice(first, stop))})
 
 
 @dataclass(frozen=True)
@@ -297,12 +296,12 @@ def _worst(trial: Trial) -> _Worst:
     settings = attention_settings(call, heads, head)
     if settings["sinks"] is not None or settings["slopes"] is not None or settings["cap"]:
         raise Declined("a search for plain scores only")
-    given, expected = call.outputs["output.0"], trial.plain["output.0"]
+    given, expected = trial.mine(), trial.plain["output.0"]
     rows = given.shape[0]
     mine, value = (t.double().reshape(rows, heads, -1) for t in (given, expected.value))
     q = call.wide("query").reshape(rows, heads, head)
     found, largest = None, 0.0
-    for number, (at, positions, past) in enumerate(call.extra["cache"].requests(True)):
+    for number, (at, positions, past) in enumerate(trial.extra("cache").requests(True)):
         off = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))
         if off > largest:
             found, largest = (number, at, positions, past), off

@@ -22,9 +22,9 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.judge.statistic import CHANCE
 from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls, Captured, Chosen, Place, Runs
-from vllm_accprobe.opcheck.causes.api import Counterfactual, Trial
+from vllm_accprobe.opcheck.causes.api import Counterfactual, Outputs, Trial
 from vllm_accprobe.opcheck.causes.registry import default_causes
-from vllm_accprobe.opcheck.causes.search import SECONDS, Deadline, Explanation, ProvedCause, search
+from vllm_accprobe.opcheck.causes.search import SECONDS, Deadline, Explanation, Failures, ProvedCause, search
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
@@ -52,6 +52,8 @@ class Causes:
     ):  # fmt: skip
         self._references, self._golden, self._chance = references, golden or {}, chance
         self._causes = list(default_causes().causes if causes is None else causes)
+        self._table = list(default_causes().problems) if causes is None else []
+        self._failures = Failures()
         self._seconds, self._left, self._taps = seconds, seconds, 0
         self._known: dict[tuple[str, str], tuple[ProvedCause, ...]] = {}
 
@@ -73,7 +75,7 @@ class Causes:
             return None
         fitting = [] if self.over() else [c for c in self._causes if c.fits(like[0])]
         begun = time.process_time()
-        found = search(trials, fitting, Deadline(self._left), known)
+        found = search(trials, fitting, Deadline(self._left), known, self._failures)
         if self._left is not None:
             self._left -= time.process_time() - begun
         if found is not None and (like not in self._known or len(found.found) < len(known)):
@@ -83,6 +85,11 @@ class Causes:
     def known(self, tap: str, cls: str) -> bool:
         """Whether a layer like this one has been explained."""
         return (cls, _like(tap)) in self._known
+
+    def problems(self, counted: bool = False) -> list[str]:
+        """Causes that raised, and packages' that cannot be loaded. counted: with how often; without, a sentence stays
+        as it is when it comes again."""
+        return [*self._table, *self._failures.lines(counted)]
 
     def over(self) -> bool:
         """Whether the time is over."""
@@ -95,7 +102,7 @@ class Causes:
         if isinstance(plain, Declined):
             return None
         golden = {**self._golden.get(captured.tap.rpartition(".")[0], {}), **self._golden.get(captured.tap, {})}
-        return Trial(captured, self._references, plain, golden, self._chance)
+        return Trial(captured, self._references, Outputs(plain), golden, self._chance)
 
 
 def _like(tap: str) -> str:
@@ -106,24 +113,27 @@ def _like(tap: str) -> str:
 def explained_by(
     calls: Calls, references: References, blamed: Iterable[CheckResult], checked: Iterable[CheckResult],
     golden: Mapping[str, Mapping[str, Any]] | None = None, *, seconds: float | None = SECONDS,
-    chance: float = CHANCE,
+    chance: float = CHANCE, problems: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """tap → compare.json's ``cause``, of the operators ``blamed`` (their worst rows) that have one. checked: all rows
-    of this side."""
+    of this side; seconds: for reading, searching and confirming in further layers together; problems: gets a sentence
+    for each cause that failed."""
     by_tap: dict[tuple[int, str], list[CheckResult]] = {}
     wanted = {(c.rank, c.tap): c for c in blamed if c.step is not None}
     for row in checked if wanted else ():
         if (row.rank, row.tap) in wanted and row.step is not None and row.status in (PASS, FAIL):
             by_tap.setdefault((row.rank, row.tap), []).append(row)
     found: dict[str, dict[str, Any]] = {}
-    causes = Causes(references, golden, seconds=seconds, chance=chance)
+    causes, ends = Causes(references, golden, seconds=seconds, chance=chance), Deadline(seconds)
     for place, worst in wanted.items():
-        if causes.over():
-            break
+        if ends.over() or (causes.over() and not causes.known(worst.tap, worst.cls)):
+            continue
         most = 1 if causes.known(worst.tap, worst.cls) else _CALLS
         explanation = causes.of_calls(examined(calls, references, worst, by_tap.get(place, ()), most))
         if explanation is not None:
             found[worst.tap] = explanation.plain()
+    if problems is not None:
+        problems += causes.problems(counted=True)
     return found
 
 

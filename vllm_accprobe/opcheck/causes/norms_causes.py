@@ -201,9 +201,9 @@ def norm_of_input_alone(trial: Trial, _: Any) -> dict[str, Any]:
 @cause(SETTING, *RMS, text="of its residual alone, without its input")
 def norm_of_residual_alone(trial: Trial, _: Any) -> dict[str, Any]:
     call = trial.call
-    if call.maybe("residual", "1") is None:
+    name = next((n for n in ("x", "hidden_states", "input", "0") if n in call.inputs), None)
+    if name is None or call.maybe("residual", "1") is None:
         raise Declined("it has no residual")
-    name = next(n for n in ("x", "hidden_states", "input", "0") if n in call.inputs)
     return {"output.0": trial.evaluate(edited(call, inputs={name: torch.zeros_like(call.inputs[name])}))["output.0"]}
 
 

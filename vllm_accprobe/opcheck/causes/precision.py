@@ -12,8 +12,8 @@ Not here: whether a kernel's rounding is allowed (floors/), how operators round 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from vllm_accprobe.opcheck.references.parts import reshaped
 from vllm_accprobe.opcheck.references.quantised import weight_of
 
 Tensor = Any
-_ROWS, _COLUMNS = 8, 64
-"""Chosen: rows and columns on which grids are compared; half of the rows are the worst ones."""
+_COLUMNS = 64
+"""Chosen: columns on which grids are compared, in a few rows."""
 _KEPT, _LEFT = 2, 0.5
 """Chosen: grids that are tried in full, and the part of the error's square that one may leave to be so."""
 _LARGE = 1 << 20
@@ -102,51 +102,6 @@ _PLAIN = {
 GRIDS: dict[str, Callable[[Tensor], Tensor]] = {**_PLAIN, **_EIGHT}
 
 
-def _few(trial: Trial) -> Trial:
-    """The trial on some of its rows, the worst ones among them, where its operator works row by row; of attention, on
-    those of the request that is furthest off."""
-    call = trial.call
-    if call.cls == "Attention" and call.extra.get("cache") is not None:
-        rows = edited(call, extra={"cache": _worst_rows(trial)})
-        return replace(trial, captured=replace(trial.captured, what=rows), plain=trial.evaluate(rows), wrong={})
-    if trial.roles() != ["output.0"] or not trial.references.by_rows(call.cls):
-        return trial
-    mine = trial.mine()
-    n = mine.shape[0] if mine.dim() else 0
-    if n <= _ROWS or not mine.is_floating_point():
-        return trial
-    off = (mine.double() - trial.plain["output.0"].value.reshape(mine.shape)).reshape(n, -1).abs().nan_to_num().sum(1)
-    some = torch.cat((off.topk(_ROWS // 2).indices, torch.linspace(0, n - 1, _ROWS // 2).long())).unique()
-    few = replace(
-        call, inputs={k: t[some] if t.dim() and len(t) == n else t for k, t in call.inputs.items()},
-        outputs={k: t[some] for k, t in call.outputs.items() if t.dim() and len(t) == n},
-    )  # fmt: skip
-    one = replace(trial, captured=replace(trial.captured, what=few), wrong={})
-    return replace(one, plain=one.evaluate(few))
-
-
-@dataclass(frozen=True)
-class _SomeRows:
-    """A cache of which one request has these rows alone: (places, positions, past)."""
-
-    only: tuple[Tensor, Tensor, Mapping[str, Tensor]]
-    why: str = ""
-
-    def requests(self, causal: bool = True) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Tensor]]]:
-        yield self.only
-
-
-def _worst_rows(trial: Trial) -> _SomeRows:
-    mine = trial.mine().double().flatten(1)
-    off = (mine - trial.plain["output.0"].value.reshape(mine.shape)).square().sum(1)
-    off = off / mine.square().sum(1).clamp(min=1e-300)
-    found = [(float(off[at].amax()), k, x) for k, x in enumerate(trial.call.extra["cache"].requests(True))
-             for at in (x[0],)]  # fmt: skip
-    at, positions, past = max(found, key=lambda x: x[:2])[2]
-    some = off[at].topk(min(_ROWS, len(at))).indices.sort().values
-    return _SomeRows((at[some], positions[some], past))
-
-
 def _left(change: Callable[[Trial, Any], Any], trial: Trial, value: Any) -> float:
     """The square of what an edit leaves of mine's error, over that error's; inf where it does not apply, and where it
     changes nothing."""
@@ -170,7 +125,7 @@ def _left(change: Callable[[Trial, Any], Any], trial: Trial, value: Any) -> floa
 
 def _best(change: Callable[[Trial, Any], Any], trial: Trial, values: Sequence[Any]) -> Iterator[Guess]:
     """Of these parameters, those after which least is left."""
-    few = _few(trial)
+    few = trial.few
     found = sorted((_left(change, few, value), k) for k, value in enumerate(values))
     yield from (Guess(values[k], choices=float(len(values))) for left, k in found[:_KEPT] if left < _LEFT)
 
@@ -198,27 +153,28 @@ _CACHED = ("key", "value", "kv_c_normed", "k_pe")
 """Inputs that attention reads from its cache."""
 
 
-@cause(PRECISION, "*", text="with its input {0} in {1}", values=_inputs)
+@cause(PRECISION, "*", text="with its input {0} in {1}", values=_inputs, whole=True)
 def coarse_input(trial: Trial, parameter: tuple[str, str]) -> Call:
     return _coarse_input(trial, parameter)
 
 
 def _weights(trial: Trial) -> Iterator[Guess]:
     """On some columns of the output, of a large weight."""
-    call, few = trial.call, _few(trial)
-    weight = weight_of(call) if call.params["weight"].dim() == 2 else call.stored("weight")
+    call, few = trial.call, trial.few
+    stored = call.stored("weight")
+    weight = weight_of(call) if stored.dim() == 2 else stored
     x = few.call.inputs[_input(few.call)[0]].double().reshape(-1, weight.shape[1]) if weight.dim() == 2 else None
-    if x is None or not call.params["weight"].is_floating_point() or trial.call.attrs.get("tp_size", 1) != 1:
+    if x is None or not stored.is_floating_point() or trial.call.attrs.get("tp_size", 1) != 1:
         yield from _best(coarse_weight, trial, list(GRIDS) if weight.numel() < _LARGE else [])
         return
     off = few.mine().double().reshape(len(x), -1) - few.plain["output.0"].value.reshape(len(x), -1)
     columns = off.abs().sum(0).topk(min(_COLUMNS, len(weight))).indices
-    off, some, found = off[:, columns], weight[columns].to(call.params["weight"].dtype), []
+    off, some, found = off[:, columns], weight[columns].to(stored.dtype), []
     for name, grid in GRIDS.items():
         whole = "tensor" in name
         if (whole and weight.numel() > _LARGE) or ("block" in name and _no_blocks(name, weight.shape[1])):
             continue
-        y = grid(call.params["weight"])[columns] if whole else grid(some)
+        y = grid(stored)[columns] if whole else grid(some)
         found.append((float((off - x @ (y - some.double()).T).square().sum() / off.square().sum()), name))
     yield from (Guess(n, choices=float(len(GRIDS))) for left, n in sorted(found)[:_KEPT] if left < _LEFT)
 
@@ -251,6 +207,25 @@ def scale_of_another(trial: Trial, parameter: tuple[str, int, int]) -> Call:
     return edited(trial.call, params={name: scale.roll(by, dim) if by else scale.narrow(dim, 0, 1).expand_as(scale)})
 
 
+def _other_scales(trial: Trial) -> list[Guess]:
+    """(a weight's scale, the tensor whose scale is taken)."""
+    scales = {n: t for n, t in trial.call.params.items() if "scale" in n and t.numel()}
+    own = [n for n in scales if n.startswith("weight")]
+    ways = [(n, m, how) for n in own for m in scales for how in ("", "the largest of ", "one over ")
+            if n != m or how == "one over " or (how and scales[m].numel() > 1)]  # fmt: skip
+    return [Guess(w, choices=float(len(ways))) for w in ways]
+
+
+@cause(PRECISION, *LINEAR, text="with {2}{1} in place of {0}", values=_other_scales)
+def scale_of_other_tensor(trial: Trial, parameter: tuple[str, str, str]) -> Call:
+    name, other, how = parameter
+    own, found = trial.call.stored(name), trial.call.stored(other).double()
+    found = found.amax() if how.startswith("the") else 1.0 / found if how else found
+    if found.numel() not in (1, own.numel()):
+        raise Declined("it is of another form")
+    return edited(trial.call, params={name: (found.expand if found.numel() == 1 else found.reshape)(own.shape)})
+
+
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +255,7 @@ def _outputs(trial: Trial) -> Iterator[Guess]:
             yield from _best(_coarse_output, trial, [(g, role) for g in GRIDS])
 
 
-@cause(PRECISION, "*", text="with its result in {0}", values=_outputs)
+@cause(PRECISION, "*", text="with its result in {0}", values=_outputs, whole=True)
 def coarse_output(trial: Trial, parameter: tuple[str, str]) -> dict[str, Expected]:
     return _coarse_output(trial, parameter)
 
@@ -333,7 +308,7 @@ def _sum(x: Tensor, w: Tensor, bias: Tensor | None, block: int, how: str, dtype:
 
 
 def _sums(trial: Trial) -> Iterator[Guess]:
-    call, few = trial.call, _few(trial)
+    call, few = trial.call, trial.few
     weight, bias = weight_of(call), call.params.get("bias")
     x, dtype = _input(few.call)[1].double().reshape(-1, weight.shape[1]), trial.mine().dtype
     _whole_rank(trial)
@@ -449,7 +424,7 @@ def _gates(trial: Trial) -> Iterator[Guess]:
     yield from _best(coarse_gate, trial, [(part, g) for part in ("gate", "up", "activated gate") for g in GRIDS])
 
 
-@cause(PRECISION, *GATED, text="with its {0} in {1}", values=_gates)
+@cause(PRECISION, *GATED, text="with its {0} in {1}", values=_gates, whole=True)
 def coarse_gate(trial: Trial, parameter: tuple[str, str]) -> Expected:
     part, grid = parameter
     dtype, to = trial.mine().dtype, GRIDS[grid]
@@ -496,7 +471,7 @@ def coarse_softmax(trial: Trial, parameter: tuple[str, str]) -> Expected:
         raise Declined("a softmax without sinks, and not too large")
     to = {place: GRIDS[grid] if place == where else lambda x: x for place in _PLACES}
     q, value = call.wide("query").reshape(-1, heads, head), plain.value.reshape(-1, heads, head).clone()
-    for at, positions, past in call.extra["cache"].requests(True):
+    for at, positions, past in trial.extra("cache").requests(True):
         k, v = (past[n].double().reshape(len(past[n]), kv, -1).repeat_interleave(heads // kv, 1) for n in _CACHED[:2])
         s = to["scores"](attention.scores(q[at], k, positions=positions, **how)).nan_to_num(-math.inf)
         e = torch.exp(s - s.amax(-1, keepdim=True))

@@ -84,6 +84,35 @@ def other_pairs(trial: Trial, _: str) -> Call:
     return edited(trial.call, attrs={"is_neox_style": not trial.call.attr("is_neox_style", default=True)})
 
 
+def _sections(trial: Trial) -> Iterator[Guess]:
+    """(channels of each section, whether they are interleaved)."""
+    call, known = trial.call, rotary.settings(trial.call.config)
+    own = call.attrs.get("mrope_section") or known.get("mrope_section")
+    if not own or call.maybe("positions", "0") is None or call.tensor("positions", "0").dim() != 2:
+        raise Declined("its positions have no sections")
+    inter = bool(known.get("mrope_interleaved", False))
+    first = [*named(trial, "mrope_section"), known.get("mrope_section")]
+    ways = [(tuple(x), inter) for x in (*first, own[::-1], [own[0], *own[:0:-1]]) if x and list(x) != list(own)]
+    yield from (Guess(w, choices=float(len(ways) + 1)) for w in (*dict.fromkeys(ways), (tuple(own), not inter)))
+
+
+@cause(SETTING, "MRotary*", text="with the sections {0} of its channels (interleaved: {1})", values=_sections)
+def other_sections(trial: Trial, parameter: tuple[tuple[int, ...], bool]) -> Call:
+    sections, inter = parameter
+    scaling = {**rotary.settings(trial.call.config), "mrope_interleaved": inter, "mrope_section": list(sections)}
+    return edited(trial.call, attrs={"mrope_section": list(sections)}, config={"rope_parameters": scaling})
+
+
+@cause(ADDRESS, "MRotary*", text="with {0} positions in all sections", values=lambda trial: [
+    Guess(n, choices=3.0) for n in ("temporal", "height", "width")])  # fmt: skip
+def one_section(trial: Trial, name: str) -> Call:
+    k = ("temporal", "height", "width").index(name)
+    positions = trial.call.tensor("positions", "0")
+    if positions.dim() != 2 or len(positions) != 3 or bool((positions == positions[k]).all()):
+        raise Declined("its positions have no sections, or they are equal")
+    return _at(trial, lambda p: p[k].expand_as(p))
+
+
 def _at(trial: Trial, positions: Any) -> Call:
     name = next((n for n in ("positions", "0") if n in trial.call.inputs), None)
     if name is None:
@@ -101,12 +130,12 @@ def position_off(trial: Trial, n: int) -> Call:
     return _at(trial, lambda p: p + n)
 
 
-@cause(SETTING, *ROTARY, text="with the first row's position and those after it, as if it were one run")
+@cause(SETTING, *ROTARY, text="with the first row's position and those after it, as if it were one run", whole=True)
 def one_run(trial: Trial, _: Any) -> Call:
     return _at(trial, lambda p: p[..., :1] + torch.arange(p.shape[-1], dtype=torch.float64))
 
 
-@cause(ADDRESS, *ROTARY, text="with the positions of the row before")
+@cause(ADDRESS, *ROTARY, text="with the positions of the row before", whole=True)
 def positions_of_neighbours(trial: Trial, _: Any) -> Call:
     return _at(trial, lambda p: p.roll(1, -1))
 
@@ -139,7 +168,8 @@ def _one_left(trial: Trial) -> list[str]:
 
 @cause(SETTING, *ROTARY, text="without turning its {0}", values=_one_left)
 def not_turned(trial: Trial, name: str) -> dict[str, Expected]:
-    role = next(r for r in trial.roles() if r in (f"inplace.{name}", "output.0" if name == "query" else "output.1"))
+    own = (f"inplace.{name}", "output.0" if name == "query" else "output.1")
+    role = next((r for r in trial.roles() if r in own), own[1])
     x = trial.call.wide(name)
     return {role: replace(trial.plain[role], value=x.reshape(trial.plain[role].value.shape))}
 

@@ -13,7 +13,7 @@ from vllm_accprobe.opcheck.causes.activations_causes import OTHERS
 from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, SETTING, Guess, Trial, cause, rounded_once
 from vllm_accprobe.opcheck.floors.rounding import middles
 from vllm_accprobe.opcheck.reference import Declined, Expected
-from vllm_accprobe.opcheck.references import moe
+from vllm_accprobe.opcheck.references import composite, moe
 from vllm_accprobe.opcheck.references.parts import unit_of
 
 EXPERTS = "UnquantizedFusedMoEMethod"
@@ -25,9 +25,7 @@ WEIGHTS = "input.topk_weights"
 
 def _routed(trial: Trial, **changed: Any) -> dict[str, Expected]:
     """The weights with other settings of `route`."""
-    call, logits = trial.call, trial.call.extra.get("router_logits")
-    if logits is None:
-        raise Declined("its router's logits were not captured")
+    call, logits = trial.call, trial.extra("router_logits")
     return {WEIGHTS: moe.routed(logits, call.tensor("topk_ids"), unit_of(logits), {**moe.choosing(call), **changed})}
 
 
@@ -64,14 +62,14 @@ def other_routed_factor(trial: Trial, factor: float) -> dict[str, Expected]:
 
 
 def _misnumbered(trial: Trial) -> list[Guess]:
-    n = trial.call.extra["router_logits"].shape[-1]
+    n = trial.extra("router_logits").shape[-1]
     return [Guess(k, choices=float(n - 1)) for k in range(1, n)]
 
 
 @cause(ADDRESS, EXPERTS, text="with the right weights, and experts whose numbers are {0} too large (modulo theirs)",
        values=_misnumbered)  # fmt: skip
 def weights_of_others(trial: Trial, n: int) -> dict[str, Expected]:
-    call, logits = trial.call, trial.call.extra["router_logits"]
+    call, logits = trial.call, trial.extra("router_logits")
     ids = (call.tensor("topk_ids") - n) % logits.shape[-1]
     return {WEIGHTS: moe.routed(logits, ids, unit_of(logits), moe.choosing(call))}
 
@@ -222,3 +220,43 @@ def _rows_of_experts(trial: Trial) -> Iterator[Guess]:
         for target in (m, middles(m, trial.dtype("output.0"))):
             if size := float(y.square().sum()):
                 yield Guess((guess.value, float((y * target).sum()) / size), fitted=1, choices=guess.choices)
+
+
+# --- shared experts --------------------------------------------------------------------------------------------------
+
+BLOCKS = ("MoERunner", "FusedMoE", "*MoE", "*MoeSparseMoeBlock", "*SparseMoeBlock", "*Moe")
+
+
+def _shared(trial: Trial) -> Any:
+    """What shared experts add to a block's output, float64, its shape."""
+    call, plain = trial.call, trial.plain["output.0"].value
+    part = composite.shared_of(call)
+    if part is None or part.numel() != plain.numel():
+        raise Declined("it has no shared experts, or they were not captured")
+    return part.reshape(plain.shape)
+
+
+@cause(SETTING, *BLOCKS, text="without its shared experts")
+def shared_skipped(trial: Trial, _: Any) -> Expected:
+    return _shared_times(trial, 0.0)
+
+
+def _shared_factors(trial: Trial) -> Iterator[Guess]:
+    part, mine = _shared(trial), trial.mine().double()
+    factor = float(trial.call.config.get("routed_scaling_factor") or 1.0)
+    known = [x for x in dict.fromkeys((2.0, factor, 1.0 / factor)) if x != 1.0]
+    yield from (Guess(x, choices=float(len(known))) for x in known)
+    value = trial.plain["output.0"].value.reshape(part.shape)
+    for target in (mine, middles(mine, trial.dtype("output.0"))):
+        yield Guess(1.0 + float(((target.reshape(part.shape) - value) * part).sum() / part.square().sum()), fitted=1)
+
+
+@cause(FACTOR, *BLOCKS, text="with its shared experts' part multiplied by {0:.4g}", values=_shared_factors)
+def shared_times(trial: Trial, factor: float) -> Expected:
+    return _shared_times(trial, factor)
+
+
+def _shared_times(trial: Trial, factor: float) -> Expected:
+    """The sum may have been rounded with, or without them."""
+    plain = rounded_once(trial, "output.0")
+    return replace(plain, value=plain.value + (factor - 1.0) * _shared(trial))

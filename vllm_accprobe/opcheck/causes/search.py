@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,16 @@ import scipy.special
 import torch
 
 from vllm_accprobe.judge.statistic import RATE
-from vllm_accprobe.opcheck.causes.api import FACTOR, Counterfactual, Guess, Trial, outputs_of
+from vllm_accprobe.opcheck.causes.api import (
+    ADDRESS,
+    FACTOR,
+    PRECISION,
+    SETTING,
+    Counterfactual,
+    Guess,
+    Trial,
+    outputs_of,
+)
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import VARIANCE, Verdict, first_of, keys_of
 from vllm_accprobe.opcheck.reference import Declined, Expected
@@ -47,6 +57,11 @@ _MOST_SAID = 3
 """Chosen: causes that hold equally and are said; the rest is counted."""
 _MOST_ROWS = 1024
 """Chosen: rows of a call that are judged one by one, half a millisecond each."""
+_ORDER = (SETTING, FACTOR, ADDRESS, PRECISION)
+"""Families by how likely they are for what they cost."""
+_SLACK = 2.0
+"""Chosen: limits of a few rows that a cause may exceed there and still be proved on all: with fewer rows a limit is up
+to a tenth lower."""
 
 
 @dataclass(frozen=True)
@@ -264,29 +279,33 @@ def _by_factors(plain: OutputRows, found: OutputRows, variance: Any) -> Proof | 
 
 def search(
     trials: Sequence[Trial], causes: Iterable[Counterfactual], ends: Deadline | None = None,
-    first: Sequence[ProvedCause] = (),
+    first: Sequence[ProvedCause] = (), failures: Failures | None = None,
 ) -> Explanation | None:  # fmt: skip
     """The simplest cause that holds in all ``trials``, the worst of which stands first; None where there is none, or
     where no output of theirs fails the plain reference. first: causes that held elsewhere, which are tried before all
-    others, and suffice."""
+    others, and suffice; failures: gets the causes that raise."""
     examined = [x for x in map(Examined, trials) if x.rows]
     wrong = [x for x in examined if x.failed]
     if not wrong:
         return None
     examined = [*wrong, *(x for x in examined if not x.failed)]
-    again = [x for f in first if (x := _tried(f.what, f.guess, examined))]
+    failures = Failures() if failures is None else failures
+    again = [x for f in first if (x := _tried(f.what, f.guess, examined, failures))]
     if again:
         known = Explanation(tuple(again), trials[0].call.cls, float(len(first)), len(examined))
         if known.chance <= RATE:
             return known
-    ends, tried, held = ends or Deadline(None), float(len(first)), []
-    for one in causes:
-        for guess in _guesses(one, examined[0].trial, ends):
+    ends, tried = ends or Deadline(None), float(len(first))
+    proved: list[tuple[int, ProvedCause]] = []
+    screen = Screen(examined[0])
+    for place, one in sorted(enumerate(causes), key=lambda x: _ORDER.index(x[1].family)):
+        for guess in _guesses(one, examined[0].trial, ends, failures):
             tried += guess.choices
-            if (x := _tried(one, guess, examined)) is not None:
-                held.append(x)
+            if screen.lets(one, guess) and (x := _tried(one, guess, examined, failures)) is not None:
+                proved.append((place, x))
         if ends.over():
             break
+    held = [x for _, x in sorted(proved, key=lambda p: p[0])]  # as they stand, whatever the order in which they ran
     held = [x for x in held if x.proof.log_chance(x.guess, tried * x.guess.choices) <= math.log(RATE)]
     if not held:
         return None
@@ -304,7 +323,52 @@ def _order(x: ProvedCause) -> tuple[bool, int, float]:
     return not x.proof.whole, x.guess.fitted, x.guess.choices
 
 
-def _guesses(one: Counterfactual, trial: Trial, ends: Deadline) -> Iterator[Guess]:
+class Screen:
+    """A few wrong rows of the worst call: what is wrong there is proved nowhere."""
+
+    def __init__(self, worst: Examined):
+        self.trial = worst.trial.few
+        self._roles = [role for role, v in worst.verdicts.items() if not v.passed]
+        self._used = self.trial is not worst.trial
+
+    def lets(self, one: Counterfactual, guess: Guess) -> bool:
+        """Whether an edit explains these rows, nearly; True where that cannot be seen in a few rows."""
+        if not self._used or one.whole:
+            return True
+        try:
+            found = outputs_of(self.trial, one.change(self.trial, guess.value))
+            return all(self._near(role, found[role]) for role in self._roles)
+        except Exception:  # it may need the whole call
+            return True
+
+    def _near(self, role: str, e: Expected) -> bool:
+        rows = None if e is self.trial.plain[role] else self.trial.rows(role, e)
+        if rows is None:
+            return False
+        return rows.judge(self.trial.dtype(role), chance=self.trial.chance).severity <= _SLACK
+
+
+class Failures:
+    """Causes that raised something else than Declined: anybody's code, and ours. They are not said and cost no
+    verdict, and each is a problem that somebody can read."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, one: Counterfactual, error: Exception, tap: str) -> None:
+        name = f"{one.change.__module__}.{one.name}"
+        self._count[name] += 1
+        said = " ".join(str(error).split())[:120]
+        self._first.setdefault(name, f"the cause {name} failed, at first in {tap}: {type(error).__name__}: {said}")
+
+    def lines(self, counted: bool = False) -> list[str]:
+        """A sentence for each; counted: with how often."""
+        many = {name: f" ({n:,} tries)" for name, n in self._count.items() if counted and n > 1}
+        return [text + many.get(name, "") for name, text in self._first.items()]
+
+
+def _guesses(one: Counterfactual, trial: Trial, ends: Deadline, failures: Failures) -> Iterator[Guess]:
     """The parameters of a cause; none where it does not apply."""
     seen: list[Any] = []
     try:
@@ -315,16 +379,23 @@ def _guesses(one: Counterfactual, trial: Trial, ends: Deadline) -> Iterator[Gues
                 yield guess
             if ends.over():
                 return
-    except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-        return  # a cause may be anybody's, and a call may lack what it edits: it is not said, and costs no verdict
+    except Declined:
+        return
+    except Exception as error:
+        failures.add(one, error, trial.call.name)
 
 
-def _tried(one: Counterfactual, guess: Guess, examined: Sequence[Examined]) -> ProvedCause | None:
+def _tried(
+    one: Counterfactual, guess: Guess, examined: Sequence[Examined], failures: Failures
+) -> ProvedCause | None:  # fmt: skip
     total = Proof()
     for x in examined:
         try:
             proof = x.proof(outputs_of(x.trial, one.change(x.trial, guess.value)), one.family == FACTOR)
-        except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        except Declined:
+            return None
+        except Exception as error:
+            failures.add(one, error, x.trial.call.name)
             return None
         if proof is None:
             return None

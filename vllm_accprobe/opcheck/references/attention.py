@@ -276,12 +276,16 @@ def _slopes(call: Call, heads: int) -> Any | None:
     return alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads]
 
 
+def _cap(call: Call) -> float | None:
+    return call.attrs.get("logits_soft_cap") or call.config.get("attn_logit_softcapping") or None
+
+
 def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
     """The keyword arguments of `attend` that a module's attributes and config.json have."""
     return {
         "scale": scale_of(call, head),
         "window": _window(call),
-        "cap": call.attrs.get("logits_soft_cap") or call.config.get("attn_logit_softcapping") or None,
+        "cap": _cap(call),
         "slopes": _slopes(call, heads),
         "sinks": call.param("sinks") if "sinks" in call.params else None,
         "step": call.unit,
@@ -409,7 +413,7 @@ def latent_attention(call: Call) -> Expected:
     q, pe = call.wide("q"), call.wide("k_pe")
     nope = q.shape[-1] - pe.shape[-1]
     up_k, up_v = _latent_matrices(call, nope)
-    scale, step = scale_of(call, q.shape[-1]), call.unit
+    scale, step, cap = scale_of(call, q.shape[-1]), call.unit, _cap(call)
 
     def one(at: Any, positions: Any, past: Any) -> tuple[Any, ...]:
         latent, k_pe = past["kv_c_normed"].double(), past["k_pe"].double().reshape(len(past["k_pe"]), -1)
@@ -424,8 +428,9 @@ def latent_attention(call: Call) -> Expected:
         by_keys = torch.einsum("nhd,mhd->hnm", q[at, :, :nope].abs(), k_nope.abs())
         by_queries = torch.einsum("nhc,mc->hnm", absorbed.abs(), latent.abs())
         score_bound = step * abs(scale) * torch.maximum(by_keys, by_queries)
-        y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise, score_bound=score_bound)
-        p = probabilities(q[at], k, scale, positions)
+        y, e, most = attend(q[at], k, v, scale, positions, step=step, score_noise=score_noise, score_bound=score_bound,
+                            cap=cap)  # fmt: skip
+        p = probabilities(q[at], k, scale, positions, cap=cap)
         rounded_v = ROUNDED * step * torch.einsum("hnm,mhv->nhv", p * p, v * v).sqrt()
         mixed = torch.einsum("hnm,mc->nhc", p, latent)
         rounded_mix = ROUNDED * step * torch.einsum("nhc,hvc->nhv", mixed**2, up_v**2).sqrt()

@@ -266,16 +266,22 @@ def _sum(call: Call, routed: Any, shared: Any | None, factor: float) -> Expected
     return Expected(y, ROUNDED * (half * half + scaled * scaled) ** 0.5, bound=2.0 * (half + scaled))
 
 
+def shared_of(call: Call) -> Any | None:
+    """What shared experts add to the output of a block, float64; None where they were not captured inside it."""
+    shared = child_value(call, "output.0", "_shared_experts._layer", "output.0")
+    shared = first(call, "shared_expert", "shared_experts") if shared is None else shared
+    if shared is None:
+        return None
+    gate = [r for path, role, r in call.extra["children"] if (path, role) == ("shared_expert_gate", "output.0")]
+    y = shared.value
+    return y * call.extra["read"](gate[-1]).double().sigmoid().reshape(len(y), 1) if gate else y
+
+
 def mixture(call: Call) -> dict[str, Expected]:
     """transformers' experts' sum, with the shared ones', gated by a sigmoid or not."""
-    routed = child_output(call, "experts")
-    shared = first(call, "shared_expert", "shared_experts")
-    if shared is None:
+    routed, y = child_output(call, "experts"), shared_of(call)
+    if y is None:
         return {"output.0": routed}
-    y = shared.value
-    gate = [r for path, role, r in call.extra["children"] if (path, role) == ("shared_expert_gate", "output.0")]
-    if gate:
-        y = y * call.extra["read"](gate[-1]).double().sigmoid().reshape(len(y), 1)
     total = routed.value + y
     size = y.abs() + 0.5 * total.abs()
     # the gate is rounded for all of a row's shared part, which is at most a row's

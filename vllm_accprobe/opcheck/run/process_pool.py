@@ -64,6 +64,7 @@ class Alone:
         for tap in taps:
             rows = self.bench.rows(tap, {}, lambda step, call: None)
             yield [(cells(row), replace(row, measures=None)) for row in rows]
+            self.problems += [p for p in self.bench.problems if p not in self.problems]
 
     def close(self) -> None:
         pass

@@ -169,7 +169,8 @@ class OpenJob:
     @property
     def problems(self) -> list[str]:
         here = [self.kernels.described()] if self.kernels is not None else []
-        return [*self.calls.dump.problems, *self.calls.problems, *self.references.problems, *here]
+        causes = [p for c in self._causes for p in c.problems()]
+        return [*self.calls.dump.problems, *self.calls.problems, *self.references.problems, *causes, *here]
 
     def taps(self) -> list[Tap]:
         whole = self.job.against == EXACT and not self.job.ids and not self.job.runs_here
@@ -301,8 +302,8 @@ def main() -> None:
             for name in ONE_THREAD:
                 os.environ.pop(name, None)
         bench = OpenJob(job)
-        said = len(bench.problems)
-        say(taps=bench.taps(), problems=bench.problems)
+        said = list(bench.problems)
+        say(taps=bench.taps(), problems=said)
     except Exception as error:
         kinds = {c.__name__ for c in type(error).__mro__}
         known = kinds & {"DumpError", "OSError", "Unavailable"}
@@ -316,7 +317,7 @@ def main() -> None:
         try:
             for row in bench.rows((rank, tap, cls), crashed, lambda step, call: say(begin=[step, call]), task["alone"]):
                 say(row=cells(row))
-            say(end=True, problems=bench.problems[said:])
-            said = len(bench.problems)
+            say(end=True, problems=[p for p in bench.problems if p not in said])
+            said = bench.problems
         except Exception as error:  # a defect of ours or of the dump: the tap's row, not the end
             say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
