@@ -192,7 +192,13 @@ def edited(
         old: Mapping[str, Any] = getattr(call, name)
         if parts.get(name) or any(n in old for n in without):
             changes[name] = {k: v for k, v in {**old, **parts.get(name, {})}.items() if k not in without}
-    return replace(call, **changes)
+    found = replace(call, **changes)
+    if not changes or "ranks" not in found.extra or "ranks" in parts.get("extra", {}):
+        return found
+    own = {n: changes[n] for n in ("inputs", "params", "attrs") if n in changes}
+    rank = call.attrs.get("tp_rank", 0)
+    ranks = [replace(r, **own) if r.attrs.get("tp_rank", 0) == rank else r for r in found.extra["ranks"]]
+    return replace(found, extra={**found.extra, "ranks": ranks})
 
 
 def scaled(e: Expected, factor: Tensor | float, value: Tensor | None = None) -> Expected:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
+    FACTOR,
     SETTING,
     Guess,
     Trial,
@@ -27,9 +28,14 @@ _INPUT = ("input_", "x", "input", "hidden_states", "0", "1")
 
 
 def _bias(trial: Trial, times: float) -> Expected:
-    """The sum may have been rounded with its own bias."""
-    value = trial.evaluate(edited(trial.call, params={"bias": trial.call.param("bias") * times}))["output.0"].value
-    return replace(rounded_once(trial, "output.0"), value=value)
+    """The sum may have been rounded with its own bias. Of ranks whose results are added up the first one adds it."""
+    call = trial.call
+    if ranks := call.extra.get("ranks"):
+        other = [edited(r, params={"bias": r.param("bias") * times}) for r in ranks]
+        changed = edited(call, extra={"ranks": other})
+    else:
+        changed = edited(call, params={"bias": call.param("bias") * times})
+    return replace(rounded_once(trial, "output.0"), value=trial.evaluate(changed)["output.0"].value)
 
 
 @cause(SETTING, *LINEAR, text="without its bias")
@@ -39,7 +45,47 @@ def no_bias(trial: Trial, _: Any) -> Expected:
 
 @cause(SETTING, *LINEAR, text="with its bias added twice")
 def bias_twice(trial: Trial, _: Any) -> Expected:
+    if len(trial.call.extra.get("ranks", ())) == 2:
+        raise Declined("twice is once by each rank")
     return _bias(trial, 2.0)
+
+
+def _ranks(trial: Trial) -> Sequence[Call]:
+    """The calls whose results are added up. Raises Declined."""
+    ranks: Sequence[Call] = trial.call.extra.get("ranks", ())
+    if len(ranks) < 2 or not trial.call.attr("reduce_results", default=True):
+        raise Declined("nothing is added up over ranks")
+    return ranks
+
+
+@cause(SETTING, *LINEAR, text="with its bias added by each of {0} ranks", values=lambda t: [len(_ranks(t))])
+def bias_of_each_rank(trial: Trial, ranks: int) -> Expected:
+    return _bias(trial, float(ranks))
+
+
+def _part(trial: Trial, rank: Call) -> Expected:
+    """What one rank adds to the sum."""
+    one = edited(rank, attrs={"reduce_results": False}, extra={"ranks": ()})
+    return trial.evaluate(one)["output.0"]
+
+
+def _numbers(trial: Trial) -> Iterator[Guess]:
+    yield from (Guess(n, choices=float(len(_ranks(trial)))) for n in range(len(_ranks(trial))))
+
+
+@cause(FACTOR, *LINEAR, text="without the part of rank {0} of the sum", values=_numbers)
+def without_rank(trial: Trial, n: int) -> Expected:
+    lost = _part(trial, _ranks(trial)[n])
+    whole = rounded_once(trial, "output.0")
+    return replace(whole, value=(trial.plain["output.0"].value - lost.value).reshape(whole.value.shape))
+
+
+@cause(FACTOR, *LINEAR, text="with the part of rank {0} alone", values=_numbers)
+def one_rank(trial: Trial, n: int) -> Expected:
+    if len(_ranks(trial)) == 2:
+        raise Declined("of two ranks one alone is the sum without the other")
+    whole = rounded_once(trial, "output.0")
+    return replace(whole, value=_part(trial, _ranks(trial)[n]).value.reshape(whole.value.shape))
 
 
 def _shares(trial: Trial) -> Iterator[Guess]:
