@@ -37,7 +37,9 @@ class DecodeError(ValueError):
 def between(low: float, high: float = math.inf) -> Condition:
     """A number from ``low`` to ``high``; without ``high`` a finite one."""
     wanted = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
-    return lambda value: "" if low <= value <= high and math.isfinite(value) else wanted
+    if high < math.inf:
+        return lambda value: "" if low <= value <= high else wanted
+    return lambda value: "" if low <= value and math.isfinite(value) else wanted
 
 
 def words(most: int) -> Condition:
