@@ -23,8 +23,9 @@ from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
 _NOTHING: Mapping[str, Any] = {}
-Read = Callable[[Any, str], Any]
-"""(value, path in the JSON) → what it means."""
+Where = str | tuple["Where", str | int | None]
+Read = Callable[[Any, Where], Any]
+"""(value, its path in the JSON) → what it means."""
 Condition = Callable[[Any], str]
 """Of a value: "" where it holds, else what the value is not."""
 
@@ -36,7 +37,9 @@ class DecodeError(ValueError):
 def between(low: float, high: float = math.inf) -> Condition:
     """A number from ``low`` to ``high``; without ``high`` a finite one."""
     wanted = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
-    return lambda value: "" if low <= value <= high and math.isfinite(value) else wanted
+    if high < math.inf:
+        return lambda value: "" if low <= value <= high else wanted
+    return lambda value: "" if low <= value and math.isfinite(value) else wanted
 
 
 def words(most: int) -> Condition:
@@ -67,7 +70,7 @@ Count = Annotated[int, between(0, 1 << 53)]
 Size = Annotated[float, between(0.0)]
 
 
-def decode(kind: type[T], value: Any, where: str = "") -> T:
+def decode(kind: type[T], value: Any, where: Where = "") -> T:
     """``value``, of json.loads, as ``kind``. where: its path, for the sentence. Raises DecodeError."""
     kind_of_value: Any = kind
     found: T = reader(kind_of_value)(value, where)
@@ -109,8 +112,18 @@ def object_in(path: Path | None, most: int) -> dict[str, Any]:
         return {}
 
 
-def refused(value: Any, where: str, wanted: str) -> DecodeError:
-    return DecodeError(f"{where or 'it'} is {reprlib.repr(value)}, not {wanted}")
+def refused(value: Any, where: Where, wanted: str) -> DecodeError:
+    return DecodeError(f"{path_of(where) or 'it'} is {reprlib.repr(value)}, not {wanted}")
+
+
+def path_of(where: Where) -> str:
+    """``blamed[3].times``. A path is pairs of what is around and a key or an index: few are ever read as text."""
+    if isinstance(where, str):
+        return where
+    above, part = path_of(where[0]), where[1]
+    if part is None:
+        return f"a key of {above or 'it'}"
+    return f"{above}[{part}]" if isinstance(part, int) else f"{above}.{part[:60]}" if above else part[:60]
 
 
 _PLAIN: dict[Any, tuple[type, str]] = {
@@ -141,20 +154,19 @@ def reader(kind: Any) -> Read:
         return _fixed([reader(hints[name]) for name in kind._fields], lambda values: kind(*values))
     if kind is float:
         return _number
-    exact, wanted = _PLAIN[kind]
-    return _plain(lambda value: type(value) is exact, wanted)
+    return _exact(*_PLAIN[kind])
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: Any, where: Where) -> float:
     try:
         return float(value if type(value) in (int, float) else "none")
     except (ValueError, OverflowError):
         raise refused(value, where, "a number") from None
 
 
-def _plain(holds: Callable[[Any], bool], wanted: str) -> Read:
-    def read(value: Any, where: str) -> Any:
-        if not holds(value):
+def _exact(exact: type, wanted: str) -> Read:
+    def read(value: Any, where: Where) -> Any:
+        if type(value) is not exact:
             raise refused(value, where, wanted)
         return value
 
@@ -162,7 +174,7 @@ def _plain(holds: Callable[[Any], bool], wanted: str) -> Read:
 
 
 def _annotated(inner: Read, conditions: Sequence[Condition]) -> Read:
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         found = inner(value, where)
         for condition in conditions:
             if wanted := condition(found):
@@ -173,7 +185,7 @@ def _annotated(inner: Read, conditions: Sequence[Condition]) -> Read:
 
 
 def _union(readers: Sequence[Read]) -> Read:
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         why: DecodeError | None = None
         for one in readers:
             try:
@@ -185,34 +197,27 @@ def _union(readers: Sequence[Read]) -> Read:
     return read
 
 
-def _listed(value: Any, where: str) -> list[Any]:
+def _listed(value: Any, where: Where) -> list[Any]:
     if not isinstance(value, list):
         raise refused(value, where, "a list")
     return value
 
 
-def _as_it_is(value: Any, where: str) -> Any:
+def _as_it_is(value: Any, where: Where) -> Any:
     return value
 
 
 def _many(item: Read, into: Callable[[Any], Any]) -> Read:
     if item is _as_it_is:
         return lambda value, where: into(_listed(value, where))
-
-    def read(value: Any, where: str) -> Any:
-        try:
-            return into([item(v, where) for v in _listed(value, where)])
-        except DecodeError:  # a path is made where somebody reads it
-            return into([item(v, f"{where}[{i}]") for i, v in enumerate(_listed(value, where))])
-
-    return read
+    return lambda value, where: into([item(v, (where, i)) for i, v in enumerate(_listed(value, where))])
 
 
 def _fixed(items: Sequence[Read], into: Callable[[Any], Any]) -> Read:
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         if len(_listed(value, where)) != len(items):
             raise refused(value, where, f"a list of {len(items)}")
-        return into([item(v, f"{where}[{i}]") for i, (item, v) in enumerate(zip(items, value, strict=True))])
+        return into([item(v, (where, i)) for i, (item, v) in enumerate(zip(items, value, strict=True))])
 
     return read
 
@@ -222,22 +227,23 @@ def _mapping(key: Any, item: Any) -> Read:
     if typing.get_origin(key) is not None and typing.get_origin(key) is not Annotated:
         pairs = _many(_fixed([key_of, value_of], tuple), list)
         return lambda value, where: dict(pairs(value, where))
-    if key is int:
-        key_of = _plain(lambda k: k.removeprefix("-").isdecimal() and len(k) < 20, "a whole number")
+    key_of = _whole if key is int else key_of
 
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         if not isinstance(value, dict):
             raise refused(value, where, "an object")
         if key is str and value_of is _as_it_is:
             return value
-        found = {key_of(k, f"a key of {where or 'it'}"): value_of(v, _below(where, k)) for k, v in value.items()}
-        return {int(k): v for k, v in found.items()} if key is int else found
+        return {key_of(k, (where, None)): value_of(v, (where, k)) for k, v in value.items()}
 
     return read
 
 
-def _below(where: str, key: str) -> str:
-    return f"{where}.{key[:60]}" if where else key[:60]
+def _whole(key: str, where: Where) -> int:
+    """A number that is a key."""
+    if not key.removeprefix("-").isdecimal() or len(key) > 20:
+        raise refused(key, where, "a whole number")
+    return int(key)
 
 
 def _fields(kind: Any) -> Read:
@@ -246,15 +252,15 @@ def _fields(kind: Any) -> Read:
         return lambda value, where: kind.of_plain(value, where)
     schema = cache(lambda: _schema(kind))  # not before it is needed: a class may name itself
 
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         readers, needs = schema()
         if not isinstance(value, dict):
             raise refused(value, where, "an object")
         if lacking := [name for name in needs if name not in value]:
-            raise DecodeError(f"{where or 'it'} has no {lacking[0]}")
+            raise DecodeError(f"{path_of(where) or 'it'} has no {lacking[0]}")
         if unknown := value.keys() - readers.keys():
-            raise DecodeError(f"{_below(where, min(unknown))} is not known here")
-        return kind(**{name: readers[name](v, _below(where, name)) for name, v in value.items()})
+            raise DecodeError(f"{path_of((where, min(unknown)))} is not known here")
+        return kind(**{name: readers[name](v, (where, name)) for name, v in value.items()})
 
     return read
 

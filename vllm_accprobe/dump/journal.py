@@ -255,7 +255,10 @@ def _check_tensor(t: Any) -> None:
     string(t, "device", "")
     optional_string(t, "hash")
     for key in ("shape", "stride"):
-        _sizes(t.get(key, []), f"{key} of {t['role'][:60]}")
+        sizes = t.get(key, [])  # thousands of tensors a step: no function is called for each number
+        whole = isinstance(sizes, list) and len(sizes) <= MAX_DIMS
+        if not whole or not all(type(n) is int and 0 <= n <= MAX_INT for n in sizes):
+            raise ValueError(f"{key} of {t['role'][:60]} is {short(sizes)}")
     blocks = t.get("blocks")
     if blocks is not None:
         where = f"blocks of {t['role'][:60]}"

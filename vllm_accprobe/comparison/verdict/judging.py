@@ -137,16 +137,6 @@ def _forgive(errors: RowErrors, mask: np.ndarray) -> None:
 _NO_KEYS = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
-class WrongRows:
-    at: np.ndarray
-    err: np.ndarray
-    rel: np.ndarray
-    gain: np.ndarray
-    broken: np.ndarray
-    own: np.ndarray
-
-
 def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) -> np.ndarray:
     """`TensorErrors.shared` of the rows of all parts, one after the other: int64; empty where each row has its own
     error."""
@@ -158,49 +148,50 @@ def shared_rows(parts: list[Part], errors: list[RowErrors], rows: list[RowSet]) 
     return np.concatenate([np.full(len(known), i) for i, known in zip(numbers, rows, strict=True)])
 
 
-def wrong_rows_of(
+RowColumns = tuple[np.ndarray, ...]
+"""Of rows with an error: err, rel, gain (float64), broken and own (bool), as `TensorErrors` has them."""
+_NO_ROWS = np.zeros(0, np.int64), *[np.zeros(0)] * 3, *[np.zeros(0, bool)] * 2
+
+
+def rows_with_errors(
     parts: list[Part], errors: list[RowErrors], rows: list[RowSet], own: np.ndarray = _NO_KEYS
-) -> tuple[WrongRows, float]:
-    """The rows with an error, and the largest error that belongs to no row. rows: that each part speaks for. own: keys
-    that are wrong whatever came in."""
-    found: list[tuple[np.ndarray, ...]] = []
+) -> tuple[np.ndarray, RowColumns, float]:
+    """(which rows of all parts, one after the other, have an error; what is known of these; the largest error that
+    belongs to no row). rows: that each part speaks for. own: keys that are wrong whatever came in."""
+    found: list[RowColumns] = [_NO_ROWS]
     everywhere, start = 0.0, 0
     for part, e, known in zip(parts, errors, rows, strict=True):
         n = len(known)
+        at, values = np.arange(n), ()  # type: tuple[np.ndarray, tuple[Any, ...]]
         if part.whole and (e.err > 0).any():
-            if n:
-                most = np.full(n, e.err.max())
-                broken = np.full(n, _broken(part, e).any())
-                found.append((np.arange(start, start + n), most, most, np.zeros(n), broken, np.zeros(n, bool)))
-            else:
-                everywhere = max(everywhere, float(e.err.max()))
+            most = e.err.max()
+            values = most, most, 0.0, _broken(part, e).any(), False
+            everywhere = everywhere if n else max(everywhere, float(most))
         elif not part.whole and len(e.err) == n:
-            bad = np.flatnonzero(e.err > 0)
-            condemned = np.isin(known.keys[bad], own) if len(own) else np.zeros(len(bad), bool)
-            found.append((start + bad, e.err[bad], e.rel[bad], e.gain[bad], _broken(part, e)[bad], condemned))
+            at = np.flatnonzero(e.err > 0)
+            values = e.err[at], e.rel[at], e.gain[at], _broken(part, e)[at], np.isin(known.keys[at], own)
         elif not part.whole and e.err[0] > 0:
-            values = e.err, e.rel, e.gain, _broken(part, e)
-            found.append((np.arange(start, start + n), *(np.full(n, v[0]) for v in values), np.zeros(n, bool)))
+            values = e.err[0], e.rel[0], e.gain[0], _broken(part, e)[0], False
+        if values:
+            found.append((start + at, *(np.broadcast_to(v, len(at)) for v in values)))
         start += n
-    if not found:
-        none, no = np.zeros(0), np.zeros(0, bool)
-        return WrongRows(np.zeros(0, np.int64), none, none, none, no, no), everywhere
-    return WrongRows(*(np.concatenate([f[i] for f in found]) for i in range(6))), everywhere
+    which, *columns = (np.concatenate(column) for column in zip(*found, strict=True))
+    return which, tuple(columns), everywhere
 
 
-def by_key(wrong: WrongRows, rows: Union) -> tuple[np.ndarray, WrongRows]:
-    """(keys, each once, the rows in their order), of a key with several rows the largest error. rows: of all parts."""
-    at = rows.place[wrong.at]
+def by_key(which: np.ndarray, columns: RowColumns, rows: Union) -> tuple[np.ndarray, RowColumns]:
+    """(keys, each once, the columns in their order), of a key with several rows the largest error. rows: of all
+    parts."""
+    at = rows.place[which]
     if rows.distinct and len(at) == len(rows.seen):
         keys = rows.seen.keys  # all of them: the same array, which whoever compares knows again
         order = np.empty(len(at), np.int64)
         order[at] = np.arange(len(at))
     else:
-        order = np.lexsort((wrong.err, at))
+        order = np.lexsort((columns[0], at))
         order = order[np.append(np.diff(at[order]) != 0, True)] if len(at) else order
         keys = rows.seen.keys[at[order]]
-    values = (wrong.at, wrong.err, wrong.rel, wrong.gain, wrong.broken, wrong.own)
-    return keys, WrongRows(*(v[order] for v in values))
+    return keys, tuple(column[order] for column in columns)
 
 
 def _broken(part: Part, errors: RowErrors) -> np.ndarray:
@@ -626,37 +617,38 @@ class _Judge:
                     rows[i] = rows[i].only(~mask)
                     errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
             own = np.concatenate([s.own for s in settled])
-            wrong, everywhere = wrong_rows_of(parts, errors, rows, own)
+            which, known, everywhere = rows_with_errors(parts, errors, rows, own)
             allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
             weak = any(p.stats is not None for p in parts)
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
             columns = None if any(s.left is not None for s in settled) else unit.columns
             shared = shared_rows(parts, errors, rows)
-            self._trace(replace(unit, columns=columns), rows, wrong, created, everywhere, max(allowed, 0.0), weak,
-                        shared=shared)  # fmt: skip
+            self._trace(replace(unit, columns=columns), rows, which, known, created, everywhere, max(allowed, 0.0),
+                        weak, shared=shared)  # fmt: skip
 
     def _trace(
-        self, unit: MeasuredUnit, keys: list[RowSet], wrong: WrongRows, limit: float, everywhere: float = 0.0,
-        allowed: float = 0.0, weak: bool = False, spoilt: bool = False, shared: np.ndarray = _NO_KEYS,
+        self, unit: MeasuredUnit, keys: list[RowSet], which: np.ndarray, columns: RowColumns, limit: float,
+        everywhere: float = 0.0, allowed: float = 0.0, weak: bool = False, spoilt: bool = False,
+        shared: np.ndarray = _NO_KEYS,
     ) -> None:  # fmt: skip
         rows = self.unions.of(keys)
-        bad, wrong = by_key(wrong, rows)
+        bad, columns = by_key(which, columns, rows)
         keep = self.shelf.keep
         bad = bad if bad is rows.seen.keys else keep(bad)
-        tap, role, call = unit.key
-        keyed = (rows.seen, bad, keep(wrong.err), everywhere, unit.vision, allowed, weak)
+        err, rel, gain, broken, own = map(keep, columns)
+        role = unit.key[1]
         part = next((p for p in unit.parts if not p.skip), None)
         dtypes = () if part is None or unit.is_param else (part.dtype_golden or part.dtype_mine, part.dtype_mine)
         unread = not dtypes or is_exact(*dtypes) or is_mask(role)
         rounding = 0.0 if unread else self.limit_check.operators(unit) * max(self.unit, *map(rounding_unit, dtypes))
-        signs = (keep(wrong.rel), keep(wrong.gain), rounding, unit.columns, part.width if part is not None else 1)
         if len(shared):
             shared, by_part = np.full(len(rows.seen), -1), shared
             shared[rows.place] = by_part
-        few = any(p.few for p in unit.parts)
-        known = (keep(wrong.broken), keep(wrong.own), spoilt, unit.gap, shared)
-        self.traces.append(TensorErrors(tap, role, call, kind_of(role), unit.order, limit, *keyed, *signs, *known,
-                                        few=few))  # fmt: skip
+        self.traces.append(TensorErrors(
+            *unit.key, kind_of(role), unit.order, limit, rows.seen, bad, err, everywhere, unit.vision, allowed, weak,
+            rel, gain, rounding, unit.columns, part.width if part is not None else 1, broken, own, spoilt, unit.gap,
+            shared, few=any(p.few for p in unit.parts),
+        ))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
         if part.equal is None:
@@ -672,8 +664,8 @@ class _Judge:
         self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         spoilt = part.table is not None and bool(part.table[:, definition.MISMATCH].any())
-        none = wrong_rows_of([], [], [])[0]
-        self._trace(unit, [], none, limits.row, worst if worst > limits.row else 0.0, spoilt=spoilt)
+        everywhere = worst if worst > limits.row else 0.0
+        self._trace(unit, [], _NO_ROWS[0], _NO_ROWS[1:], limits.row, everywhere, spoilt=spoilt)
 
     def _facts(
         self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]

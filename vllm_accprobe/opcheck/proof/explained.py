@@ -26,7 +26,7 @@ from vllm_accprobe.align.tokens import SideRows
 from vllm_accprobe.comparison.plan.unit import Group, Unit, unsummed
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.row_table import row_labels
-from vllm_accprobe.dump.decode import DecodeError, decode
+from vllm_accprobe.dump.decode import Where, decode, refused
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, CheckResult
@@ -73,11 +73,11 @@ class Explained:
         return {"sets": sets, "places": places, "why": dict(self.why)}
 
     @staticmethod
-    def of_plain(value: Any, where: str = "") -> Explained:
+    def of_plain(value: Any, where: Where = "") -> Explained:
         """Raises DecodeError for what `plain` never wrote."""
         found = decode(_Stored, value, where)
         if any(not 0 <= n < len(found.sets) for n in found.places.values()):
-            raise DecodeError(f"{where}.places names rows that are not there")
+            raise refused(found.places, (where, "places"), "places of rows that are there")
         return Explained({place: found.sets[n] for place, n in found.places.items()}, found.why)
 
 
