@@ -37,7 +37,11 @@ def test_equal_tensors_are_not_read(golden):
     assert all(p.identical for p in result.pairs)
     sampled = sum(r.tap == "sampler" and r.role == "output.token" for r in mine.records)
     of_model = sum(r.tap == "<root>" and r.role in ("input.input_ids", "input.positions") for r in mine.records)
-    assert (golden.reads, mine.reads) == (sampled + of_model,) * 2  # what runner_inputs.py checks without a golden
+    outputs = {(r.step, r.hash) for r in mine.records if (r.tap, r.role) == ("<root>", "output.0")}
+    chosen = [r for r in mine.records if (r.tap, r.role) == ("logits_processor", "input.hidden_states")]
+    of_logits = sum(1 + r.shape[0] for r in chosen if (r.step, r.hash) not in outputs)
+    # what runner_inputs.py checks without a golden
+    assert (golden.reads, mine.reads) == (sampled + of_model + of_logits,) * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

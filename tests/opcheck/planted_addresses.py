@@ -121,6 +121,16 @@ def ranks(order: list[int]) -> Call:
     return replace(parts[0], extra={"ranks": parts})
 
 
+def summed(y: Callable[[Any, Any, Any], Any], size: int = 2) -> Call:
+    """A sum over ranks with a bias. y: of the ranks' parts [size, rows, 48], their sum with the bias, and the bias."""
+    parts = [replace(linear(seed=10 * n, bias=True, cls="RowParallelLinear"),
+                     attrs={"tp_size": size, "tp_rank": n, "reduce_results": True}) for n in range(size)]  # fmt: skip
+    bias = parts[0].params["bias"].double()
+    each = torch.stack([p.inputs["input_"].double() @ p.params["weight"].double().T for p in parts])
+    parts = [with_output(p, y(each, each.sum(0) + bias, bias)) for p in parts]
+    return replace(parts[-1], extra={"ranks": parts})
+
+
 def experts(
     weights: Callable[[Any], Any], gates: Callable[[Any], Any] = lambda w: w, order: list[int] | None = None
 ) -> Call:  # fmt: skip
@@ -255,6 +265,10 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
             * c.params["weight"].double()), "norm_tail",
     ),
     "ranks": (lambda: ranks([1, 0]), "ranks_exchanged"),
+    "ranks' bias": (lambda: summed(lambda each, y, bias: y + bias), "bias_of_each_rank"),
+    "ranks' bias, of three": (lambda: summed(lambda each, y, bias: y + 2 * bias, 3), "bias_of_each_rank"),
+    "rank missing": (lambda: summed(lambda each, y, bias: y - each[1]), "rank_missing"),
+    "rank alone": (lambda: summed(lambda each, y, bias: each[2], 3), "not_reduced"),
     "experts": (lambda: experts(lambda w: w[[1, 2, 3, 0]]), "experts_shifted"),
     "experts' gates": (
         lambda: experts(lambda w: w, lambda w: torch.cat((w[:, 32:], w[:, :32]), 1)), "expert_halves_exchanged",
@@ -291,6 +305,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 
 RIGHT: tuple[Callable[[], Call], ...] = (
     lambda: rotated(CHUNKS, CHUNKS), lambda: ranks([0, 1]), lambda: experts(lambda w: w),
+    lambda: summed(lambda each, y, bias: y, 3),
     lambda: of_two(lambda own, other: own), sampled, shared, lambda: latent(0.25), lambda: sections(SECTIONS),
 )  # fmt: skip
 """Calls that are right, each of another maker."""

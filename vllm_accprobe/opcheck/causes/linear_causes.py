@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
-    FACTOR,
     SETTING,
     Guess,
     Trial,
@@ -63,34 +62,10 @@ def bias_of_each_rank(trial: Trial, ranks: int) -> Expected:
     return _bias(trial, float(ranks))
 
 
-def _part(trial: Trial, rank: Call) -> Expected:
-    """What one rank adds to the sum."""
-    one = edited(rank, attrs={"reduce_results": False}, extra={"ranks": ()})
-    return trial.evaluate(one)["output.0"]
-
-
-def _numbers(trial: Trial) -> Iterator[Guess]:
-    yield from (Guess(n, choices=float(len(_ranks(trial)))) for n in range(len(_ranks(trial))))
-
-
-@cause(FACTOR, *LINEAR, text="without the part of rank {0} of the sum", values=_numbers)
-def without_rank(trial: Trial, n: int) -> Expected:
-    lost = _part(trial, _ranks(trial)[n])
-    whole = rounded_once(trial, "output.0")
-    return replace(whole, value=(trial.plain["output.0"].value - lost.value).reshape(whole.value.shape))
-
-
-@cause(FACTOR, *LINEAR, text="with the part of rank {0} alone", values=_numbers)
-def one_rank(trial: Trial, n: int) -> Expected:
-    if len(_ranks(trial)) == 2:
-        raise Declined("of two ranks one alone is the sum without the other")
-    whole = rounded_once(trial, "output.0")
-    return replace(whole, value=_part(trial, _ranks(trial)[n]).value.reshape(whole.value.shape))
-
-
 def _shares(trial: Trial) -> Iterator[Guess]:
     ranks = int(trial.call.attrs.get("tp_size", 1))
-    yield from (Guess(float(x)) for x in (ranks, 1.0 / ranks) if ranks > 2)
+    if not trial.call.extra.get("ranks"):
+        yield from (Guess(float(x)) for x in (ranks, 1.0 / ranks) if ranks > 2)
     yield from fits(_bias, trial, [1.0, 0.1])
 
 
