@@ -89,6 +89,17 @@ def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
     assert result.notes[0] == "replay: 3 outputs of mine checked, 2 modules, each wrong for its own inputs"
 
 
+@pytest.mark.parametrize(("message", "text"), [
+    ("1, not -inf; as without allowed token ids", "the logits are as without allowed token ids"),
+    ("3, not 4 (x; with the penalties of another request)", "the logits are made with the penalties of another request"),
+    ("3, not 4", None),
+])  # fmt: skip
+def test_the_parameters_that_explain_a_sampler_are_its_cause(message: str, text: str | None) -> None:
+    wrong = replace(checked("first"), tap="sampler", cls="Sampler", message=message)
+    (origin,) = [o for o in judged(comparison(), [], [wrong]).origins if o["module"] == "sampler"]
+    assert (origin["cause"] or {}).get("text") == text
+
+
 def test_what_rounds_toward_zero_is_said_once_for_its_class_and_side() -> None:
     cut = [replace(checked(tap, "pass"), rounding="toward zero") for tap in ("first", "second")]
     result = judged(comparison(), [checked("first", "pass")], [*cut, replace(checked("third", "pass"), cls="D")])

@@ -433,13 +433,22 @@ def _modules(n: int) -> str:
     return "no module is" if not n else f"{n} module is" if n == 1 else f"{n} modules, each"
 
 
+def _of_sampler(b: ReplayFinding) -> dict[str, Any] | None:
+    """The cause that the replay of a sampler found by its request's parameters (judge/sampling_rules.py)."""
+    how = b.message.rpartition("; ")[2].removesuffix(")")
+    if b.tap != SAMPLER or not how.startswith(("as ", "with the ")):
+        return None
+    text = f"the logits are {how}" if how.startswith("as ") else f"the logits are made {how}"
+    return {"family": "setting", "text": text, "parameter": None, "residual": 0.0, "chance": None}
+
+
 def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
     """compare.json's entry of an origin; where the comparison had found it, its words stay."""
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}
     at |= {"decided_by": b.measure} if b.measure else {}
-    if b.cause is not None:  # another constant, where there is one, stays beside it
-        at["cause"] = {**((known or {}).get("cause") or {}), **b.cause}
+    # another constant, where there is one, stays beside a cause
+    at["cause"] = {**((known or {}).get("cause") or {}), **(b.cause or _of_sampler(b) or {})} or None
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}
     if known is not None:
