@@ -17,6 +17,7 @@ from vllm_accprobe.judge import sampling_rules
 from vllm_accprobe.opcheck.calls import sampler_calls
 from vllm_accprobe.opcheck.calls.neighbours import Past
 from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.references.linear import RowAdapters
 
 EPS = 1e-5
 
@@ -129,6 +130,19 @@ def summed(y: Callable[[Any, Any, Any], Any], size: int = 2) -> Call:
     each = torch.stack([p.inputs["input_"].double() @ p.params["weight"].double().T for p in parts])
     parts = [with_output(p, y(each, each.sum(0) + bias, bias)) for p in parts]
     return replace(parts[-1], extra={"ranks": parts})
+
+
+def adapted(of_row: Callable[[int], str], scaling: float = 2.0) -> Call:
+    """A layer with two adapters; rows 0 to 11 ask for a, the others for b. of_row: what each row got."""
+    call = linear(bias=False, cls="ColumnParallelLinearWithLoRA")
+    weights = {n: {"": {"lora_a": drawn(20 + k, 4, WIDTH, scale=0.2), "lora_b": drawn(30 + k, 48, 4, scale=0.2),
+                        "scaling": 2.0}} for k, n in enumerate("ab")}  # fmt: skip
+    x, y = call.inputs["input_"].double(), []
+    for row, base in enumerate(x @ call.params["weight"].double().T):
+        own = weights[of_row(row)][""] if of_row(row) else None
+        y.append(base if own is None else base + scaling * own["lora_b"].double() @ (own["lora_a"].double() @ x[row]))
+    asked = RowAdapters(tuple("a" if row < 12 else "b" for row in range(len(x))), weights)
+    return with_output(replace(call, extra={"adapters": asked}), torch.stack(y))
 
 
 def experts(
@@ -267,6 +281,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "ranks": (lambda: ranks([1, 0]), "ranks_exchanged"),
     "ranks' bias": (lambda: summed(lambda each, y, bias: y + bias), "bias_of_each_rank"),
     "ranks' bias, of three": (lambda: summed(lambda each, y, bias: y + 2 * bias, 3), "bias_of_each_rank"),
+    "another adapter": (lambda: adapted(lambda row: "a"), "another_adapter"),
+    "no adapter": (lambda: adapted(lambda row: ""), "another_adapter"),
+    "adapter scaled twice": (lambda: adapted(lambda row: "ab"[row > 11], 4.0), "adapter_scaling"),
     "rank missing": (lambda: summed(lambda each, y, bias: y - each[1]), "rank_missing"),
     "rank alone": (lambda: summed(lambda each, y, bias: each[2], 3), "not_reduced"),
     "experts": (lambda: experts(lambda w: w[[1, 2, 3, 0]]), "experts_shifted"),
@@ -305,7 +322,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
 
 RIGHT: tuple[Callable[[], Call], ...] = (
     lambda: rotated(CHUNKS, CHUNKS), lambda: ranks([0, 1]), lambda: experts(lambda w: w),
-    lambda: summed(lambda each, y, bias: y, 3),
+    lambda: summed(lambda each, y, bias: y, 3), lambda: adapted(lambda row: "ab"[row > 11]),
     lambda: of_two(lambda own, other: own), sampled, shared, lambda: latent(0.25), lambda: sections(SECTIONS),
 )  # fmt: skip
 """Calls that are right, each of another maker."""

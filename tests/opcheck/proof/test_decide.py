@@ -91,7 +91,7 @@ def test_what_replay_proves_is_an_origin_in_data_flow_order_and_fails() -> None:
 
 @pytest.mark.parametrize(("message", "text"), [
     ("1, not -inf; as without allowed token ids", "the logits are as without allowed token ids"),
-    ("3, not 4 (x; with the penalties of another request)", "the logits are made with the penalties of another request"),
+    ("3, not 4 (x; with the bias of another request)", "the logits are made with the bias of another request"),
     ("3, not 4", None),
 ])  # fmt: skip
 def test_the_parameters_that_explain_a_sampler_are_its_cause(message: str, text: str | None) -> None:

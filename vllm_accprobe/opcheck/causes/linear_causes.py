@@ -20,6 +20,7 @@ from vllm_accprobe.opcheck.causes.api import (
 )
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.activations import soft_cap
+from vllm_accprobe.opcheck.references.linear import RowAdapters
 from vllm_accprobe.opcheck.references.quantised import weight_of
 
 LINEAR = ("*ParallelLinear", "*Linear", "ParallelLMHead")
@@ -106,6 +107,42 @@ def short(trial: Trial, n: int) -> Expected:
     kept[..., -n:] = 0
     value = trial.evaluate(edited(trial.call, inputs={name: kept}))["output.0"].value
     return replace(rounded_once(trial, "output.0"), value=value)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+_ADAPTED = ("*LinearWithLoRA", "*LinearWithShardedLoRA")
+
+
+def _adapters(trial: Trial) -> RowAdapters:
+    found: RowAdapters = trial.extra("adapters")
+    return found
+
+
+def _others(trial: Trial) -> Iterator[Guess]:
+    rows = _adapters(trial)
+    names = [n for n in ("", *rows.weights) if any(own != n for own in rows.of_row)]
+    yield from (Guess(f"adapter {n!r}" if n else "no adapter", choices=float(len(names))) for n in names)
+
+
+@cause(ADDRESS, *_ADAPTED, text="with {0} in place of its rows' own", values=_others, whole=True)
+def another_adapter(trial: Trial, words: str) -> Call:
+    rows = _adapters(trial)
+    name = next((n for n in rows.weights if words == f"adapter {n!r}"), "")
+    return edited(trial.call, extra={"adapters": replace(rows, of_row=(name,) * len(rows.of_row))})
+
+
+def _powers(trial: Trial) -> Iterator[Guess]:
+    scales = {float(part["scaling"]) for parts in _adapters(trial).weights.values() for part in parts.values()}
+    yield from (Guess(w, choices=2.0) for w in ("not applied", "applied twice") if scales - {1.0})
+
+
+@cause(SETTING, *_ADAPTED, text="with its adapter's scaling {0}", values=_powers, whole=True)
+def adapter_scaling(trial: Trial, words: str) -> Call:
+    rows = _adapters(trial)
+    weights = {name: {part: {**w, "scaling": w["scaling"] ** 2 if words == "applied twice" else 1.0}
+                      for part, w in parts.items()} for name, parts in rows.weights.items()}  # fmt: skip
+    return edited(trial.call, extra={"adapters": replace(rows, weights=weights)})
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------
