@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import Call, View
 from vllm_accprobe.opcheck.reference_table import References
 
 _PLAIN = (bool, int, str, type(None))
@@ -78,7 +78,8 @@ def closed(call: Call, references: References) -> Call:
         extra["read"] = _value
     if "ranks" in extra:
         extra["ranks"] = [closed(rank, references) for rank in extra["ranks"]]
-    return replace(call, extra=extra)
+    views = {name: replace(v, memory=v.read()) for name, v in call.views.items()}
+    return replace(call, extra=extra, views=views)
 
 
 def _value(inside: Inside) -> Any:
@@ -96,6 +97,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return StoredCache(runs, value.why)
     if isinstance(value, Inside):
         return Inside(value.shape, mapped(value.value, change))
+    if isinstance(value, View):
+        return replace(value, memory=mapped(value.read(), change))
     if isinstance(value, Mapping):
         return {k: mapped(v, change) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -138,6 +141,8 @@ def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
             return {"cache": [tree(runs, name), value.why]}
         if isinstance(value, Inside):
             return {"inside": [list(value.shape), tree(value.value, name)]}
+        if isinstance(value, View):
+            return {"view": [list(value.stride), value.offset, tree(value.read(), f"{name}.memory")]}
         if value is _value:
             return {"reads_inside": True}
         raise ValueError(f"{name}: a {type(value).__name__} cannot be written down")
@@ -173,6 +178,7 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         "call": lambda c: Call(**{k: _field(k, value(v)) for k, v in c.items()}),
         "cache": lambda c: StoredCache([CachedRun(**r) for r in value(c[0])], str(c[1])),
         "inside": lambda c: Inside(tuple(c[0]), value(c[1])),
+        "view": lambda c: View(tuple(c[0]), int(c[1]), value(c[2])),
         "reads_inside": lambda c: _value,
     }
     return Call(**{f.name: _field(f.name, value(tree[f.name])) for f in fields(Call)})

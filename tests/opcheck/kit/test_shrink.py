@@ -1,0 +1,173 @@
+"""Kernels that ignore strides, tails and layouts: gentest's folder fails with them, and passes with right ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from opcheck import torch_only
+from opcheck.kit import view_kernels
+from opcheck.opcheck_dumps import Maker
+
+from vllm_accprobe.cli import main
+from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls.records import Calls
+from vllm_accprobe.opcheck.kit.bench import DEVICE, Bench, Case
+from vllm_accprobe.opcheck.kit.shrink import DRAWN, REAL, shrunk
+from vllm_accprobe.opcheck.kit.testgen import about
+from vllm_accprobe.opcheck.registry import default_references
+
+ROWS, HEAD, WIDTH, WIDE = 520, 32, 200, 328
+KERNELS = Path(view_kernels.__file__)
+
+
+def drawn(*shape: int, seed: int = 0) -> Any:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kernel, right: names of the wrong and the right one; x: makes the input; made: its memory is another's output."""
+
+    cls: str
+    kernel: str
+    right: str
+    name: str
+    x: Callable[[], Any]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    made: bool = False
+
+
+NORM = {"variance_epsilon": view_kernels.EPS}
+LAYER = {"eps": view_kernels.EPS, "normalized_shape": [WIDTH]}
+BY_HEAD, BY_ROW = {"weight": drawn(HEAD, seed=1) + 2}, {"weight": drawn(WIDTH, seed=1) + 2}
+LINEAR = {"weight": drawn(WIDE, WIDTH, seed=2)}
+
+
+def of_heads() -> Any:
+    """k of qkv, [rows, 2, head] of [rows, 8, head]."""
+    return drawn(ROWS, 8, HEAD)[:, 4:6]
+
+
+FAULTS = {
+    "norm, view of qkv": Fault("RMSNorm", "norm_without_gaps", "norm", "x", of_heads, BY_HEAD, NORM, made=True),
+    "norm, memory unknown": Fault("RMSNorm", "norm_without_gaps", "norm", "x", of_heads, BY_HEAD, NORM),
+    "norm, offset": Fault("RMSNorm", "norm_without_offset", "norm", "x", of_heads, BY_HEAD, NORM, made=True),
+    "layer norm, half of each row": Fault(
+        "LayerNorm", "layer_norm_without_gaps", "layer_norm", "input", lambda: drawn(ROWS, 2 * WIDTH)[:, WIDTH:],
+        {**BY_ROW, "bias": drawn(WIDTH, seed=3)}, LAYER,
+    ),
+    "activation, view": Fault(
+        "SiluAndMul", "silu_and_mul_without_gaps", "silu_and_mul", "x", lambda: drawn(ROWS, 3 * WIDTH)[:, : 2 * WIDTH]
+    ),
+    "product, transposed input": Fault(
+        "ColumnParallelLinear", "linear_without_strides", "linear", "input_", lambda: drawn(WIDTH, ROWS).t(), LINEAR
+    ),
+    "norm, tail of the rows": Fault(
+        "RMSNorm", "norm_of_whole_tiles", "norm", "x", lambda: drawn(ROWS, WIDTH), BY_ROW, NORM
+    ),
+    "norm, tail of a row": Fault(
+        "RMSNorm", "norm_without_last_columns", "norm", "x", lambda: drawn(ROWS, WIDTH), BY_ROW, NORM
+    ),
+    "product, tail of the columns": Fault(
+        "ColumnParallelLinear", "linear_of_whole_tiles", "linear", "input_", lambda: drawn(ROWS, WIDTH), LINEAR
+    ),
+    "product, tail of the sum": Fault(
+        "ColumnParallelLinear", "linear_without_last_terms", "linear", "input_", lambda: drawn(ROWS, WIDTH), LINEAR
+    ),
+    "activation, tail of the columns": Fault(
+        "SiluAndMul", "silu_and_mul_of_whole_tiles", "silu_and_mul", "x", lambda: drawn(ROWS, 2 * WIDTH)
+    ),
+}  # fmt: skip
+
+
+def tap(name: str) -> str:
+    return "layers." + "".join(c if c.isalnum() else "_" for c in name)
+
+
+def dump_of(root: Path, faults: Mapping[str, Fault], right: bool = False) -> Path:
+    """Each fault is a tap of one step. right: as the right kernels compute."""
+    m = Maker(root)
+    m.module("<root>", "TinyForCausalLM")
+    for name, f in faults.items():
+        m.module(tap(name), f.cls, **f.attrs)
+        m.param(tap(name), f.cls, **f.params)
+    m.request(0, ROWS)
+    m.step(0, [(0, 0, ROWS)])
+    for name, f in faults.items():
+        x = f.x()
+        if f.made:
+            whole = torch.as_strided(x, (ROWS, x.stride(0)), (x.stride(0), 1), 0)
+            m.call(tap(name) + "_before", "NobodyKnows", {}, whole.contiguous())
+        function = getattr(view_kernels, f.right if right else f.kernel)
+        m.call(tap(name), f.cls, {f.name: x}, function(x, *f.params.values()))
+    return m.close()
+
+
+def test_the_folder_fails_with_the_kernels_that_are_wrong_and_passes_with_right_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump, out = dump_of(tmp_path / "d", FAULTS), tmp_path / "t"
+    assert main(["gentest", str(dump), "--failed", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert f"{len(FAULTS)} calls cut to " in said.out + said.err
+    (out / KERNELS.name).write_text(KERNELS.read_text())
+    cases = {json.loads(p.read_text())["about"]["tap"]: p for p in (out / "cases").glob("*.json")}
+    assert set(cases) == {tap(name) for name in FAULTS}
+    runs = []
+    for name, f in FAULTS.items():
+        case = cases[tap(name)].stem
+        one = f"test_operators.py::test_{f.cls}[{{}}-{case}]"
+        runs += [[one.format("captured")], *(
+            [one.format("device"), "--kernel", f"{KERNELS.name}:{kernel}"] for kernel in (f.kernel, f.right)
+        )]  # fmt: skip
+    site = torch_only.site(tmp_path / "site")
+    codes = torch_only.run_each(site, out, runs)
+    found = {name: codes[3 * k : 3 * k + 3] for k, name in enumerate(FAULTS)}
+    assert found == {name: [1, 1, 0] for name in FAULTS}
+    sizes = []
+    for name, path in cases.items():
+        whole = next(c for c in Calls(open_dump(dump), None).of(0, name))
+        sizes.append(path.with_suffix(".safetensors").stat().st_size / nbytes_of(whole.what))
+    assert median(sizes) <= 0.05, sorted(sizes)
+
+
+def nbytes_of(call: Any) -> int:
+    tensors = [*call.inputs.values(), *call.outputs.values(), *call.params.values()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_kernel_at_hand_leaves_what_it_fails_for_with_numbers_of_nobody(name: str, tmp_path: Path) -> None:
+    f, references = FAULTS[name], default_references()
+    calls = Calls(open_dump(dump_of(tmp_path / "d", {name: f})), None)
+    captured = next(calls.of(0, tap(name)))
+    wrong = Bench(kernel=getattr(view_kernels, f.kernel), references=references)
+    found = shrunk(captured, wrong, about(captured))
+    assert found.synthetic
+    assert found.values.startswith(DRAWN)
+    assert found.kept["rows"][0] <= 2
+    old, new = captured.what.inputs[f.name].flatten(1), found.call.inputs[f.name].flatten(1)
+    assert old.shape[1] != new.shape[1] or not bool((old.unsqueeze(1) == new).all(-1).any())
+    case = Case(about(captured), found.call, {})
+    right = Bench(kernel=getattr(view_kernels, f.right), references=references)
+    assert [o.status for o in wrong.check(case, DEVICE)] == ["fail"]
+    assert [o.status for o in right.check(case, DEVICE)] == ["pass"]
+    real = shrunk(captured, wrong, about(captured), real_values=True)
+    assert (real.values, real.synthetic) == (REAL, False)
+    assert right.check(Case(about(captured), real.call, {}), DEVICE)[0].status == "pass"
+
+
+def test_a_right_call_stays_whole(tmp_path: Path) -> None:
+    f = FAULTS["norm, view of qkv"]
+    calls = Calls(open_dump(dump_of(tmp_path / "d", {"right": f}, right=True)), None)
+    captured = next(calls.of(0, tap("right")))
+    found = shrunk(captured, Bench(references=default_references()), about(captured))
+    assert (found.kept, found.before, found.values) == ({}, found.after, REAL)
