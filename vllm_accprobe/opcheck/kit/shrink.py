@@ -139,7 +139,8 @@ def least(
     while len(blocks) > 1 and tried < most:
         pieces = [blocks[k * len(blocks) // count : (k + 1) * len(blocks) // count] for k in range(count)]
         without = ([b for j, p in enumerate(pieces) if j != k for b in p] for k in range(count))
-        smaller: Iterable[tuple[list[Any], int]] = ((p, 2) for p in reversed(pieces))  # the last one has the tail
+        # the last piece has the tail; of a view the first one reads nothing but its own memory
+        smaller: Iterable[tuple[list[Any], int]] = ((p, 2) for p in (pieces if call.views else reversed(pieces)))
         rest: Iterable[tuple[list[Any], int]] = ((p, max(count - 1, 2)) for p in without) if count > 2 else ()
         found = next(((p, n) for part in (smaller, rest) for p, n in part if tried < most and fails(p)), None)
         if found is not None:
