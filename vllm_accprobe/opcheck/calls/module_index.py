@@ -24,7 +24,7 @@ from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.opcheck.calls.parameters import ModuleParameters, model_config
-from vllm_accprobe.opcheck.calls.views import span, view_of
+from vllm_accprobe.opcheck.calls.views import same_bits, span, view_of
 from vllm_accprobe.opcheck.reference import BACKWARD, Call, View
 
 _TRIED = 3
@@ -151,7 +151,7 @@ class ModuleIndex:
                 memory, own = self.read(r).reshape(-1), self.read(record)
                 if len(memory) >= record.offset + span(record.shape, stride):
                     view = memory.as_strided(record.shape, stride, record.offset)
-                    if torch.equal(view.contiguous().view(torch.uint8), own.contiguous().view(torch.uint8)):
+                    if same_bits(view, own):
                         return memory
         return None
 
