@@ -131,8 +131,9 @@ class ModuleIndex:
 
     def _memory(self, record: Record) -> Any | None:
         """The output of an earlier tap of the step that this input is a view of, flat; None where there is none."""
-        space = self.dump.rows.get((record.rank, record.step, record.rows)) if record.step is not None else None
-        stride, row = record.stride, 0
+        stride, row, space = record.stride, 0, None
+        if record.step is not None and record.rows is not None:
+            space = self.dump.rows.get((record.rank, record.step, record.rows))
         if space is None or stride is None or record.row_dim != 0:
             return None
         for segment in space.segments:  # rows that were left out lie in the memory between the others

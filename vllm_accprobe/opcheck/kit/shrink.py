@@ -37,6 +37,8 @@ _EVALUATIONS = 96
 _HEADS = ("num_heads", "num_kv_heads", "head_size")
 _COLUMNS = ("*ParallelLinear", "*Linear", "ParallelLMHead")
 _PAIRS = ("SiluAndMul", "MulAndSilu", "GeluAndMul")
+_CONSTANTS = {"epsilon", "usual", "apart"}
+"""In Call.extra: what does not change with a call's rows or columns."""
 _ATTENTION = ("Attention", "EncoderOnlyAttention")
 REAL = "the inputs are captured numbers, of the rows that are here"
 DRAWN = "the inputs were drawn at random with the captured dtype, layout, mean and spread"
@@ -61,7 +63,7 @@ class Shrunk:
 
 
 @dataclass(frozen=True)
-class Axis:
+class CutAxis:
     """word: what it is made of; size: how many; cut: the call with some of them, int64 [k] in order."""
 
     word: str
@@ -124,7 +126,7 @@ def _fails(call: Call, bench: Bench, about: Mapping[str, Any], way: str) -> bool
 
 
 def least(
-    axis: Axis, call: Call, good: Callable[[Call], bool], grain: int, most: int
+    axis: CutAxis, call: Call, good: Callable[[Call], bool], grain: int, most: int
 ) -> tuple[Any, int]:  # fmt: skip
     """(what is kept of the axis, int64 in order; parts that were tried), by delta debugging over blocks of ``grain``.
     most: parts to try."""
@@ -162,7 +164,7 @@ def _views(call: Call) -> Iterator[tuple[str, Any, View]]:
             yield name, call.inputs[name], view
 
 
-def rows(call: Call, bench: Bench) -> Axis | None:
+def rows(call: Call, bench: Bench) -> CutAxis | None:
     """Rows of the first dimension, of references that work row by row; of attention queries, with their requests."""
     out = call.outputs.get("output.0")
     alone = bench.references.by_rows(call.cls) or call.cls.endswith("RotaryEmbedding")
@@ -170,9 +172,9 @@ def rows(call: Call, bench: Bench) -> Axis | None:
         return None
     n = out.shape[0]
     tensors = [*call.inputs.values(), *call.outputs.values()]
-    if any(not t.dim() or t.shape[0] != n for t in tensors) or set(call.extra) - {"cache", "epsilon", "usual"}:
+    if any(not t.dim() or t.shape[0] != n for t in tensors) or set(call.extra) - {"cache", *_CONSTANTS}:
         return None
-    return Axis("rows", n, _some_rows)
+    return CutAxis("rows", n, _some_rows)
 
 
 def _some_rows(call: Call, at: Any) -> Call:
@@ -196,7 +198,7 @@ def _of_run(call: Call, run: cases.CachedRun, at: Any) -> cases.CachedRun | None
     return cases.CachedRun(torch.searchsorted(at, run.at[stays]), positions, {k: t[:last] for k, t in run.past.items()})
 
 
-def heads(call: Call, bench: Bench) -> Axis | None:
+def heads(call: Call, bench: Bench) -> CutAxis | None:
     """Heads of keys and values of an attention, with the queries that read them; heads of a norm by heads."""
     if call.cls in _ATTENTION and all(isinstance(call.attrs.get(n), int) for n in _HEADS):
         q, kv = call.attrs["num_heads"], call.attrs["num_kv_heads"]
@@ -205,12 +207,12 @@ def heads(call: Call, bench: Bench) -> Axis | None:
         fits = kv > 1 and q % kv == 0 and not call.params and not call.attrs.get("alibi_slopes")
         if fits and set(tensors) <= set(flat) and all(t.dim() == 2 and t.shape[1] % flat[n] == 0
                                                       for n, t in tensors.items()):  # fmt: skip
-            return Axis("heads", kv, _some_heads)
+            return CutAxis("heads", kv, _some_heads)
     out = call.outputs.get("output.0")
     if out is not None and out.dim() == 3 and bench.references.by_rows(call.cls) and not call.views and all(
         t.shape == out.shape for t in (*call.inputs.values(), *call.outputs.values())
     ):  # fmt: skip
-        return Axis("heads", out.shape[1], lambda c, at: _mapped(c, lambda t: t[:, at]))
+        return CutAxis("heads", out.shape[1], lambda c, at: _mapped(c, lambda t: t[:, at]))
     return None
 
 
@@ -237,22 +239,23 @@ def _some_heads(call: Call, at: Any) -> Call:
     return replace(_mapped(call, some), attrs=attrs, extra=extra, views=views)
 
 
-def columns(call: Call, bench: Bench) -> Axis | None:
+def columns(call: Call, bench: Bench) -> CutAxis | None:
     """Columns of a product's output, with their weights; of an activation, with what they are computed from."""
     out = call.outputs.get("output.0")
-    if out is None or len(call.outputs) != 1 or call.args or call.extra or call.views or out.dim() < 1:
+    if out is None or len(call.outputs) != 1 or call.args or set(call.extra) - _CONSTANTS or out.dim() < 1:
         return None
     n, weight = out.shape[-1], call.params.get("weight")
-    if call.cls in _PAIRS and len(call.inputs) == 1:
-        return Axis("columns", n, lambda c, at: replace(
+    if call.cls in _PAIRS and len(call.inputs) == 1 and not call.views:
+        return CutAxis("columns", n, lambda c, at: replace(
             c, inputs={k: t[..., torch.cat((at, at + n))] for k, t in c.inputs.items()},
             outputs={k: t[..., at] for k, t in c.outputs.items()}))  # fmt: skip
-    plain = set(call.params) <= {"weight", "bias"} and weight is not None and weight.dim() == 2
-    if not plain or not any(fnmatchcase(call.cls, glob) for glob in _COLUMNS) or len(weight) != n:
+    if weight is None or weight.dim() != 2 or len(weight) != n or set(call.params) - {"weight", "bias"}:
+        return None
+    if not any(fnmatchcase(call.cls, glob) for glob in _COLUMNS):
         return None
     if not weight.is_floating_point() or weight.element_size() < 2 or int(call.attrs.get("tp_size", 1)) > 1:
         return None
-    return Axis("columns", n, lambda c, at: replace(
+    return CutAxis("columns", n, lambda c, at: replace(
         c, params={k: t[at] for k, t in c.params.items()}, outputs={k: t[..., at] for k, t in c.outputs.items()}
     ))  # fmt: skip
 
@@ -263,7 +266,7 @@ def columns(call: Call, bench: Bench) -> Axis | None:
 def _redrawn(call: Call) -> Call | None:
     """The call with other numbers in its inputs and its history, token ids included; positions, weights and layouts
     stay. None where it has a tensor of which nobody knows what it means."""
-    if call.args or call.kwargs or set(call.extra) - {"cache", "epsilon", "usual"}:
+    if call.args or call.kwargs or set(call.extra) - {"cache", *_CONSTANTS}:
         return None
     generator = torch.Generator().manual_seed(0)
 
