@@ -99,7 +99,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class View:
+class MemoryLayout:
     """How a tensor lay in memory that was not contiguous. stride, offset: in elements, the offset from the beginning of
     its storage; memory: that storage, [n] of the tensor's dtype, or what reads it; None where it is not known."""
 
@@ -135,7 +135,7 @@ class Call:
     config: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    views: Mapping[str, View] = field(default_factory=dict)
+    views: Mapping[str, MemoryLayout] = field(default_factory=dict)
 
     def tensor(self, *names: str) -> Tensor:
         """The first of these inputs that was captured, its own dtype; raises Declined."""

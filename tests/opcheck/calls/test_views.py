@@ -15,7 +15,7 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.case import closed, decode, encode
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.calls.views import in_memory, laid_out, some_rows, view_of, without_gaps
-from vllm_accprobe.opcheck.reference import Call, Declined, View
+from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout
 from vllm_accprobe.opcheck.registry import default_references
 
 MEMORY = torch.randn(40, 12, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -100,6 +100,6 @@ def test_arguments_of_operators_have_their_strides(tmp_path: Path) -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4).t()
     m.op("aten.mm.default", [x, w], {"output.0": x @ w})
     found = next(Calls(open_dump(m.close()), None).of(0, "::aten.mm.default")).what
-    assert found.views == {"args.1": View((1, 4))}
+    assert found.views == {"args.1": MemoryLayout((1, 4))}
     assert laid_out(found).args[1].stride() == (1, 4)
     assert isinstance(found, Call)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, View
+from vllm_accprobe.opcheck.reference import Call, MemoryLayout
 from vllm_accprobe.opcheck.reference_table import References
 
 _PLAIN = (bool, int, str, type(None))
@@ -97,7 +97,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return StoredCache(runs, value.why)
     if isinstance(value, Inside):
         return Inside(value.shape, mapped(value.value, change))
-    if isinstance(value, View):
+    if isinstance(value, MemoryLayout):
         return replace(value, memory=mapped(value.read(), change))
     if isinstance(value, Mapping):
         return {k: mapped(v, change) for k, v in value.items()}
@@ -141,7 +141,7 @@ def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
             return {"cache": [tree(runs, name), value.why]}
         if isinstance(value, Inside):
             return {"inside": [list(value.shape), tree(value.value, name)]}
-        if isinstance(value, View):
+        if isinstance(value, MemoryLayout):
             return {"view": [list(value.stride), value.offset, tree(value.read(), f"{name}.memory")]}
         if value is _value:
             return {"reads_inside": True}
@@ -178,7 +178,7 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         "call": lambda c: Call(**{k: _field(k, value(v)) for k, v in c.items()}),
         "cache": lambda c: StoredCache([CachedRun(**r) for r in value(c[0])], str(c[1])),
         "inside": lambda c: Inside(tuple(c[0]), value(c[1])),
-        "view": lambda c: View(tuple(c[0]), int(c[1]), value(c[2])),
+        "view": lambda c: MemoryLayout(tuple(c[0]), int(c[1]), value(c[2])),
         "reads_inside": lambda c: _value,
     }
     return Call(**{f.name: _field(f.name, value(tree[f.name])) for f in fields(Call)})

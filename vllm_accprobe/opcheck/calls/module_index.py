@@ -25,7 +25,7 @@ from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.opcheck.calls.parameters import ModuleParameters, model_config
 from vllm_accprobe.opcheck.calls.views import same_bits, span, view_of
-from vllm_accprobe.opcheck.reference import BACKWARD, Call, View
+from vllm_accprobe.opcheck.reference import BACKWARD, Call, MemoryLayout
 
 _TRIED = 3
 """Chosen: earlier outputs of a view's row length that are read to find its memory."""
@@ -120,7 +120,7 @@ class ModuleIndex:
             outputs={r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))},
         )
 
-    def _views(self, entered: Mapping[str, Record], whole: bool) -> dict[str, View]:
+    def _views(self, entered: Mapping[str, Record], whole: bool) -> dict[str, MemoryLayout]:
         """Layouts of the inputs that were not contiguous. whole: all rows of them are taken, and their memory may be
         known."""
         found = {

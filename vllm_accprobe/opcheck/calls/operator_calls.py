@@ -20,7 +20,7 @@ import torch
 from vllm_accprobe.dump.journal import inputs, tensors
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.opcheck.calls.views import view_of
-from vllm_accprobe.opcheck.reference import Call, Params, View
+from vllm_accprobe.opcheck.reference import Call, MemoryLayout, Params
 
 
 class Renumbered:
@@ -90,9 +90,9 @@ def op_call(
                 params={} if shared is None else shared, views=_views(op, maker.numbers))  # fmt: skip
 
 
-def _views(op: OpCall, numbers: Mapping[str, Any]) -> dict[str, View]:
+def _views(op: OpCall, numbers: Mapping[str, Any]) -> dict[str, MemoryLayout]:
     """Layouts of the arguments that were not contiguous; none of caches, of which some blocks are here."""
-    found: dict[str, View] = {}
+    found: dict[str, MemoryLayout] = {}
     for t in inputs(op):
         place = str(t["role"]).removeprefix("input.")
         view = None if t.get("blocks") or t["role"] in numbers else view_of(t.get("shape", ()), t.get("stride"))

@@ -1,9 +1,10 @@
 """Tensors of a call as they lay in memory: strides, offset, and what lies in the gaps.
 
 The problem: a kernel that takes a view for contiguous is right for the contiguous tensors that a dump keeps. The idea:
-a `View` has the captured stride and offset of an input, and the memory around it where another record of the step has
-it. `laid_out` puts each such input back into a storage of its own. What the memory between its rows was, or else random
-numbers of the tensor's own size, fills the gaps: no row of it, and no NaN, which a right kernel may not survive either.
+a `MemoryLayout` has the captured stride and offset of an input, and the memory around it where another record of the
+step has it. `laid_out` puts each such input back into a storage of its own. What the memory between its rows was, or
+else random numbers of the tensor's own size, fills the gaps: no row of it, and no NaN, which a right kernel may not
+survive either.
 This file is copied with the tests that gentest writes. Elsewhere: who writes strides down (capture/core/session.py),
 where the memory is found (module_index.py), the cause (causes/addresses.py).
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.random_inputs import draw, moments_of
-from vllm_accprobe.opcheck.reference import Call, Declined, View
+from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout
 
 _MOST = 1 << 26
 """Elements of a storage that is made again: a dump may come from a stranger."""
@@ -37,11 +38,13 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def view_of(shape: Sequence[int], stride: Sequence[int] | None, offset: int = 0, memory: Any = None) -> View | None:
-    """A `View`, None for a contiguous tensor and for strides that are not those of ``shape``."""
+def view_of(
+    shape: Sequence[int], stride: Sequence[int] | None, offset: int = 0, memory: Any = None
+) -> MemoryLayout | None:  # fmt: skip
+    """A `MemoryLayout`, None for a contiguous tensor and for strides that are not those of ``shape``."""
     if stride is None or len(stride) != len(shape) or is_contiguous(shape, stride):
         return None
-    return View(tuple(stride), offset, memory)
+    return MemoryLayout(tuple(stride), offset, memory)
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -69,7 +72,7 @@ def laid_out(call: Call) -> Call:
     )
 
 
-def in_memory(tensor: Any, view: View) -> Any:
+def in_memory(tensor: Any, view: MemoryLayout) -> Any:
     """``tensor`` at the view's stride and offset; itself where that takes too much memory, or elements overlap in
     another way than by being expanded."""
     if not tensor.numel() or len(view.stride) != tensor.dim():
@@ -100,7 +103,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def known_memory(tensor: Any, view: View) -> Any | None:
+def known_memory(tensor: Any, view: MemoryLayout) -> Any | None:
     """The storage that ``tensor`` lay in, [n] of its dtype; None where it is not known."""
     memory = view.read()
     if memory is None or memory.dtype != tensor.dtype or len(memory) < view.offset + span(tensor.shape, view.stride):
@@ -108,7 +111,7 @@ def known_memory(tensor: Any, view: View) -> Any | None:
     return memory
 
 
-def without_gaps(tensor: Any, view: View) -> Any:
+def without_gaps(tensor: Any, view: MemoryLayout) -> Any:
     """What a kernel reads that takes the view for contiguous: as many elements, from the view's first one on. Raises
     Declined where the memory is not known."""
     memory = known_memory(tensor, view)
@@ -117,18 +120,18 @@ def without_gaps(tensor: Any, view: View) -> Any:
     return memory[view.offset :][: tensor.numel()].reshape(tensor.shape)
 
 
-def some_rows(view: View, shape: Sequence[int], rows: Any) -> View:
+def some_rows(view: MemoryLayout, shape: Sequence[int], rows: Any) -> MemoryLayout:
     """The view of some rows, int64 [k], along dimension 0 of a tensor of ``shape``: they lie below each other as all
     of them did. The memory stays where a row's begins behind that of the row before."""
     n, row = shape[0], view.stride[0]
     wider = tuple(-(-s * len(rows) // n) if d and s >= row * n > 0 else s for d, s in enumerate(view.stride))
     memory = view.read()
     if memory is None or row != max(view.stride) or view.offset >= row:
-        return View(wider, view.offset, None)
+        return MemoryLayout(wider, view.offset, None)
     memory = torch.cat((memory[: n * row], memory.new_zeros(max(0, n * row - len(memory)))))
-    return View(view.stride, view.offset, memory.reshape(n, row)[rows].reshape(-1))
+    return MemoryLayout(view.stride, view.offset, memory.reshape(n, row)[rows].reshape(-1))
 
 
-def forgotten(views: Mapping[str, View]) -> dict[str, View]:
+def forgotten(views: Mapping[str, MemoryLayout]) -> dict[str, MemoryLayout]:
     """The same layouts around other numbers."""
     return {name: replace(view, memory=None) for name, view in views.items()}

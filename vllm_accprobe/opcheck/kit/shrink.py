@@ -27,7 +27,7 @@ from vllm_accprobe.opcheck.calls.views import in_memory, is_contiguous, some_row
 from vllm_accprobe.opcheck.causes.api import Trial
 from vllm_accprobe.opcheck.causes.search import Explanation, reproduced
 from vllm_accprobe.opcheck.kit.bench import CAPTURED, DEVICE, Bench, Case
-from vllm_accprobe.opcheck.reference import Call, Declined, View
+from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout
 
 GRAIN = 16
 """Chosen: rows, columns or heads that are left out together where no kernel is at hand; the smallest tile of a matrix
@@ -157,7 +157,7 @@ def least(
 # --- what a call may be cut along ------------------------------------------------------------------------------------
 
 
-def _views(call: Call) -> Iterator[tuple[str, Any, View]]:
+def _views(call: Call) -> Iterator[tuple[str, Any, MemoryLayout]]:
     for place, view in call.views.items():
         name = place.removeprefix("inputs.")
         if name in call.inputs and call.inputs[name].dim() == len(view.stride):
