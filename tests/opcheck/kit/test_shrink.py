@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,13 +13,16 @@ import pytest
 import torch
 from opcheck import torch_only
 from opcheck.kit import view_kernels
+from opcheck.layer_dumps import build
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
+from vllm_accprobe.opcheck.calls.case import closed
 from vllm_accprobe.opcheck.calls.records import Calls
-from vllm_accprobe.opcheck.kit.bench import DEVICE, Bench, Case
-from vllm_accprobe.opcheck.kit.shrink import DRAWN, REAL, shrunk
+from vllm_accprobe.opcheck.kit import shrink
+from vllm_accprobe.opcheck.kit.bench import CAPTURED, DEVICE, Bench, Case
+from vllm_accprobe.opcheck.kit.shrink import DRAWN, REAL, nbytes, shrunk
 from vllm_accprobe.opcheck.kit.testgen import about
 from vllm_accprobe.opcheck.registry import default_references
 
@@ -138,6 +141,8 @@ def test_the_folder_fails_with_the_kernels_that_are_wrong_and_passes_with_right_
         whole = next(c for c in Calls(open_dump(dump), None).of(0, name))
         sizes.append(path.with_suffix(".safetensors").stat().st_size / nbytes_of(whole.what))
     assert median(sizes) <= 0.05, sorted(sizes)
+    drawn_too = {name for name, path in cases.items() if DRAWN in json.loads(path.read_text())["about"]["values"]}
+    assert drawn_too >= {tap("norm, view of qkv")}
 
 
 def nbytes_of(call: Any) -> int:
@@ -164,6 +169,58 @@ def test_a_kernel_at_hand_leaves_what_it_fails_for_with_numbers_of_nobody(name: 
     real = shrunk(captured, wrong, about(captured), real_values=True)
     assert (real.values, real.synthetic) == (REAL, False)
     assert right.check(Case(about(captured), real.call, {}), DEVICE)[0].status == "pass"
+
+
+PARTS = [("layers.0.norm", "rows"), ("layers.0.self_attn.qkv_proj", "rows"), ("layers.0.self_attn.qkv_proj", "columns"),
+         ("layers.0.self_attn.attn", "rows"), ("layers.0.self_attn.attn", "heads"),
+         ("layers.0.self_attn.o_proj", "columns")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tap", "word"), PARTS)
+def test_a_part_of_a_right_call_is_right(tap: str, word: str, tmp_path: Path) -> None:
+    """Rows of requests at several positions, with what they look back at; heads with theirs; columns."""
+    references = default_references()
+    bench, make = Bench(references=references), getattr(shrink, word)
+    for captured in Calls(open_dump(build(tmp_path / "d")), None).of(0, tap):
+        call = closed(captured.what, references)
+        axis = make(call, bench)
+        assert axis.word == word
+        parts = [[axis.size - 1], [0], list(range(0, axis.size, 2))]
+        for at in map(torch.tensor, parts):
+            part = axis.cut(call, at)
+            assert nbytes(part) < nbytes(call) or len(at) == axis.size
+            for way in (CAPTURED, DEVICE):
+                assert [o.status for o in bench.check(Case(about(captured), part, {}), way)] == ["pass"], (at, way)
+
+
+def test_what_fails_of_attention_is_one_row_with_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink, "GRAIN", 1)
+    references, tap = default_references(), "layers.0.self_attn.attn"
+    captured = list(Calls(open_dump(build(tmp_path / "d", tap)), None).of(0, tap))[1]  # 5 rows and 1; from 12 on wrong
+    captured = replace(captured, what=closed(captured.what, references))
+    found = shrunk(captured, Bench(references=references), about(captured))
+    assert found.kept == {"rows": (1, 6), "heads": (1, 2)}
+    (run,) = found.call.extra["cache"].runs
+    assert run.at.tolist() == [0]
+    assert run.positions.tolist() == [len(run.past["key"]) - 1]
+    assert (found.call.attrs["num_heads"], found.call.attrs["num_kv_heads"]) == (2, 1)
+    assert (found.values, found.synthetic) == (REAL, False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [("nowhere.py:f", "nowhere.py"), ("os:nothing", "has no function nothing"), ("x", "x")],
+)
+def test_a_kernel_that_cannot_be_loaded_is_one_line(
+    kernel: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(tmp_path / "d")
+    words = ["--ops", "RMSNorm", "--kernel", kernel, "--out", str(tmp_path / "t")]
+    assert main(["gentest", str(tmp_path / "d"), *words]) == 2
+    error = capsys.readouterr().err
+    assert "--kernel" in error
+    assert said in error
+    assert "Traceback" not in error
 
 
 def test_a_right_call_stays_whole(tmp_path: Path) -> None:

@@ -164,9 +164,10 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def kernel_outputs(kernel: Callable[..., Any], call: Call) -> Mapping[str, Any] | Declined:
     """What ``kernel`` gives by role. An operator's arguments are passed as they are. Of a module's call it gets, by the
-    names of its own parameters, inputs, weights and attributes; without a name in the call, its default."""
+    names of its own parameters, inputs, weights, attributes, and ``cache``, attention's history (case.StoredCache).
+    What is no name of the call has its default."""
     inputs = {f"arg{k}" if k.isdigit() else k: t for k, t in call.inputs.items()}
-    known: dict[str, Any] = {**call.attrs, **call.params, **inputs}
+    known: dict[str, Any] = {**call.extra, **call.attrs, **call.params, **inputs}
     args, kwargs = call.args, dict(call.kwargs)
     if not args and not kwargs:
         for name, parameter in inspect.signature(kernel).parameters.items():
