@@ -55,15 +55,16 @@ def assigned(y: Any, at: Any, value: Any) -> Any:
 
 def norm_of_a_view(first: int, layout: str = "") -> Call:
     """q's or k's norm by heads, whose kernel takes the rows of qkv for rows without gaps. first: the view's head;
-    layout: "strides" were captured, or the "memory" is known as well."""
+    layout: "strides" were captured, or the "memory" is known as well; "offset": that alone is not added."""
     heads, tokens, whole = HEADS if not first else KV, 40, HEADS + 2 * KV
     memory = drawn(3, tokens, whole, HEAD)
     view = memory[:, first : first + heads]
     read = memory.flatten()[first * HEAD :][: view.numel()].reshape(view.shape).double()
+    read = memory[:, :heads].double() if layout == "offset" else read
     weight = drawn(4, HEAD) + 2.0
     call = Call("layers.0.self_attn.q_norm", "RMSNorm", {"x": view.contiguous()}, params={"weight": weight},
                 attrs={"variance_epsilon": EPS}, parent={"num_heads": HEADS, "num_kv_heads": KV})  # fmt: skip
-    known = memory.flatten() if layout == "memory" else None
+    known = memory.flatten() if layout in ("memory", "offset") else None
     found = view_of(view.shape, view.stride(), view.storage_offset(), known)
     if layout and found is not None:
         call = replace(call, views={"inputs.x": found}, parent={})
@@ -164,6 +165,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "k read without gaps": (lambda: norm_of_a_view(HEADS), "view_read_as_contiguous"),
     "k by its strides": (lambda: norm_of_a_view(HEADS, "strides"), "view_read_as_contiguous"),
     "k in known memory": (lambda: norm_of_a_view(HEADS, "memory"), "gaps_not_skipped"),
+    "k without its offset": (lambda: norm_of_a_view(HEADS, "offset"), "offset_not_added"),
     "transposed": (lambda: product(lambda x, w, b: x @ w + b, square()), "weight_transposed"),
     "read transposed": (
         lambda: product(lambda x, w, b: x @ w.reshape(WIDTH, 48) + b), "weight_read_transposed",

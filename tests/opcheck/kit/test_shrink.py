@@ -142,7 +142,7 @@ def test_the_folder_fails_with_the_kernels_that_are_wrong_and_passes_with_right_
         sizes.append(path.with_suffix(".safetensors").stat().st_size / nbytes_of(whole.what))
     assert median(sizes) <= 0.05, sorted(sizes)
     drawn_too = {name for name, path in cases.items() if DRAWN in json.loads(path.read_text())["about"]["values"]}
-    assert drawn_too >= {tap("norm, view of qkv")}
+    assert drawn_too >= {tap("norm, view of qkv"), tap("norm, memory unknown"), tap("product, tail of the sum")}
 
 
 def nbytes_of(call: Any) -> int:

@@ -172,6 +172,23 @@ def gaps_not_skipped(trial: Trial, view: tuple[str, str]) -> Call:
     return edited(trial.call, inputs={name: without_gaps(trial.call.inputs[name], trial.call.views[f"inputs.{name}"])})
 
 
+def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
+    for name, _ in _known_views(trial):
+        if offset := trial.call.views[f"inputs.{name}"].offset:
+            yield name, offset
+
+
+@cause(ADDRESS, "*", text="of its {0} read from the beginning of its storage (its view begins at element {1})",
+       values=_offsets)  # fmt: skip
+def offset_not_added(trial: Trial, view: tuple[str, int]) -> Call:
+    name = view[0]
+    x, lies = trial.call.inputs[name], trial.call.views[f"inputs.{name}"]
+    memory = known_memory(x, lies)
+    if memory is None:
+        raise Declined("the memory of its input is not known")
+    return edited(trial.call, inputs={name: memory.as_strided(x.shape, lies.stride, 0)})
+
+
 @cause(ADDRESS, "*", text="with heads and channels exchanged in each row of its input")
 def input_heads_turned(trial: Trial, _: Any) -> Call:
     head, name = trial.call.attrs.get("head_size"), next(iter(trial.call.inputs), None)
