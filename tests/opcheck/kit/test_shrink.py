@@ -223,6 +223,17 @@ def test_a_kernel_that_cannot_be_loaded_is_one_line(
     assert "Traceback" not in error
 
 
+def test_a_wrong_kernel_of_a_right_engine_fails_alone(tmp_path: Path) -> None:
+    f, references = FAULTS["norm, view of qkv"], default_references()
+    captured = next(Calls(open_dump(dump_of(tmp_path / "d", {"right": f}, right=True)), None).of(0, tap("right")))
+    bench = Bench(kernel=view_kernels.norm_without_gaps, references=references)
+    found = shrunk(captured, bench, about(captured))
+    assert found.kept["rows"][0] == 2
+    assert found.values.endswith("the engine was right")
+    case = Case(about(captured), found.call, {})
+    assert [bench.check(case, way)[0].status for way in (CAPTURED, DEVICE)] == ["pass", "fail"]
+
+
 def test_a_right_call_stays_whole(tmp_path: Path) -> None:
     f = FAULTS["norm, view of qkv"]
     calls = Calls(open_dump(dump_of(tmp_path / "d", {"right": f}, right=True)), None)

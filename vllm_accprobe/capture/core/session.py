@@ -384,7 +384,7 @@ View = tuple[tuple[int, ...], int]
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    return tuple(tensor.stride()), tensor.storage_offset()
+    return tensor.stride(), tensor.storage_offset()
 
 
 class Site:

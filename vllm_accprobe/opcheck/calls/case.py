@@ -135,7 +135,7 @@ def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             return {"map": {str(k): tree(v, f"{name}.{k}") for k, v in value.items()}}
         if isinstance(value, Call):
-            return {"call": {f.name: tree(getattr(value, f.name), f"{name}.{f.name}") for f in fields(Call)}}
+            return {"call": {f: tree(getattr(value, f), f"{name}.{f}") for f in _fields(value)}}
         if isinstance(value, StoredCache):
             runs = [{"at": r.at, "positions": r.positions, "past": r.past} for r in value.runs]
             return {"cache": [tree(runs, name), value.why]}
@@ -147,7 +147,12 @@ def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
             return {"reads_inside": True}
         raise ValueError(f"{name}: a {type(value).__name__} cannot be written down")
 
-    return {f.name: tree(getattr(call, f.name), f.name) for f in fields(Call)}
+    return {name: tree(getattr(call, name), name) for name in _fields(call)}
+
+
+def _fields(call: Call) -> list[str]:
+    """What is written of a call: layouts where there are some."""
+    return [f.name for f in fields(Call) if f.name != "views" or call.views]
 
 
 def _identity(t: Any) -> tuple[Any, ...]:
@@ -181,7 +186,8 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         "view": lambda c: MemoryLayout(tuple(c[0]), int(c[1]), value(c[2])),
         "reads_inside": lambda c: _value,
     }
-    return Call(**{f.name: _field(f.name, value(tree[f.name])) for f in fields(Call)})
+    names = (f.name for f in fields(Call) if f.name != "views" or f.name in tree)
+    return Call(**{name: _field(name, value(tree[name])) for name in names})
 
 
 def _field(name: str, found: Any) -> Any:

@@ -27,13 +27,13 @@ from vllm_accprobe.opcheck.calls.views import in_memory, is_contiguous, some_row
 from vllm_accprobe.opcheck.causes.api import Trial
 from vllm_accprobe.opcheck.causes.search import Explanation, reproduced
 from vllm_accprobe.opcheck.kit.bench import CAPTURED, DEVICE, Bench, Case
-from vllm_accprobe.opcheck.reference import Call, Declined, MemoryLayout
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, MemoryLayout
 
 GRAIN = 16
 """Chosen: rows, columns or heads that are left out together where no kernel is at hand; the smallest tile of a matrix
 unit's instruction [PTX ISA, mma.m16n8k16]."""
-_EVALUATIONS = 96
-"""Chosen: parts of one call that are tried."""
+_EVALUATIONS, _FEWEST, _BYTES = 96, 12, 4 << 30
+"""Chosen: parts of one call that are tried, at most and at least; between, as many as the call goes into the bytes."""
 _HEADS = ("num_heads", "num_kv_heads", "head_size")
 _COLUMNS = ("*ParallelLinear", "*Linear", "ParallelLMHead")
 _PAIRS = ("SiluAndMul", "MulAndSilu", "GeluAndMul")
@@ -96,7 +96,7 @@ def shrunk(
             return False  # a kernel is right for it, whatever it does with strides
         return all(_fails(part, bench, about, way) for way in ways)
 
-    grain, kept, left = (1 if DEVICE in ways else GRAIN), {}, _EVALUATIONS
+    grain, kept, left = (1 if DEVICE in ways else GRAIN), {}, max(_FEWEST, min(_EVALUATIONS, _BYTES // before))
     for make in () if whole else (rows, heads, columns):
         axis = make(call, bench)
         if axis is None or axis.size <= grain:
@@ -111,7 +111,7 @@ def shrunk(
         other = _redrawn(call)
         if other is not None:
             by_cause = _by_cause(captured, call, other, bench, cause) if DEVICE not in ways else None
-            found = _by_kernel(other, bench) if DEVICE in ways else by_cause
+            found = _by_kernel(other, bench, CAPTURED in ways) if DEVICE in ways else by_cause
             if found is not None and all(_fails(found[0], bench, about, way) for way in ways):
                 (call, why), synthetic = found, True
                 values = f"{DRAWN}; {why}"
@@ -300,12 +300,16 @@ def _redrawn(call: Call) -> Call | None:
     return replace(call, inputs=inputs, extra=extra, views=views)
 
 
-def _by_kernel(call: Call, bench: Bench) -> tuple[Call, str] | None:
-    made = bench.made(call)
+def _by_kernel(call: Call, bench: Bench, wrong: bool) -> tuple[Call, str] | None:
+    """wrong: what was captured is."""
+    made = bench.made(call) if wrong else bench.references.evaluate(call)
     if isinstance(made, Declined) or not set(call.outputs) <= set(made):
         return None
-    outputs = {role: made[role].to("cpu", t.dtype) for role, t in call.outputs.items()}
-    return replace(call, outputs=outputs), "what is called captured is what the kernel of --kernel gave for them"
+    values = {role: x.value.reshape(call.outputs[role].shape) if isinstance(x, Expected) else x
+              for role, x in made.items() if role in call.outputs}  # fmt: skip
+    outputs = {role: values[role].to("cpu", t.dtype) for role, t in call.outputs.items()}
+    whose = "what the kernel of --kernel gave for them" if wrong else "the reference, rounded: the engine was right"
+    return replace(call, outputs=outputs), f"what is called captured is {whose}"
 
 
 def _by_cause(
