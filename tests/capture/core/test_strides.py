@@ -63,7 +63,7 @@ LINE = {"event": "tensor", "step": 0, "tap": "m", "role": "input.x", "dtype": "b
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "key"),
     [
         ({}, None),
         ({"stride": [9, 1], "offset": 4}, None),
@@ -75,9 +75,9 @@ LINE = {"event": "tensor", "step": 0, "tap": "m", "role": "input.x", "dtype": "b
         ({"stride": [9, 1], "offset": -1}, "offset"),
     ],
 )
-def test_a_strangers_strides_are_checked(more: dict[str, Any], said: str | None) -> None:
-    if said is not None:
-        with pytest.raises(ValueError, match=said):
+def test_a_strangers_strides_are_checked(more: dict[str, Any], key: str | None) -> None:
+    if key is not None:
+        with pytest.raises(ValueError, match=key):
             journal.record(0, {**LINE, **more}, {})
         return
     found = journal.record(0, {**LINE, **more}, {})

@@ -119,8 +119,8 @@ def test_the_folder_fails_with_the_kernels_that_are_wrong_and_passes_with_right_
 ) -> None:
     dump, out = dump_of(tmp_path / "d", FAULTS), tmp_path / "t"
     assert main(["gentest", str(dump), "--failed", "--out", str(out)]) == 0
-    said = capsys.readouterr()
-    assert f"{len(FAULTS)} calls cut to " in said.out + said.err
+    printed = capsys.readouterr()
+    assert f"{len(FAULTS)} calls cut to " in printed.out + printed.err
     (out / KERNELS.name).write_text(KERNELS.read_text())
     cases = {json.loads(p.read_text())["about"]["tap"]: p for p in (out / "cases").glob("*.json")}
     assert set(cases) == {tap(name) for name in FAULTS}
@@ -208,18 +208,18 @@ def test_what_fails_of_attention_is_one_row_with_its_history(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"),
+    ("kernel", "text"),
     [("nowhere.py:f", "nowhere.py"), ("os:nothing", "has no function nothing"), ("x", "x")],
 )
 def test_a_kernel_that_cannot_be_loaded_is_one_line(
-    kernel: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kernel: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build(tmp_path / "d")
     words = ["--ops", "RMSNorm", "--kernel", kernel, "--out", str(tmp_path / "t")]
     assert main(["gentest", str(tmp_path / "d"), *words]) == 2
     error = capsys.readouterr().err
     assert "--kernel" in error
-    assert said in error
+    assert text in error
     assert "Traceback" not in error
 
 

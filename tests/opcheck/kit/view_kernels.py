@@ -1,5 +1,5 @@
 """Operators in plain torch, right ones and ones that go wrong for strides, tails or layouts. Imports torch alone: the
-file is given to ``--kernel``, of gentest and of the folder that it writes."""
+file is for ``--kernel``, of gentest and of the folder that it writes."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """Tensors of a call as they lay in memory: strides, offset, and what lies in the gaps.
 
 The problem: a kernel that takes a view for contiguous is right for the contiguous tensors that a dump keeps. The idea:
-a `MemoryLayout` has the captured stride and offset of an input, and the memory around it where another record of the
+a `MemoryLayout` has the captured stride and offset of an input, and the memory next to it where another record of the
 step has it. `laid_out` puts each such input back into a storage of its own. What the memory between its rows was, or
 else random numbers of the tensor's own size, fills the gaps: no row of it, and no NaN, which a right kernel may not
 survive either.
@@ -12,7 +12,7 @@ where the memory is found (module_index.py), the cause (causes/addresses.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -130,8 +130,3 @@ def some_rows(view: MemoryLayout, shape: Sequence[int], rows: Any) -> MemoryLayo
         return MemoryLayout(wider, view.offset, None)
     memory = torch.cat((memory[: n * row], memory.new_zeros(max(0, n * row - len(memory)))))
     return MemoryLayout(view.stride, view.offset, memory.reshape(n, row)[rows].reshape(-1))
-
-
-def forgotten(views: Mapping[str, MemoryLayout]) -> dict[str, MemoryLayout]:
-    """The same layouts around other numbers."""
-    return {name: replace(view, memory=None) for name, view in views.items()}

@@ -1,7 +1,7 @@
 """The smallest part of a failing call that still fails, and, where it may, with other numbers in it.
 
 The problem: a failing call of a server has megabytes, of which a line shows the fault, and they are what somebody
-wrote. The idea: delta debugging [A. Zeller and R. Hildebrandt, IEEE TSE 28 (2002) 183] over what a reference can be
+wrote. The idea: delta debugging [A. Zeller and R. Hildebrandt, IEEE TSE 28 (2002) 183] of what a reference can be
 evaluated on alone: rows, requests, heads, columns of a product or an activation. A part is kept while it fails in the
 ways in which the whole call did: what was captured is wrong, and, with a kernel at hand, what the kernel gives. Without
 one nobody knows how the kernel takes fewer rows: then aligned blocks of `GRAIN` are left out, so that tails and places
@@ -64,7 +64,7 @@ class Shrunk:
 
 @dataclass(frozen=True)
 class CutAxis:
-    """word: what it is made of; size: how many; cut: the call with some of them, int64 [k] in order."""
+    """word: what there is of it; size: how many; cut: the call with some of them, int64 [k] in order."""
 
     word: str
     size: int
@@ -128,7 +128,7 @@ def _fails(call: Call, bench: Bench, about: Mapping[str, Any], way: str) -> bool
 def least(
     axis: CutAxis, call: Call, good: Callable[[Call], bool], grain: int, most: int
 ) -> tuple[Any, int]:  # fmt: skip
-    """(what is kept of the axis, int64 in order; parts that were tried), by delta debugging over blocks of ``grain``.
+    """(what is kept of the axis, int64 in order; parts that were tried), by delta debugging of blocks of ``grain``.
     most: parts to try."""
     blocks = list(torch.arange(axis.size).split(grain))
     count, tried = 2, 0
