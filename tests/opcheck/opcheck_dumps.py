@@ -74,6 +74,8 @@ class Maker:
 
     def _put(self, event: dict[str, Any], tensor: torch.Tensor) -> None:
         array = stored(tensor)
+        if not tensor.is_contiguous():
+            event = {**event, "stride": list(tensor.stride()), "offset": tensor.storage_offset()}
         self._alive.append(array)
         self.writer.put([(array.ctypes.data, array.nbytes)], {
             "call": 0, **event, "dtype": name(tensor), "shape": list(tensor.shape),

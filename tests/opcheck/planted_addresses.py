@@ -16,6 +16,7 @@ from vllm_accprobe.dump.schema import Request, RowSpace, SamplingParameters, Seg
 from vllm_accprobe.judge import sampling_rules
 from vllm_accprobe.opcheck.calls import sampler_calls
 from vllm_accprobe.opcheck.calls.neighbours import Past
+from vllm_accprobe.opcheck.calls.views import view_of
 from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import RowAdapters
 
@@ -43,15 +44,21 @@ def assigned(y: Any, at: Any, value: Any) -> Any:
     return out
 
 
-def norm_of_a_view(first: int) -> Call:
-    """q's or k's norm by heads, whose kernel takes the rows of qkv for rows without gaps. first: the view's head."""
+def norm_of_a_view(first: int, layout: str = "") -> Call:
+    """q's or k's norm by heads, whose kernel takes the rows of qkv for rows without gaps. first: the view's head;
+    layout: "strides" were captured, or the "memory" is known as well; "offset": that alone is not added."""
     heads, tokens, whole = HEADS if not first else KV, 40, HEADS + 2 * KV
     memory = drawn(3, tokens, whole, HEAD)
     view = memory[:, first : first + heads]
     read = memory.flatten()[first * HEAD :][: view.numel()].reshape(view.shape).double()
+    read = memory[:, :heads].double() if layout == "offset" else read
     weight = drawn(4, HEAD) + 2.0
     call = Call("layers.0.self_attn.q_norm", "RMSNorm", {"x": view.contiguous()}, params={"weight": weight},
                 attrs={"variance_epsilon": EPS}, parent={"num_heads": HEADS, "num_kv_heads": KV})  # fmt: skip
+    known = memory.flatten() if layout in ("memory", "offset") else None
+    found = view_of(view.shape, view.stride(), view.storage_offset(), known)
+    if layout and found is not None:
+        call = replace(call, views={"inputs.x": found}, parent={})
     return with_output(call, F.rms_norm(read, (HEAD,), weight.double(), EPS))
 
 
@@ -257,6 +264,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "row before": (lambda: of_rows(lambda y: assigned(y, slice(4, 12), y[3:11])), "rows_shifted"),
     "q read without gaps": (lambda: norm_of_a_view(0), "view_read_as_contiguous"),
     "k read without gaps": (lambda: norm_of_a_view(HEADS), "view_read_as_contiguous"),
+    "k by its strides": (lambda: norm_of_a_view(HEADS, "strides"), "view_read_as_contiguous"),
+    "k in known memory": (lambda: norm_of_a_view(HEADS, "memory"), "gaps_not_skipped"),
+    "k without its offset": (lambda: norm_of_a_view(HEADS, "offset"), "offset_not_added"),
     "transposed": (lambda: product(lambda x, w, b: x @ w + b, square()), "weight_transposed"),
     "read transposed": (
         lambda: product(lambda x, w, b: x @ w.reshape(WIDTH, 48) + b), "weight_read_transposed",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
@@ -17,6 +17,7 @@ from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls, Captured
+    from vllm_accprobe.opcheck.kit.shrink import Shrunk
     from vllm_accprobe.opcheck.kit.testgen import Written
     from vllm_accprobe.opcheck.reference_table import References
 
@@ -37,6 +38,10 @@ class GentestOptions:
     seed: int = options.seed()
     limit: int = option("--limit -n", 50, "At most so many, calls; 0 for all.", min=0, metavar="N")
     weights: Path | None = options.weights()
+    kernel: str = option("--kernel", "", "FILE.py:FUNCTION or MODULE:FUNCTION, run in the operators' place: calls are "
+                         "cut to what it fails for.", metavar="NAME")  # fmt: skip
+    whole: bool = option("--whole", False, "Failing calls are not cut to the smallest part that fails.")
+    real_values: bool = option("--real-values", False, "Captured numbers stay, where drawn ones fail as well.")
 
 
 def gentest(what: GentestOptions) -> None:
@@ -59,16 +64,21 @@ def gentest(what: GentestOptions) -> None:
     places.check_place(out, [dump])
     places.writable(out)
     require_torch("gentest")
+    from vllm_accprobe.opcheck.kit.bench import load_function
     from vllm_accprobe.opcheck.registry import default_references
     from vllm_accprobe.opcheck.run.replay import Options
 
+    try:
+        kernel = load_function(what.kernel) if what.kernel else None
+    except ValueError as why:
+        raise CommandError(f"--kernel {why}") from None
     calls, references, choice = opened_calls(dump, what.weights), default_references(), Options(ids=ids_of(ids))
     drawing = DrawnCalls(what.seed, factory == "draw", references if what.blacklist else None)
     if ops and not calls.taps(ops):
         raise NothingThere(f"{dump}: --ops matches no call{near_names(dump, ops)}")
     chosen = _failed(calls, references, ops, choice) if failed else _matching(calls, ops, choice, most, drawing)
     try:
-        _as_tests(calls, references, chosen, drawing, out, most, failed)
+        _as_tests(calls, references, chosen, drawing, out, most, what, kernel)
     except KeyboardInterrupt:  # a folder that is not whole would stand in the way of the same command
         shutil.rmtree(out, ignore_errors=True)
         raise
@@ -76,12 +86,17 @@ def gentest(what: GentestOptions) -> None:
 
 def _as_tests(
     calls: Calls, references: References, chosen: Iterator[Captured], drawing: DrawnCalls, out: Path, most: int,
-    failed: bool,
+    what: GentestOptions, kernel: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
     from vllm_accprobe.opcheck.calls import grid
+    from vllm_accprobe.opcheck.calls.case import closed
     from vllm_accprobe.opcheck.causes.examine import Causes
-    from vllm_accprobe.opcheck.kit.testgen import write_case, write_folder
+    from vllm_accprobe.opcheck.kit.bench import Bench
+    from vllm_accprobe.opcheck.kit.shrink import Shrunk, shrunk
+    from vllm_accprobe.opcheck.kit.testgen import about, write_case, write_folder
 
+    failed = what.failed
+    bench, cuts = Bench(kernel=kernel, references=references), list[Shrunk]()
     causes = Causes(references) if failed else None
     written: list[Written] = []
     left: list[str] = []
@@ -95,7 +110,13 @@ def _as_tests(
                 (out / "cases").mkdir(parents=True, exist_ok=True)
             found = causes.of_calls([captured]) if causes is not None else None
             cause = "" if found is None else found.text
-            written.append(write_case(captured, references, out / "cases", len(written), cause))
+            ready, more = captured, None
+            if (failed or kernel is not None) and not any(t.is_meta for t in captured.what.outputs.values()):
+                ready = replace(captured, what=closed(captured.what, references))
+                cut = shrunk(ready, bench, about(ready), found, real_values=what.real_values, whole=what.whole)
+                ready, more = replace(ready, what=cut.call), cut.about()
+                cuts.append(cut)
+            written.append(write_case(ready, references, out / "cases", len(written), cause, more))
             wider += any(
                 r.dtype != grid.name_of(captured.what.outputs[role])
                 for role, r in captured.records.items()
@@ -103,7 +124,7 @@ def _as_tests(
             )  # fmt: skip
         except ValueError as why:
             left.append(f"{captured.tap}: {why}")
-    left += drawing.notes() + ([] if causes is None else causes.problems(counted=True))
+    left += [*drawing.notes(), *_of_cuts(cuts), *([] if causes is None else causes.problems(counted=True))]
     if wider:
         left.append(f"{wider} calls hold numbers of a coarser dtype than their tensors': the tests have them in that")
     say_notes([*calls.dump.problems, *calls.problems, *references.problems, *left])
@@ -113,9 +134,24 @@ def _as_tests(
 
     write_folder(written, out, f"the dump {Path(calls.dump.path).resolve().name}")
     operators = len({w.op for w in written})
-    what = f"{count(len(written), 'call')} of {count(operators, 'operator')}"
-    say_written(out, about=f"{what}; run `pytest {out}` with torch alone")
+    size = f"{count(len(written), 'call')} of {count(operators, 'operator')}"
+    say_written(out, about=f"{size}; run `pytest {out}` with torch alone")
     answer(calls=written, operators=operators)
+
+
+def _of_cuts(cuts: list[Shrunk]) -> Iterator[str]:
+    """What the folder has of the failing calls, and of whom the numbers are."""
+    from vllm_accprobe.opcheck.kit.shrink import median_share
+    from vllm_accprobe.report.text import count
+
+    if smaller := [c for c in cuts if c.kept]:
+        share = f"{100 * median_share(smaller):.2g} %"
+        yield f"{count(len(smaller), 'call')} cut to {share} of the bytes (median): --whole keeps all of them"
+    drawn = sum(c.synthetic for c in cuts)
+    if drawn:
+        yield f"{count(drawn, 'call')} with drawn inputs, which fail as well: --real-values keeps the captured ones"
+    if rest := len(cuts) - drawn:
+        yield f"{count(rest, 'call')} with captured inputs, parts of what users wrote: treat them like the dump"
 
 
 def _why_none(calls: Calls, failed: bool) -> str:

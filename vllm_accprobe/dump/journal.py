@@ -429,7 +429,8 @@ def _sum(e: Event, key: str) -> str:
 
 class TensorHead(NamedTuple):
     """What a tap knows of a tensor, see `Record`. step: None of a parameter. layout: as `Layout.to_event` gives it,
-    None for a whole tensor. (No dataclass: those that are frozen take five times as long to make.)"""
+    None for a whole tensor; view: stride and storage offset, None for a contiguous one. (No dataclass: those that are
+    frozen take five times as long to make.)"""
 
     step: int | None
     tap: str
@@ -442,10 +443,11 @@ class TensorHead(NamedTuple):
     layout: Mapping[str, Any] | None = None
     mutated: bool = False
     sample: str | None = None
+    view: tuple[tuple[int, ...], int] | None = None
 
     def line(self, dtype: str, shape: Sequence[int]) -> dict[str, Any]:
         """The line without what its bytes tell."""
-        step, tap, cls, role, call, seq, rows, row_dim, layout, mutated, sample = self
+        step, tap, cls, role, call, seq, rows, row_dim, layout, mutated, sample, view = self
         line: dict[str, Any] = {"event": "param"} if step is None else {"event": "tensor", "step": step}
         line |= {
             "tap": tap, "class": cls, "role": role, "call": call, "seq": seq, "rows": rows, "row_dim": row_dim,
@@ -460,6 +462,8 @@ class TensorHead(NamedTuple):
             line["layout"] = layout
         if mutated:
             line["mutated"] = True
+        if view is not None:
+            line["stride"], line["offset"] = view
         return line | form
 
 
@@ -503,6 +507,9 @@ def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
     row_dim = e.get("row_dim", 0)
     if type(row_dim) is not int or not 0 <= row_dim <= max(len(shape) - 1, 0):
         raise ValueError(f"row_dim is {short(row_dim)} for shape {list(shape)}")
+    stride = e.get("stride")
+    if stride is not None and not _is_stride(stride, len(shape)):
+        raise ValueError(f"stride is {short(stride)} for shape {list(shape)}")
     return Record(
         rank=rank,
         step=None if e["event"] == "param" else integer(e, "step"),
@@ -521,7 +528,13 @@ def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
         payload=payload,
         sample=optional_string(e, "sample"),
         mutated=bool(e.get("mutated", False)),
+        stride=None if stride is None else tuple(stride),
+        offset=integer(e, "offset", 0),
     )
+
+
+def _is_stride(value: Any, dims: int) -> bool:
+    return isinstance(value, list) and len(value) == dims and all(type(n) is int and 0 <= n <= MAX_INT for n in value)
 
 
 def _stats(e: Any) -> Stats | None:

@@ -370,6 +370,8 @@ class Record:
     sample: parameters: hash of a fixed sample of elements, see capture/taps/params.py.
     mutated: the module changed this input in place (the payload is the value before).
     payload: None in a ``stats`` dump or for a fingerprint.
+    stride, offset: of the tensor as the model had it, in elements, the offset from the beginning of its storage; None
+    and 0 where it was contiguous. The payload has no gaps.
     """
 
     rank: int
@@ -389,6 +391,8 @@ class Record:
     payload: Payload | None
     sample: str | None = None
     mutated: bool = False
+    stride: tuple[int, ...] | None = None
+    offset: int = 0
 
     @property
     def name(self) -> str:

@@ -99,6 +99,19 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class MemoryLayout:
+    """How a tensor lay in memory that was not contiguous. stride, offset: in elements, the offset from the beginning of
+    its storage; memory: that storage, [n] of the tensor's dtype, or what reads it; None where it is not known."""
+
+    stride: tuple[int, ...]
+    offset: int = 0
+    memory: Tensor | Callable[[], Tensor | None] | None = None
+
+    def read(self) -> Tensor | None:
+        return self.memory() if callable(self.memory) else self.memory
+
+
+@dataclass(frozen=True)
 class Call:
     """One captured call of a module or an operator.
 
@@ -108,6 +121,7 @@ class Call:
     that contains it; config: the model's config.json (the language part, where there are several), {} if unknown.
     outputs: what was captured, by role: ``output.0``, ``inplace.query``. extra: what other records of the dump add, by
     name: ``cache``, ``logits``, ``ranks``; of an operator, ``fresh``: places of arguments that are only written to.
+    views: of tensors that were not contiguous, by place: ``inputs.x``, ``args.0``, ``kwargs.out``; here they are.
     """
 
     name: str
@@ -121,6 +135,7 @@ class Call:
     config: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    views: Mapping[str, MemoryLayout] = field(default_factory=dict)
 
     def tensor(self, *names: str) -> Tensor:
         """The first of these inputs that was captured, its own dtype; raises Declined."""

@@ -379,16 +379,26 @@ _VIEWS = 4096
 """Sizes of tensors that are remembered."""
 Sites = dict[str, "Site"]
 """By role: what is known of one tap's tensors."""
+View = tuple[tuple[int, ...], int]
+"""Stride and storage offset of a tensor, in elements."""
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    return tensor.stride(), tensor.storage_offset()
 
 
 class Site:
     """What was decided of the tensors of one role: holds for ``dtype``, ``shape`` and ``rows`` rows in the step."""
 
-    __slots__ = ("bytes_at", "dense", "dtype", "dtype_name", "lazy", "nbytes", "rows", "shape", "template")
+    __slots__ = (
+        "bytes_at", "dense", "dtype", "dtype_name", "head", "lazy", "nbytes", "rows", "shape", "strided", "template",
+        "view",
+    )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, rows: int, template: TensorTemplate, bytes_at: Callable[[int], Any]
-    ) -> None:
+        self, tensor: torch.Tensor, rows: int, head: TensorHead, template: TensorTemplate,
+        bytes_at: Callable[[int], Any],
+    ) -> None:  # fmt: skip
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.rows = rows
@@ -399,6 +409,19 @@ class Site:
         self.bytes_at = bytes_at
         self.dense: torch.Tensor | None = None
         """Where strided tensors are brought together, for as long as they are read."""
+        self.head = head
+        self.view: View | None = None
+        self.strided = template
+
+    def of_view(self, tensor: torch.Tensor) -> TensorTemplate:
+        """The template of a tensor that is not contiguous; made again where its strides are not the last one's."""
+        view = view_of(tensor)
+        if view != self.view:
+            self.view = view
+            self.strided = TensorTemplate(
+                self.head._replace(view=view), self.dtype_name, self.template.shape, self.nbytes
+            )
+        return self.strided
 
 
 class FastPath:
@@ -448,8 +471,9 @@ class FastPath:
             sites[role] = site
         if site.lazy and (tensor.is_conj() or tensor.is_neg()):
             return None
-        sink = self._sink
+        sink, template = self._sink, site.template
         if not tensor.is_contiguous():
+            template = site.of_view(tensor)
             if site.dense is None:
                 site.dense = sink.scratch.dense(site.shape, site.dtype)
             tensor = site.dense.copy_(tensor)
@@ -465,10 +489,10 @@ class FastPath:
         if cell is None:
             cell = sink.seen[key] = StatsCell(None, digest, site.dtype_name)
             if sink.keep:
-                sink.writer.tensor((site.template, state.number, call, seq, cell), address)
+                sink.writer.tensor((template, state.number, call, seq, cell), address)
                 return digest
             cell.sums = moments_at(address, site.nbytes, site.dtype_name)
-        sink.writer.line((site.template, state.number, call, seq, cell))
+        sink.writer.line((template, state.number, call, seq, cell))
         return digest
 
     def _site(
@@ -490,7 +514,7 @@ class FastPath:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             bytes_at = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
-        return Site(tensor, state.rows, TensorTemplate(head, dtype, tuple(shape), nbytes), bytes_at)
+        return Site(tensor, state.rows, head, TensorTemplate(head, dtype, tuple(shape), nbytes), bytes_at)
 
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -652,7 +676,8 @@ class Session:
         else:
             layout = self.layout_event(tap, role, shape)
         rows = None if space is None else space.name
-        head = TensorHead(state.number, tap, cls, role, call, seq, rows, dim, layout, changed is not None)
+        view = view_of(tensor) if tensor.layout is _STRIDED and not tensor.is_contiguous() else None
+        head = TensorHead(state.number, tap, cls, role, call, seq, rows, dim, layout, changed is not None, view=view)
         if changed is not None and ticket is not None:
             self.sink.tensor(head, tensor, space, before=ticket, changed=changed)
         else:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call
+from vllm_accprobe.opcheck.reference import Call, MemoryLayout
 from vllm_accprobe.opcheck.reference_table import References
 
 _PLAIN = (bool, int, str, type(None))
@@ -78,7 +78,8 @@ def closed(call: Call, references: References) -> Call:
         extra["read"] = _value
     if "ranks" in extra:
         extra["ranks"] = [closed(rank, references) for rank in extra["ranks"]]
-    return replace(call, extra=extra)
+    views = {name: replace(v, memory=v.read()) for name, v in call.views.items()}
+    return replace(call, extra=extra, views=views)
 
 
 def _value(inside: Inside) -> Any:
@@ -96,6 +97,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return StoredCache(runs, value.why)
     if isinstance(value, Inside):
         return Inside(value.shape, mapped(value.value, change))
+    if isinstance(value, MemoryLayout):
+        return replace(value, memory=mapped(value.read(), change))
     if isinstance(value, Mapping):
         return {k: mapped(v, change) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -132,17 +135,24 @@ def encode(call: Call, tensors: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             return {"map": {str(k): tree(v, f"{name}.{k}") for k, v in value.items()}}
         if isinstance(value, Call):
-            return {"call": {f.name: tree(getattr(value, f.name), f"{name}.{f.name}") for f in fields(Call)}}
+            return {"call": {f: tree(getattr(value, f), f"{name}.{f}") for f in _fields(value)}}
         if isinstance(value, StoredCache):
             runs = [{"at": r.at, "positions": r.positions, "past": r.past} for r in value.runs]
             return {"cache": [tree(runs, name), value.why]}
         if isinstance(value, Inside):
             return {"inside": [list(value.shape), tree(value.value, name)]}
+        if isinstance(value, MemoryLayout):
+            return {"view": [list(value.stride), value.offset, tree(value.read(), f"{name}.memory")]}
         if value is _value:
             return {"reads_inside": True}
         raise ValueError(f"{name}: a {type(value).__name__} cannot be written down")
 
-    return {f.name: tree(getattr(call, f.name), f.name) for f in fields(Call)}
+    return {name: tree(getattr(call, name), name) for name in _fields(call)}
+
+
+def _fields(call: Call) -> list[str]:
+    """What is written of a call: layouts where there are some."""
+    return [f.name for f in fields(Call) if f.name != "views" or call.views]
 
 
 def _identity(t: Any) -> tuple[Any, ...]:
@@ -173,9 +183,11 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Any]) -> Call:
         "call": lambda c: Call(**{k: _field(k, value(v)) for k, v in c.items()}),
         "cache": lambda c: StoredCache([CachedRun(**r) for r in value(c[0])], str(c[1])),
         "inside": lambda c: Inside(tuple(c[0]), value(c[1])),
+        "view": lambda c: MemoryLayout(tuple(c[0]), int(c[1]), value(c[2])),
         "reads_inside": lambda c: _value,
     }
-    return Call(**{f.name: _field(f.name, value(tree[f.name])) for f in fields(Call)})
+    names = (f.name for f in fields(Call) if f.name != "views" or f.name in tree)
+    return Call(**{name: _field(name, value(tree[name])) for name in names})
 
 
 def _field(name: str, found: Any) -> Any:

@@ -8,20 +8,27 @@ in which order calls are taken (records.py), what other records tell about a cal
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.journal import is_operator
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Record
 from vllm_accprobe.formats.atb import AtbDump
 from vllm_accprobe.opcheck.calls.parameters import ModuleParameters, model_config
-from vllm_accprobe.opcheck.reference import BACKWARD, Call
+from vllm_accprobe.opcheck.calls.views import same_bits, span, view_of
+from vllm_accprobe.opcheck.reference import BACKWARD, Call, MemoryLayout
 
+_TRIED = 3
+"""Chosen: earlier outputs of a view's row length that are read to find its memory."""
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -71,6 +78,7 @@ class ModuleIndex:
             while "." in parent:
                 parent = parent.rpartition(".")[0]
                 self.children.setdefault((rank, parent), []).append(tap)
+        self._made: dict[tuple[Any, ...], list[Record]] | None = None
         self.config = model_config(model)
         self.parameters = ModuleParameters(dump, model, self.modules, self.read)
         if self.parameters.problem:
@@ -103,6 +111,7 @@ class ModuleIndex:
         return Call(
             name=tap,
             cls=cls,
+            views=self._views(entered, whole=read == self.read),
             inputs={name: read(x) for name, x in entered.items()},
             params={} if of_atb else self.parameters.of(rank, tap),
             attrs=attrs,
@@ -110,6 +119,42 @@ class ModuleIndex:
             config=self._config(tap),
             outputs={r: read(x) for r, x in records.items() if r.startswith(("output.", "inplace."))},
         )
+
+    def _views(self, entered: Mapping[str, Record], whole: bool) -> dict[str, MemoryLayout]:
+        """Layouts of the inputs that were not contiguous. whole: all rows of them are taken, and their memory may be
+        known."""
+        found = {
+            f"inputs.{name}": view_of(r.shape, r.stride, r.offset, partial(self._memory, r) if whole else None)
+            for name, r in entered.items() if r.stride is not None
+        }  # fmt: skip
+        return {name: view for name, view in found.items() if view is not None}
+
+    def _memory(self, record: Record) -> Any | None:
+        """The output of an earlier tap of the step that this input is a view of, flat; None where there is none."""
+        stride, row, space = record.stride, 0, None
+        if record.step is not None and record.rows is not None:
+            space = self.dump.rows.get((record.rank, record.step, record.rows))
+        if space is None or stride is None or record.row_dim != 0:
+            return None
+        for segment in space.segments:  # rows that were left out lie in the memory between the others
+            if segment.row != row:
+                return None
+            row += segment.n
+        if self._made is None:
+            self._made = {}
+            for r in self.dump.records:
+                if r.role.startswith("output.") and r.payload is not None and r.step is not None and r.stride is None:
+                    self._made.setdefault((r.rank, r.step, r.shape[:1], math.prod(r.shape[1:])), []).append(r)
+        alike = self._made.get((record.rank, record.step, record.shape[:1], stride[0]), [])
+        before = [r for r in alike if r.seq < record.seq and r.dtype == record.dtype]
+        with contextlib.suppress(DumpError):
+            for r in sorted(before, key=lambda r: -r.seq)[:_TRIED]:
+                memory, own = self.read(r).reshape(-1), self.read(record)
+                if len(memory) >= record.offset + span(record.shape, stride):
+                    view = memory.as_strided(record.shape, stride, record.offset)
+                    if same_bits(view, own):
+                        return memory
+        return None
 
     def _config(self, tap: str) -> Mapping[str, Any]:
         part = "vision_config" if tap.startswith(("visual", "vision", "model.visual")) else "text_config"

@@ -19,7 +19,8 @@ import torch
 
 from vllm_accprobe.dump.journal import inputs, tensors
 from vllm_accprobe.dump.schema import OpCall, Record
-from vllm_accprobe.opcheck.reference import Call, Params
+from vllm_accprobe.opcheck.calls.views import view_of
+from vllm_accprobe.opcheck.reference import Call, MemoryLayout, Params
 
 
 class Renumbered:
@@ -86,7 +87,18 @@ def op_call(
         outputs = {str(t["role"]): _like(t) for t in tensors(op.outputs)} | outputs
     fresh = [k for k, v in enumerate(op.args) if isinstance(v, Mapping) and _fresh(v.get("tensor"))]
     return Call(op.tap, op.op, args=args, kwargs=kwargs, outputs=outputs, extra={"fresh": fresh} if fresh else {},
-                params={} if shared is None else shared)  # fmt: skip
+                params={} if shared is None else shared, views=_views(op, maker.numbers))  # fmt: skip
+
+
+def _views(op: OpCall, numbers: Mapping[str, Any]) -> dict[str, MemoryLayout]:
+    """Layouts of the arguments that were not contiguous; none of caches, of which some blocks are here."""
+    found: dict[str, MemoryLayout] = {}
+    for t in inputs(op):
+        place = str(t["role"]).removeprefix("input.")
+        view = None if t.get("blocks") or t["role"] in numbers else view_of(t.get("shape", ()), t.get("stride"))
+        if view is not None:
+            found[f"args.{place}" if place[:1].isdigit() else f"kwargs.{place}"] = view
+    return found
 
 
 def _like(t: Mapping[str, Any]) -> Any:

@@ -77,6 +77,7 @@ def redrawn(call: Call, seed: int) -> Call:
 
     return replace(
         call,
+        views={k: replace(v, memory=None) for k, v in call.views.items()},
         inputs={k: change(k, v) for k, v in call.inputs.items()},
         args=tuple(change("", v) for v in call.args),
         kwargs={k: change(k, v) for k, v in call.kwargs.items()},

@@ -3,7 +3,7 @@
 The problem: a kernel that reads or writes at a wrong place gives right numbers of something else. The idea: the edited
 call has its input or its weight in another order, or the expected output has its parts elsewhere. Which row another
 one's result stands in, and which columns, is read from mine's output, so that each way to choose as many counts as
-tried. What the memory between a view's rows holds is in no record: those rows have no expected value.
+tried. Where no record has what the memory between a view's rows holds, those rows have no expected value.
 
 Not here: addresses that attention alone has (attention_causes.py), columns that are 0 (factors.py), a sum that stops
 early (linear_causes.py).
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vllm_accprobe.opcheck.calls.views import known_memory, without_gaps
 from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, edited, fit_of, moved
 from vllm_accprobe.opcheck.causes.attention_causes import _by_heads, _other, _sizes, _with_past
 from vllm_accprobe.opcheck.causes.factors import _columns
@@ -121,8 +122,15 @@ def _views(trial: Trial) -> Iterator[tuple[int, int]]:
     """(heads in a token's row of the whole tensor, the first of the view's heads) of an input [tokens, heads, size]."""
     _independent(trial)
     x = trial.call.maybe("x", "hidden_states", "input", "0")
-    if x is None or x.dim() != 3 or len(x) < 2 or trial.captured.whole is not None:
+    if x is None or x.dim() != 3 or len(x) < 2 or trial.captured.whole is not None or list(_known_views(trial)):
         raise Declined("its input is no view of heads")
+    of_inputs = ((trial.call.inputs.get(n.removeprefix("inputs.")), v) for n, v in trial.call.views.items())
+    captured = next((v for t, v in of_inputs if t is x), None)
+    if captured is not None:
+        row, head, one = captured.stride
+        if one == 1 and head == x.shape[2] and row % head == 0 and captured.offset % head == 0:
+            yield row // head, captured.offset // head % (row // head)
+        return
     sizes = {**trial.call.config, **trial.call.parent}
     heads, kv = (sizes.get(n) for n in ("num_attention_heads", "num_key_value_heads"))
     heads, kv = trial.call.parent.get("num_heads", heads), trial.call.parent.get("num_kv_heads", kv)
@@ -148,6 +156,37 @@ def view_read_as_contiguous(trial: Trial, view: tuple[int, int]) -> Expected:
     noise = unknown if plain.noise is None else plain.noise.expand(y.shape)[token, head.clamp(0, heads - 1)].reshape(
         y.shape) + unknown  # fmt: skip
     return replace(plain, value=value, noise=noise, bound=None, common=plain.common, exact=None)
+
+
+def _known_views(trial: Trial) -> Iterator[tuple[str, str]]:
+    """(name, stride) of the inputs that were views of memory that the dump has."""
+    for place, view in trial.call.views.items():
+        name = place.removeprefix("inputs.")
+        if name in trial.call.inputs and known_memory(trial.call.inputs[name], view) is not None:
+            yield name, str(list(view.stride))
+
+
+@cause(ADDRESS, "*", text="of its {0} read without the gaps of its view (stride {1})", values=_known_views)
+def gaps_not_skipped(trial: Trial, view: tuple[str, str]) -> Call:
+    name = view[0]
+    return edited(trial.call, inputs={name: without_gaps(trial.call.inputs[name], trial.call.views[f"inputs.{name}"])})
+
+
+def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
+    for name, _ in _known_views(trial):
+        if offset := trial.call.views[f"inputs.{name}"].offset:
+            yield name, offset
+
+
+@cause(ADDRESS, "*", text="of its {0} read from the beginning of its storage (its view begins at element {1})",
+       values=_offsets)  # fmt: skip
+def offset_not_added(trial: Trial, view: tuple[str, int]) -> Call:
+    name = view[0]
+    x, lies = trial.call.inputs[name], trial.call.views[f"inputs.{name}"]
+    memory = known_memory(x, lies)
+    if memory is None:
+        raise Declined("the memory of its input is not known")
+    return edited(trial.call, inputs={name: memory.as_strided(x.shape, lies.stride, 0)})
 
 
 @cause(ADDRESS, "*", text="with heads and channels exchanged in each row of its input")

@@ -319,6 +319,18 @@ def search(
     return Explanation(tuple(equal), trials[0].call.cls, tried, len(examined))
 
 
+def reproduced(found: ProvedCause, part: Trial, other: Trial) -> Mapping[str, Expected] | None:
+    """What a cause that holds gives for ``other``, a call of the same operator; None where it does not explain
+    ``part``, in all its rows."""
+    again = _tried(found.what, found.guess, [Examined(part)], Failures())
+    if again is None or not again.proof.whole:
+        return None
+    try:
+        return outputs_of(other, found.what.change(other, found.guess.value))
+    except (Declined, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
+
+
 def _order(x: ProvedCause) -> tuple[bool, int, float]:
     return not x.proof.whole, x.guess.fitted, x.guess.choices
 

@@ -11,8 +11,11 @@ copied with the tests that gentest writes, and they are all that uses it. Not he
 from __future__ import annotations
 
 import csv
+import importlib
+import importlib.util
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,14 @@ import torch
 
 from vllm_accprobe.opcheck.calls.case import decode, load
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, redrawn
+from vllm_accprobe.opcheck.calls.views import laid_out
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.verdict import Verdict
 from vllm_accprobe.opcheck.measures import measure
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import families
+from vllm_accprobe.opcheck.references.aten import outputs_by_role
 from vllm_accprobe.opcheck.references.parts import on
 
 CAPTURED, DEVICE, DRAWN = "captured", "device", "drawn"
@@ -59,11 +64,14 @@ class CaseOutcome:
 
 class Bench:
     """The references and the device that cases are checked with. device: torch's name, ``cpu``, ``cuda``, ``npu:1``;
-    columns: of the csv."""
+    columns: of the csv; kernel: a function that runs in the operator's place, see `kernel_outputs`."""
 
-    def __init__(self, device: str = "cpu", seed: int = 0, columns: Sequence[str] = ()):
-        self.device, self.seed, self.columns = device, seed, tuple(columns)
-        self.references = References(families())
+    def __init__(
+        self, device: str = "cpu", seed: int = 0, columns: Sequence[str] = (),
+        kernel: Callable[..., Any] | None = None, references: References | None = None,
+    ):  # fmt: skip
+        self.device, self.seed, self.columns, self.kernel = device, seed, tuple(columns), kernel
+        self.references = References(families()) if references is None else references
 
     def check(self, case: Case, way: str) -> list[CaseOutcome]:
         """One CaseOutcome per output; one that skips where there is nothing to check."""
@@ -83,8 +91,10 @@ class Bench:
             return [_skipped(expected.reason)]
         if way == CAPTURED:
             return [self._outcome(case, call, role, call.outputs[role], expected) for role in call.outputs]
-        mine = self.references.run(on(call, self.device))
+        mine = self.made(call)
         if isinstance(mine, Declined):
+            if mine.failed and self.kernel is not None:
+                return [CaseOutcome("", "", (), "fail", mine.reason)]
             return [_skipped(mine.reason)]
         found = []
         for role, captured in call.outputs.items():
@@ -92,6 +102,11 @@ class Bench:
                 way = DRAWN if drawn else way
                 found.append(self._outcome(case, call, role, mine[role].to("cpu", captured.dtype), expected, way))
         return found or [_skipped("nothing that was captured comes out of it")]
+
+    def made(self, call: Call) -> Mapping[str, Any] | Declined:
+        """What the kernel, or else the device, gives for ``call`` by role, each input in its captured layout."""
+        ready = laid_out(on(call, self.device))
+        return self.references.run(ready) if self.kernel is None else kernel_outputs(self.kernel, ready)
 
     def _outcome(
         self, case: Case, call: Call, role: str, mine: Any, expected: Mapping[str, Expected], way: str = CAPTURED
@@ -125,6 +140,53 @@ class Bench:
                 cell["rounding"] = v.rounding
             found.append(["" if cell.get(c) is None else cell[c] for c in self.columns])
         return found
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function of ``package.module:name`` or ``path/to/file.py:name``. Raises ValueError with a sentence."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, Path(place).resolve())
+            if spec is None or spec.loader is None:
+                raise ValueError("there is no such file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        found = getattr(module, attribute, None)
+    except Exception as error:  # a library may raise anything while it is imported
+        raise ValueError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}") from None
+    if not callable(found):
+        raise ValueError(f"{name}: {place} has no function {attribute}")
+    return found  # type: ignore[no-any-return]
+
+
+def kernel_outputs(kernel: Callable[..., Any], call: Call) -> Mapping[str, Any] | Declined:
+    """What ``kernel`` gives by role. An operator's arguments are passed as they are. Of a module's call it gets, by the
+    names of its own parameters, inputs, weights, attributes, and ``cache``, attention's history (case.StoredCache).
+    What is no name of the call has its default."""
+    inputs = {f"arg{k}" if k.isdigit() else k: t for k, t in call.inputs.items()}
+    known: dict[str, Any] = {**call.extra, **call.attrs, **call.params, **inputs}
+    args, kwargs = call.args, dict(call.kwargs)
+    if not args and not kwargs:
+        for name, parameter in inspect.signature(kernel).parameters.items():
+            if name in known:
+                kwargs[name] = known[name]
+            elif parameter.default is parameter.empty:
+                return Declined(f"the kernel's argument {name} is none of {', '.join(sorted(known)) or 'the call'}")
+    try:
+        with torch.no_grad():
+            result = kernel(*args, **kwargs)
+    except Exception as error:  # whatever a kernel raises is its result
+        return Declined(f"the kernel raised {type(error).__name__}: {' '.join(str(error).split())[:160]}", failed=True)
+    if args:
+        return outputs_by_role(result, args, kwargs)
+    if isinstance(result, Mapping):
+        return result
+    if result is None:
+        return {f"inplace.{name}": t for name, t in kwargs.items()}
+    return {f"output.{k}": t for k, t in enumerate(result if isinstance(result, (list, tuple)) else [result])}
 
 
 def _range(tensor: Any) -> dict[str, float | None]:

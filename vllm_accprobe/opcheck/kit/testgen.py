@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).parents[1]
 _FILES = (
     "reference", "reference_table", "calls/case",
     "floors/verdict", "floors/rounding", "floors/output_rows", "kit/bench", "measures",
-    "calls/random_inputs",
+    "calls/random_inputs", "calls/views",
 )  # fmt: skip
 _FURTHER = {
     "judge/floor.py": "floor", "judge/statistic.py": "statistic",
@@ -50,11 +50,22 @@ class Written:
     cause: str = ""
 
 
+def about(captured: Captured) -> dict[str, Any]:
+    """What a case says of its call besides its tensors."""
+    op, records = captured.what.cls, captured.records
+    return {
+        "op": op, "class": op, "tap": captured.tap, "call": captured.call, "step": captured.step,
+        "rank": captured.rank, "seq": min((r.seq for r in records.values()), default=captured.seq),
+        "row_dims": {role: r.row_dim if r.rows is not None else 0 for role, r in records.items()},
+    }  # fmt: skip
+
+
 def write_case(
-    captured: Captured, references: References, directory: Path, number: int | None = None, cause: str = ""
+    captured: Captured, references: References, directory: Path, number: int | None = None, cause: str = "",
+    more: Mapping[str, Any] | None = None,
 ) -> Written:  # fmt: skip
-    """One call as <directory>/<name>.json and .safetensors. cause: of `Written`. Raises ValueError for what cannot be
-    written down, and OSError."""
+    """One call as <directory>/<name>.json and .safetensors. cause: of `Written`; more: what the case says besides.
+    Raises ValueError for what cannot be written down, and OSError."""
     call = cases.closed(captured.what, references)
     op = call.cls
     step = "x" if captured.step is None else str(captured.step)
@@ -62,14 +73,9 @@ def write_case(
     name = f"{place}{_word(op)}-{_word(captured.tap)[-60:]}-step{step}-rank{captured.rank}-call{captured.call}"
     tensors: dict[str, Any] = {}
     tree: dict[str, Any] = {
-        "about": {
-            "op": op, "class": op, "tap": captured.tap, "call": captured.call, "step": captured.step,
-            "rank": captured.rank, "seq": min((r.seq for r in captured.records.values()), default=captured.seq),
-            "row_dims": {role: r.row_dim if r.rows is not None else 0 for role, r in captured.records.items()},
-            **({"cause": cause} if cause else {}),
-        },
+        "about": {**about(captured), **({"cause": cause} if cause else {}), **(more or {})},
         "call": cases.encode(call, tensors),
-    }  # fmt: skip
+    }
     found = references.find(op)
     if not isinstance(found, Declined) and not getattr(found, "__module__", "").startswith(_OURS):
         expected = references.evaluate(call)
@@ -169,12 +175,16 @@ Each case is checked in these ways:
 - `captured`: what the engine gave, against the reference in float64 from the very inputs that it had. Fails: the
   operator was wrong in the engine.
 - `device`: what the operator gives on `--device`, here and now, from the same inputs, against the same reference. An
-  operator of torch.ops runs itself; a module runs through torch's operators, or a vendor's kernel of the same name.
-  Fails: it is wrong on this device.
+  operator of torch.ops runs itself; a module runs through torch's operators, or a vendor's kernel of the same name;
+  `--kernel my_kernels.py:rms_norm` runs that function in its place. Inputs have the strides and the storage offset that
+  they had in the engine. Fails: it is wrong on this device.
 - `drawn`, with `--seed`: as `device`, with inputs drawn at random from the captured mean, spread and range. Weaker
   evidence.
 
-`--detail-csv` writes the measures of every `device` output. `--load` imports what registers a device or operators.
+`--detail-csv` writes the measures of every `device` output. `--load` imports what registers a device or operators. The
+function of `--kernel` gets an operator's arguments as they are; of a module's call, by the names of its parameters,
+inputs (`x`), weights (`weight`) and attributes (`variance_epsilon`) of the case's json. It returns the output, or
+several. A case's json also says how much of the call it has (`kept`), and whose numbers these are (`values`).
 
 | operator | cases |
 | --- | --- |
