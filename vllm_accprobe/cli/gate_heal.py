@@ -99,9 +99,9 @@ class Healing:
         if why:
             return HealRound(healed, verdict, module, f"with {it} healed the servers still differ; {why}")
         if covered(module, healed):
-            why = (f"with {it} healed the servers still differ, and {safe(module)} is still named: it computes what its "
-                   "weights, settings and inputs ask for, or it could not be healed in these rows")  # fmt: skip
-            return HealRound(healed, verdict, module, why)
+            why = (f"and {safe(module)} is still named: it computes what its weights, settings and inputs ask for, or "
+                   "it could not be healed in these rows")  # fmt: skip
+            return HealRound(healed, verdict, module, f"with {it} healed the servers still differ, {why}")
         self.say(f"a {'second' if len(healed) == 1 else 'further'} one remains: {safe(module)}")
         return HealRound(healed, verdict, module, "")
 

@@ -40,8 +40,8 @@ class RunOptions:
     parts: str | None = option("--parts", None, "Of input, output, params.", metavar="PARTS")
     max_gb: float | None = option("--max-gb", None, "Disk budget per rank.", metavar="GB")
     ops: bool | None = option("--ops/--no-ops", None, "Capture operator calls too.")
-    heal: str | None = option("--heal", None, "Modules whose outputs are replaced by their references. Captures only with "
-                              "an option that chooses what.", metavar="GLOBS")  # fmt: skip
+    heal: str | None = option("--heal", None, "Modules whose outputs are replaced by their references. Captures only "
+                              "with an option that chooses what.", metavar="GLOBS")  # fmt: skip
     graphs: bool | None = option("--graphs/--eager", None, "Leave compiled and captured graphs as configured.")
     settings: list[str] = option("--set", [], "Any other setting, e.g. ops_mode=dedup. Can be repeated.",
                                  metavar="NAME=VALUE")  # fmt: skip

@@ -46,17 +46,20 @@ from vllm_accprobe.heal.live_calls import (
     layer_name,
     put,
     same_path,
+    with_inside,
     with_right_experts,
 )
 from vllm_accprobe.heal.outcome import HealOutcome, lines
 from vllm_accprobe.heal.written_rows import WrittenRows
 from vllm_accprobe.opcheck.reference import Declined
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.references import composite
 from vllm_accprobe.opcheck.registry import default_references
 
 SAMPLER = "sampler"
 _CACHED = {"Attention": ("key", "value"), "MLAAttention": ("kv_c_normed", "k_pe")}
 """By class, the inputs that a layer's cache holds."""
+BLOCK = "it computes nothing itself: the modules inside it are healed, as far as they have references"
 _ALSO = ("lm_head", "*.lm_head", "*.gate")
 """Modules whose outputs others' references need."""
 
@@ -72,7 +75,7 @@ class HealObserver(StepObserver):
         return cls(config, adapter)  # a rank that is not captured computes all the same
 
     def __init__(self, config: ProbeConfig, adapter: RunnerAdapter):
-        self.words = same_path(config.heal)
+        self.named, self.words = same_path(config.heal), with_inside(same_path(config.heal))
         self.config = dataclasses.replace(config, modules=(*self.words, *_ALSO))
         self.fired: set[str] = set()
         self.outcome = HealOutcome(int(adapter.parallel["rank"]))
@@ -101,7 +104,12 @@ class HealObserver(StepObserver):
         self._classes[module.tap] = module.cls
 
     def skip(self, tap: str, reason: str) -> None:
-        if tap in self._classes and self._chosen(tap, self._classes[tap]):
+        if tap in self._classes:
+            self._leave(tap, self._classes[tap], reason)
+
+    def _leave(self, tap: str, cls: str, reason: str) -> None:
+        """Of a module that cannot be healed: said where it is chosen itself, and not only inside one that is."""
+        if picks(self.named, "" if tap == ROOT_TAP else tap, cls):
             self.outcome.left[tap] = reason
 
     def _chosen(self, tap: str, cls: str) -> bool:
@@ -146,8 +154,9 @@ class HealObserver(StepObserver):
         if not self.outcome.healed:
             self._refuse("no chosen module has a reference" if chosen else "no module of this model is chosen")
             return
-        say(f"heal: {len(self.outcome.healed):,} modules are replaced by their references in float64: "
-            f"{', '.join(list(self.outcome.healed)[:4])}{', ...' * (len(self.outcome.healed) > 4)}")  # fmt: skip
+        names = tuple(self.outcome.healed)
+        say(f"heal: computed by references in float64 from now on: {', '.join(names[:4])}"
+            f"{f' and {len(names) - 4:,} more' if len(names) > 4 else ''}")  # fmt: skip
         self._report()
 
     def _refuse(self, why: str) -> None:
@@ -183,10 +192,13 @@ class HealObserver(StepObserver):
         assert self._references is not None
         assert self._live is not None
         found = self._references.find(tap.cls)
+        why = found.reason if isinstance(found, Declined) else ""
+        if not why and (tap.is_root or getattr(found, "__module__", "") == composite.__name__):
+            why = BLOCK
+        for name in chosen if why else ():
+            self._leave(name, tap.cls, why)
+        chosen = frozenset() if why else chosen
         for name in chosen:
-            if tap.is_root or isinstance(found, Declined):
-                self.outcome.left[name] = found.reason if isinstance(found, Declined) else "it is the whole model"
-                continue
             self.outcome.healed.setdefault(name, 0)
             if tap.cls in _CACHED:
                 size = getattr(getattr(self._adapter.runner.vllm_config, "cache_config", None), "block_size", 0)
@@ -313,7 +325,7 @@ class HealObserver(StepObserver):
 
     def _greedy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
         """The first largest logit of each row whose temperature is 0, -1 of others. Raises Declined."""
-        logits, metadata = ((*args, *kwargs.values()) + (None, None))[:2]
+        logits, metadata = (*args, *kwargs.values(), None, None)[:2]
         if not isinstance(logits, torch.Tensor) or not hasattr(metadata, "all_greedy"):
             raise Declined("this sampler does not say which rows are greedy")
         best = logits.detach().cpu().double().argmax(-1)
@@ -360,7 +372,7 @@ class HealObserver(StepObserver):
                 self._taps.remove()
             for name in [n for n, calls in self.outcome.healed.items() if not calls]:
                 if name not in self.outcome.left and name not in self.outcome.some:
-                    self.outcome.left[name] = "never called in a step"
+                    self._leave(name, self._classes.get(name, ""), "never called in a step")
             self._report()
             for line in lines([self.outcome]):
                 say(f"{line}, rank {self.outcome.rank}")

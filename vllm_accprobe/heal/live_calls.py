@@ -27,8 +27,8 @@ from vllm_accprobe.opcheck.references.parts import unit_of
 
 Tensor = Any  # a torch.Tensor
 QUANT_METHOD, EXPERTS = ".quant_method", ".routed_experts"
-_ROOM = 2 << 30
-"""Chosen: bytes of parameters up to which float64 copies of them are kept between calls, 6 times as many of bfloat16."""
+_ROOM = 1 << 30
+"""Chosen: bytes of parameters whose float64 copies and sizes, 6 times as much of bfloat16, are kept between calls."""
 
 
 def rounded_once(value: Tensor, dtype: Any) -> Tensor:
@@ -229,3 +229,8 @@ def same_path(words: Sequence[str]) -> tuple[str, ...]:
         mark, bare = ("!", word[1:]) if word.startswith("!") else ("", word)
         found += [word] if bare.startswith("*") or "." not in bare else [word, f"{mark}*.{bare}"]
     return tuple(found)
+
+
+def with_inside(words: Sequence[str]) -> tuple[str, ...]:
+    """Globs that also match what lies inside the modules that ``words`` match."""
+    return tuple(glob for word in words for glob in ((word, f"{word}.*") if not word.endswith("*") else (word,)))
