@@ -160,7 +160,8 @@ class HealObserver(StepObserver):
         self._report()
 
     def _refuse(self, why: str) -> None:
-        self.outcome.problem = f"nothing is healed on rank {self.outcome.rank}: {why}"
+        begun = " more" if any(self.outcome.healed.values()) else ""
+        self.outcome.problem = f"nothing{begun} is healed on rank {self.outcome.rank}: {why}"
         say(f"heal: {self.outcome.problem}; serving goes on")
         self._report()
 
