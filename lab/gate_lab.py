@@ -60,10 +60,10 @@ class GateOutcome:
 
 
 class GateBench:
-    """Folders under ``root``, and the processes that fill them, one at a time. asked: the prompts of a seed."""
+    """Folders under ``root``, and the processes that fill them, one at a time. prompts_of: a seed's."""
 
-    def __init__(self, root: Path, asked: Callable[[int], list[dict[str, Any]]] = prompts):
-        self.root, self._prompts = root, asked
+    def __init__(self, root: Path, prompts_of: Callable[[int], list[dict[str, Any]]] = prompts):
+        self.root, self._prompts = root, prompts_of
         self._name = ""
         self._process: subprocess.Popen[str] | None = None
 

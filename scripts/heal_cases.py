@@ -50,7 +50,7 @@ HEALED: tuple[tuple[GateCase, str], ...] = (
 """A fault, and the globs that heal it."""
 
 
-def asked(seed: int) -> list[dict[str, Any]]:
+def short_prompts(seed: int) -> list[dict[str, Any]]:
     """24 prompts of at most 54 tokens, and four more each: as few as a gate can pass with, since healing is slow."""
     lines = prompts(seed)
     return [{**line, "token_ids": line["token_ids"][: 8 + 2 * i], "max_tokens": 4} for i, line in enumerate(lines)]
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="where the folders lie, and go on from")
     parser.add_argument("--only", default="*", help="glob over names")
     args = parser.parse_args()
-    bench, good, chosen = GateBench(args.keep or Path(tempfile.mkdtemp(prefix="heal-")), asked), 0, 0
+    bench, good, chosen = GateBench(args.keep or Path(tempfile.mkdtemp(prefix="heal-")), short_prompts), 0, 0
     print("| fault | planted | x floor | healed | x floor |", "| --- | --- | --- | --- | --- |", sep="\n", flush=True)
     try:
         for case, globs in HEALED:

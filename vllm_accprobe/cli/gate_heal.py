@@ -1,4 +1,4 @@
-"""``accprobe gate A B --localize --heal``: the culprit is healed in mine's server, and the gate asked again.
+"""``accprobe gate A B --localize --heal``: the culprit is healed in mine's server, and the gate is repeated.
 
 The problem: a comparison names the operator that is wrong first; whether it is the only cause shows when it is right.
 The idea: mine's command is started with VLLM_ACCPROBE_HEAL in front of it, and gated against golden's answers and
@@ -75,10 +75,10 @@ class Healing:
     def _round(self, healed: tuple[str, ...], number: int) -> HealRound:
         place = self.out / f"heal-{number}"
         assignment = f"VLLM_ACCPROBE_HEAL={shlex.quote(','.join(healed))}"
-        told = f"VLLM_ACCPROBE_DIR={shlex.quote(str((place / 'mine-healed').absolute()))}"
+        report = f"VLLM_ACCPROBE_DIR={shlex.quote(str((place / 'mine-healed').absolute()))}"
         floors = gate_run.Floors(tuple(str(f.path) for f in self.opened.floors), "", True)
         golden = str(self.opened.golden.path)
-        again = gate_run.compare(golden, f"{assignment} {told} {self.mine}", place, floors, self.sending, self.rate)
+        again = gate_run.compare(golden, f"{assignment} {report} {self.mine}", place, floors, self.sending, self.rate)
         outcomes = outcome.read(place / "mine-healed")
         for line in outcome.lines(outcomes):
             self.say(f"  {safe(line, 400)}")

@@ -69,7 +69,7 @@ def run(
 ) -> NoReturn:  # fmt: skip
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. localize_gb: the disk budget of what
     follows a gate that fails; None: nothing does. healing: gate_heal.heal, where the culprit is healed and
-    the gate asked again."""
+    the gate repeated."""
     from vllm_accprobe.report import servers
 
     opened = compare(golden, mine, out, floors, sending, rate)

@@ -3,9 +3,9 @@
 The problem: two engineers disagree whether an operator is what makes a server wrong; a comparison says so, an
 experiment settles it. The idea: an observer wraps the forwards that VLLM_ACCPROBE_HEAL chooses, inside any capture's
 taps, so that a dump of a healed server has healed outputs. In each step that carries requests a chosen call's output
-is replaced by its reference. Whatever cannot be, stays as it is and is counted with the reason; a module at which
-anything fails is left alone from then on, and the model notices nothing. The sampler is no module: of greedy rows its
-token is the largest logit. Compiled engines run no Python, and are refused in a line.
+is replaced by its reference; of a block, those of the modules inside it. What cannot be replaced stays as it is and is
+counted with the reason; a module at which anything fails is left alone from then on, and the model notices nothing. The
+sampler is no module: of greedy rows its token is the largest logit. Compiled engines are refused in a line.
 Not here: a call and its value (live_calls.py), earlier keys and values (written_rows.py), the report (outcome.py).
 """
 
@@ -79,7 +79,7 @@ class HealObserver(StepObserver):
         self.config = dataclasses.replace(config, modules=(*self.words, *_ALSO))
         self.fired: set[str] = set()
         self.outcome = HealOutcome(int(adapter.parallel["rank"]))
-        self._asked = config.heal
+        self._requested = config.heal
         self._root = Path(os.path.abspath(config.dir)) if config.dir else None
         self._adapter = adapter
         self._weights: dict[Any, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ class HealObserver(StepObserver):
     def awake(self) -> bool:
         return self._live is not None and not self.outcome.problem
 
-    # --- what the model is made of ---
+    # --- the model's modules ---
 
     def module(self, module: Module) -> None:
         """Of the taps: a chosen module, or one that others need."""
@@ -108,7 +108,7 @@ class HealObserver(StepObserver):
             self._leave(tap, self._classes[tap], reason)
 
     def _leave(self, tap: str, cls: str, reason: str) -> None:
-        """Of a module that cannot be healed: said where it is chosen itself, and not only inside one that is."""
+        """Of a module that cannot be healed: reported where it is chosen itself, and not only inside one that is."""
         if picks(self.named, "" if tap == ROOT_TAP else tap, cls):
             self.outcome.left[tap] = reason
 
@@ -146,7 +146,7 @@ class HealObserver(StepObserver):
         if picks(self.words, SAMPLER, type(sampler).__name__):
             self._heal_sampler(sampler)
         chosen = [*self.outcome.healed, *self.outcome.left]
-        missing = [word for word in self._asked if not word.startswith("!") and not any(
+        missing = [word for word in self._requested if not word.startswith("!") and not any(
             picks(same_path((word,)), name, self._classes.get(name, "")) for name in chosen)]  # fmt: skip
         names = tuple(self._live.modules)
         for word in missing:
@@ -339,7 +339,7 @@ class HealObserver(StepObserver):
                 self._count(SAMPLER, "rows that are drawn at random stay")
         return [int(t) for t in best]
 
-    # --- what is said of it ---
+    # --- the report ---
 
     def _count(self, name: str, reason: str) -> None:
         whys = self.outcome.some.setdefault(name, {})

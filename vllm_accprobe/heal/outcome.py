@@ -2,7 +2,7 @@
 
 The problem: healing happens in worker processes, and whoever started them wants to know at the end which modules were
 replaced, how often, and which were not and why. The idea: each rank writes DIR/heal/rank0000.json when its model is
-loaded and when it ends; `read` collects the files of a directory, `lines` says them. Needs no torch.
+loaded and when it ends; `read` collects the files of a directory, `lines` prints them for people. Needs no torch.
 Not here: what is healed, and how (healing.py).
 """
 

@@ -1,4 +1,4 @@
-"""The keys and values of an attention layer as they were handed to it, by the slots of its cache.
+"""The keys and values of an attention layer as they went into it, by the slots of its cache.
 
 The problem: attention looks back at rows of earlier steps and, after a prefix hit, of other requests; the cache has
 them in a layout of its kernel, and as a faulty kernel wrote them. The idea: what goes into the layer is kept on the
