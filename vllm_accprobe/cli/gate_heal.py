@@ -65,7 +65,7 @@ class Healing:
             done.append(one)
             module, why = one.remains, one.why
         self.say(why or f"heal: {MOST} causes are healed, and more remain")
-        if done and done[-1].verdict == "pass":
+        if done and done[-1].verdict != "fail":
             chosen = shlex.quote(",".join(healed))
             self.say("what they cost in an evaluation: run it on mine and on the healed server, then compare")
             self.say(f"  accprobe run --heal {chosen} -- COMMAND")
@@ -90,8 +90,9 @@ class Healing:
         it = "it" if len(healed) == 1 else "them"
         if verdict == "pass":
             return HealRound(healed, verdict, "", f"with {it} healed the servers agree: {causes}")
-        if verdict is None:
-            return HealRound(healed, verdict, "", f"with {it} healed the gate is undecided: send more prompts")
+        if verdict is None:  # these prompts showed the fault, and could show less only if there were more of them
+            why = f"with {it} healed no difference is seen: {causes}, as far as these prompts show"
+            return HealRound(healed, verdict, "", why)
         commands = ServerSide(COMMAND, self.golden), ServerSide(COMMAND, f"{assignment} {self.mine}")
         failed = gate_run.FailedGate(again.golden, again.mine, again.gate.worst, commands)
         found = gate_run.localize(failed, place, self.sending, self.gigabytes, gate_run._progress, self.say)
