@@ -14,6 +14,7 @@ import select
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,24 +60,28 @@ class GateOutcome:
 
 
 class GateBench:
-    """Folders under ``root``, and the processes that fill them, one at a time."""
+    """Folders under ``root``, and the processes that fill them, one at a time. prompts_of: a seed's."""
 
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, root: Path, prompts_of: Callable[[int], list[dict[str, Any]]] = prompts):
+        self.root, self._prompts = root, prompts_of
         self._name = ""
         self._process: subprocess.Popen[str] | None = None
 
-    def judged(self, case: GateCase, floors: bool = True) -> GateOutcome:
+    def judged(self, case: GateCase, floors: bool = True, heal: str = "") -> GateOutcome:
         golden = self.folder(case.model, case.golden, None, None, None, case.prompts)
-        mine = self.folder(case.model, case.mine, None, case.fault, golden, case.prompts)
+        mine = self.folder(case.model, case.mine, None, case.fault, golden, case.prompts, heal)
         floor = self.folder(case.model, case.golden, case.floor, None, golden, case.prompts) if floors else None
         right = [replies.read(floor)] if floor else []
         return GateOutcome(case, compare(replies.read(golden), replies.read(mine), right))
 
-    def folder(self, model: str, way: str, dtype: str | None, fault: Any, golden: Path | None, seed: int) -> Path:
-        """Of an engine with this fault, along golden's tokens; dtype: another than the way's, of a floor."""
+    def folder(
+        self, model: str, way: str, dtype: str | None, fault: Any, golden: Path | None, seed: int, heal: str = ""
+    ) -> Path:
+        """Of an engine with this fault, along golden's tokens; dtype: another than the way's, of a floor; heal: globs
+        over modules that compute with their references."""
         text = json.dumps(fault) if fault else ""
         told = hashlib.sha256(text.encode()).hexdigest()[:8] if text else "clean"
+        told += "-healed-" + hashlib.sha256(heal.encode()).hexdigest()[:8] if heal else ""
         name = "-".join(filter(None, (model, way, dtype, told, str(seed), golden and f"along-{golden.name}")))
         out = self.root / name
         if replies.exists(out) and replies.read_about(out).get("complete"):
@@ -84,12 +89,13 @@ class GateBench:
         shutil.rmtree(out, ignore_errors=True)
         asked = self.root / f"prompts-{seed}.jsonl"
         self.root.mkdir(parents=True, exist_ok=True)
-        asked.write_text("".join(json.dumps(line) + "\n" for line in prompts(seed)))
+        asked.write_text("".join(json.dumps(line) + "\n" for line in self._prompts(seed)))
         engine = BASE | dict(WAYS[way].engine) | ({"dtype": dtype} if dtype else {})
         self._do(
             WAYS[way].host,
             {
-                "model": str(make(model, self.root / f"model-{model}")), "engine": engine, "env": {}, "fault": text,
+                "model": str(make(model, self.root / f"model-{model}")), "engine": engine, "fault": text,
+                "env": {"VLLM_ACCPROBE_HEAL": heal, "VLLM_ACCPROBE_DIR": f"{out}-outcome"} if heal else {},
                 "prompts": str(asked), "golden": str(golden) if golden else "", "out": str(out),
             },
         )  # fmt: skip

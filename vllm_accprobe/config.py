@@ -271,6 +271,7 @@ class ProbeConfig:
     ``off``: not even the one of owners, which a capture has.
     export: ``h5``: torch_xray's files are written beside the dump when it is closed (export_at_end.py).
     weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/state-checks.md).
+    heal: globs over modules whose outputs are replaced by their references, with the probe off, too; () means none.
     """
 
     enabled: bool = False
@@ -300,6 +301,7 @@ class ProbeConfig:
     states: str = ""
     export: str = ""
     weights: str = "full"
+    heal: tuple[str, ...] = ()
 
     @property
     def ledger(self) -> str:
@@ -351,10 +353,12 @@ class ProbeConfig:
                 f"{PREFIX}OPS_CALLS={self.ops_calls}: it counts the calls that {PREFIX}OPS_MODE=sample or dedup keeps, "
                 f"and the mode is {self.ops_mode}"
             )
+        if self.heal and self.graphs:
+            raise ConfigError(f"{PREFIX}HEAL needs an eager engine: leave {PREFIX}GRAPHS=1 (--graphs) out")
 
     def to_json(self) -> dict[str, Any]:
         """All fields by name, as run.json keeps them; all modules are (), however that was said."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "heal" or self.heal} | {
             "modules": self.modules if self.modules_left else ()
         }
 
@@ -421,6 +425,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "states": read_choice(STATES),
     "export": read_choice(EXPORTS),
     "weights": read_choice(WEIGHTS),
+    "heal": read_modules,
 }
 
 

@@ -15,13 +15,15 @@ import os
 import sys
 from typing import Any
 
-_SWITCHES = ("VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK", "VLLM_ACCPROBE_FORCE", "VLLM_ACCPROBE_STATES")
+_SWITCHES = (
+    "VLLM_ACCPROBE", "VLLM_ACCPROBE_ERRCHECK", "VLLM_ACCPROBE_FORCE", "VLLM_ACCPROBE_STATES", "VLLM_ACCPROBE_HEAL",
+)  # fmt: skip
 _OFF = ("", "0", "false", "no", "off")
 _patched: set[str] = set()
 
 
 def _wanted() -> bool:
-    """Whether the probe is on, or errcheck, forcing or the ledger of states, which need no probe."""
+    """Whether the probe is on, or errcheck, forcing, healing or the ledger of states, which need no probe."""
     return any(os.environ.get(name, "").strip().lower() not in _OFF for name in _SWITCHES)
 
 
@@ -48,7 +50,7 @@ def register() -> None:
         config = ProbeConfig.from_env()
         _check_patches(config)
         watches = config.enabled or config.errcheck or config.ledger
-        if watches:
+        if watches or (config.heal and config.dir):
             _claim_directory(config)
         if config.force_dir:
             _settle_steps(config.force_dir)
@@ -57,14 +59,14 @@ def register() -> None:
         sys.stderr.write(f"accprobe: {error}\n")
         sys.stderr.flush()
         raise SystemExit(2) from None
-    if watches and not config.graphs:
+    if (watches or config.heal) and not config.graphs:
         _patch_engine_args()
     _tell_replicas()
     if config.enabled:
         _patch_scheduler()
         _say_old_words()
     _patch_workers()
-    if watches:
+    if watches or config.heal:
         _patch_shutdown()
 
 
@@ -276,6 +278,10 @@ def _patch_workers() -> None:
             config = ProbeConfig.from_env()
             from vllm_accprobe.capture.vllm.runner import observe
 
+            if config.heal:  # first, so that its taps lie inside all others
+                from vllm_accprobe.heal.healing import HealObserver
+
+                observe(self, HealObserver)
             if config.enabled:
                 from vllm_accprobe.capture.vllm.capturing import CaptureObserver
 

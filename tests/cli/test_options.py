@@ -21,6 +21,7 @@ DIFFERENT: dict[str, str] = {
     "--rows": "inspect names rows of a tensor, opcheck sizes of a batch",
     "--graphs": "VLLM_ACCPROBE_GRAPHS is a switch, which run and errcheck have; doctor proves what the taps in them do",
     "--config": "VLLM_ACCPROBE_CONFIG is a TOML file of settings; opcheck's and online's is msprobe's json",
+    "--heal": "VLLM_ACCPROBE_HEAL are modules, which run has; gate heals the one that --localize names",
     "-d": "msprobe's devices, elsewhere --dir",
 }
 """Names of more than one meaning, and why."""

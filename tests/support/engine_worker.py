@@ -35,7 +35,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"VLLM_ACCPROBE_DIR": job["out"]} | job["env"]
     if job["fault"]:
         os.environ["ACCPROBE_FAULT"] = job["fault"]
-    if any(os.environ.get(f"VLLM_ACCPROBE{switch}") for switch in ("", "_ERRCHECK", "_FORCE")):
+    if any(os.environ.get(f"VLLM_ACCPROBE{switch}") for switch in ("", "_ERRCHECK", "_FORCE", "_HEAL")):
         # vLLM loads plugins once per process; here every engine is a run of its own.
         from vllm_accprobe.plugin import register
 

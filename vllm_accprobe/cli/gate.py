@@ -41,6 +41,7 @@ class LocalizeOptions:
 
     localize: bool = option("--localize", False, "Where they differ: capture the worst tokens of both, compare, and "
                             "name the operator.")  # fmt: skip
+    heal: bool = option("--heal", False, "With --localize: heal the operator in mine's server, and gate again.")
     localize_gb: float = option("--localize-gb", 20, "Disk for it, for each side and rank.", metavar="GB", min=0.001)
 
 
@@ -83,8 +84,11 @@ def gate(
 
         aliases.note("gate TRAINER.jsonl MINE", "eval-diff TRAINER.jsonl MINE")
         compare_trainer(Path(golden), mine, settings, out, sides.as_json)
-    from vllm_accprobe.cli import gate_run
+    if localizing.heal and not localizing.localize:
+        raise CommandError("--heal heals what --localize names: give both")
+    from vllm_accprobe.cli import gate_heal, gate_run
 
     floors = gate_run.Floors(tuple(sides.floor), sides.floor_dtype, sides.no_floor)
     gate_run.run(golden, mine, out, floors, settings, rate, sides.as_json,
-                 localizing.localize_gb if localizing.localize else None)  # fmt: skip
+                 localizing.localize_gb if localizing.localize else None,
+                 gate_heal.heal if localizing.heal else None)  # fmt: skip

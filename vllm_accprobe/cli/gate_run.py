@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -65,10 +65,11 @@ class Opened:
 
 def run(
     golden: str, mine: str, out: Path | None, floors: Floors, sending: SendSettings, rate: float | None, as_json: bool,
-    localize_gb: float | None = None,
+    localize_gb: float | None = None, healing: Callable[..., list[dict[str, Any]]] | None = None,
 ) -> NoReturn:  # fmt: skip
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. localize_gb: the disk budget of what
-    follows a gate that fails; None: nothing does."""
+    follows a gate that fails; None: nothing does. healing: gate_heal.heal, where the culprit is healed and
+    the gate repeated."""
     from vllm_accprobe.report import servers
 
     opened = compare(golden, mine, out, floors, sending, rate)
@@ -84,6 +85,8 @@ def run(
         failed = FailedGate(opened.golden, opened.mine, result.worst, (sides.side(golden), sides.side(mine)))
         found = localize(failed, out, sending, localize_gb, _progress, tell)
         fields |= {} if found is None else {"dig": found.to_json()}
+        if healing is not None:
+            fields["heal"] = healing(golden, mine, opened, found, out, sending, rate, localize_gb, tell)
         if out is not None:
             write(out / RESULT, fields)
     if as_json:

@@ -40,6 +40,8 @@ class RunOptions:
     parts: str | None = option("--parts", None, "Of input, output, params.", metavar="PARTS")
     max_gb: float | None = option("--max-gb", None, "Disk budget per rank.", metavar="GB")
     ops: bool | None = option("--ops/--no-ops", None, "Capture operator calls too.")
+    heal: str | None = option("--heal", None, "Modules whose outputs are replaced by their references. Captures only "
+                              "with an option that chooses what.", metavar="GLOBS")  # fmt: skip
     graphs: bool | None = option("--graphs/--eager", None, "Leave compiled and captured graphs as configured.")
     settings: list[str] = option("--set", [], "Any other setting, e.g. ops_mode=dedup. Can be repeated.",
                                  metavar="NAME=VALUE")  # fmt: skip
@@ -88,8 +90,12 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
         "dir": what.dir, "task": what.task, "tokens": wanted.tokens, "steps": wanted.steps, "ranks": what.ranks,
         "modules": wanted.modules, "parts": what.parts, "requests": wanted.requests,
         "max_gb": None if what.max_gb is None else f"{what.max_gb:.12g}", "config": what.config,
-        "ops": flag(what.ops), "graphs": flag(what.graphs),
+        "ops": flag(what.ops), "graphs": flag(what.graphs), "heal": what.heal,
     } | _settings(what.settings)  # fmt: skip
+    if settings.get("heal") and not any(
+        settings.get(name) is not None or os.environ.get(f"VLLM_ACCPROBE_{name.upper()}") for name in _CHOOSE
+    ):
+        settings["armed"] = "0"  # it serves an evaluation, whose tensors nobody asked for
     child = _truth(atb.save_operation_child) if atb.atb_child is None else atb.atb_child
     of_atb = {
         "ids": atb.atb_ids, "ranges": atb.atb_range, "names": atb.atb_op, "time": atb.atb_time, "part": atb.atb_part,
@@ -103,6 +109,10 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
             say(note)
     folder = DIRECTORY if what.exec is None else AIT
     raise typer.Exit(conclude(launched(words, settings, chosen, quiet, {}, folder), quiet))
+
+
+_CHOOSE = ("tokens", "steps", "modules", "requests", "parts", "task", "armed")
+"""Settings that say what a capture takes, or when."""
 
 
 def _truth(word: str | None) -> bool | None:
@@ -239,6 +249,8 @@ def conclude(ran: EndedRun, quiet: bool) -> int:
     """Says what there is and gives the exit code."""
     watcher, code, files, killed = ran.watcher, ran.code, ran.files, ran.killed
     found, dumps = watcher.poll(), watcher.dumps()
+    if ran.settings.heal:
+        return _healed(ran, dumps, found, quiet)
     answer(dumps=dumps, captured=found, files_of_atb=files, command_exit_code=code)
     for reason in found.stops:
         say(f"capture stopped early: {reason}")
@@ -267,6 +279,26 @@ def conclude(ran: EndedRun, quiet: bool) -> int:
         for dump in dumps:
             say(f"dump: {dump}")
     return code
+
+
+def _healed(ran: EndedRun, dumps: list[Path], found: Progress, quiet: bool) -> int:
+    """What `conclude` says and gives of a command whose modules were healed."""
+    from vllm_accprobe.heal import outcome
+
+    ranks = [one for dump in dict.fromkeys([ran.root, *dumps]) for one in outcome.read(dump)]
+    answer(dumps=dumps, captured=found, healed=[vars(one) for one in ranks], command_exit_code=ran.code)
+    lines = outcome.lines(ranks)
+    if not ranks:
+        why = f"the command failed before its model was loaded ({_ending(ran.code, ran.killed)})" if ran.code else (
+            "no process of it loaded vLLM's plugin and a model; `accprobe doctor` looks for the reason")  # fmt: skip
+        lines = [f"NOTHING was healed: {why}"]
+    for line in lines:
+        say(line)
+    if found.tensors and not quiet:
+        say(_summary(found))
+    for dump in dumps if found.tensors and not quiet else ():
+        say(f"dump: {dump}")
+    return ran.code or (0 if any(n for one in ranks for n in one.healed.values()) else 3)
 
 
 class _Status:

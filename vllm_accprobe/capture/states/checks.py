@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm_accprobe.capture.states.schedule import STATE, Schedule, ScheduledRequest
+from vllm_accprobe.capture.vllm.vllm_compat import BLOCK_TABLES
 from vllm_accprobe.dump.journal import METADATA, OTHER, STALE
 
 
@@ -207,9 +208,6 @@ class _Accepted:
         return found
 
 
-_TABLES = ("block_table", "block_table_tensor", "block_tables")
-
-
 def metadata_checks(
     schedule: Schedule, g: int, requests: Sequence[ScheduledRequest], metadata: Any, slots: Any, *,
     split: int = 1, slack: int = 0, holders: Callable[[int], str] = str,
@@ -241,7 +239,7 @@ def metadata_checks(
     begins = getattr(metadata, "query_start_loc", None)
     if isinstance(begins, torch.Tensor) and begins.dim() == 1:
         found.append(MetadataCheck((begins[: len(rows) + 1],), _Begins(rows), len(rows)))
-    table = next((t for n in _TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
+    table = next((t for n in BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
     if table is not None and table.dim() == 2:
         columns = [schedule.touched(g, one) for one in requests]
         compare_tables = _Tables(rows, columns, split, holders, group.block_size)

@@ -273,6 +273,43 @@ def metadata_of_layer(layer: str) -> tuple[Any, Any]:
     return metadata, slots.get(layer) if isinstance(slots, dict) else None
 
 
+BLOCK_TABLES = ("block_table", "block_table_tensor", "block_tables")
+"""What backends call the block table in their metadata."""
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """Where one attention layer's rows lie in the forward that runs; int64, on the host. slots: of each row, below 0
+    for padding, [rows or more]; table: blocks of each request, [requests, blocks]; begins: the first row of each
+    request, and one past the last; lengths: positions of each request up to its last row."""
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    begins: torch.Tensor
+    lengths: torch.Tensor
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(request, position) of each row."""
+        counts = self.begins.diff()
+        requests = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        place = torch.arange(int(self.begins[-1])) - self.begins[:-1][requests]
+        return requests, (self.lengths - counts)[requests] + place
+
+
+def batch_of_layer(layer: str) -> LayerBatch | None:
+    """Of the layer that the engine calls so, in the forward that runs; None where its metadata does not say."""
+    metadata, slots = metadata_of_layer(layer)
+    slots = slots if isinstance(slots, torch.Tensor) else getattr(metadata, "slot_mapping", None)
+    table = next((t for n in BLOCK_TABLES if isinstance(t := getattr(metadata, n, None), torch.Tensor)), None)
+    begins, lengths = (getattr(metadata, name, None) for name in ("query_start_loc", "seq_lens"))
+    found = slots, table, begins, lengths
+    if not all(isinstance(t, torch.Tensor) for t in found) or table is None or table.dim() != 2:
+        return None
+    slots, table, begins, lengths = (t.detach().cpu().long() for t in found if t is not None)
+    n = min(len(begins) - 1, len(lengths), len(table))
+    return LayerBatch(slots, table[:n], begins[: n + 1], lengths[:n])
+
+
 def _ids(groups: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ids) for ids in groups)
 
