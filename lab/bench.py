@@ -23,8 +23,8 @@ from support.engine import TP2_ENV, V2_ENV, Ask, EngineHost
 from lab.cases import HANDWRITTEN, TUNED, Case, half
 from lab.ways import TRANSFORMERS, WAYS
 
-_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-_HOSTS = {"v1": _ONE_THREAD, "v2": V2_ENV | _ONE_THREAD, "tp2": TP2_ENV}
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+HOSTS = {"v1": ONE_THREAD, "v2": V2_ENV | ONE_THREAD, "tp2": TP2_ENV}
 KERNELS = "kernels"
 """Name of the file beside the runs that says what they were computed with."""
 RENEWED = 40
@@ -91,8 +91,11 @@ class Bench:
         if self._made[kind] % RENEWED == 0 and kind in self._hosts:
             self._hosts.pop(kind).close()
         if kind not in self._hosts:
-            self._hosts[kind] = EngineHost(self.log.with_name(f"{self.log.name}-{kind}.txt"), _HOSTS[kind])
+            self._hosts[kind] = self._new_host(kind, self.log.with_name(f"{self.log.name}-{kind}.txt"))
         return self._hosts[kind]
+
+    def _new_host(self, kind: str, log: Path) -> EngineHost:
+        return EngineHost(log, HOSTS[kind])
 
 
 def link(at: Path, to: Path) -> None:

@@ -59,6 +59,7 @@ class Architecture:
     sinks: bool = False
     scale: float = HEAD**-0.5
     paged: bool = True
+    attn: str = "self_attn"
 
     @property
     def routed(self) -> tuple[int, ...]:
@@ -85,10 +86,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-moe": Architecture(**_ALL_ROUTED, bias=True, experts=8),
     "qwen3-moe": Architecture(**_ALL_ROUTED, head_norms=True, experts=8),
     "mixtral": Architecture(**_ALL_ROUTED, layers=2, experts=4, moe="block_sparse_moe"),
-    "deepseek-v2": Architecture(dense=(0,), experts=8, rotary=0, halves=False, scaled_angles=True, paged=False),
+    "deepseek-v2": Architecture(dense=(0,), experts=8, rotary=0, halves=False, scaled_angles=True, paged=False,
+                                attn="self_attn.mla_attn"),
     "glm4-moe": Architecture(dense=(0,), bias=True, head_norms=True, experts=8, top=3, corrected=True, rotary=16),
     "gpt-oss": Architecture(
-        **_ALL_ROUTED, layers=2, bias=True, experts=4, plain_experts=False, window=24, windowed=(0,), sinks=True
+        **_ALL_ROUTED, layers=2, bias=True, experts=4, plain_experts=False, window=24, windowed=(0,), sinks=True,
+        attn="attn",
     ),
 }
 
@@ -111,7 +114,7 @@ def places(a: Architecture) -> list[Place]:
     found = []
     for i in range(a.layers):
         layer = f"model.layers.{i}"
-        attn = f"{layer}.self_attn" if a.paged else f"{layer}.self_attn.mla_attn"
+        attn = f"{layer}.{a.attn}"
 
         def add(sort: str, name: str, path: str, width: int = WIDTH, *culprits: str, i: int = i) -> None:
             found.append(Place(sort, name, path, i, width, culprits))

@@ -19,14 +19,18 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from preloaded_vllm import FORKED, preloaded
+from support.engine import EngineHost
+
 from lab import cause_models
-from lab.bench import Bench
+from lab.bench import HOSTS, ONE_THREAD, Bench
 from lab.cases import HELD_OUT, TUNED
 from lab.cause_cases import CASES, NONE, CauseCase
 from lab.judging import compared
@@ -36,6 +40,8 @@ RIGHT, WRONG, SILENT, NOT_FOUND, ERROR = "right", "wrong", "none", "not found", 
 OUTCOMES = (RIGHT, WRONG, SILENT, NOT_FOUND, ERROR)
 """``none``: the operator is an origin, without a cause. ``not found``: it is none. ``error``: nothing was compared."""
 LEAST_RIGHT, MOST_WRONG = 0.75, 0.02
+IMPORT_S = 600.0
+"""Chosen: for vLLM's import, which takes 5 minutes on a busy machine."""
 RESULTS, PACKED = "causes.json", "causes-held-out.bin"
 
 
@@ -171,10 +177,30 @@ class Results:
 
 
 class CauseBench(Bench):
-    """A bench whose models are those of cause_models.py, too."""
+    """A bench whose models are those of cause_models.py, too, and whose engines are forked by ``python``, a process
+    that has imported vLLM (scripts/preloaded_vllm.py), unless that is None."""
+
+    def __init__(self, root: Path, log: Path, models: Path | None = None, python: Path | None = None) -> None:
+        super().__init__(root, log, models)
+        self._python = python or Path(sys.executable)
 
     def model(self, name: str) -> Path:
         return cause_models.make(name, self.models / name)
+
+    def _new_host(self, kind: str, log: Path) -> EngineHost:
+        return EngineHost(log, HOSTS[kind], python=self._python)
+
+
+@contextmanager
+def forking(root: Path, wanted: bool) -> Iterator[Path | None]:
+    """A command that runs Python files in forks of a process that has imported vLLM; None where none is wanted."""
+    if not wanted:
+        yield None
+        return
+    # Engines are eager; what vLLM would compile all the same, Cohere's norm, takes minutes.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | ONE_THREAD
+    with preloaded(root / "_vllm", env | {"TORCHDYNAMO_DISABLE": "1"}, IMPORT_S) as bin_:
+        yield bin_ / FORKED
 
 
 def run_case(bench: CauseBench, one: CauseCase, judge_only: bool) -> Outcome | None:
@@ -223,13 +249,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _work(args: argparse.Namespace, root: Path, cases: list[CauseCase]) -> int:
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # eager engines; compiling Cohere's norm takes minutes
     results = Results(root)
     waiting = [one for one in cases if not args.resume or one.name not in results.by_name]
     done: set[str] = {one.name for one in cases} - {one.name for one in waiting}
 
-    def model_of(own: list[CauseCase]) -> None:
-        bench = CauseBench(root, root / f"_log-{own[0].case.model}", args.models)
+    def of_model(own: list[CauseCase], python: Path | None) -> None:
+        bench = CauseBench(root, root / f"_log-{own[0].case.model}", args.models, python)
         try:
             for one in own:
                 outcome = run_case(bench, one, args.judge_only is not None)
@@ -244,9 +269,9 @@ def _work(args: argparse.Namespace, root: Path, cases: list[CauseCase]) -> int:
         finally:
             bench.close()
 
-    models = {one.case.model: [c for c in waiting if c.case.model == one.case.model] for one in waiting}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(model_of, models.values()))
+    models = [[c for c in waiting if c.case.model == model] for model in dict.fromkeys(o.case.model for o in waiting)]
+    with forking(root, bool(models) and args.judge_only is None) as python, ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(of_model, models, [python] * len(models)))
     outcomes = [results.by_name[one.name] for one in cases if one.name in done]
     found = totals(outcomes)
     print(table(found))
