@@ -53,18 +53,23 @@ class Bench:
 
     def pair(self, case: Case) -> tuple[Path, Path, float]:
         """(golden, mine, seconds that mine took)."""
+        golden = self.clean_run(case.model, case.golden)
+        (self.root / case.name).mkdir(parents=True, exist_ok=True)
+        link(self.root / case.name / "golden", golden)
+        return golden, *self.faulty_run(case)
+
+    def faulty_run(self, case: Case) -> tuple[Path, float]:
+        """(mine, seconds that it took)."""
         folder = self.root / case.name
         folder.mkdir(parents=True, exist_ok=True)
         planted, mine = folder / "fault.json", folder / "mine"
         text = json.dumps([case.model, case.mine, case.faults])
         if not planted.exists() or planted.read_text() != text:
             shutil.rmtree(mine, ignore_errors=True)
-        golden = self.clean_run(case.model, case.golden)
-        link(folder / "golden", golden)
         began = time.monotonic()
         self._run(mine, case.model, case.mine, case.faults)
         planted.write_text(text)
-        return golden, mine, time.monotonic() - began
+        return mine, time.monotonic() - began
 
     def close(self) -> None:
         for host in self._hosts.values():

@@ -203,22 +203,52 @@ def forking(root: Path, wanted: bool) -> Iterator[Path | None]:
         yield bin_ / FORKED
 
 
-def run_case(bench: CauseBench, one: CauseCase, judge_only: bool) -> Outcome | None:
-    """None where the run is not there and none is to be made."""
-    folder, golden, seconds = bench.root / one.name, bench.root / "_runs" / f"{one.case.model}-{one.case.golden}", 0.0
-    mine = folder / "mine"
+def operator_alone(one: CauseCase, mine: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The verdict and the origins where the planted operator alone is checked, in this process and without a golden,
+    which is quicker. What a comparison finds elsewhere, and whether it finds the operator, is not seen."""
+    from vllm_accprobe.cli.opcheck import model_of
+    from vllm_accprobe.formats import open_dump
+    from vllm_accprobe.opcheck.calls.records import Calls
+    from vllm_accprobe.opcheck.causes.examine import explained_by
+    from vllm_accprobe.opcheck.habits import decided
+    from vllm_accprobe.opcheck.proof import prove
+    from vllm_accprobe.opcheck.registry import default_references
+    from vllm_accprobe.opcheck.run.pair import Task, check_task
+    from vllm_accprobe.opcheck.run.replay import Options
+
+    dump = open_dump(mine)
+    calls, references = Calls(dump, model_of(dump.run)), default_references()
+    options = Options(measured=False, budget=calls.budget())
+    tasks = [Task(0, rank, tap) for rank, tap, _ in calls.taps(one.case.expected)]
+    rows, _ = decided.settle([row for task in tasks for row in check_task(calls, task, references, options).rows])
+    wrong = prove.wrong(rows)
+    causes = explained_by(calls, references, wrong.values(), rows, chance=calls.budget().output)
+    return "fail" if wrong else "pass", [{"module": tap, "cause": causes.get(tap)} for tap in wrong]
+
+
+def run_case(bench: CauseBench, one: CauseCase, *, judge_only: bool, alone: bool) -> Outcome | None:
+    """None where the run is not there and none is to be made. alone: as `operator_alone`."""
+    golden, seconds = bench.root / "_runs" / f"{one.case.model}-{one.case.golden}", 0.0
+    mine = bench.root / one.name / "mine"
     try:
-        if not judge_only:
+        if judge_only:
+            if not all((run / "run.json").exists() for run in ((mine,) if alone else (mine, golden))):
+                return None
+        elif alone:
+            mine, seconds = bench.faulty_run(one.case)
+        else:
             golden, mine, seconds = bench.pair(one.case)
-        elif not (mine / "run.json").exists() or not (golden / "run.json").exists():
-            return None
     except RuntimeError as error:
         return _failed(one, str(error))
     began = time.monotonic()
-    result = compared(golden, mine, True)
-    if isinstance(result, str):
-        return _failed(one, result)
-    return judged(one, result.verdict, result.origins, seconds=time.monotonic() - began, run_s=seconds)
+    if alone:
+        verdict, origins = operator_alone(one, mine)
+    else:
+        result = compared(golden, mine, True)
+        if isinstance(result, str):
+            return _failed(one, result)
+        verdict, origins = result.verdict, result.origins
+    return judged(one, verdict, origins, seconds=time.monotonic() - began, run_s=seconds)
 
 
 def _failed(one: CauseCase, why: str) -> Outcome:
@@ -257,7 +287,7 @@ def _work(args: argparse.Namespace, root: Path, cases: list[CauseCase]) -> int:
         bench = CauseBench(root, root / f"_log-{own[0].case.model}", args.models, python)
         try:
             for one in own:
-                outcome = run_case(bench, one, args.judge_only is not None)
+                outcome = run_case(bench, one, judge_only=args.judge_only is not None, alone=args.operator_only)
                 if outcome is None:
                     continue
                 results.add(outcome)
@@ -308,6 +338,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs and outcomes there; no run is made twice")
     parser.add_argument("--judge-only", type=Path, metavar="DIR", help="judge the runs kept in DIR; starts no engine")
     parser.add_argument("--models", type=Path, metavar="DIR", help="where the weights are (DIR/_models)")
+    parser.add_argument("--operator-only", action="store_true", help="check the planted operator alone: quick")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that have an outcome already")
     parser.add_argument("--delete", action="store_true", help="remove each run once it was judged")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table and what is not right there")
