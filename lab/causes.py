@@ -199,7 +199,7 @@ def forking(root: Path, wanted: bool) -> Iterator[Path | None]:
         return
     # Engines are eager; what vLLM would compile all the same, Cohere's norm, takes minutes.
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | ONE_THREAD
-    with preloaded(root / "_vllm", env | {"TORCHDYNAMO_DISABLE": "1"}, IMPORT_S) as bin_:
+    with preloaded(root / "_vllm", env | {"TORCH_COMPILE_DISABLE": "1"}, IMPORT_S) as bin_:
         yield bin_ / FORKED
 
 
@@ -280,7 +280,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _work(args: argparse.Namespace, root: Path, cases: list[CauseCase]) -> int:
     results = Results(root)
-    waiting = [one for one in cases if not args.resume or one.name not in results.by_name]
+    known = {name for name, o in results.by_name.items() if args.resume and o.outcome != ERROR}
+    waiting = [one for one in cases if one.name not in known]
     done: set[str] = {one.name for one in cases} - {one.name for one in waiting}
 
     def of_model(own: list[CauseCase], python: Path | None) -> None:
