@@ -252,7 +252,7 @@ def rotary_as(site: Any) -> None:
 
     module, variant, n = site.module, site.fault.param, site.fault.factor
     size, dim, halves = int(module.head_size), int(module.rotary_dim), bool(module.is_neox_style)
-    cos1, sin1 = module.cos_sin_cache.float()[1].chunk(2, -1)
+    cos1, sin1 = module._compute_cos_sin_cache().float()[1].chunk(2, -1)  # the table has the model's dtype: too coarse
     own, base = torch.atan2(sin1, cos1), float(module.base)
     length = float((cos1.square() + sin1.square()).sqrt().mean())
     if variant == "width":
@@ -265,8 +265,9 @@ def rotary_as(site: Any) -> None:
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
         angle = positions.float().unsqueeze(-1) * own
         table = torch.cat((angle.cos(), angle.sin()), -1) * (1.0 if variant == "unscaled" else length)
+        table = table.to(module.cos_sin_cache.dtype).float()
         if variant in TABLES:
-            table = TABLES[variant](table.to(module.cos_sin_cache.dtype), n)
+            table = TABLES[variant](table, n)
         heads = x.float().reshape(len(positions), -1, size)
         return _turned(heads, *table.chunk(2, -1), dim, halves)
 
