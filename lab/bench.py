@@ -23,8 +23,8 @@ from support.engine import TP2_ENV, V2_ENV, Ask, EngineHost
 from lab.cases import HANDWRITTEN, TUNED, Case, half
 from lab.ways import TRANSFORMERS, WAYS
 
-_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-_HOSTS = {"v1": _ONE_THREAD, "v2": V2_ENV | _ONE_THREAD, "tp2": TP2_ENV}
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+HOSTS = {"v1": ONE_THREAD, "v2": V2_ENV | ONE_THREAD, "tp2": TP2_ENV}
 KERNELS = "kernels"
 """Name of the file beside the runs that says what they were computed with."""
 RENEWED = 40
@@ -53,18 +53,23 @@ class Bench:
 
     def pair(self, case: Case) -> tuple[Path, Path, float]:
         """(golden, mine, seconds that mine took)."""
+        golden = self.clean_run(case.model, case.golden)
+        (self.root / case.name).mkdir(parents=True, exist_ok=True)
+        link(self.root / case.name / "golden", golden)
+        return golden, *self.faulty_run(case)
+
+    def faulty_run(self, case: Case) -> tuple[Path, float]:
+        """(mine, seconds that it took)."""
         folder = self.root / case.name
         folder.mkdir(parents=True, exist_ok=True)
         planted, mine = folder / "fault.json", folder / "mine"
         text = json.dumps([case.model, case.mine, case.faults])
         if not planted.exists() or planted.read_text() != text:
             shutil.rmtree(mine, ignore_errors=True)
-        golden = self.clean_run(case.model, case.golden)
-        link(folder / "golden", golden)
         began = time.monotonic()
         self._run(mine, case.model, case.mine, case.faults)
         planted.write_text(text)
-        return golden, mine, time.monotonic() - began
+        return mine, time.monotonic() - began
 
     def close(self) -> None:
         for host in self._hosts.values():
@@ -91,8 +96,11 @@ class Bench:
         if self._made[kind] % RENEWED == 0 and kind in self._hosts:
             self._hosts.pop(kind).close()
         if kind not in self._hosts:
-            self._hosts[kind] = EngineHost(self.log.with_name(f"{self.log.name}-{kind}.txt"), _HOSTS[kind])
+            self._hosts[kind] = self._new_host(kind, self.log.with_name(f"{self.log.name}-{kind}.txt"))
         return self._hosts[kind]
+
+    def _new_host(self, kind: str, log: Path) -> EngineHost:
+        return EngineHost(log, HOSTS[kind])
 
 
 def link(at: Path, to: Path) -> None:

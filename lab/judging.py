@@ -140,7 +140,7 @@ def judge(pair: Pair) -> Outcome:
     """Compares a pair, as the command does, and looks for the planted module."""
     began = time.monotonic()
     told = _blank(pair)
-    result = _compare(*pair.at, pair.replay)
+    result = compared(*pair.at, pair.replay)
     if isinstance(result, str):
         return replace(told, verdict=result)
     modules = [o["module"] for o in result.origins]
@@ -171,7 +171,7 @@ def around(result: Any, module: str) -> str:
     return ", ".join(f"{role} {v / BF16:.3g}{' FAIL' if role in failed else ''}" for role, v in worst.items())
 
 
-def _compare(golden: Path, mine: Path, replay: bool) -> Any:
+def compared(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
     from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed
     from vllm_accprobe.comparison.engine import compare

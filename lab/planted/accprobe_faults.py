@@ -11,9 +11,8 @@ just as it would see a bad kernel. Most faults wrap ``forward`` on the module IN
 
     {"kind": "scale", "module": "model.layers.2.mlp.down_proj", "factor": 1.05, "rows": "position>=40"}
 
-Not here: the kinds (accprobe_fault_kinds.py); row conditions (accprobe_fault_rows.py); engines' conditions
-(accprobe_fault_when.py); faults inside compiled graphs;
-sampler faults for the V2 runner.
+Not here: the kinds (accprobe_fault_kinds.py, accprobe_cause_kinds.py); row conditions (accprobe_fault_rows.py);
+engines' conditions (accprobe_fault_when.py); faults inside compiled graphs; sampler faults for the V2 runner.
 """
 
 from __future__ import annotations
@@ -25,20 +24,22 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
+from accprobe_cause_kinds import CAUSE_KINDS, EXPERT_WEIGHTS
 from accprobe_fault_kinds import EARLY, Site
-from accprobe_fault_kinds import KINDS as MODULE_KINDS
+from accprobe_fault_kinds import KINDS as ONE_KIND
 from accprobe_fault_rows import ENGINE
 from accprobe_fault_when import holds
 
 ENV = "ACCPROBE_FAULT"
 SAMPLER = "sampler"
+MODULE_KINDS = {**ONE_KIND, **CAUSE_KINDS}
 KINDS = (*MODULE_KINDS, SAMPLER)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: a function of accprobe_fault_kinds.py, or ``sampler`` (each sampled token is the next one in the
-    vocabulary; V1 runner; ``module`` is ignored).
+    """kind: a function of accprobe_fault_kinds.py or accprobe_cause_kinds.py, or ``sampler`` (each sampled token is the
+    next one in the vocabulary; V1 runner; ``module`` is ignored).
     module: path as in ``model.named_modules()``. factor: the kind's number. rows: see accprobe_fault_rows.py.
     features: which columns of the output (or rows of a parameter); empty means all. output: which of several outputs.
     expert, param: for the kinds that speak of them. rank: the tensor-parallel rank that is broken, or None for all.
@@ -137,6 +138,9 @@ class Planting:
             loaded = getattr(module, "weight", None)
             if loaded is not None:
                 self.weights[fault.module] = loaded.detach().clone()
+            elif fault.kind == "experts_as":
+                owner = find(model, fault.module.rpartition(".")[0])
+                self.weights[fault.module] = {n: getattr(owner, n).detach().clone() for n in EXPERT_WEIGHTS}
 
     def late(self, model: Any) -> None:
         for fault in self.faults:

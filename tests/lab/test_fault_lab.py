@@ -156,7 +156,7 @@ def test_only_what_was_kept_is_judged(bench: Bench, tmp_path: Path, monkeypatch:
         {"module": "m", "created": 3.0, "floor": 0.5, "shape": "only rows of decode"},
     ]
     result = SimpleNamespace(verdict="fail", origins=origins, pairs=[])
-    monkeypatch.setattr(fault_lab, "_compare", lambda golden, mine, replay: result)
+    monkeypatch.setattr(fault_lab, "compared", lambda golden, mine, replay: result)
     done: list[Outcome] = []
     cases = [replace(case, words=("decode",)), replace(case, name="not kept")]
     assert judge_kept(pairs_of(tmp_path, cases, [("qwen2", "serial", "mixed")]), done.append) == 2
@@ -173,7 +173,7 @@ def test_of_two_faults_both_are_asked_for(
 ) -> None:
     case = Case("x", "qwen2", [{"kind": "nan", "module": "a"}, {"kind": "nan", "module": "c"}], second=("b", "c"))
     result = SimpleNamespace(verdict="fail", origins=[{"module": m} for m in modules], pairs=[])
-    monkeypatch.setattr(fault_lab, "_compare", lambda golden, mine, replay: result)
+    monkeypatch.setattr(fault_lab, "compared", lambda golden, mine, replay: result)
     outcome = judge(Pair(case, "qwen2", "serial", "mixed", (Path(), Path())))
     assert (outcome.first, outcome.found) == (first, found)
 
