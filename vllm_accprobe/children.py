@@ -116,7 +116,7 @@ def end_with(pipe: int) -> None:
             except InterruptedError:
                 continue
 
-    if select.select([pipe], [], [], 0)[0]:  # it had died before anybody was told
+    if select.select([pipe], [], [], 0)[0]:  # it had died before anybody knew
         os._exit(1)
     threading.Thread(target=wait, name="accprobe-parent", daemon=True).start()
 

@@ -445,7 +445,7 @@ class SampledHistory:
 
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
 REJECTED = "rows of rejected drafts"
-"""Told apart where the capture says which rows are drafts."""
+"""Distinguished where the capture says which rows are drafts."""
 AFTER_FLIP = "rows after a flipped token"
 _UNPROVEN_ROWS = 1 << 20
 Cell = int
@@ -611,7 +611,7 @@ def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
 
 
 def own_cell(rank: int) -> Cell:
-    """The cell of what ``rank`` has for itself: images that were dealt to it, beside the rows that it shares."""
+    """The cell of what ``rank`` has for itself: images that were distributed to it, next to the rows that it shares."""
     return -1 - rank
 
 

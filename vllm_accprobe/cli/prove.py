@@ -115,7 +115,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     plan = planner.plan(arguments.seconds, wishes)
     say(plan={"calls": plan.calls, "of": plan.of, "seconds": plan.seconds})
     begun, ends = time.monotonic(), _Ends(arguments.seconds)
-    gc.freeze()  # nor would a second process share the memory that the collector writes to
+    gc.freeze()  # and a second process would not share the memory that the collector writes to
     gc.set_threshold(100_000, 50, 50)
     gc.enable()
     (theirs, rates), (rows, own) = pair.check_both(sides, references, ops, _Progress(say), rate, plan.tasks, ends)

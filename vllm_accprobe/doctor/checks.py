@@ -204,7 +204,7 @@ def allowlist(environ: Mapping[str, str], path: Path_ = None) -> list[Finding]:
 
 
 SLOW = 200e6
-"""Bytes per second under which a capture of whole tensors is held up by the disk."""
+"""Bytes per second under which a capture of whole tensors is slowed down by the disk."""
 
 PROBE_BYTES = 64 << 20
 BLOCK = 8 << 20

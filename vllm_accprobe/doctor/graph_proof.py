@@ -721,7 +721,7 @@ class Prover:
 
 def first_change(count: int, differs: Callable[[int], bool]) -> int:
     """The smallest n that this finds with differs(n) and not differs(n - 1), given not differs(0) and differs(count):
-    log2(count) questions. Each answer stands for itself: nothing is supposed of the numbers that were not asked for."""
+    log2(count) questions. Each answer stands for itself: nothing is assumed of the numbers that were not tried."""
     same, changed = 0, count
     while changed - same > 1:
         middle = (same + changed) // 2
@@ -743,7 +743,7 @@ def recorded(dump: Dump) -> list[str]:
 
 def placed(dump: Dump, graphs: dict[str, Any]) -> list[str]:
     """Modules that have a tap, in order of execution: as they were recorded, where all of them were, else as run.json
-    names them piece by piece, with what stands between pieces where it can be told."""
+    names them piece by piece, with what stands between pieces where it is known."""
     seen = recorded(dump)
     pieces = graphs.get("pieces")
     if not isinstance(pieces, list):

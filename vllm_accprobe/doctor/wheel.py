@@ -623,7 +623,7 @@ def _registers(node: ast.Call) -> str:
 
 
 def _other_signature(need: Need, have: Sequence[Definition]) -> str:
-    """How the signature differs from what is needed; "" where it does not, or nothing is asked of it."""
+    """How the signature differs from what is needed; "" where it does not, or nothing of it is needed."""
     known = parameters(have[0].node) if have else None
     if known is None or not (need.takes or need.keywords):
         return ""

@@ -173,7 +173,7 @@ class Node:
 
 def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) -> dict[str, Mapping[str, Any]]:
     """tap → node of the topology that lies beside the tensors and fits most of ``taps``, as plain values; {} where none
-    does. problem: is told what does not parse."""
+    does. problem: is called with what does not parse."""
     best: dict[str, Mapping[str, Any]] = {}
     try:
         files = _json_files(path)

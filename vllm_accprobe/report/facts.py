@@ -394,8 +394,8 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
-    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told; ``(13x, by
-    its gain)`` where another measure than the row's error decided, by which both numbers are so far apart."""
+    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is named; ``(13x,
+    by its gain)`` where another measure than the row's error decided, by which both numbers are so far apart."""
     limit, factor, size = origin.get("floor"), origin_times(origin), origin_size(origin)
     later = "up to " if num(size) != num(created) else ""
     text = f"{later}{num(size)}" + ("" if limit is None else f", limit {num(limit)}")
@@ -585,7 +585,7 @@ def causes(comparison: Comparison) -> list[FailedCause]:
 
 def title(comparison: Comparison, shown: int, found: Sequence[FailedCause]) -> str:
     """``2 causes and 51 places that they reach, of 1,234 failed pairs, the 10 worst``: what stands above a list of so
-    many. Where no origin is known, what is a cause and what it reaches cannot be told."""
+    many. Where no origin is known, a cause and what it reaches cannot be distinguished."""
     own, failed = sum(cause.own for cause in found), comparison.counts.failed
     if not own and len(found) == failed:
         return f"the {shown} worst of {failed:,} failed pairs" if failed > shown else "failed pairs, worst first"

@@ -170,7 +170,7 @@ def _values(comparison: Comparison, place: _Place) -> NextStep | None:
 
 
 def _has_row(pair: Pair) -> bool:
-    """Whether `show` can be told the worst row: rows of images are named otherwise than by a request alone."""
+    """Whether `show` can be named the worst row: rows of images are named otherwise than by a request alone."""
     known = pair.worst_request is not None and pair.worst_position is not None
     return known and bool(pair.worst_request) and ", image " not in str(pair.worst_request)
 

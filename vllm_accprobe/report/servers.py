@@ -285,7 +285,7 @@ _SELF_HEADER = ("", "must be", "prompts", "tokens", "flips", "unequal", "mean", 
 
 
 def self_check_lines(gate: SelfGate) -> list[str]:
-    """The verdict with the odd one's name, a row for each way, the prompts, and what was not compared."""
+    """The verdict with the outlier's name, a row for each way, the prompts, and what was not compared."""
     out = [_headline(gate), "", "the same answers in another way, how far the log-probabilities are apart, in nats:"]
     findings = [f for f in gate.findings if f.ok is not None]
     table = _aligned([_SELF_HEADER, *(_self_row(f) for f in findings)], 2)

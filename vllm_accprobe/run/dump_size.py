@@ -187,7 +187,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Chooses = Callable[[str, str], bool]
 """(path of a module, its class) → whether it is captured."""
 MEASURED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-"""model_type of the architectures that were held against captures of vLLM 0.32 (Mistral is Llama there, and
+"""model_type of the architectures that were compared with captures of vLLM 0.32 (Mistral is Llama there, and
 DeepSeek-V3 is V2)."""
 
 

@@ -82,7 +82,7 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
         if kind == "input":
             call.takes.append(seen)
             call.begin = min(call.begin, r.seq)
-        elif kind == "inplace" and _alone(r, places):  # kept behind the operator only: what it took, as far as told
+        elif kind == "inplace" and _alone(r, places):  # kept behind the operator only: what it took, as far as known
             call.takes.append(seen)
         elif kind != "inplace" or all(seen.key != g.key for g in call.gives):
             call.gives.append(seen)

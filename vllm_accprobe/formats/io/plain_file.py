@@ -75,7 +75,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def fill(path: Path, fd: int, offset: int, out: np.ndarray, short: str = SHORTER) -> np.ndarray:
-    """``out``, contiguous, filled with the file's bytes from ``offset`` on; the caller has held its size against the
+    """``out``, contiguous, filled with the file's bytes from ``offset`` on; the caller has checked its size against the
     file's. Raises DumpError, with the sentence ``short``, where the file ends before, and OSError."""
     if out.size and not read_into(fd, offset, out.reshape(-1).view(np.uint8).data):
         raise DumpError(f"{path} {short}")
@@ -83,7 +83,7 @@ def fill(path: Path, fd: int, offset: int, out: np.ndarray, short: str = SHORTER
 
 
 def read_bytes(path: Path, offset: int, nbytes: int) -> np.ndarray:
-    """uint8 [nbytes] of a file from ``offset`` on; the caller has held it against the file's size."""
+    """uint8 [nbytes] of a file from ``offset`` on; the caller has checked it against the file's size."""
     with descriptor(path) as fd:
         return fill(path, fd, offset, np.empty(nbytes, np.uint8), "has become shorter since it was opened")
 

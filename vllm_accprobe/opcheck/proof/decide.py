@@ -21,12 +21,12 @@ gap is none any more; where it saw one to be right in all rows, that one is take
 
 Replay as the judge of a comparison: who is wrong for its own inputs needs no golden to be blamed.
 
-The problem: a comparison finds what differs, and a small error among honest ones may stay below every sign of it; or a
+The problem: a comparison finds what differs, and a small error among correct ones may stay below every limit; or a
 model that enlarges rounding looks like a fault. The idea: mine's calls are run again against references, and golden's
 too. A module of mine that is wrong for its own inputs is an origin with the evidence ``replay``, and stands before
 those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
-is told, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put into
-a comparison here, without torch.
+is reported, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put
+into a comparison here, without torch.
 
 Not here: the figures (opcheck/references/caches.py), the replays and the proof (prove.py), the comparison
 (comparison/).

@@ -42,7 +42,7 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class Explained:
-    """What two replays explain, of the places that were asked about. A place is ``tap/role#call`` of mine.
+    """What two replays explain, of the places that were requested. A place is ``tap/role#call`` of mine.
 
     rows: by place, the rows that both sides computed rightly from what they read; why: by place, the reason of the
     first row that is not among them."""

@@ -29,8 +29,8 @@ What the replay of two dumps proves: who is wrong alone, and who is as wrong in 
 The problem: an output that fails its reference may be a fault, or a reference that does not fit this model. The idea: a
 module that golden runs as well is its own control: what is as far off there is not blamed. Where nobody breaks a floor
 of his own, a module whose errors are unlike those of the same class in other layers is blamed for that (pooled.py); not
-where somebody does, because what lies behind a fault has other inputs than its kin. What every layer of a class does is
-said to be in all of them.
+where somebody does, because what lies behind a fault has other inputs than its sibling layers. What every layer of a
+class does is said to be in all of them.
 
 Not here: the table (comparison/coverage.py), who is blamed (decide.py), which constants differ, and what follows
 (comparison/notes.py), what the proof does to a comparison (decide.py).
@@ -126,12 +126,12 @@ def _of_output(calls: Sequence[CheckResult], pooled: Sequence[Pooled]) -> tuple[
 MOST = 16
 """Origins whose errors are split; the first in data-flow order matter, and each costs a replay."""
 LARGEST = 1 << 25
-"""Chosen: elements of an output whose error is split: a dozen float64 of each are held at a time."""
+"""Chosen: elements of an output whose error is split: a dozen float64 of each are in memory at a time."""
 
 
 _SPOILT = 0.5
 """Chosen: of the largest error, what another row of the same call must have to be named in that row's place: a fault
-that spoils both leaves about as much in each, and an honest row has hundreds of times less."""
+that spoils both leaves about as much in each, and a correct row has hundreds of times less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +346,8 @@ def prove(
     explained: Explained | None = None, causes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ReplayResult:  # fmt: skip
     """golden, mine: replay.check_tap's rows of the two, settled (decided.py); splits: by tap; odd: outputs of mine
-    unlike their kin; machines: how each computes, which is then not said again in a note; explained: explained.py;
-    causes: by tap (opcheck/causes/examine.py)."""
+    that are outliers among sibling layers; machines: how each computes, which is then not said again in a note;
+    explained: explained.py; causes: by tap (opcheck/causes/examine.py)."""
     known = {side: {h.operator for h in habits} for side, habits in (machines or {}).items()}
     found, theirs = wrong(mine), wrong(golden)
     alike = shared(theirs, found)

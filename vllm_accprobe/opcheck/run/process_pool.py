@@ -100,7 +100,7 @@ class Team:
                 process.close()
 
     def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
-        """The rows of each tap, in their order; taps in work are held back until those before them are done."""
+        """The rows of each tap, in their order; taps in work wait until those before them are done."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         ready: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         for k in range(len(taps)):
@@ -158,7 +158,7 @@ class Team:
 
 
 def _shared(job: Job, worker: int) -> Job:
-    """What a worker is told: of several devices each has its own, in turn."""
+    """What a worker gets: of several devices each has its own, in turn."""
     return job.on(job.devices[worker % len(job.devices)]) if job.devices else job
 
 
@@ -244,8 +244,8 @@ def run(
     job: Job, out: Path, *, processes: int, resume: bool,
     plan: Callable[[int], object] = lambda n: None, done: Callable[[], object] = lambda: None,
 ) -> CheckedRun:  # fmt: skip
-    """Checks ``job`` and leaves out/opcheck.csv. processes: 0 for none besides this one; plan: told how many taps
-    there are; done: called after each. Raises RunError, DumpError, OSError."""
+    """Checks ``job`` and leaves out/opcheck.csv. processes: 0 for none besides this one; plan: called with how many
+    taps there are; done: called after each. Raises RunError, DumpError, OSError."""
     team: Team | Alone = Alone(job) if processes == 0 else Team(job, processes)
     taps = team.taps
     with contextlib.ExitStack() as stack:
@@ -301,7 +301,7 @@ _SAID = {
     "save": "--save-failed", "white": "white_list", "black": "black_list", "once": "--filter_api",
     "devices": "--device", "jit": "--jit_compile",
 }  # fmt: skip
-"""What a job's field is called where it is asked for, if otherwise."""
+"""What a job's field is called in the request, if otherwise."""
 
 
 def _journals(dump: Path) -> dict[str, int]:

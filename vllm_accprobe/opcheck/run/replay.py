@@ -171,7 +171,7 @@ class Options:
     """standard: whose limits decide, OURS, STRICT or one of standards/; kl: measure the KL divergence too; ids: only
     these calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
     other standards need; habits: look at how outputs were computed, which takes references that round nothing; budget:
-    how likely an honest output may fail (statistic.py); within: count what is within ait's absolute tolerance, too."""
+    how likely a correct output may fail (statistic.py); within: count what is within ait's absolute tolerance, too."""
 
     standard: str = OURS
     kl: bool = False

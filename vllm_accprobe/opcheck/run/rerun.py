@@ -60,7 +60,7 @@ def device_named(name: str) -> str:
 
 
 def compiled_operators(device: str) -> list[str]:
-    """Has an NPU compile its operators; a sentence where there is nothing to be told so."""
+    """Has an NPU compile its operators; a sentence where there is nothing to compile."""
     choose = getattr(getattr(torch, "npu", None), "set_compile_mode", None)
     if not device.startswith("npu") or choose is None:
         return [f"--jit_compile: of an NPU's operators, without effect on {device}"]
@@ -209,7 +209,7 @@ def _native_class(name: str) -> Any | None:
     for path, names in _MODULES.items():
         if name in names and importlib.util.find_spec("vllm") is not None:
             before = logging.root.manager.disable
-            logging.disable(logging.WARNING)  # that Triton has no CPU backend concerns nobody who asked for opcheck
+            logging.disable(logging.WARNING)  # that Triton has no CPU backend concerns nobody who runs opcheck
             try:
                 return getattr(importlib.import_module(path), name, None)
             except Exception:  # a vLLM that cannot be imported here is none

@@ -2,7 +2,7 @@
 
 The problem: a ``stats`` dump, or a trace of operators, has no tensor to replay. The idea: inputs of the recorded shape,
 dtype, range and moments are drawn with a seed, parameters come from the dump or the checkpoint or are drawn as well,
-and the operator that this machine has (an accelerator's, vLLM's native code, torch's) is held against float64 on them.
+and the operator that this machine has (an accelerator's, vLLM's native code, torch's) is compared with float64 on them.
 That says nothing of the values that the engine had, and every row says that it is weaker evidence.
 Not here: how tensors are drawn (random_inputs.py).
 """

@@ -191,7 +191,7 @@ def lines(
 
 
 def computes(machine: MachineHabits) -> list[str]:
-    """The section on how this machine computes: a line for each operator and dtype, then what cannot be told."""
+    """The section on how this machine computes: a line for each operator and dtype, then what is not known."""
     told = (*profile.lines(machine.habits), *machine.unknown)
     return ["How this machine computes:", *(f"  {safe(said, 1000)}" for said in told)]
 
@@ -227,7 +227,7 @@ def failures(rows: Iterable[CheckResult]) -> list[list[CheckResult]]:
 
 
 def is_cache(row: CheckResult) -> bool:
-    """Whether a row is of a cache, of which the dump's own ledger has told, and of no operator (replay.py)."""
+    """Whether a row is of a cache, that the dump's own ledger has reported, and of no operator (replay.py)."""
     return row.role == CACHE and row.step is None and row.status == FAIL
 
 

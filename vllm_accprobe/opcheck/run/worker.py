@@ -1,4 +1,4 @@
-"""One process of opcheck: opens the dump, checks the taps that it is told, and writes rows as lines of JSON.
+"""One process of opcheck: opens the dump, checks the taps that it gets, and writes rows as lines of JSON.
 
 The problem: an operator's own kernel may crash, or need more memory than there is, and must not take the other hundred
 thousand checks with it. The idea: this program (started as a child, children.py) reads one job and then taps from its
@@ -32,7 +32,7 @@ _LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
+    """What is requested. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
