@@ -1,4 +1,4 @@
-"""Tensors that no engine stored, made of some that it did, and relations found from values.
+"""Tensors that no engine stored, built from some that it did, and relations found from values.
 
 The problem: what one engine computes at one place another computes at three; a residual sum or a split is a line of
 Python that no module boundary shows. The idea: a `Derived` record says of which records it is made and how; a `View` is
@@ -156,7 +156,7 @@ COMPUTED = -1
 
 @dataclass(frozen=True, slots=True)
 class Derived(Record):
-    """A record made of ``parts``. label: its name in its own engine's spelling; rule: which rule made it."""
+    """A record built from ``parts``. label: its name in its own engine's spelling; rule: which rule made it."""
 
     parts: tuple[Record, ...] = ()
     join: str = CAT

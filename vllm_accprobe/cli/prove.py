@@ -2,9 +2,9 @@
 
 The problem: a comparison must run where there is no torch, start at once, and outlive whatever a replay runs into. The
 idea: this program (started as a child, children.py) opens both dumps and estimates what a replay of them takes. Where
-that fits into its time easily it begins beside the comparison, else it says ``{"waits": true}`` and reads what the
-comparison has found, a line of JSON (budget.Wishes), from its standard input. It replays what is planned, weighs mine
-against golden, splits the errors of those who are blamed, and writes lines of JSON to its standard output:
+that fits into its time easily it begins in parallel with the comparison, else it says ``{"waits": true}`` and reads
+what the comparison has found, a line of JSON (budget.Wishes), from its standard input. It replays what is planned,
+weighs mine against golden, splits the errors of those who are blamed, and writes lines of JSON to its standard output:
 ``{"plan": ...}``, ``{"done": n, "of": m}`` on the way and ``{"proof": ...}`` at the end. Anything more on its standard
 input ends the replay early, as the end of its time does: what was replayed until then is used. No command of its own:
 `accprobe opcheck` is what people use.

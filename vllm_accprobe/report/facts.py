@@ -38,7 +38,7 @@ def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
     """The compared pairs of the tensor that an origin or a divergence names; of its module where that has none."""
     pairs = [p for p in comparison.pairs if p.status != "skip"]
     module, role = found.get("module"), str(found.get("role") or "")
-    # A module may be blamed for what another one is given: its role then begins with that one's name.
+    # A module may be blamed for the input of another one: its role then begins with that one's name.
     exact = [p for p in pairs if (p.tap == module and p.role == role) or f"{p.tap}/{p.role}" == role]
     return exact or [p for p in pairs if p.tap == module]
 
@@ -70,7 +70,7 @@ def one_sum(comparison: Comparison) -> str:
 LONGEST = 900
 """chosen: characters of a line that is still shown whole everywhere (the reports cut texts of 1,000)."""
 _SPECIAL = "*?[],!"
-"""What lists of globs are made of: see dump/reader.py's `matches`, and ``--taps``, which splits at commas."""
+"""What lists of globs are built from: see dump/reader.py's `matches`, and ``--taps``, which splits at commas."""
 
 
 def line_of(words: Sequence[str]) -> str | None:

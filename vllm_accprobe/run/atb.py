@@ -25,7 +25,7 @@ TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 DEFAULT_TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"
 TYPES = ("model", "layer", "op", "kernel", "tensor", "cpu_profiling", "stats")
 ONNX = "onnx"
-"""Given among the types: what is written of model and layer is drawn, too. The library knows nothing of it."""
+"""Among the types: what is written of model and layer is drawn, too. The library knows nothing of it."""
 DIRECTORY = "atb"
 """Below the dump: what the library writes."""
 AIT = "ait_dump"

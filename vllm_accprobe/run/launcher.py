@@ -56,7 +56,7 @@ class ServerCommand:
 
 
 def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
-    """How ``words`` are run. port: given by the user: the command is a server, and listens there.
+    """How ``words`` are run. port: set by the user: the command is a server, and listens there.
 
     Raises ServerCommandError for a server that gets no requests, or whose port is taken.
     """

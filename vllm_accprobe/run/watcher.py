@@ -106,14 +106,14 @@ class Progress:
 
 
 class Watcher:
-    """Watches the dump that is to appear at ``root``, those beside it (``root.2``: a second engine's), and those that
+    """Watches the dump that is to appear at ``root``, those next to it (``root.2``: a second engine's), and those that
     the command writes elsewhere by its own settings, which it announces in the file ``register``."""
 
     def __init__(self, root: Path, register: Path | None = None):
         self.root = root
         self._register = register
         self._settled: list[Path] | None = None
-        # Numbers are given in rising order, so that the first one that is free ends the search.
+        # Numbers are assigned in rising order, so that the first one that is free ends the search.
         self._before = {p for n in range(2, _MOST) if (p := self._numbered(n)).exists()}
         self._ranks: dict[Path, RankProgress] = {}
 

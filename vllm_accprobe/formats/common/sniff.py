@@ -31,7 +31,7 @@ from vllm_accprobe.formats.msprobe import CONSTRUCT, DATA, DUMP, STACK
 
 RANK_DIR = re.compile(r"rank\d{4,9}", re.ASCII)
 _PARTS = (DATA, CONSTRUCT, STACK)
-"""Of msprobe: what lies beside the dump.json that a dump of it is known by."""
+"""Of msprobe: what lies next to the dump.json that a dump of it is known by."""
 _DEPTH, _MOST = 3, 4000
 _NAMED = 3
 
@@ -115,7 +115,7 @@ class DumpFormat:
     name: NAME; how: HOW, one line for people, how it is recognised; order: ORDER, a number: formats with smaller ones
     are tried first; strict: STRICT, True where it knows a dump by files at its top, so that one below a folder is
     found; loose: LOOSE, True where it takes any folder, so that a dump below the folder goes before it. recognise:
-    looks at names and at most at the first bytes of a file. open: raises DumpError. package: the one that added it, ""
+    examines names and at most the first bytes of a file. open: raises DumpError. package: the one that added it, ""
     for ours.
     """
 

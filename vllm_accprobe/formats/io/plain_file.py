@@ -5,7 +5,7 @@ The problem: a file may be a link that leads elsewhere, be gone, or be shorter t
 thousand files, and a made-up one directories without end. The idea: only plain files and directories are opened, to a
 bounded depth, in the order of names where numbers count as numbers; text has a limit. What goes wrong inside is a
 `FileProblem` without a name, and `opened` puts the name in front. What is passed over is kept (`Passed`), because a
-dump must say what it leaves out; `probe` looks for one file of a kind and gives up early.
+dump must say what it leaves out; `probe` searches for one file of a kind and gives up early.
 
 Not here: what the bytes mean (the other modules here), what the names mean (each format's module).
 """

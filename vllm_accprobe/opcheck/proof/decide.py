@@ -2,7 +2,7 @@
 
 The pairs of a comparison that a replay has judged, measured against the replay's limit.
 
-The problem: a comparison and a replay judge the same output by two limits, and a table that shows the one beside a
+The problem: a comparison and a replay judge the same output by two limits, and a table that shows the one next to a
 verdict that shows the other says two factors of one fault; in a chart, the phase that the replay named stands out of
 the other. The idea: the failed pairs of an output that a replay blames are all measured against its limit; the one that
 holds the blamed row has what was created there, and no other more. Where none failed, because a comparison's limits are
@@ -22,7 +22,7 @@ gap is none any more; where it saw one to be right in all rows, that one is take
 Replay as the judge of a comparison: who is wrong for its own inputs needs no golden to be blamed.
 
 The problem: a comparison finds what differs, and a small error among correct ones may stay below every limit; or a
-model that enlarges rounding looks like a fault. The idea: mine's calls are run again against references, and golden's
+model that enlarges rounding resembles a fault. The idea: mine's calls are run again against references, and golden's
 too. A module of mine that is wrong for its own inputs is an origin with the evidence ``replay``, and stands before
 those that are only inferred; what golden does as well is how both engines compute, or a reference that does not fit: it
 is reported, not blamed. What two replays prove is a plain value, made where torch is (prove.py), kept as JSON, and put
@@ -158,7 +158,7 @@ def _narrowed(origin: dict[str, Any], right: Collection[str]) -> dict[str, Any]:
     ends = [str(end).partition("/")[0] for end in (gap["after"] or "", gap["before"])]
 
     def cleared(module: str) -> bool:
-        # A module around one of the ends is in the gap by its own code, which no replay of its output checks alone.
+        # A module that encloses an end is in the gap by its own code, which no replay of its output checks alone.
         return module in right and not any(end.startswith(f"{module}.") for end in ends)
 
     return origin | {"gap": gap | {"contains": [m for m in gap["contains"] if not cleared(m)]}}
@@ -311,7 +311,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
     right, shared, only = proof.right, proof.shared, proof.only_golden
     rows = _Rows(result, proof, excused)
     cleared = {o["module"] for o in result.origins if _cleared(o, rows)} - proved - excused
-    # A gap is named by the module around it, which another origin may be; what it contains is narrowed by gaps.py.
+    # A gap is named by the module that encloses it, maybe another origin; what it contains is narrowed by gaps.py.
     rest = [o for o in result.origins if o.get("gap") or o["module"] not in proved | excused | cleared]
     where = " in part" if proof.partly else ""
     wrong = f"{_modules(len(proved))} wrong for its own inputs"
@@ -501,7 +501,7 @@ def _entry(b: ReplayFinding, known: dict[str, Any] | None) -> dict[str, Any]:
     at: dict[str, Any] = {"propagated": b.propagated, "evidence": "replay", "tier": b.tier, "times": b.times}
     at |= {"chance": b.chance, "layers": dict(b.layers) if b.layers else None, "gap": None}
     at |= {"decided_by": b.measure} if b.measure else {}
-    if b.cause is not None:  # another constant, where there is one, stays beside it
+    if b.cause is not None:  # another constant, where there is one, stays next to it
         at["cause"] = {**((known or {}).get("cause") or {}), **b.cause}
     if b.propagated is not None:
         at |= {"created": b.created, "request": b.request, "position": b.position, "phase": b.phase}

@@ -7,7 +7,7 @@ worker processes (worker.py) that start together and take taps in the plan's ord
 come out in that order, however many processes there are; a process that dies leaves a row for the call that killed it
 and is followed by another. `Alone` is the same without a process. Needs no torch itself.
 
-A whole check: processes that are given taps, rows in the dump's order, and a csv that survives.
+A whole check: processes that get taps, rows in the dump's order, and a csv that survives.
 
 The problem: a dump may hold hours of checks; a kernel may crash, memory may end, somebody may press Ctrl-C. The idea:
 the checks run in processes of their own (worker.py), a tap at a time; finished taps are appended in the order of the
@@ -43,7 +43,7 @@ _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
 _REUSED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 """glibc's settings (mallopt(3)) of a worker: pieces of up to 32 MiB, its largest threshold, are used again instead of
-being given back and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
+being returned and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
 Cells = list[Any]
 Told = tuple[Cells, CheckResult]
 """A row as the csv has it, and without its measures."""

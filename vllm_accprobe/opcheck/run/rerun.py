@@ -1,6 +1,6 @@
 """What else may stand in the place of the exact reference: a device, vLLM's own native code, another dump.
 
-The problem: "is it wrong?" is one question, "is it what that machine, or that code, would have given?" another. The
+The problem: "is it wrong?" is one question, "is it what that machine, or that code, would have computed?" another. The
 idea: each is a source of expected outputs like the references, with one rounding more allowed, because it rounds too.
 `Device` runs the operator there and now; `Again` runs vLLM's ``forward_native`` where vLLM is installed and has one,
 else torch's operators, on this machine's CPU; `Golden` takes what another dump captured, and decides only where both

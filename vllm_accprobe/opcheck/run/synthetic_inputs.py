@@ -32,7 +32,7 @@ from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, Chec
 
 MEASURED = (PASS, WARNING, FAIL)
 _CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.TORCH_HEADS))
-"""Operators that look at their indices before they follow them. Others may read and write wherever drawn integers,
+"""Operators that examine their indices before they follow them. Others may read and write wherever drawn integers,
 which fit neither each other nor a cache, would lead them."""
 
 
@@ -90,7 +90,7 @@ def _line(why: Exception) -> str:
 
 
 def with_outputs(captured: Captured, call: Call, made: Mapping[str, Any]) -> Captured:
-    """``captured`` as if ``call`` had given ``made``, tensors by role."""
+    """``captured`` as if ``call`` had returned ``made``, tensors by role."""
     records = dict(captured.records)
     c = captured
     for role, value in made.items():

@@ -7,7 +7,7 @@ How many calls were checked, and why the others were not.
 What a replay found, as opcheck.csv and as lines for a terminal.
 
 The problem: hundreds of thousands of rows, of which a person wants the wrong operator, how sure one may be of it, and
-what was not looked at. The idea: failures grouped by module, the first in the order of execution first; then a line for
+what was not examined. The idea: failures grouped by module, the first in the order of execution first; then a line for
 each class; then every reason for which something was skipped, counted. Pure functions that return lines.
 
 Not here: checking (replay.py, replay.py, replay.py), the row itself, which needs no torch (result_row.py), the rows

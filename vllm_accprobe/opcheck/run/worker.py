@@ -113,7 +113,7 @@ class OpenJob:
         self.job = job
         self.references = default_references()
         self.kernels: Any = None
-        if job.runs_here:  # before its operators are looked for
+        if job.runs_here:  # before its operators are searched for
             from vllm_accprobe.opcheck.repeat.here import MachineKernels
 
             self.kernels = MachineKernels(self.references, load=job.load)
@@ -295,7 +295,7 @@ def main() -> None:
 
     try:
         job = Job.from_json(json.loads(sys.stdin.readline()))
-        if job.runs_here:  # a race takes two; before torch or numba look for them
+        if job.runs_here:  # a race takes two; before torch or numba search for them
             for name in ONE_THREAD:
                 os.environ.pop(name, None)
         bench = OpenJob(job)
