@@ -43,7 +43,7 @@ class BisectOptions:
                          max=20)  # fmt: skip
     share: float | None = option("--share", None, "A run fails from this share of CMD's distance on. Default: 0.5.",
                                  metavar="S")  # fmt: skip
-    plan: bool = option("--plan", False, "Only print settings and number of runs; write nothing.")
+    plan: bool = option("--plan", False, "Only print what would be done: settings, number of runs. Writes nothing.")
     as_json: bool = options.as_json()
 
 

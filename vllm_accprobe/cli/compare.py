@@ -34,7 +34,7 @@ class CompareOptions:
 class InsteadOptions:
     """What is done in place of a comparison."""
 
-    plan: bool = option("--plan", False, "Only print what would be compared with what; write nothing.")
+    plan: bool = option("--plan", False, "Only print what would be done: what is compared with what. Writes nothing.")
     rejudge: Path | None = option("--rejudge", None, "Judge a saved comparison (an --out) again, without dumps.",
                                   metavar="DIR")  # fmt: skip
     tokenizer: Path | None = options.tokenizer()

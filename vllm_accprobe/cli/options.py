@@ -236,7 +236,7 @@ class CaptureOptions:
 class ServingOptions:
     """How prompts are sent to a server, or to a command that serves."""
 
-    max_tokens: int = option("--max-tokens", 32, "Tokens to generate for a prompt without a number of its own.",
+    max_tokens: int = option("--max-tokens", 32, "Tokens to generate for a prompt, unless it names a number.",
                              metavar="N", min=1)  # fmt: skip
     concurrency: int | None = option("--concurrency", None, "Requests at a time. Default: 64; golden's.", metavar="N",
                                      min=1, max=1024)  # fmt: skip
