@@ -9,7 +9,7 @@ import sys
 
 _SAFE = bool(sys.flags.isolated) or bool(getattr(sys.flags, "safe_path", False))
 if sys.argv[:1] == ["-m"] and "vllm_accprobe" in "".join(sys.orig_argv[-len(sys.argv) :][:1]) and not _SAFE:
-    # `python -m vllm_accprobe.cli`, which Python is about to look for: it has put the current directory first on the
+    # `python -m vllm_accprobe.cli`, which Python is about to search for: it has put the current directory first on the
     # path, and that may be a stranger's dump with a numpy.py in it. Where we are is known by now.
     del sys.path[0]
 

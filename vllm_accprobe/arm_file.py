@@ -3,8 +3,8 @@
 The problem: rows are wanted for one pass out of three, while the server stays up and its cache warm; and whoever may
 write the file decides whose prompts reach the disk. The idea: a small json in the dump's directory, replaced whole.
 It is believed only if it is a plain file of the server's own user that nobody else can read or write, and if every key
-in it is known; anything else is refused in one line, and what held before goes on.
-Not here: when a server looks (capture/arming.py), what a selection does (capture/core/rows.py).
+in it is known; anything else is refused in one line, and the previous settings stay.
+Not here: when a server reads it (capture/arming.py), what a selection does (capture/core/rows.py).
 """
 
 from __future__ import annotations

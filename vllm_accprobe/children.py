@@ -1,11 +1,11 @@
 """The Python processes that we start: none runs what lies in the current directory, none outlives who started it.
 
-The problem: ``python -c`` and ``python -m`` look for modules in the current directory first, which may be a stranger's
-dump with a ``numpy.py`` in it; and a process whose parent was killed goes on. The idea: a `Child` begins with a line
-that removes the current directory from its path, and takes this package from where its parent had it. It holds the
-reading end of a pipe whose other end only its parent has: however the parent dies, the kernel closes that end, and on
-Linux kills the child at once (``F_SETSIG``, fcntl(2)), which native code that never releases the interpreter's lock
-cannot prevent; elsewhere a thread waits for the pipe's end. What stands in PYTHONPATH stays.
+The problem: ``python -c`` and ``python -m`` search for modules in the current directory first, which may be a
+stranger's dump with a ``numpy.py`` in it; and a process whose parent was killed goes on. The idea: a `Child` begins
+with a line that removes the current directory from its path, and takes this package from where its parent had it. It
+holds the reading end of a pipe whose other end only its parent has: however the parent dies, the kernel closes that
+end, and on Linux kills the child at once (``F_SETSIG``, fcntl(2)), which native code that never releases the
+interpreter's lock cannot prevent; elsewhere a thread waits for the pipe's end. What stands in PYTHONPATH stays.
 
 Not here: the commands that `accprobe run` starts (run/launcher.py), Ray's workers (comparison/distributed.py).
 """
@@ -40,7 +40,7 @@ otherwise start a thread for each core, which wait for one another in a loop."""
 
 BLOCKS_REUSED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 """glibc's settings (mallopt(3)) of a process that works through blocks of megabytes: what it frees it uses again.
-Otherwise each block is given back to the kernel, which clears it anew at its first use: measured, a third of the time
+Otherwise each block is returned to the kernel, which clears it anew at its first use: measured, a third of the time
 of a replay of large calls. 512 MiB stay at most (chosen)."""
 
 
@@ -116,7 +116,7 @@ def end_with(pipe: int) -> None:
             except InterruptedError:
                 continue
 
-    if select.select([pipe], [], [], 0)[0]:  # it had died before anybody was told
+    if select.select([pipe], [], [], 0)[0]:  # it had died before anybody knew
         os._exit(1)
     threading.Thread(target=wait, name="accprobe-parent", daemon=True).start()
 
@@ -138,7 +138,7 @@ def ignore_settings_here() -> None:
     try:
         os.chdir(HOME)
         config: Any = importlib.import_module("numba.core.config")
-        config._config_fname = ""  # it looks again whenever it compiles
+        config._config_fname = ""  # it searches again whenever it compiles
     except ImportError:
         pass
     finally:

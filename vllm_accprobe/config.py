@@ -263,13 +263,13 @@ class ProbeConfig:
     operators, or over ``module::operator``; ops_max_mb: tensors above so many 1e6 bytes are not kept; seed: of whatever
     is drawn at random.
     max_gb: disk budget per rank in 1e9 bytes.
-    errcheck: of overflow, nan, exit: what is looked for in every step, with the probe off, too, and whether the engine
-    is then stopped. patches: names or files of patches (docs/capture.md), or ``all``.
+    errcheck: of overflow, nan, exit: what is searched for in every step, with the probe off, too, and whether the
+    engine is then stopped. patches: names or files of patches (docs/capture.md), or ``all``.
     force: ``1``: requests may name the tokens that they are answered with, with the probe off, too (docs/gate.md); a
     directory: its engine steps are written there as well.
     states: ``events``, ``sample`` or ``full``: a ledger of states, with the probe off, too (docs/state-checks.md);
     ``off``: not even the one of owners, which a capture has.
-    export: ``h5``: torch_xray's files are written beside the dump when it is closed (export_at_end.py).
+    export: ``h5``: torch_xray's files are written next to the dump when it is closed (export_at_end.py).
     weights: ``full``; ``prints``: fingerprints alone; or ``off``: nothing of the weights' life (docs/state-checks.md).
     heal: globs over modules whose outputs are replaced by their references, with the probe off, too; () means none.
     """

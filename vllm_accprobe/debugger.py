@@ -356,7 +356,7 @@ class PrecisionDebugger:
                 except Exception as error:
                     self._give_up(f"PrecisionDebugger could not end a step ({type(error).__name__}: {error})")
 
-        # Around the Probe's own wrapper, and taken off with it: a step is over when the model has returned.
+        # Outside the Probe's own wrapper, and taken off with it: a step is over when the model has returned.
         forward.__wrapped__ = inner  # type: ignore[attr-defined]
         model.__dict__["forward"] = forward
         say(f"PrecisionDebugger: the dump goes to {place}")

@@ -1,4 +1,4 @@
-"""torch_xray's files beside a dump that has just been closed: ``VLLM_ACCPROBE_EXPORT=h5``.
+"""torch_xray's files next to a dump that has just been closed: ``VLLM_ACCPROBE_EXPORT=h5``.
 
 The problem: torch_xray leaves an h5 and a csv when its capture ends, and scripts go on from there; to write gigabytes
 again where a worker closes its dump would keep it from serving, or from ending. The idea: who closed the dump starts

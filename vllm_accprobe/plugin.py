@@ -219,7 +219,7 @@ def _tell_replicas() -> None:
 
 
 def _patch_scheduler() -> None:
-    """Lets the process that makes the steps look at the control file, for all ranks (capture/arming.py)."""
+    """Lets the process that makes the steps read the control file, for all ranks (capture/arming.py)."""
     from vllm_accprobe.capture.arming import patch_engines
 
     if "scheduler" not in _patched and patch_engines():

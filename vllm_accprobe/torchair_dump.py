@@ -43,7 +43,7 @@ def get_ge_dump_config(
 
     dump_mode: input, output, all; fusion_switch_file: GE's json that switches fusions, e.g. off; dump_token and
     dump_layer: only these executions (from 0) and operators; compiler_config: one to set up further, else a new one.
-    Beside the tensors lies the graph as text, by which they are paired with FX's. Raises ConfigError: torchair is not
+    Next to the tensors lies the graph as text, by which they are paired with FX's. Raises ConfigError: torchair is not
     installed, or an argument is wrong; nothing has been written then.
     """
     config = _config(compiler_config)

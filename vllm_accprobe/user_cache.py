@@ -30,7 +30,7 @@ def directory() -> Path | None:
 
 def numba_kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """``numba.njit(**options)`` whose machine code is kept here, or where NUMBA_CACHE_DIR says; else compiled in each
-    process. By itself numba keeps it beside the module."""
+    process. By itself numba keeps it next to the module."""
     from numba import config, njit
 
     place = directory()

@@ -1,8 +1,8 @@
 """Files that appear whole or not at all.
 
 The problem: whoever reads a result while it is written, or after a full disk, must not take a part of it for all. The
-idea: what is written lies beside its place, under a name of its own, and is renamed when it is complete; after an error
-the part is left for whoever looks for the reason. Not here: a dump, whose every block counts (dump/writer.py).
+idea: what is written lies next to its place, under a name of its own, and is renamed when it is complete; after an
+error the part is left for whoever searches for the reason. Not here: a dump, whose every block counts (dump/writer.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors that no engine stored, made of some that it did, and relations found from values.
+"""Tensors that no engine stored, built from some that it did, and relations found from values.
 
 The problem: what one engine computes at one place another computes at three; a residual sum or a split is a line of
 Python that no module boundary shows. The idea: a `Derived` record says of which records it is made and how; a `View` is
@@ -27,7 +27,7 @@ from vllm_accprobe.dump.schema import Layout, Payload, Record, Stats
 ROWS = 16
 """Rows that are compared (chosen): 16 rows of 64 columns in bfloat16 agree by chance with less than 2**-1000."""
 ENOUGH = 32
-"""Elements below which bits may agree by chance: not asked (chosen)."""
+"""Elements below which bits may agree by chance: not compared (chosen)."""
 _NEAR = 12
 """Tensors of one shape whose sums and products are tried: the latest (chosen)."""
 LARGEST = 256 << 20
@@ -64,7 +64,7 @@ class Relations:
         self._first: dict[str, np.ndarray | None] = {}
 
     def explain(self, missing: TensorLike, had: Sequence[tuple[str, TensorLike]]) -> Relation | None:
-        """How ``missing`` follows from tensors that were there before; the latest are asked first. None where nothing
+        """How ``missing`` follows from tensors that were there before; the latest are tried first. None where nothing
         fits exactly, or there are no values."""
         wanted = self._rows(missing, self._count)
         if wanted is None or wanted.size < ENOUGH:
@@ -156,7 +156,7 @@ COMPUTED = -1
 
 @dataclass(frozen=True, slots=True)
 class Derived(Record):
-    """A record made of ``parts``. label: its name in its own engine's spelling; rule: which rule made it."""
+    """A record built from ``parts``. label: its name in its own engine's spelling; rule: which rule made it."""
 
     parts: tuple[Record, ...] = ()
     join: str = CAT
@@ -244,7 +244,7 @@ def derive(
 
 
 def _label(parts: Sequence[Record], join: str) -> str:
-    """``model.layers.0.self_attn.{q_proj,k_proj,v_proj}/output.0``: as short as it can be told."""
+    """``model.layers.0.self_attn.{q_proj,k_proj,v_proj}/output.0``: in the shortest form."""
     if join == ROPE:
         return f"rope({parts[0].name})"
     if len(parts) == 1:

@@ -95,7 +95,7 @@ def enclosing(tap: str) -> Iterator[str]:
 
 
 def pair_names(golden: Sequence[TapRoles], mine: Sequence[TapRoles], *, by_order: bool = True) -> NamePlan:
-    """Pairs the taps of two dumps, given in order of execution. by_order: also by the last resort."""
+    """Pairs the taps of two dumps, in order of execution. by_order: also by the last resort."""
     by_name = {p.tap: p for p in golden}
     found: dict[str, tuple[TapRoles, str]] = {}
     for m in mine:
@@ -246,7 +246,7 @@ class Bridge:
 
 def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
     """Applies the user's ``rules`` and, where one dump is of a transformers model and the other of vLLM, the built-in
-    ones; and those of two releases of vLLM. Without any the dumps are given back as they are."""
+    ones; and those of two releases of vLLM. Without any the dumps are returned as they are."""
     lines: list[str] = []
     peers = meet(golden, mine, rules)
     if peers is not None:
@@ -282,7 +282,7 @@ def bridge(golden: Any, mine: Any, rules: Rules | None = None) -> Bridge:
 
 def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[View, View, list[str]]:
     """(golden, mine, lines) with the tensors that ``rules`` make, under mine's names; swapped: the rules say how
-    golden's places are made of mine's, and the tensors stand under golden's names."""
+    golden's places are built from mine's, and the tensors stand under golden's names."""
     if swapped:
         mine, golden, lines = apply(rules, mine, golden)
         return golden, mine, lines

@@ -169,8 +169,8 @@ NO_ROWS = RowSet(np.zeros(0, np.int64))
 
 @dataclass(frozen=True, eq=False)
 class Union:
-    """seen: the sorted rows of several sets, each once. place: int64 [n], where each row given lies in ``seen``.
-    distinct: whether all rows given are different."""
+    """seen: the sorted rows of several sets, each once. place: int64 [n], where each row lies in ``seen``.
+    distinct: whether all rows are different."""
 
     seen: RowSet
     place: np.ndarray
@@ -361,7 +361,7 @@ class SampledHistory:
         return [found for at in range(n) if (found := self.row(step, at)) is not None]
 
     def asked(self, step: int) -> tuple[tuple[SamplingParameters, np.ndarray | None], ...]:
-        """What the requests of a step ask for, with the distinct tokens of each one's prompt."""
+        """What the requests of a step require, with the distinct tokens of each one's prompt."""
         if step not in self._asked:
             space = self._dump.rows.get((self._rank, step, LOGITS))
             found: list[tuple[SamplingParameters, np.ndarray | None]] = []
@@ -445,7 +445,7 @@ class SampledHistory:
 
 SUPERSEDED = "superseded rows (rejected drafts, recomputed rows)"
 REJECTED = "rows of rejected drafts"
-"""Told apart where the capture says which rows are drafts."""
+"""Distinguished where the capture says which rows are drafts."""
 AFTER_FLIP = "rows after a flipped token"
 _UNPROVEN_ROWS = 1 << 20
 Cell = int
@@ -611,7 +611,7 @@ def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
 
 
 def own_cell(rank: int) -> Cell:
-    """The cell of what ``rank`` has for itself: images that were dealt to it, beside the rows that it shares."""
+    """The cell of what ``rank`` has for itself: images that were distributed to it, next to the rows that it shares."""
     return -1 - rank
 
 

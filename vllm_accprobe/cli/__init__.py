@@ -22,13 +22,13 @@ from vllm_accprobe.cli.output import folded
 
 COMMANDS = {
     "compare": "Compare two dumps; name the operator that introduced the error",
-    "inspect": "List a dump's tensors, or show one; say what a path is",
+    "inspect": "List a dump's tensors, or show one; name a path's format",
     "opcheck": "Run captured calls again: which operator is wrong by itself?",
     "gentest": "Write captured calls as tests that need torch and pytest only",
     "convert": "Export a dump to another layout, or its model as ONNX",
     "run": "Run any command with the probe on",
-    "send": "Send the same prompts to a server, and keep what it answers",
-    "gate": "Compare two servers by what they answer",
+    "send": "Send the same prompts to a server, and keep its answers",
+    "gate": "Compare two servers by their answers",
     "self-check": "Compare a server with itself: alone, batched, cached, in chunks",
     "eval-diff": "Compare two evaluations, or a trainer's numbers with a server's",
     "bisect": "Find the settings that make a server's numbers wrong",

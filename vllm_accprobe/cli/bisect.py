@@ -33,17 +33,17 @@ class BisectOptions:
     out: Path = options.out("the runs", Path("accprobe-bisect"))
     prompts: str | None = options.prompts("")
     only: list[str] = option("--only", [], "Vary only these.", metavar=_SETTINGS)
-    hold: list[str] = option("--hold", [], "Leave as in CMD.", metavar=_SETTINGS)
+    hold: list[str] = option("--hold", [], "Keep these as in CMD.", metavar=_SETTINGS)
     plain: list[str] = option("--plain", [], "Another plain value, of attention. Can be repeated.",
                               metavar="SETTING=VALUE")  # fmt: skip
     switches: Path | None = option("--switches", None, "A vendor's own switches, toml or json.", metavar="FILE")
     floor: list[str] = options.floors()
-    narrow: bool = option("--narrow", False, "Of numbers that are found: from where on they fail.")
-    repeat: int = option("--repeat", 1, "Run each so many times: all must pass to count as pass.", metavar="N", min=1,
+    narrow: bool = option("--narrow", False, "Also find the value from which a number that was found fails.")
+    repeat: int = option("--repeat", 1, "Times that each is run: all must pass to count as pass.", metavar="N", min=1,
                          max=20)  # fmt: skip
-    share: float | None = option("--share", None, "A run fails that is so much of CMD's distance away. Default: 0.5.",
+    share: float | None = option("--share", None, "A run fails from this share of CMD's distance on. Default: 0.5.",
                                  metavar="S")  # fmt: skip
-    plan: bool = option("--plan", False, "Only say what would be done, and write nothing: settings, number of runs.")
+    plan: bool = option("--plan", False, "Only print what would be done: settings, number of runs. Writes nothing.")
     as_json: bool = options.as_json()
 
 
@@ -52,7 +52,7 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
 
     Each run is CMD with some settings made plain (no prefix caching, no chunks, native operators ...), served, sent the
     same prompts and compared with golden; delta debugging finds sets of several settings, too. Runs are kept in DIR,
-    and an interrupted bisection goes on with the same command. Exit code 0: nothing differs, 1: it differs, 2: bad
+    and the same command continues an interrupted bisection. Exit code 0: nothing differs, 1: it differs, 2: bad
     usage, or a server was lost, 3: nothing could be tried."""
     from vllm_accprobe import __version__
     from vllm_accprobe.gate.bisect import edits, trials

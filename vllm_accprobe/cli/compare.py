@@ -34,7 +34,7 @@ class CompareOptions:
 class InsteadOptions:
     """What is done in place of a comparison."""
 
-    plan: bool = option("--plan", False, "Only say what would be done, and write nothing: what is compared with what.")
+    plan: bool = option("--plan", False, "Only print what would be done: what is compared with what. Writes nothing.")
     rejudge: Path | None = option("--rejudge", None, "Judge a saved comparison (an --out) again, without dumps.",
                                   metavar="DIR")  # fmt: skip
     tokenizer: Path | None = options.tokenizer()
@@ -48,8 +48,8 @@ class CalibrateOptions:
                                     "differ by, for --floor.", metavar="OUT")  # fmt: skip
     profile: bool = option("--profile", False, "With --calibrate: how the machine of one dump computes, read from its "
                            "replay. Needs torch.")  # fmt: skip
-    accept_failing: bool = option("--accept-failing", False, "With --calibrate: take runs that fail, too; what they "
-                                  "show is never found again.")  # fmt: skip
+    accept_failing: bool = option("--accept-failing", False, "With --calibrate: also take runs that fail; what differs "
+                                  "in them is then never reported.")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def compare(
 
     Prints the verdict and the culprit first and writes compare.csv (a row per pair), compare.html and compare.json,
     and measured.npz, from which --rejudge judges again by another standard.
-    Interrupted, it goes on where it stopped when the same command is typed again.
+    The same command continues an interrupted comparison.
 
     One dump whose tensors a program labelled with set_label: its pairs are compared; writes labels.csv and labels.json.
     Two csv tables (opcheck.csv, a generated test's, msprobe's accuracy_checking_details): both machines are judged

@@ -75,7 +75,7 @@ def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbos
 
 def _run(line: str, place: str | None, types: str | None) -> tuple[int, Path]:
     """(the command's exit code, the dump with its labels). ATB writes, too, where ``types`` or the environment of its
-    ancestor asks for it. Raises CommandError."""
+    ancestor requires it. Raises CommandError."""
     from vllm_accprobe.cli.run import launched, say
     from vllm_accprobe.run.atb import ANCESTOR, options_of
 

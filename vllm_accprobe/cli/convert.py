@@ -54,7 +54,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
     beside = what.out is None
-    # torch_xray has them beside what the dump consists of, and never over it.
+    # torch_xray has them next to what the dump consists of, and never over it.
     out = dump if what.out is None else what.out
     if beside:
         if kind != "h5" or not dump.is_dir():

@@ -55,7 +55,7 @@ class GraphProofOptions:
 
 
 def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
-    """Check whether a capture would work in this environment, and say what would go wrong.
+    """Check whether a capture would work in this environment, and print what would go wrong.
 
     Examines vLLM and its platform, both entry points, VLLM_PLUGINS, the hook points of this release, the
     VLLM_ACCPROBE_* settings and the disk. Exit code 0: capture would work, 1: something would go wrong.

@@ -33,14 +33,14 @@ class ErrcheckOptions:
     exit: bool = option("--exit", False, "Stop the command at the first finding; exit code 1.")
     graphs: bool = option("--graphs", False, "Leave compiled and captured graphs as configured; modules inside are "
                           "not seen.")  # fmt: skip
-    read: Path | None = option("--read", None, "Say what a run that has ended found there.", metavar="DIR")
+    read: Path | None = option("--read", None, "Print what a finished run found there.", metavar="DIR")
 
 
 def errcheck(what: ErrcheckOptions) -> None:
     """Find the first NaN, Inf or overflow of a running engine or script: accprobe errcheck -- vllm serve MODEL.
 
-    Says module, step, request and position, whether its inputs were good, and which rank was first; keeps that call's
-    tensors. Serving goes on, unless --exit stops it. Signals reach the command.
+    Prints module, step, request and position, whether its inputs were good, and which rank was first; keeps that
+    call's tensors. Serving continues, unless --exit stops it. Signals reach the command.
     Exit code 0: nothing bad, 1: something bad was found, 2: it could not be started, 3: nothing was watched; where
     nothing bad was found and the command failed, the command's own.
     """

@@ -52,8 +52,8 @@ def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: opt
     """Compare two runs of an evaluation, or a trainer's log-probabilities with a server's.
 
     Of samples of lm-evaluation-harness and results of OpenCompass: for each metric whether the difference is more than
-    chance, and which questions flipped. A may be a trainer's jsonl with tokens and log-probabilities; B says its own of
-    the same tokens.
+    chance, and which questions flipped. A may be a trainer's jsonl with tokens and log-probabilities; they are
+    compared with B's of the same tokens.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
     from vllm_accprobe.gate import trainer

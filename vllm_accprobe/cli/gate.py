@@ -1,4 +1,4 @@
-"""``accprobe gate GOLDEN MINE``: do two servers answer alike, beyond chance?
+"""``accprobe gate GOLDEN MINE``: do the answers of two servers differ beyond chance?
 
 Not here: one server in several ways (self_check.py), two evaluations or a trainer's log-probabilities (eval_diff.py),
 whose older spellings are hidden options; the gate itself (gate_run.py).
@@ -25,9 +25,9 @@ class GateOptions:
     prompts: str | None = options.prompts("default")
     out: Path | None = options.out("gate.json, folders of the servers; one begun is continued", None)
     floor: list[str] = options.floors()
-    floor_dtype: str = option("--floor-dtype", "", "Of the floor that golden's command makes. Default: see "
+    floor_dtype: str = option("--floor-dtype", "", "Dtype of the floor that golden's command serves. Default: see "
                               "docs/gate.md.", metavar="DTYPE")  # fmt: skip
-    no_floor: bool = option("--no-floor", False, "Golden's command makes none.")
+    no_floor: bool = option("--no-floor", False, "No floor from golden's command.")
     rate: float | None = options.rate()
     as_json: bool = options.as_json()
     verbose: bool = options.verbose()
@@ -51,11 +51,11 @@ def gate(
     scoring: options.ScoringOptions,
     evaluation: Annotated[EvaluationOptions, options.HIDDEN],
 ) -> None:
-    """Compare two servers by what they answer.
+    """Compare two servers by their answers.
 
-    A server is a folder of accprobe send, a URL, or a command (what has a space), which is started and ended. Golden
-    answers first, mine along its tokens; log-probabilities, flips and KL by phase, chunk, batch, prefix hit, length and
-    position, against golden's own batches and against rounding alone.
+    A server is a folder of accprobe send, a URL, or a command (with a space in it), which is started and ended. Golden
+    answers first, and mine is forced to its tokens. Log-probabilities, flips and KL by phase, chunk, batch, prefix hit,
+    length and position are compared with golden's own batches and with rounding alone.
     Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
     """
     golden, mine, out, rate = sides.golden, sides.mine, sides.out, sides.rate

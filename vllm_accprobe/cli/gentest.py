@@ -36,7 +36,7 @@ class GentestOptions:
     cpu_init: bool = hidden("--cpu_init", False, "jprof's: inputs lie on the CPU first, as here always.")
     blacklist: bool = hidden("--blacklist", False, "jprof's: without operators that have no reference.")
     seed: int = options.seed()
-    limit: int = option("--limit -n", 50, "At most so many, calls; 0 for all.", min=0, metavar="N")
+    limit: int = option("--limit -n", 50, "At most this many; 0: all calls.", min=0, metavar="N")
     weights: Path | None = options.weights()
     kernel: str = option("--kernel", "", "FILE.py:FUNCTION or MODULE:FUNCTION, run in the operators' place: calls are "
                          "cut to what it fails for.", metavar="NAME")  # fmt: skip

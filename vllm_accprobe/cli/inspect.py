@@ -38,7 +38,7 @@ class ListOptions:
 
     csv: Path | None = option("--csv", None, "Write a csv there: all chosen tensors, in full precision.",
                               metavar="FILE")  # fmt: skip
-    limit: int | None = option("--limit", None, "At most so many, rows of a table: 200, in json all; 0 for all.", min=0,
+    limit: int | None = option("--limit", None, "At most this many; 0: all. Default: 200 rows, in json all.", min=0,
                                metavar="N")  # fmt: skip
     ops: bool = option("--ops", False, "Operators only: calls, shapes, ranges.")
     tree: bool = option("--tree", False, "The model's modules as a tree, with shapes; also ATB's topology.")
@@ -80,7 +80,7 @@ def inspect(
     of_size: SizeOptions,
     name: str = "inspect",
 ) -> None:
-    """List a dump's tensors, or show one; say what a path is; say how large a capture will be.
+    """List a dump's tensors, or show one; name the format of a path; compute the size of a capture.
 
     inspect DUMP lists the tensors with their statistics, and the operators that were called. Of our own dumps no
     payload is read, so this is quick on any. Of another tool's, the format is printed first, and what is listed without
@@ -90,7 +90,7 @@ def inspect(
     V3. Another decoder is counted by what its config.json has in common with these. Parameters come on top where they
     fit a quarter of the budget.
 
-    Exit code 0: done, 2: no dump or unreadable, 3: nothing matches, or nobody wrote into it.
+    Exit code 0: done, 2: no dump or unreadable, 3: nothing matches, or nothing was recorded.
     """
     kind, opened = _kind(name, what, of_list, of_tensor, of_size)
     path, names = what.path, what.names

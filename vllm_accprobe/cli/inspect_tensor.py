@@ -4,8 +4,8 @@ The problem: after a report has named a tap, a person wants to see its numbers, 
 them NaN; it also names a request, and the prompt is a user's text, which no report repeats. The idea: all records of
 the tap as a small table, then the first of them (or the only one that the options leave) as lines: a header, a
 histogram over the finite values, rows cut in the middle with what is left out counted. A prompt is printed from the ids
-beside the stored rows, with the positions that no stored row computed and what to set so that they are. Ids become text
-by a tokenizer.json that the user names; nothing is downloaded or stored.
+next to the stored rows, with the positions that no stored row computed and what to set so that they are. Ids become
+text by a tokenizer.json that the user names; nothing is downloaded or stored.
 
 Not here: the list of tensors (inspect_list.py), what a finding is (judge/weights, dump/journal).
 """

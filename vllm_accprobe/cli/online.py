@@ -53,8 +53,8 @@ class ReceiveOptions:
     against: str = options.against()
     jobs: int = options.jobs()
     max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
-    ahead: float = option("--ahead-gb", 4.0, "What may lie unchecked; then senders wait.", min=0.001, metavar="GB")
-    wait: float = option("--wait", 0.0, "End where nothing came for so long; 0: never.", metavar="S")
+    ahead: float = option("--ahead-gb", 4.0, "How much may be unchecked; then senders wait.", min=0.001, metavar="GB")
+    wait: float = option("--wait", 0.0, "End after this time without data; 0: never.", metavar="S")
     out: Path = options.out("and the calls", Path("accprobe-online"))
     verbose: bool = options.verbose()
 
@@ -64,7 +64,7 @@ class OnlineSendOptions:
     """What is sent."""
 
     dump: Path = argument("DUMP", "Directory of a dump, also while it is written.")
-    follow: bool = option("--follow", False, "Go on until the capture ends; DUMP may not be there yet.")
+    follow: bool = option("--follow", False, "Continue until the capture ends; DUMP may not exist yet.")
     patience: float = option("--patience", 120.0, "How long to try where the receiver does not answer.", min=0.0,
                              metavar="S")  # fmt: skip
 
@@ -72,8 +72,8 @@ class OnlineSendOptions:
 def serve(line: LineOptions, what: ReceiveOptions) -> None:
     """Receive calls and check them as they come, on the golden's machine; then report as opcheck does.
 
-    Ends when all ranks have ended, or at Ctrl-C with what is there. Killed and started again with the same --out, it
-    goes on. Exit code 0: pass, 1: an operator is wrong, 2: it cannot be done, 3: nothing came, or could be checked.
+    Ends when all ranks have ended, or at Ctrl-C with what has arrived. Started again with the same --out, it
+    continues. Exit code 0: pass, 1: an operator is wrong, 2: it cannot be done, 3: nothing arrived or could be checked.
     """
     from vllm_accprobe.online.keys import RECEIVES, read_keys
 
@@ -110,7 +110,7 @@ def send(what: OnlineSendOptions, line: LineOptions) -> None:
     """Send a dump's calls to the machine where `accprobe online serve` checks them.
 
     It reads what is on the disk, in a process of its own: nothing is opened inside the server that is captured. A line
-    that breaks is made again and goes on behind what arrived.
+    that breaks is opened again and continues after what arrived.
     Exit code 0: all is there, 2: it cannot be sent, or is refused.
     """
     from vllm_accprobe.online.keys import SENDS, Endpoint, read_keys

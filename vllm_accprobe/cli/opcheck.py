@@ -63,7 +63,7 @@ class OpcheckOptions:
 class KernelOptions:
     """This machine's own kernels, in place of a reference."""
 
-    repeat: int = option("--repeat", 0, "Run each so many times: calls, here, for races and unwritten memory.", min=0,
+    repeat: int = option("--repeat", 0, "Times that each is run: calls, here, for races and unwritten memory.", min=0,
                          metavar="N")  # fmt: skip
     rows: str = option("--rows", "", "Rows in batches of these sizes, e.g. 1,N or all, here.", metavar="SIZES")
     op: str = option("--op", "", "No dump: this operator, or FILE.py:FUNCTION, on drawn inputs.", metavar="NAME")

@@ -174,9 +174,9 @@ level = _shared("--level", None, "How deep modules are opened: 1 is what the mod
                 metavar="N")  # fmt: skip
 dump_dir = _shared("--dir -d", None, "Where the command's dump goes; by default ./accprobe/<UTC time>.", metavar="DIR")
 as_json = _shared("--json", False, "Print one json object, not lines.")
-jobs = _shared("-j --jobs", 1, "Processes that work; 0: none besides this one.", min=0, max=256, metavar="N")
-verbose = _shared("--verbose -v", False, "Say more: all that fails, not the first ten.")
-quiet = _shared("--quiet -q", False, "Say less: the verdict and what is wrong.")
+jobs = _shared("-j --jobs", 1, "Worker processes; 0: only this one.", min=0, max=256, metavar="N")
+verbose = _shared("--verbose -v", False, "Print more: all that fails, not the first ten.")
+quiet = _shared("--quiet -q", False, "Print less: the verdict and what is wrong.")
 log_level = _shared("--log-level -l", None, "warning and above: as --quiet.", metavar="LEVEL", hidden=True)
 rate = _shared("--false-alarm-rate", None, "How probable a false alarm may be, in a whole comparison of equal sides. "
                "Default: 0.001; between two servers 0.05.", metavar="P")  # fmt: skip
@@ -236,7 +236,7 @@ class CaptureOptions:
 class ServingOptions:
     """How prompts are sent to a server, or to a command that serves."""
 
-    max_tokens: int = option("--max-tokens", 32, "Tokens to generate for a prompt, where it says no other.",
+    max_tokens: int = option("--max-tokens", 32, "Tokens to generate for a prompt, unless it names a number.",
                              metavar="N", min=1)  # fmt: skip
     concurrency: int | None = option("--concurrency", None, "Requests at a time. Default: 64; golden's.", metavar="N",
                                      min=1, max=1024)  # fmt: skip

@@ -195,7 +195,7 @@ def _opened(path: Path) -> Path:
 
 
 def _is_part(inner: Path, outer: Path) -> bool:
-    """Whether what is read of ``inner`` is read of ``outer``, too. What lies in a dump of ours beside the ranks is
+    """Whether what is read of ``inner`` is read of ``outer``, too. What lies in a dump of ours next to the ranks is
     another dump (`accprobe run --atb` puts ATB's there), and so is a dump of another tool in any dump."""
     from vllm_accprobe.formats.common import sniff
 

@@ -2,9 +2,9 @@
 
 The problem: a comparison must run where there is no torch, start at once, and outlive whatever a replay runs into. The
 idea: this program (started as a child, children.py) opens both dumps and estimates what a replay of them takes. Where
-that fits into its time easily it begins beside the comparison, else it says ``{"waits": true}`` and reads what the
-comparison has found, a line of JSON (budget.Wishes), from its standard input. It replays what is planned, weighs mine
-against golden, splits the errors of those who are blamed, and writes lines of JSON to its standard output:
+that fits into its time easily it begins in parallel with the comparison, else it says ``{"waits": true}`` and reads
+what the comparison has found, a line of JSON (budget.Wishes), from its standard input. It replays what is planned,
+weighs mine against golden, splits the errors of those who are blamed, and writes lines of JSON to its standard output:
 ``{"plan": ...}``, ``{"done": n, "of": m}`` on the way and ``{"proof": ...}`` at the end. Anything more on its standard
 input ends the replay early, as the end of its time does: what was replayed until then is used. No command of its own:
 `accprobe opcheck` is what people use.
@@ -122,7 +122,7 @@ def _proof(arguments: argparse.Namespace, say: Any) -> str:
     plan = planner.plan(arguments.seconds, wishes)
     say(plan={"calls": plan.calls, "of": plan.of, "seconds": plan.seconds})
     begun, ends = time.monotonic(), _Ends(arguments.seconds)
-    gc.freeze()  # nor would a second process share the memory that the collector writes to
+    gc.freeze()  # and a second process would not share the memory that the collector writes to
     gc.set_threshold(100_000, 50, 50)
     gc.enable()
     (theirs, rates), (rows, own) = pair.check_both(sides, references, ops, _Progress(say), rate, plan.tasks, ends)

@@ -2,11 +2,11 @@
 
 The problem: a replay decides who is wrong, but it needs torch, which takes longer to import than a small pair to
 compare, and hours for a large one. The idea: it has a time (`--replay-seconds`), and takes first what the comparison
-found. Its process begins beside the comparison; a small pair fits into the time easily and is replayed at once, a large
-one when the comparison's result is there. There is none where torch or the values are missing. It runs in a process of
-its own: `compare` imports no torch, and a replay that dies leaves the comparison as it was, with a note. Ctrl-C ends
-the replay alone, and what it has is used; once more ends all. What it proved is kept beside the comparison, for
-`--rejudge`. Not here: the replay (prove.py), what it takes first (opcheck/run/budget.py), what it means
+found. Its process begins in parallel with the comparison; a small pair fits into the time easily and is replayed at
+once, a large one when the comparison's result is there. There is none where torch or the values are missing. It runs in
+a process of its own: `compare` imports no torch, and a replay that dies leaves the comparison as it was, with a note.
+Ctrl-C ends the replay alone, and what it has is used; once more ends all. What it proved is kept next to the
+comparison, for `--rejudge`. Not here: the replay (prove.py), what it takes first (opcheck/run/budget.py), what it means
 (opcheck/proof/decide.py).
 """
 
@@ -144,7 +144,7 @@ class Replay:
 
 @contextlib.contextmanager
 def begun(request: ReplayRequest) -> Iterator[Replay | None]:
-    """A replay beside the comparison, where it is known already that there will be one; else None."""
+    """A replay in parallel with the comparison, where it is known already that there will be one; else None."""
     early = request.wanted and (request.replay or _both_captured(request)) and _torch()
     replay = Replay(request) if early else None
     try:

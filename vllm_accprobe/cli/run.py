@@ -206,7 +206,8 @@ def launched(
 
 
 def _draw(output: Path, quiet: bool) -> None:
-    """The topologies that ATB wrote as ONNX files beside them; what cannot be drawn is a line, and the rest goes on."""
+    """The topologies that ATB wrote as ONNX files next to them; what cannot be drawn is a line, and the rest goes
+    on."""
     from vllm_accprobe.dump.files import DumpError
     from vllm_accprobe.topology.model_graph import atb_json_to_onnx
 

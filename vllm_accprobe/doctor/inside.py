@@ -59,7 +59,7 @@ def main() -> None:
 def _answer(question: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": question()}
-    except (Exception, SystemExit) as error:  # whatever vLLM does on import, the other questions are still asked
+    except (Exception, SystemExit) as error:  # whatever vLLM does on import, the other checks still run
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 

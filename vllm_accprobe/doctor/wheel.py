@@ -4,9 +4,9 @@ The problem: a vendor's runner may be vLLM's, derive from it, or be a copy that 
 capture reads are attributes that some method sets; and a wheel comes from anywhere. The idea: only regular ``*.py``
 files and the metadata are read where they lie, up to limits that are counted while bytes come out; nothing is unpacked,
 imported or run. Names are followed through imports and bases, from the vendor's package into vLLM's. Each place of the
-declaration is looked for as vLLM's class, runners and workers also among the vendor's classes, by their methods. A mode
-is found by a line of source. A base that is in no package is reported, not guessed. What is missing comes first, each
-with what follows from it.
+declaration is searched for as vLLM's class, runners and workers also among the vendor's classes, by their methods. A
+mode is found by a line of source. A base that is in no package is reported, not guessed. What is missing comes first,
+each with what follows from it.
 
 Not here: the declaration and the modes (capture/vllm/relied_on.py).
 """
@@ -467,7 +467,7 @@ class Lack:
 
 @dataclass(frozen=True)
 class CheckedPlace:
-    """One class or module that was looked at. there: how many needs are met."""
+    """One class or module that was examined. there: how many needs are met."""
 
     place: str
     owner: str
@@ -537,7 +537,7 @@ def _roles(wheels: Wheels) -> dict[str, list[Class]]:
                     or not {"execute_model", "load_model"} <= one.members.keys()
                     or VLLM in one.unknown_bases
                 ):
-                    continue  # not one, or what is left of one for a vLLM that was: it cannot be imported beside this
+                    continue  # not one, or what is left of one for a vLLM that was: it cannot be imported with this
                 if "init_device" in one.members:
                     found[WORKER].append(one)
                 else:
@@ -623,7 +623,7 @@ def _registers(node: ast.Call) -> str:
 
 
 def _other_signature(need: Need, have: Sequence[Definition]) -> str:
-    """How the signature differs from what is needed; "" where it does not, or nothing is asked of it."""
+    """How the signature differs from what is needed; "" where it does not, or nothing of it is needed."""
     known = parameters(have[0].node) if have else None
     if known is None or not (need.takes or need.keywords):
         return ""
@@ -677,7 +677,7 @@ def _line(wheels: Wheels, mark: str) -> str:
 
 
 def findings(wheels: Wheels, looked: Sequence[CheckedPlace], modes: Sequence[ModeFound]) -> list[Finding]:
-    """One finding for what was looked at, one for each lack, one for each mode."""
+    """One finding for what was examined, one for each lack, one for each mode."""
     out = [_what(wheels)]
     there, kinds = sum(one.there for one in looked), len(looked)
     out.append(Finding(OK, "names", f"{there} names that capture relies on are there, in {kinds} classes and modules"))

@@ -190,7 +190,7 @@ class SegmentFile:
         try:
             write_all(self._fd, block, offset)
         except OSError as e:
-            # EINVAL: this file system takes O_DIRECT at open but not like this, or a short write left an odd rest.
+            # EINVAL: this file system takes O_DIRECT at open but not like this, or a short write ended unaligned.
             if e.errno != errno.EINVAL or not self._set_direct(False):
                 raise
             write_all(self._fd, block, offset)

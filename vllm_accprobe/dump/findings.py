@@ -1,10 +1,10 @@
 """What errcheck leaves for people and scripts: one small JSON file per rank, and the first of all ranks.
 
 The problem: a NaN that one rank makes reaches all ranks within a layer, the ranks do not talk to each other about it,
-and whoever asks afterwards has neither torch nor the engine. The idea: each rank keeps ``errcheck-rank0000.json`` up
-to date (written in one piece, so that a killed rank leaves the last whole one); the earliest finding by step, then by
-pipeline stage, then by order within the step, is the first; ranks that say the same place are named together, since a
-sum over ranks makes all of them bad at once. Not here: how anything is found, and tensors (capture/errcheck*.py).
+and whoever reads it afterwards has neither torch nor the engine. The idea: each rank keeps ``errcheck-rank0000.json``
+up to date (written in one piece, so that a killed rank leaves the last whole one); the earliest finding by step, then
+by pipeline stage, then by order within the step, is the first; ranks that say the same place are named together, since
+a sum over ranks makes all of them bad at once. Not here: how anything is found, and tensors (capture/errcheck*.py).
 """
 
 from __future__ import annotations

@@ -879,7 +879,7 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class StateTotals:
-    """``{"event": "states"}``: what a rank's ledger has looked at. mode: owners (no bytes), events, sample or full;
+    """``{"event": "states"}``: what a rank's ledger has examined. mode: owners (no bytes), events, sample or full;
     layers: under watch; steps; hashed: blocks of layers hashed after a write; checked: of those, compared again;
     held: numbers of metadata compared with the schedule; findings: in all, of which those beyond MOST_FINDINGS have no
     line. events: how often what happened; skipped: what is not watched, and how many layers or steps that are."""

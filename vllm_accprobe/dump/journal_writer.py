@@ -95,7 +95,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=plai
 
 
 def _cell(value: Any) -> Any:
-    """What orjson asks for: a cell is its statistics, a dataclass that it writes by itself."""
+    """What orjson requires: a cell is its statistics, a dataclass that it writes by itself."""
     if type(value) is StatsCell:
         return value.value
     raise TypeError  # the slow way knows
@@ -277,7 +277,7 @@ def end(procs: Sequence[Any], timeout: float, root: str) -> None:
 
 def writing(root: Path) -> bool:
     """Whether a rank's journal or report is open below ``root``, its ``errcheck``, or the dumps of further engines
-    beside it (``root.2`` ...). Never raises."""
+    next to it (``root.2`` ...). Never raises."""
     dumps = itertools.takewhile(lambda dump: dump == root or dump.is_dir(), numbered_siblings(root))
     return any(_written(place) for dump in dumps for place in (dump, dump / "errcheck"))
 

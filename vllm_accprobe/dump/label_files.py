@@ -4,7 +4,7 @@ The problem: a label gives the end of a path (``0_Model/0_Layer/3_Attention/afte
 directories of its own choice in front of it: process id, task id, device and process, number of the execution. The
 idea: in every directory below the roots the path is looked up, and of the places found the one
 is taken whose directories name this task, else this process, and then this execution. Nothing outside the roots is ever
-looked at, whatever the path says. Roots may lie in one another (the library's directory below the current one): a file
+examined, whatever the path says. Roots may lie in one another (the library's directory below the current one): a file
 that is found from several is one file. Not here: copying (capture/labels.py), reading
 (comparison/labelled_pairs.py).
 """
@@ -23,7 +23,7 @@ PTA, ACL = "pta", "acl"
 _DEPTH = 5
 """Directories that a library may put in front: dump, "tensors", device and process, task, execution."""
 _MOST = 20_000
-"""Directories that are looked at."""
+"""Directories that are examined."""
 
 
 def label_file(number: int, ending: str) -> str:

@@ -7,7 +7,7 @@ the row maps, and loses what does not hold, so that no size is taken on trust. R
 array that the caller may reuse, from any number of threads; dumps of other tools have the same interface
 (formats/common/foreign.py). One description of a choice (names, steps, requests, ranks) serves all commands.
 
-Not here: what bits mean (dtypes.py), what a line must look like (journal.py), repair (repair.py).
+Not here: what bits mean (dtypes.py), the form of a line (journal.py), repair (repair.py).
 """
 
 from __future__ import annotations

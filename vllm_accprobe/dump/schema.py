@@ -2,7 +2,7 @@
 
 The problem: capture (inside vLLM) and analysis (anywhere) share nothing but files, so every name, unit and default of
 those files must be said once. The idea: plain frozen dataclasses, one per kind of line; JSON keys are the field names,
-except that ``cls`` is spelt ``class`` and a payload's three fields stand in the tensor's line itself. One value beside
+except that ``cls`` is spelt ``class`` and a payload's three fields stand in the tensor's line itself. One value next to
 each tensor says how to put the whole together without knowing the model. docs/dump-format.md says the same in prose.
 
 Not here: finding a layout (capture/core/layout.py) and undoing it (align/ranks.py), lines as text (journal.py), labels
@@ -164,7 +164,8 @@ NAMED_TOKENS = "tokens that the client names"
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """What one request asks of the sampler, as the scheduler gave it to the runner. Each default asks for nothing.
+    """What one request requires of the sampler, as the scheduler passed it to the runner. Each default requires
+    nothing.
 
     temperature: below 1e-5 the request is greedy. bias: (token, what is added) pairs. allowed: the only tokens that may
     be taken, None for all. stop: the tokens that ``min_tokens`` forbids until so many are generated. bad_words: token

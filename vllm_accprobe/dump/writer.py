@@ -1,14 +1,15 @@
 """Writes one rank's part of a dump while the model runs.
 
 The problem: gigabytes per second leave a forward pass that must not wait, and a process that may be killed at any
-moment must leave nothing behind that looks whole and is not: a line promises that its payload is on disk. The idea: the
+moment must leave nothing behind that seems whole and is not: a line promises that its payload is on disk. The idea: the
 model's thread only copies bytes into the current page-aligned block (fresh memory would cost more than the copy).
 Blocks are few and used in turn; a block and the lines whose payloads end in it are one batch. It is handed over when
 the block is full, a fraction of a second old, or the segment ends. One thread writes the bytes while another computes
 statistics from the same block; then the latter writes the lines. When all blocks are under way, the model's thread
 waits for the disk. After the first error nothing more is written but the line that names it, and the end.
 
-Not here: what is captured (the capture room), how a segment looks (files.py), how a line is spelt (journal_writer.py).
+Not here: what is captured (the capture room), the form of a segment (files.py), how a line is spelt
+(journal_writer.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens a dump of any format that is known here, as the one face which dump/reader.py defines.
 
 A format is one module at the top of this package, or of another one (common/sniff.py says what it must have);
-common/foreign.py makes its tensors look like our own. docs/development.md writes one.
+common/foreign.py gives its tensors the interface of our own. docs/development.md writes one.
 """
 
 from __future__ import annotations

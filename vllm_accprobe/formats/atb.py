@@ -3,8 +3,8 @@
 The problem: an operator is known by its path of numbered directories, releases differ in what lies above these, and a
 tensor file says nothing of transposeB or epsilon. The idea: a tensor file is any ``(in|out)tensor<k>.bin``, the
 numbered directories right above it are the operator, above these the execution (token) and the process. Parameters come
-from what is nearest to the call: ``op_param.json`` beside it, ait's ``operation_tensors_<execution>.csv``, the topology
-``model/{pid}/*.json``. Two graphs of one model, one quantised, are matched level by level. Layout:
+from what is nearest to the call: ``op_param.json`` next to it, ait's ``operation_tensors_<execution>.csv``, the
+topology ``model/{pid}/*.json``. Two graphs of one model, one quantised, are matched level by level. Layout:
 ``tensors/{device}_{pid}/{token}/{i}_{Op}/{j}_{SubOp}/{before,after}/{intensor,outtensor}{k}.bin``, or ``{pid}/{tid}``;
 ``statistic.csv``: statistics alone.
 
@@ -97,7 +97,7 @@ class AtbParameters:
         return True
 
     def find_tables(self, path: Path) -> None:
-        """Reads the tables that lie beside the tensors: ``operation_io_tensors`` at, below or above ``path``."""
+        """Reads the tables that lie next to the tensors: ``operation_io_tensors`` at, below or above ``path``."""
         for root in (path, *(p for p in path.parents[:4] if (p / "tensors").is_dir())):
             place = root / _DIRECTORY
             if not place.is_dir():
@@ -172,8 +172,8 @@ class Node:
 
 
 def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) -> dict[str, Mapping[str, Any]]:
-    """tap → node of the topology that lies beside the tensors and fits most of ``taps``, as plain values; {} where none
-    does. problem: is told what does not parse."""
+    """tap → node of the topology that lies next to the tensors and fits most of ``taps``, as plain values; {} where
+    none does. problem: is called with what does not parse."""
     best: dict[str, Mapping[str, Any]] = {}
     try:
         files = _json_files(path)
@@ -344,7 +344,7 @@ class AtbPlace:
 def place(parts: tuple[str, ...]) -> AtbPlace | None:
     """From the names of the directories above ``before`` or ``after``; None where there is no numbered operator."""
     cut = len(parts)
-    # ``{device}_{pid}`` looks like an operator with a number for a name.
+    # ``{device}_{pid}`` has the form of an operator with a number for a name.
     while cut and _ATB_OPERATOR.fullmatch(parts[cut - 1]) and not _DEVICE.fullmatch(parts[cut - 1]):
         cut -= 1
     if cut == len(parts):

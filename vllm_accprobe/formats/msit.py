@@ -4,7 +4,7 @@ The problem: the same dump may be named at any of its levels, tensors may be mis
 nothing says in which order the modules ran. The idea: a file's own directories say which module, token and process it
 is of, from the file upwards; statistics stand in where a tensor is missing, and tell the order.
 Layout: ``torch_tensors/{device}_{pid}/{token}/{root.model.x}/{input_0,output,output_0}.pth``, ``weights/*.pth`` and
-``model_tree.json`` beside the tokens, ``statistics.csv`` beside the tensors; ait's older releases call the directory
+``model_tree.json`` next to the tokens, ``statistics.csv`` next to the tensors; ait's older releases call the directory
 above ``ait_dump``. A model that returns a dataclass has no output in such a dump, inputs are what they were after the
 call, and keyword arguments are missing: the tool does not store them.
 Not here: .pth files (torchfile.py), ATB dumps of the same tools (atb.py).
@@ -306,7 +306,7 @@ def _above(module: str) -> list[str]:
 
 
 def _sorted(siblings: list[str], gives: Mapping[str, set[Any]], takes: Mapping[str, set[Any]]) -> list[str]:
-    """Siblings in the order of execution as far as it is known; given in the order of declaration."""
+    """Siblings in the order of execution as far as it is known; passed in the order of declaration."""
     makers: dict[Any, list[str]] = defaultdict(list)
     for s in siblings:
         for value in gives.get(s, ()):

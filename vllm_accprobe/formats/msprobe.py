@@ -34,7 +34,7 @@ from vllm_accprobe.formats.io.torchfile import TorchTensor
 
 DUMP, DEBUG, STACK, CONSTRUCT = "dump.json", "debug.json", "stack.json", "construct.json"
 DATA = "dump_tensor_data"
-"""The folder of payloads, beside the dump.json that names them."""
+"""The folder of payloads, next to the dump.json that names them."""
 INPUTS, KEYWORDS, OUTPUTS, PARAMETERS = "input_args", "input_kwargs", "output", "parameters"
 SECTIONS = {
     PARAMETERS: ("param", "parameters"),

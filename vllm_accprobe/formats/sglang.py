@@ -96,7 +96,7 @@ def put_together(
 
 
 def unzigzag(whole: np.ndarray, dim: int, ranks: int) -> np.ndarray:
-    """The natural order of a sequence of which rank i held chunks i and 2 * ranks - 1 - i, one behind the other."""
+    """The natural order of a sequence of which rank i has chunks i and 2 * ranks - 1 - i, one behind the other."""
     chunks = np.array_split(whole, 2 * ranks, axis=dim)
     order = [0] * (2 * ranks)
     for i in range(ranks):

@@ -1,7 +1,7 @@
 """Dumps of torch graphs on Ascend (torchair): binaries of the graph engine (GE), .npy files of the FX graph.
 
 The problem: the two sides of one model share no name, and the graph engine fuses operators under joined names. The
-idea: each file's name says what it holds, GE's header the tensors in it, and the graph that torchair wrote beside the
+idea: each file's name says what it holds, GE's header the tensors in it, and the graph that torchair wrote next to the
 dump says, at each output, which FX tensor it is.
 Layout, GE: ``[worldsize{W}_global_rank{R}/]dump_*/{time}/{device}/{graph}/{graph id}/{token}/`` with
 ``{OpType}.{OpName}.{task}.{stream}.{time}``, ``dynamo_original_graph_*.txt`` above; long names stand in mapping.csv.
@@ -40,7 +40,7 @@ MAPPING = "mapping.csv"
 
 
 class GeDump(ForeignDump):
-    """A dump of the graph engine. From the graphs beside it: fx: (operator, output) → (FX node, output); inputs:
+    """A dump of the graph engine. From the graphs next to it: fx: (operator, output) → (FX node, output); inputs:
     operator → where its inputs come from, ``Mm_8:0``; known: all operators."""
 
     family = "ge"

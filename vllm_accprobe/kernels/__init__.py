@@ -1,4 +1,5 @@
 """Numbers that say how far two arrays are apart: their definition and a fast way to get them."""
 
 BLOCK = 2048
-"""Elements that are turned into float32 at a time: both sides and what is made of them stay in the nearest caches."""
+"""Elements that are turned into float32 at a time: both sides and what is built from them stay in the nearest
+caches."""

@@ -27,7 +27,7 @@ ELEMENT_FIELDS = (
     "within_100", "within_1000", "within_10000", "close", "above", "sum_rel", "max_rel", "sum_abs", "max_abs",
     "unequal",
 )  # fmt: skip
-"""Sums over all elements of a tensor that only other tools' standards ask for, float64. within_N: how many have |d| <
+"""Sums over all elements of a tensor that only other tools' standards require, float64. within_N: how many have |d| <
 (|g| + eps) / N, eps of the golden's dtype (msprobe's dual-100, -1000, -10000); close: how many have |d| <= 1e-8 + 1e-5
 |g| (torch.isclose's defaults); above: how many have |d| > 1e-3; sum_rel, max_rel, sum_abs, max_abs: of |d| / |g| and
 of |d|, elements with |g| <= 2**-23 left out, as in msit; unequal: how many have d != 0. Positions that are not

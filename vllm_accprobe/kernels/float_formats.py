@@ -1,6 +1,6 @@
 """Floating-point formats by torch's names: how many significant bits, and where normal numbers begin.
 
-Not here: how bits become numbers (dump/dtypes.py), what rounding alone allows (judge/floor.py). Copied beside the
+Not here: how bits become numbers (dump/dtypes.py), what rounding alone allows (judge/floor.py). Copied next to the
 tests that gentest writes.
 """
 

@@ -2,8 +2,8 @@
 
 The problem: compare adds up over rows of stored bits, opcheck over blocks of float64, a generated test where there is
 no numpy; a cosine that each of them works out for itself may mean three things. The idea: sums are taken where the
-numbers lie, and what is made of them stands here, in plain Python.
-g is the golden or the reference, m is mine, d = m - g, over the positions where both are finite. Copied beside the
+numbers lie, and what is built from them stands here, in plain Python.
+g is the golden or the reference, m is mine, d = m - g, over the positions where both are finite. Copied next to the
 tests that gentest writes. Not here: the sums (definition.py, rows.py; opcheck/measures.py).
 """
 

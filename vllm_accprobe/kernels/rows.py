@@ -191,11 +191,11 @@ def _buffers(width: int) -> list[np.ndarray]:
 SEGMENT = 1 << 13
 """Elements of a segment. Chosen: what is gone over again is a few of them, and the kernel is as fast as for longer."""
 LONGEST = 1 << 19
-"""Elements of a row that the kernel is given at once, where there may be many of them."""
+"""Elements of a row that the kernel gets at once, where there may be many of them."""
 _MAXIMA = [definition.MAX_D, definition.MAX_REL]
 _SUMS = [i for i in range(len(definition.ROW_FIELDS)) if i not in (*_MAXIMA, definition.PEAK)]
 _SLACK = 1 + 1e-9
-"""More than the rounding of a bound: a segment that is looked at for nothing costs little."""
+"""More than the rounding of a bound: a segment that is examined for nothing costs little."""
 
 
 def wide_rows(

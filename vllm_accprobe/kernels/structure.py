@@ -15,12 +15,12 @@ import numpy as np
 
 FIELDS = 6
 ELEMENTS = 1 << 18
-"""Elements of one tensor that are looked at: 64 rows of 4096."""
+"""Elements of one tensor that are examined: 64 rows of 4096."""
 
 
 @lru_cache(256)
 def chosen(rows: int, width: int) -> np.ndarray:
-    """Indices of the rows to look at, int64, evenly spread; to be read only."""
+    """Indices of the rows to examine, int64, evenly spread; to be read only."""
     n = min(rows, max(ELEMENTS // max(width, 1), 16))
     found = np.unique(np.linspace(0, rows - 1, n).astype(np.int64)) if rows else np.zeros(0, np.int64)
     found.setflags(write=False)

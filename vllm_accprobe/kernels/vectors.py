@@ -42,8 +42,8 @@ def add_rows(
     g, m: float32, the rows one after the other, ``width`` a multiple of LANES. q, rel: float64, become |d| and
     |d| / |g|, inf where g is 0. out: float64 [rows, 11], n is right: gg, mm, gm, dd, abs_d, max_d and max_rel take the
     rows in. whole: these are whole rows and not parts: max_rel and peak are finished too. elements: float64 [10], takes
-    in definition.ELEMENT_FIELDS with ``eps``. g_bits, m_bits: uint8, what the numbers were made of, g_size and m_size
-    bytes each; as many that lie behind them are on their way to the cache afterwards. At most BLOCK numbers.
+    in definition.ELEMENT_FIELDS with ``eps``. g_bits, m_bits: uint8, what the numbers were built from, g_size and
+    m_size bytes each; as many that lie behind them are on their way to the cache afterwards. At most BLOCK numbers.
     None of it is checked.
     """
 
@@ -82,7 +82,8 @@ def add_rows(
 
 
 class _Counted:
-    """for at in range(0, stop, step), stop above 0. sums: vectors that begin as given and become ``following``."""
+    """for at in range(0, stop, step), stop above 0. sums: vectors that begin as they are passed and become
+    ``following``."""
 
     def __init__(self, builder: Any, stop: Any, step: int, begin: Sequence[Any]):
         self.builder, self.stop, self.step, self.begin = builder, stop, step, begin

@@ -1,4 +1,4 @@
-"""How far an output is from its reference, in every measure that a standard asks for.
+"""How far an output is from its reference, in every measure that a standard requires.
 
 The problem: each standard counts something of its own (steps of the last place, errors of small values, decades), and a
 generated test on a machine without accprobe and numpy must count the same. The idea: one pass over the flat tensors in

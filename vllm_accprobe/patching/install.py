@@ -183,7 +183,7 @@ _MISSING = object()
 
 @dataclass
 class Changed:
-    """A function with taps: the code it had, and what each listener asked for."""
+    """A function with taps: the code it had, and what each listener requested."""
 
     function: FunctionType
     original: CodeType
@@ -248,7 +248,7 @@ def install(
 
 
 def remove(module: ModuleType, listener: Any) -> None:
-    """Ends what ``listener`` asked for in ``module``; a function nobody listens to any more is as it was."""
+    """Ends what ``listener`` requested in ``module``; a function nobody listens to any more is as it was."""
     hook = module.__dict__.get(HOOK)
     if not isinstance(hook, Hook):
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Found = tuple[Function, list[ast.ClassDef]]
-"""A function and the classes around it, outermost first."""
+"""A function and the classes that enclose it, outermost first."""
 _MAX_BYTES = 16 << 20
 
 
@@ -54,7 +54,8 @@ def parse_file(path: Path) -> ast.Module:
 
 
 def find_function(tree: ast.Module, name: str) -> Found:
-    """The function called ``name`` (``Class.method`` or ``function``) and the classes around it. Raises NotThere."""
+    """The function called ``name`` (``Class.method`` or ``function``) and the classes that enclose it. Raises
+    NotThere."""
     found = dict(functions(tree))
     if name not in found:
         near = difflib.get_close_matches(name, list(found), n=1, cutoff=0.5)

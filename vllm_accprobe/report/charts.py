@@ -307,7 +307,7 @@ def factors(comparison: Comparison) -> np.ndarray:
         worst = comparison.pairs[i]
         named = own[rows.position[own] == worst.worst_position] if worst.worst_position is not None else own[:0]
         named = named[[rows.requests[r] == worst.worst_request for r in rows.request[named].tolist()]]
-        if not len(named):  # the worst row is not told, or was not kept
+        if not len(named):  # the worst row is not known, or was not kept
             named = own[[int(np.nanargmax(np.nan_to_num(rows.error[own], nan=np.inf)))]]
         out[named] = most[i]
     return out

@@ -38,7 +38,7 @@ def own_pairs(comparison: Comparison, found: Mapping[str, Any]) -> list[Pair]:
     """The compared pairs of the tensor that an origin or a divergence names; of its module where that has none."""
     pairs = [p for p in comparison.pairs if p.status != "skip"]
     module, role = found.get("module"), str(found.get("role") or "")
-    # A module may be blamed for what another one is given: its role then begins with that one's name.
+    # A module may be blamed for the input of another one: its role then begins with that one's name.
     exact = [p for p in pairs if (p.tap == module and p.role == role) or f"{p.tap}/{p.role}" == role]
     return exact or [p for p in pairs if p.tap == module]
 
@@ -70,7 +70,7 @@ def one_sum(comparison: Comparison) -> str:
 LONGEST = 900
 """chosen: characters of a line that is still shown whole everywhere (the reports cut texts of 1,000)."""
 _SPECIAL = "*?[],!"
-"""What lists of globs are made of: see dump/reader.py's `matches`, and ``--taps``, which splits at commas."""
+"""What lists of globs are built from: see dump/reader.py's `matches`, and ``--taps``, which splits at commas."""
 
 
 def line_of(words: Sequence[str]) -> str | None:
@@ -394,8 +394,8 @@ def origin_detail(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 
 
 def _held(created: float, origin: Mapping[str, Any]) -> str:
-    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is told; ``(13x, by
-    its gain)`` where another measure than the row's error decided, by which both numbers are so far apart."""
+    """``0.21, limit 0.016 (13x)``; ``up to`` where a later row is worse than the first, whose place is named; ``(13x,
+    by its gain)`` where another measure than the row's error decided, by which both numbers are so far apart."""
     limit, factor, size = origin.get("floor"), origin_times(origin), origin_size(origin)
     later = "up to " if num(size) != num(created) else ""
     text = f"{later}{num(size)}" + ("" if limit is None else f", limit {num(limit)}")
@@ -585,7 +585,7 @@ def causes(comparison: Comparison) -> list[FailedCause]:
 
 def title(comparison: Comparison, shown: int, found: Sequence[FailedCause]) -> str:
     """``2 causes and 51 places that they reach, of 1,234 failed pairs, the 10 worst``: what stands above a list of so
-    many. Where no origin is known, what is a cause and what it reaches cannot be told."""
+    many. Where no origin is known, a cause and what it reaches cannot be distinguished."""
     own, failed = sum(cause.own for cause in found), comparison.counts.failed
     if not own and len(found) == failed:
         return f"the {shown} worst of {failed:,} failed pairs" if failed > shown else "failed pairs, worst first"

@@ -31,7 +31,7 @@ _PRESETS = frozenset(("all", "vision", "layers", "attention", "mlp", "norm", "li
 
 @dataclass(frozen=True)
 class NextStep:
-    """why: a sentence without its full stop; commands: lines to be given one after the other."""
+    """why: a sentence without its full stop; commands: lines to be typed one after the other."""
 
     why: str
     commands: tuple[str, ...]
@@ -55,7 +55,7 @@ def _steps(comparison: Comparison) -> Iterator[NextStep | None]:
     place = _Place.of(comparison)
     if place is None:
         return
-    if not wrong_states(comparison):  # the kernel computed with what it was given
+    if not wrong_states(comparison):  # the kernel computed with the inputs that it had
         yield from _about_the_call(comparison, place)
     yield _values(comparison, place)
     yield _alone(comparison, place)
@@ -170,7 +170,7 @@ def _values(comparison: Comparison, place: _Place) -> NextStep | None:
 
 
 def _has_row(pair: Pair) -> bool:
-    """Whether `show` can be told the worst row: rows of images are named otherwise than by a request alone."""
+    """Whether `show` can be named the worst row: rows of images are named otherwise than by a request alone."""
     known = pair.worst_request is not None and pair.worst_position is not None
     return known and bool(pair.worst_request) and ", image " not in str(pair.worst_request)
 
@@ -191,7 +191,7 @@ def _dumps(comparison: Comparison) -> list[str]:
 
 
 def _without_taps(comparison: Comparison) -> list[str]:
-    """What was given beside the two dumps, without the choice of taps."""
+    """What was set in addition to the two dumps, without the choice of taps."""
     words = list(comparison.options)
     at = words.index("--taps") if "--taps" in words else None
     return words if at is None else words[:at] + words[at + 2 :]

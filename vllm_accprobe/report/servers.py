@@ -1,6 +1,6 @@
 """Results of gate, localize, self-check, eval-diff and bisect as lines and JSON.
 
-The problem: two accuracies side by side ask to be read as a drop, and a gap without its floor as a fault. The idea:
+The problem: two accuracies side by side are easily read as a drop, and a gap without its floor as a fault. The idea:
 pure functions from results to lines and plain values; one sentence for each metric says both counts, whether the
 difference exceeds chance, and what would have been seen. Not here: measures and conclusions (gate/).
 """
@@ -285,7 +285,7 @@ _SELF_HEADER = ("", "must be", "prompts", "tokens", "flips", "unequal", "mean", 
 
 
 def self_check_lines(gate: SelfGate) -> list[str]:
-    """The verdict with the odd one's name, a row for each way, the prompts, and what was not compared."""
+    """The verdict with the outlier's name, a row for each way, the prompts, and what was not compared."""
     out = [_headline(gate), "", "the same answers in another way, how far the log-probabilities are apart, in nats:"]
     findings = [f for f in gate.findings if f.ok is not None]
     table = _aligned([_SELF_HEADER, *(_self_row(f) for f in findings)], 2)
@@ -389,7 +389,7 @@ def _questions(c: Contrast, what: str) -> str:
     if c.beyond:
         return ""
     if c.needed is not None:
-        # By the formula fewer may do than there are: the exact test, and Holm's rule, ask for a little more.
+        # By the formula fewer may do than there are: the exact test, and Holm's rule, require a little more.
         enough = max(c.needed, c.n + 1)
         return f"; {enough:,} questions would be needed to see {what} of this size ({POWER:.0%} of the time)"
     if c.smallest is not None:

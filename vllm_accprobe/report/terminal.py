@@ -89,7 +89,7 @@ def causes(comparison: Comparison) -> list[str]:
 
 
 def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> list[str]:
-    """What mine's ledger of states has found beside the headline's, and who else would have been blamed."""
+    """What mine's ledger of states has found in addition to the headline's, and who else would have been blamed."""
     wrong = facts.wrong_states(comparison)[1:]
     out = [f"{facts.FURTHER}:"] if wrong else []
     out += _list(wrong, None if full else n, "compare.json, states", lambda line: [f"  {line}"])

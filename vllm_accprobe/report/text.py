@@ -71,7 +71,7 @@ def factor(r: float, digits: int = 3) -> str:
 
 
 def against(value: float | None, limit: float | None) -> str:
-    """``0.21, limit 0.016 (13x)``: a value with the limit it is held to."""
+    """``0.21, limit 0.016 (13x)``: a value with its limit."""
     text = num(value)
     if limit is not None:
         text += f", limit {num(limit)}"

@@ -1,6 +1,6 @@
 """The environment variables by which Ascend's transformer boost library (ATB) writes its tensors, and what it wrote.
 
-The problem: ATB is told what to dump by variables that a library reads which CANN brings and LD_PRELOAD loads; without
+The problem: what ATB dumps is set by variables that a library reads which CANN brings and LD_PRELOAD loads; without
 CANN none of it exists. The idea: one frozen description of the choice, spelt as ``ait llm dump`` spells it, becomes
 the variables, for today's library and for its ancestor (ACLTRANSFORMER_*); the output lies in the dump, under ``atb``,
 so that collecting is finding it there. Names of variables: msit's and ait's documents (docs/capture.md).
@@ -25,7 +25,7 @@ TOOLKITS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 DEFAULT_TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"
 TYPES = ("model", "layer", "op", "kernel", "tensor", "cpu_profiling", "stats")
 ONNX = "onnx"
-"""Given among the types: what is written of model and layer is drawn, too. The library knows nothing of it."""
+"""Among the types: what is written of model and layer is drawn, too. The library knows nothing of it."""
 DIRECTORY = "atb"
 """Below the dump: what the library writes."""
 AIT = "ait_dump"
@@ -120,8 +120,8 @@ ANCESTOR = "ACLTRANSFORMER_SAVE_TENSOR"
 
 
 def options_of(asked: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[AtbOptions, list[str]]:
-    """(the choice, lines to say). asked: fields of AtbOptions, None: not asked; then what the environment says in the
-    words of ATB's ancestor is taken: ``ACLTRANSFORMER_SAVE_TENSOR_MAX``, ``_RUNNER``. Raises ConfigError."""
+    """(the choice, lines to say). asked: fields of AtbOptions, None: not requested; then what the environment says in
+    the words of ATB's ancestor is taken: ``ACLTRANSFORMER_SAVE_TENSOR_MAX``, ``_RUNNER``. Raises ConfigError."""
     found = {name: value for name, value in asked.items() if value is not None}
     notes = []
     most, runner = environ.get(f"{ANCESTOR}_MAX", "").strip(), environ.get(f"{ANCESTOR}_RUNNER", "").strip()
@@ -175,7 +175,7 @@ def collect(root: Path, environ: Mapping[str, str], since: float, folder: str = 
         for file in list(_files(source)):
             if file.stat().st_mtime >= since:
                 _bring(file, output / "tensors" / file.relative_to(source))
-    # ATB may have been told a place below: what is brought is a second name of the same file then.
+    # ATB may have been configured for a place below: what is brought is a second name of the same file then.
     found = {(s.st_dev, s.st_ino): s.st_size for s in (file.stat() for file in _files(output))}
     count, nbytes = len(found), sum(found.values())
     if not count and output.is_dir():

@@ -187,7 +187,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Chooses = Callable[[str, str], bool]
 """(path of a module, its class) → whether it is captured."""
 MEASURED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-"""model_type of the architectures that were held against captures of vLLM 0.32 (Mistral is Llama there, and
+"""model_type of the architectures that were compared with captures of vLLM 0.32 (Mistral is Llama there, and
 DeepSeek-V3 is V2)."""
 
 
@@ -198,9 +198,10 @@ class SizeError(ValueError):
 def per_token(
     c: Mapping[str, Any], tp: int = 1, size: int = 2, chooses: Chooses | None = None, parts: Sequence[str] = ()
 ) -> tuple[int, int]:
-    """(bytes that all ranks together store for a token, bytes more for a row of logits with what it is made of). size:
-    of a number; chooses: None for every module; parts: as ProbeConfig's. Outside the layers lie what the last norm and
-    its residual give, the id and the position. Raises KeyError for a config that lacks what a decoder needs."""
+    """(bytes that all ranks together store for a token, bytes more for a row of logits with what it is built from).
+    size: of a number; chooses: None for every module; parts: as ProbeConfig's. Outside the layers lie what the last
+    norm and its residual give, the id and the position. Raises KeyError for a config that lacks what a decoder
+    needs."""
     outputs, inputs = (not parts or part in parts for part in ("output", "input"))
 
     def chosen(*paths: str) -> bool:

@@ -56,9 +56,9 @@ class ServerCommand:
 
 
 def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
-    """How ``words`` are run. port: given by the user: the command is a server, and listens there.
+    """How ``words`` are run. port: set by the user: the command is a server, and listens there.
 
-    Raises ServerCommandError for a server that cannot be asked, or whose port is taken.
+    Raises ServerCommandError for a server that gets no requests, or whose port is taken.
     """
     if not words:
         raise ServerCommandError("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
@@ -162,7 +162,7 @@ def run(
 ) -> int:
     """Runs a command to its end and returns its exit code, 128 + n where signal n ended it.
 
-    tick: called about once a second. busy: asked after the command's end whether what it started is still writing (an
+    tick: called about once a second. busy: called after the command's end: whether what it started is still writing (an
     engine that closes its dump); waited for, at most ``patience_s``. Raises LaunchError, OSError.
     """
     if not hasattr(signal, "sigtimedwait"):
@@ -187,7 +187,7 @@ def run(
             waiter.wait()
         deadline = time.monotonic() + patience_s
         if waiter.ending and own_group and process.returncode < 0:
-            # What dies of a signal has not told its children: `sh -c` leaves what it started.
+            # What dies of a signal has not signalled its children: `sh -c` leaves what it started.
             waiter.to_group(signal.SIGTERM)
         arrived = waiter.arrived
         while busy() and time.monotonic() < deadline and waiter.arrived < arrived + 2:  # somebody insists
@@ -237,7 +237,7 @@ class _Waiter:
 
     @property
     def ending(self) -> bool:
-        """Whether somebody asked the command to end."""
+        """Whether a signal ended the command."""
         return self.arrived > 0
 
     def wait(self) -> None:

@@ -2,7 +2,7 @@
 
 The problem: the ranks that write are other processes, perhaps on other machines, and journals of large runs have
 millions of lines. The idea: each journal is read once, from where the last look ended, and its lines are counted by
-their first words without being parsed; sizes come from the file system; whether a rank still writes is asked of the
+their first words without being parsed; sizes come from the file system; whether a rank still writes is read from the
 lock that its writer holds. Not here: the words on the terminal (cli/run.py), reading tensors (dump/reader.py).
 """
 
@@ -25,7 +25,7 @@ _MOST = 100
 _RANK = re.compile(r"rank\d{4,9}", re.ASCII)
 _STEP, _TENSOR, _STOP, _END = (f'{{"event":"{kind}"'.encode() for kind in ("step", "tensor", "stop", "end"))
 _AGAIN = b',"graph":{"mode":"'
-"""Stands in the line of a step that is told for the second time."""
+"""Stands in the line of a step that is written for the second time."""
 _ERROR, _LABEL = (f'{{"event":"{kind}"'.encode() for kind in ("error", "label"))
 
 
@@ -106,14 +106,14 @@ class Progress:
 
 
 class Watcher:
-    """Watches the dump that is to appear at ``root``, those beside it (``root.2``: a second engine's), and those that
+    """Watches the dump that is to appear at ``root``, those next to it (``root.2``: a second engine's), and those that
     the command writes elsewhere by its own settings, which it announces in the file ``register``."""
 
     def __init__(self, root: Path, register: Path | None = None):
         self.root = root
         self._register = register
         self._settled: list[Path] | None = None
-        # Numbers are given in rising order, so that the first one that is free ends the search.
+        # Numbers are assigned in rising order, so that the first one that is free ends the search.
         self._before = {p for n in range(2, _MOST) if (p := self._numbered(n)).exists()}
         self._ranks: dict[Path, RankProgress] = {}
 

@@ -22,7 +22,7 @@ COMMANDS = {PAIRS: "compare", OUTPUT: "opcheck", MACHINES: "compare of two table
 
 
 class UnknownStandard(ValueError):
-    """A name that is no standard's, or one that cannot judge what is asked; the one line lists those that can."""
+    """A name that is no standard's, or one that cannot judge what is requested; the one line lists those that can."""
 
 
 def find(name: str, what: str) -> NamedStandard:

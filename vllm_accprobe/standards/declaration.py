@@ -46,8 +46,8 @@ class Numbers:
         cls, dtype: str, size: int, values: Values, elements: Mapping[str, float] | None, identical: bool
     ) -> Numbers:  # fmt: skip
         """size: all elements; values: OF_PAIRS by name. Largest values of each side are not measured of pairs,
-        and no overflow is told from another infinity. What both sides hold (NaN and NaN, the same infinity) is right in
-        shares."""
+        and no overflow is distinguished from another infinity. What both sides hold (NaN and NaN, the same infinity) is
+        right in shares."""
         found = {**values, "elements": size}
         zero = values.get("cosine") is None and not values.get("max_abs_err")
         numbers = cls(dtype, as_measures(found), elements, identical, zero)

@@ -2,7 +2,7 @@
 
 The problem: the documents state a formula once and its numbers by dtype, and each release has others. The idea: a
 table for each number, read by whoever measures (opcheck/measures.py); the limits that judge what was measured stand in
-each standard's file. Sources: as opcheck/measures.py names them. Copied beside the tests that gentest writes.
+each standard's file. Sources: as opcheck/measures.py names them. Copied next to the tests that gentest writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch_xray: the largest error, and on two machines its counts of errors above 1e-n.
 
 Its document states no threshold, but in its example table all of Max Err 0.0156 fail and none of 0.0078, so 0.01 is
-taken; IsClose is torch.isclose with its defaults and GtNum counts |d| > 1e-3. Of two machines it says only to look at
+taken; IsClose is torch.isclose with its defaults and GtNum counts |d| > 1e-3. Of two machines it says only to examine
 both counts. A kernel that is as good as golden's may have some more elements beyond a bound, but not a decade's worth,
 so more than twice golden's count beyond 10**-n is a warning, and an error if it is also more than golden's count beyond
 10**-(n+1). That rule is ours.

@@ -82,7 +82,7 @@ def calls_of(dump: Dump, rank: int, step: int, tick: Tick = lambda: None) -> lis
         if kind == "input":
             call.takes.append(seen)
             call.begin = min(call.begin, r.seq)
-        elif kind == "inplace" and _alone(r, places):  # kept behind the operator only: what it took, as far as told
+        elif kind == "inplace" and _alone(r, places):  # kept behind the operator only: what it took, as far as known
             call.takes.append(seen)
         elif kind != "inplace" or all(seen.key != g.key for g in call.gives):
             call.gives.append(seen)
@@ -191,7 +191,7 @@ def cut(calls: Sequence[TapCall], level: int | None) -> list[TapCall]:
 
 
 def depths(calls: Iterable[TapCall]) -> dict[str, int]:
-    """How many called taps stand around each; those with none around them are 1 deep, the model itself 0."""
+    """How many called taps enclose each; those that none encloses are 1 deep, the model itself 0."""
     home = {c.tap: c.home for c in calls}
     out = {ROOT_TAP: 0}
     for tap in home:
@@ -309,7 +309,7 @@ class _Drawing:
         return names
 
     def _giver(self, seen: CallTensor, before: int) -> str | None:
-        """The tensor of equal bytes that was given last, else the model's own input, else what a node between made."""
+        """The tensor of equal bytes that was passed last, else the model's own input, else what a node between made."""
         if seen.key is None:
             return None
         listed = self.givers.get(seen.key, [])
@@ -369,7 +369,7 @@ class _Drawing:
             self.made[seen.key] = name
 
     def _had(self, c: TapCall) -> list[str]:
-        """What the code around ``c`` could use: what its home was given, then what was given inside the home before
+        """What the code that calls ``c`` could use: what its home was given, then what was given inside the home before
         ``c`` began; the home above where there is neither."""
         home = c.home
         while home:
@@ -400,7 +400,7 @@ class _Drawing:
 
 
 _MOST = 64
-"""Tensors that code between two modules is looked for among: the last ones (chosen)."""
+"""Tensors that code between two modules is searched for among: the last ones (chosen)."""
 _BACK = 4096
 """Calls before a module that are examined for them (chosen)."""
 _LARGEST = 100_000

@@ -3,7 +3,7 @@
 The problem: a dump of modules, one of operators and a library's json tell the same in three ways, and every viewer
 reads ONNX, whose own operators say more than a dump knows. The idea: plain values, in which a tensor is its name
 (`ModelGraph`); `sound` orders them as viewers want. In ONNX every node is an operator of a domain of ours, so that the
-checker asks for structure only; weights are attributes. ATB's nodes are opened level by level as ``atb_json_to_onnx``
+checker requires structure only; weights are attributes. ATB's nodes are opened level by level as ``atb_json_to_onnx``
 of ait and msit does (0 is the whole model). The package ``onnx`` is an extra (``vllm-accprobe[onnx]``). Not here: dumps
 (data_flow.py).
 """
@@ -29,7 +29,7 @@ from vllm_accprobe.formats.io.plain_file import read_json, read_text
 @dataclass(frozen=True)
 class GraphTensor:
     """name: unique in the graph; dtype: torch's name, "" where it is not known; shape: None where it is not known;
-    note: one line for whoever looks at it."""
+    note: one line for whoever examines it."""
 
     name: str
     dtype: str = ""
@@ -65,9 +65,9 @@ class ModelGraph:
 
 
 def sound(graph: ModelGraph) -> ModelGraph:
-    """The same graph as viewers want it: every name is given once and taken after it was given. A second giver's tensor
-    gets a name of its own, which later takers mean; nodes that run in a ring keep the order they have, and what is
-    taken before it is given becomes an input of the whole."""
+    """The same graph as viewers want it: every name is produced once and used after it was produced. A second
+    producer's tensor gets a name of its own, which later takers mean; nodes that run in a ring keep the order they
+    have, and what is used before it is produced becomes an input of the whole."""
     ordered = _ordered(graph.nodes, set(graph.inputs))
     tensors = dict(graph.tensors)
     inputs = list(dict.fromkeys(graph.inputs))
@@ -240,11 +240,11 @@ _DEEPEST, _MOST = 40, 50_000
 def atb_json_to_onnx(
     layer_topo_info: str | Path, model_level: int = -1, cache_csv_file: Mapping[str, Any] | None = None
 ) -> str:
-    """Writes ``X_layer.onnx`` beside ``X_layer.json``, over an earlier one, and returns its path.
+    """Writes ``X_layer.onnx`` next to ``X_layer.json``, over an earlier one, and returns its path.
 
     layer_topo_info: a layer's or a model's topology as ATB wrote it; model_level: how deep nodes are opened, 1 for the
-    outermost, -1 for all the way. cache_csv_file: taken for msit's sake; the table of operators beside the json is read
-    each time. Raises DumpError: one sentence on what is wrong.
+    outermost, -1 for all the way. cache_csv_file: taken for msit's sake; the table of operators next to the json is
+    read each time. Raises DumpError: one sentence on what is wrong.
     """
     path = Path(layer_topo_info)
     if type(model_level) is not int or model_level < -1:

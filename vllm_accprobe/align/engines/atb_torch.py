@@ -29,7 +29,7 @@ _Places = dict[tuple[str, str], tuple[tuple[tuple[str, str], ...], str]]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A tensor of the ATB side and the torch tensors that it is made of, as (tap, role): one, or several joined."""
+    """A tensor of the ATB side and the torch tensors that it is built from, as (tap, role): one, or several joined."""
 
     atb: tuple[str, str]
     torch: tuple[tuple[str, str], ...]

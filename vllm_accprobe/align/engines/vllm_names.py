@@ -1,4 +1,4 @@
-"""vLLM's places as made of a transformers model's, and of those of other releases of vLLM.
+"""vLLM's places as built from a transformers model's, and of those of other releases of vLLM.
 
 The problem: the most trusted golden is the published transformers model in float32, and it shares hardly a module with
 vLLM's; and ``experts/output.0`` is another tensor in other releases. The idea: a table. What vLLM fuses is joined from
@@ -251,7 +251,7 @@ def routed_alone(golden: Iterable[Record], mine: Iterable[Record]) -> tuple[Rule
 
 
 class _Blocks:
-    """outside, inside: taps of experts whose block calls shared ones beside them, or that call them; outputs: taps
+    """outside, inside: taps of experts whose block calls shared ones next to them, or that call them; outputs: taps
     with an output.0."""
 
     def __init__(self, records: Iterable[Record]):

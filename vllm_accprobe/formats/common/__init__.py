@@ -1,1 +1,1 @@
-"""What formats have in common: the face that they give a dump, how a path is told, and what one tool's files share."""
+"""What formats have in common: the interface of a dump, how a path is recognised, and what one tool's files share."""

@@ -2,11 +2,11 @@
 
 The problem: every tool names, numbers and stores tensors in its own way, most write no statistics, and HDF5 and numpy
 have no bfloat16. The idea: a format's module describes each tensor once, as a `Tensor`; `ForeignDump` makes records
-that look like our own, and checks what is read, so that a file which changed, or lied, is one clear line. Opening reads
-indices and headers, never payloads. Statistics that are missing are computed when they are listed, a few tensors at a
-time. Of some outputs a few thousand numbers say which dtype they were computed in: a random float32 lies on bfloat16's
-grid with probability 2**-16. Half of the outputs that tell must be of the coarser dtype, because embeddings of a
-bfloat16 checkpoint always are.
+with the interface of our own, and checks what is read, so that a file which changed, or lied, is one clear line.
+Opening reads indices and headers, never payloads. Statistics that are missing are computed when they are listed, a few
+tensors at a time. Of some outputs a few thousand numbers say which dtype they were computed in: a random float32 lies
+on bfloat16's grid with probability 2**-16. Half of the outputs that tell must be of the coarser dtype, because
+embeddings of a bfloat16 checkpoint always are.
 
 Not here: how a format is laid out (its own module), which one a path is (sniff.py), single calls
 (opcheck/calls/grid.py).
@@ -203,7 +203,7 @@ class ForeignDump(Dump):
             self._has_rank(rank)
 
     def opened(self) -> None:
-        """Called when all files were looked at: names those that cannot be read. There may be thousands."""
+        """Called when all files were examined: names those that cannot be read. There may be thousands."""
         for sentence in self.unread[:_NAMED]:
             self.problem(sentence)
         if more := len(self.unread[_NAMED:]):
@@ -216,7 +216,7 @@ class ForeignDump(Dump):
             self.problems.append(sentence)
 
     def noted(self, rank: int, module: Module | None, op: OpCall | None, record: ForeignRecord) -> None:
-        """What an export of ours noted beside ``record``: the module of its tap, the operator's call that it is of."""
+        """What an export of ours noted next to ``record``: the module of its tap, the operator's call that it is of."""
         modules = self.modules[rank]
         if module is not None and module.tap == record.tap:
             at = next(i for i, m in enumerate(modules) if m.tap == module.tap)
@@ -310,7 +310,7 @@ _SPELLINGS = {
 
 
 SAMPLED, LARGEST, ENOUGH = 16, 16 << 20, 64
-"""Tensors that are looked at, bytes of one, different numbers of one that it takes (chosen)."""
+"""Tensors that are examined, bytes of one, different numbers of one that it takes (chosen)."""
 _SEEN = 4096
 _CONTAINERS = ("float32", "float64")
 _COARSER = {"float32": ("bfloat16", "float16"), "float64": ("bfloat16", "float16", "float32")}

@@ -31,7 +31,7 @@ from vllm_accprobe.formats.msprobe import CONSTRUCT, DATA, DUMP, STACK
 
 RANK_DIR = re.compile(r"rank\d{4,9}", re.ASCII)
 _PARTS = (DATA, CONSTRUCT, STACK)
-"""Of msprobe: what lies beside the dump.json that a dump of it is known by."""
+"""Of msprobe: what lies next to the dump.json that a dump of it is known by."""
 _DEPTH, _MOST = 3, 4000
 _NAMED = 3
 
@@ -113,9 +113,9 @@ class DumpFormat:
     """What a format's module says, each a name of the module in capitals or a function.
 
     name: NAME; how: HOW, one line for people, how it is recognised; order: ORDER, a number: formats with smaller ones
-    are asked first; strict: STRICT, True where it knows a dump by files at its top, so that one below a folder is
+    are tried first; strict: STRICT, True where it knows a dump by files at its top, so that one below a folder is
     found; loose: LOOSE, True where it takes any folder, so that a dump below the folder goes before it. recognise:
-    looks at names and at most at the first bytes of a file. open: raises DumpError. package: the one that added it, ""
+    examines names and at most the first bytes of a file. open: raises DumpError. package: the one that added it, ""
     for ours.
     """
 
@@ -143,7 +143,7 @@ class DumpFormat:
 
 
 def ours() -> list[DumpFormat]:
-    """The foreign formats of this package, in the order in which they are asked."""
+    """The foreign formats of this package, in the order in which they are tried."""
     room, package = Path(__file__).parents[1], __package__.rpartition(".")[0]
     names = [m.name for m in pkgutil.iter_modules([str(room)]) if not m.ispkg]
     found = [DumpFormat.of(importlib.import_module(f"{package}.{name}")) for name in names]

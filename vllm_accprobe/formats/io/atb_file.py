@@ -1,8 +1,8 @@
 """One tensor file of Ascend's transformer boost library: lines of text, then the values.
 
 The problem: the header is text that anybody can write, and a dump has a hundred thousand of these files. The idea: a
-header is parsed once for all files that have the same one, every number in it is held against the file's size before it
-is used, and values are read when somebody wants them.
+header is parsed once for all files that have the same one, every number in it is checked against the file's size before
+it is used, and values are read when somebody wants them.
 Layout: ``key=value`` lines up to ``$End=1``; ``dtype`` is an aclDataType, ``dims`` a list with commas; ``data``: the
 values lie in another file; ``min``, ``max``, ``mean``, ``l2norm``: statistics in place of values.
 Not here: directories of such files (atb.py).

@@ -5,7 +5,7 @@ a tensor where ours have six parts. The idea: records are written one at a time 
 widened to float32, which is exact. Writing a name and taking it apart stand side by side: torch_xray's
 ``path.Class.n.forward_output.i``, ``step/tap/role#call`` in npz and safetensors, ``globalrank-<r>_localrank-<l>`` for a
 rank's file. What a layout cannot say (an input's name, an operator's call, a module's numbers, how ranks cut a tensor)
-is noted beside it in our journal's words; whoever reads the notes trusts nothing.
+is noted next to it in our journal's words; whoever reads the notes trusts nothing.
 
 Not here: which records (dump/reader.py), refusing to overwrite (cli/convert.py).
 """

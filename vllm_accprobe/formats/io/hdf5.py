@@ -106,7 +106,7 @@ def is_hdf5(path: Path) -> bool:
 
 def datasets(path: Path, problem: Callable[[str], None]) -> Iterator[Dataset]:
     """All datasets, groups and what is in them in the order of creation where the file has one, else by name (which
-    ``problem`` is told). Raises DumpError."""
+    ``problem`` is called). Raises DumpError."""
     import h5py
 
     try:

@@ -5,7 +5,7 @@ The problem: a file may be a link that leads elsewhere, be gone, or be shorter t
 thousand files, and a made-up one directories without end. The idea: only plain files and directories are opened, to a
 bounded depth, in the order of names where numbers count as numbers; text has a limit. What goes wrong inside is a
 `FileProblem` without a name, and `opened` puts the name in front. What is passed over is kept (`Passed`), because a
-dump must say what it leaves out; `probe` looks for one file of a kind and gives up early.
+dump must say what it leaves out; `probe` searches for one file of a kind and gives up early.
 
 Not here: what the bytes mean (the other modules here), what the names mean (each format's module).
 """
@@ -75,7 +75,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def fill(path: Path, fd: int, offset: int, out: np.ndarray, short: str = SHORTER) -> np.ndarray:
-    """``out``, contiguous, filled with the file's bytes from ``offset`` on; the caller has held its size against the
+    """``out``, contiguous, filled with the file's bytes from ``offset`` on; the caller has checked its size against the
     file's. Raises DumpError, with the sentence ``short``, where the file ends before, and OSError."""
     if out.size and not read_into(fd, offset, out.reshape(-1).view(np.uint8).data):
         raise DumpError(f"{path} {short}")
@@ -83,7 +83,7 @@ def fill(path: Path, fd: int, offset: int, out: np.ndarray, short: str = SHORTER
 
 
 def read_bytes(path: Path, offset: int, nbytes: int) -> np.ndarray:
-    """uint8 [nbytes] of a file from ``offset`` on; the caller has held it against the file's size."""
+    """uint8 [nbytes] of a file from ``offset`` on; the caller has checked it against the file's size."""
     with descriptor(path) as fd:
         return fill(path, fd, offset, np.empty(nbytes, np.uint8), "has become shorter since it was opened")
 

@@ -207,7 +207,7 @@ SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors")
 
 
 def items(path: Path) -> list[FileTensor]:
-    """The tensors of a file, told by its beginning and not by its name. Reads no payload. Raises DumpError."""
+    """The tensors of a file, recognised by its first bytes and not by its name. Reads no payload. Raises DumpError."""
     with opened(path) as fd:
         size = os.fstat(fd).st_size
         head = os.pread(fd, 16, 0)

@@ -1,6 +1,6 @@
 """Tensors in files that torch.save wrote, without torch and without running what they say.
 
-The problem: .pt and .pth files are pickles with payloads beside them, in a zip archive or, before torch 1.6, one after
+The problem: .pt and .pth files are pickles with payloads next to them, in a zip archive or, before torch 1.6, one after
 the other; a pickle is a program that calls whatever it names. The idea: an interpreter for the opcodes that data needs,
 whose only functions are on a short list: those that put a view on a storage, types of storages, dtypes, plain
 containers. Nothing is imported; any other name ends in one line; keys must be plain values (nested tuples cost ages to

@@ -2,7 +2,7 @@
 
 The problem: torch's files and npz are zip archives, and an archive can announce any size and any number of members. The
 idea: the central directory alone is read, as large as it really is; a member is a stretch of the file, read only within
-the file; one that is compressed is unpacked piece by piece and never beyond what was asked for.
+the file; one that is compressed is unpacked piece by piece and never beyond what was requested.
 Source: PKWARE APPNOTE 6.3.9, sections 4.3.7, 4.3.12 to 4.3.16 and 4.5.3.
 Not here: what the members are.
 """

@@ -22,7 +22,7 @@ from vllm_accprobe.kernels.float_formats import FORMATS
 from vllm_accprobe.opcheck.reference import Call
 
 BITS = {name: bits for name, (bits, _) in FORMATS.items() if not name.endswith("fnuz")}
-"""Significant bits of the dtypes between which a grid is looked for, the leading one counted; the coarsest first."""
+"""Significant bits of the dtypes between which a grid is searched for, the leading one counted; the coarsest first."""
 PROOF = 64
 """Bits that must be 0 by chance: among a million tensors one is mistaken with probability 2**-44 (derived)."""
 LOOK, FIRST = 4096, 256

@@ -2,4 +2,4 @@
 
 
 class CompatError(ValueError):
-    """One line: what another tool's words ask for and cannot have."""
+    """One line: what another tool's words require and cannot have."""

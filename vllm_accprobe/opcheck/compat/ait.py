@@ -150,7 +150,7 @@ _SHARE = re.compile(re.escape(WITHIN) + r"([0-9.e+-]+)", re.ASCII)
 
 
 def columns(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Of the table, with those that ``-metric`` asks for."""
+    """Of the table, with those that ``-metric`` requires."""
     return (*FIRST, *(c for m in METRICS if m in metrics for c in _MORE[m]), "fail_reason")
 
 

@@ -36,7 +36,7 @@ _MOST_DEVICES = 64
 
 @dataclass(frozen=True)
 class Precheck:
-    """What msprobe's words ask for. msprobe: whether its limits and files are meant where nothing else is
+    """What msprobe's words require. msprobe: whether its limits and files are meant where nothing else is
     named; stamp: the time in the names of its files; out: where those are that are continued, None for a new check;
     save: where failed calls go, None for nowhere."""
 
@@ -297,7 +297,7 @@ _MINDSPORE = {"cosine": "Cosine", "max_abs_err": "MaxAbsErr", "max_rel_err": "Ma
 MINDSPORE_RESULT = ("API Name", *CHECK_RESULT[1:])
 MINDSPORE_DETAILS = ("API Name", "Bench Dtype", "Tested Dtype", "Shape", *_MINDSPORE.values(), "Status", "Message")
 EMPTY = " "
-"""msprobe's cell that holds nothing; its readers ask for a string of spaces."""
+"""msprobe's cell that holds nothing; its readers require a string of spaces."""
 _STATUS = {"pass": "pass", "warning": "warning", "fail": "error", "error": "error", "skip": "SKIP"}
 _WORST = ("error", "warning", "pass")
 _FLOATS = ("float16", "bfloat16", "float32")

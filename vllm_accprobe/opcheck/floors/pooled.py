@@ -79,7 +79,7 @@ def of_call(s: ErrorSums, chance: float) -> Smallest | None:
 
 
 def of_pool(columns: Tensor, variance: float, freedom: float, s: ErrorSums, chance: float) -> Smallest | None:
-    """Of all calls of a tap together, which look at no single row. columns: float64 [8, width], pooled.Pool's sums;
+    """Of all calls of a tap together, which examine no single row. columns: float64 [8, width], pooled.Pool's sums;
     variance, freedom: of all errors together; s: what unit, common and shared are; chance: that right rows give a
     breach, of one of the pool's statistics. None where nothing has a size."""
     power = columns[POWER]

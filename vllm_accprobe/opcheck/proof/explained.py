@@ -40,14 +40,14 @@ GOLDEN_TOO = "golden: "
 UNSEEN = "what it read was computed where nothing was captured"
 UNSUMMED = "nobody adds up the ranks' partial sums of it"
 _NEAREST = 48
-"""Chosen: so many tensors in front of an input are tried as what it was made of; a layer of a model has about 30."""
+"""Chosen: so many tensors in front of an input are tried as what it was built from; a layer of a model has about 30."""
 _NONE = np.zeros(0, np.int64)
 _NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Explained:
-    """What two replays explain, of the places that were asked about. A place is ``tap/role#call`` of mine.
+    """What two replays explain, of the places that were requested. A place is ``tap/role#call`` of mine.
 
     rows: by place, the rows that both sides computed rightly from what they read; why: by place, the reason of the
     first row that is not among them."""
@@ -192,7 +192,7 @@ class _Replayed:
         """(keys of its explained rows, or an empty array for a tensor without rows that is; None for nothing, why)."""
         at = r.rank, r.step, r.seq
         if at not in self._known:
-            self._known[at] = None, UNSEEN  # what is made of itself is made of nothing
+            self._known[at] = None, UNSEEN  # what is built from itself is built from nothing
             self._known[at] = self._find(r, at)
         return self._known[at]
 
@@ -295,7 +295,7 @@ def _beside(runs: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int,
 
 
 def _parts(records: Iterable[Record]) -> list[Record]:
-    """The records of a dump that these are made of."""
+    """The records of a dump that these are built from."""
     found: list[Record] = []
     for r in records:
         found += _parts(r.parts) if isinstance(r, Derived) else [r]

@@ -3,7 +3,7 @@
 The problem: operators of one kernel library get their arguments by place or by name, write their results into one of
 them, and work on runs of rows of several requests; references decline in the same words where something is missing. The
 idea: `Arguments` gives an operator's arguments by the names of its signature, `RowResults` collects what each run of
-rows gave, and the rest asks for parameters, other ranks, and what was captured inside a block. A device kernel
+rows gave, and the rest requires parameters, other ranks, and what was captured inside a block. A device kernel
 (``@device_kernel``) is a class of modules in a few torch operators, in the captured dtype, on the device of the call's
 tensors; a vendor's kernel of the same name is taken where it is registered.
 """

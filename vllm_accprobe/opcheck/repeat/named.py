@@ -83,7 +83,7 @@ class NamedCalls:
 
 
 def call_of(named: NamedOperator, shape: str, seed: int) -> Call:
-    """The call that this shape asks for. Raises NotLoaded."""
+    """The call that this shape requires. Raises NotLoaded."""
     generator = torch.Generator().manual_seed(seed)
     texts = [s.strip() for s in shape.split(",") if s.strip()]
     if len(named.dtypes) not in (1, len(texts)):

@@ -1,1 +1,1 @@
-"""A whole check: processes that are given taps, rows in the dump's order, a csv that survives."""
+"""A whole check: processes that get taps, rows in the dump's order, a csv that survives."""

@@ -1,8 +1,8 @@
 """Which calls of two dumps are replayed, and which of their rows, where there is not the time for all.
 
 The problem: a replay of a large pair takes hours, and a verdict is wanted in a minute; what is left out cannot be
-acquitted, and what nobody looks at cannot be found. The idea: what a call costs follows from its shapes (elements, rows
-times weights, rows times what attention looks back at) and from how fast this machine is, which is measured in a
+acquitted, and what nobody examines cannot be found. The idea: what a call costs follows from its shapes (elements, rows
+times weights, rows times what attention reads) and from how fast this machine is, which is measured in a
 hundredth of a second. So the plan is made beforehand, in stretches of some rows of a step, of mine with the same rows
 of golden, because both are needed: what the comparison suspects and what lies inside it; modules whose constants
 differ; the pairs that failed, the worst first; then every tap, in stretches that bring in both phases, ends of chunks,
@@ -51,9 +51,10 @@ _PER_CALL = 4e-4
 _MORE = 1.8
 """Measured: what an element of a call costs over one that is judged: it is read, widened and computed as well."""
 _SIZES = 1.6
-"""Measured: float32 sums of sizes beside a product in float64."""
+"""Measured: float32 sums of sizes compared with a product in float64."""
 _ATTENDED = 8.0
-"""Measured: multiplications for each key that a query looks at, over those of its score: products and exponentials."""
+"""Measured: multiplications for each key that a query attends to, over those of its score: products and
+exponentials."""
 _TIMES = 8
 """Chosen: 20 ms in all."""
 _PAST = ("Attention", "EncoderOnlyAttention", "MLAAttention")
@@ -73,7 +74,7 @@ class Wishes:
 @dataclass(frozen=True)
 class Speed:
     """Seconds, of one processor that has nothing else to do: of an element that is judged, of a multiplication in
-    float64. slower: how many times as long it takes beside what else runs on this machine."""
+    float64. slower: how many times as long it takes while other programs run on this machine."""
 
     element: float
     product: float

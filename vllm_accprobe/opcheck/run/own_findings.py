@@ -46,7 +46,7 @@ from vllm_accprobe.opcheck.calls.parameters import Checkpoint, Share
 from vllm_accprobe.opcheck.run.result_row import CACHE, FAIL, CheckResult, unchecked
 
 CONFIG, WEIGHTS = "config.json", "weights"
-"""Classes of rows of opcheck.csv that are of no operator, beside ``cache`` and ``runner``."""
+"""Classes of rows of opcheck.csv that are of no operator, in addition to ``cache`` and ``runner``."""
 MOST_BYTES, MOST_SECONDS, MOST_FOUND = 8 << 30, 30.0, 50
 """Bytes of a checkpoint that are read, for how long, and findings that are listed."""
 NO_TENSOR = "the checkpoint has no tensor of that name and shape"
@@ -124,7 +124,7 @@ def own_findings(dump: Any, model: Path | None, *, weights: bool = True) -> OwnF
 
 
 def corrected(modules: Mapping[int, dict[str, Module]], built: BuiltCheck) -> list[str]:
-    """Puts the constants that config.json asks for in place of the modules' own; sentences on it."""
+    """Puts the constants that config.json requires in place of the modules' own; sentences on it."""
     changes = built.corrections()
     for named_modules in modules.values():
         for tap, values in changes.items():

@@ -5,8 +5,8 @@ need not import it, too; and a large pair has more processors and less memory th
 process that has imported torch and opened both dumps forks; all take groups of taps from one pipe until it is empty,
 whichever is free, and the others' rows come back as JSON. There are PROCESSES at most, whose blocks fit into 2 GB
 together; further processors are threads of these. It forks only on Linux, where there is a second processor, and while
-it has no threads that a fork would lose; elsewhere it does all alone. What another process that died has not told, the
-first one checks itself. The rows are the same either way, in the order of the tasks. Calls that are too large for a
+it has no threads that a fork would lose; elsewhere it does all alone. What another process that died has not reported,
+the first one checks itself. The rows are the same either way, in the order of the tasks. Calls that are too large for a
 block are checked in parts, and are one row again. When the time is over, each ends with the call that it is at.
 Not here: which calls (budget.py), the check (replay.py), what two dumps' rows prove (prove.py).
 """

@@ -7,7 +7,7 @@ worker processes (worker.py) that start together and take taps in the plan's ord
 come out in that order, however many processes there are; a process that dies leaves a row for the call that killed it
 and is followed by another. `Alone` is the same without a process. Needs no torch itself.
 
-A whole check: processes that are given taps, rows in the dump's order, and a csv that survives.
+A whole check: processes that get taps, rows in the dump's order, and a csv that survives.
 
 The problem: a dump may hold hours of checks; a kernel may crash, memory may end, somebody may press Ctrl-C. The idea:
 the checks run in processes of their own (worker.py), a tap at a time; finished taps are appended in the order of the
@@ -43,7 +43,7 @@ _CRASHES = 20
 """Of one tap; then the rest of it is given up."""
 _REUSED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 """glibc's settings (mallopt(3)) of a worker: pieces of up to 32 MiB, its largest threshold, are used again instead of
-being given back and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
+being returned and cleared by the kernel for each float64 copy of an output; 256 MiB of them at most (chosen)."""
 Cells = list[Any]
 Told = tuple[Cells, CheckResult]
 """A row as the csv has it, and without its measures."""
@@ -101,7 +101,7 @@ class Team:
                 process.close()
 
     def check(self, taps: Sequence[Tap]) -> Iterator[list[Told]]:
-        """The rows of each tap, in their order; taps in work are held back until those before them are done."""
+        """The rows of each tap, in their order; taps in work wait until those before them are done."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         ready: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         for k in range(len(taps)):
@@ -159,7 +159,7 @@ class Team:
 
 
 def _shared(job: Job, worker: int) -> Job:
-    """What a worker is told: of several devices each has its own, in turn."""
+    """What a worker gets: of several devices each has its own, in turn."""
     return job.on(job.devices[worker % len(job.devices)]) if job.devices else job
 
 
@@ -245,8 +245,8 @@ def run(
     job: Job, out: Path, *, processes: int, resume: bool,
     plan: Callable[[int], object] = lambda n: None, done: Callable[[], object] = lambda: None,
 ) -> CheckedRun:  # fmt: skip
-    """Checks ``job`` and leaves out/opcheck.csv. processes: 0 for none besides this one; plan: told how many taps
-    there are; done: called after each. Raises RunError, DumpError, OSError."""
+    """Checks ``job`` and leaves out/opcheck.csv. processes: 0 for none besides this one; plan: called with how many
+    taps there are; done: called after each. Raises RunError, DumpError, OSError."""
     team: Team | Alone = Alone(job) if processes == 0 else Team(job, processes)
     taps = team.taps
     with contextlib.ExitStack() as stack:
@@ -302,7 +302,7 @@ _SAID = {
     "save": "--save-failed", "white": "white_list", "black": "black_list", "once": "--filter_api",
     "devices": "--device", "jit": "--jit_compile",
 }  # fmt: skip
-"""What a job's field is called where it is asked for, if otherwise."""
+"""What a job's field is called in the request, if otherwise."""
 
 
 def _journals(dump: Path) -> dict[str, int]:

@@ -170,8 +170,8 @@ Evaluate = Callable[[Captured], "Mapping[str, Expected] | Declined"]
 class Options:
     """standard: whose limits decide, OURS, STRICT or one of standards/; kl: measure the KL divergence too; ids: only
     these calls, as ``rank.step.seq`` of one of their records, all if empty; measured: with all of measures.py, which
-    other standards need; habits: look at how outputs were computed, which takes references that round nothing; budget:
-    how likely an honest output may fail (statistic.py); within: count what is within ait's absolute tolerance, too."""
+    other standards need; habits: examine how outputs were computed, which takes references that round nothing; budget:
+    how likely a correct output may fail (statistic.py); within: count what is within ait's absolute tolerance, too."""
 
     standard: str = OURS
     kl: bool = False
@@ -257,7 +257,7 @@ def _output(
         piece = replace(record, shape=(len(here.value), *record.shape[1:]))
         how = each if not a else replace(each, habits=False)
         row = _checked(dump, c, role, piece, here, how, pools, captured[rows], a)
-        if row.status == FAIL and how.habits != each.habits:  # one that failed is looked at wherever it lies
+        if row.status == FAIL and how.habits != each.habits:  # one that failed is examined wherever it lies
             row = _checked(dump, c, role, piece, here, each, pools, captured[rows], a)
         found.append(row)
     return merged(found, record.shape)

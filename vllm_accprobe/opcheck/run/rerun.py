@@ -1,6 +1,6 @@
 """What else may stand in the place of the exact reference: a device, vLLM's own native code, another dump.
 
-The problem: "is it wrong?" is one question, "is it what that machine, or that code, would have given?" another. The
+The problem: "is it wrong?" is one question, "is it what that machine, or that code, would have computed?" another. The
 idea: each is a source of expected outputs like the references, with one rounding more allowed, because it rounds too.
 `Device` runs the operator there and now; `Again` runs vLLM's ``forward_native`` where vLLM is installed and has one,
 else torch's operators, on this machine's CPU; `Golden` takes what another dump captured, and decides only where both
@@ -60,7 +60,7 @@ def device_named(name: str) -> str:
 
 
 def compiled_operators(device: str) -> list[str]:
-    """Has an NPU compile its operators; a sentence where there is nothing to be told so."""
+    """Has an NPU compile its operators; a sentence where there is nothing to compile."""
     choose = getattr(getattr(torch, "npu", None), "set_compile_mode", None)
     if not device.startswith("npu") or choose is None:
         return [f"--jit_compile: of an NPU's operators, without effect on {device}"]
@@ -209,7 +209,7 @@ def _native_class(name: str) -> Any | None:
     for path, names in _MODULES.items():
         if name in names and importlib.util.find_spec("vllm") is not None:
             before = logging.root.manager.disable
-            logging.disable(logging.WARNING)  # that Triton has no CPU backend concerns nobody who asked for opcheck
+            logging.disable(logging.WARNING)  # that Triton has no CPU backend concerns nobody who runs opcheck
             try:
                 return getattr(importlib.import_module(path), name, None)
             except Exception:  # a vLLM that cannot be imported here is none

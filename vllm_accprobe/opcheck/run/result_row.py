@@ -1,6 +1,6 @@
 """One output of one call, as checked: the row that everything after the check works with.
 
-Not here: how a row comes about (replay.py), how it is told (table.py). Needs no torch.
+Not here: how a row comes about (replay.py), how it is printed (table.py). Needs no torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class CheckResult:
     measures.py, None where nothing was measured; algorithm: how another tool's standard came to the status; rounding:
     "toward zero" where the numbers show it, "" where they do not, or not enough of them. dtype: that of the numbers, by
     which they are judged; stored: of the dump's tensor where that is a wider one (grid.py), else "". evidence: how it
-    was computed, counts in one line (decided.py), of the outputs that were looked at for that, else "". habit:
+    was computed, counts in one line (decided.py), of the outputs that were examined for that, else "". habit:
     what its machine does everywhere, where that was allowed for, else "". tier: which floor it breaks (statistic.py),
-    "" where it passes; chance: then, the probability that a replay of an honest machine shows as much anywhere, 0.0
+    "" where it passes; chance: then, the probability that a replay of a correct machine shows as much anywhere, 0.0
     where it is proved. cache: of an attention over a cache of 8 bits, the fields of
     reference.py's CacheRounding. smallest: the relative errors that would have been named at least, of all rows, of a
     column and of one row (floors/pooled.py), None where no limit was in force. replayed: runs of the tensor's rows,

@@ -2,7 +2,7 @@
 
 The problem: a ``stats`` dump, or a trace of operators, has no tensor to replay. The idea: inputs of the recorded shape,
 dtype, range and moments are drawn with a seed, parameters come from the dump or the checkpoint or are drawn as well,
-and the operator that this machine has (an accelerator's, vLLM's native code, torch's) is held against float64 on them.
+and the operator that this machine has (an accelerator's, vLLM's native code, torch's) is compared with float64 on them.
 That says nothing of the values that the engine had, and every row says that it is weaker evidence.
 Not here: how tensors are drawn (random_inputs.py).
 """
@@ -32,7 +32,7 @@ from vllm_accprobe.opcheck.run.result_row import FAIL, PASS, SKIP, WARNING, Chec
 
 MEASURED = (PASS, WARNING, FAIL)
 _CHECKED = ("aten.", "torch.ops.aten.", *(f"{head}." for head in api.TORCH_HEADS))
-"""Operators that look at their indices before they follow them. Others may read and write wherever drawn integers,
+"""Operators that examine their indices before they follow them. Others may read and write wherever drawn integers,
 which fit neither each other nor a cache, would lead them."""
 
 
@@ -90,7 +90,7 @@ def _line(why: Exception) -> str:
 
 
 def with_outputs(captured: Captured, call: Call, made: Mapping[str, Any]) -> Captured:
-    """``captured`` as if ``call`` had given ``made``, tensors by role."""
+    """``captured`` as if ``call`` had returned ``made``, tensors by role."""
     records = dict(captured.records)
     c = captured
     for role, value in made.items():

@@ -7,7 +7,7 @@ How many calls were checked, and why the others were not.
 What a replay found, as opcheck.csv and as lines for a terminal.
 
 The problem: hundreds of thousands of rows, of which a person wants the wrong operator, how sure one may be of it, and
-what was not looked at. The idea: failures grouped by module, the first in the order of execution first; then a line for
+what was not examined. The idea: failures grouped by module, the first in the order of execution first; then a line for
 each class; then every reason for which something was skipped, counted. Pure functions that return lines.
 
 Not here: checking (replay.py, replay.py, replay.py), the row itself, which needs no torch (result_row.py), the rows
@@ -191,7 +191,7 @@ def lines(
 
 
 def computes(machine: MachineHabits) -> list[str]:
-    """The section on how this machine computes: a line for each operator and dtype, then what cannot be told."""
+    """The section on how this machine computes: a line for each operator and dtype, then what is not known."""
     told = (*profile.lines(machine.habits), *machine.unknown)
     return ["How this machine computes:", *(f"  {safe(said, 1000)}" for said in told)]
 
@@ -227,7 +227,7 @@ def failures(rows: Iterable[CheckResult]) -> list[list[CheckResult]]:
 
 
 def is_cache(row: CheckResult) -> bool:
-    """Whether a row is of a cache, of which the dump's own ledger has told, and of no operator (replay.py)."""
+    """Whether a row is of a cache, that the dump's own ledger has reported, and of no operator (replay.py)."""
     return row.role == CACHE and row.step is None and row.status == FAIL
 
 

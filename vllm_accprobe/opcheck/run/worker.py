@@ -1,4 +1,4 @@
-"""One process of opcheck: opens the dump, checks the taps that it is told, and writes rows as lines of JSON.
+"""One process of opcheck: opens the dump, checks the taps that it gets, and writes rows as lines of JSON.
 
 The problem: an operator's own kernel may crash, or need more memory than there is, and must not take the other hundred
 thousand checks with it. The idea: this program (started as a child, children.py) reads one job and then taps from its
@@ -32,7 +32,7 @@ _LATER = ("repeat", "batch", "named", "load", "attributes", "devices", "white", 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
+    """What is requested. dump, model, golden: paths, the last two may be ""; against: EXACT, DEVICE, GOLDEN or AGAIN;
     standard, kl, ids: replay.Options'; backward: gradients too; seed: of drawn inputs and gradients; save: where failed
     calls are written, "" for nowhere. repeat, batch: instead of a reference, runs of each call here (repeated.py), and
     sizes of batches (by_rows.py); named: an operator named by hand (named.py), as JSON, in place of a dump; load:
@@ -114,7 +114,7 @@ class OpenJob:
         self.job = job
         self.references = default_references()
         self.kernels: Any = None
-        if job.runs_here:  # before its operators are looked for
+        if job.runs_here:  # before its operators are searched for
             from vllm_accprobe.opcheck.repeat.here import MachineKernels
 
             self.kernels = MachineKernels(self.references, load=job.load)
@@ -298,7 +298,7 @@ def main() -> None:
 
     try:
         job = Job.from_json(json.loads(sys.stdin.readline()))
-        if job.runs_here:  # a race takes two; before torch or numba look for them
+        if job.runs_here:  # a race takes two; before torch or numba search for them
             for name in ONE_THREAD:
                 os.environ.pop(name, None)
         bench = OpenJob(job)

@@ -166,7 +166,7 @@ def _edge(edge: Edge, page_index: Mapping[int, int]) -> dict[str, Any]:
 LONGEST = 40
 """Characters of one token on the page."""
 MAX_IN_COLUMN = 8
-"""Tokens that are told of a column of many."""
+"""Tokens that are shown of a column of many."""
 NO_IDS = (
     "no token ids are recorded in {}, so compare.html shows no tokens' text: only a capture in vLLM (VLLM_ACCPROBE=1) "
     "records them"

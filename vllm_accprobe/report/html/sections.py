@@ -338,7 +338,7 @@ def _divergence(comparison: Comparison) -> str:
 
 
 def _first(comparison: Comparison, origin: Mapping[str, Any]) -> str:
-    """The first divergence beside the culprit, in short where both are the same place."""
+    """The first divergence next to the culprit, in short where both are the same place."""
     first = comparison.first_divergence
     here = facts.place_of(origin) == ((first or {}).get("module"), (first or {}).get("role"))
     if not first or not here or any(first.get(k) != origin.get(k) for k in ("request", "position")):

@@ -1,7 +1,7 @@
 """Attention and caches of ATB: SelfAttention, PagedAttention, ReshapeAndCache, KvCache, BlockCopy, and their masks.
 
 Formula: references/attention.py's, with scores clamp(qkScale qScale q k) + mask. Inputs come in this order, each where
-the parameters ask for it. PA_ENCODER: query, key, value, mask, lengths, slopes; value is the first mlaVHeadSize
+the parameters require it. PA_ENCODER: query, key, value, mask, lengths, slopes; value is the first mlaVHeadSize
 channels of key where that is set. PREFIX_ENCODER: query, key and value caches in blocks, block tables, mask, lengths of
 queries, of keys, slopes. Else: query, key, value, key cache, value cache, mask, lengths with the past (tokenOffset),
 lengths, layer: caches [layers, requests, most, heads * d], to which key and value are written behind the past; with

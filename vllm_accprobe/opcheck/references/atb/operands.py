@@ -129,12 +129,12 @@ class Operands:
         return found
 
     def exactly(self, count: int) -> None:
-        """Raises Declined where there are more inputs than the parameters ask for: one of them is unknown."""
+        """Raises Declined where there are more inputs than the parameters require: one of them is unknown."""
         if len(self) > count:
             raise Declined(f"{len(self)} inputs, where its parameters ask for {count}")
 
     def fits(self, size: int) -> None:
-        """Raises Declined where ``size`` elements, which a parameter asks for, are not those of output 0: a number of a
+        """Raises Declined where ``size`` elements, which a parameter requires, are not those of output 0: a number of a
         dump must not decide how much memory is taken."""
         if size != self.output().numel():
             raise Declined("its parameters do not fit the output that was captured")
