@@ -46,7 +46,7 @@ def closed_port() -> int:
         (["p.txt", "--engine", "true"], "is no `vllm serve`"),
         (["p.txt", "--engine", "'"], "--engine"),
         (["p.txt", "--engine", " "], "write a command"),
-        (["p.txt", "--engine", "vllm serve M"], "ended with exit code 3 before it served; read out/engine-0.log"),
+        (["p.txt", "--engine", "vllm serve M"], "exit code 3 before it served: something broke; read out/engine-0.log"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, capsys: Any) -> None:

@@ -78,7 +78,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         lines = prompts_file.read(what.prompts) if golden is None else passes.forced_lines(golden)
         with ExitStack() as stack:
             if engine:
-                from vllm_accprobe.gate.sides import served
+                from vllm_accprobe.gate.served_run import served
 
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if sys.stderr.isatty():

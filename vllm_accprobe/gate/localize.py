@@ -33,7 +33,7 @@ from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.sides import served
+from vllm_accprobe.gate.served_run import Say, on_terminal, served
 from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.whole_file import write_private
 
@@ -260,7 +260,7 @@ class LocalizeError(Exception):
 
 @dataclass(frozen=True)
 class Recapturing:
-    """gigabytes: disk budget of a rank. timeout, ready_s, model: as of `send`."""
+    """gigabytes: disk budget of a rank. timeout, ready_s, model, say: as of `SendSettings`."""
 
     gigabytes: float
     timeout: float
@@ -268,6 +268,7 @@ class Recapturing:
     model: str
     environ: Mapping[str, str]
     progress: Progress
+    say: Say = on_terminal
 
 
 def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[str, str]:
@@ -330,7 +331,7 @@ class Localization:
         score = passes.SCORE in self.plan.words
         with ExitStack() as stack:
             environ = environment(how.environ, dump, how.gigabytes)
-            url, key = stack.enter_context(served(command, environ, sent, how.ready_s))
+            url, key = stack.enter_context(served(command, environ, sent, how.ready_s, how.say))
             sender = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
             sender, server = sender.introduced()
             if side == "golden" and not self.done:

@@ -111,8 +111,8 @@ def main(argv: list[str]) -> None:
 
 
 @contextmanager
-def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
-    """In place of gate/sides.py's, in this process: no time is spent on processes."""
+def served(command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[tuple[str, str]]:
+    """In place of gate/served_run.py's, in this process: no time is spent on processes."""
     log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
     log.write_text("")
     log.chmod(0o600)
