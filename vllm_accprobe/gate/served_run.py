@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_accprobe.gate.bisect.edits import ServeCommand
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
 from vllm_accprobe.run.launcher import Guard, LaunchError, command_line
@@ -60,13 +61,14 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     parts = split_line(words[0]) if one_line else list(words)
     if port is None and not _serves(parts):
         return ServerCommand(tuple(words))
+    said = ServeCommand(tuple(parts))
     for option in _REFUSED:
-        if any(part == option or part.startswith(option + "=") for part in parts):
+        if said.get(option) is not None:
             raise NotServed(f"{option}: a server is asked over plain HTTP; leave it away for this")
-    value = option_of(parts, "--port")
+    value = said.get("--port") or None
     if port is not None and value is not None and value != str(port):
         raise NotServed(f"--port={port}, and the command says --port {value}")
-    host = option_of(parts, "--host") or ""
+    host = said.get("--host") or ""
     host = "127.0.0.1" if host in _EVERYWHERE else host
     full = tuple(words)
     if value is None and port is None and not one_line:
@@ -78,7 +80,7 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
         port = int(value) if value is not None and value.isdecimal() else _DEFAULT_PORT
     if _taken(host, port):
         raise NotServed(f"something listens on port {port} of {host} already: end it, or name another --port")
-    key = option_of(parts, "--api-key") or environ.get("VLLM_API_KEY", "")
+    key = said.get("--api-key") or environ.get("VLLM_API_KEY", "")
     return ServerCommand(full, f"http://{f'[{host}]' if ':' in host else host}:{port}", key)
 
 
@@ -88,17 +90,6 @@ def _serves(parts: Sequence[str]) -> bool:
         or (part.startswith(_SERVER_MODULE) and part.endswith("api_server"))
         for part, after in itertools.zip_longest(parts, parts[1:])
     )
-
-
-def option_of(parts: Sequence[str], name: str) -> str | None:
-    """The last value of the option ``name`` (``--port``) among a command's words."""
-    found = None
-    for part, after in itertools.zip_longest(parts, parts[1:]):
-        if part == name and after:
-            found = after
-        elif part.startswith(name + "="):
-            found = part[len(name) + 1 :]
-    return found
 
 
 def split_line(line: str) -> list[str]:
@@ -160,7 +151,7 @@ def cause(log: str) -> str:
             found = f"{line} {more}".strip()
     found = (found or next((line.strip() for line in reversed(lines) if line.strip()), ""))[:_MOST]
     advice = next((what for pattern, what in ADVICE if re.search(pattern, found)), "")
-    return found + (f"; {advice}" if advice else "")
+    return f"{found.rstrip('.')}; {advice}" if advice else found
 
 
 _STOP_S = 60.0

@@ -22,13 +22,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
 from vllm_accprobe.gate.sending import passes, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.served_run import Say, assigns, on_terminal, option_of, served, split_line
+from vllm_accprobe.gate.served_run import Say, assigns, on_terminal, served, split_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -36,12 +37,10 @@ _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 
 def of_command(command: str) -> str | None:
     """The dtype that a command's words or its model's config.json name; None where nobody knows."""
-    words = split_line(command)
-    dtype = option_of(words, "--dtype")
+    words = ServeCommand(tuple(split_line(command)))
+    dtype = words.get("--dtype")
     if dtype in (None, "", "auto"):
-        dtype = None
-    if dtype is None and (model := _model(words)) is not None:
-        dtype = _configured(model)
+        dtype = None if (model := _model(words)) is None else _configured(model)
     dtype = _SHORT.get(dtype or "", dtype)
     return dtype if dtype in DTYPES else None
 
@@ -57,20 +56,15 @@ def candidates(golden: str, mine: str | None) -> list[str]:
 
 def command(golden: str, dtype: str) -> str:
     """Golden's command with this dtype."""
-    words, kept = split_line(golden), []
-    skip = False
-    for word in words:
-        if skip or word == "--dtype" or word.startswith("--dtype="):
-            skip = word == "--dtype" and not skip
-            continue
-        kept.append(word)
-    return shlex.join([*kept, f"--dtype={dtype}"])
+    edit = Edit(drop=("--dtype",), add=(f"--dtype={dtype}",))
+    return shlex.join(ServeCommand(tuple(split_line(golden))).edited([edit]).words)
 
 
-def _model(words: list[str]) -> str | None:
+def _model(command: ServeCommand) -> str | None:
+    words = command.words
     if "serve" in words[:-1] and not (after := words[words.index("serve") + 1]).startswith("-"):
         return after
-    return option_of(words, "--model")
+    return command.get("--model")
 
 
 def _configured(model: str) -> str | None:
