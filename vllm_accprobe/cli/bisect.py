@@ -172,7 +172,8 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
     lines = prompts_file.read(prompts or "default")
     arrive = tuple(parse(word) for word in how.pop("arrive"))
     source = Path(prompts or "default").name
-    return TrialPrompts(tuple(lines), arrive, timeout=serving.timeout, ready=serving.ready, source=source, **how), sent
+    how |= {"timeout": serving.timeout, "ready": serving.ready, "say": serving.say()}
+    return TrialPrompts(tuple(lines), arrive, source=source, **how), sent
 
 
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:

@@ -83,7 +83,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if sys.stderr.isatty():
                     typer.echo(f"starting the engine; its output goes to {out}/engine-N.log", err=True)
-                url, key = stack.enter_context(served(engine, os.environ, out, of.ready))
+                url, key = stack.enter_context(served(engine, os.environ, out, of.ready, of.say()))
             sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
             if golden is not None:
                 passes.check_vocabulary(sender, golden)

@@ -165,10 +165,15 @@ _TAIL = 1 << 18
 Say = Callable[[str], object]
 
 
+def on_stderr(line: str) -> None:
+    """A line for people."""
+    print(f"accprobe: {line}", file=sys.stderr, flush=True)
+
+
 def on_terminal(line: str) -> None:
     """On stderr where that is a terminal; nothing in a pipe."""
     if sys.stderr.isatty():
-        print(f"accprobe: {line}", file=sys.stderr)
+        on_stderr(line)
 
 
 class ServedRun:
@@ -193,7 +198,7 @@ class ServedRun:
         fd = os.open(self.log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         self._guard = guard = Guard()
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=fd, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=lambda: guard.watch(-os.getpid()),
             )  # fmt: skip
@@ -205,16 +210,16 @@ class ServedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
         end = time.monotonic() + self._stop_s
         try:
             # The front end ends before its engine has; the engine closes the dump.
-            while (self._process.poll() is None or self._to_group(0)) and time.monotonic() < end:
+            while (self.process.poll() is None or self._to_group(0)) and time.monotonic() < end:
                 time.sleep(_LOOK_S)
         finally:  # also where somebody insists
             self._to_group(signal.SIGKILL)
-            self._process.wait()
+            self.process.wait()
             self._guard.dismiss()
 
     def ready(self, until: float, option: str = "--ready-timeout") -> None:
@@ -235,7 +240,7 @@ class ServedRun:
     @property
     def code(self) -> int | None:
         """Its exit code, 128 + n where signal n ended it; None while it runs."""
-        code = self._process.poll()
+        code = self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
     def wait(self, timeout: float) -> int | None:
@@ -245,7 +250,7 @@ class ServedRun:
             time.sleep(_LOOK_S)
         return self.code
 
-    def tail(self, lines: int) -> list[str]:
+    def tail(self, lines: int = 20) -> list[str]:
         """The last lines of its log."""
         try:
             with open(self.log, "rb") as file:
@@ -271,7 +276,7 @@ class ServedRun:
     def _to_group(self, number: int) -> bool:
         """Whether there is anybody left in it."""
         try:
-            os.killpg(self._process.pid, number)
+            os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
             return False
         return True

@@ -116,9 +116,11 @@ class Guard:
                 os.write(self._shell.stdin.fileno(), b"%d\n" % target)
 
     def dismiss(self) -> None:
-        if self._shell is not None:
+        """Also twice."""
+        shell, self._shell = self._shell, None
+        if shell is not None:
             with contextlib.suppress(OSError):
-                self._shell.communicate(b"done\n")
+                shell.communicate(b"done\n")
 
 
 class _Waiter:
