@@ -61,15 +61,15 @@ def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, caps
     assert not Path("out/send.json").exists()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_start_is_silent_in_a_pipe_unless_asked(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, asked: bool
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_start_is_silent_in_a_pipe_without_the_option(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, progress: bool
 ) -> None:
     monkeypatch.setattr("vllm_accprobe.gate.served_run._SAY_S", 0.0)
     Path("bin/vllm").write_text("#!/bin/sh\nsleep 1\nexit 3\n")
-    words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * asked]
+    words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * progress]
     assert main(words) == 2
-    assert ("accprobe: engine-0 has been starting for 0 s" in capsys.readouterr().err) == asked
+    assert ("accprobe: engine-0 has been starting for 0 s" in capsys.readouterr().err) == progress
 
 
 def test_an_answer_to_none_is_exit_code_3(here: Path, capsys: Any) -> None:

@@ -123,24 +123,21 @@ def _one_line(text: str) -> str:
 
 def _wheels(paths: list[Path], json: bool) -> int:
     """Reads the wheels, prints what is there and what is not, and gives the exit code."""
-    from vllm_accprobe.doctor import wheel as holding
-    from vllm_accprobe.doctor import wheel as telling
-    from vllm_accprobe.doctor.wheel import WheelError, modes_found, read
+    from vllm_accprobe.doctor import wheel
 
     try:
-        wheels = holding.wheel_pair([read(path) for path in paths])
-        found = holding.checked_places(wheels)
-        modes = modes_found(wheels)
-    except WheelError as error:
+        wheels = wheel.wheel_pair([wheel.read(path) for path in paths])
+        found, modes = wheel.checked_places(wheels), wheel.modes_found(wheels)
+    except wheel.WheelError as error:
         raise CommandError(str(error)) from None
     if json:
-        typer.echo(json_.dumps(telling.to_json(wheels, found, modes), indent=2))
+        typer.echo(json_.dumps(wheel.to_json(wheels, found, modes), indent=2))
     else:
-        for finding in telling.findings(wheels, found, modes):
+        for finding in wheel.findings(wheels, found, modes):
             for line in lines(finding):
                 typer.echo(line)
-        typer.echo(telling.summary(found))
-    return 1 if telling.lacks(found) else 0
+        typer.echo(wheel.summary(found))
+    return 1 if wheel.lacks(found) else 0
 
 
 def _dump(path: Path, json: bool) -> int:

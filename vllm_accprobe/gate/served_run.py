@@ -51,9 +51,9 @@ class ServerCommand:
 
 
 def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
-    """How ``words`` are run. port: given by the user: the command is a server, and listens there.
+    """How ``words`` are run. port: the user's: the command is a server, and listens there.
 
-    Raises NotServed for a server that cannot be asked, or whose port is taken.
+    Raises NotServed for a server without plain HTTP, or whose port is taken.
     """
     if not words:
         raise NotServed("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
@@ -61,14 +61,14 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     parts = split_line(words[0]) if one_line else list(words)
     if port is None and not _serves(parts):
         return ServerCommand(tuple(words))
-    said = ServeCommand(tuple(parts))
+    command = ServeCommand(tuple(parts))
     for option in _REFUSED:
-        if said.get(option) is not None:
+        if command.get(option) is not None:
             raise NotServed(f"{option}: a server is asked over plain HTTP; leave it away for this")
-    value = said.get("--port") or None
+    value = command.get("--port") or None
     if port is not None and value is not None and value != str(port):
         raise NotServed(f"--port={port}, and the command says --port {value}")
-    host = said.get("--host") or ""
+    host = command.get("--host") or ""
     host = "127.0.0.1" if host in _EVERYWHERE else host
     full = tuple(words)
     if value is None and port is None and not one_line:
@@ -80,7 +80,7 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
         port = int(value) if value is not None and value.isdecimal() else _DEFAULT_PORT
     if _taken(host, port):
         raise NotServed(f"something listens on port {port} of {host} already: end it, or name another --port")
-    key = said.get("--api-key") or environ.get("VLLM_API_KEY", "")
+    key = command.get("--api-key") or environ.get("VLLM_API_KEY", "")
     return ServerCommand(full, f"http://{f'[{host}]' if ':' in host else host}:{port}", key)
 
 
@@ -225,14 +225,14 @@ class ServedRun:
     def ready(self, until: float, option: str = "--ready-timeout") -> None:
         """Waits for the first answer, to time.monotonic() ``until``, which ``option`` sets. Raises NotServed."""
         sender = Sender(self.command.url, self.command.key, timeout=2.0)
-        began = said = time.monotonic()
+        began = shown = time.monotonic()
         while (now := time.monotonic()) < until:
             if self.code is not None:
                 raise NotServed(f"the command ended with exit code {self.code} before it served{self.why()}")
             if sender.healthy():
                 return
-            if now - said >= _SAY_S:
-                said, last = now, self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
+            if now - shown >= _SAY_S:
+                shown, last = now, self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
                 self._say(f"{self.log.stem} has been starting for {now - began:.0f} s" + (f": {last}" if last else ""))
             time.sleep(_ASK_S)
         raise NotServed(f"nothing answers at {self.command.url} ({option}); read {self.log}")
@@ -265,7 +265,7 @@ class ServedRun:
         return (f": {found}" if found else "") + f"; read {self.log}"
 
     def lost(self) -> str:
-        """The same where it has ended while it was asked, "" where it runs. It gets a second: what refuses a connection
+        """The same where it has ended while it served, "" where it runs. It gets a second: what refuses a connection
         may be about to die."""
         code = self.wait(1.0)
         return "" if code is None else f"; the server ended with exit code {code}{self.why()}"

@@ -12,6 +12,7 @@ Not here: the pieces (arrivals.py), when a sender waits (sending.py).
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -209,15 +210,8 @@ class FolderReceiver:
             whole = f.read(size)
         if xxhash.xxh3_128_digest(whole[:-_DIGEST]) != whole[-_DIGEST:]:
             raise FrameError("its digest is of other bytes")
-        at = 0
-
-        def read(n: int) -> bytes:
-            nonlocal at
-            at += n
-            return whole[at - n : at]
-
         arrival: RankArrival | None = None
-        for kind, body in frames.pieces(read, size - _DIGEST):
+        for kind, body in frames.pieces(io.BytesIO(whole).read, size - _DIGEST):
             if kind == HELLO and arrival is None:
                 message = frames.json_in(body)
                 if message.get("rank") != rank:
