@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from tiny_model import make  # noqa: E402
-from vllm_server import Server, ServerError  # noqa: E402
+from vllm_server import Server  # noqa: E402
+
+from vllm_accprobe.gate.sending.client import NotServed  # noqa: E402
 
 FAULT = {"kind": "scale", "module": "model.layers.2.self_attn.o_proj", "factor": 1.05, "rows": "position>=40"}
 WHAT = "output of model.layers.2.self_attn.o_proj 5 % too large from position 40 on"
@@ -68,7 +70,7 @@ def serve(title: str, model: Path, dump: Path, fault: dict[str, object] | None) 
         )
     print(f"  stopped after {server.stop_s:.0f} s; dump: {dump}", flush=True)
     if not (dump / "run.json").exists():
-        raise ServerError(f"the server ran, and no dump was written to {dump}\n{server.tail()}")
+        raise NotServed(f"the server ran, and no dump was written to {dump}; read {server.log}")
 
 
 def run(out: Path) -> int:
@@ -107,7 +109,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with Server` ends its server
     try:
         return run(parser.parse_args().out.resolve())
-    except (ServerError, OSError) as error:
+    except (NotServed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
 

@@ -19,7 +19,9 @@ from typing import Any
 
 from preloaded_vllm import preloaded
 from support.engine import ROOT, Ask, EngineError, Run
-from vllm_server import ENV, Server, ServerError
+from vllm_server import ENV, Server
+
+from vllm_accprobe.gate.sending.client import NotServed
 
 
 class ServedRuns:
@@ -45,7 +47,7 @@ class ServedRuns:
                     turns = [i % replicas if replicas else None for i in range(len(asks))]
                     tokens = list(pool.map(lambda one: _asked(server.url, *one), zip(asks, turns, strict=True)))
                 ready = server.ready_s
-        except (ServerError, OSError) as error:
+        except (NotServed, OSError) as error:
             raise EngineError(str(error)) from None
         return Run(out if (out / "run.json").exists() else None, tokens, {"build_s": ready})
 

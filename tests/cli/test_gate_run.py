@@ -132,7 +132,7 @@ def test_a_killed_server_is_one_line_and_the_same_command_goes_on(served: Path, 
     code, out, err = gate_out(capsys, *words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith("accprobe: mine: pass 1, request ")
-    assert "are kept in out/mine, and the same command goes on from there" in err
+    assert "are kept in out/mine, and the same command goes on from there; the server ended with exit code 137" in err
     kept = {p: replies.answered(Path("out/mine", replies.pass_name(p))) for p in (0, 1)}
     assert len(kept[0]) == 10
     assert gate_out(capsys, *words)[0] == 0

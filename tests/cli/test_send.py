@@ -46,7 +46,7 @@ def closed_port() -> int:
         (["p.txt", "--engine", "true"], "is no `vllm serve`"),
         (["p.txt", "--engine", "'"], "--engine"),
         (["p.txt", "--engine", " "], "write a command"),
-        (["p.txt", "--engine", "vllm serve M"], "ended with exit code 3 before it served; read out/engine-0.log"),
+        (["p.txt", "--engine", "vllm serve M"], "exit code 3 before it served: something broke; read out/engine-0.log"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, capsys: Any) -> None:
@@ -59,6 +59,17 @@ def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, caps
     assert "internal error" not in said.err
     assert "secret" not in said.err
     assert not Path("out/send.json").exists()
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_start_is_silent_in_a_pipe_without_the_option(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, progress: bool
+) -> None:
+    monkeypatch.setattr("vllm_accprobe.gate.served_run._SAY_S", 0.0)
+    Path("bin/vllm").write_text("#!/bin/sh\nsleep 1\nexit 3\n")
+    words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * progress]
+    assert main(words) == 2
+    assert ("accprobe: engine-0 has been starting for 0 s" in capsys.readouterr().err) == progress
 
 
 def test_an_answer_to_none_is_exit_code_3(here: Path, capsys: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from vllm_accprobe.capture.vllm.relied_on import PLACES
 from vllm_accprobe.doctor import checks
 from vllm_accprobe.doctor.checks import ERROR, OK, WARNING
-from vllm_accprobe.doctor.graph_proof import Prompt, ServerRequestError, read_prompts
+from vllm_accprobe.doctor.graph_proof import Prompt, read_prompts
 from vllm_accprobe.doctor.wheel import (
     CheckedPlace,
     Package,
@@ -23,6 +23,7 @@ from vllm_accprobe.doctor.wheel import (
     to_json,
     wheel_pair,
 )
+from vllm_accprobe.gate.sending.prompts import PromptsError
 
 
 def levels(findings):
@@ -108,7 +109,7 @@ def test_a_line(tmp_path: Path, line: str, prompt: Prompt) -> None:
 @pytest.mark.parametrize("line", ['{"text": "a"}', "[1, -2]", '[1, "a"]', "{}", '""'])
 def test_what_is_no_prompt_is_named_by_its_line_and_not_quoted(tmp_path: Path, line: str) -> None:
     (tmp_path / "f").write_text(f"good\n{line}\n")
-    with pytest.raises(ServerRequestError, match="f, line 2: neither a text nor a list of token ids") as raised:
+    with pytest.raises(PromptsError, match="f, line 2: neither a text nor a list of token ids") as raised:
         read_prompts(tmp_path / "f")
     assert line not in str(raised.value)
 
@@ -116,7 +117,7 @@ def test_what_is_no_prompt_is_named_by_its_line_and_not_quoted(tmp_path: Path, l
 def test_nothing_and_too_much(tmp_path: Path) -> None:
     for text, said in (("\n", "0 prompts"), ("a\n" * 257, "257 prompts"), ("a" * (5 << 20), "more than 4 MB")):
         (tmp_path / "f").write_text(text)
-        with pytest.raises(ServerRequestError, match=said):
+        with pytest.raises(PromptsError, match=said):
             read_prompts(tmp_path / "f")
 
 

@@ -51,7 +51,7 @@ class Machine:
         self.breaks = self.empty = False
 
     @contextlib.contextmanager
-    def served(self, command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
+    def served(self, command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[tuple[str, str]]:
         self.environs.append(environ)
         dump = Path(environ["VLLM_ACCPROBE_DIR"])
         if not self.empty:

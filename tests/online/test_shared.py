@@ -10,12 +10,15 @@ import xxhash
 from opcheck.layer_dumps import build
 
 from vllm_accprobe.online.arrivals import ArrivedRanks, FrameError, MirrorError, RankMirror, digest_of
+from vllm_accprobe.online.keys import Endpoint
 from vllm_accprobe.online.line import NotSent
-from vllm_accprobe.online.shared import FolderReceiver, FolderSender
+from vllm_accprobe.online.sending import RankSender
+from vllm_accprobe.online.shared import FolderReceiver
 
 
-def sender(dump: Path, shared: Path) -> FolderSender:
-    return FolderSender(dump, 0, shared, totals=None, follow=False, patience=20, say=print, stop=threading.Event())
+def sender(dump: Path, shared: Path, patience: float = 20) -> RankSender:
+    end, stop = Endpoint(shared=shared), threading.Event()
+    return RankSender(dump, 0, end, totals=None, follow=False, patience=patience, say=print, stop=stop)
 
 
 def test_a_damaged_batch_is_sent_again(tmp_path: Path) -> None:
@@ -37,6 +40,12 @@ def test_a_damaged_batch_is_sent_again(tmp_path: Path) -> None:
     assert any("a damaged batch: its digest is of other bytes" in line for line in said)
     assert (received / "rank0000/journal.jsonl").read_bytes() == (dump / "rank0000/journal.jsonl").read_bytes()
     assert arrived.ended == [0]
+
+
+def test_a_folder_that_nobody_empties(tmp_path: Path) -> None:
+    with pytest.raises(NotSent, match=r"rank 0: nobody has taken .*rank0000 for 0 s"):
+        sender(build(tmp_path / "dump"), tmp_path / "shared", 0.2).run()
+    assert len(list(tmp_path.rglob("*.batch"))) == 1  # what waits is bounded
 
 
 def test_another_run_s_batches_are_not_taken(tmp_path: Path) -> None:

@@ -62,8 +62,9 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.sending.replies import FolderError
+    from vllm_accprobe.gate.served_run import server_command
     from vllm_accprobe.report import servers
-    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, server_command
+    from vllm_accprobe.run.launcher import LaunchError, command_line
 
     out, as_json = what.out, what.as_json
     share = trials.SHARE if what.share is None else what.share
@@ -99,17 +100,8 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
         trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
         trier.expected, trier.floors = usual, [replies.read(Path(path)) for path in what.floor]
         _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
-    except (edits.BisectError, ServerCommandError, LaunchError, PromptsError, FolderError, SendError) as e:
-        raise CommandError(f"{str(e).removesuffix(KEPT)}{_kept(out, e)}") from None
-
-
-KEPT = ", and the same command goes on from there"
-
-
-def _kept(out: Path, error: Exception) -> str:
-    from vllm_accprobe.gate.sending.client import ServerLost
-
-    return f"{KEPT} (read the newest engine log in {out / 'trials'})" if isinstance(error, ServerLost) else ""
+    except (edits.BisectError, LaunchError, PromptsError, FolderError, SendError) as e:
+        raise CommandError(str(e)) from None
 
 
 def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> None:
@@ -180,7 +172,8 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
     lines = prompts_file.read(prompts or "default")
     arrive = tuple(parse(word) for word in how.pop("arrive"))
     source = Path(prompts or "default").name
-    return TrialPrompts(tuple(lines), arrive, timeout=serving.timeout, ready=serving.ready, source=source, **how), sent
+    how |= {"timeout": serving.timeout, "ready": serving.ready, "say": serving.say()}
+    return TrialPrompts(tuple(lines), arrive, source=source, **how), sent
 
 
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:

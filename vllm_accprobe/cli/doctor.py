@@ -123,24 +123,21 @@ def _one_line(text: str) -> str:
 
 def _wheels(paths: list[Path], json: bool) -> int:
     """Reads the wheels, prints what is there and what is not, and gives the exit code."""
-    from vllm_accprobe.doctor import wheel as holding
-    from vllm_accprobe.doctor import wheel as telling
-    from vllm_accprobe.doctor.wheel import WheelError, modes_found, read
+    from vllm_accprobe.doctor import wheel
 
     try:
-        wheels = holding.wheel_pair([read(path) for path in paths])
-        found = holding.checked_places(wheels)
-        modes = modes_found(wheels)
-    except WheelError as error:
+        wheels = wheel.wheel_pair([wheel.read(path) for path in paths])
+        found, modes = wheel.checked_places(wheels), wheel.modes_found(wheels)
+    except wheel.WheelError as error:
         raise CommandError(str(error)) from None
     if json:
-        typer.echo(json_.dumps(telling.to_json(wheels, found, modes), indent=2))
+        typer.echo(json_.dumps(wheel.to_json(wheels, found, modes), indent=2))
     else:
-        for finding in telling.findings(wheels, found, modes):
+        for finding in wheel.findings(wheels, found, modes):
             for line in lines(finding):
                 typer.echo(line)
-        typer.echo(telling.summary(found))
-    return 1 if telling.lacks(found) else 0
+        typer.echo(wheel.summary(found))
+    return 1 if wheel.lacks(found) else 0
 
 
 def _dump(path: Path, json: bool) -> int:
@@ -175,15 +172,18 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
 
     from vllm_accprobe.doctor import graph_proof
     from vllm_accprobe.doctor.graph_proof import CHANGED, SAME, Prover, Runs
+    from vllm_accprobe.gate.sending.client import SendError
+    from vllm_accprobe.gate.sending.prompts import PromptsError
+    from vllm_accprobe.gate.served_run import server_command
     from vllm_accprobe.report.text import safe
-    from vllm_accprobe.run.launcher import LaunchError, ServerCommandError, command_line, server_command
+    from vllm_accprobe.run.launcher import LaunchError, command_line
 
     out = Path(os.path.abspath(how.out))
     try:
         what = server_command(how.command, os.environ, how.port)
         command_line(what.words, os.environ)
         prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
-    except (ServerCommandError, LaunchError, graph_proof.ServerRequestError) as error:
+    except (SendError, LaunchError, PromptsError) as error:
         raise CommandError(str(error)) from None
     runs = Runs(os.environ, out)
     check_place(out)
@@ -197,13 +197,10 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     say(f"{kind}; its runs: off, off again, on, selected{', full' * how.full}; dumps and logs: {out}")
     try:
         proof: TapProof = Prover(
-            runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout), say, time.monotonic
-        ).prove(full=how.full, bisect=how.bisect)
-    except graph_proof.RunFailed as error:
-        for line in error.tail:
-            typer.echo(f"    {safe(line, 1000)}", err=True)
-        raise CommandError(str(error)) from None
-    except LaunchError as error:
+            runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout, say), say,
+            time.monotonic,
+        ).prove(full=how.full, bisect=how.bisect)  # fmt: skip
+    except SendError as error:
         raise CommandError(str(error)) from None
     if json:
         typer.echo(json_.dumps(graph_proof.to_json(proof), indent=2))

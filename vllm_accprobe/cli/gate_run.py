@@ -240,7 +240,8 @@ def _captured(
     golden, mine = gate.commands
     key = {"golden": golden.digest, "mine": mine.digest, "along": digest(gate.golden), "gigabytes": gigabytes}
     done = Localization(root, key, plan)
-    how = Recapturing(gigabytes, sending.timeout, sending.ready_s, sending.model, dict(os.environ), progress)
+    environ = dict(os.environ)
+    how = Recapturing(gigabytes, sending.timeout, sending.ready_s, sending.model, environ, progress, sending.say)
     for side, command in (("golden", golden.text), ("mine", mine.text)):
         done.capture(side, command, gate.golden, how)
         if side == "golden":

@@ -243,6 +243,13 @@ class ServingOptions:
     timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
     ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
                           min=1)  # fmt: skip
+    progress: bool = option("--progress", False, "Say every 5 s how far a command's start is, also in a pipe.")
+
+    def say(self) -> Any:
+        """What gets a line while a command starts."""
+        from vllm_accprobe.gate.served_run import on_stderr, on_terminal
+
+        return on_stderr if self.progress else on_terminal
 
 
 @dataclass(frozen=True)
@@ -254,12 +261,12 @@ class ScoringOptions(ServingOptions):
                                 "where a server can.")  # fmt: skip
 
     def settings(self, prompts: str) -> Any:
-        """gate.sides.Asking."""
+        """gate.sides.SendSettings."""
         from vllm_accprobe.gate.sides import SendSettings
 
         return SendSettings(
             prompts=prompts, max_tokens=self.max_tokens, concurrency=self.concurrency or 64, model=self.model,
-            timeout=self.timeout, ready_s=self.ready, score=self.score,
+            timeout=self.timeout, ready_s=self.ready, score=self.score, say=self.say(),
         )  # fmt: skip
 
 

@@ -78,12 +78,12 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         lines = prompts_file.read(what.prompts) if golden is None else passes.forced_lines(golden)
         with ExitStack() as stack:
             if engine:
-                from vllm_accprobe.gate.sides import served
+                from vllm_accprobe.gate.served_run import served
 
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if sys.stderr.isatty():
                     typer.echo(f"starting the engine; its output goes to {out}/engine-N.log", err=True)
-                url, key = stack.enter_context(served(engine, os.environ, out, of.ready))
+                url, key = stack.enter_context(served(engine, os.environ, out, of.ready, of.say()))
             sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
             if golden is not None:
                 passes.check_vocabulary(sender, golden)

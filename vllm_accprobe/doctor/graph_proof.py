@@ -7,19 +7,16 @@ all, ``on`` with the user's settings, ``selected`` with fewer of the same taps, 
 position, and is looked up in the other dump; rows after a token that differs are counted and not compared. Where bits
 differ, taps are placed at the first half of the modules, and so on. Of answers only hashes are kept.
 
-Not here: starting the server (run/launcher.py), what judges numbers that may differ (comparison/), exit codes
+Not here: starting the server (gate/served_run.py), what judges numbers that may differ (comparison/), exit codes
 (cli/doctor.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import math
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +29,10 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
-from vllm_accprobe.run.launcher import Background, ServerCommand, allow_plugin
+from vllm_accprobe.gate.sending.client import Sender, SendError
+from vllm_accprobe.gate.sending.prompts import PromptsError
+from vllm_accprobe.gate.served_run import Say, ServedRun, ServerCommand
+from vllm_accprobe.run.launcher import allow_plugin
 
 PROMPTS = (
     "The first computers filled whole rooms, and",
@@ -48,21 +48,17 @@ _MOST_BYTES = 4 << 20
 Prompt = str | tuple[int, ...]
 
 
-class ServerRequestError(Exception):
-    """The server did not come up, or refused a request; one line."""
-
-
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """A prompt on each line: JSON (a text, a list of token ids, or an object with ``prompt`` or ``prompt_token_ids``)
-    or, where the line is none, the line itself. Raises ServerRequestError; OSError."""
+    or, where the line is none, the line itself. Raises PromptsError; OSError."""
     with open(path, "rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise ServerRequestError(f"{path}: more than {_MOST_BYTES >> 20} MB of prompts")
+        raise PromptsError(f"{path}: more than {_MOST_BYTES >> 20} MB of prompts")
     found = [_prompt(line, path, number) for number, line in enumerate(data.decode(errors="replace").splitlines(), 1)
              if line.strip()]  # fmt: skip
     if not found or len(found) > _MOST_PROMPTS:
-        raise ServerRequestError(f"{path}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
+        raise PromptsError(f"{path}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
     return tuple(found)
 
 
@@ -79,78 +75,30 @@ def _prompt(line: str, path: Path, number: int) -> Prompt:
         return value
     if isinstance(value, (int, float)):  # a line of plain text that happens to be a number
         return line
-    raise ServerRequestError(
+    raise PromptsError(
         f"{path}, line {number}: neither a text nor a list of token ids, nor an object with `prompt`"
     )
 
 
-class Client:
-    """The requests of one server. alive: whether its command still runs; until: time.monotonic() that ends it."""
-
-    def __init__(self, command: ServerCommand, alive: Callable[[], bool], until: float):
-        self._url, self._key = command.url, command.key
-        self._alive, self._until = alive, until
-        # What a proxy of the environment would see is for this machine only.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def ready(self) -> bool:
-        """Waits until the server answers; False where its command has ended instead. Raises ServerRequestError when the
-        time is over."""
-        while time.monotonic() < self._until:
-            if not self._alive():
-                return False
-            try:
-                with self._opener.open(f"{self._url}/health", timeout=2):
-                    return True
-            except urllib.error.HTTPError as error:
-                if error.code in (401, 403, 404):  # it listens, and has another idea of who may ask
-                    return True
-                time.sleep(0.25)
-            except (OSError, http.client.HTTPException):
-                time.sleep(0.25)
-        raise ServerRequestError(f"the server did not answer {self._url}/health in time (--timeout)")
-
-    def ask(self, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
-        """A hash of each answer: its texts, tokens and log-probabilities. Raises ServerRequestError."""
-        models = self._json("/v1/models", None, "")
-        try:
-            model = models["data"][0]["id"]
-        except (KeyError, IndexError, TypeError):
-            raise ServerRequestError(
-                f"{self._url}/v1/models names no model: is it an OpenAI-compatible server?"
-            ) from None
-        return [self._ask(str(model), prompt, max_tokens, number) for number, prompt in enumerate(prompts)]
-
-    def _ask(self, model: str, prompt: Prompt, max_tokens: int, number: int) -> str:
+def hashes(sender: Sender, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
+    """A hash of each answer: its texts, tokens and log-probabilities. Raises SendError."""
+    sender, about = sender.introduced()
+    found = []
+    for number, prompt in enumerate(prompts):
         body = {
-            "model": model, "prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": max_tokens,
-            "temperature": 0.0, "seed": 0, "logprobs": LOGPROBS, "ignore_eos": True,
+            "model": about["model"], "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "logprobs": LOGPROBS, "ignore_eos": True,
         }  # fmt: skip
         name = f"accprobe-doctor-{number}"
-        answer = self._json("/v1/completions", body, name)
+        status, answer = sender.exchange("POST", "/v1/completions", body, name)
+        if status != 200:  # the answer may hold the request's text
+            raise SendError(f"request {name}: the server says {status}")
         try:
             choices = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
         except (KeyError, TypeError, AttributeError):
-            raise ServerRequestError(f"request {name}: the answer has no choices") from None
-        return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()
-
-    def _json(self, path: str, body: dict[str, Any] | None, name: str) -> Any:
-        headers = {"Content-Type": "application/json"} | ({"X-Request-Id": name} if name else {})
-        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=headers)
-        what = f"request {name}" if name else path
-        left = max(self._until - time.monotonic(), 1.0)
-        try:
-            with self._opener.open(request, timeout=left) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:  # its body may hold the request's text
-            raise ServerRequestError(f"{what}: the server says {error.code} {error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
-            why = getattr(error, "reason", None) or error
-            raise ServerRequestError(f"{what}: {type(error).__name__}: {why}") from None
-        except ValueError:
-            raise ServerRequestError(f"{what}: the answer is no JSON") from None
+            raise SendError(f"request {name}: the answer has no choices") from None
+        found.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest())
+    return found
 
 
 OFF, AGAIN, ON, SELECTED, FULL = "off", "off again", "on", "selected", "full"
@@ -258,44 +206,35 @@ def _spelt(ranges: Ranges) -> str:
     return ",".join(f"{low}-{high}" for low, high in ranges)
 
 
-class RunFailed(Exception):
-    """A run could not be carried out. The message is one line; ``tail`` the last lines of the command's log."""
-
-    def __init__(self, message: str, tail: Sequence[str] = ()):
-        super().__init__(message)
-        self.tail = tuple(tail)
-
-
 def carry_out(
-    run: TapRun, command: ServerCommand, prompts: Sequence[Prompt], max_tokens: int, timeout: float
+    run: TapRun, command: ServerCommand, prompts: Sequence[Prompt], max_tokens: int, timeout: float, say: Say
 ) -> list[str]:
-    """Hashes of a server's answers, none for a program. timeout: seconds until the run is given up.
+    """Hashes of a server's answers, none for a program. timeout: seconds until the run is given up. say: gets lines
+    while a server starts.
 
-    Raises RunFailed, LaunchError, OSError.
+    Raises SendError, OSError.
     """
     until = time.monotonic() + timeout
     run.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with Background(command.words, run.environ, log=run.log) as process:
-        try:
+    try:
+        with ServedRun(command, run.environ, log=run.log, say=say) as process:
             if not command.url:
                 code = process.wait(timeout)
                 if code is None:
-                    why = (
+                    raise SendError(
                         f"the command still runs after {timeout:g} s (--timeout); is it a server? Then name its --port"
                     )
-                    raise RunFailed(f"run `{run.name}`: {why}", process.tail())
                 if code:
-                    raise RunFailed(f"run `{run.name}`: the command ended with exit code {code}", process.tail())
+                    raise SendError(f"the command ended with exit code {code}{process.why()}")
                 return []
-            client = Client(command, lambda: process.code is None, until)
-            if not client.ready():
-                why = f"the server ended with exit code {process.code} before it answered"
-                raise RunFailed(f"run `{run.name}`: {why}", process.tail())
-            return client.ask(prompts, max_tokens)
-        except ServerRequestError as error:
-            code = process.wait(1.0)  # what refuses a connection may be about to die
-            ended = "" if code is None else f"; the server ended with exit code {code}"
-            raise RunFailed(f"run `{run.name}`: {error}{ended}", process.tail()) from None
+            process.ready(until, "--timeout")
+            sender = Sender(command.url, command.key, timeout=max(until - time.monotonic(), 1.0))
+            try:
+                return hashes(sender, prompts, max_tokens)
+            except SendError as error:
+                raise SendError(f"{error}{process.lost()}") from None
+    except SendError as error:
+        raise SendError(f"run `{run.name}`: {error}") from None
 
 
 SAMPLER, TOKEN = "sampler", "output.token"

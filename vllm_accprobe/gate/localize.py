@@ -28,12 +28,11 @@ from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS
 from vllm_accprobe.gate.measure.token_gaps import gaps
 from vllm_accprobe.gate.sending import passes, replies
-from vllm_accprobe.gate.sending import replies as steps_log
 from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.sides import served
+from vllm_accprobe.gate.served_run import Say, on_terminal, served
 from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.whole_file import write_private
 
@@ -95,7 +94,7 @@ class Window:
     @property
     def requests(self) -> tuple[str, ...]:
         """As the server is asked."""
-        return tuple(steps_log.request_id(name, self.pass_index) for name in self.names)
+        return tuple(replies.request_id(name, self.pass_index) for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _filled_by(golden: Sent, mine: Sent, name: str, index: int, words: Sequence[
 
 def _cached(side: Sent, name: str, index: int) -> int | None:
     """Prompt tokens that were not computed, where the engine or the server told."""
-    rows = steps_log.read_steps(side.path).rows(index, name)
+    rows = replies.read_steps(side.path).rows(index, name)
     if rows:
         return rows[0][1]
     reply: Reply | None = side.passes[index].get(name) if index < len(side.passes) else None
@@ -260,7 +259,7 @@ class LocalizeError(Exception):
 
 @dataclass(frozen=True)
 class Recapturing:
-    """gigabytes: disk budget of a rank. timeout, ready_s, model: as of `send`."""
+    """gigabytes: disk budget of a rank. timeout, ready_s, model, say: as of `SendSettings`."""
 
     gigabytes: float
     timeout: float
@@ -268,6 +267,7 @@ class Recapturing:
     model: str
     environ: Mapping[str, str]
     progress: Progress
+    say: Say = on_terminal
 
 
 def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[str, str]:
@@ -330,7 +330,7 @@ class Localization:
         score = passes.SCORE in self.plan.words
         with ExitStack() as stack:
             environ = environment(how.environ, dump, how.gigabytes)
-            url, key = stack.enter_context(served(command, environ, sent, how.ready_s))
+            url, key = stack.enter_context(served(command, environ, sent, how.ready_s, how.say))
             sender = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
             sender, server = sender.introduced()
             if side == "golden" and not self.done:
@@ -484,6 +484,6 @@ def _token(origin: Mapping[str, Any] | None, golden: Sent) -> tuple[str, int, in
     for index in range(len(golden.passes)):
         name = request.removesuffix(f"{_PASS}{index}") if index else request
         reply = golden.passes[0].get(name)
-        if reply is not None and reply.prompt_token_ids and steps_log.request_id(name, index) == request:
+        if reply is not None and reply.prompt_token_ids and replies.request_id(name, index) == request:
             return name, index, max(int(origin["position"]) - len(reply.prompt_token_ids) + 1, 0)
     return None

@@ -32,7 +32,8 @@ from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
-from vllm_accprobe.gate.sides import SendSettings, served
+from vllm_accprobe.gate.served_run import served
+from vllm_accprobe.gate.sides import SendSettings
 
 _FINE = 12
 """Chosen: steps down to 2^-12; the spacing of float16 logits around 4 is 2^-8, of bfloat16 2^-5."""
@@ -422,7 +423,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         raise SendError(f"CMD: {e}") from None
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(REQUESTS, how.out, found):
-        with served(path_command(words), environ, how.out, how.settings.ready_s) as (url, key):
+        with served(path_command(words), environ, how.out, how.settings.ready_s, how.settings.say) as (url, key):
             _all(REQUESTS, url, key, lines, how, found)
     lengths = [len(r.prompt_token_ids or ()) for r in found.answers[BASE].values()]
     changed: dict[str, list[OwnPath]] = {}
@@ -432,7 +433,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         if _kept(these, how.out, found):
             continue
         try:
-            with served(command, environ, how.out, how.settings.ready_s) as (url, key):
+            with served(command, environ, how.out, how.settings.ready_s, how.settings.say) as (url, key):
                 _all(these, url, key, lines, how, found)
         except SendError as e:  # one changed command that does not serve costs its own paths only
             for path in these:

@@ -3,11 +3,12 @@
 The problem: to compare two servers, somebody starts the one, sends, keeps the answers, ends it (both may need the same
 card), and sends the other one the answers of the first. The idea: whatever a side is, it becomes a folder. Golden is
 sent first and answers freely, the others are forced along its tokens; a complete folder is not sent again, and one that
-was begun is resumed. `served` starts a command, waits until it answers and ends it, for every command that serves. A
-floor is golden's command in another dtype: it rounds at the same places by another amount. Mine's dtype if
-it is another, else a finer one; for float32 there is none, and bfloat16 gives a limit that is far too wide.
+was begun is resumed. A floor is golden's command in another dtype: it rounds at the same places by another amount.
+Mine's dtype if it is another, else a finer one; for float32 there is none, and bfloat16 gives a limit that is far too
+wide.
 
-Not here: what a floor says (measure/conditions.py), sending (sending/), comparing (measure/gating.py).
+Not here: a server that is started (served_run.py), what a floor says (measure/conditions.py), sending (sending/),
+comparing (measure/gating.py).
 """
 
 from __future__ import annotations
@@ -16,26 +17,19 @@ import hashlib
 import itertools
 import json
 import shlex
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
 from vllm_accprobe.gate.sending import passes, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.run.launcher import (
-    Background,
-    LaunchError,
-    ServerCommandError,
-    option_of,
-    server_command,
-    split_line,
-)
+from vllm_accprobe.gate.served_run import Say, assigns, on_terminal, served, split_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -43,12 +37,10 @@ _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 
 def of_command(command: str) -> str | None:
     """The dtype that a command's words or its model's config.json name; None where nobody knows."""
-    words = split_line(command)
-    dtype = option_of(words, "--dtype")
+    words = ServeCommand(tuple(split_line(command)))
+    dtype = words.get("--dtype")
     if dtype in (None, "", "auto"):
-        dtype = None
-    if dtype is None and (model := _model(words)) is not None:
-        dtype = _configured(model)
+        dtype = None if (model := _model(words)) is None else _configured(model)
     dtype = _SHORT.get(dtype or "", dtype)
     return dtype if dtype in DTYPES else None
 
@@ -64,20 +56,15 @@ def candidates(golden: str, mine: str | None) -> list[str]:
 
 def command(golden: str, dtype: str) -> str:
     """Golden's command with this dtype."""
-    words, kept = split_line(golden), []
-    skip = False
-    for word in words:
-        if skip or word == "--dtype" or word.startswith("--dtype="):
-            skip = word == "--dtype" and not skip
-            continue
-        kept.append(word)
-    return shlex.join([*kept, f"--dtype={dtype}"])
+    edit = Edit(drop=("--dtype",), add=(f"--dtype={dtype}",))
+    return shlex.join(ServeCommand(tuple(split_line(golden))).edited([edit]).words)
 
 
-def _model(words: list[str]) -> str | None:
+def _model(command: ServeCommand) -> str | None:
+    words = command.words
     if "serve" in words[:-1] and not (after := words[words.index("serve") + 1]).startswith("-"):
         return after
-    return option_of(words, "--model")
+    return command.get("--model")
 
 
 def _configured(model: str) -> str | None:
@@ -86,55 +73,6 @@ def _configured(model: str) -> str | None:
         return str(config.get("dtype") or config.get("torch_dtype") or "") or None
     except (OSError, ValueError, AttributeError):
         return None
-
-
-FORCE = "VLLM_ACCPROBE_FORCE"
-_LOOK_S = 0.25
-
-
-@contextmanager
-def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
-    """(url, key) of the server that ``command`` starts, once it answers; it is ended with the context. out: an existing
-    folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be
-    forced. Raises NotServed."""
-    try:
-        words = shlex.split(command)
-    except ValueError as e:
-        raise NotServed(str(e)) from None
-    assignments = list(itertools.takewhile(assigns, words))
-    environ, words = {**environ, **dict(word.split("=", 1) for word in assignments)}, words[len(assignments) :]
-    if not words:
-        raise NotServed("write a command, for example --engine 'vllm serve MODEL'")
-    number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
-    log = out / f"engine-{number}.log"
-    if not environ.get(FORCE):
-        environ = {**environ, FORCE: str((out / replies.folder_name(number)).absolute())}
-    try:
-        server = server_command(words, environ)
-        if not server.url:
-            raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and give --url")
-        with Background(server.words, environ, log=log) as running:
-            _wait(running, server.url, server.key, time.monotonic() + ready_s)
-            yield server.url, server.key
-    except (ServerCommandError, LaunchError) as e:
-        raise NotServed(str(e)) from None
-
-
-def assigns(word: str) -> bool:
-    """Whether a word in front of a command is of its environment, as a shell would have it."""
-    name, equals, _ = word.partition("=")
-    return bool(equals) and name.isidentifier()
-
-
-def _wait(running: Background, url: str, key: str, until: float) -> None:
-    sender = Sender(url, key, timeout=10.0)
-    while time.monotonic() < until:
-        if running.code is not None:
-            raise NotServed(f"the command ended with exit code {running.code} before it served; read {running.log}")
-        if sender.healthy():
-            return
-        time.sleep(_LOOK_S)
-    raise NotServed(f"nothing answers at {url} (--ready-timeout); read {running.log}")
 
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
@@ -178,7 +116,8 @@ class ServerSide:
 
 @dataclass(frozen=True)
 class SendSettings:
-    """How a side is asked; as the options of `send`. model: where a server has several."""
+    """How a side is asked; as the options of `send`. model: where a server has several. say: gets lines while a command
+    starts."""
 
     prompts: str = prompts_file.DEFAULT
     arrive: tuple[str, ...] = ("one", "all")
@@ -189,6 +128,7 @@ class SendSettings:
     timeout: float = 600.0
     ready_s: float = 1800.0
     score: bool | None = None
+    say: Say = on_terminal
 
 
 def side(text: str) -> ServerSide:
@@ -228,7 +168,7 @@ def made(
         with ExitStack() as stack:
             url, key = of.text, environ.get("VLLM_API_KEY", "")
             if of.kind == COMMAND:
-                url, key = stack.enter_context(served(of.text, environ, out, sending.ready_s))
+                url, key = stack.enter_context(served(of.text, environ, out, sending.ready_s, sending.say))
             _sent(what, of, (url, key), out, sending, golden, lines, digest, progress)
         return replies.read(out)
     except NotServed as e:

@@ -27,7 +27,8 @@ from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.passes import Forcing, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
-from vllm_accprobe.gate.sides import SendSettings, served
+from vllm_accprobe.gate.served_run import served
+from vllm_accprobe.gate.sides import SendSettings
 
 PROMPT = ("prompt_token_ids", "prompt_ids", "prompts")
 ANSWER = ("response_token_ids", "response_ids", "responses", "completion_ids", "output_token_ids", "token_ids")
@@ -412,5 +413,5 @@ def of_command(
     if replies.exists(out) and replies.read_about(out).get("complete"):
         return of_folder(out)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with served(command, environ, out, sending.ready_s) as (url, key):
+    with served(command, environ, out, sending.ready_s, sending.say) as (url, key):
         return of_server(golden, url, key, out, made, sending)

@@ -3,24 +3,27 @@
 The problem: a shared file system has no connections, shows files half written, and keeps what a killed process left.
 The idea: a batch is a numbered file of pieces and a digest, whole under its name or not there; the receiver takes them
 in order, deletes what is on its disk, and says in ``have.json`` what it has. A batch that comes twice changes nothing,
-one that is damaged is counted, and its sender begins again after what arrived. A sender waits while eight batches are
-there. Each batch names its run by the digest of the journal's first line.
+one that is damaged is counted, and is to its sender a line that broke. Each batch names its run by the digest of the
+journal's first line.
 
-Not here: the pieces (arrivals.py).
+Not here: the pieces (arrivals.py), when a sender waits (sending.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 import xxhash
 
 from vllm_accprobe.dump.files import open_regular
@@ -28,26 +31,24 @@ from vllm_accprobe.dump.schema import JOURNAL, rank_dir
 from vllm_accprobe.online import arrivals as frames
 from vllm_accprobe.online.arrivals import (
     END,
+    HAVE,
     HELLO,
-    PROTOCOL,
+    REFUSED,
+    RUN,
     SYNC,
+    WELCOME,
     ArrivedRanks,
     FrameError,
     MirrorError,
     RankArrival,
-    RankTail,
-    TailError,
 )
-from vllm_accprobe.online.line import IDLE_S, POLL_S, NotSent, Refusals
+from vllm_accprobe.online.line import Broken, NotSent, Refusals
 from vllm_accprobe.whole_file import write_private
 
-_BATCH = 4 << 20
-"""Chosen: bytes after which a batch is closed."""
 _MOST = 8 << 20
 """Of a batch that is taken: a batch and its last piece, with room."""
-_WAITING = 8
-"""Chosen: batches that may lie in the folder for one rank."""
-HAVE = "have.json"
+HAVE_FILE = "have.json"
+POLL_S = 0.05
 _NAME = re.compile(r"(\d{8})\.batch", re.ASCII)
 _DIGEST = 16
 _EMPTY: dict[str, Any] = {"journal": 0, "digest": xxhash.xxh3_128().hexdigest(), "segments": []}
@@ -68,80 +69,72 @@ def _batches(folder: Path) -> list[int]:
         return sorted(int(m[1]) for entry in entries if (m := _NAME.fullmatch(entry.name)))
 
 
-class FolderSender:
-    """Sends one rank into ``shared``; the rest as sender.RankSender."""
+class FolderWire:
+    """The sender's end, used as line.Wire. What is sent up to a SYNC or END is one batch, after the HELLO and the
+    run.json that were sent first; the answer is what the receiver says once it has taken that batch. journal: of the
+    rank that is sent; patience: seconds in which nothing is taken. Raises NotSent, FrameError, OSError."""
 
-    def __init__(
-        self, dump: Path, rank: int, shared: Path, *, totals: tuple[int, int] | None, follow: bool, patience: float,
-        say: Callable[[str], object], stop: threading.Event,
-    ):  # fmt: skip
-        self.dump, self.rank, self.totals, self.follow, self.patience = dump, rank, totals, follow, patience
-        self._say, self._stop = say, stop
+    def __init__(self, shared: Path, rank: int, journal: Path, patience: float, stop: threading.Event):
+        self._rank, self._journal, self._patience, self._stop = rank, journal, patience, stop
         self._folder = shared / rank_dir(rank)
-        self.bytes = self.connections = 0
-        self.tail = RankTail(dump, rank)
-        self._damaged = 0
-
-    def run(self) -> None:
-        """Raises NotSent."""
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._send()
-        except (FrameError, TailError, OSError) as error:
-            raise NotSent(f"rank {self.rank}: {error}") from None
-
-    def _send(self) -> None:
-        self._begin()
-        parts: list[bytes | memoryview] = []
-        size, quiet = 0, time.monotonic()
-        while not self._stop.is_set():
-            for piece, n in self.tail.pieces():
-                parts += [bytes(p) for p in piece]
-                size, quiet = size + n, time.monotonic()
-                if size >= _BATCH:
-                    self._put(parts, size)
-                    parts, size = [], 0
-                if self._stop.is_set():
-                    return
-            if size:
-                self._put(parts, size)
-                parts, size = [], 0
-            quiet_s = time.monotonic() - quiet
-            if not self.follow or self.tail.ended or (quiet_s > IDLE_S and self.tail.abandoned()):
-                self._put(frames.words(END, {"journal": self.tail.at}), 0)
-                if self._taken():
-                    return
-                quiet = time.monotonic()
-            self._stop.wait(POLL_S)
-
-    def _begin(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._hello: dict[str, Any] = {}
+        self._run: list[Any] = []
+        self._parts: list[Any] = []
+        self._sent: deque[int] = deque()
         have = self._have()
         self._damaged = int(have.get("damaged") or 0)
-        self.tail.begin({key: have.get(key, _EMPTY[key]) for key in _EMPTY})
         self._next = max(_batches(self._folder), default=int(have.get("batch", -1))) + 1
 
+    def send(self, parts: Sequence[Any], within: float = 0.0) -> None:
+        """Whole pieces, of one kind."""
+        kind = frames.length_of(bytes(parts[0][: frames.HEAD.size]))[0] if parts else RUN
+        if kind == HELLO:
+            self._hello = frames.json_in(parts[1])
+        elif kind == RUN:
+            self._run = list(parts)
+        else:
+            self._parts += [bytes(p) for p in parts]
+        if kind in (SYNC, END):
+            self._put()
+
+    def receive(self, within: float) -> tuple[int, bytes | bytearray]:
+        """WELCOME before a batch is sent, then HAVE for each; REFUSED. Raises Broken for a batch that was damaged."""
+        since, before = time.monotonic(), -1
+        while not self._stop.is_set():
+            have = self._have()
+            if have.get("refused"):
+                return REFUSED, orjson.dumps({"why": str(have["refused"])[:500]})
+            if not self._sent:
+                return WELCOME, orjson.dumps({key: have.get(key, _EMPTY[key]) for key in _EMPTY})
+            if int(have.get("damaged") or 0) > self._damaged:
+                raise Broken("a batch arrived damaged")
+            if (taken := int(have.get("batch", -1))) >= self._sent[0]:
+                self._sent.popleft()
+                return HAVE, b"{}"
+            if taken != before:
+                since, before = time.monotonic(), taken
+            elif time.monotonic() - since > self._patience:
+                raise NotSent(f"rank {self._rank}: nobody has taken {self._folder} for {self._patience:.0f} s")
+            self._stop.wait(POLL_S)
+        return HAVE, b"{}"
+
+    def close(self) -> None:
+        """There is nothing that is open."""
+
+    cut = close
+
     def _have(self) -> dict[str, Any]:
-        """What the receiver says. Raises NotSent where it takes no more."""
+        """What the receiver says."""
         try:
-            with os.fdopen(open_regular(self._folder / HAVE), "rb") as f:
-                message = frames.json_in(f.read(frames.CHUNK))
+            with os.fdopen(open_regular(self._folder / HAVE_FILE), "rb") as f:
+                return frames.json_in(f.read(frames.CHUNK))
         except FileNotFoundError:
             return dict(_EMPTY)
-        if message.get("refused"):
-            raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message['refused'])[:500]}")
-        return message
 
-    def _put(self, parts: list[Any], size: int) -> None:
-        """One batch. Waits while there are many."""
-        message = {"protocol": PROTOCOL, "rank": self.rank, "totals": self.totals, "run": _first_line(self.tail.path)}
-        whole = b"".join([*frames.words(HELLO, message), *frames.run_piece(self.dump), *parts, frames.head(SYNC, 0)])
-        since, before = time.monotonic(), -1
-        while not self._stop.is_set() and len(waiting := _batches(self._folder)) >= _WAITING:
-            if waiting[0] != before:
-                since, before = time.monotonic(), waiting[0]
-            elif time.monotonic() - since > self.patience:
-                raise NotSent(f"rank {self.rank}: nobody has taken {self._folder} for {self.patience:.0f} s")
-            self._stop.wait(POLL_S)
+    def _put(self) -> None:
+        message = {**self._hello, "run": _first_line(self._journal)}
+        whole = b"".join([*frames.words(HELLO, message), *self._run, *self._parts])
         part = self._folder / f".{self._next:08d}.part"
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with os.fdopen(fd, "wb") as f:
@@ -150,29 +143,9 @@ class FolderSender:
             f.flush()
             os.fsync(fd)
         os.rename(part, self._folder / f"{self._next:08d}.batch")
+        self._sent.append(self._next)
         self._next += 1
-        self.bytes += size
-        have = self._have()
-        if int(have.get("damaged") or 0) > self._damaged:
-            self._say(f"rank {self.rank}: a batch arrived damaged: going on behind what is there")
-            self._begin()
-
-    def _taken(self) -> bool:
-        """Waits until all is there; False where it has to be sent again."""
-        since, before = time.monotonic(), -1
-        while not self._stop.is_set():
-            have = self._have()
-            if have.get("done") is True and have.get("journal") == self.tail.at:
-                return True
-            if int(have.get("damaged") or 0) > self._damaged:
-                self._begin()
-                return False
-            if have.get("journal") != before:
-                since, before = time.monotonic(), have["journal"]
-            elif time.monotonic() - since > self.patience:
-                raise NotSent(f"rank {self.rank}: nobody has taken {self._folder} for {self.patience:.0f} s")
-            self._stop.wait(POLL_S)
-        return True
+        self._parts.clear()
 
 
 class FolderReceiver:
@@ -237,15 +210,8 @@ class FolderReceiver:
             whole = f.read(size)
         if xxhash.xxh3_128_digest(whole[:-_DIGEST]) != whole[-_DIGEST:]:
             raise FrameError("its digest is of other bytes")
-        at = 0
-
-        def read(n: int) -> bytes:
-            nonlocal at
-            at += n
-            return whole[at - n : at]
-
         arrival: RankArrival | None = None
-        for kind, body in frames.pieces(read, size - _DIGEST):
+        for kind, body in frames.pieces(io.BytesIO(whole).read, size - _DIGEST):
             if kind == HELLO and arrival is None:
                 message = frames.json_in(body)
                 if message.get("rank") != rank:
@@ -264,4 +230,4 @@ class FolderReceiver:
         return arrival
 
     def _write(self, folder: Path, have: dict[str, Any]) -> None:
-        write_private(folder / HAVE, json.dumps(have) + "\n")
+        write_private(folder / HAVE_FILE, json.dumps(have) + "\n")

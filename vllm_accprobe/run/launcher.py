@@ -4,129 +4,25 @@ The problem: a command may be a server that never ends and wants one SIGINT, a s
 for the shell with children of its own; Ctrl-C reaches a whole process group, ``kill`` one process; and we may be killed
 meanwhile. The idea: `run` is as if nobody stood in between. Where stdin is a terminal the command stays in our process
 group and is only passed what others sent to us; elsewhere it gets a group of its own and everything through us, once.
-Signals are waited for, not caught. `Background` runs a command in a session of its own with a log; at its end it gets
-SIGTERM, its group time to follow, then SIGKILL. A `Guard` sends SIGTERM where we die first. `server_command` reads from
-the words whether a command is a server, and gives it a free port.
+Signals are waited for, not caught. A `Guard` sends SIGTERM where we die first.
 
-Not here: requests to a server (gate/sending, doctor/graph_proof.py), progress
-(watcher.py).
+Not here: commands in the background, and servers (gate/served_run.py), progress (watcher.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from vllm_accprobe.config import ENV, PREFIX, RUN_ID, ConfigError, ProbeConfig, default_dir
 from vllm_accprobe.dump.schema import RUN_JSON
-
-_SERVER_MODULE = "vllm.entrypoints."
-_DEFAULT_PORT = 8000
-"""derived: vLLM's own."""
-_EVERYWHERE = ("", "0.0.0.0", "::", "localhost")
-_REFUSED = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--headless")
-
-
-class ServerCommandError(ValueError):
-    """The command cannot be used; one line."""
-
-
-@dataclass(frozen=True)
-class ServerCommand:
-    """words: the command as it is run. url: where it serves, "" for a program that ends by itself. key: for its
-    clients; never printed."""
-
-    words: tuple[str, ...]
-    url: str = ""
-    key: str = ""
-
-    def __repr__(self) -> str:
-        return f"ServerCommand({self.words[:1]}, {self.url!r})"
-
-
-def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
-    """How ``words`` are run. port: set by the user: the command is a server, and listens there.
-
-    Raises ServerCommandError for a server that gets no requests, or whose port is taken.
-    """
-    if not words:
-        raise ServerCommandError("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
-    one_line = len(words) == 1 and " " in words[0]
-    parts = split_line(words[0]) if one_line else list(words)
-    if port is None and not _serves(parts):
-        return ServerCommand(tuple(words))
-    for option in _REFUSED:
-        if any(part == option or part.startswith(option + "=") for part in parts):
-            raise ServerCommandError(f"{option}: a server is asked over plain HTTP; leave it away for this")
-    value = option_of(parts, "--port")
-    if port is not None and value is not None and value != str(port):
-        raise ServerCommandError(f"--port={port}, and the command says --port {value}")
-    host = option_of(parts, "--host") or ""
-    host = "127.0.0.1" if host in _EVERYWHERE else host
-    full = tuple(words)
-    if value is None and port is None and not one_line:
-        port = _free_port()
-        full += (f"--port={port}",)
-    elif port is None:
-        port = int(value) if value is not None and value.isdecimal() else _DEFAULT_PORT
-    if _taken(host, port):
-        raise ServerCommandError(f"something listens on port {port} of {host} already: end it, or name another --port")
-    key = option_of(parts, "--api-key") or environ.get("VLLM_API_KEY", "")
-    return ServerCommand(full, f"http://{f'[{host}]' if ':' in host else host}:{port}", key)
-
-
-def _serves(parts: Sequence[str]) -> bool:
-    for part, after in zip(parts, [*parts[1:], ""], strict=True):
-        if Path(part).name == "vllm" and after == "serve":
-            return True
-        if part.startswith(_SERVER_MODULE) and part.endswith("api_server"):
-            return True
-    return False
-
-
-def option_of(parts: Sequence[str], name: str) -> str | None:
-    """The last value of the option ``name`` (``--port``) among a command's words."""
-    found = None
-    for part, after in zip(parts, [*parts[1:], ""], strict=True):
-        if part == name and after:
-            found = after
-        elif part.startswith(name + "="):
-            found = part[len(name) + 1 :]
-    return found
-
-
-def split_line(line: str) -> list[str]:
-    """A command's words; of a line for the shell, which may be more than words, what blanks part."""
-    try:
-        return shlex.split(line)
-    except ValueError:
-        return line.split()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _taken(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=2):
-            return True
-    except OSError:
-        return False
-
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WAIT_S = 0.25
@@ -220,9 +116,11 @@ class Guard:
                 os.write(self._shell.stdin.fileno(), b"%d\n" % target)
 
     def dismiss(self) -> None:
-        if self._shell is not None:
+        """Also twice."""
+        shell, self._shell = self._shell, None
+        if shell is not None:
             with contextlib.suppress(OSError):
-                self._shell.communicate(b"done\n")
+                shell.communicate(b"done\n")
 
 
 class _Waiter:
@@ -270,100 +168,6 @@ def _is_terminal(stream: object) -> bool:
         return bool(stream.isatty())  # type: ignore[attr-defined]
     except (AttributeError, ValueError, OSError):
         return False
-
-
-_STOP_S = 60.0
-"""chosen: what an engine may take to close its dump and free its device."""
-_LOOK_S = 0.1
-_TAIL = 1 << 16
-
-
-class Background:
-    """``with Background(words, environ, log=...) as command:``; the command's output goes to ``log``, a new file.
-
-    Raises LaunchError where there is no such program, OSError where ``log`` cannot be made.
-    """
-
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str], *, log: Path, stop_s: float = _STOP_S):
-        self.log = log
-        self._argv = command_line(words, environ)
-        self._environ = dict(environ)
-        self._stop_s = stop_s
-        self._guard: Guard | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Background:
-        fd = os.open(self.log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        self._guard = guard = Guard()
-        try:
-            self._process = subprocess.Popen(
-                self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=fd, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=lambda: guard.watch(-os.getpid()),
-            )  # fmt: skip
-        except BaseException:
-            guard.dismiss()
-            raise
-        finally:
-            os.close(fd)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._end()
-        finally:
-            if self._guard is not None:
-                self._guard.dismiss()
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code, 128 + n where signal n ended it; None while it runs."""
-        code = None if self._process is None else self._process.poll()
-        return 128 - code if code is not None and code < 0 else code
-
-    def wait(self, timeout: float) -> int | None:
-        """Its exit code, or None where it still runs after ``timeout`` seconds."""
-        end = time.monotonic() + timeout
-        while self.code is None and time.monotonic() < end:
-            time.sleep(_LOOK_S)
-        return self.code
-
-    def tail(self, lines: int = 20) -> list[str]:
-        """The last lines of its log."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))
-                return file.read().decode(errors="replace").splitlines()[-lines:]
-        except OSError:
-            return []
-
-    def _end(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + self._stop_s
-        try:
-            # The front end ends before its engine has; the engine closes the dump.
-            while (process.poll() is None or self._anybody_left()) and time.monotonic() < end:
-                time.sleep(_LOOK_S)
-        finally:  # also where somebody insists
-            if self._anybody_left():
-                self._to_group(signal.SIGKILL)
-            process.wait()
-
-    def _anybody_left(self) -> bool:
-        return self._to_group(0)
-
-    def _to_group(self, number: int) -> bool:
-        assert self._process is not None
-        try:
-            os.killpg(self._process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return False
-        return True
 
 
 # --- the environment of a command with the probe on ---

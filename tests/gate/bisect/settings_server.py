@@ -16,20 +16,20 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.sending.client import NotServed
+from odd_server import Answer, odd
 
-LENGTH = 512
+from vllm_accprobe.gate.sending.client import NotServed
 
 
 def install(folder: Path) -> Path:
     """Makes the command ``vllm`` in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "vllm"
-    path.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    here = Path(__file__).resolve().parent
+    path.write_text(f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[str(here), str(here.parent / 'sending')]}\n"
                     "from settings_server import main\nmain(sys.argv)\n")  # fmt: skip
     path.chmod(0o700)
     return path
@@ -52,8 +52,8 @@ class Ended(Exception):
     """The command ends with this code."""
 
 
-def server_of(words: list[str], port: int) -> ThreadingHTTPServer:
-    """Listens, and is not served yet. Raises Ended."""
+def answers(words: list[str]) -> Answer:
+    """What the command answers. Raises Ended."""
     if starts := os.environ.get("FAKE_STARTS"):
         with open(starts, "a") as f:
             f.write(" ".join(words) + "\n")
@@ -66,53 +66,32 @@ def server_of(words: list[str], port: int) -> ThreadingHTTPServer:
         bad = n % 2 == 0
     asked = [0]
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if lost and asked[0] > 3:
-                return self.connection.close()
-            if self.path == "/v1/models":
-                return self._say({"data": [{"id": "fake", "max_model_len": LENGTH}]})
-            self._say({"version": "0.32.0"})
+    def said(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        asked[0] += bool(body)
+        if lost and asked[0] > 3:
+            return 0, b""
+        return 200, json.dumps(answer(body, bad) if body else {"version": "0.32.0"}).encode()
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked[0] += 1
-            if lost and asked[0] > 3:
-                return self.connection.close()
-            self._say(answer(body, bad))
-
-        def _say(self, value: dict[str, Any]) -> None:
-            raw = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 128
-
-        def handle_error(self, *_: Any) -> None: ...  # a connection that was closed, which is the point
-
-    return Server(("127.0.0.1", port), Handler)
+    return said
 
 
 def main(argv: list[str]) -> None:
     """As a command."""
     port = next(int(w.partition("=")[2]) for w in argv if w.startswith("--port="))
     try:
-        server = server_of(argv[1:], port)
+        said = answers(argv[1:])
     except Ended as e:
         print("ValueError: no such combination")
         sys.exit(e.args[0])
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
-    server.serve_forever(poll_interval=0.02)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with odd(said, forced=True, port=port):
+        stop.wait()
 
 
 @contextmanager
-def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) -> Iterator[tuple[str, str]]:
-    """In place of gate/sides.py's, in this process: no time is spent on processes."""
+def served(command: str, environ: Mapping[str, str], out: Path, *_: object) -> Iterator[tuple[str, str]]:
+    """In place of gate/served_run.py's, in this process: no time is spent on processes."""
     log = out / f"engine-{len(list(out.glob('engine-*.log')))}.log"
     log.write_text("")
     log.chmod(0o600)
@@ -120,19 +99,14 @@ def served(command: str, environ: Mapping[str, str], out: Path, ready_s: float) 
     os.environ.clear()
     os.environ.update(environ)
     try:
-        server = server_of(shlex.split(command), 0)
+        said = answers(shlex.split(command))
     except Ended as e:
         raise NotServed(f"the command ended with exit code {e} before it served; read {log}") from None
     finally:
         os.environ.clear()
         os.environ.update(before)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", ""
-    finally:
-        server.shutdown()
-        server.server_close()
+    with odd(said, forced=True) as (url, _):
+        yield url, ""
 
 
 def answer(body: dict[str, Any], bad: bool) -> dict[str, Any]:

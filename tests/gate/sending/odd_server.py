@@ -58,6 +58,8 @@ def odd(answer: Answer, *, forced: bool = False, port: int = 0) -> Iterator[tupl
         def log_message(self, *_: Any) -> None: ...
 
     class Server(ThreadingHTTPServer):
+        request_queue_size = 128
+
         def handle_error(self, *_: Any) -> None: ...  # a connection that was closed, which is the point
 
     server = Server(("127.0.0.1", port), Handler)

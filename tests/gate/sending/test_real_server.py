@@ -82,7 +82,8 @@ def test_a_hang_is_one_line_and_the_same_command_goes_on(server: Server, tmp_pat
     asked = [{"id": f"p{i}", "token_ids": [50 + i, 60, 70], "max_tokens": 2} for i in range(5)]
     out = tmp_path / "out"
     words = ["send", prompts(tmp_path / "p.jsonl", asked), "--url", server.url, "--out", str(out), "--arrive", "all"]
-    group = os.getpgid(next(c.pid for c in psutil.net_connections() if c.laddr[1:] == (server.port,) and c.pid))
+    port = int(server.url.rpartition(":")[2])
+    group = os.getpgid(next(c.pid for c in psutil.net_connections() if c.laddr[1:] == (port,) and c.pid))
     os.killpg(group, signal.SIGSTOP)
     try:
         began = time.monotonic()

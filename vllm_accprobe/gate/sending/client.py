@@ -264,7 +264,7 @@ class Sender:
     def introduced(self) -> tuple[Sender, dict[str, Any]]:
         """With the name of the model, the first that the server has, and what it says of itself. Raises SendError."""
         patient = replace(self, timeout=min(self.timeout, INTRODUCTION_S))
-        status, models = patient._exchange("GET", "/v1/models", None, "", {})
+        status, models = patient.exchange("GET", "/v1/models")
         if status in (401, 403):
             raise SendError(f"{self.url} wants a key ({status}): put it into VLLM_API_KEY")
         try:
@@ -274,14 +274,14 @@ class Sender:
             raise SendError(
                 f"{self.url}/v1/models names no model ({status}): is it an OpenAI-compatible server?"
             ) from None
-        _, version = self._exchange("GET", "/version", None, "", {})
+        _, version = self.exchange("GET", "/version")
         known = {"version": version.get("version") if isinstance(version, dict) else None, "model": model}
         return replace(self, model=model), known | {"max_model_len": first.get("max_model_len")}
 
     def healthy(self) -> bool:
         """Whether it still answers anything."""
         try:
-            status, _ = replace(self, timeout=min(self.timeout, 10.0))._exchange("GET", "/health", None, "", {})
+            status, _ = replace(self, timeout=min(self.timeout, 10.0)).exchange("GET", "/health")
         except SendError:
             return False
         return status < 500
@@ -310,7 +310,7 @@ class Sender:
         if line.along is not None and (why := unsendable(line, self.way, self.score_tokens)):
             return Reply(line.name, round(began - zero, 6), 0.0, refused=why)
         route, body = self.body(line)
-        status, answer = self._exchange("POST", route, body, request_id, open_ones)
+        status, answer = self.exchange("POST", route, body, request_id, open_ones)
         reply = Reply(line.name, round(began - zero, 6), round(time.monotonic() - began, 6))
         disabled = status == 403 and route == GENERATE  # what vLLM says there without --enable-scale-out
         if status in (401, 403) and not disabled:
@@ -357,14 +357,17 @@ class Sender:
 
     def tokenized(self, text: str) -> list[int] | None:
         """The ids that the server makes of a prompt; None where it does not tell. Raises ServerLost."""
-        status, answer = self._exchange("POST", "/tokenize", {"model": self.model, "prompt": text}, "", {})
+        status, answer = self.exchange("POST", "/tokenize", {"model": self.model, "prompt": text})
         found = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
         return found if isinstance(found, list) and all(type(i) is int for i in found) else None
 
-    def _exchange(
-        self, method: str, path: str, body: Any, request_id: str, open_ones: dict[int, socket.socket]
-    ) -> tuple[int, Any]:
-        """(status, json or None). Raises ServerLost where no answer came."""
+    def exchange(
+        self, method: str, path: str, body: Any = None, request_id: str = "",
+        open_ones: dict[int, socket.socket] | None = None,
+    ) -> tuple[int, Any]:  # fmt: skip
+        """(status, json or None) of one request on a connection of its own. open_ones: where its socket stands
+        meanwhile. Raises ServerLost where no answer came."""
+        open_ones = {} if open_ones is None else open_ones
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         assert parts.hostname is not None

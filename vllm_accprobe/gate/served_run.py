@@ -1,0 +1,320 @@
+"""A server that a command starts: from the words to its first answer, its log, and its end.
+
+The problem: many commands start an engine, which takes minutes, may die of a wrong word, and leaves thousands of lines
+of which one says why. The idea: `server_command` reads from the words whether a command is a server, and gives it a
+free port. `ServedRun` runs it in a session of its own with a log, and says while it starts how far it is; at its end
+the command gets SIGTERM, its group time to follow, then SIGKILL. Where it dies, vLLM's own error is in the message,
+and for the usual ones what to change (`ADVICE`). `served` is all of that for a line as a user types it.
+
+Not here: requests (sending/), commands in the foreground (run/launcher.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_accprobe.gate.bisect.edits import ServeCommand
+from vllm_accprobe.gate.sending import replies
+from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
+from vllm_accprobe.run.launcher import Guard, LaunchError, command_line
+
+_SERVER_MODULE = "vllm.entrypoints."
+_DEFAULT_PORT = 8000
+"""derived: vLLM's own."""
+_EVERYWHERE = ("", "0.0.0.0", "::", "localhost")
+_REFUSED = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--headless")
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """words: the command as it is run. url: where it serves, "" for a program that ends by itself. key: for its
+    clients; never printed."""
+
+    words: tuple[str, ...]
+    url: str = ""
+    key: str = ""
+
+    def __repr__(self) -> str:
+        return f"ServerCommand({self.words[:1]}, {self.url!r})"
+
+
+def server_command(words: Sequence[str], environ: Mapping[str, str], port: int | None = None) -> ServerCommand:
+    """How ``words`` are run. port: the user's: the command is a server, and listens there.
+
+    Raises NotServed for a server without plain HTTP, or whose port is taken.
+    """
+    if not words:
+        raise NotServed("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
+    one_line = len(words) == 1 and " " in words[0]
+    parts = split_line(words[0]) if one_line else list(words)
+    if port is None and not _serves(parts):
+        return ServerCommand(tuple(words))
+    command = ServeCommand(tuple(parts))
+    for option in _REFUSED:
+        if command.get(option) is not None:
+            raise NotServed(f"{option}: a server is asked over plain HTTP; leave it away for this")
+    value = command.get("--port") or None
+    if port is not None and value is not None and value != str(port):
+        raise NotServed(f"--port={port}, and the command says --port {value}")
+    host = command.get("--host") or ""
+    host = "127.0.0.1" if host in _EVERYWHERE else host
+    full = tuple(words)
+    if value is None and port is None and not one_line:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        full += (f"--port={port}",)
+    elif port is None:
+        port = int(value) if value is not None and value.isdecimal() else _DEFAULT_PORT
+    if _taken(host, port):
+        raise NotServed(f"something listens on port {port} of {host} already: end it, or name another --port")
+    key = command.get("--api-key") or environ.get("VLLM_API_KEY", "")
+    return ServerCommand(full, f"http://{f'[{host}]' if ':' in host else host}:{port}", key)
+
+
+def _serves(parts: Sequence[str]) -> bool:
+    return any(
+        (Path(part).name == "vllm" and after == "serve")
+        or (part.startswith(_SERVER_MODULE) and part.endswith("api_server"))
+        for part, after in itertools.zip_longest(parts, parts[1:])
+    )
+
+
+def split_line(line: str) -> list[str]:
+    """A command's words; of a line for the shell, which may be more than words, what blanks part."""
+    try:
+        return shlex.split(line)
+    except ValueError:
+        return line.split()
+
+
+def _taken(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+_MEMORY = "--gpu-memory-utilization (of the host's memory on a CPU)"
+ADVICE = (
+    (r"KV cache is needed, which is larger than|No available memory for the cache blocks",
+     f"lower --max-model-len, or raise {_MEMORY}, or name --kv-cache-memory-bytes"),
+    (r"is less than (desired|the engine's budget)",
+     f"another process has the memory: end it, or lower {_MEMORY}, or name --kv-cache-memory-bytes"),
+    (r"OutOfMemoryError|out of memory|Cannot allocate memory|not enough memory",
+     f"lower {_MEMORY}, --max-num-seqs or --max-num-batched-tokens, or raise --tensor-parallel-size"),
+    (r"Address already in use|EADDRINUSE", "end what listens there, or name another --port"),
+    (r"Invalid repository ID or local directory|Repo id must be|is not a local folder|couldn't connect to '?https?://"
+     r"|does not appear to have a file named|No such file or directory: .*config\.json|LocalEntryNotFoundError",
+     "no model is in that folder: write the path of a folder with config.json as it is from here, or download it"),
+    (r"unrecognized arguments|invalid choice|the following arguments are required|expected one argument",
+     "this release of vLLM reads its options otherwise: vllm serve --help=all"),
+    (r"max_model_len .* is greater than", "lower --max-model-len"),
+    (r"Failed to infer device type|Found no NVIDIA driver|No module named 'vllm_",
+     "this vLLM finds no device: `accprobe doctor` examines the platform"),
+)  # fmt: skip
+"""(pattern in an error of vLLM's, torch's or the system's; what to change). The first that fits."""
+_PREFIX = re.compile(r"^(?:\([\w ]+ pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] )?)?")
+_ERROR = re.compile(
+    r"(?:[A-Za-z_][\w.]*(?:Error|Exception|Failure|Exit|Exhausted)|Exception)(?:: .*)?|[\w. ]+: error: .+"
+)
+_FOLLOWS = re.compile(
+    r"Engine core initialization failed|Engine core proc|Frontend process failed|EngineDeadError|WorkerProc "
+    r"initialization failed|See (?:stack trace|root cause)|CancelledError|SystemExit|BrokenPipeError|Executor failed"
+)
+"""Errors of a process whose other process failed first."""
+_MOST = 400
+"""Chosen: characters of an error that is quoted."""
+
+
+def cause(log: str) -> str:
+    """The error that a log ends with, in vLLM's own words, and what to change where that is known: ``error; advice``.
+    Its last line where none reads like an error; "" of an empty log."""
+    lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
+    found = ""
+    for line, after in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        if _ERROR.fullmatch(line) and not _FOLLOWS.search(line):
+            more = after.strip() if after.startswith((" ", "\t")) and not after.strip().startswith(("^", "~")) else ""
+            found = f"{line} {more}".strip()
+    found = (found or next((line.strip() for line in reversed(lines) if line.strip()), ""))[:_MOST]
+    advice = next((what for pattern, what in ADVICE if re.search(pattern, found)), "")
+    return f"{found.rstrip('.')}; {advice}" if advice else found
+
+
+_STOP_S = 60.0
+"""chosen: what an engine may take to close its dump and free its device."""
+_LOOK_S = 0.1
+_ASK_S = 0.25
+_SAY_S = 5.0
+"""Chosen: between two lines while an engine starts."""
+_TAIL = 1 << 18
+"""Chosen: bytes of the end of a log; a failed start of two processes writes about 30 kB of tracebacks."""
+Say = Callable[[str], object]
+
+
+def on_stderr(line: str) -> None:
+    """A line for people."""
+    print(f"accprobe: {line}", file=sys.stderr, flush=True)
+
+
+def on_terminal(line: str) -> None:
+    """On stderr where that is a terminal; nothing in a pipe."""
+    if sys.stderr.isatty():
+        on_stderr(line)
+
+
+class ServedRun:
+    """``with ServedRun(command, environ, log=...) as run:``; the command's output goes to ``log``, a new file.
+
+    command: also of a program that ends by itself. say: gets lines while the server starts. Raises NotServed where
+    there is no such program, OSError where ``log`` cannot be made.
+    """
+
+    def __init__(
+        self, command: ServerCommand, environ: Mapping[str, str], *, log: Path, say: Say = on_terminal,
+        stop_s: float = _STOP_S,
+    ):  # fmt: skip
+        self.command, self.log = command, log
+        self._environ, self._say, self._stop_s = dict(environ), say, stop_s
+        try:
+            self._argv = command_line(command.words, environ)
+        except LaunchError as e:
+            raise NotServed(str(e)) from None
+
+    def __enter__(self) -> ServedRun:
+        fd = os.open(self.log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        self._guard = guard = Guard()
+        try:
+            self.process = subprocess.Popen(
+                self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=fd, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=lambda: guard.watch(-os.getpid()),
+            )  # fmt: skip
+        except BaseException:
+            guard.dismiss()
+            raise
+        finally:
+            os.close(fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + self._stop_s
+        try:
+            # The front end ends before its engine has; the engine closes the dump.
+            while (self.process.poll() is None or self._to_group(0)) and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+        finally:  # also where somebody insists
+            self._to_group(signal.SIGKILL)
+            self.process.wait()
+            self._guard.dismiss()
+
+    def ready(self, until: float, option: str = "--ready-timeout") -> None:
+        """Waits for the first answer, to time.monotonic() ``until``, which ``option`` sets. Raises NotServed."""
+        sender = Sender(self.command.url, self.command.key, timeout=2.0)
+        began = shown = time.monotonic()
+        while (now := time.monotonic()) < until:
+            if self.code is not None:
+                raise NotServed(f"the command ended with exit code {self.code} before it served{self.why()}")
+            if sender.healthy():
+                return
+            if now - shown >= _SAY_S:
+                shown, last = now, self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
+                self._say(f"{self.log.stem} has been starting for {now - began:.0f} s" + (f": {last}" if last else ""))
+            time.sleep(_ASK_S)
+        raise NotServed(f"nothing answers at {self.command.url} ({option}); read {self.log}")
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, 128 + n where signal n ended it; None while it runs."""
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit code, or None where it still runs after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while self.code is None and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return self.code
+
+    def tail(self, lines: int = 20) -> list[str]:
+        """The last lines of its log."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))
+                return file.read().decode(errors="replace").splitlines()[-lines:]
+        except OSError:
+            return []
+
+    def why(self) -> str:
+        """``: error; what to change; read LOG``, behind what says that it ended."""
+        found = cause(self._shown("\n".join(self.tail(_TAIL))))
+        return (f": {found}" if found else "") + f"; read {self.log}"
+
+    def lost(self) -> str:
+        """The same where it has ended while it served, "" where it runs. It gets a second: what refuses a connection
+        may be about to die."""
+        code = self.wait(1.0)
+        return "" if code is None else f"; the server ended with exit code {code}{self.why()}"
+
+    def _shown(self, text: str) -> str:
+        return text.replace(self.command.key, "$KEY") if self.command.key else text
+
+    def _to_group(self, number: int) -> bool:
+        """Whether there is anybody left in it."""
+        try:
+            os.killpg(self.process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+
+FORCE = "VLLM_ACCPROBE_FORCE"
+
+
+@contextmanager
+def served(
+    command: str, environ: Mapping[str, str], out: Path, ready_s: float, say: Say = on_terminal
+) -> Iterator[tuple[str, str]]:
+    """(url, key) of the server that ``command`` starts, once it answers; it is ended with the context. out: an existing
+    folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be
+    forced. Raises NotServed; a ServerLost in the context says how the server ended."""
+    try:
+        words = shlex.split(command)
+    except ValueError as e:
+        raise NotServed(str(e)) from None
+    assignments = list(itertools.takewhile(assigns, words))
+    environ, words = {**environ, **dict(word.split("=", 1) for word in assignments)}, words[len(assignments) :]
+    if not words:
+        raise NotServed("write a command, for example --engine 'vllm serve MODEL'")
+    number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
+    if not environ.get(FORCE):
+        environ = {**environ, FORCE: str((out / replies.folder_name(number)).absolute())}
+    server = server_command(words, environ)
+    if not server.url:
+        raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and give --url")
+    with ServedRun(server, environ, log=out / f"engine-{number}.log", say=say) as run:
+        run.ready(time.monotonic() + ready_s)
+        try:
+            yield server.url, server.key
+        except ServerLost as e:
+            raise ServerLost(f"{e}{run.lost()}") from None
+
+
+def assigns(word: str) -> bool:
+    """Whether a word in front of a command is of its environment, as a shell would have it."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isidentifier()
