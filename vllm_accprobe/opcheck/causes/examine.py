@@ -116,17 +116,18 @@ def explained_by(
     chance: float = CHANCE, problems: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """tap → compare.json's ``cause``, of the operators ``blamed`` (their worst rows) that have one. checked: all rows
-    of this side; seconds: for reading, searching and confirming in further layers together; problems: gets a sentence
-    for each cause that failed."""
+    of this side; seconds: of this process, for reading, searching and confirming in further layers together; problems:
+    gets a sentence for each cause that failed."""
     by_tap: dict[tuple[int, str], list[CheckResult]] = {}
     wanted = {(c.rank, c.tap): c for c in blamed if c.step is not None}
     for row in checked if wanted else ():
         if (row.rank, row.tap) in wanted and row.step is not None and row.status in (PASS, FAIL):
             by_tap.setdefault((row.rank, row.tap), []).append(row)
     found: dict[str, dict[str, Any]] = {}
-    causes, ends = Causes(references, golden, seconds=seconds, chance=chance), Deadline(seconds)
+    causes, begun = Causes(references, golden, seconds=seconds, chance=chance), time.process_time()
     for place, worst in wanted.items():
-        if ends.over() or (causes.over() and not causes.known(worst.tap, worst.cls)):
+        spent = seconds is not None and time.process_time() - begun > seconds  # so that a busy machine finds the same
+        if spent or (causes.over() and not causes.known(worst.tap, worst.cls)):
             continue
         most = 1 if causes.known(worst.tap, worst.cls) else _CALLS
         explanation = causes.of_calls(examined(calls, references, worst, by_tap.get(place, ()), most))
