@@ -19,7 +19,7 @@ import torch
 
 from vllm_accprobe import Probe
 from vllm_accprobe.capture.core import recording
-from vllm_accprobe.capture.core.session import Sink
+from vllm_accprobe.capture.core.session import Session, Sink
 from vllm_accprobe.dump.reader import open_dump
 
 EXPECTED = Path(__file__).parent / "expected"
@@ -73,6 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
     "some_rows": {"requests": "call-1,call-2,call-4"},
     "operators": {"ops": True, "steps": "0-1", "parts": "output", "modules": "first,embed"},
     "padded, as a device's": {"staged": True, "mask": True},
+    "tensor, decided anew each time": {"forgetful": True},
+    "stats, decided anew each time": {"forgetful": True, "task": "stats"},
 }
 
 
@@ -81,6 +83,9 @@ def test_the_dump_of_a_forward(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     options = dict(CASES[name])
     if options.pop("staged", False):
         monkeypatch.setattr(recording, "Sink", functools.partial(Sink, staged=True))
+    if options.pop("forgetful", False):
+        take = Session.take
+        monkeypatch.setattr(Session, "take", lambda self, state, sites, *more: take(self, state, {}, *more))
     mask = MASK if options.pop("mask", False) else None
     model = Exact()
     with Probe(model, dir=str(tmp_path / "dump"), **options):
