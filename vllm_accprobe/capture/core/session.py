@@ -32,7 +32,7 @@ import xxhash
 
 from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import EncoderDataParallel, RowForm, RowMaps, Space
-from vllm_accprobe.capture.core.staging import DeviceStaging
+from vllm_accprobe.capture.core.staging import Callback, DeviceStaging
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP, STOP, TensorHead
 from vllm_accprobe.dump.journal_writer import Event, TensorLine, TensorTemplate, template_of
@@ -398,7 +398,7 @@ class Sink:
         self.seen.update(self.lasting)
         self._rowmaps.new_step()
 
-    def arrived(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def arrived(self, tensors: Sequence[torch.Tensor], take: Callback) -> None:
         """Gives ``take`` the tensors in host memory, in order: now, or on the staging thread."""
         if self._staging is None:
             take(tensors)
