@@ -138,7 +138,7 @@ def test_an_exception_in_the_probe_never_reaches_the_model(tmp_path: Path, caplo
         raise RuntimeError("planted")
 
     before = model(IDS)["logits"]
-    probe.session.sink.tensor = broken  # type: ignore[method-assign]
+    probe.session.sink.take = broken  # type: ignore[method-assign]
     assert torch.equal(model(IDS)["logits"], before)
     assert torch.equal(model(IDS)["logits"], before)
     probe.close()

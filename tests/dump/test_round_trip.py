@@ -13,7 +13,8 @@ import xxhash
 from dumps import bits, parts, put, tensor_event, writer
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.journal_writer import TensorLine
+from vllm_accprobe.dump.journal import TensorHead
+from vllm_accprobe.dump.journal_writer import template_of
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import Payload, Stats
 from vllm_accprobe.dump.stats import StatsCell, tensor_stats
@@ -92,7 +93,8 @@ def test_parts_are_joined_and_large_payloads_span_blocks(tmp_path):
     cell = StatsCell(None, xxhash.xxh3_128_hexdigest(whole.tobytes()), "bfloat16")
     event = tensor_event("t", whole, "bfloat16", shape=(whole.size // 2,))
     p = w.put([*parts(a), (0, 0), *parts(b), *parts(c)], event, cell)
-    w.line(TensorLine(tensor_event("same", whole, "bfloat16", shape=(2, whole.size // 4)), cell))
+    template = template_of(TensorHead("same", "Linear", "output.0"), "bfloat16", (2, whole.size // 4), whole.nbytes)
+    w.line((template, 0, 0, 0, cell))
     w.close("done", {})
     dump = open_dump(root)
     first, same = dump.records

@@ -86,7 +86,7 @@ def _sabotage(engine: Any) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted in the probe")
 
-    engine.model_executor.driver_worker._accprobe.observers[0].session.sink.tensor = broken
+    engine.model_executor.driver_worker._accprobe.observers[0].session.sink.take = broken
 
 
 def _limit_files(megabytes: str) -> None:

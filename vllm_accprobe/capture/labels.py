@@ -230,7 +230,8 @@ class Labels:
                 tap = LABEL_TAP + name
                 call = self._call(state, tap, source)
                 session.fired.add(tap)
-                session.record(state, tap, "label", source, call, self._where_taken(tensor.detach()), self._part(state))
+                tensor = self._where_taken(tensor.detach())
+                session.take(state, {}, tap, "label", source, call, tensor, self._part(state))
             else:
                 self._promise(state, source, LABEL_TAP + name, os.fspath(path or ""))
         except Exception as error:

@@ -4,7 +4,7 @@ The problem: a journal may come from a killed run, a newer release or a stranger
 numbers it may use as sizes; keys and defaults must not be said twice. The idea: a line's keys are the fields of its
 dataclass, each read as its type says; a `LineKind` declares what differs. What does not hold is a ValueError with a
 short reason, which the reader counts. Tensors' and operators' lines, thousands per step, are written by hand: what the
-tap knows is a `TensorHead`, and `cell_fields` adds what the bytes tell when the line is written.
+tap knows is a `TensorHead`.
 
 An operator's argument is a VALUE, a small closed language of JSON; nothing else is let in:
 
@@ -428,53 +428,36 @@ def _sum(e: Event, key: str) -> str:
 
 
 class TensorHead(NamedTuple):
-    """What a tap knows of a tensor, see `Record`. step: None of a parameter. layout: as `Layout.to_event` gives it,
-    None for a whole tensor; view: stride and storage offset, None for a contiguous one. (No dataclass: those that are
-    frozen take five times as long to make.)"""
+    """What a tap knows of its tensors, see `Record`. layout: as `Layout.to_event` gives it, None for a whole tensor.
+    once: a parameter's, which is of no step. view: stride and storage offset, None for contiguous ones. (No dataclass:
+    those that are frozen take five times as long to make.)"""
 
-    step: int | None
     tap: str
     cls: str
     role: str
-    call: int = 0
-    seq: int = 0
     rows: str | None = None
     row_dim: int = 0
     layout: Mapping[str, Any] | None = None
     mutated: bool = False
     sample: str | None = None
+    once: bool = False
     view: tuple[tuple[int, ...], int] | None = None
 
-    def line(self, dtype: str, shape: Sequence[int]) -> dict[str, Any]:
-        """The line without what its bytes tell."""
-        step, tap, cls, role, call, seq, rows, row_dim, layout, mutated, sample, view = self
-        line: dict[str, Any] = {"event": "param"} if step is None else {"event": "tensor", "step": step}
-        line |= {
-            "tap": tap, "class": cls, "role": role, "call": call, "seq": seq, "rows": rows, "row_dim": row_dim,
+    def line(self) -> dict[str, Any]:
+        """What stays in the line of every tensor here, whatever its form, its bytes and its place in a step."""
+        line: dict[str, Any] = {
+            "event": "param" if self.once else "tensor", "tap": self.tap, "class": self.cls, "role": self.role,
+            "rows": self.rows, "row_dim": self.row_dim,
         }  # fmt: skip
-        form: dict[str, Any] = {"dtype": dtype, "shape": shape}
-        if step is None:
-            line |= form
-            form = {}
-        if sample is not None:
-            line["sample"] = sample
-        if layout is not None:
-            line["layout"] = layout
-        if mutated:
+        if self.sample is not None:
+            line["sample"] = self.sample
+        if self.layout is not None:
+            line["layout"] = self.layout
+        if self.mutated:
             line["mutated"] = True
-        if view is not None:
-            line["stride"], line["offset"] = view
-        return line | form
-
-
-def cell_fields(cell: StatsCell) -> dict[str, Any]:
-    """What the bytes tell, and where they lie, as far as it is known by now."""
-    line: dict[str, Any] = {} if cell.hash is None else {"hash": cell.hash}
-    line["stats"] = cell.value
-    payload = cell.payload
-    if payload is not None:
-        line |= {"seg": payload.seg, "off": payload.off, "nbytes": payload.nbytes}
-    return line
+        if self.view is not None:
+            line["stride"], line["offset"] = self.view
+        return line
 
 
 def last(line: dict[str, Any], *keys: str) -> dict[str, Any]:

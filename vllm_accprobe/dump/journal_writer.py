@@ -30,7 +30,7 @@ import xxhash
 
 from vllm_accprobe.dump.files import HeaderEntry, entry_key, entry_room, numbered_siblings, write_all
 from vllm_accprobe.dump.findings import ErrcheckError, alive, read
-from vllm_accprobe.dump.journal import TensorHead, cell_fields, last
+from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, SCHEMA, Payload
 from vllm_accprobe.dump.stats import StatsCell, in_words
 
@@ -212,45 +212,63 @@ def write_run_json(root: Path, run: Mapping[str, Any]) -> bool:
         temporary.unlink(missing_ok=True)
 
 
-_CHANGES = ("step", "call", "seq")
-
-
 class TensorTemplate:
-    """head: of the tensors' lines, whatever its step, call and seq. ``nbytes``: size of the payload. ``room``: header
-    bytes that an entry takes."""
+    """The part of a tensor's line that stays: made once for each tap, role and form.
 
-    __slots__ = ("dtype", "nbytes", "role", "room", "shape", "tap", "text")
+    line: what stands in it besides the form, `TensorHead.line`. shape: of what is stored. ``nbytes``: size of the
+    payload. ``room``: header bytes that an entry takes.
+    """
 
-    def __init__(self, head: TensorHead, dtype: str, shape: tuple[int, ...], nbytes: int):
-        line = last(head.line(dtype, shape), "layout", "mutated")
-        self.text = encode({k: v for k, v in line.items() if k not in _CHANGES}).decode()[:-2]
-        self.tap, self.role = head.tap, head.role
-        self.dtype = dtype
-        self.shape = shape
-        self.nbytes = nbytes
-        self.room = entry_room(head.tap, head.role, len(shape))
+    __slots__ = ("_front", "dtype", "nbytes", "role", "room", "shape", "tap", "text")
 
-    def entry(self, step: int, call: int, payload: Payload) -> HeaderEntry:
+    def __init__(self, line: Mapping[str, Any], dtype: str, shape: tuple[int, ...], nbytes: int):
+        self._front = encode(line).decode()[:-2]
+        self.tap, self.role = str(line["tap"]), str(line["role"])
+        self._shaped(dtype, shape, nbytes)
+
+    def reshaped(self, dtype: str, shape: tuple[int, ...], nbytes: int) -> TensorTemplate:
+        """The same tap and role with tensors of another form, which costs a tenth of a new template."""
+        other = TensorTemplate.__new__(TensorTemplate)
+        other._front, other.tap, other.role = self._front, self.tap, self.role
+        other._shaped(dtype, shape, nbytes)
+        return other
+
+    def _shaped(self, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+        """All that a tensor's form says in its line stands here."""
+        self.dtype, self.shape, self.nbytes = dtype, shape, nbytes
+        self.room = entry_room(self.tap, self.role, len(shape))
+        self.text = f'{self._front},"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
+
+    def entry(self, step: int | None, call: int, payload: Payload) -> HeaderEntry:
         """The tensor's entry in a segment's header."""
         key = entry_key(step, self.tap, self.role, call)
         return HeaderEntry(key, self.dtype, self.shape, payload.off, payload.nbytes)
 
 
-TemplateLine = tuple[TensorTemplate, int, int, int, StatsCell]
-"""A tensor's line: template, step, call, seq, and the cell that has its hash, and by now place and statistics."""
+def template_of(head: TensorHead, dtype: str, shape: tuple[int, ...], nbytes: int) -> TensorTemplate:
+    """The template of the tensors at ``head``."""
+    return TensorTemplate(head.line(), dtype, shape, nbytes)
 
 
-def spell(line: TemplateLine) -> bytes:
+TensorLine = tuple[TensorTemplate, "int | None", int, int, StatsCell]
+"""A tensor's line on its way: template, step (None of a parameter), call, seq, and the cell that has its hash, and by
+the time of writing place and statistics."""
+
+
+def spell(line: TensorLine) -> str:
     """The line as it is written."""
     template, step, call, seq, cell = line
-    return f'{template.text},"call":{call},"seq":{seq},"step":{step}{cell.text or _spell(cell)}'.encode()
+    if step is None:
+        return f'{template.text},"call":{call},"seq":{seq}{cell.text or _spell(cell)}'
+    return f'{template.text},"call":{call},"seq":{seq},"step":{step}{cell.text or _spell(cell)}'
 
 
 def _spell(cell: StatsCell) -> str:
     """What every line about the same bytes ends with."""
     payload = cell.payload
     place = "" if payload is None else f'"seg":{payload.seg},"off":{payload.off},"nbytes":{payload.nbytes},'
-    cell.text = f',"hash":"{cell.hash}",{place}"stats":{statistics(cell)}}}\n'
+    hash = "" if cell.hash is None else f'"hash":"{cell.hash}",'
+    cell.text = f',{hash}{place}"stats":{statistics(cell)}}}\n'
     return cell.text
 
 
@@ -301,28 +319,4 @@ def _locked(journal: Path) -> bool:
 Event = dict[str, Any]
 
 
-class TensorLine:
-    """A tensor's line on its way: ``event``, which was decided once and stays as it is, and the ``cell`` of its bytes,
-    which says the rest when the line is written."""
-
-    __slots__ = ("cell", "event")
-
-    def __init__(self, event: Mapping[str, Any], cell: StatsCell):
-        self.event = event
-        self.cell = cell
-
-    def whole(self) -> Event:
-        """The line as it is written; its bytes have all passed by now."""
-        cell = self.cell
-        if cell.payload is not None:
-            cell.settle()
-        return {**self.event, **cell_fields(cell)}
-
-    def entry(self, payload: Payload) -> HeaderEntry:
-        """The tensor's entry in the segment's header."""
-        e = self.event
-        key = entry_key(e.get("step"), e["tap"], e["role"], e.get("call", 0))
-        return HeaderEntry(key, str(e["dtype"]), tuple(e["shape"]), payload.off, payload.nbytes)
-
-
-Line = TensorLine | Event | Callable[[], Event | None] | TemplateLine
+Line = TensorLine | Event | Callable[[], Event | None]

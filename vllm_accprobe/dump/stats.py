@@ -55,10 +55,6 @@ class StatsCell:
             self._value = Stats(**in_words(self.sums))
         return self._value
 
-    def settle(self) -> None:
-        """All pieces have passed: ``value`` says it from now on."""
-        self._value, self.sums = self.value, None
-
     def add(self, sums: Sums) -> None:
         """The moments of the next piece of the payload."""
         self.sums = sums if self.sums is None else TensorMoments(*self.sums) + TensorMoments(*sums)

@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.dump.dtypes import DTYPES
-from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile, entry_room
+from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile
 from vllm_accprobe.dump.journal import END, ERROR, STOP, last
 from vllm_accprobe.dump.journal_writer import (
     Event,
     JournalFile,
     Line,
-    TemplateLine,
     TensorLine,
+    TensorTemplate,
     digest,
     encode,
     spell,
@@ -115,7 +115,7 @@ class WriteBatch:
         self.born = time.monotonic()
         self.last = False
         self.lines: list[Line] = []
-        self.brought: list[TensorLine | TemplateLine] = []
+        self.brought: list[TensorLine] = []
         self.pieces: list[tuple[StatsCell, int, int]] = []
         self.written = False
         self.error: BaseException | None = None
@@ -141,10 +141,10 @@ class BatchStaging:
         self._segment_bytes = segment_bytes
         self._segment: OpenSegment | None = None
 
-    def copy(self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, line: TensorLine | TemplateLine) -> None:
+    def copy(self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, line: TensorLine) -> None:
         """Copies ``parts``, ``nbytes`` in all, as the payload of ``line``, whose header entry takes ``room`` bytes;
         puts its place into the line's cell and queues the line. Neither when ``closed`` came while it waited."""
-        cell = line[4] if isinstance(line, tuple) else line.cell
+        cell = line[4]
         batch, segment = self.current, self._segment
         if (  # most of a model's tensors: one piece, which fits into the current block as it is
             segment is not None
@@ -346,7 +346,7 @@ class WriterThread:
         if not self.failed:
             self._payload_bytes += sum(stop - start for _, start, stop in batch.pieces)
             try:
-                self.journal.append(b"".join(self._encoded(batch.lines)))
+                self.journal.append(self._encoded(batch.lines))
                 if batch.segment is not None:
                     batch.segment.entries += map(_entry, batch.brought)
                 self.bytes_written = self._payload_bytes + self.journal.size
@@ -376,26 +376,21 @@ class WriterThread:
         except Exception as e:
             self._fail(e, "the journal")
 
-    def _encoded(self, lines: list[Line]) -> list[bytes]:
+    def _encoded(self, lines: list[Line]) -> bytes:
         """The lines as they are written; counts what they say."""
-        encoded: list[bytes] = []
-        steps = tensors = 0
+        texts: list[str] = []
         for line in lines:
             if isinstance(line, tuple):
-                encoded.append(spell(line))
-                tensors += 1
+                texts.append(spell(line))
+                self._tensors += 1
             elif (event := self._event(line)) is not None:
-                encoded.append(encode(event))
+                texts.append(encode(event).decode())
                 kind = event.get("event")
-                steps += kind == "step"
-                tensors += kind == "tensor" or kind == "param"
-        self._steps += steps
-        self._tensors += tensors
-        return encoded
+                self._steps += kind == "step"
+                self._tensors += kind == "tensor" or kind == "param"
+        return "".join(texts).encode()
 
-    def _event(self, line: TensorLine | Event | Callable[[], Event | None]) -> Event | None:
-        if isinstance(line, TensorLine):
-            return line.whole()
+    def _event(self, line: Event | Callable[[], Event | None]) -> Event | None:
         if not callable(line):
             return line
         try:
@@ -431,11 +426,8 @@ class WriterThread:
         self._on_error(self.failed)
 
 
-def _entry(line: TensorLine | TemplateLine) -> HeaderEntry:
+def _entry(line: TensorLine) -> HeaderEntry:
     """A segment's entry of the payload that the line brought."""
-    if isinstance(line, TensorLine):
-        assert line.cell.payload is not None
-        return line.entry(line.cell.payload)
     template, step, call, _, cell = line
     assert cell.payload is not None
     return template.entry(step, call, cell.payload)
@@ -445,6 +437,8 @@ __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
 _LINE_AGE = 0.1
+_OWN_PLACE = frozenset(("step", "call", "seq", "dtype", "shape", "hash", "stats"))
+"""Keys of a tensor's line that are no part of the template's first half."""
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
 _CLOSE_TIMEOUT = 30.0
@@ -512,35 +506,29 @@ class RankWriter:
 
     def put(self, parts: Sequence[tuple[int, int]], event: Event, cell: StatsCell | None = None) -> Payload | None:
         """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
-        stays as it is; it has ``tap``, ``role``, ``dtype`` and ``shape``.
+        has ``tap``, ``role``, ``dtype`` and ``shape``: what `tensor` does for a line without a template.
 
-        cell: says the rest of the line, see `cell_fields`: it has the hash, gets the payload's place here and, later,
-        statistics from the copy. Without one, hash and statistics are the event's where it has such keys, else the
-        bytes'. Returns where the payload will lie, or None when nothing is written any more. May wait for the disk.
+        cell: says the rest of the line: it has the hash, gets the payload's place here and, later, statistics from the
+        copy. Without one, hash and statistics are the event's where it has such keys, else the bytes'. Returns where
+        the payload will lie, or None when nothing is written any more. May wait for the disk.
         """
         nbytes = sum(n for _, n in parts)
         cell = cell or _cell_of(event, parts)
-        if not nbytes and cell.dtype is not None:
-            cell.add(TensorMoments())
-        room = entry_room(event["tap"], event["role"], len(event["shape"]))
-        self._bring(TensorLine(event, cell), parts, nbytes, room, event.get("step"))
+        line = {k: v for k, v in event.items() if k not in _OWN_PLACE}
+        template = TensorTemplate(line, event["dtype"], tuple(event["shape"]), nbytes)
+        self._bring((template, event.get("step"), event.get("call", 0), event.get("seq", 0), cell), parts)
         return cell.payload
 
-    def tensor(self, line: TemplateLine, address: int) -> None:
+    def tensor(self, line: TensorLine, address: int) -> None:
         """Copies the ``nbytes`` bytes of the line's template from ``address`` and queues the line; its cell, which has
         their hash, gets their place, and later their statistics. May wait for the disk."""
-        template = line[0]
-        nbytes = template.nbytes
-        self._bring(line, ((address, nbytes),), nbytes, template.room, line[1])
+        self._bring(line, ((address, line[0].nbytes),))
 
-    def _bring(
-        self,
-        line: TensorLine | TemplateLine,
-        parts: Sequence[tuple[int, int]],
-        nbytes: int,
-        room: int,
-        step: int | None,
-    ) -> None:
+    def _bring(self, line: TensorLine, parts: Sequence[tuple[int, int]]) -> None:
+        template, step, cell = line[0], line[1], line[4]
+        nbytes = template.nbytes
+        if not nbytes and cell.dtype is not None:
+            cell.sums = TensorMoments()
         with self._producer:
             with self._lock:
                 if self.stopped or self._closing:
@@ -548,7 +536,7 @@ class RankWriter:
                 if self._affordable(nbytes):
                     self._producing = threading.get_ident()
                     try:
-                        self._staging.copy(parts, nbytes, room, line)
+                        self._staging.copy(parts, nbytes, template.room, line)
                     except BaseException as e:
                         self._interrupted(e, step)
                         raise
@@ -564,13 +552,17 @@ class RankWriter:
             if self.stopped or self._closing:
                 return
             if self._affordable(0):
-                self._staging.append(line)
+                batch = self._staging.current
+                if batch is None:
+                    self._staging.append(line)
+                else:
+                    batch.lines.append(line)
+                    self._staging.waiting_lines += 1
                 return
         if isinstance(line, tuple):
             self._spent(line[1])
         else:
-            event = line.event if isinstance(line, TensorLine) else line
-            self._spent(event.get("step") if isinstance(event, Mapping) else None)
+            self._spent(line.get("step") if isinstance(line, Mapping) else None)
 
     def room(self, sizes: Sequence[int]) -> bool:
         """Whether payloads of so many bytes each can be taken now without waiting for the disk."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_accprobe.capture.core import rows as rowmaps
+from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import Sink, Ticket
+from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, StepState, Ticket
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal import REQUEST, TensorHead
+from vllm_accprobe.dump.journal import REQUEST
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import Request, Segment, Step
 from vllm_accprobe.dump.writer import write_run_json
@@ -29,8 +32,15 @@ def sink(tmp_path: Path, request: pytest.FixtureRequest) -> Sink:
     return made
 
 
-def head(role: str, rows: str | None = None, row_dim: int = 0) -> TensorHead:
-    return TensorHead(0, "m", "M", role, rows=rows, row_dim=row_dim)
+def taker(sink: Sink, space: Space | None = None) -> Callable[..., None]:
+    """Takes tensors of a step whose token rows are those of ``space``: (role, tensor, tickets)."""
+    session = Session(ProbeConfig(), sink, Layouts({}, 0, 1), lambda line: None, lambda part, rows: space)
+    state, sites = StepState(0, True), {}
+
+    def take(role: str, tensor: torch.Tensor, *more: Any) -> None:
+        session.take(state, sites, "m", "M", role, 0, tensor, LANGUAGE, *more)
+
+    return take
 
 
 def closed(sink: Sink, path: Path) -> Dump:
@@ -100,12 +110,12 @@ def test_positions_that_cannot_be_are_not_believed(
 
 def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path: Path) -> None:
     space = Space("tokens", 5, 8, [(0, 1), (3, 5)], [Segment(0, 0, 1, 0), Segment(1, 0, 2, 3)])
-    sink.rows(0, space)
+    take = taker(sink, space)
     dense, wide = torch.arange(40.0).view(8, 5), torch.arange(24.0).view(3, 8)
     strided = torch.arange(80).view(8, 10)[:, ::2]
-    sink.tensor(head("output.dense", "tokens"), dense, space)
-    sink.tensor(head("output.wide", "tokens", 1), wide, space)
-    sink.tensor(head("output.strided", "tokens"), strided, space)
+    take("output.dense", dense)
+    take("output.wide", wide)
+    take("output.strided", strided)
     dense.zero_()  # what the model does afterwards must not matter
     dump = closed(sink, tmp_path)
     kept = [0, 3, 4]
@@ -116,29 +126,32 @@ def test_only_the_kept_rows_are_stored_along_any_dimension(sink: Sink, tmp_path:
 
 def test_lazy_conjugates_and_negations_are_resolved(sink: Sink, tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
-    sink.tensor(head("output.conj"), value.conj(), None)
-    sink.tensor(head("output.imag"), value.conj().imag, None)
+    take = taker(sink)
+    take("output.conj", value.conj())
+    take("output.imag", value.conj().imag)
     dump = closed(sink, tmp_path)
     assert np.allclose(read(dump, "output.conj").view(np.complex64).reshape(-1), [1 - 2j, 3 + 4j])
     assert read(dump, "output.imag").tolist() == [-2.0, 4.0]
 
 
 def test_what_is_no_plain_tensor_is_counted(sink: Sink, tmp_path: Path) -> None:
-    sink.tensor(head("output.sparse"), torch.eye(3).to_sparse(), None)
-    sink.tensor(head("output.sparse"), torch.eye(3).to_sparse(), None)
+    take = taker(sink)
+    take("output.sparse", torch.eye(3).to_sparse())
+    take("output.sparse", torch.eye(3).to_sparse())
     dump = closed(sink, tmp_path)
     assert [(s.tap, s.role, s.reason, s.count) for s in dump.skips] == [("m", "output.sparse", "not a plain tensor", 2)]
 
 
 def test_an_unchanged_input_is_not_stored_again_and_a_changed_one_is(sink: Sink, tmp_path: Path) -> None:
     told: list[bool] = []
+    take = taker(sink)
     kept, changed = torch.ones(4), torch.ones(4)
     for role, tensor in (("kept", kept), ("changed", changed)):
         ticket = Ticket()
-        sink.tensor(head(f"input.{role}"), tensor, None, ticket)
+        take(f"input.{role}", tensor, ticket)
         if role == "changed":
             tensor.mul_(3)
-        sink.tensor(head(f"inplace.{role}"), tensor, None, before=ticket, changed=told.append)
+        take(f"inplace.{role}", tensor, None, ticket, told.append)
     dump = closed(sink, tmp_path)
     assert told == [False, True]
     assert {r.role for r in dump.records} == {"input.kept", "input.changed", "inplace.changed"}

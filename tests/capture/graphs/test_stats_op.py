@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from vllm_accprobe.capture.core.layout import Layouts
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import Sink
+from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sink, StepState
 from vllm_accprobe.capture.graphs.graph_ops import (
     _stats_device,
     choose_stats,
@@ -24,7 +25,6 @@ from vllm_accprobe.capture.graphs.graph_ops import (
 )
 from vllm_accprobe.capture.graphs.graph_ops import _stats_each_device as _each_device
 from vllm_accprobe.config import ProbeConfig
-from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import Segment, Step
 from vllm_accprobe.dump.stats import StatsCell
@@ -67,8 +67,10 @@ def test_the_host_says_what_a_dump_of_statistics_says(rows: str, tmp_path: Path)
     sink = Sink(ProbeConfig.from_kwargs(dir=str(tmp_path), task="stats"), tmp_path / "dump", 0, {}, print)
     sink.step(Step(0))
     space = Space("tokens", ROWS, ROWS, ranges, [Segment(0, 0, ROWS, 0, "prefill")])
+    session = Session(ProbeConfig(), sink, Layouts({}, 0, 1), print, lambda part, rows: space)
+    state = StepState(0, True)
     for kind, x in kinds.items():
-        sink.tensor(TensorHead(0, kind, "Up", "output.0", rows="tokens"), x, space)
+        session.take(state, {}, kind, "Up", "output.0", 0, x, LANGUAGE)
     sink.close("test")
     records = open_dump(tmp_path / "dump").records
     assert [r.tap for r in records] == list(kinds)

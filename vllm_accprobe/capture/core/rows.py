@@ -123,6 +123,9 @@ class Requests:
         self._wanted.pop(internal, None)
 
 
+RowForm = tuple[Any, ...]
+
+
 @dataclass
 class Space:
     """The rows of one kind in one step. ``ranges`` are the kept [start, stop) of the tensor's row dimension.
@@ -149,6 +152,10 @@ class Space:
     def __post_init__(self) -> None:
         self.n = sum(stop - start for start, stop in self.ranges)
         self.whole = self.n == self.src
+
+    def form(self) -> RowForm:
+        """All that decides which rows of a tensor are kept, whoever they are."""
+        return self.src, self.padded, tuple(self.ranges)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 The problem: hundreds of tensors per step, most of them seen twice (an output is the next module's input), some strided,
 some with rows that nobody wants, some on a device, while the model waits; and no error of the probe may reach the
 model. The idea: taps ask a Session for the StepState, None while nothing is captured; a failure is written down, said
-once, and sets the state to None for good. One hash per tensor decides whether its bytes are new in this step; only new
-bytes are copied, into the writer's block, and everything else is a journal line that refers to them. What was decided
-of a tap's tensor (rows, layout, the line as a template) is kept as a Site and holds while dtype, shape and rows stay:
-FastPath. The other tensors, and those of a device, which go through staging.py, take the general way in Sink.
+once, and sets the state to None for good. What is decided of a tap's tensor (rows, layout, the line as a template) is a
+Site, made once and again where dtype, form, strides or the step's rows change; `Session.take` then takes each tensor in the same
+way. One hash per tensor decides whether its bytes are new in this step; only new bytes are copied, into the writer's
+block, and everything else is a line that refers to them. Tensors of a device take the same steps on the thread on which
+they arrive (staging.py).
 
 Not here: which rows are which (rows.py), blocks and files (dump/writer.py), what is tapped (taps/hooks.py).
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import math
 import sys
 import threading
@@ -29,11 +31,11 @@ import torch
 import xxhash
 
 from vllm_accprobe.capture.core.layout import Layouts
-from vllm_accprobe.capture.core.rows import EncoderDataParallel, RowMaps, Space
-from vllm_accprobe.capture.core.staging import DeviceStaging
+from vllm_accprobe.capture.core.rows import EncoderDataParallel, RowForm, RowMaps, Space
+from vllm_accprobe.capture.core.staging import Callback, DeviceStaging
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.journal import ERROR, MODULE, REQUEST, ROWS, SKIP, STEP, STOP, TensorHead
-from vllm_accprobe.dump.journal_writer import Event, TensorLine, TensorTemplate, digest
+from vllm_accprobe.dump.journal_writer import Event, TensorLine, TensorTemplate, template_of
 from vllm_accprobe.dump.schema import (
     DEALT,
     LOGITS,
@@ -68,11 +70,20 @@ LAZY = frozenset(("float32", "float64", "complex64", "complex128"))
 """Dtypes whose tensors may be views with a pending conjugation or negation."""
 
 
+_NEVER: RowForm = ("never",)
+"""Of a site that must be decided anew for each tensor: no step has such rows."""
+_VIEWS = 4096
+"""Sizes of tensors that are remembered."""
+_STRIDED = torch.strided
+
+
 class Scratch:
-    """One buffer for all tensors that do not lie in memory as they are written. Valid until the next one."""
+    """One buffer for all tensors that do not lie in memory as they are written, valid until the next one, and views of
+    memory by their size: making the type costs more than hashing the bytes."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(1 << 20, dtype=torch.uint8)
+        self._views: dict[int, Callable[[int], Any]] = {0: lambda address: b""}
 
     def dense(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor in the buffer."""
@@ -81,45 +92,95 @@ class Scratch:
             self._bytes = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8)
         return self._bytes[:nbytes].view(dtype).view(tuple(shape))
 
-    def parts(self, tensor: torch.Tensor, ranges: Ranges) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Shape and memory of the wanted bytes of a host tensor."""
-        if tensor.is_contiguous():
-            if ranges is None:
-                return tuple(tensor.shape), [(tensor.data_ptr(), tensor.nbytes)]
-            row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-            address = tensor.data_ptr()
-            shape = (sum(b - a for a, b in ranges), *tensor.shape[1:])
-            return shape, [(address + a * row, (b - a) * row) for a, b in ranges]
-        rows = tensor.shape[0] if ranges is None else sum(b - a for a, b in ranges)
-        dense = self.dense((rows, *tensor.shape[1:]), tensor.dtype)
-        if ranges is None:
-            dense.copy_(tensor)
-        else:
-            torch.cat([tensor[a:b] for a, b in ranges], out=dense)
-        return tuple(dense.shape), [(dense.data_ptr(), dense.nbytes)]
+    def bytes_at(self, nbytes: int) -> Callable[[int], Any]:
+        """Gives the ``nbytes`` bytes at an address."""
+        view = self._views.get(nbytes)
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views = {0: self._views[0]}
+            view = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
+        return view
 
 
-def selected(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """The wanted rows on the tensor's own device: a view where they are one range."""
-    if ranges is None:
-        return tensor
-    return tensor[slice(*ranges[0])] if len(ranges) == 1 else torch.cat([tensor[a:b] for a, b in ranges])
+class Site:
+    """What was decided of the tensors of one role at one place. Holds for ``part``, ``dtype``, ``shape``, tensors that
+    are as ``contiguous``, and steps whose rows of the kind ``space`` have the form ``form`` (None: whatever they are).
+
+    ranges: wanted [start, stop) along dimension ``dim``, None for all. head: what the template was made from. direct:
+    the wanted bytes lie one after the other, ``offset`` bytes behind the tensor's first one. bytes_at: gives them at an
+    address. pieces: (offset, bytes) of each range among them, whose sums are added up, as in a compiled graph.
+    """
+
+    __slots__ = (
+        "_dense", "bytes_at", "contiguous", "dim", "direct", "dtype", "dtype_name", "form", "head", "lazy", "nbytes",
+        "offset", "part", "pieces", "ranges", "shape", "space", "template", "view",
+    )  # fmt: skip
+
+    def __init__(
+        self, tensor: torch.Tensor, template: TensorTemplate, scratch: Scratch, head: TensorHead | None = None,
+        ranges: Ranges = None, dim: int = 0, space: str | None = None, form: RowForm | None = None, part: Part = None,
+    ) -> None:  # fmt: skip
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.contiguous = tensor.is_contiguous()
+        self.view = None if head is None else head.view
+        self.space, self.form, self.part, self.head = space, form, part, head
+        self.template, self.dtype_name, self.nbytes = template, template.dtype, template.nbytes
+        self.lazy = template.dtype in LAZY
+        self.ranges, self.dim = ranges, dim
+        self.direct = self.contiguous and (ranges is None or (dim == 0 and len(ranges) == 1))
+        self.offset = ranges[0][0] * tensor.stride(0) * tensor.element_size() if self.direct and ranges else 0
+        self.pieces = [(0, self.nbytes)]
+        if self.contiguous and ranges is not None and len(ranges) > 1 and dim == 0:
+            row = tensor.stride(0) * tensor.element_size()
+            sizes = [(stop - start) * row for start, stop in ranges]
+            self.pieces = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+        self.bytes_at = scratch.bytes_at(self.nbytes)
+        self._dense: torch.Tensor | None = None
+
+    def selected(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The wanted rows on the tensor's own device: a view where they are one range."""
+        if self.ranges is None:
+            return tensor
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def address(self, tensor: torch.Tensor, scratch: Scratch) -> int:
+        """Where the wanted bytes of a host tensor lie; valid until the next tensor."""
+        if self.direct:
+            return tensor.data_ptr() + self.offset
+        dense = self._dense
+        if dense is None:
+            dense = self._dense = scratch.dense(self.template.shape, self.dtype)
+        tensor, at = tensor.detach(), 0
+        for start, stop in ((0, tensor.shape[self.dim]),) if self.ranges is None else self.ranges:
+            dense.narrow(self.dim, at, stop - start).copy_(tensor.narrow(self.dim, start, stop - start))
+            at += stop - start
+        return dense.data_ptr()
+
+
+def view_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Stride and storage offset, in elements."""
+    return tensor.stride(), tensor.storage_offset()
+
+
+Sites = dict[str, Site]
+"""By role: what is known of one tap's tensors."""
 
 
 class StepState:
     """What taps need during one armed step. Created once per step; its spaces are filled when first needed.
 
-    ``rows``: how many token rows there are, where all of them are wanted and none is padding; -1 before that is known
-    and where it is not so. ``taking``: a tap is at work, whose own operators are none of the model. ``masked``:
-    something masks logits in this step, and what it leaves is still to be taken."""
+    ``forms``: of the rows that the journal has, by the name of their space; None is no name. ``taking``: a tap is at
+    work, whose own operators are none of the model. ``masked``: something masks logits in this step, and what it leaves
+    is still to be taken."""
 
-    __slots__ = ("calls", "inside", "masked", "number", "prefill", "rows", "seq", "spaces", "stack", "taking")
+    __slots__ = ("calls", "forms", "inside", "masked", "number", "prefill", "seq", "spaces", "stack", "taking")
 
     def __init__(self, number: int, prefill: bool):
         self.number = number
         self.prefill = prefill
         self.seq = 0
-        self.rows = -1
+        self.forms: dict[str | None, RowForm] = {}
         self.taking = 0
         self.masked = False
         self.calls: dict[str, int] = {}
@@ -139,6 +200,23 @@ class Ticket:
     def resolve(self, cell: StatsCell) -> None:
         """The cell of its bytes is known."""
         self.digest = cell.hash
+
+
+class CellTicket(Ticket):
+    """Gets the cell itself, too. ``after`` is called then."""
+
+    __slots__ = ("_after", "cell")
+
+    def __init__(self, after: Callable[[StatsCell], None] | None = None) -> None:
+        super().__init__()
+        self.cell: StatsCell | None = None
+        self._after = after
+
+    def resolve(self, cell: StatsCell) -> None:
+        """The cell of its bytes is known."""
+        self.digest, self.cell = cell.hash, cell
+        if self._after is not None:
+            self._after(cell)
 
 
 class Sink:
@@ -171,6 +249,7 @@ class Sink:
         self.lasting: dict[str, StatsCell] = {}  # of parameters: their bytes are stored once per run
         self._rowmaps = RowMaps()
         self.scratch = Scratch()
+        self._hash = xxhash.xxh3_128_hexdigest
         self.skipped: Counter[tuple[str, str | None, str]] = Counter()
         self.tensors = 0
         self.steps = 0
@@ -178,11 +257,8 @@ class Sink:
         self._closed = False
         device = device or torch.device("cpu")
         self._staging = DeviceStaging(device, self._staging_failed) if staged or device.type != "cpu" else None
-
-    @property
-    def direct(self) -> bool:
+        self.direct = self._staging is None
         """Whether tensors lie in host memory and are taken where they are."""
-        return self._staging is None
 
     def room(self, sizes: Sequence[int]) -> bool:
         """Whether tensors of so many bytes each can be taken now without waiting for the disk."""
@@ -230,114 +306,81 @@ class Sink:
         """A failure that was survived; a message of at most 2,000 characters is kept."""
         self.line(ERROR.to_line(Failure(where, message[:2000], step)))
 
-    def tensor(
-        self,
-        head: TensorHead,
-        tensor: torch.Tensor,
-        space: Space | None,
-        ticket: Ticket | None = None,
-        lasting: bool = False,
-        before: Ticket | None = None,
-        changed: Callable[[bool], None] = lambda different: None,
-    ) -> None:
-        """Stores ``tensor`` (its selected rows, if it has any) and queues its line; ``ticket`` gets the cell of its
-        bytes. ``lasting``: the same bytes will come again in later steps. Parameters are always stored. With
-        ``before`` the tensor is stored only if its bytes are no longer those, and ``changed`` gets which is true."""
+    def take(
+        self, site: Site, address: int, step: int | None, call: int, seq: int, ticket: Ticket | None = None,
+        before: Ticket | None = None, changed: Callable[[bool], None] | None = None, line: bool = True,
+    ) -> bool:  # fmt: skip
+        """Queues the line of the bytes at ``address``, which are those that ``site`` wants, with them if they are new
+        in this step; whether there is one. On the thread on which tensors arrive.
 
-        def store(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
-            shape, parts = self.scratch.parts(host, ranges)
-            hash = digest(parts)
-            if before is not None:
-                different = before.digest is not None and hash != before.digest
+        step: None of a parameter, which is always stored. ticket: gets the cell of the bytes. With ``before`` there is
+        a line only if they are no longer those that it saw, and ``changed`` gets which is true. line: False where hash
+        and statistics are all.
+        """
+        digest: str = self._hash(site.bytes_at(address))
+        if before is not None:
+            different = before.digest is not None and digest != before.digest
+            if changed is not None:
                 changed(different)
-                if not different:
-                    return
-            cell = self._store(head, dtype, shape, parts, hash, lasting)
-            if ticket is not None:
-                ticket.resolve(cell)
+            if not different:
+                return False
+        key = digest + site.dtype_name
+        cell = self.seen.get(key)
+        kept = False
+        if cell is None:
+            cell = StatsCell(None, digest, site.dtype_name)
+            kept = line and (self.keep or step is None)
+            if not kept:
+                for at, nbytes in site.pieces:
+                    cell.add(moments_at(address + at, nbytes, site.dtype_name))
+            if line:
+                self.seen[key] = cell
+        if step is None:
+            self.lasting[key] = cell
+        if kept:
+            self.writer.tensor((site.template, step, call, seq, cell), address)
+        elif line:
+            self.writer.line((site.template, step, call, seq, cell))
+        if ticket is not None:
+            ticket.resolve(cell)
+        self.tensors += line
+        return line
 
-        self._on_host(head, tensor, space, store)
+    def stage(self, site: Site, tensor: torch.Tensor, step: int | None, call: int, seq: int, *more: Any) -> None:
+        """The same for a tensor of a device as it is now; ``more``: as `take` has them."""
+        self.arrived(
+            (site.selected(tensor),), lambda hosts: self.take(site, hosts[0].data_ptr(), step, call, seq, *more)
+        )
 
-    def measure(self, head: TensorHead, tensor: torch.Tensor, ticket: Ticket) -> None:
-        """Gives ``ticket`` hash and statistics of ``tensor``, of which there is no line."""
+    def parameter(self, template: TensorTemplate, tensor: torch.Tensor) -> None:
+        """Stores a parameter."""
+        site = Site(tensor, template, self.scratch)
+        if self.direct:
+            self.take(site, site.address(tensor, self.scratch), None, 0, 0)
+        else:
+            self.stage(site, tensor, None, 0, 0)
 
-        def measure(dtype: str, host: torch.Tensor, ranges: Ranges) -> None:
-            _, parts = self.scratch.parts(host, ranges)
-            hash = digest(parts)
-            ticket.resolve(self.seen.get(hash + dtype) or self._measured(StatsCell(None, hash, dtype), parts))
-
-        self._on_host(head, tensor, None, measure)
-
-    def measured(self, head: TensorHead, dtype: str, shape: tuple[int, ...], sums: Sums, hash: str | None) -> None:
+    def measured(self, template: TensorTemplate, step: int, call: int, seq: int, sums: Sums, hash: str | None) -> None:
         """Queues the line of a tensor of which only statistics came, and its hash where that is known. Called on the
         thread on which tensors arrive."""
-        self.tensors += 1
-        cell = None if hash is None else self.seen.get(hash + dtype)
+        cell = None if hash is None else self.seen.get(hash + template.dtype)
         if cell is None:
-            cell = StatsCell(None, hash, dtype)
+            cell = StatsCell(None, hash, template.dtype)
             cell.sums = sums
-        self.writer.line(TensorLine(head.line(dtype, shape), cell))
-
-    def _on_host(
-        self,
-        head: TensorHead,
-        tensor: torch.Tensor,
-        space: Space | None,
-        take: Callable[[str, torch.Tensor, Ranges], None],
-    ) -> None:
-        """Gives ``take`` the dtype's name, the tensor in host memory with its rows along dimension 0 (or whole), and
-        which ranges of them are wanted: now, or on the staging thread. What cannot be stored is counted as skipped."""
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided:  # sparse, quantised, nested
-            self.skip(head.tap, "not a plain tensor", head.role)
-            return
-        # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
-        if dtype in LAZY and (tensor.is_conj() or tensor.is_neg()):
-            tensor = tensor.resolve_conj().resolve_neg()
-        ranges: Ranges = None
-        row_dim = head.row_dim
-        if space is not None and not (space.whole and tensor.shape[row_dim] == space.src):
-            if row_dim == 0:
-                ranges = space.ranges
-            else:
-                tensor = torch.cat([tensor.narrow(row_dim, a, b - a) for a, b in space.ranges], row_dim)
-        if self._staging is None:
-            take(dtype, tensor, ranges)
-        else:
-            self._staging.stage((selected(tensor, ranges),), lambda hosts: take(dtype, hosts[0], None))
-
-    def _store(
-        self,
-        head: TensorHead,
-        dtype: str,
-        shape: tuple[int, ...],
-        parts: list[tuple[int, int]],
-        hash: str,
-        lasting: bool = False,
-    ) -> StatsCell:
-        """Queues the line, with the bytes if they are new in this step; the cell of these bytes."""
-        event = head.line(dtype, shape)
         self.tensors += 1
-        key = hash + dtype
-        cell = self.seen.get(key)
-        if cell is None:
-            cell = self.seen[key] = StatsCell(None, hash, dtype)
-            if lasting or head.step is None:
-                self.lasting[key] = cell
-            if self.keep or head.step is None:
-                self.writer.put(parts, event, cell)
-                return cell
-            self._measured(cell, parts)
-        self.writer.line(TensorLine(event, cell))
-        return cell
+        self.writer.line((template, step, call, seq, cell))
 
-    @staticmethod
-    def _measured(cell: StatsCell, parts: list[tuple[int, int]]) -> StatsCell:
-        """``cell`` with the statistics of its bytes."""
-        assert cell.dtype is not None
-        for address, nbytes in parts:
-            cell.add(moments_at(address, nbytes, cell.dtype))
-        return cell
+    def again(self, template: TensorTemplate, state: StepState, call: int, ticket: CellTicket) -> None:
+        """Queues a line about the bytes that ``ticket`` saw."""
+        step, seq = state.number, state.seq
+        state.seq = seq + 1
+        self.tensors += 1
+
+        def line(_: Any) -> None:
+            if ticket.cell is not None:
+                self.writer.line((template, step, call, seq, ticket.cell))
+
+        self.arrived((), line)
 
     def close(self, reason: str) -> None:
         """Writes what is still queued, the counted skips and the ``end`` line. Safe to call twice and from atexit."""
@@ -361,7 +404,7 @@ class Sink:
         self.seen.update(self.lasting)
         self._rowmaps.new_step()
 
-    def arrived(self, tensors: Sequence[torch.Tensor], take: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def arrived(self, tensors: Sequence[torch.Tensor], take: Callback) -> None:
         """Gives ``take`` the tensors in host memory, in order: now, or on the staging thread."""
         if self._staging is None:
             take(tensors)
@@ -374,152 +417,13 @@ class Sink:
         self._on_stop(f"the copy from the device failed: {error}")
 
 
-_STRIDED = torch.strided
-_VIEWS = 4096
-"""Sizes of tensors that are remembered."""
-Sites = dict[str, "Site"]
-"""By role: what is known of one tap's tensors."""
-View = tuple[tuple[int, ...], int]
-"""Stride and storage offset of a tensor, in elements."""
-
-
-def view_of(tensor: torch.Tensor) -> View:
-    return tensor.stride(), tensor.storage_offset()
-
-
-class Site:
-    """What was decided of the tensors of one role: holds for ``dtype``, ``shape`` and ``rows`` rows in the step."""
-
-    __slots__ = (
-        "bytes_at", "dense", "dtype", "dtype_name", "head", "lazy", "nbytes", "rows", "shape", "strided", "template",
-        "view",
-    )  # fmt: skip
-
-    def __init__(
-        self, tensor: torch.Tensor, rows: int, head: TensorHead, template: TensorTemplate,
-        bytes_at: Callable[[int], Any],
-    ) -> None:  # fmt: skip
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.rows = rows
-        self.template = template
-        self.dtype_name = template.dtype
-        self.lazy = template.dtype in LAZY
-        self.nbytes = template.nbytes
-        self.bytes_at = bytes_at
-        self.dense: torch.Tensor | None = None
-        """Where strided tensors are brought together, for as long as they are read."""
-        self.head = head
-        self.view: View | None = None
-        self.strided = template
-
-    def of_view(self, tensor: torch.Tensor) -> TensorTemplate:
-        """The template of a tensor that is not contiguous; made again where its strides are not the last one's."""
-        view = view_of(tensor)
-        if view != self.view:
-            self.view = view
-            self.strided = TensorTemplate(
-                self.head._replace(view=view), self.dtype_name, self.template.shape, self.nbytes
-            )
-        return self.strided
-
-
-class FastPath:
-    """The common way of one sink's tensors.
-
-    layout_of(tap, role, shape): what a line says of how a tensor is split. decide(state, role, shape): the row space of
-    a tensor and its row dimension.
-    """
-
-    def __init__(
-        self,
-        sink: Sink,
-        layout_of: Callable[[str, str, torch.Size], dict[str, Any] | None],
-        decide: Callable[[StepState, str, torch.Size], tuple[Space | None, int]],
-    ) -> None:
-        self._layout_of = layout_of
-        self._sink = sink
-        self._decide = decide
-        self._hash = xxhash.xxh3_128_hexdigest
-        self._views: dict[int, Callable[[int], Any]] = {}  # making the type costs more than hashing the bytes
-
-    def take(
-        self,
-        state: StepState,
-        sites: Sites,
-        tap: str,
-        cls: str,
-        role: str,
-        call: int,
-        tensor: torch.Tensor,
-        before: str | None = None,
-    ) -> str | None:
-        """Stores ``tensor`` and queues its line; its hash, or None when this is not the place for it. ``before``: the
-        hash of what it was before the call, for a role ``inplace.*``; if it still is, there is no line."""
-        site = sites.get(role)
-        if (
-            site is None
-            or state.rows != site.rows
-            or tensor.dtype is not site.dtype
-            or tensor.shape != site.shape
-            or tensor.layout is not _STRIDED
-        ):
-            site = self._site(state, tap, cls, role, tensor, before is not None)
-            if site is None:
-                sites.pop(role, None)
-                return None
-            sites[role] = site
-        if site.lazy and (tensor.is_conj() or tensor.is_neg()):
-            return None
-        sink, template = self._sink, site.template
-        if not tensor.is_contiguous():
-            template = site.of_view(tensor)
-            if site.dense is None:
-                site.dense = sink.scratch.dense(site.shape, site.dtype)
-            tensor = site.dense.copy_(tensor)
-        address = tensor.data_ptr()
-        digest: str = self._hash(site.bytes_at(address))
-        if digest == before:
-            return digest
-        seq = state.seq
-        state.seq = seq + 1
-        sink.tensors += 1
-        key = digest + site.dtype_name
-        cell = sink.seen.get(key)
-        if cell is None:
-            cell = sink.seen[key] = StatsCell(None, digest, site.dtype_name)
-            if sink.keep:
-                sink.writer.tensor((template, state.number, call, seq, cell), address)
-                return digest
-            cell.sums = moments_at(address, site.nbytes, site.dtype_name)
-        sink.writer.line((template, state.number, call, seq, cell))
-        return digest
-
-    def _site(
-        self, state: StepState, tap: str, cls: str, role: str, tensor: torch.Tensor, mutated: bool
-    ) -> Site | None:
-        """The decision for tensors like this one, or None for those of the general way."""
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        shape = tensor.shape
-        if dtype is None or tensor.layout is not torch.strided or not tensor.nbytes:
-            return None
-        space, dim = self._decide(state, role, shape)
-        if space is not None and shape[dim] != space.src:
-            return None
-        rows, layout = None if space is None else space.name, self._layout_of(tap, role, shape)
-        head = TensorHead(state.number, tap, cls, role, 0, 0, rows, dim, layout, mutated)
-        nbytes = tensor.nbytes
-        bytes_at = self._views.get(nbytes)
-        if bytes_at is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            bytes_at = self._views[nbytes] = (ctypes.c_char * nbytes).from_address
-        return Site(tensor, state.rows, head, TensorTemplate(head, dtype, tuple(shape), nbytes), bytes_at)
-
-
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 LANGUAGE, VISION, HEAD = "language", "vision", "head"
 """The three parts of a model as far as rows are concerned: token rows, patch rows, rows that reach the logits."""
+OPERATOR = None
+"""The part of an operator's tensors, which have no rows and no layout."""
+Part = str | Space | None
+"""One of these, or the space whose kept rows a tensor has, and no others."""
 
 
 class OperatorTap(Protocol):
@@ -568,9 +472,7 @@ class Session:
         """What this rank's encoder computes at the moment, where images are distributed to ranks (batch.py)."""
         self.flatten: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Brings a batched tensor into rows (torch_model.py); None where tensors already are rows of tokens."""
-        self.fast_path = FastPath(
-            sink, self.layout_event, lambda state, role, shape: self._rows(state, LANGUAGE, role, shape)
-        )
+        self._forms: dict[str, RowForm] = {}
 
     def begin(self, step: Step, requests: list[Request], prefill: bool) -> StepState | None:
         """Opens an armed step; None when the capture has ended."""
@@ -630,64 +532,110 @@ class Session:
         except Exception as again:
             sys.stderr.write(f"accprobe: the probe failed at {where} and could not say so: {again!r}\n")
 
-    def record(
+    def take(
         self,
         state: StepState,
+        sites: Sites,
         tap: str,
         cls: str,
         role: str,
         call: int,
         tensor: torch.Tensor,
-        part: str,
+        part: Part,
         ticket: Ticket | None = None,
-        sites: Sites | None = None,
+        before: Ticket | None = None,
         changed: Callable[[bool], None] | None = None,
+        line: bool = True,
     ) -> None:
-        """Takes one tensor; ``ticket`` gets its hash. ``sites``: what is known of this tap's tensors. With ``changed``:
-        takes it again, in role ``inplace.*``, if it is no longer what ``ticket`` saw, and tells which."""
-        if self.flatten is not None:
+        """Takes one tensor.
+
+        sites: what is known of this tap's tensors. part: of the model, which says what its rows are. ticket: gets its
+        hash. With ``before`` and ``changed``: takes it again, after the call and in a role ``inplace.*``, if it is no
+        longer what ``before`` saw, and tells which. line: False where ``ticket`` needs hash and statistics alone.
+        """
+        if self.flatten is not None and part is not OPERATOR:
             tensor = self.flatten(tensor)
-        before = ticket.digest if ticket is not None and changed is not None else None
-        if sites is not None and state.rows > 0 and part == LANGUAGE and (changed is None or before is not None):
-            digest = self.fast_path.take(state, sites, tap, cls, role, call, tensor, before)
-            if digest is not None:
-                if changed is not None:
-                    changed(digest != before)
-                elif ticket is not None:
-                    ticket.digest = digest
+        site = sites.get(role)
+        if (
+            site is None
+            or site.part is not part
+            or state.forms.get(site.space) is not site.form
+            or tensor.dtype is not site.dtype
+            or tensor.shape != site.shape
+            or tensor.layout is not _STRIDED
+            or tensor.is_contiguous() is not site.contiguous
+            or (not site.contiguous and view_of(tensor) != site.view)
+        ):
+            site = self.site(state, sites, tap, cls, role, tensor, part, before is not None)
+            if site is None:
                 return
-        shape = tensor.shape
-        space, dim = self._rows(state, part, role, shape) if shape else (None, 0)
+        # Half precision has no lazy conjugates, and asking releases the GIL, which the writer's thread may then take.
+        if site.lazy and (tensor.is_conj() or tensor.is_neg()):
+            tensor = tensor.resolve_conj().resolve_neg()
+        sink, seq = self.sink, state.seq
+        if sink.direct:
+            address = tensor.data_ptr() + site.offset if site.direct else site.address(tensor, sink.scratch)
+            if sink.take(site, address, state.number, call, seq, ticket, before, changed, line):
+                state.seq = seq + 1
+        else:
+            state.seq = seq + 1
+            sink.stage(site, tensor, state.number, call, seq, ticket, before, changed, line)
+
+    def site(
+        self, state: StepState, sites: Sites, tap: str, cls: str, role: str, tensor: torch.Tensor, part: Part,
+        mutated: bool = False,
+    ) -> Site | None:  # fmt: skip
+        """Makes or changes the decision for tensors like this one; None where it is not to be stored, which is counted.
+        Whatever else of a tensor's form the journal is to have belongs into the template here, and its change into the
+        conditions of ``take``."""
+        shape, known = tensor.shape, sites.get(role)
+        space, dim, name = self._rows(state, part, role, shape)
+        if space is not None and not space.n:
+            return None
         if space is not None:
-            if not space.n:
-                return
-            if not space.announced:
-                self.announce(state, space)
-                if space.name == TOKENS and space.whole and space.padded == space.src and self.sink.direct:
-                    state.rows = space.src
-        elif not self.whole_step(state):
+            self.announce(state, space)
+        elif part is not OPERATOR and not self.whole_step(state):
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
             self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
-            return
-        seq = state.seq
-        state.seq = seq + 1
+            return None
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not _STRIDED:  # sparse, quantised, nested
+            self.sink.skip(tap, "not a plain tensor", role)
+            return None
+        ranges: Ranges = None
+        wanted = tuple(shape)
+        if space is not None and not isinstance(part, Space) and not (space.whole and shape[dim] == space.src):
+            ranges = space.ranges
+            wanted = (*wanted[:dim], space.n, *wanted[dim + 1 :])
+        form = None if part is OPERATOR else _NEVER if name is None else state.forms.get(name, _NEVER)
+        nbytes = math.prod(wanted) * tensor.element_size()
+        rows = None if space is None else space.name
         if part == VISION and self.encoder_share() is not None:
             layout: dict[str, Any] | None = Layout(OWN, "tp", *self.layouts.place).to_event()
         else:
-            layout = self.layout_event(tap, role, shape)
-        rows = None if space is None else space.name
-        view = view_of(tensor) if tensor.layout is _STRIDED and not tensor.is_contiguous() else None
-        head = TensorHead(state.number, tap, cls, role, call, seq, rows, dim, layout, changed is not None, view=view)
-        if changed is not None and ticket is not None:
-            self.sink.tensor(head, tensor, space, before=ticket, changed=changed)
+            layout = None if part is OPERATOR else self.layout_event(tap, role, shape)
+        view = None if part is OPERATOR or tensor.is_contiguous() else view_of(tensor)
+        head = TensorHead(tap, cls, role, rows, dim, layout, mutated, view=view)
+        if known is not None and known.head == head:
+            template = known.template.reshaped(dtype, wanted, nbytes)
         else:
-            self.sink.tensor(head, tensor, space, ticket)
+            template = template_of(head, dtype, wanted, nbytes)
+        site = sites[role] = Site(tensor, template, self.sink.scratch, head, ranges, dim, name, form, part)
+        return site
 
     def announce(self, state: StepState, space: Space) -> None:
         """Writes the row map of ``space``, once."""
         if not space.announced:
             space.announced = True
             self.sink.rows(state.number, space)
+            self.know(state, space)
+
+    def know(self, state: StepState, space: Space) -> None:
+        """Sites that were decided for rows of this form hold."""
+        form, last = space.form(), self._forms.get(space.name)
+        if last is not None and last == form:
+            form = last  # the same object in step after step: sites compare no numbers
+        state.forms[space.name] = self._forms[space.name] = form
 
     def layout_event(self, tap: str, role: str, shape: torch.Size) -> dict[str, Any] | None:
         """What a line says of how the tensor is split; None where it is whole."""
@@ -696,12 +644,21 @@ class Session:
         layout = self.layouts.of("" if tap == ROOT_TAP else tap, role, tuple(shape))
         return layout.to_event() if layout.kind != "replicated" else None
 
-    def _rows(self, state: StepState, part: str, role: str, shape: torch.Size) -> tuple[Space | None, int]:
-        """The space of a tensor and its row dimension, by its shape and its role."""
-        space, dim = self._space(state, part, shape)
+    def _rows(
+        self, state: StepState, part: Part, role: str, shape: torch.Size
+    ) -> tuple[Space | None, int, str | None]:
+        """The space of a tensor and its row dimension, by its shape and its role; and the kind of rows whose form this
+        depends on, None where there is more to it."""
+        if part is OPERATOR:
+            return None, 0, None
+        if isinstance(part, Space):
+            return part, 0, part.name
+        space, dim = self._space(state, part, shape) if shape else (None, 0)
         if space is not None and len(shape) == 2 and role.endswith("positions"):
             dim = 1  # M-RoPE: (3, rows), also in the step that has three rows
-        return space, dim
+        if part == VISION or (space is None and (part == HEAD or TOKENS not in state.spaces)):
+            return space, dim, None
+        return space, dim, LOGITS if part == HEAD else TOKENS
 
     def _space(self, state: StepState, part: str, shape: torch.Size) -> tuple[Space | None, int]:
         """The space of a tensor and its row dimension. Spaces are made once per step and kind."""

@@ -127,7 +127,7 @@ class StagingRing:
         return ((0 if skip else head) + size) % self.capacity
 
 
-Callback = Callable[[Sequence[torch.Tensor]], None]
+Callback = Callable[[Sequence[torch.Tensor]], object]
 
 
 class _NoStream:

@@ -31,8 +31,8 @@ from vllm_accprobe.capture.taps.params import sample_hash
 from vllm_accprobe.config import ProbeConfig
 from vllm_accprobe.dump.files import numbered_siblings
 from vllm_accprobe.dump.findings import BAD_BAD, GOOD_BAD, MOST_ROWS, PARAMETER, UNSURE, FirstBad, RankReport, write
-from vllm_accprobe.dump.journal import TensorHead, last
-from vllm_accprobe.dump.journal_writer import TensorLine
+from vllm_accprobe.dump.journal import TensorHead
+from vllm_accprobe.dump.journal_writer import template_of
 from vllm_accprobe.dump.schema import ROOT_TAP, Request, Segment, Step
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -262,15 +262,15 @@ def keep(
     path = "" if alarm.tap == ROOT_TAP else alarm.tap
     for p in params:
         layout = layouts.param_event(path, p.name, p.shape)
-        head = TensorHead(None, alarm.tap, alarm.cls, f"param.{p.name}", layout=layout, sample=p.sample)
-        sink.line(TensorLine(last(head.line(p.dtype, p.shape), "tap", "class", "layout"), StatsCell()))
+        head = TensorHead(alarm.tap, alarm.cls, f"param.{p.name}", layout=layout, sample=p.sample, once=True)
+        sink.line((template_of(head, p.dtype, p.shape, 0), None, 0, 0, StatsCell()))
     for item in alarm.inputs:
         if item.tensor is None:
             sink.skip(alarm.tap, "changed in place before it could be kept", item.role)
         else:
-            session.record(state, alarm.tap, alarm.cls, item.role, alarm.call, item.tensor, alarm.part)
+            session.take(state, {}, alarm.tap, alarm.cls, item.role, alarm.call, item.tensor, alarm.part)
     for role, output in alarm.outputs:
-        session.record(state, alarm.tap, alarm.cls, role, alarm.call, output, alarm.part)
+        session.take(state, {}, alarm.tap, alarm.cls, role, alarm.call, output, alarm.part)
     recording.close("errcheck")
     if stopped:
         return f"not all kept ({stopped[0]}): {root}"

@@ -15,18 +15,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from vllm_accprobe.capture.core.rows import Space
-from vllm_accprobe.capture.core.session import DTYPE_NAMES, LANGUAGE, Session, Sites, StepState
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, LANGUAGE, Part, Session, Sites, StepState
 from vllm_accprobe.capture.graphs.graph_ops import choose, choose_stats, read_line
 from vllm_accprobe.capture.graphs.placement import STATS_BYTES, Placed, Sighting, unwritten
 from vllm_accprobe.dump.journal import TensorHead
+from vllm_accprobe.dump.journal_writer import TensorTemplate, template_of
 from vllm_accprobe.dump.schema import PADDING, TOKENS
 
 DROPPED = "dropped, the disk was slower than the model (VLLM_ACCPROBE_GRAPH_FULL=drop)"
 NOT_MEASURED = "the compiled graph did not run its tap, or with a tensor of another form"
+
+
+_Line = tuple[TensorTemplate, int, int, int]
+"""Template, step, call and seq of a tensor that was measured."""
 
 
 class StatsReadout:
@@ -38,7 +44,8 @@ class StatsReadout:
         self._select = select
         self._serial = 0
         self._space: Space | None = None
-        self._waiting: list[tuple[TensorHead, Sighting, torch.Tensor]] = []
+        self._templates: dict[tuple[str, str, int], tuple[TensorHead, TensorTemplate]] = {}
+        self._waiting: list[tuple[_Line, Sighting, torch.Tensor]] = []
 
     def aim(self, space: Space) -> None:
         """The rows of ``space`` are measured in the forward that comes."""
@@ -51,11 +58,24 @@ class StatsReadout:
         space = self._space
         if space is None or not space.n:
             return
-        head = _head(self._session, state, one, space, torch.Size((space.n, *one.shape)))
+        self._session.announce(state, space)
+        line = self._template(one, space), state.number, one.call, state.seq
+        state.seq += 1
         if self._session.sink.direct:
-            self._read(head, one, buffer, self._serial, space.n)
+            self._read(line, one, buffer, self._serial, space.n)
         else:
-            self._waiting.append((head, one, buffer))
+            self._waiting.append((line, one, buffer))
+
+    def _template(self, one: Sighting, space: Space) -> TensorTemplate:
+        shape, key = (space.n, *one.shape), (one.path, one.role, one.call)
+        known = self._templates.get(key)
+        if known is not None and known[1].shape == shape and known[0].rows == space.name:
+            return known[1]
+        layout = self._session.layout_event(one.path, one.role, torch.Size(shape))
+        head = TensorHead(one.path, one.cls, one.role, space.name, layout=layout)
+        template = template_of(head, DTYPE_NAMES[one.dtype], shape, 0)
+        self._templates[key] = head, template
+        return template
 
     def flush(self, drops: bool = False) -> None:
         """All taps of the step are taken: the lines of a device are on their way to the host. drops: where that would
@@ -70,8 +90,8 @@ class StatsReadout:
             return
 
         def arrived(hosts: Sequence[torch.Tensor]) -> None:
-            for (head, one, _), line in zip(waiting, hosts[0], strict=True):
-                self._read(head, one, line, serial, rows)
+            for (line, one, _), numbers in zip(waiting, hosts[0], strict=True):
+                self._read(line, one, numbers, serial, rows)
 
         sink.arrived((torch.stack([buffer for _, _, buffer in waiting]),), arrived)
 
@@ -82,12 +102,12 @@ class StatsReadout:
             self._waiting.clear()
             choose_stats(self._select, 0, ())
 
-    def _read(self, head: TensorHead, one: Sighting, line: torch.Tensor, serial: int, rows: int) -> None:
-        found = read_line(line, serial, one.dtype, one.shape)
+    def _read(self, line: _Line, one: Sighting, numbers: torch.Tensor, serial: int, rows: int) -> None:
+        found = read_line(numbers, serial, one.dtype, one.shape)
         if found is None or found.rows != rows:
             self._session.sink.skip(one.path, NOT_MEASURED, one.role)
         else:
-            self._session.sink.measured(head, DTYPE_NAMES[one.dtype], (rows, *one.shape), found.sums, found.hash)
+            self._session.sink.measured(*line, found.sums, found.hash)
 
 
 FIRST_ROWS = f"{TOKENS}/held"
@@ -113,7 +133,7 @@ class GraphReadout:
         self._on = False
         self._stats = StatsReadout(session, placed.stats_select) if placed.plan.measured else None
         self._live: set[tuple[str, str, int]] = set()
-        self._sites: dict[tuple[str, str, int], Sites] = {}
+        self._sites: dict[tuple[Any, ...], Sites] = {}
 
     def aim(self, padded: int = 0) -> None:
         """The session's step is about to be computed, and its rows are known. padded: rows of the model's tensors."""
@@ -126,7 +146,10 @@ class GraphReadout:
         if space is None:
             session.skip(self._placed.chosen[0][0].path, "its rows cannot be told apart in a compiled graph")
             return
-        space.padded = max(space.padded, padded)
+        if padded > space.padded:
+            space.padded = padded
+            if space.announced:
+                session.know(state, space)
         self._aimed, self._on = state, True
         self._placed.begin()
         if self._stats is not None:
@@ -180,13 +203,7 @@ class GraphReadout:
                 continue
             if left:
                 session.sink.skip(sighting.path, MORE_ROWS, sighting.role, left)
-            if space.whole and space.name == TOKENS:
-                sites = self._sites.setdefault(key, {})
-                session.record(
-                    state, sighting.path, sighting.cls, sighting.role, sighting.call, rows, LANGUAGE, None, sites
-                )
-            else:
-                self._record(state, sighting, rows, space)
+            self._record(state, sighting, rows, LANGUAGE if space.whole and space.name == TOKENS else space)
             if self._padding is not None:
                 self._take_padding(state, sighting, buffer[space.n :], self._padding)
         if self._stats is not None:
@@ -226,18 +243,10 @@ class GraphReadout:
             if self._stats is not None:
                 self._stats.rest()
 
-    def _record(self, state: StepState, one: Sighting, rows: torch.Tensor, space: Space) -> None:
-        """A tensor that has the kept rows of ``space`` and no others."""
-        self._session.sink.tensor(_head(self._session, state, one, space, rows.shape), rows, None)
-
-
-def _head(session: Session, state: StepState, one: Sighting, space: Space, shape: torch.Size) -> TensorHead:
-    """What is known of the next tensor of a step, which has the kept rows of ``space``."""
-    session.announce(state, space)
-    seq = state.seq
-    state.seq = seq + 1
-    layout = session.layout_event(one.path, one.role, shape)
-    return TensorHead(state.number, one.path, one.cls, one.role, one.call, seq, space.name, layout=layout)
+    def _record(self, state: StepState, one: Sighting, rows: torch.Tensor, part: Part) -> None:
+        """A tensor that has the kept rows of a space and no others."""
+        sites = self._sites.setdefault((one.path, one.role, one.call, isinstance(part, Space) and part.name), {})
+        self._session.take(state, sites, one.path, one.cls, one.role, one.call, rows, part)
 
 
 def padding_of(space: Space, most: int) -> Space:

@@ -317,7 +317,7 @@ class Operators(TorchDispatchMode):
         self._session = session
         self._memory = memory
         self._choice = Choice(session.config)
-        self._takes = Takes(session.sink, memory, int(session.config.ops_max_mb * 1e6))
+        self._takes = Takes(session, memory, int(session.config.ops_max_mb * 1e6))
         self._all = self._chosen = chosen
         self._operators: dict[Any, Operator] = {}
         self._step: StepState | None = None

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.capture.core.session import DTYPE_NAMES, FastPath, Sink, Sites, StepState, Ticket
-from vllm_accprobe.dump.journal import TensorHead, about_bytes, cell_fields, last
+from vllm_accprobe.capture.core.session import DTYPE_NAMES, OPERATOR, CellTicket, Session, Sites, StepState, Ticket
+from vllm_accprobe.dump.journal import about_bytes
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -292,21 +292,10 @@ class Memory:
         }
 
 
-class TakenTensor(Ticket):
-    """A tensor that was taken. ``cell``: of its bytes, for a device's tensor later; ``after``: called then."""
+class TakenTensor(CellTicket):
+    """A tensor that was taken."""
 
-    __slots__ = ("_after", "cell")
-
-    def __init__(self, cell: StatsCell | None = None, after: Callable[[StatsCell], None] | None = None) -> None:
-        self.digest = None if cell is None else cell.hash
-        self.cell = cell
-        self._after = after
-
-    def resolve(self, cell: StatsCell) -> None:
-        """The cell of its bytes is known."""
-        self.digest, self.cell = cell.hash, cell
-        if self._after is not None:
-            self._after(cell)
+    __slots__ = ()
 
     def add_to(self, about: dict[str, Any]) -> None:
         """Adds what is known by now to the tensor's description in the call's line."""
@@ -315,15 +304,14 @@ class TakenTensor(Ticket):
 
 
 class Takes:
-    """Stores tensors of operator calls in ``sink``. ``max_bytes``: larger ones are refused, weights excepted."""
+    """Stores tensors of operator calls in ``session``. ``max_bytes``: larger ones are refused, weights excepted."""
 
-    def __init__(self, sink: Sink, memory: Memory, max_bytes: int):
-        self._sink = sink
+    def __init__(self, session: Session, memory: Memory, max_bytes: int):
+        self._session = session
+        self._sink = session.sink
         self._memory = memory
         self.max_bytes = max_bytes
         self._weights: dict[tuple[Any, ...], tuple[str, TakenTensor]] = {}
-        # Operators' tensors have no rows and no layout; else they are like those of modules.
-        self._fast_path = FastPath(sink, lambda *_: None, lambda *_: (None, 0))
         self._sites: dict[tuple[str, int], Sites] = {}
 
     def forget_weights(self) -> None:
@@ -351,15 +339,7 @@ class Takes:
         parameter, and nothing writes to it."""
         if weight and tensor.nbytes > _SMALL:
             return self._weight(state, tap, op, role, call, tensor, keep)
-        if keep and self._sink.direct:
-            digest = self._fast_path.take(state, self._sites_of(tap, call), tap, op, role, call, tensor)
-            if digest is not None:
-                key = digest + DTYPE_NAMES[tensor.dtype]
-                cell = self._sink.seen[key]
-                if weight:
-                    self._sink.lasting[key] = cell
-                return TakenTensor(cell)
-        return self._general(self._head(state, tap, op, role, call), tensor, keep, weight)
+        return self._take(state, tap, op, role, call, tensor, keep, TakenTensor(self._last if weight else None))
 
     def take_changed(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool,
@@ -368,23 +348,27 @@ class Takes:
         """Takes ``tensor`` after the call in role ``inplace.<role>`` if it is no longer what ``before`` saw, and then
         calls ``changed``."""
         role = f"inplace.{role}"
-        if keep and self._sink.direct and before.digest is not None:
-            digest = self._fast_path.take(state, self._sites_of(tap, call), tap, op, role, call, tensor, before.digest)
-            if digest is not None:
-                if digest == before.digest:
-                    return TakenTensor()
-                changed()
-                return TakenTensor(self._sink.seen[digest + DTYPE_NAMES[tensor.dtype]])
-        head = self._head(state, tap, op, role, call, mutated=True)
         if not keep:
-            taken = TakenTensor(None, lambda cell: changed() if cell.hash != before.digest else None)
-            self._sink.measure(head, tensor, taken)
-            return taken
-        taken = TakenTensor()
-        self._sink.tensor(
-            head, tensor, None, taken, before=before, changed=lambda different: changed() if different else None
-        )
+            taken = TakenTensor(lambda cell: changed() if cell.hash != before.digest else None)
+            return self._take(state, tap, op, role, call, tensor, False, taken)
+        taken, sites = TakenTensor(), self._sites_of(tap, call)
+        self._session.take(
+            state, sites, tap, op, role, call, tensor, OPERATOR, taken, before,
+            lambda different: changed() if different else None,
+        )  # fmt: skip
         return taken
+
+    def _take(
+        self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool,
+        taken: TakenTensor,
+    ) -> TakenTensor:  # fmt: skip
+        sites = self._sites_of(tap, call)
+        self._session.take(state, sites, tap, op, role, call, tensor, OPERATOR, taken, line=keep)
+        return taken
+
+    def _last(self, cell: StatsCell) -> None:
+        """The same bytes will come again in later steps."""
+        self._sink.lasting[f"{cell.hash}{cell.dtype}"] = cell
 
     def _sites_of(self, tap: str, call: int) -> Sites:
         """What is known of the tensors of this call: one module's calls of an operator differ, steps are alike."""
@@ -394,20 +378,6 @@ class Takes:
             found = self._sites[key] = {}
         return found
 
-    @staticmethod
-    def _head(state: StepState, tap: str, op: str, role: str, call: int, mutated: bool = False) -> TensorHead:
-        seq = state.seq
-        state.seq = seq + 1
-        return TensorHead(state.number, tap, op, role, call, seq, mutated=mutated)
-
-    def _general(self, head: TensorHead, tensor: torch.Tensor, keep: bool, lasting: bool) -> TakenTensor:
-        taken = TakenTensor()
-        if keep:
-            self._sink.tensor(head, tensor, None, taken, lasting)
-        else:
-            self._sink.measure(head, tensor, taken)
-        return taken
-
     def _weight(
         self, state: StepState, tap: str, op: str, role: str, call: int, tensor: torch.Tensor, keep: bool
     ) -> TakenTensor:
@@ -416,16 +386,14 @@ class Takes:
         sample = _sample(tensor)
         known = self._weights.get(key)
         if known is None or known[0] != sample:
-            taken = self._general(self._head(state, tap, op, role, call), tensor, keep, True)
+            taken = self._take(state, tap, op, role, call, tensor, keep, TakenTensor(self._last if keep else None))
             self._weights[key] = sample, taken
             return taken
         taken = known[1]
         if keep:
-            event = self._head(state, tap, op, role, call).line(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            self._sink.tensors += 1
-            self._sink.line(
-                lambda: None if taken.cell is None else last(event | cell_fields(taken.cell), "shape", "dtype")
-            )
+            site = self._session.site(state, self._sites_of(tap, call), tap, op, role, tensor, OPERATOR)
+            if site is not None:
+                self._sink.again(site.template, state, call, taken)
         return taken
 
 

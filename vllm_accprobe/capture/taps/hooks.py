@@ -368,20 +368,15 @@ def _enter(session: Session, state: StepState, tap: Tap, args: tuple[Any, ...], 
     if name in tap.chosen:
         session.fired.add(name)
         if session.takes_inputs:
-            checks, sites, cls = tap.checks[state.prefill], tap.sites[name], tap.cls
-            short = state.rows > 0 and part is LANGUAGE and session.flatten is None
-            take = session.fast_path.take
+            checks, sites, cls, take = tap.checks[state.prefill], tap.sites[name], tap.cls, session.take
             for role, tensor in tap.inputs(args, kwargs):
-                ticket = None
-                if checks.get(role, 0) < _CHECKS:
-                    ticket = Ticket()
-                    taken = taken or []
-                    taken.append((role, tensor, ticket))
-                elif short:
-                    if take(state, sites, name, cls, role, number, tensor) is None:
-                        session.record(state, name, cls, role, number, tensor, part)
+                if checks.get(role, 0) >= _CHECKS:
+                    take(state, sites, name, cls, role, number, tensor, part)
                     continue
-                session.record(state, name, cls, role, number, tensor, part, ticket, sites)
+                ticket = Ticket()
+                taken = taken or []
+                taken.append((role, tensor, ticket))
+                take(state, sites, name, cls, role, number, tensor, part, ticket)
     return name, number, part, before, taken
 
 
@@ -392,19 +387,14 @@ def _leave(session: Session, state: StepState, tap: Tap, call: _Call, result: An
     state.inside = before
     if name not in tap.chosen or session.state is not state:
         return
+    sites, cls, take = tap.sites[name], tap.cls, session.take
     if session.takes_outputs:
-        sites, cls = tap.sites[name], tap.cls
-        short = state.rows > 0 and part is LANGUAGE and session.flatten is None
-        take = session.fast_path.take
         for role, tensor in outputs(result):
-            if not short:
-                session.record(state, name, cls, role, number, tensor, part, None, sites)
-            elif take(state, sites, name, cls, role, number, tensor) is None:
-                session.record(state, name, cls, role, number, tensor, part)
+            take(state, sites, name, cls, role, number, tensor, part)
     for role, tensor, ticket in taken or ():
         after = "inplace." + role.partition(".")[2]
         changed = _verdict(tap.checks[state.prefill], role)
-        session.record(state, name, tap.cls, after, number, tensor, part, ticket, tap.sites[name], changed)
+        take(state, sites, name, cls, after, number, tensor, part, None, ticket, changed)
 
 
 def _verdict(checks: dict[str, int], role: str) -> Callable[[bool], None]:

@@ -18,7 +18,7 @@ import torch
 from vllm_accprobe.capture.core.session import DTYPE_NAMES, Session
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.dump.journal import TensorHead
-from vllm_accprobe.dump.journal_writer import TensorLine, digest
+from vllm_accprobe.dump.journal_writer import digest, template_of
 from vllm_accprobe.dump.schema import ROOT_TAP, Stats
 from vllm_accprobe.dump.stats import StatsCell
 
@@ -92,12 +92,13 @@ class ParameterLines:
             return
         shape = tuple(tensor.shape)
         layout = session.layouts.param_event(path, name, shape)
-        head = TensorHead(None, tap, cls, f"param.{name}", layout=layout, sample=sample_hash(tensor))
+        tensor = tensor.detach()
+        head = TensorHead(tap, cls, f"param.{name}", layout=layout, sample=sample_hash(tensor), once=True)
+        template = template_of(head, dtype, shape, tensor.nbytes)
         if self.stored:
-            session.sink.tensor(head, tensor.detach(), None)
+            session.sink.parameter(template, tensor)
         else:
-            cell = StatsCell(_device_stats(tensor.detach()))
-            session.sink.line(TensorLine(head.line(dtype, shape), cell))
+            session.sink.line((template, None, 0, 0, StatsCell(_device_stats(tensor))))
 
 
 def sample_hash(tensor: torch.Tensor) -> str:

@@ -155,7 +155,7 @@ class Patches:
         if not found:
             self._failures[f"{name}", "no tensor here" if value is not None else "None here"] += 1
         for role, tensor in found:
-            session.record(state, name, cls, role, number, tensor, part, None, sites)
+            session.take(state, sites, name, cls, role, number, tensor, part)
 
     def _place(self, state: StepState, target: Target, owner: Any) -> tuple[str, str]:
         """The module path of a value and the part of the model that it belongs to."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.capture.core import say
-from vllm_accprobe.capture.core.session import LANGUAGE, Session
+from vllm_accprobe.capture.core.session import LANGUAGE, Session, Sites
 from vllm_accprobe.capture.graphs.placement import BETWEEN, FULL, Placed, Sightings, TapPlan, plan, ring_bytes, watching
 from vllm_accprobe.capture.graphs.readout import GraphReadout
 from vllm_accprobe.capture.taps.hooks import Inputs, chooses, outputs, picks
@@ -128,6 +128,7 @@ class InGraphs:
         self._model = model
         self._unfit: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._sites: Sites = {}
         self._placed: Placed | None = None
         self._readout: GraphReadout | None = None
         self._forwards = Forwards(lambda: session.state is not None, self._begins, self._ends)
@@ -220,7 +221,7 @@ class InGraphs:
         if session.state is not None and chooses(session.config, "", cls):
             session.fired.add(ROOT_TAP)
             for role, tensor in tensors:
-                session.record(session.state, ROOT_TAP, cls, role, 0, tensor, LANGUAGE)
+                session.take(session.state, self._sites, ROOT_TAP, cls, role, 0, tensor, LANGUAGE)
 
     def computed(self) -> None:
         """The forward of a step has returned; a second call of the same step does nothing."""

@@ -24,7 +24,7 @@ import xxhash
 
 from vllm_accprobe.capture.core import say
 from vllm_accprobe.capture.core.attribute_override import wrap_method
-from vllm_accprobe.capture.core.session import HEAD, Session
+from vllm_accprobe.capture.core.session import HEAD, Session, Sites
 from vllm_accprobe.capture.taps.hooks import chooses
 from vllm_accprobe.capture.vllm.batch import ChosenRows, Grammar, grammar_of, reports_masks
 from vllm_accprobe.capture.vllm.relied_on import unsampled
@@ -166,7 +166,7 @@ class Sampling:
         self._batch = rows.batch
         self._grammar: Grammar = {}
         self._cls = type(getattr(runner, "sampler", None)).__name__
-        self._calls = 0
+        self._sites: Sites = {}
         if not chooses(session.config, SAMPLER, self._cls):
             return
         why = unsampled(runner)
@@ -366,7 +366,7 @@ class Sampling:
         state = self._session.state
         if state is not None:
             self._session.fired.add(SAMPLER)
-            self._session.record(state, SAMPLER, self._cls, role, 0, tensor.contiguous(), HEAD)
+            self._session.take(state, self._sites, SAMPLER, self._cls, role, 0, tensor.contiguous(), HEAD)
 
 
 def filters_of(runner: Any) -> dict[str, str]:
