@@ -4,10 +4,10 @@ The problem: hundreds of tensors per step, most of them seen twice (an output is
 some with rows that nobody wants, some on a device, while the model waits; and no error of the probe may reach the
 model. The idea: taps ask a Session for the StepState, None while nothing is captured; a failure is written down, said
 once, and sets the state to None for good. What is decided of a tap's tensor (rows, layout, the line as a template) is a
-Site, made once and again where dtype, form, strides or the step's rows change; `Session.take` then takes each tensor in the same
-way. One hash per tensor decides whether its bytes are new in this step; only new bytes are copied, into the writer's
-block, and everything else is a line that refers to them. Tensors of a device take the same steps on the thread on which
-they arrive (staging.py).
+Site, made once and again where dtype, form, strides or the step's rows change; `Session.take` then takes each tensor in
+the same way. One hash per tensor decides whether its bytes are new in this step; only new bytes are copied, into the
+writer's block, and everything else is a line that refers to them. Tensors of a device take the same steps on the thread
+on which they arrive (staging.py).
 
 Not here: which rows are which (rows.py), blocks and files (dump/writer.py), what is tapped (taps/hooks.py).
 """
@@ -564,7 +564,7 @@ class Session:
             or tensor.shape != site.shape
             or tensor.layout is not _STRIDED
             or tensor.is_contiguous() is not site.contiguous
-            or (not site.contiguous and view_of(tensor) != site.view)
+            or (site.view is not None and view_of(tensor) != site.view)
         ):
             site = self.site(state, sites, tap, cls, role, tensor, part, before is not None)
             if site is None:
