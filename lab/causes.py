@@ -132,8 +132,8 @@ def table(found: Sequence[Total]) -> str:
     lines = ["| group | cases | right | wrong | none | not found, error |", "| --- | --- | --- | --- | --- | --- |"]
     for t in found:
         c = t.counts
-        lost = f"{c[NOT_FOUND]}, {c[ERROR]}"
-        lines.append(f"| {t.name} | {t.cases} | {share(c[RIGHT], t.cases)} | {c[WRONG]} | {c[SILENT]} | {lost} |")
+        lost, right = f"{c[NOT_FOUND]}, {c[ERROR]}", c[SILENT if t.name.startswith(NONE) else RIGHT]
+        lines.append(f"| {t.name} | {t.cases} | {share(right, t.cases)} | {c[WRONG]} | {c[SILENT]} | {lost} |")
     return "\n".join([*lines, ""])
 
 

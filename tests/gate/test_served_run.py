@@ -179,6 +179,10 @@ LOGS = {
     ", which is larger than the available KV cache memory (0.1 GiB).": ("ValueError: To serve", "--max-model-len"),
     f"{CORE}ValueError: Free memory on device cuda:0 (1.2/80.0 GiB) on startup is less than desired GPU memory "
     "utilization (0.9, 72.0 GiB).": ("ValueError: Free memory on device", "another process"),
+    "(VllmWorker-0 pid=42) ERROR 11-26 21:00:00 [multiproc_executor.py:953] ValueError: Available memory on node 0 (10."
+    "92/23.54 GiB) on startup is less than desired CPU memory utilization (0.99, 23.31 GiB).\nRuntimeError: Engine "
+    "core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}":
+        ("ValueError: Available memory on node 0", "another process"),
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\nEngineDeadError: see above":
         ("torch.OutOfMemoryError: CUDA", "--max-num-seqs"),
     f"{API}OSError: [Errno 98] Address already in use\n": ("OSError: [Errno 98]", "--port"),

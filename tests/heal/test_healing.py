@@ -17,9 +17,9 @@ from vllm_accprobe.capture.vllm.vllm_compat import BlockMoves, EngineStep, Layer
 from vllm_accprobe.config import ConfigError, ProbeConfig
 from vllm_accprobe.heal import outcome
 from vllm_accprobe.heal.healing import HealObserver
-from vllm_accprobe.heal.live_calls import rounded_once, same_path
+from vllm_accprobe.heal.live_calls import rounded_once, same_path, with_right_experts
 from vllm_accprobe.heal.written_rows import UNWRITTEN, WrittenRows
-from vllm_accprobe.opcheck.reference import Declined
+from vllm_accprobe.opcheck.reference import Call, Declined
 
 HEADS, KV, HEAD, WIDTH, VOCABULARY = 4, 2, 8, 32, 24
 B16 = torch.bfloat16
@@ -299,6 +299,25 @@ def test_blocks_are_copied_and_slots_must_follow(batches: Any) -> None:
     assert known.tolist() == [True] * 4 + [False]
     with pytest.raises(Declined, match="does not lead to its slots"):
         WrittenRows(("key",), 4).write(replace(batch, slots=batch.slots + 1), {"key": drawn(5, 4)})
+
+
+def test_a_wrong_choice_of_experts_is_put_right() -> None:
+    """Two of four by softmax, renormalised; in the last row the second and third are tied within rounding."""
+    z = torch.tensor([[4.0, 3, 1, 0], [0, 1, 3, 4], [4, 2, 2.001, 0]]).to(B16)
+    had = torch.tensor([[1, 2], [3, 2], [0, 2]])
+    weights = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.6, 0.4]])
+    router = {"top_k": 2, "renormalize": True, "scoring_func": "softmax"}
+    call = Call("x", "", inputs={"topk_ids": had, "topk_weights": weights},
+                extra={"router": router, "router_logits": z})  # fmt: skip
+    found, why = with_right_experts(call)
+    assert why == ""
+    assert found.inputs["topk_ids"].tolist() == [[0, 1], [3, 2], [0, 2]]
+    p = z[:2].double().softmax(-1)
+    right = torch.stack((p[0, :2] / p[0, :2].sum(), p[1, [3, 2]] / p[1, 2:].sum()))
+    assert torch.allclose(found.inputs["topk_weights"][:2], right, atol=1e-12)
+    assert torch.equal(found.inputs["topk_weights"][2].float(), weights[2])
+    assert "logits are not known" in with_right_experts(replace(call, extra={}))[1]
+    assert "was not recorded" in with_right_experts(replace(call, extra={"router_logits": z}))[1]
 
 
 @torch.inference_mode()

@@ -152,6 +152,8 @@ def test_totals_and_what_they_require() -> None:
     (whole, *_) = totals([good] * 3 + [bad])
     assert (whole.counts, whole.missed) == ({RIGHT: 3, WRONG: 1, SILENT: 0, NOT_FOUND: 0, ERROR: 0}, ["wrong 1 of 4"])
     assert totals([good])[0].missed == []
+    silent = judged(NO_FAMILY, "fail", [{"module": NO_FAMILY.case.expected[0], "cause": None}])
+    assert "| no family, tuned | 1 | 1 of 1" in table(totals([silent]))
     assert totals([none])[-1].missed == ["1 causes of faults of no family"]
     assert "| all, tuned | 4 | 3 of 4 (0.30 to 0.95) | 1 | 0 | 0, 0 |" in table(totals([good] * 3 + [bad]))
 

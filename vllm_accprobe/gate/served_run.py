@@ -127,7 +127,7 @@ ADVICE = (
      "this vLLM finds no device: `accprobe doctor` examines the platform"),
 )  # fmt: skip
 """(pattern in an error of vLLM's, torch's or the system's; what to change). The first that fits."""
-_PREFIX = re.compile(r"^(?:\([\w ]+ pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] )?)?")
+_PREFIX = re.compile(r"^(?:\([^()]{1,80} pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] )?)?")
 _ERROR = re.compile(
     r"(?:[A-Za-z_][\w.]*(?:Error|Exception|Failure|Exit|Exhausted)|Exception)(?:: .*)?|[\w. ]+: error: .+"
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,10 +42,12 @@ from vllm_accprobe.heal.live_calls import (
     QUANT_METHOD,
     Began,
     LiveModules,
+    block_of,
     exact,
     host,
     layer_name,
     put,
+    rounded_once,
     same_path,
     with_inside,
     with_right_experts,
@@ -201,6 +204,9 @@ class HealObserver(StepObserver):
         chosen = frozenset() if why else chosen
         for name in chosen:
             self.outcome.healed.setdefault(name, 0)
+            if name.endswith(QUANT_METHOD):
+                router = getattr(self._live.modules.get(block_of(name)), "router", None)
+                wrap_method(router, "select_experts", functools.partial(self._select, name))
             if tap.cls in _CACHED:
                 size = getattr(getattr(self._adapter.runner.vllm_config, "cache_config", None), "block_size", 0)
                 self._written[name] = WrittenRows(_CACHED[tap.cls], int(size or 0))
@@ -295,7 +301,26 @@ class HealObserver(StepObserver):
         except Exception as error:
             self._fail(tap.names[0], error)
 
-    # --- the sampler ---
+    # --- what is no module: routers and the sampler ---
+
+    def _select(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A router's choice for the experts at ``name``, put right before their kernel, and any capture, sees it."""
+        result = original(*args, **kwargs)
+        if not self._active or name in self.outcome.left or self._live is None:
+            return result
+        try:
+            with self._paused:
+                weights, ids = result
+                logits = kwargs.get("router_logits", args[1] if len(args) > 1 else None)
+                call, why = with_right_experts(self._live.routing(name, weights, ids, logits))
+                if why:
+                    self._count(name, why)
+                    return result
+                right = rounded_once(call.inputs["topk_weights"], weights.dtype)
+                return right.to(weights.device), call.inputs["topk_ids"].to(ids.device, ids.dtype)
+        except Exception as error:
+            self._fail(name, error)
+            return result
 
     def _heal_sampler(self, sampler: Any) -> None:
         if wrap_method(sampler, "sample", self._sample) is None:

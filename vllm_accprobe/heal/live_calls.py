@@ -102,6 +102,14 @@ class LiveModules:
             extra={"usual": self._usual_of(cls)} | self._extra(path, cls) | extra,
         )  # fmt: skip
 
+    def routing(self, path: str, weights: Tensor, ids: Tensor, logits: Tensor) -> Call:
+        """What a router has chosen for the experts whose kernel is called at ``path``, as a call of that kernel."""
+        return Call(
+            path, "", inputs={"topk_weights": host(weights), "topk_ids": host(ids)},
+            parent=self._attrs(self.modules[path.rpartition(".")[0]]), config=self._config_of(path),
+            extra=self._extra(path, "") | {"router_logits": host(logits)},
+        )  # fmt: skip
+
     def _config_of(self, path: str) -> Mapping[str, Any]:
         part = "vision_config" if path.startswith(("visual", "vision", "model.visual")) else "text_config"
         inner = self._config.get(part)
@@ -149,7 +157,7 @@ class LiveModules:
             return {} if weight is None else {"kv_b_proj": weight}
         if not path.endswith(QUANT_METHOD):
             return {}
-        block = path.removesuffix(QUANT_METHOD).removesuffix(EXPERTS)
+        block = block_of(path)
         gates = [g for g in gates_of(path) if g in self.modules]
         holder = self._attrs(self.modules[block]) if block in self.modules else {}
         found: dict[str, Any] = {
@@ -160,27 +168,37 @@ class LiveModules:
         return found if logits is None else found | {"router_logits": logits}
 
 
+def block_of(path: str) -> str:
+    """The experts whose kernel is called at ``path``."""
+    return path.removesuffix(QUANT_METHOD).removesuffix(EXPERTS)
+
+
 def gates_of(path: str) -> tuple[str, str]:
     """Where the gate of experts may be whose kernel is called at ``path``."""
-    block = path.removesuffix(QUANT_METHOD).removesuffix(EXPERTS)
+    block = block_of(path)
     return f"{block}.gate", f"{block.rpartition('.')[0]}.gate"
 
 
 def with_right_experts(call: Call) -> tuple[Call, str]:
-    """``call`` of experts with those that its router should have chosen, where no tie decides, and why its router's
-    choice stays, "" where it does not."""
+    """``call`` of experts with those that its router should have chosen, and why its router's choice stays, "" where it
+    does not. Of experts that are tied within rounding, those that were chosen stay."""
     ids, weights, logits = call.maybe("topk_ids"), call.maybe("topk_weights"), call.extra.get("router_logits")
     if ids is None or weights is None:
         return call, ""
     if logits is None or len(logits) != len(ids):
         return call, "the choice of its experts stays: its gate's logits are not known"
+    tie, z = 4 * unit_of(logits), logits.double()
     try:
-        right, clear = route(logits.double(), ids.shape[1], tie=4 * unit_of(logits), **choosing(call))
+        how = choosing(call)
+        right, clear = route(z, ids.shape[1], tie=tie, **how)
     except Declined as why:
         return call, f"the choice of its experts stays: {why.reason}"
-    top, keep = right.topk(ids.shape[1], -1), clear.unsqueeze(-1)
-    chosen = {"topk_ids": torch.where(keep, top.indices, ids.long()),
-              "topk_weights": torch.where(keep, top.values, weights.double())}  # fmt: skip
+    top, had = right.topk(ids.shape[1], -1), ids.long().clamp(min=0)
+    plain = how.get("bias") is None and how.get("groups", 1) == 1  # then scores rise with logits
+    near = z.gather(1, had).amin(1) >= z.gather(1, top.indices).amin(1) - 2 * tie
+    stays = (~clear & near & plain).unsqueeze(-1)
+    chosen = {"topk_ids": torch.where(stays, ids.long(), top.indices),
+              "topk_weights": torch.where(stays, weights.double(), top.values)}  # fmt: skip
     return replace(call, inputs={**call.inputs, **chosen}), ""
 
 
