@@ -282,9 +282,11 @@ def _moved(
     return most, given.read & set(golden)
 
 
-_OF_A_RANK = re.compile(r"(^|[._])(tp|ep|pp|dp|pcp|dcp|sp|rank|ranks|local|shard|shards|start|end)($|_)|partition|"
-                        r"num_(q_|kv_)?heads|^(q_size|kv_size|reduce_results|prefix|layer_name)$")  # fmt: skip
-"""Constants that say which part of the operator a rank has, and who adds the parts up."""
+_OF_THE_RUN = re.compile(r"(^|[._])(tp|ep|pp|dp|pcp|dcp|sp|rank|ranks|local|shard|shards|start|end)($|_)|partition|"
+                        r"num_(q_|kv_)?heads|^(q_size|kv_size|reduce_results|prefix|layer_name)$|"
+                        r"cache_dtype|_(k|v|q|prob)_scale")  # fmt: skip
+"""Constants that say which part of the operator a rank has, who adds the parts up, and how a cache is kept, which is
+reported by itself (rounded_caches)."""
 _FEW = 2
 
 
@@ -300,7 +302,7 @@ def computed_otherwise(
         if tap not in golden or tap not in mine or tap in known or len(found) >= MOST_TAPS:
             continue
         own, theirs = mine[tap], golden[tap]
-        other = [(n, v) for n, v in theirs.attrs.items() if n in own.attrs and not _OF_A_RANK.search(n)
+        other = [(n, v) for n, v in theirs.attrs.items() if n in own.attrs and not _OF_THE_RUN.search(n)
                  and own.attrs[n] != v]  # fmt: skip
         if other or own.cls != theirs.cls:
             calls = [c for c in _first_calls(sides[1], tap) if not c.missing]
