@@ -100,7 +100,7 @@ def _as_tests(
     causes = Causes(references) if failed else None
     written: list[Written] = []
     left: list[str] = []
-    wider = 0
+    wider, last = 0, ""
     for captured in chosen:
         if len(written) == most:
             left.append("more calls than --limit")
@@ -108,7 +108,9 @@ def _as_tests(
         try:
             if not written:
                 (out / "cases").mkdir(parents=True, exist_ok=True)
-            found = causes.of_calls([captured]) if causes is not None else None
+            if causes is not None and (not written or captured.tap != last):
+                causes.next_tap()
+            found, last = causes.of_calls([captured]) if causes is not None else None, captured.tap
             cause = "" if found is None else found.text
             ready, more = captured, None
             if (failed or kernel is not None) and not any(t.is_meta for t in captured.what.outputs.values()):

@@ -166,7 +166,7 @@ def _known_views(trial: Trial) -> Iterator[tuple[str, str]]:
             yield name, str(list(view.stride))
 
 
-@cause(ADDRESS, "*", text="of its {0} read without the gaps of its view (stride {1})", values=_known_views)
+@cause(ADDRESS, "*", text="of its {0} read without the gaps of its view (stride {1})", values=_known_views, whole=True)
 def gaps_not_skipped(trial: Trial, view: tuple[str, str]) -> Call:
     name = view[0]
     return edited(trial.call, inputs={name: without_gaps(trial.call.inputs[name], trial.call.views[f"inputs.{name}"])})
@@ -179,7 +179,7 @@ def _offsets(trial: Trial) -> Iterator[tuple[str, int]]:
 
 
 @cause(ADDRESS, "*", text="of its {0} read from the beginning of its storage (its view begins at element {1})",
-       values=_offsets)  # fmt: skip
+       values=_offsets, whole=True)  # fmt: skip
 def offset_not_added(trial: Trial, view: tuple[str, int]) -> Call:
     name = view[0]
     x, lies = trial.call.inputs[name], trial.call.views[f"inputs.{name}"]
