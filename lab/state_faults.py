@@ -416,3 +416,65 @@ def rows_moved(params: dict[str, Any]) -> None:
     for name, one in params.items():
         if name.endswith("layers.0.self_attn.qkv_proj.weight"):
             one.copy_(one.roll(8, 0))
+
+
+# --- what the runner hands to the model ------------------------------------------------------------------------------
+
+
+def _prepared(llm: Any, change: Callable[[Any, list[int], Any], None]) -> None:
+    """``change`` gets the runner, how many tokens each of its requests computes, and the logits' rows of each step."""
+    runner = lab.runner_of(llm)
+    original = runner._prepare_inputs
+
+    def prepare(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scheduled, *args, **kwargs)
+        change(runner, [scheduled.num_scheduled_tokens[name] for name in runner.input_batch.req_ids], result[0])
+        return result
+
+    runner._prepare_inputs = prepare
+
+
+def stale_tokens(llm: Any) -> None:
+    """A decode row gets the token of the step before the last one (asynchronous scheduling that reads too early)."""
+
+    def change(runner: Any, counts: list[int], logits: Any) -> None:
+        at = 0
+        for row, n in enumerate(counts):
+            done = int(runner.input_batch.num_computed_tokens_cpu[row])
+            if n == 1 and done > int(runner.input_batch.num_prompt_tokens[row]):
+                runner.input_ids.gpu[at] = int(runner.input_batch.token_ids_cpu[row, done - 1])
+            at += n
+
+    _prepared(llm, change)
+
+
+def tokens_exchanged(llm: Any) -> None:
+    """Two decode rows get one another's tokens."""
+
+    def change(runner: Any, counts: list[int], logits: Any) -> None:
+        if counts == [1, 1]:
+            runner.input_ids.gpu[:2] = runner.input_ids.gpu[:2].flip(0).clone()
+
+    _prepared(llm, change)
+
+
+def logits_of_row_before(llm: Any) -> None:
+    """The logits of a prompt are those of the row before its last one."""
+
+    def change(runner: Any, counts: list[int], logits: Any) -> None:
+        if counts[0] > 2:
+            logits[0] -= 1
+
+    _prepared(llm, change)
+
+
+def images_exchanged(llm: Any) -> None:
+    """Two images of one batch stand in one another's places."""
+    runner = lab.runner_of(llm)
+    original = runner._gather_mm_embeddings
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        embeddings, *rest = original(*args, **kwargs)
+        return (list(embeddings)[::-1], *rest)
+
+    runner._gather_mm_embeddings = gather

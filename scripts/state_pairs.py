@@ -4,7 +4,7 @@ The problem: a ledger that finds a wrong cache is of use if the comparison, with
 and not "the kernel", never says PASS, and stays silent where requests share prefixes rightly. The idea: small engines
 one after another in this process, with a capture as a user has it; the golden is the same requests without prefix
 caching and without a fault. Each case is right when `accprobe compare` fails and its first origin is of the right kind:
-a cache, or for a loader's fault the weights; a clean one when nothing is said of a cache.
+a cache, for a loader's fault the weights, or the runner; a clean one when nothing is said of a cache.
 
     python scripts/state_pairs.py --out DIR [--only GLOB,...] [--no-replay]
 
@@ -34,7 +34,7 @@ from lab import state_faults as faults  # noqa: E402
 from lab import state_lab as lab  # noqa: E402
 from lab.state_lab import Ask, prompt  # noqa: E402
 
-CACHE, WEIGHTS, CLEAN = "cache", "weights", ""
+CACHE, WEIGHTS, RUNNER, CLEAN = "cache", "weights", "runner", ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ def pairs(root: Path) -> list[Pair]:
         Pair("load-gate-up", "gate and up exchanged", WEIGHTS, TWO,
              load=faults.loaded_wrong(faults.gate_and_up_exchanged)),
         Pair("load-rows", "a weight's rows moved", WEIGHTS, TWO, load=faults.loaded_wrong(faults.rows_moved)),
+        Pair("tokens-stale", "a decode row gets the token before", RUNNER, TWO, plant=faults.stale_tokens),
+        Pair("tokens-exchanged", "two decode rows' tokens exchanged", RUNNER, TWO, plant=faults.tokens_exchanged),
+        Pair("logits-row", "logits of the row before the last", RUNNER, TWO, plant=faults.logits_of_row_before),
+        Pair("images-exchanged", "two images' embeddings exchanged", RUNNER,
+             (Ask("a", (), 4, 0, image=1), Ask("b", (), 4, 0, image=2)), plant=faults.images_exchanged, **images),
     ]  # fmt: skip
 
 
@@ -211,6 +216,7 @@ def judge(pair: Pair, golden: Path, mine: Path, *more: str) -> dict[str, Any]:
     right = {
         CACHE: done.returncode == 1 and named == "cache",
         WEIGHTS: done.returncode == 1 and weights and not cache,
+        RUNNER: done.returncode == 1 and first.get("class") == "runner",
         CLEAN: not cache and done.returncode == 0,
     }[pair.kind]
     error = done.stderr[-300:] if done.returncode > 1 else ""
