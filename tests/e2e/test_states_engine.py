@@ -154,16 +154,21 @@ def test_beside_a_capture_compare_says_the_cache(
     assert "the cache, not the kernel: a block freed" in capsys.readouterr().out
 
 
-def test_a_capture_names_the_cache_by_default(tmp_path: Path, preloaded_vllm: Path) -> None:
-    """Two adapters that share prefix blocks (vllm 30931): the cache, not the attention, with default settings."""
+@pytest.mark.parametrize(("name", "named", "says"), [
+    ("adapter-shared", "cache",
+     "request 'b' (adapter adapter2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter"),
+    ("tokens-stale", "<root>/input.input_ids", "the runner, not the model: the token id of request 'a' in row 41"),
+])  # fmt: skip
+def test_a_capture_names_the_cache_and_the_runner_by_default(
+    name: str, named: str, says: str, tmp_path: Path, preloaded_vllm: Path
+) -> None:
+    """Two adapters that share prefix blocks (vllm 30931), and tokens that are fed again: not the attention, with
+    default settings."""
     script = str(ROOT / "scripts" / "state_pairs.py")
-    command = [str(preloaded_vllm / FORKED), script, "--out", str(tmp_path), "--only", "adapter-shared"]
+    command = [str(preloaded_vllm / FORKED), script, "--out", str(tmp_path), "--only", name]
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     (line,) = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
-    assert (line["named"], line["exit"]) == ("cache", 1)
-    assert (
-        "request 'b' (adapter adapter2) reads blocks 0-1 (positions 0 to 63), which request 'a' (adapter"
-        in (line["said"])
-    )
+    assert (line["named"], line["exit"]) == (named, 1)
+    assert says in line["said"]
