@@ -119,6 +119,19 @@ def test_partial_sums_vocabulary_and_replicated_layers() -> None:
     assert found.of("gate", "output.0", (5, 8)).kind == "replicated"
 
 
+def test_norms_whose_channels_are_distributed_to_ranks() -> None:
+    """MiniMax-M2 on four ranks with two heads of keys, which two ranks have alike."""
+    block = attention(4, 8, 2, 16, 128)
+    for name, width, shards in (("q_norm", 32, 4), ("k_norm", 16, 2)):
+        block._modules[name] = module("MiniMaxText01RMSNormTP", weight=np.ones(width), tp_world=4,
+                                      weight_shard_world=shards)  # fmt: skip
+    found = layouts(4, 3, {"self_attn": block}, 128)
+    for name, parts in (("q_norm", ((32, 1),)), ("k_norm", ((16, 2),))):
+        for role in ("input.x", "output.0"):
+            assert found.of(f"self_attn.{name}", role, (5, parts[0][0])).parts == parts
+        assert found.of_param(f"self_attn.{name}", "weight", (parts[0][0],)).parts == parts
+
+
 def test_one_rank_has_no_layouts() -> None:
     assert (
         layouts(1, 0, {"self_attn": attention(1, 4, 2, 32, 128)}, 128)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from vllm_accprobe import Probe
 from vllm_accprobe.capture.taps.hooks import Inputs, attributes, outputs
+from vllm_accprobe.dump.reader import open_dump
 
 
 def test_convolutions() -> None:
@@ -101,3 +105,34 @@ def test_roles_of_outputs() -> None:
     assert [role for role, _ in outputs({"k": x})] == ["output.k"]
     assert [role for role, _ in outputs((x,) * 40)] == [f"output.{i}" for i in range(40)]
     assert outputs(None) == []
+
+
+def test_norms_that_are_computed_past_their_modules_are_taken_all_the_same(tmp_path: Path) -> None:
+    """As MiniMax-M2's: a static method computes both; other models of the class are left alone."""
+
+    class Norm(torch.nn.Module):
+        @staticmethod
+        def forward_qkv(q_norm: Norm, k_norm: Norm, qkv: torch.Tensor, q_size: int, kv_size: int) -> Any:
+            q, k, v = qkv.split([q_size, kv_size, kv_size], -1)
+            return q * 2, k * 3, v
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_norm, self.k_norm = Norm(), Norm()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat(Norm.forward_qkv(self.q_norm, self.k_norm, x, 4, 2), -1)
+
+    original, x = Norm.forward_qkv, torch.arange(24.0).reshape(3, 8)
+    model, other = Model(), Model()
+    with Probe(model, dir=str(tmp_path / "dump")):
+        model(x)
+        other(x)
+    assert Norm.forward_qkv is original
+    dump = open_dump(tmp_path / "dump")
+    found = {r.name: dump.read(r) for r in dump.records if r.tap in ("q_norm", "k_norm")}
+    assert len(found) == 4
+    assert (found["q_norm/input.x"] == x[:, :4].numpy()).all()
+    assert (found["q_norm/output.0"] == 2 * x[:, :4].numpy()).all()
+    assert (found["k_norm/output.0"] == 3 * x[:, 4:6].numpy()).all()

@@ -37,6 +37,18 @@ def rms_norm(d: Draw, fault: str, name: str, residual: bool) -> Made:
                 attrs={"variance_epsilon": 1e-3}, outputs=outputs)  # fmt: skip
 
 
+@sample("the rank's own mean square", variants=[{"size": n} for n in (2, 3)])
+def norm_over_ranks(d: Draw, fault: str, size: int) -> Made:
+    """MiniMax-M2's norm of all heads, whose channels are distributed to ranks."""
+    x, w = d(12, 64 * size), d(64)
+    parts, attrs = x.chunk(size, 1), {"variance_epsilon": 1e-3, "tp_world": size}
+    ranks = [Call("l", "MiniMaxText01RMSNormTP", {"x": p}, params={"weight": w}, attrs=attrs) for p in parts]
+    used = wide(parts[0] if fault else x)
+    y = wide(parts[0]) / np.sqrt((used**2).mean(-1, keepdims=True) + 1e-3) * wide(w)
+    return made("MiniMaxText01RMSNormTP", inputs={"x": parts[0]}, params={"weight": w}, attrs=attrs,
+                extra={"ranks": ranks}, outputs={"output.0": y})  # fmt: skip
+
+
 @sample("the bias is left out", "another epsilon", variants=[{"groups": g} for g in (0, 3)])
 def layer_or_group_norm(d: Draw, fault: str, groups: int) -> Made:
     x, w, b, eps = d(4, 6, 10, scale=0.1), d(6 if groups else 10), d(6 if groups else 10), 1e-2

@@ -71,6 +71,8 @@ def output_parts(module: Any) -> Parts | None:
         return ((q, 1), (k, replicas), (v, replicas))
     if is_vocab(module):
         return ((int(module.num_embeddings_per_partition), 1),)
+    if hasattr(module, "weight_shard_world"):  # a norm whose channels are distributed to ranks (MiniMax-M2's q and k)
+        return ((len(module.weight), int(module.tp_world) // int(module.weight_shard_world)),)
     if not hasattr(module, "gather_output"):  # row-parallel and replicated layers
         return None
     sizes = getattr(module, "output_partition_sizes", None)
@@ -230,6 +232,8 @@ class Layouts:
             if out is not None and not incoming and not getattr(module, "gather_output", False):
                 return self._shard(-1, out) if shape[-1] == sum(n for n, _ in out) else self._unknown()
             return REPLICATED
+        if hasattr(module, "weight_shard_world"):
+            return self._shard(-1, output_parts(module) or ())
         if not incoming and (
             reduces_later(module) or sums_later(module) or self._inside_experts(tap, shape)
         ):

@@ -76,7 +76,7 @@ _ATTRIBUTES = [
     "kv_lora_rank",
     # convolutions
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
-    "enable_linear",
+    "enable_linear", "tp_world",
     # rotary embeddings, vLLM's and transformers'
     "low_freq_factor", "high_freq_factor", "orig_max_position", "original_max_position_embeddings", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "extrapolation_factor", "attn_factor", "truncate", "scaling_alpha",
@@ -429,6 +429,7 @@ class Taps:
         self._owner = owner
         self._wrapper = wrapper
         self._undo: list[Callable[[], None]] = []
+        self._norms: dict[type, dict[int, tuple[_Passed, Callable[..., Any]]]] = {}
         self.taps: list[Tap] = []
 
     def attach(self, model: torch.nn.Module, language_prefix: str = "") -> None:
@@ -461,6 +462,12 @@ class Taps:
             self._wrap_forward(module, taps, cls, parts, chosen)
             if chosen and any(part != VISION for part in parts.values()) and _is_head(paths, cls, module):
                 self._wrap_apply(module, [t for t in taps if "lm_head" in t] or taps, cls)
+            if chosen and _BOTH_NORMS in type(module).__dict__:
+                passed = _Passed()
+                self.taps.append(Tap(taps, cls, passed, parts, chosen, False))
+                self._norms.setdefault(type(module), {})[key] = passed, self._wrapper(self.taps[-1], passed)
+        for norms, taken in self._norms.items():
+            self._wrap_both_norms(norms, taken)
 
     def remove(self) -> None:
         """Takes all taps off the model, the last one first."""
@@ -529,6 +536,42 @@ class Taps:
             return
         self.taps.append(tap)
         self._undo.append(lambda: method.__dict__.pop("apply", None))
+
+
+    def _wrap_both_norms(self, norms: type, taken: Mapping[int, tuple[_Passed, Callable[..., Any]]]) -> None:
+        """A static method computes q's and k's norm past both modules (MiniMax-M2)."""
+        before = norms.__dict__[_BOTH_NORMS]
+        original = before.__func__
+
+        def forward_qkv(q_norm: Any, k_norm: Any, qkv: Any, q_size: int, kv_size: int) -> Any:
+            result = original(q_norm, k_norm, qkv, q_size, kv_size)
+            for norm, first, size, y in ((q_norm, 0, q_size, result[0]), (k_norm, q_size, kv_size, result[1])):
+                if (own := taken.get(id(norm))) is not None:
+                    own[0].y = y
+                    own[1](qkv[:, first : first + size])
+                    own[0].y = None
+            return result
+
+        wrapped = staticmethod(forward_qkv)
+        setattr(norms, _BOTH_NORMS, wrapped)
+
+        def undo() -> None:
+            if norms.__dict__.get(_BOTH_NORMS) is wrapped:
+                setattr(norms, _BOTH_NORMS, before)
+
+        self._undo.append(undo)
+
+
+_BOTH_NORMS = "forward_qkv"
+
+
+class _Passed:
+    """What a module would have given, had it been called."""
+
+    y: Any = None
+
+    def __call__(self, x: Any) -> Any:
+        return self.y
 
 
 def _is_head(paths: list[str], cls: str, module: torch.nn.Module) -> bool:

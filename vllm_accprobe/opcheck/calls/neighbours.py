@@ -380,6 +380,8 @@ _QUIET = (
 _NOT = ("not selected by VLLM_ACCPROBE_MODULES",)
 _FACTOR = "routed_scaling_factor"
 SUMMED = ("RowParallelLinear", "VocabParallelEmbedding")
+AVERAGED = ("MiniMaxText01RMSNormTP",)
+"""Norms whose mean square is one of all ranks, of which ``tp_world`` says how many there are."""
 _OVER_RANKS = tuple(
     f"{name}Operation" for name in ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "LinearParallel")
 )
@@ -426,6 +428,8 @@ class Neighbours:
         elif what.cls in SUMMED and int(what.attrs["tp_size"]) > 1:
             ranks = self._calls_of_all_ranks(what.cls, tap, step, n)
             extra["ranks"] = sorted(ranks.values(), key=lambda c: int(c.attrs.get("tp_rank", 0)))
+        elif what.cls in AVERAGED and int(what.attrs.get("tp_world", 1)) > 1:
+            extra["ranks"] = list(self._calls_of_all_ranks(what.cls, tap, step, n).values())
         if what.cls in _OVER_RANKS:
             extra["ranks"] = list(self._calls_of_all_ranks(what.cls, tap, step, n).values())
         if what.cls == "LogitsProcessor":

@@ -96,6 +96,13 @@ def norm_by_parts(trial: Trial, n: int) -> Expected:
     return _by_root(trial, (power.flatten(-2) + _own(trial)).sqrt())
 
 
+@cause(SETTING, "*RMSNormTP", text="with the mean square of its own rank's channels instead of all ranks'")
+def mean_of_the_rank(trial: Trial, _: Any) -> Call:
+    if int(trial.call.attr("tp_world", default=1)) < 2:
+        raise Declined("it has one rank")
+    return edited(trial.call, attrs={"tp_world": 1})
+
+
 def _first_parts(trial: Trial) -> list[tuple[int, int]]:
     width = _parts(trial).scaled.shape[-1]
     return [(width // n * k, width // n * (k + 1)) for n in (2, 4, 8) if width % n == 0 for k in range(n)]

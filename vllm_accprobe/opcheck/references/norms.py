@@ -39,6 +39,7 @@ from vllm_accprobe.opcheck.references.parts import (
     Arguments,
     once,
     param_if,
+    ranks_of,
     reshaped,
     subnormal,
     vendor,
@@ -204,6 +205,21 @@ def rms(call: Call) -> dict[str, Expected]:
     weight = None if weight is None else weight + offset_of(call.cls)
     y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
     return {"output.0": _with_source(call, y)} | ({} if total is None else {"output.1": total})
+
+
+@reference("MiniMaxText01RMSNormTP")
+def rms_over_ranks(call: Call) -> dict[str, Expected]:
+    """A rank's channels by the mean square of all ranks' channels, which the ranks average in float32."""
+    x, (eps, note), size = call.wide("x"), epsilon(call), int(call.attr("tp_world", default=1))
+    y, _ = fused(x, None, param_if(call, "weight"), eps, call.unit, note)
+    if size == 1:
+        return {"output.0": _with_source(call, y)}
+    squares = [one.wide("x").square().mean(-1, keepdim=True) for one in ranks_of(call, size)]
+    factor = ((x.square().mean(-1, keepdim=True) + eps) / (sum(squares) / size + eps)).sqrt()
+    noise, bound = (None if e is None else e * factor for e in (y.noise, y.bound))
+    value = y.value * factor
+    least = None if bound is None else bound + gamma(size + 2) * value.abs()
+    return {"output.0": replace(y, value=value, noise=noise, bound=least, exact=None)}
 
 
 @reference("torch.ops._C.rms_norm", "torch.ops._C.fused_add_rms_norm")
