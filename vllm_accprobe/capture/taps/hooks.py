@@ -462,12 +462,15 @@ class Taps:
             self._wrap_forward(module, taps, cls, parts, chosen)
             if chosen and any(part != VISION for part in parts.values()) and _is_head(paths, cls, module):
                 self._wrap_apply(module, [t for t in taps if "lm_head" in t] or taps, cls)
-            if chosen and _BOTH_NORMS in type(module).__dict__:
+            if chosen and hasattr(module, "forward_qkv"):
                 passed = _Passed()
                 self.taps.append(Tap(taps, cls, passed, parts, chosen, False))
-                self._norms.setdefault(type(module), {})[key] = passed, self._wrapper(self.taps[-1], passed)
+                owner = next((c for c in type(module).__mro__ if _BOTH_NORMS in c.__dict__), None)
+                if owner is not None:
+                    self._norms.setdefault(owner, {})[key] = passed, self._wrapper(self.taps[-1], passed)
         for norms, taken in self._norms.items():
             self._wrap_both_norms(norms, taken)
+        self._norms = {}
 
     def remove(self) -> None:
         """Takes all taps off the model, the last one first."""
@@ -541,14 +544,21 @@ class Taps:
     def _wrap_both_norms(self, norms: type, taken: Mapping[int, tuple[_Passed, Callable[..., Any]]]) -> None:
         """A static method computes q's and k's norm past both modules (MiniMax-M2)."""
         before = norms.__dict__[_BOTH_NORMS]
-        original = before.__func__
+        if not isinstance(before, staticmethod):  # another release's, of another form
+            return
+        original: Callable[..., Any] = before.__func__
 
-        def forward_qkv(q_norm: Any, k_norm: Any, qkv: Any, q_size: int, kv_size: int) -> Any:
-            result = original(q_norm, k_norm, qkv, q_size, kv_size)
+        def forward_qkv(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if len(args) != 5 or not isinstance(args[2], torch.Tensor) or args[2].dim() != 2 or len(result) < 2:
+                return result
+            q_norm, k_norm, qkv, q_size, kv_size = args
+            if type(q_size) is not int or type(kv_size) is not int or q_size + kv_size > qkv.shape[1]:
+                return result
             for norm, first, size, y in ((q_norm, 0, q_size, result[0]), (k_norm, q_size, kv_size, result[1])):
                 if (own := taken.get(id(norm))) is not None:
                     own[0].y = y
-                    own[1](qkv[:, first : first + size])
+                    own[1](qkv.narrow(1, first, size))
                     own[0].y = None
             return result
 

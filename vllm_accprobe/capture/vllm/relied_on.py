@@ -350,6 +350,9 @@ row-parallel layers @ vllm.model_executor.layers.linear:RowParallelLinear
 QKV layers @ vllm.model_executor.layers.linear:QKVParallelLinear
     head_size num_heads num_kv_heads num_kv_head_replicas | CUT
     v_head_size [since 0.15] | CUT
+norms over ranks @ vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp:MiniMaxText01RMSNormTP [since 0.32]
+    weight tp_world weight_shard_world | CUT
+    forward_qkv | norms of queries and keys that are computed past their modules are not seen
 vocabulary layers @ vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding
     num_embeddings_per_partition org_vocab_size tp_size | CUT
 expert layers @ vllm.model_executor.layers.fused_moe.layer:FusedMoE
