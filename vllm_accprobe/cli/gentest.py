@@ -97,7 +97,7 @@ def _as_tests(
 
     failed = what.failed
     bench, cuts = Bench(kernel=kernel, references=references), list[Shrunk]()
-    causes = Causes(references) if failed else None
+    causes = Causes(references, taps=None) if failed else None
     written: list[Written] = []
     left: list[str] = []
     wider, last = 0, ""

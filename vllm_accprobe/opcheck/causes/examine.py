@@ -44,12 +44,14 @@ comparison all have it together."""
 
 class Causes:
     """Causes of one side's operators. golden: by tap, attributes that golden's module has otherwise; seconds: for all
-    operators together, or for each tap that `next_tap` announces."""
+    operators together, or for each of the first ``taps`` taps that `next_tap` announces, None for all."""
 
     def __init__(
         self, references: References, golden: Mapping[str, Mapping[str, Any]] | None = None, *,
         causes: Iterable[Counterfactual] | None = None, seconds: float | None = SECONDS, chance: float = CHANCE,
+        taps: int | None = _TAPS,
     ):  # fmt: skip
+        self._most = taps
         self._references, self._golden, self._chance = references, golden or {}, chance
         self._causes = list(default_causes().causes if causes is None else causes)
         self._table = list(default_causes().problems) if causes is None else []
@@ -60,7 +62,7 @@ class Causes:
     def next_tap(self) -> None:
         """Begins another tap: it has a time of its own, while all taps together have not had `_TAPS` times as much."""
         self._taps += 1
-        if self._taps <= _TAPS:
+        if self._most is None or self._taps <= self._most:
             self._left = self._seconds
 
     def of_calls(self, captured: Sequence[Captured]) -> Explanation | None:
