@@ -115,7 +115,7 @@ def test_a_server_is_asked_and_ended(tmp_path: Path) -> None:
         (["--graphs", "--", "no-such-program"], "no-such-program: no such command; is it installed, and on PATH?"),
         (["--", "true"], "a command is run with --graphs only: accprobe doctor --graphs -- CMD ..."),
         (["--full"], "--full goes with --graphs"),
-        (["--graphs", "--", "vllm", "serve", "m", "--uds", "x"], "--uds: a server is asked over plain HTTP"),
+        (["--graphs", "--", "vllm", "serve", "m", "--uds", "x"], "--uds: servers are reached over plain HTTP only"),
     ],
 )
 def test_bad_usage_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:

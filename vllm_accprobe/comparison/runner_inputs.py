@@ -51,6 +51,8 @@ MOST_IMAGES = 256
 """Images of a rank whose embeddings are compared with the encoder's output; further ones are counted."""
 MOST_FAULTS = 50
 _ROLES = {"input.positions": POSITIONS, "input.position_ids": POSITIONS, "input.input_ids": IDS}
+_EMBEDS = "input.inputs_embeds"
+_READ = frozenset((*_ROLES, _EMBEDS, "input.hidden_states", "output.0", "output.token"))
 _LEAST = 4
 """chosen: rows of one kind that a rule must explain before it is believed: two could agree by chance."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
@@ -151,7 +153,12 @@ class _Steps:
     def __init__(self, dump: Any):
         self._of: dict[tuple[int, int], list[tuple[int, int, int, str]]] = defaultdict(list)
         self.drafts: set[tuple[int, int]] = set()
-        self.embedded = any(r.tap == ROOT_TAP and r.role == "input.inputs_embeds" for r in getattr(dump, "records", ()))
+        self.records: dict[int, list[Record]] = defaultdict(list)
+        """By rank, those of the roles that are read here: a dump of many ranks is gone through once."""
+        for r in getattr(dump, "records", ()):
+            if r.role in _READ:
+                self.records[r.rank].append(r)
+        self.embedded = any(r.tap == ROOT_TAP and r.role == _EMBEDS for own in self.records.values() for r in own)
         for (rank, step, space), rows in sorted(dump.rows.items()):
             if space == TOKENS:
                 for s in rows.segments:
@@ -172,12 +179,12 @@ class _Steps:
         return -1, "", ""
 
 
-def _first_records(dump: Any, rank: int, kind: str) -> Iterator[Record]:
+def _first_records(steps: _Steps, rank: int, kind: str) -> Iterator[Record]:
     """Of each step the record that the model got first, of token rows, whole numbers and with values."""
     first: dict[int, Record] = {}
-    for r in dump.records:
-        fits = r.rank == rank and r.step is not None and _ROLES.get(r.role) == kind and r.rows == TOKENS
-        if fits and r.payload is not None and DTYPES[r.dtype].kind in ("int", "uint"):
+    for r in steps.records[rank]:
+        fits = _ROLES.get(r.role) == kind and r.rows == TOKENS and r.payload is not None
+        if fits and r.step is not None and DTYPES[r.dtype].kind in ("int", "uint"):
             best = first.get(r.step)
             if best is None or (r.tap != ROOT_TAP, r.seq) < (best.tap != ROOT_TAP, best.seq):
                 first[r.step] = r
@@ -196,11 +203,11 @@ class _Got:
     record: Record
 
 
-def _got(dump: Any, rank: int, kind: str, out: RunnerCheck) -> dict[int, _Got]:
+def _got(dump: Any, rank: int, kind: str, steps: _Steps, out: RunnerCheck) -> dict[int, _Got]:
     """By request's number."""
     parts: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray, Record]]] = defaultdict(list)
     read = 0
-    for record in _first_records(dump, rank, kind):
+    for record in _first_records(steps, rank, kind):
         space = dump.rows.get((rank, record.step, TOKENS))
         if space is None or len(record.shape) not in (1, 2) or record.row_dim >= len(record.shape):
             continue
@@ -235,7 +242,7 @@ def _got(dump: Any, rank: int, kind: str, out: RunnerCheck) -> dict[int, _Got]:
 
 
 def _positions(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
-    got = _got(dump, rank, POSITIONS, out)
+    got = _got(dump, rank, POSITIONS, steps, out)
     due: dict[int, np.ndarray] = {}
     for req, one in got.items():
         request = dump.requests.get((rank, req))
@@ -435,7 +442,7 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck, fed: bool) -> It
                 parts[s.req].append((s.pos, given[at : at + s.n], step))
             at += s.n
     ids = {req: _Ids.of(some) for req, some in parts.items()}
-    drawn = _drawn(dump, rank)
+    drawn = _drawn(dump, rank, steps)
     # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
     by_hash = any(_is_prompt(found, dump.requests.get((rank, req))) for req, found in ids.items())
     named = {req for req in ids if _names_tokens(dump.requests.get((rank, req)))}
@@ -538,10 +545,10 @@ def _digest(ids: np.ndarray) -> str | None:
     return hash_token_bytes(small.tobytes()) if np.array_equal(small, ids) else None
 
 
-def _drawn(dump: Any, rank: int) -> dict[int, _Ids]:
+def _drawn(dump: Any, rank: int, steps: _Steps) -> dict[int, _Ids]:
     """By request: the position of the row that drew it, the token, the step."""
     parts: dict[int, list[tuple[int, np.ndarray, int]]] = defaultdict(list)
-    for r in dump.records:
+    for r in steps.records[rank]:
         if r.rank != rank or r.step is None or (r.tap, r.role) != ("sampler", "output.token") or r.payload is None:
             continue
         space = dump.rows.get((rank, r.step, LOGITS))
@@ -586,7 +593,7 @@ def _logits_rows(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Itera
     """Rows that are equal to no row of the model's output went through something between, and are unchecked."""
     outputs: dict[int, Record] = {}
     chosen: dict[int, Record] = {}
-    for r in dump.records:
+    for r in steps.records[rank]:
         if r.rank != rank or r.step is None or r.payload is None or r.row_dim or r.layout != REPLICATED or r.call:
             continue
         if (r.tap, r.role, r.rows) == (ROOT_TAP, "output.0", TOKENS):
@@ -657,9 +664,9 @@ def _wrongly_chosen(
 
 def _embeddings(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterator[RunnerFault]:
     """An image is known by its hash: another request with the same one gets the same rows from a cache."""
-    encoded = _encoded(dump, rank)
-    for r in sorted(dump.records, key=lambda r: (-1 if r.step is None else r.step, r.seq)) if encoded else ():
-        if (r.rank, r.tap, r.role, r.rows) != (rank, ROOT_TAP, "input.inputs_embeds", TOKENS) or r.payload is None:
+    encoded = _encoded(dump, rank, steps)
+    for r in sorted(steps.records[rank], key=lambda r: (-1 if r.step is None else r.step, r.seq)) if encoded else ():
+        if (r.tap, r.role, r.rows) != (ROOT_TAP, _EMBEDS, TOKENS) or r.payload is None or r.step is None:
             continue
         rows, start = dump.rows.get((rank, r.step, TOKENS)), 0
         for s in rows.segments if rows is not None and r.shape[:1] == (rows.n,) and not r.row_dim else ():
@@ -715,10 +722,10 @@ class _Encoded:
         return found
 
 
-def _encoded(dump: Any, rank: int) -> dict[str, _Encoded]:
+def _encoded(dump: Any, rank: int, steps: _Steps) -> dict[str, _Encoded]:
     """The encoder's output by hash of the image: of the tap that stands outermost."""
     best: dict[int, Record] = {}
-    for r in dump.records:
+    for r in steps.records[rank]:
         fits = (r.rank, r.role, r.rows, r.row_dim) == (rank, "output.0", _MERGED, 0) and r.payload is not None
         if fits and r.step is not None and (r.step not in best or _depth(r) > _depth(best[r.step])):
             best[r.step] = r

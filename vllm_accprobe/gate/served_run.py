@@ -64,7 +64,7 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     command = ServeCommand(tuple(parts))
     for option in _REFUSED:
         if command.get(option) is not None:
-            raise NotServed(f"{option}: a server is asked over plain HTTP; leave it away for this")
+            raise NotServed(f"{option}: servers are reached over plain HTTP only; leave it out")
     value = command.get("--port") or None
     if port is not None and value is not None and value != str(port):
         raise NotServed(f"--port={port}, and the command says --port {value}")

@@ -146,7 +146,7 @@ class RankSender:
                 raise Broken(str(message.get("why"))[:500])
             raise NotSent(f"rank {self.rank}: the receiver refuses: {str(message.get('why'))[:500]}")
         if kind != wanted:
-            raise FrameError("the receiver answers something else than was asked")
+            raise FrameError("the receiver's answer does not fit the request")
         return frames.json_in(body) if body else {}
 
     def _serve(self, wire: Wire | FolderWire) -> None:
