@@ -132,6 +132,10 @@ def _names(pieces: Sequence[tuple[int, WeightPrint | None, int]], ranks: int) ->
     return said
 
 
+def _dtypes(states: Mapping[int, State]) -> set[str]:
+    return {p.dtype for s in states.values() if (p := s.given or s.lies) is not None}
+
+
 class _Prints:
     """Both dumps' lives, and where a parameter's rows stand by them."""
 
@@ -157,7 +161,7 @@ class _Prints:
         if there is None:
             return None
         golden, mine = self._states(self.sides[0], name, there), self._states(self.sides[1], name, number)
-        if not golden or not mine:
+        if not golden or not mine or not _dtypes(golden) & _dtypes(mine):  # else no row's fingerprint can be equal
             return None
         if (other := self._another(mine, name, there)) is not None:
             return other

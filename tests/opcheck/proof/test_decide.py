@@ -328,6 +328,21 @@ def test_a_block_is_not_cleared_by_its_last_child() -> None:
     assert judged(found, [], rows, Explained(known)).origins == []
 
 
+@pytest.mark.parametrize(("steps", "origins"), [((4, 3), []), ((4, 4), ["first"])])
+def test_an_input_inside_that_is_within_its_limits_is_explained_where_all_its_rows_are(
+    steps: tuple[int, int], origins: list[str]
+) -> None:
+    """The table of rows has none of it, and any of them may differ."""
+    found = comparison("first", verdict="fail")
+    found.origins[0].update({"role": "output.0", "created": 0.03, "tier": SIBLING_OUTLIER})
+    place = {"tap": "first.kv_b_proj", "role": "input.x"}
+    inner = [replace(WEIGHT, **place, step=n, status="pass", rows=rows) for n, rows in enumerate(steps)]
+    found = replace(found, pairs=[*found.pairs, *inner])
+    rows = [checked("first", "pass"), checked("first.kv_b_proj", "pass")]
+    known = {**explained("first").rows, "first.kv_b_proj/input.x#0": {"a": [(0, 4)], "b": [(1, 4)]}}
+    assert [o["module"] for o in judged(found, [], rows, Explained(known)).origins] == origins
+
+
 @pytest.mark.parametrize(
     ("why", "verdict"), [("sampler", "fail"), ("near tie", "pass"), ("logits were masked", "fail")]
 )

@@ -288,6 +288,7 @@ class _Rows:
         """excused: modules that created no more than their machine's way of rounding does."""
         self._explained, self._table = proof.explained, result.rows
         self._pairs = result.pairs
+        self._compared: dict[str, int] = {}
         self._same = _same_parameters(result)
         self._equal = _equal_inputs(result.pairs, {*proof.caches, *excused})
         self._tokens = {str(f.get("why")) for f in result.tokens.get("flipped", ())} <= _OF_LOGITS
@@ -307,10 +308,20 @@ class _Rows:
             return "its inputs are equal to the bit"
         rows = self._differing(at, every)
         if rows is None:
-            known = pair.step is not None and self._explained.holds(place, "", pair.step)
+            known = self._whole(place) or pair.step is not None and self._explained.holds(place, "", pair.step)
         else:
             known = all(self._explained.holds(place, label, position) for label, position in rows)
         return "" if known else self._explained.why.get(place, NOT_REPLAYED)
+
+    def _whole(self, place: str) -> bool:
+        """Whether all compared rows of a place are explained. Of an input that is within its limits the table of rows
+        has none, and any of them may differ."""
+        if not self._compared:
+            for p in self._pairs:
+                if p.status != SKIP and p.rows is not None:
+                    at = place_of(p.tap, p.role, p.call)
+                    self._compared[at] = self._compared.get(at, 0) + p.rows
+        return 0 < self._compared.get(place, 0) == self._explained.count(place)
 
     def why_not_all(self, tap: str, role: str) -> str:
         """Of a place, and of everything inside of its module: "" where every row that differs is explained."""

@@ -59,6 +59,10 @@ class Explained:
         """Whether this row is explained."""
         return any(a <= position < b for a, b in self.rows.get(place, {}).get(label, ()))
 
+    def count(self, place: str) -> int:
+        """How many rows of a place are explained, in all steps."""
+        return sum(b - a for label, ranges in self.rows.get(place, {}).items() if label for a, b in ranges)
+
     def plain(self) -> dict[str, Any]:
         """As JSON keeps it: equal sets of rows are written once."""
         sets: list[dict[str, list[list[int]]]] = []
