@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
 from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.schema import Module
@@ -640,14 +639,6 @@ def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
                 for tap in m.taps:
                     found.setdefault(tap, cause)
     return found
-
-
-def unsummed_causes(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
-    """Tap -> the cause of an error there: nobody adds up the ranks' partial sums in mine, as is done in golden."""
-    theirs, own = (unsummed_taps(dump, loose(dump)) for dump in dumps)
-    text = "the ranks' partial sums are not added up: each rank goes on with its own share"
-    cause = {"family": "address", "text": text, "parameter": None, "residual": 0.0, "chance": None}
-    return {tap: cause for tap in own if tap not in theirs}
 
 
 def with_built(

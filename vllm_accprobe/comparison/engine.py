@@ -17,7 +17,7 @@ from vllm_accprobe.align.mapping import MappingError, Rules, load_mapping
 from vllm_accprobe.align.tokens import RowSet
 from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.comparison import notes
-from vllm_accprobe.comparison.built import built_otherwise, unsummed_causes
+from vllm_accprobe.comparison.built import built_otherwise
 from vllm_accprobe.comparison.coverage import coverage
 from vllm_accprobe.comparison.gaps import taps_of
 from vllm_accprobe.comparison.measure.measured import (
@@ -36,6 +36,7 @@ from vllm_accprobe.comparison.notes import differing
 from vllm_accprobe.comparison.plan.relations import links_of, sources_of
 from vllm_accprobe.comparison.plan.unit import LOOKED_UP, SAMPLER, TOKEN, Unit
 from vllm_accprobe.comparison.plan.units import Indices, Plan, make_plan
+from vllm_accprobe.comparison.record_causes import record_causes
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import BOUND, RowLog, take_samples, take_spreads
 from vllm_accprobe.comparison.states import states_of
@@ -283,7 +284,7 @@ class _Run:
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,
             settings=differing(golden, mine),
-            built=built_otherwise(self.dumps) | unsummed_causes(self.dumps),
+            built=built_otherwise(self.dumps) | record_causes(self.dumps),
             graphs=graphs_of(mine),
             padding=padding_of(mine),
             places=places_of(plan),

@@ -7,8 +7,9 @@ themselves (notes.py), what is wrong (judge/).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -247,6 +248,26 @@ def weights(found: dict[str, Any], most: int = 3) -> list[str]:
 
 def _whose(fault: dict[str, Any]) -> str:
     return {"golden": "in golden, ", "both": "in both dumps, "}.get(fault["side"], "")
+
+
+NO_PARTNER = "requests have no partner and were not compared"
+_LAYER = re.compile(r"\.\d+$")
+
+
+def one_sided(coverage: Mapping[str, Any], notes: Sequence[str], flipped: Sequence[Any]) -> list[str]:
+    """What golden has and mine has not, where neither ``notes`` nor flipped tokens give the reason."""
+    out = []
+    layers = [tap for tap in coverage.get("taps_only_golden", ()) if _LAYER.search(tap)]
+    if layers:
+        more = f" and {len(layers) - 1} more layers are" if layers[1:] else " is"
+        out.append(f"{layers[0]}{more} in golden only: not compared")
+    n = coverage.get("rows_only_golden") or 0
+    if n and not flipped and not any(NO_PARTNER in note for note in notes):
+        out.append(
+            f"{n:,} rows are in golden only, and no token differs: mine's run ended early, other steps were captured, "
+            "or its cache had these rows"
+        )
+    return out
 
 
 def notes(

@@ -508,6 +508,7 @@ class _Judge:
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
             *nonfinite_steps([o for _, o in origins]),
+            *messages.one_sided(setting.coverage, setting.notes, flipped),
             *built_notes(origins, setting.built),
             *choices(self.rerouted),
             *unseen_routing(unseen, open_to),

@@ -218,6 +218,43 @@ def past_lost(trial: Trial, _: Any) -> Call:
     return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))))
 
 
+@dataclass(frozen=True)
+class _OtherKeys:
+    """A cache of whose keys each row reads others. change: (positions of the rows, past) → both."""
+
+    cache: Any
+    change: Callable[[Any, Mapping[str, Any]], tuple[Any, Mapping[str, Any]]]
+
+    @property
+    def why(self) -> str:
+        return str(self.cache.why)
+
+    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+        for at, positions, past in self.cache.requests(causal):
+            yield at, *self.change(positions, past)
+
+
+@cause(ADDRESS, "Attention", text="if each row read the keys before its own position only")
+def own_key_unread(trial: Trial, _: Any) -> Call:
+    cache = _OtherKeys(trial.extra("cache"), lambda at, past: ((at - 1).clamp(min=0), past))
+    return edited(trial.call, extra={"cache": cache})
+
+
+@cause(ADDRESS, "Attention", text="if each row read the key after its own position, too")
+def next_key_read(trial: Trial, _: Any) -> Call:
+    cache = _OtherKeys(trial.extra("cache"), lambda at, past: (at + 1, past))
+    return edited(trial.call, extra={"cache": cache})
+
+
+@cause(ADDRESS, "Attention", text="if only the keys of this step were read, and none of earlier steps", whole=True)
+def past_unread(trial: Trial, _: Any) -> Call:
+    def own(at: Any, past: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        first = int(at.min())
+        return at - first, {n: t[first:] for n, t in past.items()}
+
+    return edited(trial.call, extra={"cache": _OtherKeys(trial.extra("cache"), own)})
+
+
 @cause(ADDRESS, "Attention", text="with keys and values one position late in the cache")
 def past_shifted(trial: Trial, _: Any) -> Call:
     return _with_past(trial, lambda at, past: _other(past, lambda t: t.roll(1, 0)))

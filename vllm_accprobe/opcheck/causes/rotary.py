@@ -135,6 +135,23 @@ def one_run(trial: Trial, _: Any) -> Call:
     return _at(trial, lambda p: p[..., :1] + torch.arange(p.shape[-1], dtype=torch.float64))
 
 
+def _ends(trial: Trial) -> Iterator[Guess]:
+    """The position before the first one whose row is wrong, and the ends of tables of the usual sizes before it."""
+    off = next(iter(trial.wrong.values()), None)
+    positions = trial.call.maybe("positions", "0")
+    if off is None or positions is None or positions.shape != off.shape or not bool(off.any()):
+        return
+    first = int(positions[off].min())
+    sizes = [first, *(1 << k for k in range(first.bit_length() - 1, 3, -1)), first - first % 1000, first - first % 100]
+    yield from (Guess(n - 1, choices=float(len(sizes))) for n in dict.fromkeys(sizes) if n > 1)
+
+
+@cause(ADDRESS, *ROTARY, text="with each position above {0} taken for {0} (the end of a table)", values=_ends,
+       whole=True)  # fmt: skip
+def positions_end(trial: Trial, last: int) -> Call:
+    return _at(trial, lambda p: p.clamp(max=last))
+
+
 @cause(ADDRESS, *ROTARY, text="with the positions of the row before", whole=True)
 def positions_of_neighbours(trial: Trial, _: Any) -> Call:
     return _at(trial, lambda p: p.roll(1, -1))

@@ -308,7 +308,7 @@ class _Rows:
             return "its inputs are equal to the bit"
         rows = self._differing(at, every)
         if rows is None:
-            known = self._whole(place) or pair.step is not None and self._explained.holds(place, "", pair.step)
+            known = self._whole(place) or (pair.step is not None and self._explained.holds(place, "", pair.step))
         else:
             known = all(self._explained.holds(place, label, position) for label, position in rows)
         return "" if known else self._explained.why.get(place, NOT_REPLAYED)
