@@ -228,8 +228,10 @@ def weight_read_transposed(trial: Trial, _: Any) -> Call:
 
 def _parts(trial: Trial) -> list[Guess]:
     """(name, first part's begin, second's, width) of parts of the output that may be exchanged."""
-    width, parent = trial.mine().shape[-1], trial.call.parent
-    q, kv = parent.get("q_size"), parent.get("kv_size")
+    width, own = trial.mine().shape[-1], trial.call.attrs
+    q, kv = (trial.call.parent.get(f"{n}_size") for n in ("q", "kv"))
+    if q is None and {"num_heads", "num_kv_heads", "head_size"} <= own.keys():
+        q, kv = (int(own[n]) * int(own["head_size"]) for n in ("num_heads", "num_kv_heads"))
     ways = [("its halves", 0, width // 2, width // 2)] if width % 2 == 0 else []
     if isinstance(q, int) and isinstance(kv, int) and q + 2 * kv == width:
         ways += [("k and v", q, q + kv, kv)] + ([("q and k", 0, q, q), ("q and v", 0, 2 * q, q)] if q == kv else [])
@@ -306,15 +308,6 @@ def ranks_exchanged(trial: Trial, by: int) -> Expected:
         other = edited(one, params={"weight": _weight(ranks[(k + by) % len(ranks)])})
         value = value + (partial(other).value - partial(one).value).reshape(value.shape)
     return replace(plain, value=value, exact=None)
-
-
-def _expert_shifts(trial: Trial) -> list[int]:
-    return [1, -1, 2, -2] if len(trial.call.stored("w13_weight")) > 4 else [1, -1]
-
-
-@cause(ADDRESS, "UnquantizedFusedMoEMethod", text="with the experts {0} further on", values=_expert_shifts)
-def experts_shifted(trial: Trial, by: int) -> Call:
-    return edited(trial.call, params={n: trial.call.stored(n).roll(-by, 0) for n in ("w13_weight", "w2_weight")})
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
