@@ -20,7 +20,6 @@ from opcheck.cause_calls import (
     WIDTH,
     attention,
     captured,
-    drawn,
     experts,
     explained,
     gated,
@@ -152,26 +151,17 @@ def by_place(call: Call) -> Call:
 
 def other_scores(tied: int) -> Call:
     """Experts weighed by sigmoids. tied: rows whose second and third logit are so close that softmax, to which their
-    difference is one in 1 / 256 of itself, has no reference for them, and sigmoid has."""
+    difference is larger, has a reference for them, and sigmoid has none."""
     call = experts()
     logits = call.extra["router_logits"].double()
     top = logits.topk(3, -1)
-    logits[:tied].scatter_(1, top.indices[:tied, 2:], top.values[:tied, 1:2] - 2.0**-5)
+    logits[:tied].scatter_(1, top.indices[:tied, 2:], top.values[:tied, 1:2] - 2.0**-6)
     scores = torch.sigmoid(logits)
     ids = logits.topk(2, -1).indices
     weights = scores.gather(1, ids)
     inputs = {**call.inputs, "topk_ids": ids, "topk_weights": (weights / weights.sum(-1, keepdim=True)).float()}
     call = honest(replace(call, inputs=inputs, extra={"router_logits": logits.bfloat16()}), (len(ids), WIDTH))
     return call
-
-
-def k_and_v() -> Call:
-    """One projection to four heads of q, and two of k and of v, exchanged; the sizes are its own attributes."""
-    x, w = drawn(0, 24, WIDTH), drawn(1, 8 * HEAD, WIDTH, scale=0.2)
-    call = Call("layers.0.qkv", "QKVParallelLinear", {"input_": x}, params={"weight": w},
-                attrs={"tp_size": 1, "num_heads": 4, "num_kv_heads": 2, "head_size": HEAD})  # fmt: skip
-    q, k, v = (x.double() @ w.double().T).split([4 * HEAD, 2 * HEAD, 2 * HEAD], -1)
-    return with_output(call, torch.cat((q, v, k), -1))
 
 
 TURNED = [h % KV for h in range(HEADS)]
@@ -256,7 +246,6 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "key as it is, by place": (lambda: by_place(wrong_rotary(key=False)), "not_turned"),
     "scores of a router": (lambda: other_scores(0), "other_scoring"),
     "scores of a router, some tied": (lambda: other_scores(3), "other_scoring"),
-    "k and v": (k_and_v, "columns_exchanged"),
     "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),
     "experts' gelu": (lambda: wrong_experts(act=F.gelu), "expert_activation"),
     "experts exchanged": (lambda: wrong_experts(exchanged=True), "expert_halves_exchanged"),

@@ -10,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opcheck.cause_calls import (
-    HEAD, KV, WIDTH, attention, drawn, experts, explained, gated, linear, names, with_output,
+    HEAD,
+    KV,
+    WIDTH,
+    attention,
+    drawn,
+    experts,
+    explained,
+    gated,
+    linear,
+    names,
+    with_output,
 )  # fmt: skip
 from opcheck.planted_addresses import CHUNKS, by_probabilities, rotated
 

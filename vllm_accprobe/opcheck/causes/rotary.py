@@ -167,7 +167,8 @@ def backwards(trial: Trial, _: Any) -> Call:
 def not_turned(trial: Trial, name: str) -> Mapping[str, Expected]:
     both = zip(("its query", "its key"), rotary.query_and_key(trial.call), strict=False)
     return {role: replace(trial.plain[role], value=x.double().reshape(trial.plain[role].value.shape))
-            for own, (roles, x, _) in both if name in (own, "anything") for role in roles if role in trial.plain}  # fmt: skip
+            for own, (roles, x, _) in both if name in (own, "anything")
+            for role in roles if role in trial.plain}  # fmt: skip
 
 
 def _magnitudes(trial: Trial) -> list[Guess]:
