@@ -101,6 +101,16 @@ def of_two(
     return with_output(call, torch.cat(out))
 
 
+def gathered(order: list[int]) -> Call:
+    """Capped logits over 60 tokens, of ranks whose parts of 64 were put one after the other in ``order``."""
+    z = drawn(6, 24, 64, scale=4.0)
+    parts = z.chunk(len(order), -1)
+    call = Call("logits_processor", "LogitsProcessor", {"hidden_states": drawn(7, 24, WIDTH)},
+                attrs={"scale": 0.5, "soft_cap": 5.0}, extra={"lm_head": z})  # fmt: skip
+    mine = torch.cat([parts[k] for k in order], -1)[:, :60].double()
+    return with_output(call, 0.5 * 5.0 * torch.tanh(mine / 5.0), dtype=torch.float32)
+
+
 def by_probabilities(change: Callable[[Any, Any], Any]) -> Call:
     """Attention of 64 rows. change: of the probabilities [heads, rows, keys] and the rows' positions."""
     call = of_two(lambda own, other: own)
@@ -276,6 +286,13 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
         lambda: replace(of_rows(lambda y: torch.cat((y[:, :32], y[:, 40:], y[:, 32:40]), 1)),
                         parent={"q_size": 32, "kv_size": 8}), "columns_exchanged",
     ),
+    "k and v, by its own sizes": (
+        lambda: replace(c := of_rows(lambda y: torch.cat((y[:, :32], y[:, 40:], y[:, 32:40]), 1)),
+                        attrs={**c.attrs, "num_heads": 4, "num_kv_heads": 1, "head_size": 8}), "columns_exchanged",
+    ),
+    "vocabulary's halves": (lambda: gathered([1, 0]), "ranks_in_another_order"),
+    "vocabulary of four": (lambda: gathered([0, 3, 1, 2]), "ranks_in_another_order"),
+    "slot overwritten": (lambda: of_two(lambda own, other: assigned(own, 9, other[63])), "slot_overwritten"),
     "inputs' halves": (
         lambda: product(lambda x, w, b: torch.cat((x[:, 32:], x[:, :32]), 1) @ w.T + b), "input_columns_shifted",
     ),

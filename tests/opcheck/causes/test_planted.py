@@ -144,6 +144,26 @@ def wrong_experts(
     return with_output(call, out)
 
 
+def by_place(call: Call) -> Call:
+    """Its inputs as those of a forward that takes ``*args``."""
+    return replace(call, inputs={str(k): t for k, t in enumerate(call.inputs.values())})
+
+
+def other_scores(tied: int) -> Call:
+    """Experts weighed by sigmoids. tied: rows whose second and third logit are so close that softmax, to which their
+    difference is larger, has a reference for them, and sigmoid has none."""
+    call = experts()
+    logits = call.extra["router_logits"].double()
+    top = logits.topk(3, -1)
+    logits[:tied].scatter_(1, top.indices[:tied, 2:], top.values[:tied, 1:2] - 2.0**-6)
+    scores = torch.sigmoid(logits)
+    ids = logits.topk(2, -1).indices
+    weights = scores.gather(1, ids)
+    inputs = {**call.inputs, "topk_ids": ids, "topk_weights": (weights / weights.sum(-1, keepdim=True)).float()}
+    call = honest(replace(call, inputs=inputs, extra={"router_logits": logits.bfloat16()}), (len(ids), WIDTH))
+    return call
+
+
 TURNED = [h % KV for h in range(HEADS)]
 
 
@@ -223,6 +243,9 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
     "coarse table": (lambda: wrong_rotary(table=four_bits), "coarse_table"),
     "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
+    "key as it is, by place": (lambda: by_place(wrong_rotary(key=False)), "not_turned"),
+    "scores of a router": (lambda: other_scores(0), "other_scoring"),
+    "scores of a router, some tied": (lambda: other_scores(3), "other_scoring"),
     "experts shifted": (lambda: wrong_experts(ids=lambda i: (i + 2) % 6), "experts_shifted"),
     "experts' gelu": (lambda: wrong_experts(act=F.gelu), "expert_activation"),
     "experts exchanged": (lambda: wrong_experts(exchanged=True), "expert_halves_exchanged"),

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opcheck.cause_calls import HEAD, KV, WIDTH, attention, drawn, explained, gated, linear, names, with_output
+from opcheck.cause_calls import (
+    HEAD,
+    KV,
+    WIDTH,
+    attention,
+    drawn,
+    experts,
+    explained,
+    gated,
+    linear,
+    names,
+    with_output,
+)  # fmt: skip
 from opcheck.planted_addresses import CHUNKS, by_probabilities, rotated
 
 from vllm_accprobe.opcheck.reference import Call
@@ -56,6 +68,12 @@ def from_table(x: Any, points: int) -> Any:
     return torch.lerp(table[low], table[low + 1], at - low)
 
 
+def nearest(x: Any, points: int) -> Any:
+    """Over -8 to 8: as good as any table of this spacing over what its argument reaches."""
+    table = torch.linspace(-8.0, 8.0, points).sigmoid()
+    return table[((x + 8.0) * ((points - 1) / 16.0)).round().clamp(0, points - 1).long()]
+
+
 def wide_norm(variance: Callable[[Any], Any]) -> Call:
     x, weight = drawn(1, 24, 512), drawn(2, 512, scale=0.3) + 1.0
     call = Call("layers.0.norm", "RMSNorm", {"x": x}, attrs={"variance_epsilon": 1e-5}, params={"weight": weight})
@@ -95,7 +113,24 @@ def eight_bits(scales: Callable[[Any], Any]) -> Call:
     return product(lambda x, w, b: x @ (w * scales(scale)).T + b, call)
 
 
+def coarse_experts() -> Call:
+    """Of torch's loop over experts, codes for weights."""
+    call = experts()
+    x, w13, w2 = call.inputs["x"].float(), *(codes(call.params[n]) for n in ("w13_weight", "w2_weight"))
+    out = torch.zeros_like(x)
+    for n in range(len(x)):
+        for e, weight in zip(call.inputs["topk_ids"][n], call.inputs["topk_weights"][n], strict=True):
+            gate, up = (w13[e] @ x[n]).chunk(2)
+            out[n] += weight * (w2[e] @ (F.silu(gate) * up))
+    return with_output(call, out)
+
+
 PLANTED: dict[str, tuple[Callable[[], Call], str, str]] = {
+    "experts": (coarse_experts, "coarse_experts", "int8 with a scale for each row"),
+    "positions": (
+        lambda: rotated(CHUNKS + 300, (CHUNKS + 300).bfloat16()), "coarse_positions", "bfloat16",
+    ),
+    "one of equal tables": (lambda: gate(lambda a, b: a * nearest(a, 33) * b), "sigmoid_table", "33 8.0 the nearest"),
     "input": (lambda: product(lambda x, w, b: bits(x, 5) @ w.T + b), "coarse_input", "5 bits of mantissa"),
     "input cut off": (
         lambda: product(lambda x, w, b: bits(x, 6, torch.trunc) @ w.T + b), "coarse_input",

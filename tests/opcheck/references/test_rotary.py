@@ -14,6 +14,7 @@ _SCALED = {
     "default": {},
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn, as gpt-oss": {"factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 }
 _CLASSES = {
@@ -27,7 +28,8 @@ def test_rotary_embeddings_by_transformers(kind: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    more = {"rope_type": kind, "rope_theta": 500.0, **_SCALED[kind]}
+    name = kind.partition(",")[0]
+    more = {"rope_type": name, "rope_theta": 500.0, **_SCALED[kind]}
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=256, rope_theta=500.0)
     config.rope_parameters = config.rope_scaling = more
     q, k, at = draw(6, 4, 16), draw(6, 2, 16), torch.tensor([0, 1, 7, 63, 100, 255])
@@ -35,7 +37,7 @@ def test_rotary_embeddings_by_transformers(kind: str) -> None:
     theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos.double(), sin.double())
     attrs = {"head_size": 16, "rotary_dim": 16, "base": 500.0, "is_neox_style": True, "max_position_embeddings": 64}
     inputs = {"positions": at, "query": q.reshape(6, -1), "key": k.reshape(6, -1)}
-    found = evaluated(Call("r", _CLASSES[kind], inputs, attrs=attrs, config={"rope_scaling": more}))
+    found = evaluated(Call("r", _CLASSES[name], inputs, attrs=attrs, config={"rope_scaling": more}))
     for role, expected in zip(("output.0", "output.1"), theirs, strict=True):
         got = found[role].value.reshape(6, -1, 16)
         # theirs has float32 angles: 255 * 2**-24 and some roundings

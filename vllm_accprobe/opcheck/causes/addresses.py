@@ -11,15 +11,15 @@ early (linear_causes.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.calls.views import known_memory, without_gaps
 from vllm_accprobe.opcheck.causes.api import ADDRESS, FACTOR, Guess, Trial, cause, edited, fit_of, moved
-from vllm_accprobe.opcheck.causes.attention_causes import _by_heads, _other, _sizes, _with_past
+from vllm_accprobe.opcheck.causes.attention_causes import _other, _sizes, _with_past
 from vllm_accprobe.opcheck.causes.factors import _columns
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, _input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, _by_root, _own
@@ -228,8 +228,10 @@ def weight_read_transposed(trial: Trial, _: Any) -> Call:
 
 def _parts(trial: Trial) -> list[Guess]:
     """(name, first part's begin, second's, width) of parts of the output that may be exchanged."""
-    width, parent = trial.mine().shape[-1], trial.call.parent
-    q, kv = parent.get("q_size"), parent.get("kv_size")
+    width, own = trial.mine().shape[-1], trial.call.attrs
+    q, kv = (trial.call.parent.get(f"{n}_size") for n in ("q", "kv"))
+    if q is None and {"num_heads", "num_kv_heads", "head_size"} <= own.keys():
+        q, kv = (int(own[n]) * int(own["head_size"]) for n in ("num_heads", "num_kv_heads"))
     ways = [("its halves", 0, width // 2, width // 2)] if width % 2 == 0 else []
     if isinstance(q, int) and isinstance(kv, int) and q + 2 * kv == width:
         ways += [("k and v", q, q + kv, kv)] + ([("q and k", 0, q, q), ("q and v", 0, 2 * q, q)] if q == kv else [])
@@ -308,15 +310,6 @@ def ranks_exchanged(trial: Trial, by: int) -> Expected:
     return replace(plain, value=value, exact=None)
 
 
-def _expert_shifts(trial: Trial) -> list[int]:
-    return [1, -1, 2, -2] if len(trial.call.stored("w13_weight")) > 4 else [1, -1]
-
-
-@cause(ADDRESS, "UnquantizedFusedMoEMethod", text="with the experts {0} further on", values=_expert_shifts)
-def experts_shifted(trial: Trial, by: int) -> Call:
-    return edited(trial.call, params={n: trial.call.stored(n).roll(-by, 0) for n in ("w13_weight", "w2_weight")})
-
-
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
@@ -374,23 +367,6 @@ def past_times(trial: Trial, factor: float) -> Call:
     return _past_times(trial, factor)
 
 
-@cause(ADDRESS, "Attention", text="with keys and values exchanged")
-def keys_and_values_exchanged(trial: Trial, _: Any) -> Call:
-    k, v = "key", "value"
-    return _with_past(trial, lambda at, past: {k: past[v].reshape(past[k].shape), v: past[k].reshape(past[v].shape)})
-
-
-def _kv_shifts(trial: Trial) -> list[Guess]:
-    kv = _sizes(trial.call)[1]
-    return [Guess(n, choices=float(kv - 1)) for n in range(1, min(kv, 9))]
-
-
-@cause(ADDRESS, "Attention", text="with each query head's key head {0} further on", values=_kv_shifts)
-def key_heads_shifted(trial: Trial, n: int) -> Call:
-    turn = _by_heads(lambda t: t.roll(-n, 1), _sizes(trial.call)[1])
-    return _with_past(trial, lambda at, past: _other(past, turn))
-
-
 def _key_tails(trial: Trial) -> list[Guess]:
     if trial.mine().numel() > 1 << 20:
         raise Declined("too large")
@@ -409,28 +385,6 @@ def tail_of_keys(trial: Trial, size: int) -> Expected:
         gone = (torch.arange(len(k))[None] >= whole[:, None]) & (whole > 0)[:, None]
         value[at] = attention.attend(q[at], k, v, query_positions=positions, hidden=gone, **how)[0]
     return replace(plain, value=value.reshape(plain.value.shape), exact=None)
-
-
-@dataclass(frozen=True)
-class _BlockOfAnother:
-    """A cache of which one request reads ``some`` positions of another's."""
-
-    cache: Any
-    number: int
-    other: int
-    some: slice
-
-    @property
-    def why(self) -> str:
-        return str(self.cache.why)
-
-    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
-        pasts = [past for _, _, past in self.cache.requests(causal)]
-        for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
-            if k == self.number:
-                past = {n: torch.cat((t[: self.some.start], pasts[self.other][n][self.some], t[self.some.stop :]))
-                        for n, t in past.items()}  # fmt: skip
-            yield at, positions, past
 
 
 def _blocks(trial: Trial) -> Iterator[Guess]:
@@ -462,6 +416,6 @@ def _blocks(trial: Trial) -> Iterator[Guess]:
        text="with positions {2} to {3} (the last not included) of its request {0} read from request {1}")  # fmt: skip
 def block_of_another(trial: Trial, parameter: tuple[int, int, int, int]) -> Call:
     number, other, first, stop = parameter
-    return edited(
-        trial.call, extra={"cache": _BlockOfAnother(trial.extra("cache"), number, other, slice(first, stop))}
-    )
+    source = list(trial.extra("cache").requests(True))[other][2]
+    return _with_past(trial, lambda at, past: {
+        n: torch.cat((t[:first], source[n][first:stop], t[stop:])) for n, t in past.items()}, number)  # fmt: skip

@@ -152,12 +152,12 @@ class Counterfactual:
         return self.text.format(*parts)
 
 
-def _once(trial: Trial) -> Iterable[Any]:
+def once(trial: Trial) -> Iterable[Any]:
     return (None,)
 
 
 def cause(
-    family: str, *classes: str, text: str, values: Values = _once, whole: bool = False
+    family: str, *classes: str, text: str, values: Values = once, whole: bool = False
 ) -> Callable[[Change], Change]:  # fmt: skip
     """Marks a function (trial, parameter) as a cause of operators of ``classes`` (globs over class names). Without
     ``values`` it has no parameter: it is tried once, with None. The same function may be marked several times. whole:
@@ -175,11 +175,11 @@ def cause(
 
 
 def marked(source: ModuleType | Change) -> list[Counterfactual]:
-    """The causes of a module's own functions, or of the one."""
+    """The causes of a module's own functions and in its table ``CAUSES``, or of the one function."""
     if not isinstance(source, ModuleType):
         return list(getattr(source, MARK, ()))
     own = [f for f in vars(source).values() if callable(f) and getattr(f, "__module__", "") == source.__name__]
-    return [c for f in own for c in getattr(f, MARK, ())]
+    return [*(c for f in own for c in getattr(f, MARK, ())), *getattr(source, "CAUSES", ())]
 
 
 def edited(

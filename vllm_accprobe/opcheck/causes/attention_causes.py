@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.causes.api import ADDRESS, SETTING, Guess, Trial, cause, edited, fits, moved, named
+from vllm_accprobe.opcheck.causes.api import (
+    ADDRESS,
+    SETTING,
+    Counterfactual,
+    Guess,
+    Trial,
+    cause,
+    edited,
+    fits,
+    moved,
+    named,
+    once,
+)
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.attention import attention_settings, scale_of
@@ -28,6 +40,8 @@ _EACH = -1
 """All requests of a call, instead of one."""
 _BLOCKS = (8, 16, 32, 64, 128, 256)
 """Tokens in a block of the caches that there are."""
+_SOURCES = 8
+"""Chosen: rows of a step that are tried in another's slot."""
 
 
 def _sizes(call: Call) -> tuple[int, int, int]:
@@ -181,22 +195,29 @@ def heads_shifted(trial: Trial, n: int) -> Expected:
 
 @dataclass(frozen=True)
 class OtherPast:
-    """A cache whose requests have other keys and values. change: (positions of the rows, past) → past."""
+    """A cache in which one request, or `_EACH`, has other keys and values. change: (positions of the rows, past) →
+    past; read: positions of the rows → the last key that each reads."""
 
     cache: Any
     change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+    number: int = _EACH
+    read: Callable[[Any], Any] = lambda at: at
 
     @property
     def why(self) -> str:
         return str(self.cache.why)
 
     def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
-        for at, positions, past in self.cache.requests(causal):
-            yield at, positions, self.change(positions, past)
+        for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
+            if self.number in (k, _EACH):
+                past, positions = self.change(positions, past), self.read(positions)
+            yield at, positions, past
 
 
-def _with_past(trial: Trial, change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]) -> Call:
-    return edited(trial.call, extra={"cache": OtherPast(trial.extra("cache"), change)})
+def _with_past(
+    trial: Trial, change: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]], number: int = _EACH
+) -> Call:  # fmt: skip
+    return edited(trial.call, extra={"cache": OtherPast(trial.extra("cache"), change, number)})
 
 
 def _other(past: Mapping[str, Any], change: Callable[[Any], Any], *names: str) -> dict[str, Any]:
@@ -208,70 +229,60 @@ def _zeroed(t: Any, some: slice) -> Any:
     return t
 
 
-@cause(ADDRESS, "Attention", text="if nothing of this step were in the cache yet (keys and values 0)", whole=True)
-def step_not_written(trial: Trial, _: Any) -> Call:
-    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(int(at.min()), None))))
+def _same(past: Mapping[str, Any], *_: Any) -> Mapping[str, Any]:
+    return past
 
 
-@cause(ADDRESS, "Attention", text="if nothing of earlier steps were in the cache (keys and values 0)", whole=True)
-def past_lost(trial: Trial, _: Any) -> Call:
-    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))))
+def _of_past(
+    name: str, text: str, change: Callable[..., Any], values: Any = once, whole: bool = False,
+    read: Callable[[Any], Any] = lambda at: at,
+) -> Any:  # fmt: skip
+    """A cause that edits the cache. change: (past, positions of the rows, number of key heads, parameter) → past; read:
+    as in `OtherPast`."""
+
+    def found(trial: Trial, value: Any) -> Call:
+        kv, cache = _sizes(trial.call)[1], trial.extra("cache")
+        other = OtherPast(cache, lambda at, past: change(past, at, kv, value), read=read)
+        return edited(trial.call, extra={"cache": other})
+
+    return Counterfactual(name, ADDRESS, ("Attention",), text, found, values, whole)
 
 
-@dataclass(frozen=True)
-class _OtherKeys:
-    """A cache of whose keys each row reads others. change: (positions of the rows, past) → both."""
-
-    cache: Any
-    change: Callable[[Any, Mapping[str, Any]], tuple[Any, Mapping[str, Any]]]
-
-    @property
-    def why(self) -> str:
-        return str(self.cache.why)
-
-    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
-        for at, positions, past in self.cache.requests(causal):
-            yield at, *self.change(positions, past)
+def _if_several(trial: Trial) -> list[None]:
+    return [None] if _sizes(trial.call)[1] > 1 else []
 
 
-@cause(ADDRESS, "Attention", text="if each row read the keys before its own position only")
-def own_key_unread(trial: Trial, _: Any) -> Call:
-    cache = _OtherKeys(trial.extra("cache"), lambda at, past: ((at - 1).clamp(min=0), past))
-    return edited(trial.call, extra={"cache": cache})
-
-
-@cause(ADDRESS, "Attention", text="if each row read the key after its own position, too")
-def next_key_read(trial: Trial, _: Any) -> Call:
-    cache = _OtherKeys(trial.extra("cache"), lambda at, past: (at + 1, past))
-    return edited(trial.call, extra={"cache": cache})
-
-
-@cause(ADDRESS, "Attention", text="if only the keys of this step were read, and none of earlier steps", whole=True)
-def past_unread(trial: Trial, _: Any) -> Call:
-    def own(at: Any, past: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        first = int(at.min())
-        return at - first, {n: t[first:] for n, t in past.items()}
-
-    return edited(trial.call, extra={"cache": _OtherKeys(trial.extra("cache"), own)})
-
-
-@cause(ADDRESS, "Attention", text="with keys and values one position late in the cache")
-def past_shifted(trial: Trial, _: Any) -> Call:
-    return _with_past(trial, lambda at, past: _other(past, lambda t: t.roll(1, 0)))
-
-
-@cause(ADDRESS, "Attention", text="with its keys taken for values")
-def keys_for_values(trial: Trial, _: Any) -> Call:
-    return _with_past(trial, lambda at, past: {**past, "value": past["key"].reshape(past["value"].shape)})
-
-
-@cause(ADDRESS, "Attention", text="with the last of its key heads' values in all of them")
-def last_head_for_all(trial: Trial, _: Any) -> Call:
+def _kv_shifts(trial: Trial) -> list[Guess]:
     kv = _sizes(trial.call)[1]
-    if kv == 1:
-        raise Declined("it has one")
-    last = _by_heads(lambda t: t[:, -1:].expand_as(t).clone(), kv)
-    return _with_past(trial, lambda at, past: _other(past, last))
+    return [Guess(n, choices=float(kv - 1)) for n in range(1, min(kv, 9))]
+
+
+def _taken(past: Mapping[str, Any], key: str, value: str) -> dict[str, Any]:
+    return {n: past[m].reshape(past[n].shape) for n, m in (("key", key), ("value", value))}
+
+
+CAUSES = (
+    _of_past("step_not_written", "if nothing of this step were in the cache yet (keys and values 0)",
+             lambda past, at, kv, _: _other(past, lambda t: _zeroed(t, slice(int(at.min()), None))), whole=True),
+    _of_past("past_lost", "if nothing of earlier steps were in the cache (keys and values 0)",
+             lambda past, at, kv, _: _other(past, lambda t: _zeroed(t, slice(0, int(at.min())))), whole=True),
+    _of_past("past_unread", "if only the keys of this step were read, and none of earlier steps",
+             lambda past, at, kv, _: {n: t[int(at.min()) :] for n, t in past.items()}, whole=True,
+             read=lambda at: at - at.min()),
+    _of_past("own_key_unread", "if each row read the keys before its own position only", _same,
+             read=lambda at: (at - 1).clamp(min=0)),
+    _of_past("next_key_read", "if each row read the key after its own position, too", _same, read=lambda at: at + 1),
+    _of_past("past_shifted", "with keys and values one position late in the cache",
+             lambda past, at, kv, _: _other(past, lambda t: t.roll(1, 0))),
+    _of_past("keys_for_values", "with its keys taken for values", lambda past, at, kv, _: _taken(past, "key", "key")),
+    _of_past("keys_and_values_exchanged", "with keys and values exchanged",
+             lambda past, at, kv, _: _taken(past, "value", "key")),
+    _of_past("last_head_for_all", "with the last of its key heads' values in all of them",
+             lambda past, at, kv, _: _other(past, _by_heads(lambda t: t[:, -1:].expand_as(t).clone(), kv)),
+             _if_several),
+    _of_past("key_heads_shifted", "with each query head's key head {0} further on",
+             lambda past, at, kv, n: _other(past, _by_heads(lambda t: t.roll(-n, 1), kv)), _kv_shifts),
+)  # fmt: skip
 
 
 def _gone(trial: Trial) -> Iterator[Guess]:
@@ -288,22 +299,50 @@ def _gone(trial: Trial) -> Iterator[Guess]:
        text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)")  # fmt: skip
 def positions_not_written(trial: Trial, where: tuple[str, int, int, int]) -> Call:
     _, number, first, stop = where
-    return edited(trial.call, extra={"cache": _OneRequest(trial.extra("cache"), number, slice(first, stop))})
+    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(first, stop))), number)
 
 
-@dataclass(frozen=True)
-class _OneRequest:
-    cache: Any
-    number: int
-    some: slice
+def _overwritten(trial: Trial) -> Iterator[Guess]:
+    """(request's number, position, row of this step) of the slot that holds another row's key and value; the rows are
+    the first one and each request's last one, which padding repeats."""
+    w, heads, kv = _worst(trial), *_sizes(trial.call)[:2]
+    rows = sorted({0, *(int(at[-1]) for at, _, _ in trial.extra("cache").requests(True) if len(at))})[:_SOURCES]
+    some = max(1, _NUMBERS // (heads * len(w.k) * w.v.shape[-1]))
+    q, mine, out, positions = w.q[:some], w.mine[:some], w.value[:some], w.positions[:some]
+    k, v = (x.repeat_interleave(heads // kv, 1) for x in (w.k, w.v))
+    distance = positions[:, None] - torch.arange(len(k))[None, :]
+    seen = (distance >= 0) & (distance < (w.window or math.inf))
+    scores = (torch.einsum("nhd,mhd->nhm", q, k) * w.scale).masked_fill(~seen.unsqueeze(1), -math.inf)
+    best, where = 0.25 * float((mine - out).square().sum()), None
+    for row in rows:
+        key, value = (trial.call.wide(n)[row].reshape(kv, -1).repeat_interleave(heads // kv, 0)
+                      for n in ("key", "value"))  # fmt: skip
+        new = ((q * key).sum(-1) * w.scale).unsqueeze(-1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), new)
+        e, added = torch.exp(scores - top).unsqueeze(-1), torch.exp(new - top).unsqueeze(-1)
+        total = e.sum(2, keepdim=True)
+        y = (total * out.unsqueeze(2) - e * v.transpose(0, 1) + added * value.unsqueeze(1)) / (total - e + added)
+        y = torch.where(seen[:, None, :, None], y, out.unsqueeze(2))
+        left = (y - mine.unsqueeze(2)).square().sum((0, 1, 3))
+        if float(left.amin()) < best:
+            best, where = float(left.amin()), (w.request, int(left.argmin()), row)
+    if where is not None:
+        yield Guess(where, choices=float(len(rows) * len(w.k)))
 
-    @property
-    def why(self) -> str:
-        return str(self.cache.why)
 
-    def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
-        for k, (at, positions, past) in enumerate(self.cache.requests(causal)):
-            yield at, positions, _other(past, lambda t: _zeroed(t, self.some)) if self.number in (k, _EACH) else past
+@cause(ADDRESS, "Attention", values=_overwritten, whole=True,
+       text="if position {1} of its request {0} had key and value of row {2} of this step (its slot was overwritten)")
+def slot_overwritten(trial: Trial, where: tuple[int, int, int]) -> Call:
+    number, position, row = where
+    new = {n: trial.call.inputs[n][row].flatten() for n in ("key", "value")}
+
+    def change(past: Mapping[str, Any]) -> dict[str, Any]:
+        found = {n: t.clone() for n, t in past.items()}
+        for n, x in new.items():
+            found[n][position] = x.reshape(found[n][position].shape).to(found[n].dtype)
+        return found
+
+    return _with_past(trial, lambda at, past: change(past), number)
 
 
 # --- searches --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,6 +147,30 @@ def adapter_scaling(trial: Trial, words: str) -> Call:
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def _orders(trial: Trial) -> Iterator[Guess]:
+    """(ranks, whose part of the vocabulary stands in each place): the part that is nearest to mine there, in the rows
+    that are furthest off."""
+    call, z, mine = trial.call, trial.extra("lm_head"), trial.mine().double()
+    rows = (mine - trial.plain["output.0"].value.reshape(mine.shape)).square().sum(-1).topk(min(4, len(mine))).indices
+    few = replace(call, outputs={"output.0": trial.mine()[rows]})
+    for ranks in (n for n in (2, 4, 8, 16) if z.shape[-1] % n == 0 and z.shape[-1] // n * (n - 1) < mine.shape[-1]):
+        part, off = z.shape[-1] // ranks, []
+        for by in range(ranks):
+            y = trial.evaluate(edited(few, extra={"lm_head": z[rows].roll(by * part, -1)}))["output.0"].value
+            off.append([float(o.square().sum()) for o in (y - mine[rows]).split(part, -1)])
+        order = tuple((k - min(range(ranks), key=lambda by: off[by][k])) % ranks for k in range(ranks))
+        if sorted(order) == list(range(ranks)) and order != tuple(range(ranks)):
+            yield Guess((ranks, order), choices=float(math.factorial(ranks)))
+
+
+@cause(ADDRESS, "LogitsProcessor", values=_orders,
+       text="with the vocabulary's parts of {0} ranks gathered in the order {1}")  # fmt: skip
+def ranks_in_another_order(trial: Trial, parameter: tuple[int, tuple[int, ...]]) -> Call:
+    ranks, order = parameter
+    z = trial.extra("lm_head")
+    return edited(trial.call, extra={"lm_head": z.unflatten(-1, (ranks, -1))[..., list(order), :].flatten(-2)})
 
 
 def _product(trial: Trial) -> Any:

@@ -25,9 +25,10 @@ from vllm_accprobe.opcheck.causes.attention_causes import _sizes, _with_past
 from vllm_accprobe.opcheck.causes.linear_causes import LINEAR, _input
 from vllm_accprobe.opcheck.causes.norms_causes import RMS, _by_root, _own
 from vllm_accprobe.opcheck.causes.norms_causes import _input as _normed
+from vllm_accprobe.opcheck.causes.rotary import ROTARY, _at, _by_table
+from vllm_accprobe.opcheck.causes.routing_causes import EXPERTS
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
-from vllm_accprobe.opcheck.references import attention, rotary
-from vllm_accprobe.opcheck.references.parts import reshaped
+from vllm_accprobe.opcheck.references import attention
 from vllm_accprobe.opcheck.references.quantised import weight_of
 
 Tensor = Any
@@ -35,6 +36,8 @@ _COLUMNS = 64
 """Chosen: columns on which grids are compared, in a few rows."""
 _KEPT, _LEFT = 2, 0.5
 """Chosen: grids that are tried in full, and the part of the error's square that one may leave to be so."""
+_SAME = 1e-6
+"""Chosen: relative difference of what two parameters leave below which they give the same output."""
 _LARGE = 1 << 20
 """Chosen: elements of a tensor from which on it is not rounded to each grid in turn."""
 _WORK = 1 << 28
@@ -124,10 +127,11 @@ def _left(change: Callable[[Trial, Any], Any], trial: Trial, value: Any) -> floa
 
 
 def _best(change: Callable[[Trial, Any], Any], trial: Trial, values: Sequence[Any]) -> Iterator[Guess]:
-    """Of these parameters, those after which least is left."""
+    """Of these parameters, those after which least is left, and what leaves as little: none of equals is preferred."""
     few = trial.few
     found = sorted((_left(change, few, value), k) for k, value in enumerate(values))
-    yield from (Guess(values[k], choices=float(len(values))) for left, k in found[:_KEPT] if left < _LEFT)
+    most = min(_LEFT, (1.0 + _SAME) * found[min(_KEPT, len(found)) - 1][0]) if found else 0.0
+    yield from (Guess(values[k], choices=float(len(values))) for left, k in found if left <= most)
 
 
 # --- inputs and weights ----------------------------------------------------------------------------------------------
@@ -378,16 +382,31 @@ def _tables(trial: Trial) -> Iterator[Guess]:
 
 @cause(PRECISION, "*RotaryEmbedding", text="with its table of cosines and sines in {0}", values=_tables)
 def coarse_table(trial: Trial, grid: str) -> dict[str, Expected]:
-    call = trial.call
-    neox, dim = bool(call.attr("is_neox_style", default=True)), rotary._rotary_dim(call)
-    angle, size = rotary.token_angles(call, dim)
-    table = call.params.get("cos_sin_cache", call.maybe("query", "1"))
-    cos, sin = (GRIDS[grid]((size * f.unsqueeze(1)).to(table.dtype)) for f in (angle.cos(), angle.sin()))
-    found: dict[str, Expected] = {}
-    for roles, x, heads in rotary.query_and_key(call):
-        y = rotary.turned(heads.double(), cos, sin, neox, call.unit, angle.unsqueeze(1))
-        found |= dict.fromkeys(roles, reshaped(y, x.shape))
-    return found
+    cache = trial.call.params.get("cos_sin_cache")
+    return _by_table(trial, lambda cos, sin, own: tuple(
+        GRIDS[grid](t.to(own if cache is None else cache.dtype)) for t in (cos, sin)))  # fmt: skip
+
+
+def _positions(trial: Trial) -> Iterator[Guess]:
+    yield from _best(coarse_positions, trial, list(_PLAIN))
+
+
+@cause(PRECISION, *ROTARY, text="with its positions in {0}", values=_positions)
+def coarse_positions(trial: Trial, grid: str) -> Call:
+    return _at(trial, GRIDS[grid])
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _expert_weights(trial: Trial) -> Iterator[Guess]:
+    small = trial.call.stored("w13_weight").numel() <= _LARGE
+    yield from _best(coarse_experts, trial, list(GRIDS) if small else [])
+
+
+@cause(PRECISION, EXPERTS, text="with its experts' weights in {0}", values=_expert_weights)
+def coarse_experts(trial: Trial, grid: str) -> Call:
+    return edited(trial.call, params={n: GRIDS[grid](trial.call.stored(n)) for n in ("w13_weight", "w2_weight")})
 
 
 _POINTS = [(n, r, how) for n in (9, 13, 17, 25, 33, 65, 129, 257) for r in (4.0, 6.0, 8.0, 10.0, 16.0)

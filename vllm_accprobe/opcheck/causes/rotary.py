@@ -179,24 +179,13 @@ def backwards(trial: Trial, _: Any) -> Call:
     return _at(trial, lambda p: -p)
 
 
-def _one_left(trial: Trial) -> list[str]:
-    return [n for n in ("query", "key") if n in trial.call.inputs]
-
-
-@cause(SETTING, *ROTARY, text="without turning its {0}", values=_one_left)
-def not_turned(trial: Trial, name: str) -> dict[str, Expected]:
-    own = (f"inplace.{name}", "output.0" if name == "query" else "output.1")
-    role = next((r for r in trial.roles() if r in own), own[1])
-    x = trial.call.wide(name)
-    return {role: replace(trial.plain[role], value=x.reshape(trial.plain[role].value.shape))}
-
-
-@cause(SETTING, *ROTARY, text="without turning anything")
-def nothing_turned(trial: Trial, _: Any) -> Mapping[str, Expected]:
-    found: dict[str, Expected] = {}
-    for name in _one_left(trial):
-        found |= not_turned(trial, name)
-    return found
+@cause(SETTING, *ROTARY, text="without turning {0}", values=lambda trial: [
+    "its query", *(["its key", "anything"] if trial.call.maybe("key", "2") is not None else [])])  # fmt: skip
+def not_turned(trial: Trial, name: str) -> Mapping[str, Expected]:
+    both = zip(("its query", "its key"), rotary.query_and_key(trial.call), strict=False)
+    return {role: replace(trial.plain[role], value=x.double().reshape(trial.plain[role].value.shape))
+            for own, (roles, x, _) in both if name in (own, "anything")
+            for role in roles if role in trial.plain}  # fmt: skip
 
 
 def _magnitudes(trial: Trial) -> list[Guess]:

@@ -205,32 +205,34 @@ class Examined:
                     return None
                 continue
             found = self.trial.rows(role, e)
-            if found is None or len(found.at) != len(plain.at):
+            if found is None:
                 return None
-            one = self._output(role, plain, found, factor)
+            both = torch.isin(plain.at, found.at)  # an edit may have no reference where two scores are tied
+            if 2 * int(both.sum()) < len(plain.at):
+                return None
+            found = some_rows(found, torch.isin(found.at, plain.at))
+            one = self._output(role, some_rows(plain, both), found, self.wrong_rows(role)[both], factor)
             if one is None:
                 return None
             total = total.and_(one)
         return total
 
-    def _output(self, role: str, plain: OutputRows, found: OutputRows, factor: bool) -> Proof | None:
+    def _output(self, role: str, plain: OutputRows, found: OutputRows, wrong: Any, factor: bool) -> Proof | None:
+        """wrong: bool, as `wrong_rows` of these rows."""
         dtype, chance = self.trial.dtype(role), self.trial.chance
-        v, whole = found.judge(dtype, chance=chance), True
+        v, whole, n = found.judge(dtype, chance=chance), True, len(found.at)
+        if not self.verdicts[role].passed and not bool(wrong.any()):
+            return None
         if not v.passed and self.verdicts[role].passed:
-            return Proof(rows=len(found.at), whole=False)
+            return Proof(rows=n, whole=False)
         if not v.passed:
-            wrong = self.wrong_rows(role)
-            if bool(wrong.all()) or not bool(wrong.any()):
+            if bool(wrong.all()):
                 return None
             found, plain, whole = some_rows(found, wrong), some_rows(plain, wrong), False
             v = found.judge(dtype, chance=chance)
             if not v.passed:
                 return None
-        n = len(self.rows[role].at)
-        if self.verdicts[role].passed:
-            count = 0
-        else:
-            count = int(self.wrong_rows(role).sum()) if not whole else n
+        count = 0 if self.verdicts[role].passed else n if whole else int(wrong.sum())
         return replace(_evidence(plain, found, v, factor), severity=v.severity, wrong=count, rows=n, whole=whole)
 
 

@@ -42,8 +42,10 @@ def yarn_frequencies(dim: int, base: float, s: Mapping[str, Any]) -> Any:
     def channel(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(channel(float(s.get("beta_fast", 32)))), 0)
-    high = min(math.ceil(channel(float(s.get("beta_slow", 1)))), dim - 1)
+    low, high = channel(float(s.get("beta_fast", 32))), channel(float(s.get("beta_slow", 1)))
+    if s.get("truncate", True):  # gpt-oss does not
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return f * (1.0 - ramp) + f / float(s["factor"]) * ramp
 
