@@ -241,6 +241,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
     "positions as one run": (lambda: wrong_rotary(positions=lambda p: torch.arange(len(p)) + p[0]), "one_run"),
     "angles": (lambda: wrong_rotary(positions=lambda p: 1.01 * p), "angles_times"),
     "backwards": (lambda: wrong_rotary(positions=lambda p: -p), "backwards"),
+    "end of a table": (lambda: wrong_rotary(positions=lambda p: p.clamp(max=35.0)), "positions_end"),
     "coarse table": (lambda: wrong_rotary(table=four_bits), "coarse_table"),
     "key as it is": (lambda: wrong_rotary(key=False), "not_turned"),
     "key as it is, by place": (lambda: by_place(wrong_rotary(key=False)), "not_turned"),

@@ -252,6 +252,11 @@ def _if_several(trial: Trial) -> list[None]:
     return [None] if _sizes(trial.call)[1] > 1 else []
 
 
+def _if_no_window(trial: Trial) -> list[None]:
+    """With a window, a row without a next key reads one key less, as in a smaller window."""
+    return [] if _had_window(trial) else [None]
+
+
 def _kv_shifts(trial: Trial) -> list[Guess]:
     kv = _sizes(trial.call)[1]
     return [Guess(n, choices=float(kv - 1)) for n in range(1, min(kv, 9))]
@@ -271,7 +276,8 @@ CAUSES = (
              read=lambda at: at - at.min()),
     _of_past("own_key_unread", "if each row read the keys before its own position only", _same,
              read=lambda at: (at - 1).clamp(min=0)),
-    _of_past("next_key_read", "if each row read the key after its own position, too", _same, read=lambda at: at + 1),
+    _of_past("next_key_read", "if each row read the key after its own position, too", _same, _if_no_window,
+             read=lambda at: at + 1),
     _of_past("past_shifted", "with keys and values one position late in the cache",
              lambda past, at, kv, _: _other(past, lambda t: t.roll(1, 0))),
     _of_past("keys_for_values", "with its keys taken for values", lambda past, at, kv, _: _taken(past, "key", "key")),
