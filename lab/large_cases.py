@@ -27,6 +27,7 @@ from support.prompts import prompts
 from lab.cases import HANDWRITTEN, HELD_OUT, TUNED, half
 from lab.generated import draws
 from lab.large_models import EXPERTS, HEAD, INNER, LAYERS, REAL, SOFT_CAP, WIDTH, WINDOW
+from lab.options import column
 from lab.places import Fault, Place, attention, dense_model, ends, experts, mlp
 from lab.ways import TEXT
 
@@ -160,19 +161,6 @@ def _any(kind: str, *factors: float, rows: bool = True, **more: Any) -> Any:
     return option
 
 
-def _column(kind: str, *sizes: float) -> Any:
-    """One column, off by so much that a row of equal columns is off by one of ``sizes``."""
-
-    def option(place: Place) -> Any:
-        def fault(rng: random.Random) -> Fault:
-            factor = round(1 + rng.choice(sizes) * place.columns**0.5, 3)
-            return {"kind": kind, "factor": factor, "features": [rng.randrange(place.columns)]}
-
-        return fault
-
-    return option
-
-
 def _one_of(kind: str, *factors: float) -> Any:
     """One column (of a product: one row of the weight) by one of ``factors``."""
     return lambda place: (
@@ -214,7 +202,7 @@ _SCALE = _any("scale", 1.02, 1.03, 1.05, 0.97)
 _STALE = _at("stale", 1.0, "position:10", "position:30", "position:200")
 _LINEAR = (
     _SCALE,
-    _column("scale", 0.012, 0.03),
+    column("scale", 0.012, 0.03),
     _block(1.06, 1.1),
     _any("product", 0.03, 0.05),
     _one_of("product", 0.5),
@@ -226,8 +214,8 @@ _LINEAR = (
 )
 _NORM = (
     _SCALE,
-    _column("scale", 0.012, 0.03),
-    _column("weight", 0.012, 0.03),
+    column("scale", 0.012, 0.03),
+    column("weight", 0.012, 0.03),
     _any("coarse", 5, 6),
     _any("add", 0.02, 0.05),
     _any("low_variance", 4, 8),
@@ -252,13 +240,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
                   _any("setting", SOFT_CAP, rows=False, param="impl.logits_soft_cap")),
     "capped": (*_ATTENTION, _any("setting", 0.0, 2 * SOFT_CAP, rows=False, param="impl.logits_soft_cap")),
     "windowed": (_any("setting", WINDOW - 1, WINDOW + 1, rows=False, param="impl.sliding_window"),),
-    "activation": (_any("act", 1.02, 1.05), _any("coarse_sigmoid", 13, 17), _SCALE, _column("scale", 0.012, 0.03)),
+    "activation": (_any("act", 1.02, 1.05), _any("coarse_sigmoid", 13, 17), _SCALE, column("scale", 0.012, 0.03)),
     "rotation": (_any("angle", 1.0005, 1.002, rows=False), _any("coarse_table", 4, 5, rows=False)),
-    "router": (_column("scale", 0.03), _any("coarse", 5), _SCALE),
+    "router": (column("scale", 0.03), _any("coarse", 5), _SCALE),
     "experts": (lambda place: lambda rng: {"kind": "route", "factor": 1, "rows": rng.choice(place.rows)},),
     "expert": (_expert("expert", 1.03, 1.06), _SCALE),
     "expert weights": (_expert("noise", 0.05, 0.1, param="w2_weight"), _expert("noise", 0.05, 0.1, param="w13_weight")),
-    "embedding": (_any("scale", 1.02, 1.05, rows=False), _column("scale", 0.012), _any("coarse", 5, rows=False)),
+    "embedding": (_any("scale", 1.02, 1.05, rows=False), column("scale", 0.012), _any("coarse", 5, rows=False)),
     "residual": (_any("scale", 1.02, 1.05, output=1),),
     "head": (lambda place: lambda rng: {"kind": "logits", "factor": 1.25, "features": [rng.randrange(512)]},
              lambda place: lambda rng: {"kind": "head", "factor": 1.0, "features": [rng.randrange(512)]}),

@@ -29,7 +29,7 @@ def _everything(kind: str, *factors: float, rows: bool = True, **more: Any) -> M
     return option
 
 
-def _column(kind: str, *sizes: float) -> Maker:
+def column(kind: str, *sizes: float) -> Maker:
     """One column, off by so much that a row of equal columns is off by one of ``sizes``."""
 
     def option(place: Place) -> Option:
@@ -84,7 +84,7 @@ def _at(kind: str, factor: float, *rows: str) -> Maker:
 _SCALE = _everything("scale", 1.02, 1.03, 1.05, 1.1, 0.97)
 _LINEAR = (
     _SCALE,
-    _column("scale", 0.006, 0.012, 0.03),
+    column("scale", 0.006, 0.012, 0.03),
     _block(1.03, 1.06),
     _everything("product", 0.03, 0.05, 0.1),
     _one_row_of_weight(0.3, 0.5),
@@ -94,8 +94,8 @@ _LINEAR = (
 )
 _NORM = (
     _SCALE,
-    _column("scale", 0.006, 0.012),
-    _column("weight", 0.006, 0.012),
+    column("scale", 0.006, 0.012),
+    column("weight", 0.006, 0.012),
     _everything("coarse", 5, 6),
     _everything("add", 0.02, 0.05),
 )
@@ -119,15 +119,15 @@ OPTIONS: dict[str, tuple[Maker, ...]] = {
         _everything("setting", 20.0, 30.0, rows=False, param="impl.logits_soft_cap"),
     ),
     "latent attention": _ATTENTION,
-    "activation": (_everything("act", 1.02, 1.05, 1.1), _SCALE, _column("scale", 0.012, 0.03)),
-    "gate": (_SCALE, _column("scale", 0.012, 0.03)),
+    "activation": (_everything("act", 1.02, 1.05, 1.1), _SCALE, column("scale", 0.012, 0.03)),
+    "gate": (_SCALE, column("scale", 0.012, 0.03)),
     "rotation": (_everything("angle", 1.0005, 1.002, 1.01, rows=False),),
-    "picture": (_everything("scale", 1.03, 0.97), _column("scale", 0.006, 0.012), _everything("coarse", 5, 6)),
+    "picture": (_everything("scale", 1.03, 0.97), column("scale", 0.006, 0.012), _everything("coarse", 5, 6)),
     "picture linear": (
-        *(_everything("scale", 1.03, 0.97), _column("scale", 0.006, 0.012), _everything("coarse", 5, 6)),
+        *(_everything("scale", 1.03, 0.97), column("scale", 0.006, 0.012), _everything("coarse", 5, 6)),
         *(_everything("product", 0.03, 0.1), _everything("bias", 1.0)),
     ),
-    "router": (_column("scale", 0.03), _everything("coarse", 5), _SCALE),
+    "router": (column("scale", 0.03), _everything("coarse", 5), _SCALE),
     "experts": (
         lambda place: lambda rng: {"kind": "route", "factor": rng.choice((1, 3)), "rows": rng.choice(place.rows)},
     ),
@@ -140,7 +140,7 @@ OPTIONS: dict[str, tuple[Maker, ...]] = {
     "small": (_everything("scale", 1.03, 1.06),),
     "embedding": (
         _everything("scale", 1.02, 1.05, rows=False),
-        _column("scale", 0.006, 0.012),
+        column("scale", 0.006, 0.012),
         _everything("coarse", 5, 6, rows=False),
     ),
     "residual": (_everything("scale", 1.02, 1.05, output=1),),
