@@ -255,10 +255,10 @@ def test_of_two_dumps_the_one_that_is_not_as_config_json_asks_is_the_cause(spoil
 
     causes = built_otherwise((dump("g" in spoils), dump("m" in spoils)))
     assert list(causes) == ([tap] if side else [])
-    ((_, origin), (_, known)) = with_built([(0, {"module": tap}), (1, {"module": tap, "cause": {"text": "x"}})], causes)
+    origin, known = with_built([{"module": tap}, {"module": tap, "cause": {"text": "x"}}], causes)
     assert known["cause"] == {"text": "x"}
-    assert built_notes([(0, origin)], causes) == []
-    assert len(built_notes([(0, {"module": "another"})], causes)) == len(causes)
+    assert built_notes([origin], causes) == []
+    assert len(built_notes([{"module": "another"}], causes)) == len(causes)
     if side:
         assert origin["cause"]["text"].startswith(f"{side} is built otherwise than config.json asks: {tap}")
     else:

@@ -29,7 +29,8 @@ class Fake(Dump):
         self.values[seq] = value
         self.records.append(Record(
             tap=tap, cls="C", role=role, rows=TOKENS if value.ndim > 1 else None, row_dim=0, dtype="float32",
-            shape=value.shape, call=0, seq=seq, step=step, rank=0, hash=hashed or str(hash(value.tobytes())), stats=None,
+            shape=value.shape, call=0, seq=seq, step=step, rank=0, stats=None,
+            hash=hashed or str(hash(value.tobytes())),
             payload=Payload(0, 0, value.nbytes), layout=REPLICATED,
         ))  # fmt: skip
 

@@ -101,8 +101,8 @@ def test_findings_and_origins_have_the_cause() -> None:
     assert finding["says"] == f"{COLUMN}.weight differs from golden's at loading: gate and up are exchanged"
     assert finding["cause"]["family"] == "address"
     assert place_notes(found) == []
-    origins = with_causes([(0, {"module": COLUMN, "role": "param.weight", "cause": None})], found)
-    assert origins[0][1]["cause"] == finding["cause"]
+    origins = with_causes([{"module": COLUMN, "role": "param.weight", "cause": None}], found)
+    assert origins[0]["cause"] == finding["cause"]
     alone = found | {"findings": []}
     assert place_notes(alone) == [f"{COLUMN}.weight: gate and up are exchanged"]
 

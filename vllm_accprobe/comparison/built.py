@@ -641,15 +641,12 @@ def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def with_built(
-    origins: list[tuple[int, dict[str, Any]]], causes: Mapping[str, dict[str, Any]]
-) -> list[tuple[int, dict[str, Any]]]:
+def with_built(origins: Iterable[dict[str, Any]], causes: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """``origins`` with ``causes``, by tap, where no other cause is known."""
-    return [(n, o | {"cause": causes[o["module"]]} if o["module"] in causes and not o.get("cause") else o)
-            for n, o in origins]  # fmt: skip
+    return [o | {"cause": causes[o["module"]]} if o["module"] in causes and not o.get("cause") else o for o in origins]
 
 
-def built_notes(origins: Iterable[tuple[int, dict[str, Any]]], causes: Mapping[str, dict[str, Any]]) -> list[str]:
+def built_notes(origins: Iterable[Mapping[str, Any]], causes: Mapping[str, dict[str, Any]]) -> list[str]:
     """What is built otherwise, where no origin stands; each sentence once."""
-    named = {causes[o["module"]]["text"] for _, o in origins if o["module"] in causes}
+    named = {causes[o["module"]]["text"] for o in origins if o["module"] in causes}
     return [t for t in dict.fromkeys(c["text"] for c in causes.values() if c["family"] == "setting") if t not in named]

@@ -19,7 +19,6 @@ import numpy as np
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
-from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import METRICS, RowErrors, Worst, describe, value_and_limit
@@ -174,27 +173,6 @@ def judged_tokens(pair: Pair, verdicts: Sequence[str]) -> Pair:
     message = ", ".join(f"{n} flipped: {why}" for why, n in counts.items())
     bad = counts[near_ties.UPSTREAM] or any(counts[why] for why in near_ties.FAILED)
     return replace(pair, status=FAIL if bad else PASS, message=message)
-
-
-def sampler_origin(
-    cls: str, request: str, position: int, phase: str | None, role: str = TOKEN, said: str = ""
-) -> dict[str, Any]:
-    """role: TOKEN of the sampler, MASKED_LOGITS of what stands before it; said: what it did wrong."""
-    return {
-        "module": SAMPLER,
-        "class": cls,
-        "role": role,
-        "request": request,
-        "position": position,
-        "phase": phase,
-        "created": 1.0,
-        "propagated": 0.0,
-        "floor": 0.0,
-        "evidence": "values",
-        "rows": 1,
-        "worst": 1.0,
-        "shape": said,
-    }
 
 
 def first_divergence(pairs: Sequence[Pair], rows: RowTable | None = None) -> dict[str, Any] | None:

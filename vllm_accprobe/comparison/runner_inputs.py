@@ -792,16 +792,14 @@ def is_explained(origin: Mapping[str, Any], finding: Mapping[str, Any]) -> bool:
     return is_input(origin) or (origin.get("module") == ROOT_TAP and origin.get("role") in roles)
 
 
-def with_inputs(
-    origins: Sequence[tuple[int, dict[str, Any]]], chunk: Callable[[str, int], str]
-) -> list[tuple[int, dict[str, Any]]]:
+def with_inputs(origins: Iterable[dict[str, Any]], chunk: Callable[[str, int], str]) -> list[dict[str, Any]]:
     """``origins`` with those that are the model's inputs as the runner's. chunk: of a request's position, in words."""
     out = []
-    for order, origin in origins:
+    for origin in origins:
         if is_input(origin) and not origin.get("gap"):
             known = origin.get("request") is not None and origin.get("position") is not None
             origin = with_cause(origin, chunk(str(origin["request"]), int(origin["position"])) if known else "")
-        out.append((order, origin))
+        out.append(origin)
     return out
 
 

@@ -424,16 +424,14 @@ def _with_place(finding: dict[str, Any], found: RowsFound | None) -> dict[str, A
     return finding | {"says": f"{says}{before}: {found.text}", "cause": found.cause}
 
 
-def with_causes(
-    origins: list[tuple[int, dict[str, Any]]], weights: Mapping[str, Any]
-) -> list[tuple[int, dict[str, Any]]]:
+def with_causes(origins: Iterable[dict[str, Any]], weights: Mapping[str, Any]) -> list[dict[str, Any]]:
     """``origins`` with the causes of those that are parameters."""
     causes = {(p["module"], p["parameter"]): p["cause"] for p in reversed(weights.get("places") or [])}
     out = []
-    for order, origin in origins:
+    for origin in origins:
         tap, _, name = str(origin.get("role")).rpartition("param.")
         cause = causes.get((tap.rstrip("/") or str(origin.get("module")), name)) if name else None
-        out.append((order, origin if cause is None or origin.get("cause") else origin | {"cause": cause}))
+        out.append(origin if cause is None or origin.get("cause") else origin | {"cause": cause})
     return out
 
 

@@ -269,8 +269,8 @@ def condemn(created: Sequence[Origin], pairs: Compared, after: Sequence[str] = (
 
 def judge_flips(
     setting: ComparisonContext, traces: Sequence[TensorErrors], places: Places, pairs: Compared
-) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]], Compared]:
-    """(entries of ``tokens.flipped``, the sampler as [(order, origin)] where it is one, the pairs with verdicts)."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Compared]:
+    """(entries of ``tokens.flipped``, the sampler's origins, the pairs with verdicts)."""
     entries: list[dict[str, Any]] = []
     failed: list[_Failed] = []
     verdicts: dict[int, str] = {}
@@ -329,7 +329,7 @@ _OF_SAMPLER = {near_ties.PROCESSED: near_ties.SAMPLED, near_ties.GOLDEN_PROCESSE
 
 def _sampler_origins(
     failed: Sequence[_Failed], setting: ComparisonContext, places: Places
-) -> list[tuple[int, dict[str, Any]]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
     an unknown past explains do neither."""
     if any(row.unexplained for row in failed):
@@ -349,8 +349,11 @@ def _sampler_origins(
             processor = f"logits processor: {' and '.join(words)}"
             said = messages.join(said, how) if (words, how) in first.ways else said
         cls = processor or setting.classes.get(SAMPLER, "")
-        origin = messages.sampler_origin(cls, request, where, places.phase(first.key), role, said)
-        out.append((setting.sampler_order, origin | {"rows": len(rows)}))
+        out.append({
+            "module": SAMPLER, "class": cls, "role": role, "request": request, "position": where,
+            "phase": places.phase(first.key), "created": 1.0, "propagated": 0.0, "floor": 0.0, "evidence": "values",
+            "rows": len(rows), "worst": 1.0, "shape": said,
+        })  # fmt: skip
     return out
 
 

@@ -500,19 +500,20 @@ class _Judge:
         origins = with_constants(origins, setting.settings, setting.modules, compared)
         judged = blame.condemn(created, self.pairs, [gap.after if gap else "" for gap in gaps])
         flipped, sampler, judged = blame.judge_flips(setting, self.traces, places, judged)
-        origins = with_causes(sorted(origins + sampler, key=lambda o: o[0]), setting.weights)
-        origins = with_built(runner_inputs.with_inputs(origins, places.chunk), setting.built)
+        placed = sorted([*origins, *((setting.sampler_order, o) for o in sampler)], key=lambda o: o[0])
+        blamed = with_causes((o for _, o in placed), setting.weights)
+        blamed = with_built(runner_inputs.with_inputs(blamed, places.chunk), setting.built)
         pairs = sorted((p for p, _ in judged), key=lambda p: (-1 if p.step is None else p.step, p.order))
         rows = self.log.table(pairs, setting.names)
         images = messages.images(setting, self.measured.units, pairs)
         open_to = sum(c.tier == BEHIND_A_ROUTER for c, _ in named)
         said = [
-            *nonfinite_steps([o for _, o in origins]),
+            *nonfinite_steps(blamed),
             *messages.one_sided(setting.coverage, setting.notes, flipped),
-            *built_notes(origins, setting.built),
+            *built_notes(blamed, setting.built),
             *choices(self.rerouted),
             *unseen_routing(unseen, open_to),
-            *other_settings(setting.settings, {str(o["module"]) for _, o in origins if o.get("cause")}),
+            *other_settings(setting.settings, {str(o["module"]) for o in blamed if o.get("cause")}),
         ]
         about_floor = [s for s in (sentence(self.floor, pairs), excused) if s]
         of_states = state_notes(setting.states)
@@ -526,10 +527,10 @@ class _Judge:
             coverage=finished(setting.coverage, self.rerouted)
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},
             first_divergence=messages.first_divergence(pairs, rows),
-            origins=[o for _, o in origins],
+            origins=blamed,
             tokens={"compared": setting.tokens_compared, "flipped": flipped},
-            verdict=FAIL if any(p.status == FAIL for p in pairs) or origins or wrong_weights(setting.weights) else PASS,
-            notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, origins),
+            verdict=FAIL if any(p.status == FAIL for p in pairs) or blamed or wrong_weights(setting.weights) else PASS,
+            notes=messages.weights(setting.weights) + messages.notes(notes, pairs, flipped, self.replicas, blamed),
             plan=setting.plan,
             standard=self.standard.to_dict(self.unit, setting.layers)
             | (

@@ -1,21 +1,13 @@
 """The processes that check taps, and a whole check with its csv.
 
-The processes that check taps, and what becomes of a tap whose process dies.
-
 The problem: a kernel may crash and take its process with it, and torch takes seconds to import. The idea: a `Team` of
 worker processes (worker.py) that start together and take taps in the plan's order, each with one thread of torch; rows
 come out in that order, however many processes there are; a process that dies leaves a row for the call that killed it
 and is followed by another. `Alone` is the same without a process. Needs no torch itself.
 
-A whole check: processes that get taps, rows in the dump's order, and a csv that survives.
-
-The problem: a dump may hold hours of checks; a kernel may crash, memory may end, somebody may press Ctrl-C. The idea:
-the checks run in processes of their own (worker.py), a tap at a time; finished taps are appended in the order of the
-plan to ``opcheck.csv.part``, which becomes opcheck.csv at the end. A process that dies leaves a row for the call that
-killed it and is followed by another. ``--resume`` keeps the finished taps of the part file and checks the others; what
-it must have been begun with stands in ``opcheck.json``. This module needs no torch.
-
-Not here: the checks (worker.py).
+A whole check may take hours, and end early: finished taps are appended to ``opcheck.csv.part``, which becomes
+opcheck.csv at the end. ``--resume`` keeps the finished taps of the part file and checks the others; what it must have
+been begun with stands in ``opcheck.json``. Not here: the checks (worker.py).
 """
 
 from __future__ import annotations

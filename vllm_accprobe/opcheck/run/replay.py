@@ -1,28 +1,11 @@
 """Every captured call against its reference: a row for each output, and a reason for each that has none.
 
-What says that a thing cannot be had on this machine.
-
-Gradients: what a device's backward pass gives, against float64's.
-
-The problem: a kernel's forward may be right and its gradient wrong, and an inference engine never captures gradients.
-The idea: from the captured inputs and one drawn gradient of the output, torch's autograd gives the gradients of every
-floating input and parameter twice: through the exact reference in float64, and through the operator itself in the
-captured dtype on a device. Blocks, integers and operators without a
-gradient are skipped. What is judged is this machine's operator, not what was captured.
-
-What a dump knows to be wrong or right without a call: parameters that it holds whole, against the checkpoint's (is
-what was loaded what lies on disk?), and what its own ledger has found of its caches.
-
-Every captured call against its reference: a row for each output, and a reason for each that has none.
-
 The problem: an output is wrong because the operator is, or because its inputs were; only the operator run again on the
 very inputs tells. The idea: the reference's outputs from mine's inputs against mine's outputs: what differs is what
-the operator itself created. `check` streams the rows; nothing is decided here about other rows, and nothing is left out
-silently: a call without a reference is a row that says why.
-
-Not here: what could not be had (worker.py, repeat/here.py), the operators (references/), the exact gradients
-(references/gradients.py), parameters of two dumps (comparison/measure/measurer.py), finding the checkpoint's
-(opcheck/calls/parameters.py), where a call comes from (records.py), and that a row (table.py).
+the operator itself created. Nothing is left out silently: a call without a reference is a row that says why.
+`check_backward` judges gradients of this machine's operator: autograd through it in the captured dtype, and through the
+exact reference in float64. `check_stored` compares parameters with the checkpoint's, `cache_rows` gives what the dump's
+own ledger found. Not here: the operators (references/), where a call comes from (calls/records.py).
 """
 
 from __future__ import annotations

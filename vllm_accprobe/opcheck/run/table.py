@@ -1,17 +1,10 @@
-"""What a replay found: rows, opcheck.csv, and lines for a terminal.
-
-A row of the table from a verdict, and one that says why there is none.
-
-How many calls were checked, and why the others were not.
-
-What a replay found, as opcheck.csv and as lines for a terminal.
+"""What a replay found, as opcheck.csv and as lines for a terminal; how many calls were checked, and why not all.
 
 The problem: hundreds of thousands of rows, of which a person wants the wrong operator, how sure one may be of it, and
 what was not examined. The idea: failures grouped by module, the first in the order of execution first; then a line for
 each class; then every reason for which something was skipped, counted. Pure functions that return lines.
 
-Not here: checking (replay.py, replay.py, replay.py), the row itself, which needs no torch (result_row.py), the rows
-(replay.py), how a row comes about (replay.py).
+Not here: checking (replay.py), the row itself (result_row.py), a row from a verdict (judged_row.py).
 """
 
 from __future__ import annotations
