@@ -198,6 +198,30 @@ def test_a_wrong_value_is_named(words: list[str], says: str, here: Path, capsys:
     assert says in line
 
 
+LOCALES = {
+    "ISO-8859-1": {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"},
+    "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+
+
+@pytest.mark.parametrize("locale", LOCALES)
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["compare", "golden", "mine", "--no-replay", "--out", "@"], 1),
+        (["inspect", "golden"], 0),
+        (["inspect", "golden", "lm_head"], 0),
+        (["inspect", "--formats"], 0),
+    ],
+    ids=lambda v: " ".join(v[:2]) if isinstance(v, list) else "",
+)
+def test_no_locale_ends_a_command(words: list[str], code: int, locale: str, here: Path) -> None:
+    line = [sys.executable, "-m", "vllm_accprobe.cli", *(w.replace("@", str(here / "out")) for w in words)]
+    done = subprocess.run(line, capture_output=True, check=False, env=os.environ | LOCALES[locale])
+    assert (done.returncode, b"internal error" in done.stderr) == (code, False), done.stderr
+    assert done.stdout
+
+
 # --- paths that miss their dump by a folder -------------------------------------------------------------------------
 
 

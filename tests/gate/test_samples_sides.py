@@ -113,6 +113,28 @@ def test_opencompass(form: str, parts: int, tmp_path: Path) -> None:
         ]
 
 
+EVALSCOPE_LINE = {
+    "index": 1, "input": "question 1", "target": "A",
+    "sample_score": {"score": {"value": {"acc": 0.0}, "extracted_prediction": "B", "prediction": "B"}, "sample_id": 1},
+}  # fmt: skip
+ASKED = {"index": 1, "model_output": {}, "messages": [{"id": "x", "role": "user", "content": "question 1?"}]}
+
+
+@pytest.mark.parametrize("below", ["", "2026", "2026/reviews", "2026/reviews/m", "2026/reviews/m/law.jsonl"])
+def test_evalscope(below: str, tmp_path: Path) -> None:
+    """A run's folder, what is below it, and a file. Prompts are those of predictions/, else the review's input."""
+    write_samples(tmp_path / "2026/reviews/m/law.jsonl", [EVALSCOPE_LINE, {**EVALSCOPE_LINE, "index": 2}, {"index": 3}])
+    asked = write_samples(tmp_path / "2026/predictions/m/law.jsonl", [ASKED])
+    side = evaluations.open_side(tmp_path / below)
+    assert (side.tool, side.left_out) == (evaluations.EVALSCOPE, {evaluations.NO_SAMPLE: 1})
+    assert [(a.task, a.name, a.scores["acc"]) for a in side.answers] == [("law", "1", 0.0), ("law", "2", 0.0)]
+    assert [side.prompts(a.place) for a in side.answers] == [
+        [{"messages": [{"role": "user", "content": "question 1?"}]}], [{"prompt": "question 1"}]
+    ]  # fmt: skip
+    with pytest.raises(SamplesError, match="predictions, without scores: name the file in reviews/"):
+        evaluations.open_side(asked)
+
+
 def test_opencompass_without_predictions_has_only_numbers(tmp_path: Path) -> None:
     file = write_opencompass(tmp_path, "t", [True], form="bare")
     (tmp_path / "predictions/tiny/t.json").unlink()
@@ -134,10 +156,12 @@ WRONG = {
     "nowhere": (None, "does not exist"),
     "empty.jsonl": ("", "no answered question"),
     "text.txt": ("hello\nyou\n", "is no json"),
+    "unscored.jsonl": ('{"index": 0, "model_output": {}}\n', "predictions, without scores"),
+    "valueless.jsonl": ('{"index": 0, "sample_score": {"score": 7}}\n', "1 lines without a metric"),
     "results.json": ('{"results": {}, "configs": {}}', "name the samples_"),
     "predictions.json": ('{"0": {"origin_prompt": "x", "prediction": "y"}}', "predictions without scores"),
-    "other.json": ('{"hello": "you"}', "neither"),
-    "list.json": ("[1, 2]", "neither"),
+    "other.json": ('{"hello": "you"}', "has no samples"),
+    "list.json": ("[1, 2]", "has no samples"),
     "deep.json": ("[" * 200_000, "is no json"),
     "nodetails.json": ('{"accuracy": 20.0}', "--dump-eval-details"),
     "odd.json": ('{"details": {"0": 7, "x": {"correct": true}, "1": {"pred": 3}}}', "no answered question"),

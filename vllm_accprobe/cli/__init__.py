@@ -8,7 +8,9 @@ one line and an exit code: 0 done or pass, 1 differences, 2 bad usage or unreada
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -99,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from vllm_accprobe.children import ignore_settings_here
 
     ignore_settings_here()
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # a locale without a dash or an arrow has "?" there
     words = list(sys.argv[1:] if arguments is None else arguments)
     endings.begin()
     try:

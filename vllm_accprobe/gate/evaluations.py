@@ -1,12 +1,12 @@
 """Two runs of an evaluation: whether they differ beyond chance, and on which questions.
 
-The problem: lm-evaluation-harness and OpenCompass write in different words what was asked, answered and scored; the
-n-th line is the same question only if no run was sharded or shuffled; and 26 right answers of 50 against 24 are taken
-for a drop. The idea: an `Answer` has hashes, scores and its place in the file; pairs have the same task, filter and
-hash of the question. Only questions that flipped count: McNemar's exact test for right or wrong, the sign-flip test
-(of which it is a case) for other scores, Holm's rule over all metrics. Each p comes with an interval and the number of
-questions that would be needed. Signs: mine - golden; lost: golden right and mine wrong; won: the reverse. Sources:
-lm_eval/evaluator.py, evaluation_tracker.py; opencompass/openicl/icl_evaluator, tasks/openicl_eval.py.
+The problem: evaluation tools write in different words what was asked, answered and scored; the n-th line is the same
+question only if no run was sharded or shuffled; and 26 right answers of 50 against 24 are taken for a drop. The idea:
+an `Answer` has hashes, scores and its place in the file; pairs have the same task, filter and hash of the question.
+Only questions that flipped count: McNemar's exact test for right or wrong, the sign-flip test (of which it is a case)
+for other scores, Holm's rule over all metrics. Each p comes with an interval and the number of questions that would be
+needed. Signs: mine - golden; lost: golden right and mine wrong; won: the reverse. Sources: lm_eval/evaluator.py,
+evaluation_tracker.py; opencompass/openicl/icl_evaluator, tasks/openicl_eval.py; evalscope's reviews.
 
 Not here: sentences (report/servers.py).
 """
@@ -206,31 +206,36 @@ def is_sample(line: Any) -> bool:
     return isinstance(line, dict) and "doc_id" in line and ("resps" in line or "doc" in line or "metrics" in line)
 
 
-def read_harness(path: Path, side: Side) -> None:
+def read_lines(path: Path, side: Side, tool: LineTool) -> None:
     """Adds a file's answers to ``side``, and what is none to its counts. Raises OSError."""
-    task, seen = task_of(path), Counter[str]()
+    seen = Counter[str]()
     for at, raw in _lines(path):
         try:
             line = parse(raw)
         except ValueError:  # UnicodeDecodeError is one
             side.left_out[NO_JSON] += 1
             continue
-        if not is_sample(line):
+        if not tool.is_line(line):
             side.left_out[NO_SAMPLE] += 1
             continue
-        scores = _scores(line)
-        if not scores:
+        answer = tool.answer(line, (path, at), seen)
+        if answer.scores:
+            side.answers.append(answer)
+        else:
             side.left_out[NO_METRIC] += 1
-            continue
-        name, key = str(line["doc_id"]), _hash(line, "doc_hash") or _document(line)
-        way = line.get("filter")
-        if not isinstance(way, str):  # before 0.4.8 the filters' lines follow one another, nameless
-            seen[name + key] += 1
-            way = "" if seen[name + key] == 1 else f"filter {seen[name + key]}"
-        prompt = _hash(line, "prompt_hash") or digest(next(iter(_arguments(line)), [None])[0])
-        target = _hash(line, "target_hash") or (digest(str(line["target"])) if "target" in line else "")
-        response = digest(line["resps"]) if "resps" in line else ""
-        side.answers.append(Answer(task, way, key, name, prompt, target, response, scores, (path, at)))
+
+
+def _harness_answer(line: dict[str, Any], place: Place, seen: Counter[str]) -> Answer:
+    """seen: how often each question came before in the file."""
+    name, key = str(line["doc_id"]), _hash(line, "doc_hash") or _document(line)
+    scores, way = _scores(line), line.get("filter")
+    if scores and not isinstance(way, str):  # before 0.4.8 the filters' lines follow one another, nameless
+        seen[name + key] += 1
+        way = "" if seen[name + key] == 1 else f"filter {seen[name + key]}"
+    prompt = _hash(line, "prompt_hash") or digest(next(iter(_arguments(line)), [None])[0])
+    target = _hash(line, "target_hash") or (digest(str(line["target"])) if "target" in line else "")
+    response = digest(line["resps"]) if "resps" in line else ""
+    return Answer(task_of(place[0]), str(way), key, name, prompt, target, response, scores, place)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -274,10 +279,7 @@ def _arguments(line: dict[str, Any]) -> list[list[Any]]:
 def harness_prompts(place: Place) -> list[dict[str, Any]]:
     """A request that generates: its text or messages, with its limit and stops. A choice that was scored: context and
     continuation as one text, of which one more token is asked, because what was scored are the prompt's own tokens."""
-    path, at = place
-    with path.open("rb") as f:
-        f.seek(at)
-        line = parse(f.readline().strip().removeprefix(b"\xef\xbb\xbf"))
+    line = _line_at(place)
     found: list[dict[str, Any]] = []
     for first, *others in _arguments(line):
         request = _asked(first)
@@ -292,6 +294,13 @@ def harness_prompts(place: Place) -> list[dict[str, Any]]:
         if request not in found:
             found.append(request)
     return found
+
+
+def _line_at(place: Place) -> Any:
+    path, at = place
+    with path.open("rb") as f:
+        f.seek(at)
+        return parse(f.readline().strip().removeprefix(b"\xef\xbb\xbf"))
 
 
 def _asked(first: Any) -> dict[str, Any] | None:
@@ -321,6 +330,57 @@ def _limits(how: dict[str, Any]) -> dict[str, Any]:
         out["stop"] = stop
     return out
 
+
+EVALSCOPE = "evalscope"
+REVIEWS = "reviews"
+
+
+def is_review(line: Any) -> bool:
+    """``{"index", "input", "target", "sample_score": {"score": {"value": {metric: number}, "prediction": ...}}}``."""
+    return isinstance(line, dict) and "index" in line and isinstance(line.get("sample_score"), dict)
+
+
+def _review_answer(line: dict[str, Any], place: Place, _: Counter[str]) -> Answer:
+    score = line["sample_score"].get("score")
+    score = score if isinstance(score, dict) else {}
+    value = score.get("value")
+    scores = {str(k): number(v) for k, v in value.items()} if isinstance(value, dict) else {}
+    name, prompt = str(line["index"]), digest(line.get("input"))
+    target, said = digest(line.get("target")), digest(score.get("prediction"))
+    return Answer(place[0].stem, "", prompt or digest(f"index {name}"), name, prompt, target, said, scores, place)
+
+
+def review_prompts(place: Place) -> list[dict[str, Any]]:
+    """The messages of the same index in predictions/ beside reviews/, else the review's own input."""
+    line = _line_at(place)
+    for _, raw in _lines(predictions) if (predictions := _beside(place[0], REVIEWS)).is_file() else ():
+        try:
+            found = parse(raw)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and found.get("index") == line["index"]:
+            messages = found.get("messages")
+            if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+                return [{"messages": [{k: m[k] for k in ("role", "content") if k in m} for m in messages]}]
+    asked = line.get("input")
+    return [{"prompt": asked}] if isinstance(asked, str) and asked else []
+
+
+@dataclass(frozen=True)
+class LineTool:
+    """A tool that writes a line of json for each question. is_file: which files of a folder are."""
+
+    name: str
+    is_line: Callable[[Any], bool]
+    answer: Callable[[dict[str, Any], Place, Counter[str]], Answer]
+    prompts: Prompts
+    is_file: Callable[[Path], bool]
+
+
+LINE_TOOLS = (
+    LineTool(HARNESS, is_sample, _harness_answer, harness_prompts, lambda p: p.name.startswith("samples_")),
+    LineTool(EVALSCOPE, is_review, _review_answer, review_prompts, lambda p: p.absolute().parts[-3:-2] == (REVIEWS,)),
+)
 
 OPENCOMPASS = "OpenCompass"
 RESULTS, PREDICTIONS = "results", "predictions"
@@ -414,11 +474,9 @@ def _mean(value: Any) -> float | None:
 
 def _predictions(results: Path) -> dict[int, dict[str, Any]]:
     """By index; empty where the folder of predictions is not beside that of results. Raises OSError, SamplesError."""
-    parts = list(results.parts)
-    if RESULTS not in parts:
+    whole = _beside(results, RESULTS)
+    if whole == results:
         return {}
-    at = len(parts) - 1 - parts[::-1].index(RESULTS)
-    whole = Path(*parts[:at], PREDICTIONS, *parts[at + 1 :])
     if whole.is_file():
         return _by_index(load_opencompass(whole), 0)
     found: dict[int, dict[str, Any]] = {}
@@ -427,6 +485,15 @@ def _predictions(results: Path) -> dict[int, dict[str, Any]]:
         found |= _by_index(load_opencompass(part), len(found))
         part = whole.with_name(f"{whole.stem}_{int(part.stem.rsplit('_', 1)[1]) + 1}{whole.suffix}")
     return found
+
+
+def _beside(path: Path, folder: str) -> Path:
+    """The path in predictions/ that matches one in ``folder``; ``path`` itself where it does not lie there."""
+    parts = list(path.parts)
+    if folder not in parts:
+        return path
+    at = len(parts) - 1 - parts[::-1].index(folder)
+    return Path(*parts[:at], PREDICTIONS, *parts[at + 1 :])
 
 
 def _by_index(value: Any, first: int) -> dict[int, dict[str, Any]]:
@@ -456,8 +523,8 @@ _HEAD = 1 << 24
 def open_side(path: Path) -> Side:
     """All answers of a file or folder. Raises SamplesError for what has none, OSError."""
     if not path.exists():
-        raise SamplesError(f"{path} does not exist: name a samples_*.jsonl of lm-evaluation-harness, OpenCompass's "
-                           "results, or a folder of either")  # fmt: skip
+        raise SamplesError(f"{path} does not exist: name a samples_*.jsonl of lm-evaluation-harness, evalscope's "
+                           "reviews, OpenCompass's results, or a folder of one of them")  # fmt: skip
     side = _folder(path) if path.is_dir() else _file(path)
     if not side.answers:
         why = "; ".join(f"{n:,} {what}" for what, n in side.left_out.items()) or "it is empty"
@@ -467,9 +534,9 @@ def open_side(path: Path) -> Side:
 
 
 def _file(path: Path) -> Side:
-    if _is_harness(path):
-        side = Side(path, HARNESS, harness_prompts)
-        read_harness(path, side)
+    if (tool := _line_tool(path)) is not None:
+        side = Side(path, tool.name, tool.prompts)
+        read_lines(path, side, tool)
         return side
     value = load_opencompass(path)
     if isinstance(value, dict) and "results" in value and ("configs" in value or "config" in value):
@@ -478,15 +545,16 @@ def _file(path: Path) -> Side:
     if is_predictions(value):
         raise SamplesError(f"{path} has predictions without scores: name OpenCompass's results/MODEL/DATASET.json")
     if not is_results(value):
-        raise SamplesError(f"{path} is neither samples of lm-evaluation-harness nor results of OpenCompass")
+        raise SamplesError(f"{path} has no samples of lm-evaluation-harness, reviews of evalscope or "
+                           "results of OpenCompass")
     side = Side(path, OPENCOMPASS, opencompass_prompts)
     read_opencompass(path, side)
     return side
 
 
-def _is_harness(path: Path) -> bool:
-    """Whether the first line that is json is a sample: lines before it, which are none, are counted later. A file of
-    which nothing is json is one by its ending."""
+def _line_tool(path: Path) -> LineTool | None:
+    """Whose the first line that is json is: lines before it, which are none, are counted later. A .jsonl of nobody's is
+    read as the harness's. Raises SamplesError for answers that were not scored."""
     with path.open("rb") as f:
         for _ in range(1000):
             line = f.readline(_HEAD)
@@ -496,25 +564,33 @@ def _is_harness(path: Path) -> bool:
                 value = parse(line.strip().removeprefix(b"\xef\xbb\xbf") or b"!")
             except ValueError:
                 if line.strip() in (b"{", b"["):  # a document of many lines
-                    return False
+                    return None
                 continue
-            return is_sample(value) or (path.suffix == ".jsonl" and not is_results(value))
-    return path.suffix == ".jsonl"
+            if isinstance(value, dict) and "model_output" in value and "sample_score" not in value:
+                raise SamplesError(f"{path} has evalscope's predictions, without scores: name the file in {REVIEWS}/ "
+                                   "beside it, or the run's folder")  # fmt: skip
+            found = next((tool for tool in LINE_TOOLS if tool.is_line(value)), None)
+            return found or (LINE_TOOLS[0] if path.suffix == ".jsonl" and not is_results(value) else None)
+    return LINE_TOOLS[0] if path.suffix == ".jsonl" else None
 
 
 def _folder(path: Path) -> Side:
-    samples = sorted(p for p in path.rglob("samples_*.jsonl") if p.is_file())
+    for tool in LINE_TOOLS:
+        if files := sorted(p for p in path.rglob("*.jsonl") if tool.is_file(p) and p.is_file()):
+            side = Side(path, tool.name, tool.prompts)
+            for file in _newest(path, files, side):
+                read_lines(file, side, tool)
+            return side
     results = sorted(p for p in path.rglob("*.json") if p.is_file() and _of_results(p))
-    if samples:
-        side = Side(path, HARNESS, harness_prompts)
-        for file in _newest(path, samples, side):
-            read_harness(file, side)
-        return side
     side = Side(path, OPENCOMPASS, opencompass_prompts)
     found = [file for file in results if _has_details(file, side)]
     _one_model(path, found)
     for file in found:
         read_opencompass(file, side)
+    if not found:
+        for what in ("csv", "jsonl"):
+            if n := sum(1 for p in path.rglob(f"*.{what}") if p.is_file()):
+                side.left_out[f"{what} files of no tool that is read"] += n
     return side
 
 
@@ -541,7 +617,7 @@ def _newest(path: Path, files: list[Path], side: Side) -> Iterable[Path]:
     _one_model(path, files)
     by_task: dict[str, list[Path]] = {}
     for file in files:
-        by_task.setdefault(task_of(file), []).append(file)
+        by_task.setdefault(task_of(file) or file.stem, []).append(file)
     for task, several in by_task.items():
         several.sort(key=lambda file: file.name)
         if len(several) > 1:
