@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_accprobe.align.tokens import RowSet, SideRows
+from vllm_accprobe.align.tokens import RowSet, SideRows, subject
 from vllm_accprobe.comparison.pair import SKIP, Pair
 from vllm_accprobe.comparison.plan.unit import TEXT, family
 from vllm_accprobe.comparison.plan.units import Plan
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 UNRULED = "choices of experts left out: golden does not take its highest logits, which tell no margin then"
 UNKNOWN = "choices of experts that differ without the router's logits in both dumps: no near tie is shown"
+ENDED = "rows of golden behind mine's last ones"
+"""In `coverage`'s result until `finished`."""
 NOBODYS = "tensors of a captured graph's rows of padding, which are nobody's"
 _NONE = np.zeros(0, np.int64)
 
@@ -50,6 +52,7 @@ def coverage(
         both += len(np.unique(np.concatenate([_NONE, *(rows.keys for rows in compared.get(name, ()))])))
         golden += len(np.setdiff1d(g, m, assume_unique=True))
         mine += len(np.setdiff1d(m, g, assume_unique=True))
+    own, theirs = (s.get(TEXT, _NONE) for s in (sides[1], sides[0]))
     reasons: Counter[str] = Counter({k: n for k, n in plan.tokens.skipped.items() if n})
     reasons.update(plan.skipped)
     reasons.update(skipped)
@@ -65,14 +68,25 @@ def coverage(
         "taps_only_golden": plan.names.only_golden,
         "taps_only_mine": plan.names.only_mine,
         "skipped": dict(reasons),
+        ENDED: _behind(theirs, own),
     }
+
+
+def _behind(golden: np.ndarray, mine: np.ndarray) -> int:
+    """How many rows golden has behind the last one of mine's, of requests that both have. golden, mine: sorted keys."""
+    if not len(mine):
+        return 0
+    last = mine[np.append(np.flatnonzero(np.diff(subject(mine))), len(mine) - 1)]
+    at = np.searchsorted(mine, golden, side="right") - 1
+    before = mine[np.maximum(at, 0)]
+    return int(((at >= 0) & (subject(before) == subject(golden)) & (before < golden) & np.isin(before, last)).sum())
 
 
 def finished(measured: Mapping[str, Any], rerouted: Rerouted) -> dict[str, Any]:
     """``coverage`` with what judging adds: rows after a router's near tie, and choices without a margin."""
     counts = {ROWS_AFTER: rerouted.rows, UNRULED: rerouted.unruled, UNKNOWN: rerouted.unknown}
     skipped = dict(measured["skipped"]) | {why: n for why, n in counts.items() if n}
-    return dict(measured) | {"skipped": skipped}
+    return {k: v for k, v in measured.items() if k != ENDED} | {"skipped": skipped}
 
 
 def _rows(side: SideRows) -> dict[str, np.ndarray]:

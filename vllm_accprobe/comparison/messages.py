@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.comparison.coverage import ENDED
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, MeasuredUnit, Part
 from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
@@ -239,11 +240,11 @@ def one_sided(coverage: Mapping[str, Any], notes: Sequence[str], flipped: Sequen
     if layers:
         more = f" and {len(layers) - 1} more layers are" if layers[1:] else " is"
         out.append(f"{layers[0]}{more} in golden only: not compared")
-    n = coverage.get("rows_only_golden") or 0
+    n = coverage.get(ENDED) or 0
     if n and not flipped and not any(NO_PARTNER in note for note in notes):
         out.append(
-            f"{n:,} rows are in golden only, and no token differs: mine's run ended early, other steps were captured, "
-            "or its cache had these rows"
+            f"{n:,} rows behind mine's last ones are in golden only, and no token differs: mine's run ended early, or "
+            "other steps were captured"
         )
     return out
 
