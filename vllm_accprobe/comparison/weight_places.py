@@ -5,7 +5,7 @@ values of both dumps where they are stored, else from the fingerprints of the ro
 of all ranks are laid over golden's whole tensor as the layouts say, and weight_rows.py explains those that are not
 the ones that are due. A tensor that is another one of golden's is said so, and rows that its own tensor has nowhere are
 looked for in all others of their width. Bounded: so many tensors, so many bytes; the rest is counted.
-Not here: whether weights differ (measure/params.py, judge/weights.py), one dump alone (opcheck/run/own_findings.py).
+Not here: whether weights differ (judge/weights.py), one dump alone (opcheck/run/own_findings.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Starting any command with the probe's environment: settings.py, launcher.py, watcher.py, atb.py."""
+"""Starting any command with the probe's environment: launcher.py, watcher.py, atb.py."""

@@ -131,7 +131,7 @@ class NamedStandard:
     """name: what ``--standard`` takes. limits: compare's own, by rows, in units of rounding (limits.py); pairs:
     compare's
     by another tool's rule; output: of one machine's output; floors: opcheck judges it by its own floors instead
-    (opcheck/floors/tensor_errors.py); machines: of two machines."""
+    (opcheck/floors/verdict.py); machines: of two machines."""
 
     name: str
     limits: Standard | None = None

@@ -1,6 +1,6 @@
 """Our own standards: limits by rows for pairs of tensors (limits.py), floors for one operator's output.
 
-Of an operator's output the verdict is opcheck/floors/tensor_errors.py's, called ``operator``, and ``strict`` where
+Of an operator's output the verdict is opcheck/floors/verdict.py's, called ``operator``, and ``strict`` where
 rounding toward zero fails; of two machines it is what both csv files say themselves.
 """
 

@@ -5,7 +5,7 @@ may say anything. The idea: the first bytes say what it is, and it becomes a lis
 has been read. Of .safetensors, tensors may not overlap or reach beyond the file, and must have the bytes that dtype and
 shape take; dtypes that it does not know are those that our own export noted in its metadata.
 
-Not here: writing (containers.py), each other kind (npy.py, torchfile.py, atb_file.py).
+Not here: writing (containers.py), each other kind (plain_file.py, torchfile.py, atb_file.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from vllm_accprobe.standards.ours import OPERATOR
 
 PASS, FAIL, SKIP, ERROR, WARNING = "pass", "fail", "skip", "error", "warning"
 CACHE = "cache"
-"""The role of a row that is of a cache, see stored.py."""
+"""The role of a row that is of a cache."""
 OURS, STRICT = OPERATOR, "strict"
 """Our own standards: verdict.py's; and the same without rounding toward zero (rounding.py)."""
 
