@@ -85,3 +85,9 @@ def test_against_torch(name):
         assert ours.tobytes() == theirs.numpy().tobytes()
     else:
         assert ours.tolist() == [int(v) for v in theirs.tolist()]
+
+
+def test_each_dtype_of_a_dump_is_captured() -> None:
+    from vllm_accprobe.capture.core.session import DTYPE_NAMES
+
+    assert set(DTYPE_NAMES.values()) == {name for name in DTYPES if hasattr(torch, name)}

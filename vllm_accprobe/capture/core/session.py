@@ -58,8 +58,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
     for name in (
         "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
-        "float8_e5m2fnuz", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool",
-        "complex64", "complex128",
+        "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "bool", "complex64", "complex128",
     )
     if hasattr(torch, name)
 }  # fmt: skip
