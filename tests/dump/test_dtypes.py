@@ -88,6 +88,7 @@ def test_against_torch(name):
 
 
 def test_each_dtype_of_a_dump_is_captured() -> None:
+    torch = pytest.importorskip("torch")
     from vllm_accprobe.capture.core.session import DTYPE_NAMES
 
     assert set(DTYPE_NAMES.values()) == {name for name in DTYPES if hasattr(torch, name)}
