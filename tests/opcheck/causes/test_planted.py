@@ -79,6 +79,16 @@ def wrong_linear(y: Callable[[Any, Any, Any], Any]) -> Call:
                                call.params["bias"].double()))  # fmt: skip
 
 
+def neighbours_scales() -> Call:
+    """A product with weights of 8 bits, whose rows' input scales are those of the rows before."""
+    call = linear()
+    weight, bias = call.params["weight"].double(), call.params["bias"].double()
+    scale = (weight.abs().amax(1, keepdim=True) / 127.0).float()
+    params = {**call.params, "weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+    size = call.inputs["input_"].double().abs().amax(1, keepdim=True)
+    return other_output(replace(call, params=params), lambda y: (y - bias) * (size.roll(1, 0) / size) + bias)
+
+
 def other_output(call: Call, y: Callable[[Any], Any]) -> Call:
     """``call`` with its right output changed before it is rounded."""
     found = TABLE.evaluate(call)
@@ -271,6 +281,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
         lambda: other_output(linear(), lambda y: y * torch.ones(48).index_fill(0, torch.arange(32, 48), 0.0)),
         "columns_lost",
     ),
+    "scales of rows": (neighbours_scales, "scales_of_neighbours"),
     "rows shifted": (lambda: other_output(linear(), lambda y: y.roll(1, 0)), "rows_shifted"),
 }  # fmt: skip
 """Name → (a wrong call, the cause's name)."""

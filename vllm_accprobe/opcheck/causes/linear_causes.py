@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
+    PRECISION,
     SETTING,
     Guess,
     Trial,
@@ -62,6 +63,19 @@ def _ranks(trial: Trial) -> Sequence[Call]:
 @cause(SETTING, *LINEAR, text="with its bias added by each of {0} ranks", values=lambda t: [len(_ranks(t))])
 def bias_of_each_rank(trial: Trial, ranks: int) -> Expected:
     return _bias(trial, float(ranks))
+
+
+@cause(PRECISION, *LINEAR, text="with the 8-bit scale of the row {0} for each row of its input", whole=True,
+       values=lambda _: [Guess(n, choices=2.0) for n in ("before", "after")])  # fmt: skip
+def scales_of_neighbours(trial: Trial, which: str) -> Expected:
+    call, plain = trial.call, trial.plain["output.0"]
+    weight = call.params.get("weight")
+    if weight is None or weight.element_size() != 1 or call.extra.get("ranks"):
+        raise Declined("its weights have more than 8 bits, or its results are added up")
+    size = call.wide(*_INPUT).abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    ratio = size.roll(1 if which == "before" else -1, 0) / size
+    bias = call.params["bias"].double() if call.params.get("bias") is not None else 0.0
+    return scaled(plain, ratio, (plain.value - bias) * ratio + bias)
 
 
 def _shares(trial: Trial) -> Iterator[Guess]:
