@@ -24,6 +24,13 @@ def test_frame_has_every_pair_and_column_with_numbers_as_numbers():
     assert len(comparison().to_pandas()) == 0
 
 
+def test_a_figure_without_plotly_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'vllm-accprobe\[notebook\]'"):
+        comparison().plot_depth()
+
+
 def test_figure_has_what_was_created_the_phases_the_limit_and_each_origin():
     figure = replace(realistic(), created={"model.layers.2.mlp": 0.25}).plot_depth()
     assert [t.name for t in figure.data] == ["prefill", "decode", "created"]

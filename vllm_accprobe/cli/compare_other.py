@@ -20,6 +20,7 @@ import typer
 from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
+from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
     pass
@@ -61,12 +62,11 @@ def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbos
     if not found.pairs and not found.unpaired:
         why = "; ".join(f"{n} x {reason}" for reason, n in found.skipped.items()) or "set_label was never called in it"
         raise NothingThere(f"{dump} holds no labels: {why}")
-    out.mkdir(parents=True, exist_ok=True)
-    written = report.write(found, out)
     for line in report.lines(found, None if verbose else 10):
         typer.echo(line)
-    say_written(*written)
     answer(**report.to_json(found))
+    out.mkdir(parents=True, exist_ok=True)
+    say_written(*report.write(found, out))
     verdict = report.verdict(found)
     if verdict is None:
         typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)
@@ -143,20 +143,16 @@ def compare_tables(
                 for add in gathering:
                     add(compared)
 
-            lines.write_details(diff, out / "details.csv", totals, done, also)
+            lost = lines.write_details(diff, out / "details.csv", totals, done, also)
     except SheetError as e:
         raise CommandError(str(e)) from None
-    lines.write_result(diff, out / "result.csv", totals)
     if not totals.judged:
         for line in lines.left_out(diff, totals):
             typer.echo(line)
         why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
         raise NothingThere(f"nothing could be judged: {lines.safe(why)} ({golden}, {mine})")
-    (out / "opdiff.md").write_text(lines.markdown(diff, totals), encoding="utf-8")
     for line in lines.lines(diff, totals, None if verbose else 10):
         typer.echo(line)
-    more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
-    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *more)
     answer(
         verdict="fail" if totals.statuses[ERROR] else "pass", standard=diff.standard, judged=totals.judged,
         statuses=totals.statuses, operators=dict(lines.operators(totals)), skipped=totals.skipped, alone=totals.alone,
@@ -165,6 +161,12 @@ def compare_tables(
              "message": c.finding.message} for c in totals.worst_first()
         ],
     )  # fmt: skip
+    if lost is not None:
+        raise lost
+    lines.write_result(diff, out / "result.csv", totals)
+    write_text(out / "opdiff.md", lines.markdown(diff, totals))
+    more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
+    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *more)
     raise typer.Exit(1 if totals.statuses[ERROR] else 0)
 
 
@@ -224,6 +226,6 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
         typer.echo(line)
     out.mkdir(parents=True, exist_ok=True)
     path = out / NAME
-    path.write_text(Profile(found.habits, host_of(calls.dump.run), found.units).to_json(), encoding="utf-8")
+    write_text(path, Profile(found.habits, host_of(calls.dump.run), found.units).to_json())
     say_written(path)
     answer(habits=found.habits, units=found.units, unknown=found.unknown)

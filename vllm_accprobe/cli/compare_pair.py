@@ -8,7 +8,7 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
+from vllm_accprobe.whole_file import NoSpace, write_text
 
 DEFAULT = "accprobe-report"
 
@@ -82,14 +83,20 @@ def compare_dumps(
                 )  # fmt: skip
             result = replay.replayed(result, request, begun, out, before)
         result = replace(result, options=again, out=str(out))
-    written = _write(result, out, rejudge is None, vocabulary)
+    _print(result, form, printed.verbosity)
+    try:
+        written = _write(result, out, rejudge is None, vocabulary)
+    except NoSpace:
+        store.forget(out)
+        raise
     if sheet is not None:
         from vllm_accprobe.report.table import write_csv_lines
 
         write_csv_lines(sheet, xray.TABLE_COLUMNS, xray.rows(result))
         written.append(sheet)
         typer.echo(xray.order(golden, mine), err=True)
-    _print(result, form, printed.verbosity, written)
+    if printed.verbosity > 0:
+        say_written(*written, err=form is not Format.terminal)
     raise typer.Exit(0 if result.verdict == PASS else 1)
 
 
@@ -122,7 +129,7 @@ def _write(
 
     out.mkdir(parents=True, exist_ok=True)
     table.write_csv(result, out / "compare.csv")
-    (out / "compare.json").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    write_text(out / "compare.json", json.dumps(result.to_json(), indent=1) + "\n")
     texts = None
     if vocabulary is not None:
         texts = token_texts(vocabulary, result.mine_path)
@@ -183,7 +190,7 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
 
 
-def _print(comparison: Comparison, form: Format, verbosity: int, written: Iterable[Path]) -> None:
+def _print(comparison: Comparison, form: Format, verbosity: int) -> None:
     """``verbosity`` is report.terminal's and concerns the terminal only."""
     if form is Format.terminal:
         from rich.console import Console
@@ -201,8 +208,6 @@ def _print(comparison: Comparison, form: Format, verbosity: int, written: Iterab
             typer.echo(line)
         if form is Format.github:
             markdown.write_summary(comparison)
-    if verbosity > 0:
-        say_written(*written, err=form is not Format.terminal)
 
 
 def _print_before(comparison: Comparison) -> None:

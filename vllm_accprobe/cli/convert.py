@@ -5,7 +5,6 @@ Not here: the containers (formats/io/containers.py), the model as a graph (topol
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
+from vllm_accprobe.whole_file import whole
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Dump
@@ -87,7 +87,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     answer(dump=dump, to=kind, tensors=len(stored), skipped={"only statistics": len(chosen) - len(stored)})
     with progress("converting", len(stored)) as tick:
         for number, target in targets.items():
-            with _whole(target) as path:
+            with whole(target, f".{os.getpid()}.part") as path:
                 left += write(opened, [r for r in stored if r.rank == number], path, tick)
             rest = ",".join(str(n) for n in targets if n > number)
             going_on(f"the ranks up to {number} are", target, ["--ranks", rest], ["--ranks", "--rank"])
@@ -144,24 +144,11 @@ def _targets(dump: Dump, ranks: list[int], out: Path, kind: str) -> dict[int, Pa
 
 @contextmanager
 def _new(out: Path) -> Iterator[Path]:
-    """As `_whole`; raises CommandError where there is something already."""
+    """As `whole`; raises CommandError where there is something already."""
     if out.exists():
         raise CommandError(f"{out} exists: nothing is overwritten; remove it or choose another name")
-    with _whole(out) as path:
+    with whole(out, f".{os.getpid()}.part") as path:
         yield path
-
-
-@contextmanager
-def _whole(target: Path) -> Iterator[Path]:
-    """Another name until the file is complete: an interrupted conversion leaves no file of that name."""
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.rename(part, target)
-    finally:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
 
 
 # --- the model as a graph: of a dump or of ATB's json, one step of one rank; `inspect --tree`, too ---

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import errno
+import os
+import resource
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +23,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_accprobe.whole_file import NoSpace, no_space
 
 TRACEBACK = "ACCPROBE_TRACEBACK"
 """Environment variable: 1 shows the traceback of an internal error."""
@@ -37,7 +43,7 @@ class NothingThere(CommandError):
     """One line: what there was nothing of to work on. Exit code 3."""
 
 
-_WHOLE = {"h5py", "llvmlite", "numba", "pandas", "plotly", "scipy"}
+_WHOLE = {"h5py", "llvmlite", "numba", "pandas", "scipy"}
 """What the distribution vllm-accprobe-capture does without (scripts/two_wheels.py)."""
 
 
@@ -53,6 +59,8 @@ def explain(error: Exception) -> tuple[str, int]:
         return one_line(error), 3
     if kinds & {"DumpError", "CompareError", "ConfigError", "CommandError", "CompatError"}:
         return one_line(error), 2
+    if (code := no_space(error)) is not None:
+        return full_disk(error, code), 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}", 2
@@ -70,6 +78,31 @@ def explain(error: Exception) -> tuple[str, int]:
         f"internal error, please report: {type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)",
         2,
     )
+
+
+_FULL = {
+    errno.ENOSPC: ("the disk is full", "make room"),
+    errno.EDQUOT: ("the disk quota is used up", "remove files"),
+    errno.EFBIG: ("the file would be larger than files may be", "raise that limit (`ulimit -f`)"),
+}
+
+
+def full_disk(error: BaseException, code: int) -> str:
+    """Where, how many bytes are needed and free, and what to do. code: a key of _FULL."""
+    what, remedy = _FULL[code]
+    name = getattr(error, "filename", None)
+    if not isinstance(name, str):
+        return f"stdout or a temporary file: {what}; {remedy}, or write to another disk"
+    place = Path(os.path.abspath(name))
+    while not place.exists():
+        place = place.parent
+    numbers = [f"{shutil.disk_usage(place).free:,} bytes are free"]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if code == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        numbers.insert(0, f"{limit:,} are allowed")
+    if isinstance(error, NoSpace) and error.needed:
+        numbers.insert(0, f"{'' if error.exact else 'more than '}{error.needed:,} bytes are needed")
+    return one_line(f"{name}: {what} ({', '.join(numbers)}): it was not written; {remedy}, or write to another disk")
 
 
 def one_line(value: object) -> str:

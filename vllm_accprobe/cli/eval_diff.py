@@ -101,7 +101,6 @@ def compare_samples(
         raise NothingThere(servers.nothing_compared(result, left, right))
     if how.csv is not None:
         places.check_place(how.csv, option="--csv")
-        servers.write_csv(result, how.csv)
     if as_json:
         typer.echo(json.dumps(evaluations.to_json(result) | {"read": servers.read_json(left, right)}, indent=1))
     else:
@@ -109,6 +108,8 @@ def compare_samples(
             typer.echo(line)
         for line in servers.read_lines(left, right):
             typer.echo(line)
+    if how.csv is not None:
+        servers.write_csv(result, how.csv)
     if how.prompts_out is not None:
         prompts, without = evaluations.prompts(result.flips, left.prompts)
         # Whole and only for its owner: these are an evaluation's questions, which others may not publish.

@@ -14,6 +14,7 @@ from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.opcheck import ids_of, near_names, opened_calls, require_torch
 from vllm_accprobe.cli.options import hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
+from vllm_accprobe.whole_file import NoSpace, no_space
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls, Captured
@@ -79,8 +80,10 @@ def gentest(what: GentestOptions) -> None:
     chosen = _failed(calls, references, ops, choice) if failed else _matching(calls, ops, choice, most, drawing)
     try:
         _as_tests(calls, references, chosen, drawing, out, most, what, kernel)
-    except KeyboardInterrupt:  # a folder that is not whole would stand in the way of the same command
+    except (KeyboardInterrupt, OSError) as e:  # a folder that is not whole would stand in the way of the same command
         shutil.rmtree(out, ignore_errors=True)
+        if (code := no_space(e)) is not None:
+            raise NoSpace(code, out) from e
         raise
 
 

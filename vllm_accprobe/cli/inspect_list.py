@@ -28,6 +28,7 @@ from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import ForeignDump, open_dump
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.report.text import count, num, safe
+from vllm_accprobe.whole_file import whole
 
 COLUMNS = ("index", "step", "rank", "tap", "role", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf")
 MORE = ("class", "call", "rows", "requests", "mutated", "hash", "layout", "bytes", "stored")
@@ -184,7 +185,7 @@ def _cells(index: int, r: Record) -> list[str]:
 
 
 def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as f:
+    with whole(path) as part, open(part, "w", newline="", encoding="utf-8") as f:
         writer = csv.writer(f)
         writer.writerow([*COLUMNS[:-2], "nan", "inf", *MORE])
         writer.writerows(_rows(dump, chosen))

@@ -23,11 +23,11 @@ from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.run.process_pool import CheckedRun
-    from vllm_accprobe.opcheck.run.result_row import CheckResult
     from vllm_accprobe.opcheck.run.worker import Job
 
 _EXACT, _DEVICE = "float64", "device"
@@ -290,25 +290,15 @@ def conclude(
 
     say_notes(found.problems)
     if job.repeat or job.batch:
-        _say_here(job, found.rows, out, None if verbose else 10)
+        _say_here(job, found, out, None if verbose else 10)
     checked, machine = decided.settle(found.rows, strict=standard == result_row.STRICT)
-    if checked != found.rows:
-        table.resettle(out / "opcheck.csv", checked)
     totals = count(checked)
     if not totals.checked and not totals.statuses.get(result_row.FAIL):
         reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
         near = "" if found.rows or not chosen else near_names(dump, job.ops)
         raise NothingThere(f"{dump}: nothing could be checked: {reason}{near}")
-    table.write_result(checked, out / "result.csv")
     for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
         typer.echo(line)
-    written = [out / "opcheck.csv", out / "result.csv"]
-    if machine.habits:
-        written.append(out / profile.NAME)
-        computes = profile.Profile(machine.habits, profile.host_of(run_json(dump)), machine.units)
-        written[-1].write_text(computes.to_json(), encoding="utf-8")
-    written += more(out)
-    say_written(*written)
     failed = [(max(group, key=lambda r: r.severity), len(group)) for group in table.failures(checked)]
     wrong = bool(totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR))
     answer(
@@ -316,6 +306,18 @@ def conclude(
         skipped=totals.skipped, machine=machine.habits,
         wrong=[{name: getattr(worst, name) for name in _WORST} | {"outputs": n} for worst, n in failed],
     )  # fmt: skip
+    if found.lost is not None:
+        raise found.lost
+    if checked != found.rows:
+        table.resettle(out / "opcheck.csv", checked)
+    table.write_result(checked, out / "result.csv")
+    written = [out / "opcheck.csv", out / "result.csv"]
+    if machine.habits:
+        written.append(out / profile.NAME)
+        computes = profile.Profile(machine.habits, profile.host_of(run_json(dump)), machine.units)
+        write_text(written[-1], computes.to_json())
+    written += more(out)
+    say_written(*written)
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -385,14 +387,14 @@ def _values(more: Sequence[str]) -> Mapping[str, Any]:
     return found
 
 
-def _say_here(job: Job, rows: list[CheckResult], out: Path, most: int | None) -> None:
+def _say_here(job: Job, found: CheckedRun, out: Path, most: int | None) -> None:
     """The report of `--repeat` and `--rows`. Raises typer.Exit."""
     from vllm_accprobe.opcheck.repeat import render
     from vllm_accprobe.opcheck.run import table
     from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL
     from vllm_accprobe.opcheck.run.table import totals
-    from vllm_accprobe.whole_file import write_text
 
+    rows = found.rows
     counted = totals(rows)
     if not counted.checked and not counted.statuses.get(ERROR):
         reason = next(iter(counted.skipped), "no call matches" if job.ops or job.ids else "the dump holds no call")
@@ -401,12 +403,14 @@ def _say_here(job: Job, rows: list[CheckResult], out: Path, most: int | None) ->
     lines = render.lines(rows, counted, mode, most)
     for line in lines:
         typer.echo(line)
+    answer(**render.to_json(rows, counted, mode))
+    if found.lost is not None:
+        raise found.lost
     files = [out / name for name in (render.REPEAT_FILES if job.repeat else render.ROWS_FILES)]
     table.write_result(rows, out / "result.csv")
     write_text(files[0], json.dumps(render.to_json(rows, counted, mode), indent=1) + "\n")
     write_text(files[1], render.page(rows, lines, f"opcheck: {mode}"))
     say_written(out / "opcheck.csv", out / "result.csv", *files)
-    answer(**render.to_json(rows, counted, mode))
     raise typer.Exit(1 if counted.statuses.get(FAIL) or counted.statuses.get(ERROR) else 0)
 
 

@@ -29,6 +29,8 @@ from typing import Any, TextIO
 
 import typer
 
+from vllm_accprobe.whole_file import NoSpace, whole
+
 
 class Format(str, enum.Enum):
     """What stdout gets, and nothing else: which files were written goes to stderr then."""
@@ -75,15 +77,22 @@ def answered(name: str, as_json: bool, command: Callable[[], Any]) -> Any:
         return command()
     fields: dict[str, Any] = {"schema": SCHEMA, "command": name, "exit_code": 0, "written": [], "notes": []}
     token, code = _FIELDS.set(fields), 0
+    full: NoSpace | None = None
     try:
         with _stdout_kept_free():
             command()
     except typer.Exit as end:
         code = end.exit_code
+    except NoSpace as e:  # the result is there, and its files are not
+        if "verdict" not in fields:
+            raise
+        code, full = 2, e
     finally:
         _FIELDS.reset(token)
     fields["exit_code"] = code
     typer.echo(json.dumps(plain(fields), indent=1, allow_nan=False))
+    if full is not None:
+        raise full
     raise typer.Exit(code)
 
 
@@ -178,7 +187,7 @@ def print_table(
     if path is None:
         Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
         return
-    with path.open("w", encoding="utf-8") as f:
+    with whole(path) as part, part.open("w", encoding="utf-8") as f:
         Console(file=f, width=10_000, highlight=False, color_system=None).print(table)
 
 

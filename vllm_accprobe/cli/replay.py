@@ -36,6 +36,7 @@ from vllm_accprobe.comparison.store import MEASURED
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of
+from vllm_accprobe.whole_file import write_text
 
 SECONDS = 60.0
 """Of wall time that a replay has by default."""
@@ -186,9 +187,7 @@ def replayed(
         if request.replay:
             raise CommandError(f"--replay: {why}") from None
         return replace(result, notes=[*result.notes, f"replay: failed and decides nothing: {why}"])
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_text(path, text)
     return _decided(result, proof)
 
 

@@ -53,7 +53,7 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
     from vllm_accprobe.gate.sending.client import NotServed, SendError
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
-    from vllm_accprobe.whole_file import whole
+    from vllm_accprobe.whole_file import write_text
 
     if out is None:
         raise CommandError("self-check: name a folder for the answers with --out DIR")
@@ -74,11 +74,10 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
     rate = paths.RATE if rate is None else rate
     result = paths.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
     fields = servers.self_check_json(result)
-    with whole(out / "self.json") as part:
-        part.write_text(json.dumps(fields, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(fields, indent=1))
     else:
         for line in servers.self_check_lines(result):
             typer.echo(line)
+    write_text(out / "self.json", json.dumps(fields, indent=1) + "\n")
     raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])

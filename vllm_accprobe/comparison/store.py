@@ -32,6 +32,7 @@ from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.decode import decode
+from vllm_accprobe.whole_file import no_space, whole
 
 ROWS = {"keys": np.int64, "decode": np.bool_}
 """Part.rows: int64 [n] and bool [n]."""
@@ -256,13 +257,12 @@ def save(measured: Measured, directory: Path) -> Path:
     }
     units = [said for u in measured.each() for said in to_lists([u], out.put)]
     text = json.dumps({"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain)
-    path, part = directory / MEASURED, directory / (MEASURED + ".part")
+    path = directory / MEASURED
     shelf = measured.shelf
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with whole(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         with archive.open("meta.npy", "w", force_zip64=True) as member:
             np.lib.format.write_array(member, np.frombuffer(text.encode(), np.uint8), allow_pickle=False)
         out.write(archive, shelf.rest if shelf is not None else lambda: None)
-    part.replace(path)
     return path
 
 
@@ -413,7 +413,9 @@ class Finished:
 
     def _fail(self, error: OSError) -> None:
         self.problem = f"{self._path}: {error.strerror or error}; an interrupted comparison would begin anew"
-        self.close()
+        self.close(needed=False)
+        if no_space(error) is not None:
+            forget(self.directory)
 
     def _read(self, identity: str) -> int:
         size = os.fstat(self._fd).st_size

@@ -11,7 +11,7 @@ Not here: the copy (arrivals.py), how pieces come (line.py, shared.py), the repo
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import json
 import os
 import subprocess
@@ -32,6 +32,7 @@ from vllm_accprobe.opcheck.run import process_pool
 from vllm_accprobe.opcheck.run.process_pool import CheckedRun
 from vllm_accprobe.opcheck.run.table import COLUMNS, from_cells
 from vllm_accprobe.opcheck.run.worker import Job
+from vllm_accprobe.whole_file import GrowingCsv
 
 _PAUSE = 4.0
 """Chosen: opening the copy takes at most a fifth of the time."""
@@ -148,13 +149,12 @@ class Checking:
         out.mkdir(parents=True, exist_ok=True)
         found, done = CheckedRun(), False
         part = out / process_pool.PART
-        with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as f:
-            writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(COLUMNS)
+        with contextlib.closing(GrowingCsv(out / process_pool.DONE, part)) as file:
+            file.begin(COLUMNS)
             begun = time.monotonic()
             for message in self._ask({"finish": True}, "finished"):
                 if "row" in message:
-                    writer.writerow(message["row"])
+                    file.add([message["row"]], flush=False)
                     found.rows.append(from_cells(message["row"]))
                 elif "unsettled" in message:
                     self._given_up = str(message["unsettled"])
@@ -164,11 +164,13 @@ class Checking:
                     took = time.monotonic() - begun
                     self._say(f"{self.calls:,} calls were checked as they came; {again:,} taps once more, with all "
                               f"that came later, in {took:.1f} s")  # fmt: skip
+            if done:
+                file.finish()
+                found.lost = file.lost
         if not done:
-            part.unlink()
+            part.unlink(missing_ok=True)
             self._given_up = self._given_up or "the process that checks has gone"
             return None
-        os.replace(part, out / process_pool.DONE)
         (out / process_pool.SETTINGS).unlink(missing_ok=True)
         return found
 

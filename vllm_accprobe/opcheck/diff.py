@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from vllm_accprobe.formats.common.sniff import result_table
 from vllm_accprobe.opcheck import plain_csv
 from vllm_accprobe.opcheck.compat.msprobe import SPELLINGS
 from vllm_accprobe.standards import UnknownStandard, built_in, find
@@ -28,6 +29,7 @@ from vllm_accprobe.standards.declaration import MACHINES, MachineRule
 from vllm_accprobe.standards.finding import ERROR, PASS, SKIP, WARNING, Judged, RuleFinding, skip, worst
 from vllm_accprobe.standards.measures import DECADES, Measures
 from vllm_accprobe.standards.msprobe import LABELS, api_of
+from vllm_accprobe.whole_file import GrowingCsv, NoSpace, write_csv_lines
 
 OURS, MSPROBE = "accprobe", "msprobe"
 IDENTITY = ("op", "class", "tap", "rank", "step", "call", "role")
@@ -124,6 +126,8 @@ class Sheet:
                 needed = {"op"}
         if needed or not self._at:
             lacking = f"it has no column {min(needed)!r}" if needed else "it has no column of measures"
+            if result := result_table(self._columns):
+                raise SheetError(f"{path} is {result}")
             raise SheetError(
                 f"{path}: {lacking}; tables that are compared are opcheck.csv, a generated test's --detail-csv and "
                 "msprobe's accuracy_checking_details_*.csv"
@@ -579,9 +583,9 @@ def identity(diff: Diff) -> tuple[str, ...]:
 def write_details(
     diff: Diff, path: Path, totals: DiffTotals, done: Callable[[], object] = lambda: None,
     also: Callable[[Compared], object] = lambda compared: None,
-) -> None:  # fmt: skip
-    """A row for each output of either file; adds all to ``totals``. Whole or not at all. done: called every STEP rows;
-    also: called with each. Raises OSError, SheetError."""
+) -> NoSpace | None:  # fmt: skip
+    """A row for each output of either file; adds all to ``totals``. Whole or not at all; a full disk is returned, and
+    ends the file alone. done: called every STEP rows; also: called with each. Raises OSError, SheetError."""
     numbers = tuple(dict.fromkeys((*JUDGED, *diff.rule.columns)))
     header = (
         *identity(diff), "api", "algorithm", "level", "status", "message",
@@ -597,7 +601,15 @@ def write_details(
                 done()
             yield _details(c, numbers)
 
-    plain_csv.write_rows(path, header, cells())
+    file = GrowingCsv(path, path.with_name(path.name + ".part"))
+    try:
+        file.begin(header)
+        for row in cells():
+            file.add([row], flush=False)
+        file.finish()
+    finally:
+        file.drop()
+    return file.lost
 
 
 def _details(c: Compared, names: Sequence[str]) -> list[object]:
@@ -617,7 +629,7 @@ def write_result(diff: Diff, path: Path, totals: DiffTotals) -> None:
     """A row for each call: its outputs' worst status, forward and backward. Raises OSError."""
     names = ("api_name",) if is_msprobe(diff) else tuple(k for k in diff.keys if k != "role")
     header = (*names, "api", "forward", "backward", "outputs", "algorithm", "message")
-    plain_csv.write_rows(path, header, (_result(key, call) for key, call in totals.calls.items()))
+    write_csv_lines(path, header, (_result(key, call) for key, call in totals.calls.items()))
 
 
 def _result(key: Sequence[str], call: CallStatuses) -> list[object]:

@@ -35,8 +35,12 @@ def to_pandas(comparison: Comparison) -> Any:
 def plot_depth(comparison: Comparison) -> Any:
     """A plotly.graph_objects.Figure over the taps in data-flow order: what each created over its own limit, with the
     origins' numbers, and behind it what its outputs are off by in all, prefill and decode apart; 1 is every tap's
-    limit. What is 0, which a logarithmic axis cannot show, or has no number, is left out."""
-    import plotly.graph_objects as go
+    limit. What is 0, which a logarithmic axis cannot show, or has no number, is left out. Raises ModuleNotFoundError
+    without plotly, the extra ``notebook``."""
+    try:
+        import plotly.graph_objects as go
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(f"plot_depth: {e}: pip install 'vllm-accprobe[notebook]'", name=e.name) from None
 
     points = depth(comparison)
     at = list(range(len(points)))

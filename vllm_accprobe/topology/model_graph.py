@@ -24,6 +24,7 @@ from typing import Any
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common.foreign import torch_dtype
 from vllm_accprobe.formats.io.plain_file import read_json, read_text
+from vllm_accprobe.whole_file import whole
 
 
 @dataclass(frozen=True)
@@ -251,13 +252,9 @@ def atb_json_to_onnx(
         raise DumpError(f"model_level={model_level!r}: write a depth, 1 for the outermost nodes, or -1 for all")
     graph = atb_graph(path, None if model_level < 0 else model_level)
     target = path.with_suffix(".onnx")
-    part = target.with_name(f"{target.name}.part")
-    part.unlink(missing_ok=True)
-    try:
-        write_onnx(graph, part)
-        part.replace(target)
-    finally:
+    with whole(target) as part:
         part.unlink(missing_ok=True)
+        write_onnx(graph, part)
     return str(target)
 
 

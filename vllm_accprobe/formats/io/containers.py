@@ -12,15 +12,16 @@ Not here: which records (dump/reader.py), refusing to overwrite (cli/convert.py)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from vllm_accprobe.dump.files import HeaderEntry, build_header, entry_room
 from vllm_accprobe.dump.journal import MODULE
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ROOT_TAP, Layout, Module, OpCall, Record
+from vllm_accprobe.whole_file import whole
 
 RANK_FILE = re.compile(r"globalrank-(\d{1,9})_localrank-\d{1,9}", re.ASCII)
 H5_FILE = re.compile(r"globalrank-(\d{1,9})(?:_localrank-\d+)?.*\.(?:h5|hdf5)", re.ASCII)
@@ -282,8 +284,10 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
     left = 0
     modules = {(rank, m.tap): m for rank, found in dump.modules.items() for m in found}
     calls = {(op.rank, op.step, op.tap, op.call): op for op in dump.ops}
-    with h5py.File(path, "x", track_order=True) as file:
+    with open(path, "x+b") as raw, _UntilFull(raw) as space, h5py.File(space, "w", track_order=True) as file:
         for r, group, name in h5_names(dump, records):
+            if space.error is not None:
+                break
             where = file.get(group)
             if where is None:
                 where = file.create_group(group, track_order=True)
@@ -293,6 +297,44 @@ def write_h5(dump: Dump, records: list[Record], path: Path, tick: Tick = lambda:
             left += not _note(data, r, module, call)
             tick()
     return left
+
+
+class _UntilFull:
+    """A file for HDF5, whose library crashes where a write fails: the first error ends the writing and is raised at the
+    end, when the library has closed what it believes to be a file."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> int:
+        self._unless_full(lambda: self._file.write(data))
+        return len(data)
+
+    def truncate(self, size: int) -> int:
+        self._unless_full(lambda: self._file.truncate(size))
+        return size
+
+    def flush(self) -> None:
+        self._unless_full(self._file.flush)
+
+    def _unless_full(self, do: Callable[[], object]) -> None:
+        try:
+            if self.error is None:
+                do()
+        except OSError as e:
+            self.error = e
+
+    def __enter__(self) -> _UntilFull:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+        if self.error is not None:
+            raise self.error
 
 
 def h5_names(dump: Dump, records: list[Record]) -> list[tuple[Record, str, str]]:
@@ -363,9 +405,22 @@ def write_safetensors(dump: Dump, records: list[Record], path: Path, tick: Tick 
     return 0
 
 
+@contextlib.contextmanager
+def _new(path: Path) -> Iterator[BinaryIO]:
+    """A file that is complete or not there. Raises FileExistsError."""
+    with open(path, "xb"):
+        pass
+    try:
+        with whole(path) as part, open(part, "wb") as f:
+            yield f
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def save_npy(path: Path, array: np.ndarray, dtype: str) -> None:
     """One tensor of stored bits as .npy; raises FileExistsError where the file exists."""
-    with open(path, "xb") as f:
+    with _new(path) as f:
         np.save(f, portable(array, dtype), allow_pickle=False)
 
 
@@ -373,6 +428,6 @@ def save_safetensors(path: Path, name: str, array: np.ndarray, dtype: str) -> No
     """One tensor of stored bits as .safetensors, in its own dtype; raises FileExistsError where the file exists."""
     entry = HeaderEntry(name, dtype, tuple(array.shape), 0, array.nbytes)
     room = -(-len(json.dumps(name)) // 8) * 8 + 512
-    with open(path, "xb") as f:
+    with _new(path) as f:
         f.write(room.to_bytes(8, "little") + build_header([entry], array.nbytes, room))
         f.write(np.ascontiguousarray(array, DTYPES[dtype].storage).tobytes())

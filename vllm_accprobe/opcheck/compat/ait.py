@@ -22,10 +22,11 @@ import orjson
 from vllm_accprobe.formats.atb import AtbDump, id_of
 from vllm_accprobe.kernels.formulas import TINY
 from vllm_accprobe.opcheck.compat import CompatError
-from vllm_accprobe.opcheck.plain_csv import escaped, inert, write_rows
+from vllm_accprobe.opcheck.plain_csv import escaped, inert
 from vllm_accprobe.opcheck.run.result_row import ERROR, FAIL, SKIP
 from vllm_accprobe.standards.ait import SHARES
 from vllm_accprobe.standards.dtype_limits import AIT
+from vllm_accprobe.whole_file import write_csv_lines
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def abs_share(reference: Any, mine: Any, dtype: str) -> float | None:
 
 def write(path: Path, opcheck_csv: Path, dump: AtbDump, metrics: Sequence[str]) -> None:
     """Writes the table next to opcheck.csv, whole or not at all. Raises OSError, ValueError."""
-    write_rows(path, columns(metrics), _rows(opcheck_csv, dump, metrics))
+    write_csv_lines(path, columns(metrics), _rows(opcheck_csv, dump, metrics))
 
 
 def _rows(path: Path, dump: AtbDump, metrics: Sequence[str]) -> Iterator[list[object]]:

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.opcheck.compat import CompatError
-from vllm_accprobe.opcheck.plain_csv import inert, write_rows
+from vllm_accprobe.opcheck.plain_csv import inert
 from vllm_accprobe.standards.msprobe import api_of
+from vllm_accprobe.whole_file import write_csv_lines
 
 if TYPE_CHECKING:
     from vllm_accprobe.opcheck.calls.records import Calls
@@ -335,7 +336,7 @@ def begin_check(out: Path, stamp: str, mindspore: bool) -> list[Path]:
     made = []
     for path, header in ((result, _result_header(mindspore)), (details, _details_header(mindspore))):
         if not path.exists():
-            write_rows(path, header, ())
+            write_csv_lines(path, header, ())
             made.append(path)
     return made
 
@@ -358,10 +359,11 @@ def write_check(table: Path, out: Path, stamp: str, names: Mapping[CallKey, str]
             full = f"{name}.{'backward' if backward else 'forward'}.output.{len(way)}"
             way.append((status, _details(full, row, status, digits, mindspore)))
     # msprobe's second stage takes all rows of a call from one place, its gradients behind it
-    write_rows(details, _details_header(mindspore), (r for c in calls.values() for _, r in (*c.forward, *c.backward)))
+    rows = (r for c in calls.values() for _, r in (*c.forward, *c.backward))
+    write_csv_lines(details, _details_header(mindspore), rows)
     lines = ([name, _worst(c.forward), _worst(c.backward), "; ".join(dict.fromkeys(c.messages))[:1000]]
              for name, c in calls.items())  # fmt: skip
-    write_rows(result, _result_header(mindspore), lines)
+    write_csv_lines(result, _result_header(mindspore), lines)
 
 
 class _CallWords:
@@ -486,10 +488,10 @@ class CompareFiles:
     def write(self, totals: Any) -> Sequence[Path]:
         """totals: diff/verdicts.DiffTotals. Raises OSError."""
         result, details = self.paths
-        write_rows(details, COMPARE_DETAILS, self._rows)
+        write_csv_lines(details, COMPARE_DETAILS, self._rows)
         calls = ([inert(".".join(key)), *(_word(s) for s in call.statuses), call.message]
                  for key, call in totals.calls.items())  # fmt: skip
-        write_rows(result, COMPARE_RESULT, calls)
+        write_csv_lines(result, COMPARE_RESULT, calls)
         return self.paths
 
 

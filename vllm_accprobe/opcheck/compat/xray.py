@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.opcheck.compat import CompatError
-from vllm_accprobe.opcheck.plain_csv import inert, write_rows
+from vllm_accprobe.opcheck.plain_csv import inert
 from vllm_accprobe.standards.measures import DECADES
+from vllm_accprobe.whole_file import write_csv_lines
 
 if TYPE_CHECKING:
     from vllm_accprobe.comparison.result import Comparison
@@ -84,5 +85,5 @@ class SummaryFile:
 
     def write(self) -> Path:
         """Raises OSError."""
-        write_rows(self.path, SUMMARY_COLUMNS, self._rows)
+        write_csv_lines(self.path, SUMMARY_COLUMNS, self._rows)
         return self.path

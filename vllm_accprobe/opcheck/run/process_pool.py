@@ -28,6 +28,7 @@ from vllm_accprobe.children import ONE_THREAD, Child, how_it_ended
 from vllm_accprobe.opcheck.run.result_row import ERROR, CheckResult, unchecked
 from vllm_accprobe.opcheck.run.table import COLUMNS, cell, cells, from_cells
 from vllm_accprobe.opcheck.run.worker import STORED, TOGETHER, Job, OpenJob, Tap
+from vllm_accprobe.whole_file import GrowingCsv, NoSpace, write_text
 
 _AT_ONCE = 8
 """Processes that are started before it is known how many taps there are."""
@@ -227,10 +228,12 @@ PART, DONE, SETTINGS = "opcheck.csv.part", "opcheck.csv", "opcheck.json"
 
 @dataclass
 class CheckedRun:
-    """What a run gave: rows in order, without their measures, and sentences for people."""
+    """What a run gave: rows in order, without their measures, and sentences for people. lost: why opcheck.csv could
+    not be written, to be raised once the verdict is printed."""
 
     rows: list[CheckResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    lost: NoSpace | None = None
 
 
 def run(
@@ -247,22 +250,22 @@ def run(
             return CheckedRun([], team.problems)
         out.mkdir(parents=True, exist_ok=True)
         begun = _begin(job, out, resume)
-        f = stack.enter_context((out / PART).open("a", encoding="utf-8", errors="backslashreplace", newline=""))
-        writer = csv.writer(f, lineterminator="\n")
+        file = stack.enter_context(contextlib.closing(GrowingCsv(out / DONE, out / PART)))
         if not begun:
-            f.truncate(0)
-            writer.writerow(COLUMNS)
+            file.begin(COLUMNS)
         plan(len(taps))
         old = _finished(begun, taps)
         found = CheckedRun([from_cells(row) for row in begun[: sum(n for _, n in old)]], team.problems)
         for _ in old:
             done()
         for rows in team.check(taps[len(old) :]):
-            writer.writerows(cells for cells, _ in rows)
-            f.flush()
+            file.add(cells for cells, _ in rows)
             found.rows += (row for _, row in rows)
             done()
-    os.replace(out / PART, out / DONE)
+        file.finish()
+    if file.lost is not None:
+        (out / SETTINGS).unlink(missing_ok=True)
+    found.lost = file.lost
     return found
 
 
@@ -272,7 +275,7 @@ def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
     asked = {"job": job.to_json(), "journals": _journals(Path(job.dump)) if job.dump else {}}
     finished = not part.exists() and (out / DONE).exists() and settings.exists()
     if not resume or not (finished or part.exists()):
-        settings.write_text(json.dumps(asked), encoding="utf-8")
+        write_text(settings, json.dumps(asked))
         part.unlink(missing_ok=True)
         return []
     try:

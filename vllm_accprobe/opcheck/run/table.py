@@ -19,9 +19,10 @@ from typing import Any
 
 from vllm_accprobe.judge import profile
 from vllm_accprobe.opcheck.habits.decided import MachineHabits, sentence
-from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe, write_rows
+from vllm_accprobe.opcheck.plain_csv import FORMULA, escaped, inert, safe
 from vllm_accprobe.opcheck.run.result_row import CACHE, ERROR, FAIL, PASS, SKIP, WARNING, CheckResult, grids
 from vllm_accprobe.standards.measures import Measures
+from vllm_accprobe.whole_file import write_csv_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def resettle(path: Path, rows: Sequence[CheckResult]) -> None:
         if was != (row.status, cell(row.message), cell(row.habit)):
             for name, k in at.items():
                 line[k] = str(cell("" if getattr(row, name) is None else getattr(row, name)))
-    write_rows(path, COLUMNS, lines_)
+    write_csv_lines(path, COLUMNS, lines_)
 
 
 def write_result(rows: Iterable[CheckResult], path: Path) -> None:
@@ -99,7 +100,7 @@ def write_result(rows: Iterable[CheckResult], path: Path) -> None:
     groups: dict[tuple[int, str, str], list[CheckResult]] = {}
     for row in rows:
         groups.setdefault((row.rank, row.tap, row.cls), []).append(row)
-    write_rows(path, RESULT, (_result(*key, group) for key, group in groups.items()))
+    write_csv_lines(path, RESULT, (_result(*key, group) for key, group in groups.items()))
 
 
 def _result(rank: int, tap: str, cls: str, group: list[CheckResult]) -> list[object]:
