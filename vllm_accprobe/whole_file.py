@@ -51,10 +51,10 @@ def naming(path: Path, part: Path, needed: int = 0) -> Iterator[None]:
         code = no_space(e)
         if code is None or isinstance(e, NoSpace):
             raise
+        written = 0
         with suppress(OSError):
-            needed, exact = (needed, True) if needed else (part.stat().st_size, False)
-            raise NoSpace(code, path, needed, exact) from e
-        raise NoSpace(code, path) from e
+            written = part.stat().st_size
+        raise NoSpace(code, path, needed or written, bool(needed)) from e
 
 
 @contextmanager
