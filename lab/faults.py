@@ -164,6 +164,8 @@ def _run(args: argparse.Namespace, root: Path, cases: list[Case], clean: list[Cl
             bench.close()
 
     models = list(dict.fromkeys([c.model for c in cases] + [p[0] for p in clean]))
+    if args.jobs > 1:  # its names are loaded when they are read, which two threads cannot do at once
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, models))
 

@@ -1,8 +1,9 @@
-"""The words of a result: pairs, first divergence, flips, weights, images.
+"""Finished pairs with their status, and the words of a result: first divergence, flips, weights, images.
 
 The problem: the same facts are read in a table, a terminal and a page. The idea: pure functions from what was measured
-to finished rows and sentences; each names the thing, the number and the limit, once. Not here: what both dumps say by
-themselves (notes.py), what is wrong (judge/).
+to finished rows and sentences; each names the thing, the number and the limit, once. `make_pair` holds each error
+against its limit and says pass or fail; the verdict of all pairs is verdict/judging.py's. Not here: what both dumps say
+by themselves (notes.py), limits and origins (judge/).
 """
 
 from __future__ import annotations
