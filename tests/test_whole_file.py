@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,17 @@ def test_after_an_error_the_old_one_stands(tmp_path: Path) -> None:
 def test_a_csv(tmp_path: Path) -> None:
     write_csv_lines(tmp_path / "t.csv", ("a", "b"), ((n, None) for n in (0.1, "x,y")))
     assert (tmp_path / "t.csv").read_bytes() == b'a,b\n0.1,\n"x,y",\n'
+
+
+def test_a_csv_whose_rows_fail_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    write_csv_lines(path, ("n", "said"), [(1, "a,b"), (None, 0.1)])
+
+    def broken() -> Iterator[tuple[int, str]]:
+        yield (2, "x")
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        write_csv_lines(path, ("n", "said"), broken())
+    assert [p.name for p in tmp_path.iterdir()] == ["a.csv"]
+    assert path.read_text() == 'n,said\n1,"a,b"\n,0.1\n'
