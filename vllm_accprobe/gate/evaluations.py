@@ -1,6 +1,6 @@
 """Two runs of an evaluation: whether they differ beyond chance, and on which questions.
 
-The problem: evaluation tools write in different words what was asked, answered and scored; the n-th line is the same
+The problem: evaluation tools write the question, the answer and the score in different words; the n-th line is the same
 question only if no run was sharded or shuffled; and 26 right answers of 50 against 24 are taken for a drop. The idea:
 an `Answer` has hashes, scores and its place in the file; pairs have the same task, filter and hash of the question.
 Only questions that flipped count: McNemar's exact test for right or wrong, the sign-flip test (of which it is a case)
@@ -362,8 +362,8 @@ def review_prompts(place: Place) -> list[dict[str, Any]]:
             messages = found.get("messages")
             if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
                 return [{"messages": [{k: m[k] for k in ("role", "content") if k in m} for m in messages]}]
-    asked = line.get("input")
-    return [{"prompt": asked}] if isinstance(asked, str) and asked else []
+    text = line.get("input")
+    return [{"prompt": text}] if isinstance(text, str) and text else []
 
 
 @dataclass(frozen=True)

@@ -272,18 +272,18 @@ def run(
 def _begin(job: Job, out: Path, resume: bool) -> list[Cells]:
     """Writes the settings, and gives the rows that are there already, the part file cut to them."""
     settings, part = out / SETTINGS, out / PART
-    asked = {"job": job.to_json(), "journals": _journals(Path(job.dump)) if job.dump else {}}
+    identity = {"job": job.to_json(), "journals": _journals(Path(job.dump)) if job.dump else {}}
     finished = not part.exists() and (out / DONE).exists() and settings.exists()
     if not resume or not (finished or part.exists()):
-        write_text(settings, json.dumps(asked))
+        write_text(settings, json.dumps(identity))
         part.unlink(missing_ok=True)
         return []
     try:
         before = json.loads(settings.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         raise RunError(f"--resume: {settings} cannot be read; start again without --resume") from None
-    if before != json.loads(json.dumps(asked)):
-        then, now = before["job"], json.loads(json.dumps(asked["job"]))
+    if before != json.loads(json.dumps(identity)):
+        then, now = before["job"], json.loads(json.dumps(identity["job"]))
         changed = [k for k in {**then, **now} if then.get(k) != now.get(k)]
         options = ", ".join(_SAID.get(k, k) for k in changed)
         what = f"other options ({options})" if changed else "a dump that has changed since"
