@@ -31,7 +31,7 @@ from graph_lab import GraphBench, made, pairs_of  # noqa: E402
 from inductor_cases import CASES, CLEAN  # noqa: E402
 from support.engine import EngineError  # noqa: E402
 
-from lab.judging import Pair, _compare  # noqa: E402
+from lab.judging import Pair, compared  # noqa: E402
 
 FAILED, PLACED = 0.85, 0.90
 """Of the faults, the share whose verdict is fail; of these, the share whose operator, or a gap that contains it,
@@ -102,7 +102,7 @@ def _wanted(pair: Pair, only: str) -> bool:
 
 def _row(pair: Pair, replay: bool) -> str:
     """Prints the pair's line; its outcome, with `clean` before it where nothing was planted."""
-    result = _compare(*pair.at, replay)
+    result = compared(*pair.at, replay)
     if isinstance(result, str):
         print(f"{pair.name} | {pair.model} | {pair.mine} | {result}", flush=True)
         return "error"
