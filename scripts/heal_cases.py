@@ -3,9 +3,8 @@
     python scripts/heal_cases.py --keep DIR            # what lies there already is not run again
     python scripts/heal_cases.py --keep DIR --only '*attention*'
 
-Exit code 0 where each gate fails with its fault and, with the module healed, does not. None: so many tokens are equal
-to the bit that the gate cannot enlarge their distances to see what these prompts could show. Two faults in one server,
-of which the second is named when the first is healed: tests/e2e/test_heal_engine.py.
+Exit code 0 where each gate fails with its fault and passes with the module healed. Two faults in one server, of which
+the second is named when the first is healed: tests/e2e/test_heal_engine.py.
 """
 
 from __future__ import annotations
@@ -75,12 +74,12 @@ def main() -> int:
             except LabError as error:
                 print(f"| {case.title} | error: {error} | | | |", flush=True)
                 continue
-            good += gates[0].verdict == "fail" and gates[1].verdict != "fail"
+            good += gates[0].verdict == "fail" and gates[1].verdict == "pass"
             cells = [cell for gate in gates for cell in (str(gate.verdict), f"{gate.times or 0:.3g}")]
             print("| " + " | ".join((case.title, *cells)) + " |", flush=True)
     finally:
         bench.close()
-    print(f"{good} of {chosen} fail with their fault, and no more when it is healed")
+    print(f"{good} of {chosen} fail with their fault, and pass when it is healed")
     return 0 if chosen and good == chosen else 1
 
 

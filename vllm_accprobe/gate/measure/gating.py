@@ -99,15 +99,16 @@ class EnlargedTest:
 
     def fails(self, where: np.ndarray, times: float) -> bool:
         """Whether the verdict would be a fail with the distances in ``where`` enlarged to ``times`` that of right
-        ones."""
+        ones. Of a mine that is nearer than right servers are, what it lacks is added first, as variance: the right
+        ones' distances, of other tokens."""
         mine, right = self.sizes.mine.copy(), _right(self.sizes)[where]
-        base = mine[where]
-        if not _rms(base):  # equal servers: the right ones' distances, of other tokens
-            base = np.roll(right, int(where.sum()) // 2)
-        size = _rms(base)
-        if not size:
+        base, typical = mine[where], _rms(right)
+        if not typical:
             return False
-        mine[where] = base * (times * _rms(right) / size)
+        if (size := _rms(base)) < typical:  # tokens equal to the bit would stay so, however far the others are enlarged
+            missing = math.sqrt(1.0 - (size / typical) ** 2)
+            base = np.hypot(base, missing * np.roll(right, len(right) // 2))
+        mine[where] = base * (times * typical / _rms(base))
         tested = conditions.judge(self.table, replace(self.sizes, mine=mine), self.masks)
         return tested is not None and tested.p <= self.rate
 
