@@ -118,10 +118,11 @@ def experts(seed: int = 0, rows: int = ROWS, n: int = 6, inner: int = 32) -> Cal
 def attention(
     seed: int = 0, *, first: int = 40, rows: int = 12, cap: float = 0.0, window: int = 0, sinks: bool = False,
     spread: float = 1.0, scale: float = 0.2, past: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    used: dict[str, Any] | None = None,
+    used: dict[str, Any] | None = None, eight: bool = False,
 ) -> Call:  # fmt: skip
     """The rows of a request at positions from ``first`` on, beside the whole prompt of another one. used: what the
-    kernel took instead of scale, cap, window and sinks; past: what it found as keys and values."""
+    kernel took instead of scale, cap, window and sinks; past: what it found as keys and values; eight: its cache holds
+    8 bits."""
     q, k, v = (drawn(seed + n, first + rows, h * HEAD, scale=spread) for n, h in enumerate((HEADS, KV, KV)))
     short = 10
     cache = Past(("key", "value"))
@@ -130,6 +131,9 @@ def attention(
     inputs = {n: torch.cat((t[:short], t[first:])) for n, t in (("query", q), ("key", k), ("value", v))}
     cache.write(here, {n: inputs[n] for n in ("key", "value")})
     attrs: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV, "head_size": HEAD}
+    if eight:
+        attrs |= {"kv_cache_dtype": "fp8", "_k_scale_float": 1.0, "_v_scale_float": 1.0}
+        k, v = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (k, v))
     attrs |= {"logits_soft_cap": cap} if cap else {}
     attrs |= {"sliding_window": window} if window else {}
     params = {"sinks": drawn(seed + 9, HEADS)} if sinks else {}

@@ -230,6 +230,8 @@ _ENOUGH = 1e-6
 """Chosen: a relative step that changes no output of 16 bits, nor much of float32's."""
 _LEAST = 2.0**-12
 """Chosen: of an average variance, the least that an element of a fit is given."""
+_ROUNDING = 2.0
+"""Chosen: variances of rounding in each number, as a fit leaves them; a wrong one leaves tens and more."""
 _FARTHEST = 16.0
 """Chosen: factor by which a fit may leave its start; what is further off has another cause."""
 _LEFT = 0.97
@@ -266,7 +268,8 @@ def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "out
     """A positive parameter fitted by least squares over the logarithm, from the best of ``starts``: over all rows and
     over the wrong ones, of mine's numbers as they are and as truncated ones. Nothing where the output does not depend
     on it, and where it explains nothing of the error in a few wrong rows."""
-    start = _start(change, trial.few, list(starts), role)
+    begun = list(starts)
+    start = _start(change, trial.few, begun, role)
     if not math.isfinite(start):
         return
     mine, seen, of = trial.mine(role).double(), list[float](), _of(change, trial, role)
@@ -276,7 +279,7 @@ def fits(change: Change, trial: Trial, starts: Iterable[float], role: str = "out
     if not bool((some > 0).all()):
         ways += [(some, mine), (some, ways[1][1])]
     for weight, target in ways:
-        value = _least(of, target, weight, start)
+        value = _best(of, target, weight, [start, *begun])
         if math.isfinite(value) and all(not math.isclose(value, s, rel_tol=1e-9) for s in seen):
             cut = target is not mine and direction(of(value), mine, trial.dtype(role)).toward_zero
             seen.insert(0 if cut else len(seen), value)  # the first that holds is said
@@ -309,6 +312,20 @@ def _start(change: Change, few: Trial, starts: Sequence[float], role: str) -> fl
     begun = [(left(of(s)), s) for s in starts]
     value = _least(of, mine, weight, min(begun)[1]) if begun else math.nan
     return value if math.isfinite(value) and left(of(value)) <= _LEFT * left(known(few.plain[role], mine)) else math.nan
+
+
+def _best(of: Callable[[float], Tensor], target: Tensor, weight: Tensor, starts: Iterable[float]) -> float:
+    """The fit from the first start that leaves about what rounding does, else the one that leaves least: few rows may
+    lead elsewhere where a reference rounds as mine does (8-bit caches), which is no smooth function."""
+    found, least = math.nan, math.inf
+    for start in starts:
+        value = _least(of, target, weight, start)
+        left = float((weight * (of(value) - target).square()).sum()) if math.isfinite(value) else math.inf
+        if left < least:
+            found, least = value, left
+        if least <= _ROUNDING * target.numel():
+            break
+    return found
 
 
 def _least(of: Callable[[float], Tensor], target: Tensor, weight: Tensor, start: float) -> float:

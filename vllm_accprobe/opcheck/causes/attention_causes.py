@@ -31,6 +31,7 @@ from vllm_accprobe.opcheck.causes.api import (
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references.attention import attention_settings, scale_of
+from vllm_accprobe.opcheck.references.caches import cache_format
 
 PAGED = ("Attention", "EncoderOnlyAttention")
 ANY = (*PAGED, "MMEncoderAttention", "MultiHeadAttention")
@@ -73,6 +74,21 @@ def _scales(trial: Trial) -> Iterator[Guess]:
     yield from map(Guess, dict.fromkeys(known))
     yield from (Guess(x, choices=4.0) for x in (1.0, 1.0 / head, own * own, own**0.5) if x != own and x not in known)
     yield from fits(_scaled, trial, [own])
+
+
+def _keys_scaled(trial: Trial, times: float) -> Call:
+    return _scaled(trial, times * scale_of(trial.call, _head_size(trial.call)))
+
+
+def _eight_bits(fitted: Callable[[Trial], Iterator[Guess]]) -> Callable[[Trial], Iterator[Guess]]:
+    """The values of a cause that there is with an 8-bit cache only."""
+    return lambda trial: fitted(trial) if cache_format(trial.call.attrs) is not None else iter(())
+
+
+@cause(SETTING, *PAGED, text="with its 8-bit keys at {0:.4g} times their scale",
+       values=_eight_bits(lambda trial: fits(_keys_scaled, trial, [1.0])))  # fmt: skip
+def keys_at_other_scale(trial: Trial, times: float) -> Call:
+    return _keys_scaled(trial, times)
 
 
 @cause(SETTING, *ANY, LATENT, text="with the softmax scale {0:.4g}", values=_scales)
