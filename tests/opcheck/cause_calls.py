@@ -119,10 +119,11 @@ def attention(
     seed: int = 0, *, first: int = 40, rows: int = 12, cap: float = 0.0, window: int = 0, sinks: bool = False,
     spread: float = 1.0, scale: float = 0.2, past: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     used: dict[str, Any] | None = None, eight: bool = False,
+    other: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda k, v: (k, v),
 ) -> Call:  # fmt: skip
     """The rows of a request at positions from ``first`` on, beside the whole prompt of another one. used: what the
-    kernel took instead of scale, cap, window and sinks; past: what it found as keys and values; eight: its cache holds
-    8 bits."""
+    kernel took instead of scale, cap, window and sinks; past, other: what it found as keys and values of each; eight:
+    its cache holds 8 bits."""
     q, k, v = (drawn(seed + n, first + rows, h * HEAD, scale=spread) for n, h in enumerate((HEADS, KV, KV)))
     short = 10
     cache = Past(("key", "value"))
@@ -138,9 +139,9 @@ def attention(
     attrs |= {"sliding_window": window} if window else {}
     params = {"sinks": drawn(seed + 9, HEADS)} if sinks else {}
     how = {"scale": scale, "cap": cap, "window": window, "sinks": params.get("sinks")} | (used or {})
-    other = softmax(q[:short], k[:short], v[:short], 0, **how)
+    beside = softmax(q[:short], *other(k[:short].clone(), v[:short].clone()), 0, **how)
     k2, v2 = (k, v) if past is None else past(k.clone(), v.clone())
-    out = torch.cat((other, softmax(q[first:], k2, v2, first, **how)))
+    out = torch.cat((beside, softmax(q[first:], k2, v2, first, **how)))
     call = Call("layers.0.attn", "Attention", inputs, attrs=attrs, parent={"scaling": scale}, params=params,
                 extra={"cache": cache.view(here)})  # fmt: skip
     return with_output(call, out)

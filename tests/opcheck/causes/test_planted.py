@@ -242,6 +242,7 @@ PLANTED: dict[str, tuple[Callable[[], Call], str]] = {
         "heads_shifted",
     ),
     "block of zeros": (lambda: attention(past=zeroed(16, 32)), "positions_not_written"),
+    "a zero of each of two": (lambda: attention(past=zeroed(33, 34), other=zeroed(4, 5)), "positions_not_written"),
     "one zero": (lambda: attention(past=zeroed(33, 34)), "positions_not_written"),
     "keys for values": (lambda: attention(past=lambda k, v: (k, k)), "keys_for_values"),
     "base": (lambda: wrong_rotary(base=1e6), "other_base"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ _EACH = -1
 """All requests of a call, instead of one."""
 _BLOCKS = (8, 16, 32, 64, 128, 256)
 """Tokens in a block of the caches that there are."""
+_TOGETHER = 5
+"""Chosen: requests of a step whose lost positions are tried together."""
 _SOURCES = 8
 """Chosen: rows of a step that are tried in another's slot."""
 
@@ -307,21 +310,40 @@ CAUSES = (
 )  # fmt: skip
 
 
+_Gone = tuple[int, int, int]
+"""A request's number or `_EACH`, and the first and the stop of the positions whose key and value are 0."""
+
+
 def _gone(trial: Trial) -> Iterator[Guess]:
-    """(name, request's number, first, stop) of the positions whose key and value are 0."""
-    worst = _worst(trial)
+    """(in words, the positions of one request or of several)."""
+    worst, *others = _wrong_requests(trial)
     for nearer in (worst.mine, middles(worst.mine, worst.dtype)):
         for _, first, stop in sorted(_zeros(worst, nearer))[:4]:
-            name = f"position {first}" if stop - first == 1 else f"positions {first} to {stop - 1}"
             for request in (worst.request, _EACH):
-                yield Guess((name, request, first, stop), choices=4.0 * len(worst.k))
+                yield Guess((_places(first, stop), ((request, first, stop),)), choices=4.0 * len(worst.k))
+    if 0 < len(others) < _TOGETHER:  # each lost its own
+        best = [(w, *min(_zeros(w, w.mine))[1:]) for w in (worst, *others)]
+        named = " and ".join(f"{_places(first, stop)} of its request {w.request}" for w, first, stop in best)
+        choices = math.prod(4.0 * len(w.k) for w, *_ in best)
+        yield Guess((named, tuple((w.request, first, stop) for w, first, stop in best)), choices=choices)
+
+
+def _without(some: slice, at: Any, past: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _other(past, lambda t: _zeroed(t, some))
+
+
+def _places(first: int, stop: int) -> str:
+    return f"position {first}" if stop - first == 1 else f"positions {first} to {stop - 1}"
 
 
 @cause(ADDRESS, "Attention", values=_gone, whole=True,
        text="if keys and values of {0} were 0 in the cache (written elsewhere, or not at all)")  # fmt: skip
-def positions_not_written(trial: Trial, where: tuple[str, int, int, int]) -> Call:
-    _, number, first, stop = where
-    return _with_past(trial, lambda at, past: _other(past, lambda t: _zeroed(t, slice(first, stop))), number)
+def positions_not_written(trial: Trial, where: tuple[str, tuple[_Gone, ...]]) -> Call:
+    call = trial.call
+    for number, first, stop in where[1]:
+        change = partial(_without, slice(first, stop))
+        call = edited(call, extra={"cache": OtherPast(call.extra["cache"], change, number)})
+    return call
 
 
 def _overwritten(trial: Trial) -> Iterator[Guess]:
@@ -389,34 +411,43 @@ class _Worst:
 
 def _worst(trial: Trial) -> _Worst:
     """Raises Declined where no request is off, and where scores are more than scaled products."""
+    return _wrong_requests(trial, 1)[0]
+
+
+def _wrong_requests(trial: Trial, most: int = _TOGETHER) -> list[_Worst]:
+    """The requests with rows that are off, the worst one first, which is there always. Raises Declined as `_worst`."""
     call = trial.call
     heads, kv, head = _sizes(call)
     settings = attention_settings(call, heads, head)
     if settings["sinks"] is not None or settings["slopes"] is not None or settings["cap"]:
         raise Declined("a search for plain scores only")
     given, expected = trial.mine(), trial.plain["output.0"]
-    rows = given.shape[0]
-    mine, value = (t.double().reshape(rows, heads, -1) for t in (given, expected.value))
-    q = call.wide("query").reshape(rows, heads, head)
-    found, largest = None, 0.0
+    mine, value = (t.double().reshape(given.shape[0], heads, -1) for t in (given, expected.value))
+    q = call.wide("query").reshape(given.shape[0], heads, head)
+    off: list[tuple[float, int, Any, Any, Mapping[str, Any]]] = []
     for number, (at, positions, past) in enumerate(trial.extra("cache").requests(True)):
-        off = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))
-        if off > largest:
-            found, largest = (number, at, positions, past), off
-    if found is None:
+        size = float((mine[at] - value[at]).norm() / value[at].norm().clamp(min=1e-30))
+        if size > 0.0:
+            off.append((size, number, at, positions, past))
+    if not off:
         raise Declined("no request is off")
-    number, at, positions, past = found
-    k, v = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
-    bad = (mine[at] - value[at]).flatten(1).square().sum(1) > 2.0 * (call.unit * value[at]).flatten(1).square().sum(1)
-    first = int(positions[bad][0]) if bool(bad.any()) else int(positions[0])
-    most = max(2, min(_ROWS, _NUMBERS // (heads * len(k))))
-    later = (positions >= first).nonzero().flatten()
-    picked = later[torch.linspace(0, len(later) - 1, min(most, len(later))).long()]
-    at, positions = at[picked], positions[picked]
-    dtype = trial.dtype("output.0")
-    way = direction(value[at], mine[at], dtype)
-    nearer = middles(mine[at], dtype) if way.toward_zero else mine[at]
-    return _Worst(number, q[at], nearer, positions, k, v, value[at], settings["scale"], settings["window"], dtype)
+    found, dtype = list[_Worst](), trial.dtype("output.0")
+    for _, number, at, positions, past in sorted(off, key=lambda x: (-x[0], x[1]))[:most]:
+        k, v = (past[n].double().reshape(len(past[n]), kv, -1) for n in ("key", "value"))
+        error = (mine[at] - value[at]).flatten(1).square().sum(1)
+        bad = error > 2.0 * (call.unit * value[at]).flatten(1).square().sum(1)
+        if found and not bool(bad.any()):
+            break
+        first = int(positions[bad][0]) if bool(bad.any()) else int(positions[0])
+        some = max(2, min(_ROWS, _NUMBERS // (heads * len(k))))
+        later = (positions >= first).nonzero().flatten()
+        picked = later[torch.linspace(0, len(later) - 1, min(some, len(later))).long()]
+        at, positions = at[picked], positions[picked]
+        way = direction(value[at], mine[at], dtype)
+        nearer = middles(mine[at], dtype) if way.toward_zero else mine[at]
+        scale, window = settings["scale"], settings["window"]
+        found.append(_Worst(number, q[at], nearer, positions, k, v, value[at], scale, window, dtype))
+    return found
 
 
 def _best_window(w: _Worst) -> int:
