@@ -7,12 +7,14 @@ from vllm_accprobe.align.tokens import Flip
 from vllm_accprobe.judge.near_ties import (
     MASKED,
     NEAR_TIE,
+    PROCESSED,
     RANDOM,
     SAMPLED,
     UNKNOWN,
     UPSTREAM,
     Best,
     Masking,
+    RequestedRow,
     judge_flip,
 )
 
@@ -79,3 +81,14 @@ def test_one_sides_nan_is_an_error_in_front_of_the_sampler():
     right = best([3.0, 1.0], [7, 4])
     assert judge_flip(right, nan, Flip(0, 1, 3, 2, 7, 0), None) == UPSTREAM
     assert judge_flip(nan, right, Flip(0, 1, 3, 2, 0, 7), None) == UPSTREAM
+
+
+@pytest.mark.parametrize(
+    ("untouched", "words"),
+    [((False, True), "mine's are as the model gave them"), ((False, False), "golden's processors left others"),
+     ((True, True), "golden's processors left others"), ((None, True), "golden's processors left others")],
+)  # fmt: skip
+def test_a_mask_that_was_left_out_is_said(untouched: tuple[bool | None, bool | None], words: str) -> None:
+    row = RequestedRow(same_parameters=True, same_best=True, same_left=False, untouched=untouched)
+    assert row.verdict() == PROCESSED
+    assert words in row.sentence(PROCESSED)[1]

@@ -340,7 +340,8 @@ class RequestedRow:
 
     left, token: sampling_rules' RIGHT, WRONG or UNKNOWN of golden and mine; why: what is wrong, of each; processors:
     words of those that left wrong logits; ways: sampling_rules.RowCheck's. greedy, seeded: both requests are. same_*:
-    whether both have the same bits, None where not known; noise: whether both engines draw the same for the same seed.
+    whether both have the same bits, None where not known; noise: whether both engines draw the same for the same seed;
+    untouched: of each, whether the best logits are left as the model gave them.
     """
 
     left: tuple[str, str] = ("", "")
@@ -355,6 +356,7 @@ class RequestedRow:
     same_best: bool | None = None
     same_left: bool | None = None
     same_noise: bool = False
+    untouched: tuple[bool | None, bool | None] = (None, None)
 
     @classmethod
     def of(cls, found: Mapping[str, Any] | None) -> RequestedRow:
@@ -367,7 +369,7 @@ class RequestedRow:
             (golden["left"], mine["left"]), (golden["token"], mine["token"]), (whys[0], whys[1]),
             (tuple(golden["processors"]), tuple(mine["processors"])),
             (_ways(golden), _ways(mine)),
-            bool(found["greedy"]), bool(found["seeded"]),
+            bool(found["greedy"]), bool(found["seeded"]), untouched=tuple(found["untouched"]),
             **{k: found[k] for k in ("same_parameters", "same_logits", "same_best", "same_left", "same_noise")},
         )  # fmt: skip
 
@@ -407,6 +409,8 @@ class RequestedRow:
         if why in (PROCESSED, GOLDEN_PROCESSED):
             words = " and ".join(self.processors[side])
             told = found or "equal logits and parameters, and golden's processors left others"
+            if not found and self.untouched == (False, True):
+                told = "golden's mask or processors change the best logits, and mine's are as the model gave them"
             return f"logits processor{f': {words}' if words else ''}", where + told
         if found:
             return "", where + found

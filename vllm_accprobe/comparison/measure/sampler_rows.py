@@ -165,6 +165,8 @@ class RequestedRows:
             "same_logits": same,
             "same_best": None if None in tops else all(map(np.array_equal, *tops)),  # type: ignore[arg-type]
             "same_left": alike,
+            "untouched": [None if best is None or row.left is None else all(map(np.array_equal, best, row.left))
+                          for best, row in zip(tops, rows, strict=True)],
             "same_noise": self._same_noise,
         }
 
