@@ -555,16 +555,15 @@ def rows_of(dump: Dump, record: Record, requests: Sequence[str], positions: Rang
     """Indices (int64, ascending) of the record's rows that belong to a request named by ``requests`` (all if empty) and
     lie at one of ``positions``."""
     space = row_space(dump, record)
-    found, start = [], 0
-    for s in space.segments if space else ():
+    found = []
+    for s, rows in space.stretches() if space else ():
         request = dump.requests.get((record.rank, s.req))
         if not requests or (request is not None and names_request(requests, request)):
             pos = np.arange(s.pos, s.pos + s.n)
             keep = np.zeros(s.n, bool) if positions else np.ones(s.n, bool)
             for low, high in positions:
                 keep |= (pos >= low) & (pos <= high)
-            found.append(start + np.flatnonzero(keep))
-        start += s.n
+            found.append(rows.start + np.flatnonzero(keep))
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
