@@ -26,6 +26,7 @@ from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import SelectionOptions, ranges
 from vllm_accprobe.cli.output import answer, say_written
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import Lives, sentence
 from vllm_accprobe.dump.reader import Dump, Ranges, names_request, row_space, rows_of
@@ -431,8 +432,7 @@ def _same(request: Request, ids: Mapping[int, int], missing: Sequence[int]) -> s
 
 def _why(run: Mapping[str, Any]) -> str:
     """Why ids are missing, and what to set."""
-    probe = run.get("probe")
-    probe = probe if isinstance(probe, Mapping) else {}
+    probe = object_at(run, "probe")
     if run.get("tool") != "accprobe" or not probe:
         return "a row map holds them only in a capture of accprobe (VLLM_ACCPROBE=1)"
     if probe.get("tokens") and not _first(probe["tokens"]):

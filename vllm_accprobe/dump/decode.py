@@ -112,6 +112,13 @@ def object_in(path: Path | None, most: int) -> dict[str, Any]:
         return {}
 
 
+def object_at(value: Any, *names: str) -> Mapping[str, Any] | None:
+    """The object under ``names`` in somebody's JSON (``engine``, ``graphs`` of run.json); None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else None
+
+
 def refused(value: Any, where: Where, wanted: str) -> DecodeError:
     return DecodeError(f"{path_of(where) or 'it'} is {reprlib.repr(value)}, not {wanted}")
 

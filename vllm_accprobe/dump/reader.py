@@ -31,6 +31,7 @@ import orjson
 
 from vllm_accprobe.dump import journal
 from vllm_accprobe.dump import schema as image_calls
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
     MISSING,
@@ -466,8 +467,7 @@ def _absent_ranks(dump: Dump) -> str:
     absent = sorted(set(range(max(sizes, default=0))) - set(dump.ranks))
     if not absent:
         return ""
-    probe = dump.run.get("probe")
-    chosen = probe.get("ranks") if isinstance(probe, dict) else None
+    chosen = (object_at(dump.run, "probe") or {}).get("ranks")
     why = "others were chosen" if chosen else "never started, or written elsewhere?"
     named = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     ranks, are = ("rank", "is") if len(absent) == 1 else ("ranks", "are")

@@ -23,6 +23,7 @@ import torch
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
@@ -316,8 +317,7 @@ def lend(giver: ModuleIndex, taker: ModuleIndex) -> int:
     if not blind:
         return 0
     links = links_of(giver)
-    engine = taker.dump.run.get("engine")
-    fused = isinstance(engine, Mapping) and isinstance(engine.get("graphs"), Mapping)
+    fused = object_at(taker.dump.run, "engine", "graphs") is not None
     lent = 0
     for rank, tap in blind:
         cls = taker.cls_of(rank, tap)
