@@ -36,7 +36,7 @@ from vllm_accprobe.align.data_flow import (
 )
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
-from vllm_accprobe.dump.decode import decode, object_at
+from vllm_accprobe.dump.decode import Where, decode, object_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.tensor_errors import TensorErrors
@@ -59,9 +59,9 @@ class Untapped:
         return [[[k, list(made)] for k, made in self.flow.items()], list(self.modules), dict(self.classes)]
 
     @staticmethod
-    def of_plain(value: Any) -> Untapped:
+    def of_plain(value: Any, where: Where = "") -> Untapped:
         """Raises DecodeError for anything that ``plain`` did not write."""
-        return Untapped(*decode(tuple[dict[Key, tuple[Key, ...]], tuple[str, ...], dict[str, str]], value, "untapped"))
+        return Untapped(*decode(tuple[dict[Key, tuple[Key, ...]], tuple[str, ...], dict[str, str]], value, where))
 
 
 NOTHING = Untapped()
