@@ -46,7 +46,7 @@ Known = dict[tuple[bytes, bytes], RowSet]
 POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 
 
-class Pools:
+class ArrayPools:
     """One long array per kind of number. Says where each array will lie, and remembers which of integers and flags it
     has; nothing is copied before it is written."""
 
@@ -101,10 +101,10 @@ class Pools:
                         rest()
 
 
-class StoredPools:
+class StoredArrays:
     """The same, as they were written. known: sets of rows that others have, too: those of a step belong to all its
-    tensors. Everything raises ValueError, or what Python says of a list that is none of ours, for what `Pools` did not
-    write."""
+    tensors. Everything raises ValueError, or what Python says of a list that is none of ours, for what `ArrayPools` did
+    not write."""
 
     def __init__(self, pools: Mapping[str, np.ndarray], known: Known):
         self._pools, self._known = pools, known
@@ -168,20 +168,20 @@ LAYOUT = " ".join(["3", *PLAIN, *TABLES, "|", *UNIT])
 
 
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
-    pools = Pools()
+    pools = ArrayPools()
     said = pools.units(units)
     return frame({"units": said, "ends": pools.ends}, b"".join(a.tobytes() for k in POOLS for a in pools.arrays[k]))
 
 
 def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> list[MeasuredUnit]:
-    """The units of a frame. Raises ValueError for anything that `pack` does not write. known: see `StoredPools`."""
+    """The units of a frame. Raises ValueError for anything that `pack` does not write. known: see `StoredArrays`."""
     try:
         pools: dict[str, np.ndarray] = {}
         at, view = 0, memoryview(data)
         for kind, dtype in POOLS.items():
             end = at + text["ends"][kind] * np.dtype(dtype).itemsize
             pools[kind], at = np.frombuffer(view[at:end], dtype), end
-        return StoredPools(pools, {} if known is None else known).units(text["units"])
+        return StoredArrays(pools, {} if known is None else known).units(text["units"])
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise ValueError(f"not a frame of measured units: {e}") from None
 
@@ -220,7 +220,7 @@ _OFTEN = 32 << 20
 
 
 def save(measured: Measured, directory: Path) -> Path:
-    out = Pools()
+    out = ArrayPools()
     s = measured.setting
     setting = {f.name: getattr(s, f.name) for f in fields(ComparisonContext) if f.name not in ("places", "moments")}
     setting |= {
@@ -252,7 +252,7 @@ def load(directory: Path) -> Measured:
     again = "; compare the dumps again"
     try:
         with np.load(path, allow_pickle=False) as data:
-            pools = StoredPools({k: data[k] for k in POOLS}, {})
+            pools = StoredArrays({k: data[k] for k in POOLS}, {})
             meta = json.loads(data["meta"].tobytes())
         if meta.get("version") != VERSION or tuple(meta["plain"]) != PLAIN:
             raise CompareError(f"{path} was written by another version of accprobe{again}")
