@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled
 
+from vllm_accprobe import spill_buffer
 from vllm_accprobe.comparison import engine, store
-from vllm_accprobe.judge import spill_buffer
-from vllm_accprobe.judge.spill_buffer import SpillBuffer
 from vllm_accprobe.report.html import page
+from vllm_accprobe.spill_buffer import SpillBuffer
 
 
 def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, monkeypatch):
@@ -45,7 +45,7 @@ def test_on_a_full_disk_arrays_stay_in_memory(tmp_path):
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     code = (
         "import sys, numpy as np\nfrom pathlib import Path\n"
-        "from vllm_accprobe.judge.spill_buffer import SpillBuffer\n"
+        "from vllm_accprobe.spill_buffer import SpillBuffer\n"
         "shelf, made = SpillBuffer(Path(sys.argv[1]), bound=0), np.arange(1 << 19)\n"
         "assert (shelf.keep(made) == made).all()\nprint(shelf.in_memory, shelf.on_disk)"
     )

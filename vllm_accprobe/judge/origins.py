@@ -25,10 +25,10 @@ from vllm_accprobe.align.tokens import RowSet, Unions
 from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, NARROW
 from vllm_accprobe.judge.siblings import COLUMNS, Hidden, Siblings, TensorStats, chance_of_size
-from vllm_accprobe.judge.spill_buffer import SpillBuffer
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, RATE
 from vllm_accprobe.judge.tensor_errors import TensorErrors, kind_of_place, operator_of, spread
 from vllm_accprobe.judge.upstream import Influence, PassedOn, Prefixes
+from vllm_accprobe.spill_buffer import SpillBuffer
 from vllm_accprobe.standards.limits import Standard
 
 _NONE = np.zeros(0, np.int64)

@@ -19,9 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from vllm_accprobe.judge import constants as c
-from vllm_accprobe.judge.spill_buffer import SpillBuffer
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, RATE, SIBLING_OUTLIER, Chance, tail
 from vllm_accprobe.judge.tensor_errors import TINY, Columns, kind_of_place
+from vllm_accprobe.spill_buffer import SpillBuffer
 
 GROWTH, GAIN, COLUMNS = "growth", "gain", "columns"
 _NONE = np.zeros(0, np.int64)

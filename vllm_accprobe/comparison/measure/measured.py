@@ -22,7 +22,7 @@ from vllm_accprobe.comparison.plan.relations import Links, Sources
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.dump.schema import Stats
-from vllm_accprobe.judge.spill_buffer import SpillBuffer
+from vllm_accprobe.spill_buffer import SpillBuffer
 
 
 @dataclass(slots=True)
