@@ -8,9 +8,14 @@ holds its columns of every tensor.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from dump.dumps import put_event
 
 from vllm_accprobe.dump.schema import hash_tokens
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
@@ -74,7 +79,7 @@ def write_dump(
             size = rows * width * 2
             at = ((tensors * ranks + rank) * 4096) % (len(source) * 2 - size)
             cut = {"kind": "shard", "group": "tp", "index": rank, "size": ranks, "dim": -1, "parts": [[width, 1]]}
-            writer.put([(source.ctypes.data + at, size)], {
+            put_event(writer, source.view(np.uint8)[at : at + size], {
                 "event": "tensor", "step": step, "tap": tap, "class": cls, "role": "output.0", "call": 0, "seq": seq,
                 "dtype": "bfloat16", "shape": [rows, width], "rows": "tokens", "row_dim": 0,
                 **({"layout": cut} if ranks > 1 else {}),

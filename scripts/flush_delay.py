@@ -19,6 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from dump.dumps import put_event
+
 from vllm_accprobe.dump import writer as flushed
 from vllm_accprobe.dump.schema import JOURNAL, rank_dir
 from vllm_accprobe.dump.stats import warm_up
@@ -35,7 +39,7 @@ def main(tensors: int = 40, nbytes: int = 65536) -> None:
         for i in range(tensors):
             event = {"event": "tensor", "step": i, "tap": f"tap{i}.", "class": "Linear", "role": "output.0", "call": 0,
                      "seq": i, "dtype": "uint8", "shape": [nbytes]}  # fmt: skip
-            writer.put([(data.ctypes.data, nbytes)], event)
+            put_event(writer, data, event)
             begin, mark = time.perf_counter(), f'"tap{i}."'.encode()
             while mark not in journal.read_bytes():
                 time.sleep(0.001)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dump.dumps import put_event
 from hand_made import FUSE, Dump, attention, by_name, f32, rules
 
 from vllm_accprobe.align.derived import Derived, Relation, Relations
@@ -185,8 +186,8 @@ def told(where: Path, missing: torch.Tensor, **had: torch.Tensor) -> Relation | 
     writer = RankWriter(where, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
     for i, (name, t) in enumerate([*had.items(), ("missing", missing)]):
         bits = t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32).numpy()
-        writer.put([(bits.ctypes.data, bits.nbytes)], {"event": "tensor", "step": 0, "tap": name, "class": "M",
-                   "role": "output.0", "seq": i, "dtype": str(t.dtype)[6:], "shape": list(t.shape)})  # fmt: skip
+        put_event(writer, bits, {"event": "tensor", "step": 0, "tap": name, "class": "M", "role": "output.0",
+                  "seq": i, "dtype": str(t.dtype)[6:], "shape": list(t.shape)})  # fmt: skip
     writer.close("done", {})
     dump = open_dump(where)
     seen = {r.tap: CallTensor(r.role, None, r.dtype, r.shape, r) for r in dump.records}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from dump.dumps import put_event
 
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
@@ -41,7 +42,7 @@ def make(root: Path, ranks: int = 1, *, close: bool = True, stats: bool = False)
 
                 w.line({"dtype": dtype, "shape": list(array.shape), "stats": tensor_stats(array, dtype), **event})
             else:
-                w.put([(array.ctypes.data, array.nbytes)], {"dtype": dtype, "shape": list(array.shape), **event})
+                put_event(w, array, {"dtype": dtype, "shape": list(array.shape), **event})
 
         for tap, cls in TAPS[1:]:
             weight = np.linspace(0, 1, 8, dtype="<f4")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_dumps import make
+from dump.dumps import put_event
 from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write
 
@@ -33,7 +34,7 @@ def params_only(root: Path) -> None:
     writer = RankWriter(root, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
     weight = np.ones((4, 4), np.float32)
     event = {"event": "param", "tap": "lm_head", "class": "Linear", "role": "param.weight"}
-    writer.put([(weight.ctypes.data, weight.nbytes)], {**event, "dtype": "float32", "shape": [4, 4]})
+    put_event(writer, weight, {**event, "dtype": "float32", "shape": [4, 4]})
     writer.close("done", {})
 
 

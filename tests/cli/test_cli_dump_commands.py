@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from cli_dumps import TAPS, make, value
+from dump.dumps import put_event
 
 from vllm_accprobe.cli import main
 
@@ -150,7 +151,7 @@ def test_the_layout_is_that_of_the_peer_tool(tmp_path, capsys):
         event = {"event": "tensor", "step": 1, "role": f"{kind}.{rest}"}
         if kind == "params":
             event = {"event": "param", "role": f"param.{rest}"}
-        w.put([(a.ctypes.data, 8)], event | {"tap": path, "class": cls, "seq": seq, "dtype": "float32", "shape": [2]})
+        put_event(w, a, event | {"tap": path, "class": cls, "seq": seq, "dtype": "float32", "shape": [2]})
     w.close("done", {})
     assert main(["convert", str(tmp_path / "d"), str(tmp_path / "x.h5")]) == 0
     with h5py.File(tmp_path / "x.h5") as f:

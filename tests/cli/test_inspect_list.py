@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dump.dumps import put_event
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
@@ -29,7 +30,7 @@ def dump_of_operators(root: Path) -> Path:
     values = np.arange(4, dtype=np.float32)
     event = {"event": "tensor", "step": 0, "tap": "a::aten.mm.default", "class": "aten.mm.default", "role": "output.0",
              "call": 0, "seq": 1, "dtype": "float32", "shape": [2, 2]}  # fmt: skip
-    writer.put([(values.ctypes.data, values.nbytes)], event)
+    put_event(writer, values, event)
     for module, rows, high in (("a", 2, 3.0), ("b", 5, 9.0)):
         writer.line({
             "event": "op", "step": 0, "tap": f"{module}::aten.mm.default", "op": "aten.mm.default", "call": 0, "seq": 0,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from dump.dumps import put_event
 
 from vllm_accprobe.align.derived import round_to_bfloat16
 from vllm_accprobe.dump.dtypes import DTYPES, widen
@@ -495,7 +496,7 @@ def write(dump: MemoryDump, root: Path, *, payloads: bool = True) -> Path:
                 event["rows"] = record.rows
             bits = dump.data[record.payload.off]
             if payloads:
-                writer.put([(bits.ctypes.data, bits.nbytes)], event)
+                put_event(writer, bits, event)
             else:
                 writer.line(event | {"stats": asdict(record.stats), "hash": record.hash})
         writer.close("done", {"steps": 0, "tensors": 0})

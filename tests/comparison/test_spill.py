@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from synthetic_model import capture, scaled
 
+from vllm_accprobe import spill_buffer
 from vllm_accprobe.comparison import engine, store
-from vllm_accprobe.comparison.measure import measured as shelf_module
-from vllm_accprobe.comparison.measure.measured import SpillBuffer
 from vllm_accprobe.report.html import page
+from vllm_accprobe.spill_buffer import SpillBuffer
 
 
 def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf_module, "CHUNK", 1 << 16)
+    monkeypatch.setattr(spill_buffer, "CHUNK", 1 << 16)
     shelf = SpillBuffer(tmp_path, bound=1000)
     made = [np.random.default_rng(i).standard_normal((i * 37 % 50, 11)) for i in range(60)]
     kept = [shelf.keep(a) for a in made]
@@ -30,7 +30,7 @@ def test_arrays_beyond_the_bound_go_to_disk_and_stay_what_they_were(tmp_path, mo
 
 
 def test_a_table_larger_than_a_chunk_and_a_directory_that_cannot_be_written(tmp_path):
-    large = np.arange(float(shelf_module.CHUNK // 8 + 5))
+    large = np.arange(float(spill_buffer.CHUNK // 8 + 5))
     np.testing.assert_array_equal(SpillBuffer(tmp_path, bound=0).keep(large), large)
     nowhere = SpillBuffer(tmp_path / "none", bound=0)
     assert nowhere.keep(large[:10]) is not None
@@ -45,7 +45,7 @@ def test_on_a_full_disk_arrays_stay_in_memory(tmp_path):
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
     code = (
         "import sys, numpy as np\nfrom pathlib import Path\n"
-        "from vllm_accprobe.comparison.measure.measured import SpillBuffer\n"
+        "from vllm_accprobe.spill_buffer import SpillBuffer\n"
         "shelf, made = SpillBuffer(Path(sys.argv[1]), bound=0), np.arange(1 << 19)\n"
         "assert (shelf.keep(made) == made).all()\nprint(shelf.in_memory, shelf.on_disk)"
     )

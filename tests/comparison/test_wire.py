@@ -21,8 +21,9 @@ def test_units_come_back_as_they_were():
 
 def test_a_frame_with_an_array_of_another_kind_is_refused():
     ((text, data, _),) = store.frames(store.pack([unit()]))
-    assert text["arrays"][0][0] == "<i8"
-    text["arrays"][0][0] = "<f8"
+    keys = text["units"][0][1][0][1][0]
+    assert keys == ["i", 0, [3]]
+    keys[0] = "f"
     with pytest.raises(ValueError, match="keys of float64"):
         store.unpack(text, data)
 
@@ -38,7 +39,16 @@ def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
     assert len(list(store.frames(bytes(bad)))) == 1
 
 
-@pytest.mark.parametrize("arrays", [[["|O", [1], 0]], [["<f8", [99], 0]], [["<f8", [1], -8]], "x", [[1]]])
-def test_made_up_frames_are_refused(arrays):
+@pytest.mark.parametrize("where", [["O", 0, [1]], ["f", 0, [99]], ["f", -1, [1]], ["f", 0, "x"], [1], "x"])
+def test_made_up_frames_are_refused(where):
+    ((text, data, _),) = store.frames(store.pack([unit()]))
+    text["units"][0][2][0] = where
     with pytest.raises(ValueError):
-        store.unpack({"units": [], "arrays": arrays}, b"\0" * 16)
+        store.unpack(text, data)
+
+
+@pytest.mark.parametrize("ends", [{"f": 99, "i": 0, "b": 0}, {"f": 1}, {"f": "x", "i": 0, "b": 0}, [1], None])
+def test_frames_whose_arrays_do_not_fit_their_bytes_are_refused(ends):
+    ((text, data, _),) = store.frames(store.pack([unit()]))
+    with pytest.raises(ValueError):
+        store.unpack(text | {"ends": ends}, data)

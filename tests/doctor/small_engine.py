@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from dump.dumps import put_event
 
 from vllm_accprobe.config import ProbeConfig, in_ranges, matches
-from vllm_accprobe.dump.journal_writer import digest
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 TAPS = [f"model.layers.{i}.{name}" for i in range(2) for name in ("qkv_proj", "o_proj", "down_proj")]
@@ -59,9 +59,7 @@ def _write(root: Path, config: ProbeConfig, taps: list[str], start: int, *, flip
 
     def put(array: np.ndarray, dtype: str, **event: object) -> None:
         line = {"event": "tensor", "step": step, "call": 0, "dtype": dtype, "shape": list(array.shape), "row_dim": 0}
-        data = np.ascontiguousarray(array)
-        at = [(data.ctypes.data, data.nbytes)]
-        w.put(at, line | {"hash": digest(at), **event})
+        put_event(w, np.ascontiguousarray(array), line | event)
 
     for req, length in enumerate(PROMPTS):
         w.line({"event": "request", "req": req, "id": str(req), "prompt": f"{req}b" * 16, "prompt_len": length})

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from doctor import small_engine
 from doctor.small_engine import CHANGES, EAGER, FLIPS, TAPS, UNSTEADY
+from dump.dumps import put_event
 
 from vllm_accprobe.config import PREFIX, ConfigError
 from vllm_accprobe.doctor.graph_proof import (
@@ -238,7 +239,7 @@ def roots(
         if stats:
             w.line(line)
         else:
-            w.put(at, line)
+            put_event(w, values, line)
     w.close("done", {})
     return Bits(open_dump(root))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump.dtypes import DTYPES
+from vllm_accprobe.dump.journal_writer import TensorTemplate, digest
 from vllm_accprobe.dump.schema import Payload
 from vllm_accprobe.dump.writer import RankWriter, StatsCell, write_run_json
 
@@ -28,7 +31,23 @@ def tensor_event(
 def put(
     writer: RankWriter, tap: str, array: np.ndarray, dtype: str, cell: StatsCell | None = None, **more: Any
 ) -> Payload | None:
-    return writer.put(parts(array), tensor_event(tap, array, dtype, **more), cell)
+    return put_event(writer, array, tensor_event(tap, array, dtype, **more), cell)
+
+
+def put_event(
+    writer: RankWriter, array: np.ndarray, event: Mapping[str, Any], cell: StatsCell | None = None
+) -> Payload | None:
+    """Writes the tensor's line ``event`` and its bytes. Without a cell, hash and statistics are the event's where it
+    has such keys, else the bytes'. None where nothing is written any more."""
+    if cell is None:
+        wanted = "stats" not in event and event["dtype"] in DTYPES
+        hash = event.get("hash") or digest(parts(array))
+        cell = StatsCell(event.get("stats"), hash, event["dtype"] if wanted else None)
+    front = {k: v for k, v in event.items() if k not in ("step", "call", "seq", "dtype", "shape", "hash", "stats")}
+    template = TensorTemplate(front, event["dtype"], tuple(event["shape"]), array.nbytes)
+    line = (template, event.get("step"), event.get("call", 0), event.get("seq", 0), cell)
+    writer.tensor(line, array.ctypes.data)
+    return cell.payload
 
 
 def writer(root: Path, rank: int = 0, **options: Any) -> RankWriter:

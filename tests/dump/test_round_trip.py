@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import xxhash
-from dumps import bits, parts, put, tensor_event, writer
+from dumps import bits, put, put_event, tensor_event, writer
 
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.journal import TensorHead
@@ -85,14 +85,13 @@ def test_stock_safetensors_gives_torch_the_tensors(tmp_path):
         assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == kept[name].tobytes()
 
 
-def test_parts_are_joined_and_large_payloads_span_blocks(tmp_path):
+def test_large_payloads_span_blocks(tmp_path):
     root, rng = tmp_path / "d", np.random.default_rng(2)
     w = writer(root, block_bytes=4096, blocks=2)
-    a, b, c = bits(rng, 3 * 4096 + 2), bits(rng, 50_000), bits(rng, 2)
-    whole = np.concatenate([a, b, c])
+    whole = bits(rng, 3 * 4096 + 50_004)
     cell = StatsCell(None, xxhash.xxh3_128_hexdigest(whole.tobytes()), "bfloat16")
     event = tensor_event("t", whole, "bfloat16", shape=(whole.size // 2,))
-    p = w.put([*parts(a), (0, 0), *parts(b), *parts(c)], event, cell)
+    p = put_event(w, whole, event, cell)
     template = template_of(TensorHead("same", "Linear", "output.0"), "bfloat16", (2, whole.size // 4), whole.nbytes)
     w.line((template, 0, 0, 0, cell))
     w.close("done", {})

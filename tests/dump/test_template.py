@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import xxhash
-from dump.dumps import bits, parts, tensor_event, writer
+from dump.dumps import bits, put_event, tensor_event, writer
 
 from vllm_accprobe.dump.journal import TensorHead
 from vllm_accprobe.dump.journal_writer import template_of
@@ -34,7 +34,7 @@ def test_the_same_record_either_way(tmp_path, tap):
     for way in ("event", "template"):
         w = writer(tmp_path / way)
         if way == "event":
-            w.put(parts(a), own | form)
+            put_event(w, a, own | form)
         else:
             w.tensor(
                 (template(tap, a, "float32", layout=LAYOUT, mutated=True), 5, 2, 7, cell_of(a, "float32")),
@@ -56,7 +56,7 @@ def test_a_later_line_about_the_same_bytes_shares_everything(tmp_path):
     for i in range(3):
         line = (template(f"t{i}", a, "float32"), 0, 0, i, cell)
         w.tensor(line, a.ctypes.data) if i == 0 else w.line(line)
-    w.put(parts(a), tensor_event("event", a, "float32"))
+    put_event(w, a, tensor_event("event", a, "float32"))
     w.close("done", {})
     first, second, third, event = open_dump(tmp_path / "d").records
     assert first.payload == second.payload == third.payload != event.payload

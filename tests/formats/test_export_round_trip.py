@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dump.dumps import put_event
 from opcheck.opcheck_dumps import Maker
 from support.opchecked import check
 from support.peer_dumps import unpack
@@ -145,7 +146,7 @@ def test_every_dtype_and_shape(tmp_path: Path, kind: str) -> None:
         alive.append(raw[: 6 * info.storage.itemsize].copy())
         event = {"event": "tensor", "step": 0, "tap": "all", "class": "Everything", "role": f"input.{name}", "call": 0,
                  "seq": len(alive), "dtype": name, "shape": [2, 3]}  # fmt: skip
-        m.writer.put([(alive[-1].ctypes.data, alive[-1].nbytes)], event)
+        put_event(m.writer, alive[-1], event)
     none = {"empty": torch.zeros(0, 3), "none": torch.zeros(2, 0), "no_ids": torch.zeros(0, dtype=torch.int64)}
     m.call("all", "Everything", {"scalar": torch.tensor(2.5), **none}, torch.zeros(0, 3), rows=None)
     m.close()

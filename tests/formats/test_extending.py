@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dump.dumps import put_event
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
@@ -89,7 +90,7 @@ def own(path: Path) -> Path:
     writer = RankWriter(path, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
     value = np.arange(64, dtype=np.float32)
     event = {"event": "tensor", "step": 0, "tap": "a", "class": "Linear", "role": "output.0", "call": 0, "seq": 0}
-    writer.put([(value.ctypes.data, value.nbytes)], {**event, "dtype": "float32", "shape": [8, 8]})
+    put_event(writer, value, {**event, "dtype": "float32", "shape": [8, 8]})
     writer.close("done", {})
     return path
 

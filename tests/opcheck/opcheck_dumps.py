@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dump.dumps import put_event
 
 from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
@@ -77,7 +78,7 @@ class Maker:
         if not tensor.is_contiguous():
             event = {**event, "stride": list(tensor.stride()), "offset": tensor.storage_offset()}
         self._alive.append(array)
-        self.writer.put([(array.ctypes.data, array.nbytes)], {
+        put_event(self.writer, array, {
             "call": 0, **event, "dtype": name(tensor), "shape": list(tensor.shape),
         })  # fmt: skip
 

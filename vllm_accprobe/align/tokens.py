@@ -301,13 +301,12 @@ def token_ids(dump: Any) -> TokenIds:
     for (rank, _, name), space in sorted(dump.rows.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
         if name.startswith("vision") or len(space.ids) != sum(s.n for s in space.segments):
             continue
-        ids, at = np.array(space.ids, np.int64), 0
-        for s in space.segments:
+        ids = np.array(space.ids, np.int64)
+        for s, rows in space.stretches():
             request = dump.requests.get((rank, s.req))
             if request is not None and s.n and s.pos >= 0:
                 where = np.arange(s.pos, s.pos + s.n, dtype=np.int64)
-                found[request.id][identity(request)].append((where, ids[at : at + s.n]))
-            at += s.n
+                found[request.id][identity(request)].append((where, ids[rows]))
     one = {label: next(iter(by.values())) for label, by in found.items() if len(by) == 1}
     return {
         label: last_of_each(np.concatenate([p for p, _ in runs]), np.concatenate([i for _, i in runs]))
@@ -340,10 +339,8 @@ class SampledRow:
 
 def _put(seen: dict[int, list[tuple[np.ndarray, np.ndarray]]], space: RowSpace, ids: np.ndarray, on: int) -> None:
     """The tokens ``ids`` of the rows of a space; on: how far behind its row a token stands."""
-    at = 0
-    for s in space.segments:
-        seen.setdefault(s.req, []).append((np.arange(s.pos + on, s.pos + on + s.n), ids[at : at + s.n]))
-        at += s.n
+    for s, rows in space.stretches():
+        seen.setdefault(s.req, []).append((np.arange(s.pos + on, s.pos + on + s.n), ids[rows]))
 
 
 class SampledHistory:
@@ -651,10 +648,8 @@ def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> Numbe
 def _drafts(space: RowSpace) -> np.ndarray:
     """bool [n]: the row is a guess that its step verifies."""
     flags = np.zeros(sum(s.n for s in space.segments), bool)
-    at = 0
-    for s in space.segments:
-        at += s.n
-        flags[at - min(s.drafts or 0, s.n) : at] = True
+    for s, rows in space.stretches():
+        flags[rows.stop - min(s.drafts or 0, s.n) : rows.stop] = True
     return flags
 
 

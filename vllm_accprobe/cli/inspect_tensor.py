@@ -26,6 +26,7 @@ from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import SelectionOptions, ranges
 from vllm_accprobe.cli.output import answer, say_written
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import Lives, sentence
 from vllm_accprobe.dump.reader import Dump, Ranges, names_request, row_space, rows_of
@@ -335,15 +336,13 @@ def _numbers(row: np.ndarray) -> str:
 
 def _row_name(dump: Dump, r: Record, index: int) -> str:
     space = row_space(dump, r)
-    start = 0
-    for s in space.segments if space else ():
-        if index < start + s.n:
+    for s, rows in space.stretches() if space else ():
+        if index < rows.stop:
             request = dump.requests.get((r.rank, s.req))
             name = safe(request.id) if request else f"#{s.req}"
             image = "" if s.image is None else f", image {s.image}"
             token = f", token {space.ids[index]}" if space and space.ids else ""
-            return f"  (request {name}{image}, position {s.pos + index - start}{token}, {s.phase})"
-        start += s.n
+            return f"  (request {name}{image}, position {s.pos + index - rows.start}{token}, {s.phase})"
     return ""
 
 
@@ -415,11 +414,9 @@ def _ids(dump: Dump, keys: Sequence[tuple[int, int]], length: int) -> dict[int, 
     wanted = set(keys)
     found: dict[int, int] = {}
     for (rank, _, _), space in dump.rows.items():
-        at = 0
-        for s in space.segments:
-            if (rank, s.req) in wanted and s.image is None and len(space.ids) >= at + s.n:
-                found.update((s.pos + k, space.ids[at + k]) for k in range(min(s.n, max(length - s.pos, 0))))
-            at += s.n
+        for s, rows in space.stretches():
+            if (rank, s.req) in wanted and s.image is None and len(space.ids) >= rows.stop:
+                found.update((s.pos + k, space.ids[rows.start + k]) for k in range(min(s.n, max(length - s.pos, 0))))
     return found
 
 
@@ -435,8 +432,7 @@ def _same(request: Request, ids: Mapping[int, int], missing: Sequence[int]) -> s
 
 def _why(run: Mapping[str, Any]) -> str:
     """Why ids are missing, and what to set."""
-    probe = run.get("probe")
-    probe = probe if isinstance(probe, Mapping) else {}
+    probe = object_at(run, "probe")
     if run.get("tool") != "accprobe" or not probe:
         return "a row map holds them only in a capture of accprobe (VLLM_ACCPROBE=1)"
     if probe.get("tokens") and not _first(probe["tokens"]):

@@ -22,7 +22,7 @@ from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
-from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
@@ -267,8 +267,7 @@ def opened_calls(dump: Path, model: Path | None) -> Calls:
 
 def model_of(run: object) -> Path | None:
     """The model's directory by run.json, where it is on this machine."""
-    described = run.get("model") if isinstance(run, dict) else None
-    path = described.get("path") if isinstance(described, dict) else None
+    path = (object_at(run, "model") or {}).get("path")
     if not isinstance(path, str) or not path or "\0" in path:
         return None
     return Path(path) if Path(path).is_dir() else None

@@ -33,6 +33,7 @@ from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.notes import with_effects
 from vllm_accprobe.comparison.result import FAIL, PARTLY, WHOLE, Comparison
 from vllm_accprobe.comparison.store import MEASURED
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of
@@ -257,5 +258,4 @@ def _both_captured(request: ReplayRequest) -> bool:
 
 def _captured(run: dict[str, Any]) -> bool:
     """Whether a model was captured, by our probe, with its values."""
-    probe = run.get("probe")
-    return run.get("tool") == "accprobe" and isinstance(probe, dict) and probe.get("task") == "tensor"
+    return run.get("tool") == "accprobe" and (object_at(run, "probe") or {}).get("task") == "tensor"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.journal import NO_LIVES
 from vllm_accprobe.dump.schema import Module
 
@@ -181,11 +181,7 @@ class Asked:
 
 def config_of(run: Mapping[str, Any], directory: Path | None) -> Mapping[str, Any]:
     """config.json as the capture wrote it down, else from the model's directory; {} where neither has one."""
-    model = run.get("model") if isinstance(run, Mapping) else None
-    kept = model.get("config") if isinstance(model, Mapping) else None
-    if isinstance(kept, Mapping) and kept:
-        return kept
-    return object_in(directory and directory / "config.json", MAX_JSON)
+    return object_at(run, "model", "config") or object_in(directory and directory / "config.json", MAX_JSON)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -603,9 +599,8 @@ def _holds(built: Any, due: Any) -> bool:
 
 def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
     """The modules of a dump's ranks against config.json."""
-    run: Mapping[str, Any] = dump.run if isinstance(dump.run, dict) else {}
-    config = config_of(run, model)
-    described, probe, parallel = (_part(run, name) for name in ("model", "probe", "parallel"))
+    config = config_of(dump.run, model)
+    described, probe, parallel = (object_at(dump.run, name) or {} for name in ("model", "probe", "parallel"))
     listed, pp = described.get("overrides"), parallel.get("pp")
     changed = [str(k) for k in listed] if isinstance(listed, list) else []
     whole = not probe.get("modules") and (not isinstance(pp, list) or pp[1:] == [1])
@@ -620,10 +615,6 @@ def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
             return out
     return first if first is not None else BuiltCheck()
 
-
-def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = run.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:

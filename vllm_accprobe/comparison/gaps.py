@@ -36,7 +36,7 @@ from vllm_accprobe.align.data_flow import (
 )
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
-from vllm_accprobe.dump.decode import decode
+from vllm_accprobe.dump.decode import Where, decode, object_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.tensor_errors import TensorErrors
@@ -59,9 +59,9 @@ class Untapped:
         return [[[k, list(made)] for k, made in self.flow.items()], list(self.modules), dict(self.classes)]
 
     @staticmethod
-    def of_plain(value: Any) -> Untapped:
+    def of_plain(value: Any, where: Where = "") -> Untapped:
         """Raises DecodeError for anything that ``plain`` did not write."""
-        return Untapped(*decode(tuple[dict[Key, tuple[Key, ...]], tuple[str, ...], dict[str, str]], value, "untapped"))
+        return Untapped(*decode(tuple[dict[Key, tuple[Key, ...]], tuple[str, ...], dict[str, str]], value, where))
 
 
 NOTHING = Untapped()
@@ -390,13 +390,12 @@ _MANY = 6
 def splitting(gap: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
     """The settings, without VLLM_ACCPROBE_, of a further capture of ``run`` that sees what lies in a gap; {} where the
     run is not ours or has seen all that it can see."""
-    engine, probe = run.get("engine"), run.get("probe")
-    graphs = engine.get("graphs") if isinstance(engine, Mapping) else None
-    if run.get("tool") != "accprobe" or not isinstance(probe, Mapping):
+    graphs, probe = object_at(run, "engine", "graphs"), object_at(run, "probe")
+    if run.get("tool") != "accprobe" or probe is None:
         return {}
     inside = _globs(gap)
     chosen = [str(m) for m in probe.get("modules") or ()]
-    if isinstance(graphs, Mapping):
+    if graphs is not None:
         if "all" in (*(probe.get("graph_taps") or ()), *chosen):
             return {"GRAPHS": "0"}
         ends = [tap.partition("/")[0] for tap in (gap.get("after") or "", gap["before"]) if tap]

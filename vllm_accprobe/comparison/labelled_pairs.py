@@ -317,9 +317,8 @@ def _whose(dump: Dump, side: LabelSide, row: int) -> tuple[str | None, int] | No
     if space is None or len(r.shape) < 2:
         return None
     row //= math.prod(r.shape[1:-1])
-    for segment in space.segments:
-        if row < segment.n:
-            request = dump.requests.get((r.rank, segment.req))
-            return (request.id if request else None), segment.pos + row
-        row -= segment.n
+    for s, at in space.stretches():
+        if row < at.stop:
+            request = dump.requests.get((r.rank, s.req))
+            return (request.id if request else None), s.pos + row - at.start
     return None

@@ -22,6 +22,7 @@ from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measure
 from vllm_accprobe.comparison.measure.read import said as figures_said
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
 from vllm_accprobe.comparison.row_table import RowTable
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge import near_ties
 from vllm_accprobe.judge.tensor_errors import METRICS, RowErrors, Worst, describe, value_and_limit
 from vllm_accprobe.kernels.formulas import Metrics
@@ -60,8 +61,8 @@ def images(setting: ComparisonContext, units: Sequence[MeasuredUnit], pairs: Seq
     found = {p.status for p in pairs if (p.tap, p.role, p.call) in vision} - {SKIP}
     if not setting.rehashed or found != {PASS}:
         return [f"request {request!r} has different images" for request in setting.other_images]
-    versions = [run.get("versions") for run in (setting.golden_run, setting.mine_run)]
-    releases = [str(v["vllm"])[:40] if isinstance(v, dict) and "vllm" in v else "" for v in versions]
+    versions = [object_at(run, "versions") or {} for run in (setting.golden_run, setting.mine_run)]
+    releases = [str(v.get("vllm", ""))[:40] for v in versions]
     by = f" (vLLM {releases[0]} and {releases[1]})" if all(releases) and releases[0] != releases[1] else ""
     return [f"image hashes differ in all requests that have images ({len(setting.other_images)}), and all that was "
             f"computed of the images agrees: another way of hashing{by}"]  # fmt: skip

@@ -26,6 +26,7 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
 from vllm_accprobe.comparison.states import cache_notes, findings, watched
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.reader import Dump, nearest
 from vllm_accprobe.dump.schema import SamplingParameters
 from vllm_accprobe.judge.floor import flow_unit
@@ -41,7 +42,7 @@ ALL_SKIPPED = "all pairs were skipped"
 
 def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
     out: list[str] = []
-    names = [str(d.run["model"].get("class") or "") if isinstance(d.run.get("model"), dict) else "" for d in dumps]
+    names = [str((object_at(d.run, "model") or {}).get("class") or "") for d in dumps]
     if all(names) and names[0] != names[1]:
         out.append(f"different models: {names[0][:80]} in golden, {names[1][:80]} in mine")
     for g, m in plan.requests.different:
@@ -69,10 +70,8 @@ def plan_notes(dumps: tuple[Any, Any], plan: Plan) -> list[str]:
 def taps_effect(run: dict[str, Any]) -> list[str]:
     """What `accprobe doctor --graphs` has found of the taps of this very run, if it was one of its runs: a sentence.
     run: run.json, perhaps a stranger's."""
-    changed: Any = run
-    for key in ("engine", "graphs", "changed"):
-        changed = changed.get(key) if isinstance(changed, dict) else None
-    if not isinstance(changed, dict):
+    changed = object_at(run, "engine", "graphs", "changed")
+    if changed is None:
         return []
     if changed.get("repeats") is not True:
         return ["two runs without taps differed already: whether its taps change the result is not known"]

@@ -118,10 +118,8 @@ def _forms(dump: Any, left: list[int]) -> dict[str, list[tuple[int, bool] | None
         left[0] -= hidden.payload.nbytes if hidden.payload is not None else 0
         if left[0] < 0:
             break
-        states, start, parts = _values(dump, hidden), 0, []
-        for s in rows.segments:
-            parts.append((s.pos, states[start : start + s.n]))
-            start += s.n
+        states = _values(dump, hidden)
+        parts = [(s.pos, states[at]) for s, at in rows.stretches()]
         found[tap] += [_form(_values(dump, o), k, parts) for k, o in enumerate(outputs) if len(o.shape) == 1]
     return found
 

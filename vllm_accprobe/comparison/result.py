@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
 from vllm_accprobe.comparison.runner_inputs import RUNNER, is_explained
 from vllm_accprobe.comparison.states import cache_origin, is_cache
-from vllm_accprobe.comparison.verdict.follow_ups import PARTLY, WHOLE, not_checked, would_decide
 from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
@@ -31,6 +30,8 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEMA = 1
+PARTLY, WHOLE = "partly", "whole"
+"""How much of a comparison was replayed, where anything was."""
 
 
 class CompareError(Exception):
@@ -126,17 +127,19 @@ class Comparison:
     @cached_property
     def would_decide(self) -> list[dict[str, str]]:
         """What would decide where the answer is open: [{"why", "command"}], the best first (follow_ups.py)."""
-        return would_decide(self)
+        found: list[dict[str, str]] = _above("comparison.verdict.follow_ups").would_decide(self)
+        return found
 
     @cached_property
     def not_checked(self) -> dict[str, str] | None:
         """Why not everything was checked, and what would check it: {"why", "command"}; None where all was."""
-        return not_checked(self)
+        found: dict[str, str] | None = _above("comparison.verdict.follow_ups").not_checked(self)
+        return found
 
     @cached_property
     def next_steps(self) -> list[dict[str, str]]:
         """What to type next after a failure: [{"why", "command"}], the most useful first (report/follow_ups.py)."""
-        found: list[dict[str, str]] = _report("follow_ups").next_steps(self)
+        found: list[dict[str, str]] = _above("report.follow_ups").next_steps(self)
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -168,20 +171,20 @@ class Comparison:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame with a row per pair and compare.csv's columns (report/notebook.py)."""
-        return _report("notebook").to_pandas(self)
+        return _above("report.notebook").to_pandas(self)
 
     def plot_depth(self) -> Any:
         """A plotly figure of the error over depth (report/notebook.py)."""
-        return _report("notebook").plot_depth(self)
+        return _above("report.notebook").plot_depth(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows for a comparison: verdict, origins and worst pairs, without script."""
-        return str(_report("notebook").repr_html(self))
+        return str(_above("report.notebook").repr_html(self))
 
 
-def _report(module: str) -> Any:
-    """The one door from here up to the report, opened when somebody walks through."""
-    return import_module(f"vllm_accprobe.report.{module}")
+def _above(module: str) -> Any:
+    """What reads a finished comparison, and is imported only when it is needed."""
+    return import_module(f"vllm_accprobe.{module}")
 
 
 def _plain(value: Any) -> Any:

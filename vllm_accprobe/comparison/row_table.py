@@ -23,7 +23,7 @@ from vllm_accprobe.comparison.measure.read import Loader, Stretch, Unread, find_
 from vllm_accprobe.comparison.pair import FAIL, PASS, Pair
 from vllm_accprobe.comparison.plan.unit import Group, Unit
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.dump.dtypes import DTYPES, widen
+from vllm_accprobe.dump.dtypes import DTYPES
 
 Names = dict[int, "tuple[str, int | None]"]
 """Subject of a row key → (request label, image index or None)."""
@@ -219,41 +219,45 @@ def _sample(
     worst = int(keys[int(errors.argmax())])
     others = keys[keys != worst]
     others = others[np.unique(np.linspace(0, len(others) - 1, OTHER_ROWS).astype(int))] if len(others) else others
-    first = [_row(plan, unit, group, loaders, worst)]
-    rest = [_row(plan, unit, group, loaders, int(k)) for k in others]
-    if first[0] is None:
+    goldens = [g for g in unit.golden if g.readable]
+    known, *sides = _rows_of_both(plan, loaders, goldens, group, np.unique([*others, worst]))
+    at = {int(key): i for i, key in enumerate(known)}
+    if worst not in at:
         return None
-    share = max(1, VALUES // max(len(rest), 1))
-    parts = [_spread(r, VALUES if r is first[0] else share) for r in (*first, *rest) if r is not None]
-    golden, mine = (np.concatenate([p[side] for p in parts]) for side in (0, 1))
-    request, position = plan.tokens.name(worst)
-    return ValueSample(index, golden, mine, len(parts[0][0]), request, position)
+    share = max(1, VALUES // max(len(others), 1))
+    rows = [(at[k], VALUES if k == worst else share) for k in (worst, *others.tolist()) if k in at]
+    width = sides[0].shape[1]
+    places = [(i, np.arange(width) if width <= n else np.linspace(0, width - 1, n).astype(int)) for i, n in rows]
+    golden, mine = (np.concatenate([side[i][c] for i, c in places]).astype(np.float32) for side in sides)
+    return ValueSample(index, golden, mine, len(places[0][1]), *plan.tokens.name(worst))
 
 
-def _row(
-    plan: Plan, unit: Unit, mine: Group, loaders: tuple[Loader, Loader], key: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """One row of both sides as float32 [width], the last computed where a side has it more than once."""
-    at = np.array([key])
-    golden = [(g, row) for g in unit.golden if g.readable and (row := int(_rows_at(plan.tokens.golden, g, at)[0])) >= 0]
-    own = int(_rows_at(plan.tokens.mine, mine, at)[0])
-    if not golden or own < 0:
-        return None
-    partner, other = golden[-1]
-    out = []
-    places = ((partner, other), (mine, own))
-    for loader, (group, row), cut in zip(loaders, places, find_cut(partner, mine), strict=True):
-        block = loader.load(group, cut)
-        if row >= len(block.data):
-            return None
-        out.append(widen(block.data[row], block.dtype, as_float=True).astype(np.float32))
-    return (out[0], out[1]) if len(out[0]) == len(out[1]) else None
-
-
-def _spread(row: tuple[np.ndarray, np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
-    width = len(row[0])
-    chosen = np.arange(width) if width <= n else np.linspace(0, width - 1, n).astype(int)
-    return row[0][chosen], row[1][chosen]
+def _rows_of_both(
+    plan: Plan, loaders: tuple[Loader, Loader], goldens: Sequence[Group], group: Group, keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(those of ``keys`` that both sides have, golden's rows, mine's), float64 [n, width]; of golden's tensors the last
+    that has a row counts. Nothing where row maps and tensors do not fit. keys: ascending. Raises Unread."""
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for golden in reversed(goldens):
+        rows = _rows_at(plan.tokens.golden, golden, keys), _rows_at(plan.tokens.mine, group, keys)
+        both = (rows[0] >= 0) & (rows[1] >= 0)
+        if not both.any():
+            continue
+        cuts = find_cut(golden, group)
+        loaded = [ld.load(g, cut) for ld, g, cut in zip(loaders, (golden, group), cuts, strict=True)]
+        at = [r[both] for r in rows]
+        beyond = any(r.max() >= len(b.data) for r, b in zip(at, loaded, strict=True))
+        if beyond or loaded[0].data.shape[1] != loaded[1].data.shape[1]:
+            found.clear()
+            break
+        found.append((keys[both], *Stretch(loaded[0], at[0], loaded[1], at[1]).numbers))
+        keys = keys[~both]
+        if not len(keys):
+            break
+    if not found:
+        return keys[:0], np.zeros((0, 0)), np.zeros((0, 0))
+    known, *sides = (np.concatenate(column) for column in zip(*found, strict=True))
+    return known, sides[0].astype(np.float64), sides[1].astype(np.float64)
 
 
 MAX_SPREAD_PAIRS = 200
@@ -337,27 +341,10 @@ def _spread_of(
     loaders: tuple[Loader, Loader],
 ) -> ValueSpread | None:  # fmt: skip
     first, last, positions = over_positions(keys & POSITION_MASK, error)
-    blocks = []
     chosen = _some(keys, error, max(1, MAX_VALUES // max(1, _width(group))))
-    for golden in reversed(sides):
-        rows = _rows_at(plan.tokens.golden, golden, chosen), _rows_at(plan.tokens.mine, group, chosen)
-        both = (rows[0] >= 0) & (rows[1] >= 0)
-        if not both.any():
-            continue
-        cuts = find_cut(golden, group)
-        loaded = [ld.load(g, cut) for ld, g, cut in zip(loaders, (golden, group), cuts, strict=True)]
-        at = [r[both] for r in rows]
-        if any(r.max() >= len(b.data) for r, b in zip(at, loaded, strict=True)):
-            return None
-        if loaded[0].data.shape[1] != loaded[1].data.shape[1]:
-            return None
-        blocks.append(Stretch(loaded[0], at[0], loaded[1], at[1]).numbers)
-        chosen = chosen[~both]
-        if not len(chosen):
-            break
-    if not blocks:
+    known, g, m = _rows_of_both(plan, loaders, sides, group, chosen)
+    if not len(known):
         return None
-    g, m = (np.concatenate([b[side] for b in blocks]).astype(np.float64) for side in (0, 1))
     low, high, counts = histograms(g, m)
     peaks = over_columns(g, m)
     return ValueSpread(index, low, high, *counts, peaks, g.shape[1], first, last, positions, len(g), len(keys))

@@ -224,11 +224,9 @@ def _got(dump: Any, rank: int, kind: str, steps: _Steps, out: RunnerCheck) -> di
             out.unchecked[f"{kind} that cannot be read"] += space.n
             continue
         values = values[:, None] if values.ndim == 1 else np.moveaxis(values, record.row_dim, 0)
-        at = 0
-        for s in space.segments:
+        for s, at in space.stretches():
             where = np.arange(s.pos, s.pos + s.n)
-            parts[s.req].append((where, np.full(s.n, record.step), values[at : at + s.n], record))
-            at += s.n
+            parts[s.req].append((where, np.full(s.n, record.step), values[at], record))
     found = {}
     for req, some in parts.items():
         sections = some[0][2].shape[1]
@@ -436,11 +434,10 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck, fed: bool) -> It
         if taken > MOST_ROWS:
             out.unchecked[f"{IDS} beyond the first {MOST_ROWS:,} rows"] += rows.n
             continue
-        at, given = 0, np.array(rows.ids, np.int64)
-        for s in rows.segments:
+        recorded = np.array(rows.ids, np.int64)
+        for s, at in rows.stretches():
             if s.n:
-                parts[s.req].append((s.pos, given[at : at + s.n], step))
-            at += s.n
+                parts[s.req].append((s.pos, recorded[at], step))
     ids = {req: _Ids.of(some) for req, some in parts.items()}
     drawn = _drawn(dump, rank, steps)
     # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
@@ -558,11 +555,9 @@ def _drawn(dump: Any, rank: int, steps: _Steps) -> dict[int, _Ids]:
             tokens = np.asarray(dump.read(r)).astype(np.int64)
         except (DumpError, OSError):
             continue
-        at = 0
-        for s in space.segments:
+        for s, at in space.stretches():
             if s.n:
-                parts[s.req].append((s.pos, tokens[at : at + s.n], r.step))
-            at += s.n
+                parts[s.req].append((s.pos, tokens[at], r.step))
     return {req: _Ids.of(some) for req, some in parts.items()}
 
 
@@ -668,8 +663,8 @@ def _embeddings(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterat
     for r in sorted(steps.records[rank], key=lambda r: (-1 if r.step is None else r.step, r.seq)) if encoded else ():
         if (r.tap, r.role, r.rows) != (ROOT_TAP, _EMBEDS, TOKENS) or r.payload is None or r.step is None:
             continue
-        rows, start = dump.rows.get((rank, r.step, TOKENS)), 0
-        for s in rows.segments if rows is not None and r.shape[:1] == (rows.n,) and not r.row_dim else ():
+        rows = dump.rows.get((rank, r.step, TOKENS))
+        for s, at in rows.stretches() if rows is not None and r.shape[:1] == (rows.n,) and not r.row_dim else ():
             request = dump.requests.get((rank, s.req))
             for number, image in enumerate(() if request is None else request.images):
                 low, high = max(s.pos, image.pos), min(s.pos + s.n, image.pos + image.n)
@@ -680,7 +675,7 @@ def _embeddings(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterat
                     out.unchecked[f"{EMBEDDINGS} of another form than the encoder's output"] += high - low
                     continue
                 try:
-                    got = dump.read_rows(r, slice(start + low - s.pos, start + high - s.pos))
+                    got = dump.read_rows(r, slice(at.start + low - s.pos, at.start + high - s.pos))
                     due = own.read(dump, low - image.pos, high - image.pos)
                     wrong = (got != due).any(1)
                     whose = _whose(dump, got[wrong], encoded) if wrong.any() else None
@@ -692,15 +687,14 @@ def _embeddings(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Iterat
                 else:
                     out.unchecked[f"{EMBEDDINGS} that are no row of the encoder's output"] += high - low
                 if whose is not None:
-                    at = low + np.flatnonzero(wrong)
-                    _, phase, chunk = steps.place(rank, s.req, int(at[0]), r.step)
+                    bad = low + np.flatnonzero(wrong)
+                    _, phase, chunk = steps.place(rank, s.req, int(bad[0]), r.step)
                     other = dump.requests.get((rank, whose.req))
                     of = "" if whose.req == s.req else f" of request {other.id if other else whose.req!r}"
-                    says = (f"the embeddings of request {request.id!r} in rows {at[0]} to {at[-1]}, {chunk}, are not "
+                    says = (f"the embeddings of request {request.id!r} in rows {bad[0]} to {bad[-1]}, {chunk}, are not "
                             f"those of its image {number} but those of image {whose.image}{of}")  # fmt: skip
-                    yield RunnerFault(EMBEDDINGS, rank, ROOT_TAP, r.role, request.id, int(at[0]), int(at[-1]),
-                                      len(at), r.step, phase, chunk, says)  # fmt: skip
-            start += s.n
+                    yield RunnerFault(EMBEDDINGS, rank, ROOT_TAP, r.role, request.id, int(bad[0]), int(bad[-1]),
+                                      len(bad), r.step, phase, chunk, says)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -731,13 +725,12 @@ def _encoded(dump: Any, rank: int, steps: _Steps) -> dict[str, _Encoded]:
             best[r.step] = r
     found: dict[str, _Encoded] = {}
     for step, r in best.items():
-        rows, start = dump.rows.get((rank, step, _MERGED)), 0
-        for s in rows.segments if rows is not None and r.shape[:1] == (rows.n,) else ():
+        rows = dump.rows.get((rank, step, _MERGED))
+        for s, at in rows.stretches() if rows is not None and r.shape[:1] == (rows.n,) else ():
             request = dump.requests.get((rank, s.req))
             known = request is not None and s.image is not None and s.image < len(request.images)
             if known and s.pos == 0 and len(found) < MOST_IMAGES:
-                found.setdefault(request.images[s.image].hash, _Encoded(r, start, s.n, s.req, s.image))
-            start += s.n
+                found.setdefault(request.images[s.image].hash, _Encoded(r, at.start, s.n, s.req, s.image))
     return found
 
 

@@ -2,10 +2,10 @@
 
 The problem: a saved, an interrupted and a distributed comparison hold the same values; results must survive a kill, and
 a file may be damaged or hostile. The idea: units become lists that JSON can hold, in which an array is a word for where
-it lies; sets of rows are stored once. A frame (`pack`) is two lengths, a hash, JSON and bytes: one that is not whole is
-not there. measured.npz (`save`) holds one long array per kind, read with allow_pickle=False. `Finished` appends frames
-beside the results, begins anew where dumps, choices or release changed, and writes only what takes seconds. Not here:
-what the fields mean (measure/measured.py).
+it lies in one long array per kind of number; what is equal is stored once. A frame (`pack`) is two lengths, a hash,
+JSON and the long arrays: one that is not whole is not there. measured.npz (`save`) holds the same as members, read with
+allow_pickle=False. `Finished` appends frames beside the results, begins anew where dumps, choices or release changed,
+and writes only what takes seconds. Not here: what the fields mean (measure/measured.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from dataclasses import fields as names_of
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ import numpy as np
 
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import RowSet
-from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.measure.measured import ComparisonContext, Measured, MeasuredUnit, Part
 from vllm_accprobe.comparison.result import CompareError
 from vllm_accprobe.dump.decode import decode
@@ -43,48 +41,106 @@ PLAIN = tuple(f.name for f in fields(Part) if f.name != "rows" and f.name not in
 UNIT = ("key", "cls", "rule", "order", "depth", "is_param", "vision", "gap")
 
 _plain_of, _tables_of, _unit_of = attrgetter(*PLAIN), attrgetter(*TABLES), attrgetter(*UNIT)
-Put = Callable[["np.ndarray | None"], Any]
-"""Keeps an array and says where; None for none."""
-Get = Callable[[Any], Any]
-"""The array that lies there."""
+Known = dict[tuple[bytes, bytes], RowSet]
+"""Sets of rows by the bytes of their keys and flags."""
+POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
 
 
-def to_lists(units: Iterable[MeasuredUnit], put: Put) -> list[Any]:
-    """``units`` as JSON (see `plain`)."""
-    known: dict[RowSet, list[Any]] = {}
+class ArrayPools:
+    """One long array per kind of number. Says where each array will lie, and remembers which of integers and flags it
+    has; nothing is copied before it is written."""
 
-    def rows(of: RowSet) -> list[Any]:
-        if of not in known:
-            known[of] = [put(getattr(of, name)) for name in ROWS]
-        return known[of]
+    def __init__(self) -> None:
+        self.arrays: dict[str, list[np.ndarray]] = {k: [] for k in POOLS}
+        self.ends = dict.fromkeys(POOLS, 0)
+        self.known: dict[tuple[str, bytes], list[Any]] = {}
 
-    out = []
-    for u in units:
-        parts = [[_plain_of(p), [*rows(p.rows), *map(put, _tables_of(p))]] for p in u.parts]
-        out.append([_unit_of(u), parts, [put(u.columns), None]])  # None: sums that earlier releases kept
-    return out
+    def put(self, array: np.ndarray | None) -> list[Any] | None:
+        """[kind, start, shape] of an array, or None for none."""
+        if array is None:
+            return None
+        kind = {"f": "f", "i": "i", "b": "b"}[array.dtype.kind]
+        flat: np.ndarray = np.ascontiguousarray(array, POOLS[kind]).reshape(-1)
+        name = (kind, hashlib.blake2b(flat.tobytes(), digest_size=16).digest()) if kind != "f" else None
+        if name is not None and name in self.known:
+            return [*self.known[name][:2], list(array.shape)]
+        where = [kind, self.ends[kind], list(array.shape)]
+        self.arrays[kind].append(flat)
+        self.ends[kind] += len(flat)
+        if name is not None:
+            self.known[name] = where
+        return where
+
+    def units(self, units: Iterable[MeasuredUnit]) -> list[Any]:
+        """``units`` as JSON (see `plain`)."""
+        known: dict[RowSet, list[Any]] = {}
+
+        def rows(of: RowSet) -> list[Any]:
+            if of not in known:
+                known[of] = [self.put(getattr(of, name)) for name in ROWS]
+            return known[of]
+
+        out = []
+        for u in units:
+            parts = [[_plain_of(p), [*rows(p.rows), *map(self.put, _tables_of(p))]] for p in u.parts]
+            out.append([_unit_of(u), parts, [self.put(u.columns), None]])  # None: sums that earlier releases kept
+        return out
+
+    def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
+        """Each pool as a member, array by array, as numpy.savez would write it. rest: called now and then."""
+        for kind, arrays in self.arrays.items():
+            head = {"descr": np.dtype(POOLS[kind]).str, "fortran_order": False, "shape": (self.ends[kind],)}
+            with archive.open(f"{kind}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, head)
+                written = 0
+                for array in arrays:
+                    member.write(array.data.cast("B") if len(array) else b"")
+                    written += array.nbytes
+                    if written > _OFTEN:
+                        written = 0
+                        rest()
 
 
-def from_lists(said: Sequence[Any], get: Get, rows_at: Callable[[list[Any]], RowSet]) -> list[MeasuredUnit]:
-    """The units that `say` made ``said`` of. rows_at: `rows_of` the arrays at two places. Raises ValueError, or what
-    Python says of a list that is none of ours, for anything else."""
-    units = []
-    for head, parts, (columns, _) in said:
-        made = []
-        for plain, arrays in parts:
-            values = dict(zip(PLAIN, plain, strict=True))
-            values |= {name: _tuple(values[name]) for name in TUPLES if values[name] is not None}
-            for name, table in zip(TABLES, map(get, arrays[len(ROWS) :]), strict=True):
-                values[name] = None if table is None else _checked(name, table, TABLES)
-            made.append(Part(**values, rows=rows_at(arrays[: len(ROWS)])))
-        unit = dict(zip(UNIT, head, strict=True))
-        units.append(MeasuredUnit(**unit | {"key": _tuple(unit["key"])}, parts=made, columns=get(columns)))
-    return units
+class StoredArrays:
+    """The same, as they were written. known: sets of rows that others have, too: those of a step belong to all its
+    tensors. Everything raises ValueError, or what Python says of a list that is none of ours, for what `ArrayPools` did
+    not write."""
 
+    def __init__(self, pools: Mapping[str, np.ndarray], known: Known):
+        self._pools, self._known = pools, known
+        self._rows: dict[str, RowSet] = {}
 
-def rows_of(keys: np.ndarray, decode: np.ndarray) -> RowSet:
-    """Raises ValueError for what no file of ours holds."""
-    return RowSet(_checked("keys", keys, ROWS), _checked("decode", decode, ROWS))
+    def get(self, where: list[Any] | None) -> Any:
+        """The array that lies there."""
+        if where is None:
+            return None
+        kind, start, shape = where
+        size = int(np.prod(shape, dtype=np.int64))
+        if start < 0 or start + size > len(self._pools[kind]):
+            raise ValueError("an array lies outside its pool")
+        return self._pools[kind][start : start + size].reshape(shape)
+
+    def _rows_at(self, where: list[Any]) -> RowSet:
+        name = str(where)
+        if name not in self._rows:
+            keys, decode = (_checked(n, self.get(w), ROWS) for n, w in zip(ROWS, where, strict=True))
+            made = RowSet(keys.copy(), decode.copy())
+            self._rows[name] = self._known.setdefault((keys.tobytes(), decode.tobytes()), made)
+        return self._rows[name]
+
+    def units(self, said: Sequence[Any]) -> list[MeasuredUnit]:
+        units = []
+        for head, parts, (columns, _) in said:
+            made = []
+            for plain, arrays in parts:
+                values = dict(zip(PLAIN, plain, strict=True))
+                values |= {name: _tuple(values[name]) for name in TUPLES if values[name] is not None}
+                for name, table in zip(TABLES, map(self.get, arrays[len(ROWS) :]), strict=True):
+                    values[name] = None if table is None else _checked(name, table, TABLES)
+                made.append(Part(**values, rows=self._rows_at(arrays[: len(ROWS)])))
+            unit = dict(zip(UNIT, head, strict=True))
+            units.append(MeasuredUnit(**unit | {"key": _tuple(unit["key"])}, parts=made, columns=self.get(columns)))
+        return units
 
 
 def plain(value: Any) -> Any:
@@ -107,35 +163,25 @@ def _checked(name: str, array: np.ndarray, dtypes: Mapping[str, Any]) -> np.ndar
 
 
 _HEAD = struct.Struct("<QQ16s")
-LAYOUT = " ".join(["2", *PLAIN, *TABLES, "|", *UNIT])
+LAYOUT = " ".join(["3", *PLAIN, *TABLES, "|", *UNIT])
 """Changes whenever old frames would be misread."""
-Known = dict[tuple[bytes, bytes], RowSet]
-"""Sets of rows by the bytes of their keys and flags."""
 
 
 def pack(units: Sequence[MeasuredUnit]) -> bytes:
-    out = _Arrays()
-    said = to_lists(units, out.put)
-    return frame({"units": said, "arrays": out.described}, b"".join(out.data))
+    pools = ArrayPools()
+    said = pools.units(units)
+    return frame({"units": said, "ends": pools.ends}, b"".join(a.tobytes() for k in POOLS for a in pools.arrays[k]))
 
 
 def unpack(text: dict[str, Any], data: bytes, known: Known | None = None) -> list[MeasuredUnit]:
-    """The units of a frame. Raises ValueError for anything that `pack` does not write.
-
-    known: remembers sets of rows: those of a step belong to all its tensors.
-    """
-    known = {} if known is None else known
-
-    def rows_at(where: list[int]) -> RowSet:
-        keys, decode = (arrays[i] for i in where)
-        name = keys.tobytes(), decode.tobytes()
-        if name not in known:
-            known[name] = rows_of(keys.copy(), decode.copy())
-        return known[name]
-
+    """The units of a frame. Raises ValueError for anything that `pack` does not write. known: see `StoredArrays`."""
     try:
-        arrays = [_array(data, dtype, shape, start) for dtype, shape, start in text["arrays"]]
-        return from_lists(text["units"], lambda i: None if i is None else arrays[i], rows_at)
+        pools: dict[str, np.ndarray] = {}
+        at, view = 0, memoryview(data)
+        for kind, dtype in POOLS.items():
+            end = at + text["ends"][kind] * np.dtype(dtype).itemsize
+            pools[kind], at = np.frombuffer(view[at:end], dtype), end
+        return StoredArrays(pools, {} if known is None else known).units(text["units"])
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise ValueError(f"not a frame of measured units: {e}") from None
 
@@ -168,81 +214,15 @@ def _digest(head: bytes, data: bytes) -> bytes:
     return value.digest()
 
 
-class _Arrays:
-    def __init__(self) -> None:
-        self.data: list[bytes] = []
-        self.described: list[list[Any]] = []
-        self._end = 0
-
-    def put(self, array: np.ndarray | None) -> int | None:
-        if array is None:
-            return None
-        data = np.ascontiguousarray(array).tobytes()
-        self.described.append([array.dtype.str, list(array.shape), self._end])
-        self.data.append(data)
-        self._end += len(data)
-        return len(self.described) - 1
-
-
-def _array(data: bytes, dtype: str, shape: list[int], start: int) -> np.ndarray:
-    kind = np.dtype(dtype)
-    if kind.kind not in "fiub":
-        raise ValueError(f"arrays of {dtype} are not stored here")
-    count = int(np.prod(shape, dtype=np.int64))
-    if start < 0 or count < 0 or start + count * kind.itemsize > len(data):
-        raise ValueError("an array lies outside its frame")
-    return np.frombuffer(data, kind, count, start).reshape(shape)
-
-
 MEASURED = "measured.npz"
 VERSION = 5
 _OFTEN = 32 << 20
-_POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
-
-
-class _Writer:
-    """Says where each array will lie, and remembers which; nothing is copied before `write`."""
-
-    def __init__(self) -> None:
-        self.pools: dict[str, list[np.ndarray]] = {k: [] for k in _POOLS}
-        self.ends = dict.fromkeys(_POOLS, 0)
-        self.known: dict[tuple[str, bytes], list[Any]] = {}
-
-    def put(self, array: np.ndarray | None) -> list[Any] | None:
-        """[kind, start, shape] of an array, or None for none."""
-        if array is None:
-            return None
-        kind = {"f": "f", "i": "i", "b": "b"}[array.dtype.kind]
-        flat: np.ndarray = np.ascontiguousarray(array, _POOLS[kind]).reshape(-1)
-        name = (kind, hashlib.blake2b(flat.tobytes(), digest_size=16).digest()) if kind != "f" else None
-        if name is not None and name in self.known:
-            return [*self.known[name][:2], list(array.shape)]
-        where = [kind, self.ends[kind], list(array.shape)]
-        self.pools[kind].append(flat)
-        self.ends[kind] += len(flat)
-        if name is not None:
-            self.known[name] = where
-        return where
-
-    def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
-        """Each pool as a member, array by array, as numpy.savez would write it. rest: called now and then."""
-        for kind, arrays in self.pools.items():
-            head = {"descr": np.dtype(_POOLS[kind]).str, "fortran_order": False, "shape": (self.ends[kind],)}
-            with archive.open(f"{kind}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array_header_1_0(member, head)
-                written = 0
-                for array in arrays:
-                    member.write(array.data.cast("B") if len(array) else b"")
-                    written += array.nbytes
-                    if written > _OFTEN:
-                        written = 0
-                        rest()
 
 
 def save(measured: Measured, directory: Path) -> Path:
-    out = _Writer()
+    out = ArrayPools()
     s = measured.setting
-    setting = {f.name: getattr(s, f.name) for f in names_of(ComparisonContext) if f.name not in ("places", "moments")}
+    setting = {f.name: getattr(s, f.name) for f in fields(ComparisonContext) if f.name not in ("places", "moments")}
     setting |= {
         # JSON's keys are text: tables whose keys are not are lists of pairs.
         "children": list(s.children.items()),
@@ -255,7 +235,7 @@ def save(measured: Measured, directory: Path) -> Path:
         "untapped": s.untapped.plain(),
         "moments": [[list(m), out.put(keys)] for m, keys in s.moments.items()],
     }
-    units = [said for u in measured.each() for said in to_lists([u], out.put)]
+    units = [said for u in measured.each() for said in out.units([u])]
     text = json.dumps({"version": VERSION, "plain": PLAIN, "setting": setting, "units": units}, default=plain)
     path = directory / MEASURED
     shelf = measured.shelf
@@ -272,11 +252,14 @@ def load(directory: Path) -> Measured:
     again = "; compare the dumps again"
     try:
         with np.load(path, allow_pickle=False) as data:
-            pools = {k: data[k] for k in _POOLS}
+            pools = StoredArrays({k: data[k] for k in POOLS}, {})
             meta = json.loads(data["meta"].tobytes())
         if meta.get("version") != VERSION or tuple(meta["plain"]) != PLAIN:
             raise CompareError(f"{path} was written by another version of accprobe{again}")
-        return _measured(meta, pools)
+        raw = dict(meta["setting"])
+        raw["places"] = [pools.get(a) for a in raw["places"]]
+        raw["moments"] = [[moment, pools.get(keys)] for moment, keys in raw["moments"]]
+        return Measured(decode(ComparisonContext, raw, "setting"), pools.units(meta["units"]))
     except FileNotFoundError:
         raise CompareError(
             f"{path} does not exist: --rejudge takes a directory that `accprobe compare` wrote"
@@ -285,37 +268,6 @@ def load(directory: Path) -> Measured:
         why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
         raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
 
-
-def _measured(meta: dict[str, Any], pools: dict[str, np.ndarray]) -> Measured:
-    def get(where: list[Any] | None) -> Any:
-        if where is None:
-            return None
-        kind, start, shape = where
-        size = int(np.prod(shape, dtype=np.int64))
-        if start < 0 or start + size > len(pools[kind]):
-            raise ValueError("an array lies outside the file")
-        return pools[kind][start : start + size].reshape(shape)
-
-    raw = dict(meta["setting"])
-    raw["children"] = {k: list(v) for k, v in raw["children"]}
-    raw["names"] = {int(k): (v[0], v[1]) for k, v in raw["names"]}
-    raw["images"] = {int(k): [tuple(x) for x in v] for k, v in raw["images"]}
-    raw["batches"] = {int(k): (v[0], v[1]) for k, v in raw["batches"]}
-    raw["graphs"] = {int(k): (v[0], v[1]) for k, v in raw.get("graphs", [])}
-    raw["links"] = decode(dict[Key, tuple[Key, str]], raw.get("links", []), "links")
-    raw["sources"] = decode(dict[str, tuple[str | None, str | None]], raw.get("sources", {}), "sources")
-    raw["untapped"] = Untapped.of_plain(raw["untapped"]) if "untapped" in raw else NOTHING
-    raw["places"] = tuple(get(a) for a in raw["places"])
-    raw["moments"] = {(m[0], m[1]): get(keys) for m, keys in raw["moments"]}
-    known: dict[str, RowSet] = {}
-
-    def rows_at(where: list[Any]) -> RowSet:
-        name = str(where)
-        if name not in known:
-            known[name] = rows_of(*map(get, where))
-        return known[name]
-
-    return Measured(ComparisonContext(**raw), from_lists(meta["units"], get, rows_at))
 
 
 UNFINISHED = "measured.part"

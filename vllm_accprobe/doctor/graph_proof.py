@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from vllm_accprobe.config import ENV, PREFIX, REPLICAS, RUN_ID, TAP_SET, ConfigError, ProbeConfig, Ranges
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
@@ -600,9 +601,8 @@ class Prover:
         seconds = self._clock() - began
         bits = Bits(open_dump(run.place))
         self._bits[run.name] = bits
-        engine = bits.dump.run.get("engine")
-        graphs = engine.get("graphs") if isinstance(engine, dict) else None
-        ran = TapRunResult(run.name, str(run.place), seconds, graphs if isinstance(graphs, dict) else {}, answers)
+        graphs = dict(object_at(bits.dump.run, "engine", "graphs") or {})
+        ran = TapRunResult(run.name, str(run.place), seconds, graphs, answers)
         if self._ran:
             first = self._ran[0]
             result = outcome(self._bits[first.name], bits)
@@ -699,8 +699,7 @@ def placed(dump: Dump, graphs: dict[str, Any]) -> list[str]:
 
 def _nothing(dump: Dump) -> str:
     """Why this dump can prove nothing; "" where it can."""
-    engine = dump.run.get("engine")
-    if isinstance(engine, dict) and engine.get("eager"):
+    if (object_at(dump.run, "engine") or {}).get("eager"):
         return "the engine is eager: nothing is compiled, and no taps are in graphs"
     if not dump.records:
         return "nothing was captured; `accprobe doctor` looks for the reason"

@@ -3,9 +3,10 @@
 The problem: a file of a stranger may hold anything at any place, and a check by hand at each place is long and forgets
 some. The idea: the schema is the annotation of a dataclass. `decode` reads a value as its type says and raises
 `DecodeError` with the JSON path: ``blamed[3].times is 'x', not a number``. `parse` and `load` begin with text and with
-a file. Nothing is converted but what JSON cannot say: lists become tuples or frozensets, numbers that are keys are
-text, and a mapping with tuples as keys is a list of pairs. Fields without a default must be there; a key that is no
-field is refused. `Annotated` adds conditions (`between`, `words` and others). Not here: a journal's lines (journal.py).
+a file. Nothing is converted but what JSON cannot say: lists become tuples or frozensets, numbers that are keys are text
+or stand in pairs, and a mapping with tuples as keys is a list of pairs. Fields without a default must be there; a key
+that is no field is refused. `Annotated` adds conditions (`between`, `words` and others). Not here: a journal's lines
+(journal.py).
 """
 
 from __future__ import annotations
@@ -112,6 +113,13 @@ def object_in(path: Path | None, most: int) -> dict[str, Any]:
         return {}
 
 
+def object_at(value: Any, *names: str) -> Mapping[str, Any] | None:
+    """The object under ``names`` in somebody's JSON (``engine``, ``graphs`` of run.json); None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else None
+
+
 def refused(value: Any, where: Where, wanted: str) -> DecodeError:
     return DecodeError(f"{path_of(where) or 'it'} is {reprlib.repr(value)}, not {wanted}")
 
@@ -154,7 +162,7 @@ def reader(kind: Any) -> Read:
         return _fixed([reader(hints[name]) for name in kind._fields], lambda values: kind(*values))
     if kind is float:
         return _number
-    return _exact(*_PLAIN[kind])
+    return _exact(*_PLAIN.get(kind, (kind, f"a {kind.__name__}")))  # of another class: what is one already
 
 
 def _number(value: Any, where: Where) -> float:
@@ -224,12 +232,14 @@ def _fixed(items: Sequence[Read], into: Callable[[Any], Any]) -> Read:
 
 def _mapping(key: Any, item: Any) -> Read:
     key_of, value_of = reader(key), reader(item)
+    pairs = _many(_fixed([key_of, value_of], tuple), list)
     if typing.get_origin(key) is not None and typing.get_origin(key) is not Annotated:
-        pairs = _many(_fixed([key_of, value_of], tuple), list)
         return lambda value, where: dict(pairs(value, where))
     key_of = _whole if key is int else key_of
 
     def read(value: Any, where: Where) -> Any:
+        if key is int and isinstance(value, list):
+            return dict(pairs(value, where))
         if not isinstance(value, dict):
             raise refused(value, where, "an object")
         if key is str and value_of is _as_it_is:

@@ -31,6 +31,7 @@ import orjson
 
 from vllm_accprobe.dump import journal
 from vllm_accprobe.dump import schema as image_calls
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
     MISSING,
@@ -466,8 +467,7 @@ def _absent_ranks(dump: Dump) -> str:
     absent = sorted(set(range(max(sizes, default=0))) - set(dump.ranks))
     if not absent:
         return ""
-    probe = dump.run.get("probe")
-    chosen = probe.get("ranks") if isinstance(probe, dict) else None
+    chosen = (object_at(dump.run, "probe") or {}).get("ranks")
     why = "others were chosen" if chosen else "never started, or written elsewhere?"
     named = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     ranks, are = ("rank", "is") if len(absent) == 1 else ("ranks", "are")
@@ -555,16 +555,15 @@ def rows_of(dump: Dump, record: Record, requests: Sequence[str], positions: Rang
     """Indices (int64, ascending) of the record's rows that belong to a request named by ``requests`` (all if empty) and
     lie at one of ``positions``."""
     space = row_space(dump, record)
-    found, start = [], 0
-    for s in space.segments if space else ():
+    found = []
+    for s, rows in space.stretches() if space else ():
         request = dump.requests.get((record.rank, s.req))
         if not requests or (request is not None and names_request(requests, request)):
             pos = np.arange(s.pos, s.pos + s.n)
             keep = np.zeros(s.n, bool) if positions else np.ones(s.n, bool)
             for low, high in positions:
                 keep |= (pos >= low) & (pos <= high)
-            found.append(start + np.flatnonzero(keep))
-        start += s.n
+            found.append(rows.start + np.flatnonzero(keep))
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 

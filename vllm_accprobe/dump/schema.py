@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,6 +278,13 @@ class RowSpace:
     def n(self) -> int:
         """How many rows are stored."""
         return sum(s.n for s in self.segments) + (self.padding or 0)
+
+    def stretches(self) -> Iterator[tuple[Segment, slice]]:
+        """Each segment with the stored rows that are its."""
+        stop = 0
+        for s in self.segments:
+            start, stop = stop, stop + s.n
+            yield s, slice(start, stop)
 
 
 @dataclass(frozen=True, slots=True)

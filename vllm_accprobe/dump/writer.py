@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import ALIGN, HEADER_BYTES, PAGE, HeaderEntry, SegmentFile
 from vllm_accprobe.dump.journal import END, ERROR, STOP, last
 from vllm_accprobe.dump.journal_writer import (
@@ -34,8 +33,6 @@ from vllm_accprobe.dump.journal_writer import (
     JournalFile,
     Line,
     TensorLine,
-    TensorTemplate,
-    digest,
     encode,
     spell,
     write_run_json,
@@ -141,14 +138,13 @@ class BatchStaging:
         self._segment_bytes = segment_bytes
         self._segment: OpenSegment | None = None
 
-    def copy(self, parts: Sequence[tuple[int, int]], nbytes: int, room: int, line: TensorLine) -> None:
-        """Copies ``parts``, ``nbytes`` in all, as the payload of ``line``, whose header entry takes ``room`` bytes;
-        puts its place into the line's cell and queues the line. Neither when ``closed`` came while it waited."""
-        cell = line[4]
+    def copy(self, address: int, line: TensorLine) -> None:
+        """Copies the payload of ``line`` from ``address``, puts its place into the line's cell and queues the line.
+        Neither when ``closed`` came while it waited."""
+        cell, nbytes, room = line[4], line[0].nbytes, line[0].room
         batch, segment = self.current, self._segment
-        if (  # most of a model's tensors: one piece, which fits into the current block as it is
+        if (  # most of a model's tensors: they fit into the current block as it is
             segment is not None
-            and len(parts) == 1
             and batch is not None
             and batch.segment is segment
             and batch.block is not None
@@ -158,7 +154,7 @@ class BatchStaging:
             and 0 < nbytes < self._block_bytes - batch.used
         ):
             start = batch.used
-            batch.block.fill(start, parts[0][0], nbytes)
+            batch.block.fill(start, address, nbytes)
             cell.payload = Payload(segment.index, segment.end, nbytes)
             batch.used = start + nbytes
             batch.pieces.append((cell, start, start + nbytes))
@@ -175,19 +171,19 @@ class BatchStaging:
         gap = -segment.end % ALIGN
         if gap:
             self._advance(segment, gap)
-        payload = Payload(segment.index, segment.end, nbytes)
-        for address, left in parts:
-            while left > 0:
-                batch = self.current
-                if batch is None or batch.block is None or batch.used == self._block_bytes:
-                    batch = self._with_room(segment)
-                if batch is None or batch.block is None:
-                    return
-                n = min(left, self._block_bytes - batch.used)
-                batch.block.fill(batch.used, address, n)
-                self._piece(batch, cell, n)
-                segment.end += n
-                address, left = address + n, left - n
+        payload, left = Payload(segment.index, segment.end, nbytes), nbytes
+        while left > 0:
+            batch = self.current
+            if batch is None or batch.block is None or batch.used == self._block_bytes:
+                batch = self._with_room(segment)
+            if batch is None or batch.block is None:
+                return
+            n = min(left, self._block_bytes - batch.used)
+            batch.block.fill(batch.used, address, n)
+            batch.pieces.append((cell, batch.used, batch.used + n))
+            batch.used += n
+            segment.end += n
+            address, left = address + n, left - n
         cell.payload = payload
         self.payload_bytes += nbytes
         batch = self.current or self._batch()
@@ -255,13 +251,6 @@ class BatchStaging:
             batch.used += gap
             segment.end += gap
 
-    @staticmethod
-    def _piece(batch: WriteBatch, cell: StatsCell, n: int) -> None:
-        start, stop = batch.used, batch.used + n
-        if batch.pieces and batch.pieces[-1][0] is cell:
-            start = batch.pieces.pop()[1]  # parts of one payload: one piece, so that no element is cut
-        batch.pieces.append((cell, start, stop))
-        batch.used = stop
 
     def append(self, line: Line) -> None:
         """Queues a line behind everything before it."""
@@ -437,8 +426,7 @@ __all__ = ["RankWriter", "StatsCell", "write_run_json"]
 
 _PAYLOAD_AGE = 0.2
 _LINE_AGE = 0.1
-_OWN_PLACE = frozenset(("step", "call", "seq", "dtype", "shape", "hash", "stats"))
-"""Keys of a tensor's line that are no part of the template's first half."""
+
 _LINE_GUESS = 512
 """Bytes of a journal line that is not encoded yet, for the budget."""
 _CLOSE_TIMEOUT = 30.0
@@ -504,29 +492,10 @@ class RankWriter:
         """Payload and journal bytes that are on disk."""
         return 0 if self._output is None else self._output.bytes_written
 
-    def put(self, parts: Sequence[tuple[int, int]], event: Event, cell: StatsCell | None = None) -> Payload | None:
-        """Copies the memory regions ``parts``, (address, bytes) each, one after the other, and queues ``event``, which
-        has ``tap``, ``role``, ``dtype`` and ``shape``: what `tensor` does for a line without a template.
-
-        cell: says the rest of the line: it has the hash, gets the payload's place here and, later, statistics from the
-        copy. Without one, hash and statistics are the event's where it has such keys, else the bytes'. Returns where
-        the payload will lie, or None when nothing is written any more. May wait for the disk.
-        """
-        nbytes = sum(n for _, n in parts)
-        cell = cell or _cell_of(event, parts)
-        line = {k: v for k, v in event.items() if k not in _OWN_PLACE}
-        template = TensorTemplate(line, event["dtype"], tuple(event["shape"]), nbytes)
-        self._bring((template, event.get("step"), event.get("call", 0), event.get("seq", 0), cell), parts)
-        return cell.payload
-
     def tensor(self, line: TensorLine, address: int) -> None:
         """Copies the ``nbytes`` bytes of the line's template from ``address`` and queues the line; its cell, which has
         their hash, gets their place, and later their statistics. May wait for the disk."""
-        self._bring(line, ((address, line[0].nbytes),))
-
-    def _bring(self, line: TensorLine, parts: Sequence[tuple[int, int]]) -> None:
-        template, step, cell = line[0], line[1], line[4]
-        nbytes = template.nbytes
+        nbytes, step, cell = line[0].nbytes, line[1], line[4]
         if not nbytes and cell.dtype is not None:
             cell.sums = TensorMoments()
         with self._producer:
@@ -536,7 +505,7 @@ class RankWriter:
                 if self._affordable(nbytes):
                     self._producing = threading.get_ident()
                     try:
-                        self._staging.copy(parts, nbytes, template.room, line)
+                        self._staging.copy(address, line)
                     except BaseException as e:
                         self._interrupted(e, step)
                         raise
@@ -681,10 +650,3 @@ class RankWriter:
                     self._staging.seal()
                 else:
                     self._cond.wait(limit - age)
-
-
-def _cell_of(event: Event, parts: Sequence[tuple[int, int]]) -> StatsCell:
-    """The cell of an event that came without one."""
-    hash = event.get("hash") or digest(parts)
-    wanted = "stats" not in event and event["dtype"] in DTYPES
-    return StatsCell(event.get("stats"), hash, event["dtype"] if wanted else None)

@@ -26,8 +26,9 @@ from vllm_accprobe.dump.schema import ROOT_TAP
 from vllm_accprobe.judge.constants import AFTER_ANOTHER, COLUMNS_AFTER_ANOTHER, NARROW
 from vllm_accprobe.judge.siblings import COLUMNS, Hidden, Siblings, TensorStats, chance_of_size
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, RATE
-from vllm_accprobe.judge.tensor_errors import IN_MEMORY, Keeper, TensorErrors, kind_of_place, operator_of, spread
+from vllm_accprobe.judge.tensor_errors import TensorErrors, kind_of_place, operator_of, spread
 from vllm_accprobe.judge.upstream import Influence, PassedOn, Prefixes
+from vllm_accprobe.spill_buffer import SpillBuffer
 from vllm_accprobe.standards.limits import Standard
 
 _NONE = np.zeros(0, np.int64)
@@ -66,12 +67,12 @@ class Origin:
 
 def find_origins(
     flow: DataFlow[TensorErrors], standard: Standard, images: Mapping[int, list[tuple[int, int, int]]],
-    rate: float = RATE, created: dict[str, float] | None = None, keeper: Keeper = IN_MEMORY,
+    rate: float = RATE, created: dict[str, float] | None = None, keeper: SpillBuffer | None = None,
 ) -> list[Origin]:  # fmt: skip
     """The taps that create errors, in data-flow order. images: TokenPlan.images. rate: of false alarms (statistic.py).
     created: is filled with what each tap's outputs create at most, over what one operator may (`created_over`).
     keeper: of what is known of each row."""
-    search = _Search(flow, standard, images, rate, keeper)
+    search = _Search(flow, standard, images, rate, keeper or SpillBuffer())
     found = search.run()
     if created is not None:
         created.update(most_created(search.resting(), standard))
@@ -80,8 +81,9 @@ def find_origins(
 
 class _Search:
     def __init__(
-        self, flow: DataFlow[TensorErrors], standard: Standard, images: Mapping[int, Any], rate: float, keeper: Keeper
-    ):
+        self, flow: DataFlow[TensorErrors], standard: Standard, images: Mapping[int, Any], rate: float,
+        keeper: SpillBuffer,
+    ):  # fmt: skip
         self.rate, self.keeper = rate, keeper
         self.tree, self.standard, self.influence = flow.tree, standard, Influence(images)
         self.flow, self.by_tap = flow, flow.by_tap

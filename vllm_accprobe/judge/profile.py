@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from vllm_accprobe.dump.decode import Count, Size, at_most, load, one_of, parse, words
+from vllm_accprobe.dump.decode import Count, Size, at_most, load, object_at, one_of, parse, words
 
 NAME, KIND, SCHEMA = "profile.json", "accprobe-profile", 1
 OURS = r'\A\{\s*"kind":\s*"accprobe-profile"'
@@ -84,10 +84,9 @@ def host_of(run: object) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, keys in (("platform", ("system", "machine", "vllm")), ("device", ("type", "name")), ("model", ("dtype",)),
                        ("versions", ("vllm", "torch"))):  # fmt: skip
-        part = run.get(name) if isinstance(run, Mapping) else None
-        plain = part if isinstance(part, Mapping) else {}
+        part = object_at(run, name) or {}
         for key in keys:
-            value = plain.get(key)
+            value = part.get(key)
             if isinstance(value, str) and value and value.isprintable():
                 found[f"{name}.{key}"] = value[:_LONGEST]
     return found

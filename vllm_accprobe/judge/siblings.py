@@ -20,7 +20,8 @@ import numpy as np
 
 from vllm_accprobe.judge import constants as c
 from vllm_accprobe.judge.statistic import BEYOND_CHANCE, RATE, SIBLING_OUTLIER, Chance, tail
-from vllm_accprobe.judge.tensor_errors import IN_MEMORY, TINY, Columns, Keeper, kind_of_place
+from vllm_accprobe.judge.tensor_errors import TINY, Columns, kind_of_place
+from vllm_accprobe.spill_buffer import SpillBuffer
 
 GROWTH, GAIN, COLUMNS = "growth", "gain", "columns"
 _NONE = np.zeros(0, np.int64)
@@ -103,14 +104,15 @@ class Siblings:
     """What the same operators do in other layers. rate: of false alarms, over all of ``stats`` that differ. keeper: of
     their rows."""
 
-    def __init__(self, stats: Sequence[TensorStats], rate: float = RATE, keeper: Keeper = IN_MEMORY):
+    def __init__(self, stats: Sequence[TensorStats], rate: float = RATE, keeper: SpillBuffer | None = None):
         self.by_kind: dict[str, list[TensorStats]] = defaultdict(list)
         for one in stats:
             if one.unit:
                 if one.fit:  # while its rows are at hand
                     _ = one.made, one.typical_gain, one.gain_error, one.differs
                 self.by_kind[one.kind].append(one)
-                keeper.rest()
+                if keeper is not None:
+                    keeper.rest()
         self.chance = Chance(rate, sum(one.differs for kind in self.by_kind.values() for one in kind))
 
     @cached_property

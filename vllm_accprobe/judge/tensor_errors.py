@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -98,27 +97,6 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NO_NUMBERS = np.zeros(0)
 _NONE = np.zeros(0, np.int64)
 _NO_FLAGS = np.zeros(0, bool)
-
-
-class Keeper(Protocol):
-    """Keeps arrays of a number per row while blame is found: of many rows they need not fit into memory."""
-
-    def keep(self, array: np.ndarray) -> np.ndarray:
-        """The same numbers, wherever they lie."""
-
-    def rest(self) -> None:
-        """Called between places: what lies elsewhere need not be in memory any more."""
-
-
-class InMemory:
-    def keep(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def rest(self) -> None:
-        pass
-
-
-IN_MEMORY = InMemory()
 
 
 @dataclass(frozen=True, eq=False)

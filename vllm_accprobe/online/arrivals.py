@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.files import HEADER_BYTES, MAX_LINE, DumpError, find_segment, open_regular, part_name, write_all
 from vllm_accprobe.dump.journal_writer import lock
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON, rank_dir
@@ -536,8 +537,7 @@ def _world(journal: Path) -> int:
 
 def _chosen(run: Path) -> list[tuple[int, int]]:
     """The ranges of ranks that a probe was set to."""
-    probe = _object(run).get("probe")
-    ranks = probe.get("ranks") if isinstance(probe, dict) else None
+    ranks = (object_at(_object(run), "probe") or {}).get("ranks")
     pairs = ranks if isinstance(ranks, list) else []
     return [(p[0], p[1]) for p in pairs if isinstance(p, list) and len(p) == 2 and all(type(n) is int for n in p)]
 

@@ -4,8 +4,8 @@ import numpy as np
 from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
-from vllm_accprobe.comparison.measure.measurer import Measurer, _few
-from vllm_accprobe.comparison.measure.read import Loader, RowBlock, Stretch
+from vllm_accprobe.comparison.measure.measurer import UnitMeasurer, _few
+from vllm_accprobe.comparison.measure.read import RowBlock, Stretch
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
 from vllm_accprobe.kernels import structure
 
@@ -14,8 +14,7 @@ def measured(golden, mine, tap, role="output.0"):
     dumps = open_both(golden, mine)
     plan = make_plan(*dumps)
     indices = Indices((plan.tokens.golden, plan.tokens.mine))
-    measurer = Measurer(dumps, (Loader(dumps[0]), Loader(dumps[1])), indices)
-    return measurer.measure(next(u for u in plan.units if u.key[:2] == (tap, role)))
+    return UnitMeasurer(dumps, indices).measure(next(u for u in plan.units if u.key[:2] == (tap, role)))
 
 
 def test_one_bad_column_stands_out():

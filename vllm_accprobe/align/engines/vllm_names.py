@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_accprobe.align.mapping import ROPE, Rename, RoleRule, Rules, Source, TapRule
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 
 TRANSFORMERS, VLLM = "transformers", "vLLM"
@@ -22,10 +23,8 @@ TRANSFORMERS, VLLM = "transformers", "vLLM"
 
 def engine(run: Mapping[str, Any], taps: Iterable[str]) -> str:
     """Which engine a dump is of, by run.json and else by its taps; "" where neither tells."""
-    versions = run.get("versions")
-    versions = versions if isinstance(versions, Mapping) else {}
-    own = run.get("engine")
-    if isinstance(own, Mapping) and own.get("runner") == "accprobe.Probe":
+    versions = object_at(run, "versions") or {}
+    if (object_at(run, "engine") or {}).get("runner") == "accprobe.Probe":
         return TRANSFORMERS if "transformers" in versions else ""
     if "vllm" in versions:
         return VLLM

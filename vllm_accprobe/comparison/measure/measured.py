@@ -2,20 +2,15 @@
 
 The problem: what is measured, saved and judged must be the same values, and may be larger than memory. The idea: a
 `Part` is one tensor of mine against golden's rows, a `MeasuredUnit` all parts of one tap, role and call, a
-`ComparisonContext` what dumps and plan say about the run: plain values and arrays, from which alone judging starts. Row
-tables beyond a bound go to unnamed mapped files (`SpillBuffer`), whose pages `rest` gives back. Not here: measuring
-(measurer.py), the files (comparison/store.py), limits and origins (judge/).
+`ComparisonContext` what dumps and plan say about the run: plain values and arrays, from which alone judging starts.
+Not here: measuring (measurer.py), the files (comparison/store.py), limits and origins (judge/).
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +21,8 @@ from vllm_accprobe.comparison.gaps import NOTHING, Untapped
 from vllm_accprobe.comparison.plan.relations import Links, Sources
 from vllm_accprobe.comparison.plan.unit import Group, Moment, Unit, family
 from vllm_accprobe.comparison.plan.units import Plan
-from vllm_accprobe.dump.files import take_room
 from vllm_accprobe.dump.schema import Stats
+from vllm_accprobe.spill_buffer import SpillBuffer
 
 
 @dataclass(slots=True)
@@ -129,73 +124,6 @@ class Part:
 def stats_of(group: Group) -> list[Stats | None]:
     """As recorded, of the pieces that are used."""
     return [group.records[i].stats for i in group.merge.use] if group.merge else []
-
-
-BOUND = 96 << 20
-"""Bytes that stay in memory."""
-CHUNK = 64 << 20
-
-
-class SpillBuffer:
-    """Keeps arrays. directory: of the files, which have no names; where that fails, arrays stay in memory."""
-
-    def __init__(self, directory: Path | None = None, bound: int = BOUND):
-        self._directory = directory
-        self._bound = bound
-        self._maps: list[mmap.mmap] = []
-        self._at = 0
-        self.in_memory = 0
-        self.on_disk = 0
-
-    def another(self, bound: int) -> SpillBuffer:
-        return SpillBuffer(self._directory, bound)
-
-    def keep(self, array: np.ndarray) -> np.ndarray:
-        where = self._mapped(array.size, array.dtype)
-        if where is None:
-            return array
-        kept = where.reshape(array.shape)
-        kept[...] = array
-        return kept
-
-    def empty(self, n: int, dtype: type) -> np.ndarray:
-        where = self._mapped(n, np.dtype(dtype))
-        return np.empty(n, dtype) if where is None else where
-
-    def _mapped(self, n: int, dtype: np.dtype) -> np.ndarray | None:
-        """Room on disk, None where so much has room in memory or nowhere else."""
-        nbytes = n * dtype.itemsize
-        if self.in_memory + nbytes <= self._bound or not nbytes:
-            self.in_memory += nbytes
-            return None
-        try:
-            where = self._room(nbytes)
-        except OSError:  # a full disk is no reason to stop while there is memory
-            self._bound += nbytes
-            self.in_memory += nbytes
-            return None
-        found = np.frombuffer(where, dtype, n, self._at)
-        self._at += (nbytes + 63) // 64 * 64
-        self.on_disk += nbytes
-        return found
-
-    def rest(self) -> None:
-        """Gives the pages back; arrays stay usable and are read again when they are needed."""
-        for chunk in self._maps:
-            with contextlib.suppress(AttributeError, ValueError, OSError):  # not on every system
-                chunk.madvise(mmap.MADV_DONTNEED)
-
-    def _room(self, nbytes: int) -> mmap.mmap:
-        if not self._maps or self._at + nbytes > len(self._maps[-1]):
-            self.rest()
-            with tempfile.TemporaryFile(dir=self._directory, prefix="accprobe-") as file:
-                size = max(CHUNK, nbytes)
-                file.truncate(size)
-                # A hole that a full disk has no page for would end the process that writes there (SIGBUS).
-                take_room(file.fileno(), size)
-                self._maps.append(mmap.mmap(file.fileno(), size))
-            self._at = 0
-        return self._maps[-1]
 
 
 NO_KEYS = np.zeros(0, np.int64)

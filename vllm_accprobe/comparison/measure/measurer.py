@@ -44,7 +44,7 @@ class Reading:
     not read or do not differ."""
 
     def __init__(self, group: Group, unit: Unit, kl: bool):
-        """group: mine's. kl: see Measurer."""
+        """group: mine's. kl: see UnitMeasurer."""
         self.group, self.unit, self.kl = group, unit, kl
         self.part = Part.of(group)
         self.golden: list[Group] = []
@@ -161,20 +161,25 @@ _SORTED = re.compile(r"(^|\.)experts\.(?!\d)")
 from the routing of all others."""
 
 
-class Measurer:
+CACHE = 256 << 20
+"""Bytes of whole tensors that may be kept per side, by all threads or processes of a machine together."""
+
+
+class UnitMeasurer:
     """Measures units of one plan, in one thread. Holds nothing between units but buffers and indices of row keys."""
 
-    def __init__(
-        self, dumps: tuple[Any, Any], loaders: tuple[read.Loader, read.Loader], indices: Indices, kl: bool = False
-    ):
-        """kl: also take what the KL divergence needs, which costs as much as everything else."""
+    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = CACHE, *, kl: bool = False):
+        """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: also take what the KL
+        divergence needs, which costs as much as everything else."""
         self.kl = kl
-        self.golden, self.mine = loaders
-        self.rows = read.RowReader(dumps[0], loaders[0]), read.RowReader(dumps[1], loaders[1])
+        self.golden, self.mine = read.Loader(dumps[0], cache), read.Loader(dumps[1], cache // 4)
+        self.rows = read.RowReader(dumps[0], self.golden), read.RowReader(dumps[1], self.mine)
         self.sides, self.indices = indices.sides, indices
 
     def measure(self, unit: Unit) -> MeasuredUnit:
         """A part for every tensor of mine in ``unit``, in order of steps. Raises DumpError."""
+        if unit.is_param:
+            return MeasuredUnit.of(unit, compare_params(unit, self.golden, self.mine, Standard()))
         found = MeasuredUnit.of(unit)
         usable = [g for g in unit.golden if g.merge is not None and self._fits(0, g)]
         with_rows = [g for g in usable if g.where is not None]
@@ -401,21 +406,6 @@ def _odd_replicas(group: Group) -> list[int]:
 BATCH = 8 << 20
 """Bytes of both sides that a thread is given at a time, or more where one unit has more."""
 _MOST = 64
-CACHE = 256 << 20
-"""Bytes of whole tensors that may be kept per side, by all threads or processes of a machine together."""
-
-
-class UnitMeasurer:
-    def __init__(self, dumps: tuple[Any, Any], indices: Indices, cache: int = CACHE, *, kl: bool = False):
-        """cache: bytes of whole tensors that may be kept per side while a unit is measured. kl: see Measurer."""
-        self.loaders = read.Loader(dumps[0], cache), read.Loader(dumps[1], cache // 4)
-        self._measurer = Measurer(dumps, self.loaders, indices, kl)
-
-    def measure(self, unit: Unit) -> MeasuredUnit:
-        """Raises DumpError."""
-        if unit.is_param:
-            return MeasuredUnit.of(unit, compare_params(unit, *self.loaders, Standard()))
-        return self._measurer.measure(unit)
 
 
 def unit_bytes(unit: Unit) -> int:

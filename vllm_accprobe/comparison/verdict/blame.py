@@ -23,6 +23,7 @@ from vllm_accprobe.comparison.pair import counted
 from vllm_accprobe.comparison.plan.unit import MASKED_LOGITS, SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import FAIL, PASS, Pair
 from vllm_accprobe.comparison.runner_inputs import chunk_words
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge import near_ties, shape
 from vllm_accprobe.judge.origins import Origin
 from vllm_accprobe.judge.sampling_rules import OTHER_PAST, WRONG, Way, commonest
@@ -188,9 +189,8 @@ def _shape_rows(
 
 
 def _graph_of(c: Origin, setting: ComparisonContext, places: Places) -> dict[str, Any] | None:
-    engine = setting.mine_run.get("engine")
-    graphs = engine.get("graphs") if isinstance(engine, dict) else None
-    if not isinstance(graphs, dict) or c.trace.kind == PARAM:
+    graphs = object_at(setting.mine_run, "engine", "graphs")
+    if graphs is None or c.trace.kind == PARAM:
         return None
     place = shape.piece_of(c.trace.tap, graphs) or shape.piece_of(c.tap, graphs)
     found, stood = None, ""

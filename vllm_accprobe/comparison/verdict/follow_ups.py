@@ -11,11 +11,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_accprobe.align.tokens import AFTER_FLIP
 from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
+from vllm_accprobe.comparison.result import PARTLY, WHOLE, Comparison
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.near_ties import ROWS_AFTER, UNKNOWN
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, SIBLING_OUTLIER
 
@@ -23,39 +25,6 @@ FEW_ROWS = 32
 """chosen: a share of a few per cent of the rows, which is what a wrong tile or head touches, is one row of so many."""
 MOST = 0.5
 """chosen: where more than half was not judged or differs, the other half is the exception."""
-PARTLY, WHOLE = "partly", "whole"
-"""How much of a comparison was replayed, where anything was."""
-
-
-class Result(Protocol):
-    """What is asked of a finished comparison (result.py, which asks back)."""
-
-    @property
-    def golden_path(self) -> str: ...
-    @property
-    def mine_path(self) -> str: ...
-    @property
-    def golden_run(self) -> Mapping[str, Any]: ...
-    @property
-    def mine_run(self) -> Mapping[str, Any]: ...
-    @property
-    def verdict(self) -> str: ...
-    @property
-    def pairs(self) -> Sequence[Pair]: ...
-    @property
-    def coverage(self) -> Mapping[str, Any]: ...
-    @property
-    def origins(self) -> Sequence[Mapping[str, Any]]: ...
-    @property
-    def tokens(self) -> Mapping[str, Any]: ...
-    @property
-    def standard(self) -> Mapping[str, Any]: ...
-    @property
-    def foreign(self) -> object | None: ...
-    @property
-    def replayed(self) -> str: ...
-    @property
-    def options(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -66,8 +35,7 @@ class DumpFacts:
 
     def of(self, part: str, field: str) -> Any:
         """A field of a part of run.json; None where it is not there, as in another tool's dump."""
-        found = self.run.get(part)
-        return found.get(field) if isinstance(found, Mapping) else None
+        return (object_at(self.run, part) or {}).get(field)
 
     @property
     def ours(self) -> bool:
@@ -106,12 +74,12 @@ class DumpFacts:
         return out + (f" --tensor-parallel-size {ranks}" if isinstance(ranks, int) and ranks > 1 else "")
 
 
-def dump_facts(result: Result) -> tuple[DumpFacts, DumpFacts]:
+def dump_facts(result: Comparison) -> tuple[DumpFacts, DumpFacts]:
     golden = DumpFacts("golden", result.golden_path, result.golden_run)
     return golden, DumpFacts("mine", result.mine_path, result.mine_run)
 
 
-def would_decide(result: Result) -> list[dict[str, str]]:
+def would_decide(result: Comparison) -> list[dict[str, str]]:
     """compare.json's ``would_decide``: [{"why", "command"}], what decides most first. A command may have several lines,
     to be given one after the other; a line with # says what no command here can do. Empty where the answer is closed,
     and where another tool's standard, which knows no origins, gave it."""
@@ -122,7 +90,7 @@ def would_decide(result: Result) -> list[dict[str, str]]:
     return [{"why": why, "command": command} for why, command in found]
 
 
-def not_checked(result: Result) -> dict[str, str] | None:
+def not_checked(result: Comparison) -> dict[str, str] | None:
     """Why the operators, or some of them, were compared and not checked, and what would check them: {"why",
     "command"}, the command "" where nothing can. None where everything that can be checked was, and where no tensors
     were compared."""
@@ -144,7 +112,7 @@ _Step = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Case:
-    result: Result
+    result: Comparison
     golden: DumpFacts
     mine: DumpFacts
 

@@ -42,6 +42,7 @@ from vllm_accprobe.comparison.row_table import RowLog
 from vllm_accprobe.comparison.states import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.calibration import (
     FLOAT32,
     MARGIN,
@@ -407,8 +408,7 @@ def calibration_of(result: Comparison, run: str) -> Calibration:
                 origins[tap] = max(worst, origins.get(tap, 0.0))
     sides = ([p.dtype_golden for p in result.pairs], [p.dtype_mine for p in result.pairs])
     units = [flow_unit(str(d) for d in side) for side in sides]
-    about = result.golden_run.get("model")
-    model, dtype = (str(about.get(k) or "") if isinstance(about, dict) else "" for k in ("class", "dtype"))
+    model, dtype = (str((object_at(result.golden_run, "model") or {}).get(k) or "") for k in ("class", "dtype"))
     source = FLOAT32 if 0 < units[0] < units[1] else SECOND_RUN
     return Calibration(floors, origins, model[:500], dtype[:50], (run,), source)
 

@@ -23,6 +23,7 @@ import torch
 from vllm_accprobe.align.data_flow import Key
 from vllm_accprobe.align.tokens import SampledHistory
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.journal import CachedPrefix
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import ADAPTER_ANEW, ROOT_TAP, Module, Record, Request, RowSpace, hash_tokens
@@ -165,13 +166,10 @@ def _tokens(dump: Dump, rank: int) -> tuple[dict[int, dict[int, int]], dict[int,
     for (r, step, name), space in sorted(dump.rows.items(), key=lambda kv: kv[0][:2]):
         if r != rank or name != "tokens" or len(space.ids) != space.n:
             continue
-        start = 0
-        for s in space.segments:
+        for s, rows in space.stretches():
             if s.pos >= 0 and s.pos + s.n <= _MOST:
-                ids = space.ids[start : start + s.n]
-                tokens.setdefault(s.req, {}).update(zip(range(s.pos, s.pos + s.n), ids, strict=True))
+                tokens.setdefault(s.req, {}).update(zip(range(s.pos, s.pos + s.n), space.ids[rows], strict=True))
                 begun.setdefault(s.req, step)
-            start += s.n
     return {req: kept for req, kept in tokens.items() if kept}, begun
 
 
@@ -208,19 +206,17 @@ class Past:
 
     def write(self, space: RowSpace, tensors: Mapping[str, Any]) -> None:
         """One step's rows, in the order of the space's segments."""
-        start = 0
-        for s in space.segments:
+        for s, at in space.stretches():
             stop = s.pos + s.n
             if s.pos < 0 or stop > _MOST:
                 raise ValueError("a row map has positions beyond all contexts")
             if self.only is not None and s.req not in self.only:
-                start += s.n
                 continue
             kept, known = self.written.setdefault(s.req, {}), self.known.get(s.req, torch.zeros(0, dtype=torch.bool))
             if len(known) < stop:
                 known = torch.cat((known, torch.zeros(max(stop, 2 * len(known)) - len(known), dtype=torch.bool)))
             for name in self.names:
-                rows = tensors[name][start : start + s.n]
+                rows = tensors[name][at]
                 old = kept.get(name)
                 if old is None or len(old) < len(known):
                     grown = torch.zeros((len(known), *rows.shape[1:]), dtype=rows.dtype)
@@ -230,7 +226,6 @@ class Past:
                 old[s.pos : stop] = rows
             known[s.pos : stop] = True
             self.known[s.req] = known
-            start += s.n
 
     def forget(self, requests: Iterable[int]) -> None:
         """Lets go of requests that have no further rows, unless another one has their beginning."""
@@ -286,12 +281,10 @@ class Cache:
     def requests(self, causal: bool = True) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
         """Per run of rows: their places in the step's tensors (int64 [n]), their positions (int64 [n]), and the rows of
         the request from position 0 to the last of them. causal=False: to the last that is known."""
-        start = 0
         low, high = self._rows
-        for s in self._space.segments:
-            first, last = max(low, start), min(high, start + s.n)
-            pos = s.pos + first - start
-            start += s.n
+        for s, at in self._space.stretches():
+            first, last = max(low, at.start), min(high, at.stop)
+            pos = s.pos + first - at.start
             if first >= last:
                 continue
             if why := self._past.foreign(s.req, self._space.step):
@@ -324,8 +317,7 @@ def lend(giver: ModuleIndex, taker: ModuleIndex) -> int:
     if not blind:
         return 0
     links = links_of(giver)
-    engine = taker.dump.run.get("engine")
-    fused = isinstance(engine, Mapping) and isinstance(engine.get("graphs"), Mapping)
+    fused = object_at(taker.dump.run, "engine", "graphs") is not None
     lent = 0
     for rank, tap in blind:
         cls = taker.cls_of(rank, tap)

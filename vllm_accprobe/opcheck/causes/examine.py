@@ -195,13 +195,12 @@ def _runs(dump: Dump, records: Mapping[str, Record], row: CheckResult) -> Runs:
     space = row_space(dump, record) if record is not None else None
     if record is None or space is None or not record.shape:
         return row.replayed
-    n, start, worst = record.shape[0], 0, 0
-    for s in space.segments:
+    n, worst = record.shape[0], 0
+    for s, at in space.stretches():
         request = dump.requests.get((record.rank, s.req))
         named = request.id if request else str(s.req)
         if row.position is not None and named == row.request and s.pos <= row.position < s.pos + s.n:
-            worst = start + row.position - s.pos
-        start += s.n
+            worst = at.start + row.position - s.pos
     pieces = (range(first, first + _PIECE) for first in (0, worst - _PIECE // 2, n - _PIECE))
     taken = sorted({k for piece in pieces for k in piece if 0 <= k < n})
     runs: list[list[int]] = []

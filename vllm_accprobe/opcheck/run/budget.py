@@ -410,15 +410,13 @@ def _keys(space: RowSpace, labels: Mapping[tuple[int, int], int]) -> Iterator[tu
 def _brings(space: RowSpace, a: int, b: int) -> frozenset[Any]:
     """What a stretch would show that another may not."""
     found: set[Any] = {("rows", space.n.bit_length()), ("requests", len(space.segments).bit_length())}
-    start = 0
-    for s in space.segments:
-        first, stop = max(a, start), min(b, start + s.n)
+    for s, at in space.stretches():
+        first, stop = max(a, at.start), min(b, at.stop)
         if first < stop:
-            last = s.pos + stop - start - 1
+            last = s.pos + stop - at.start - 1
             found |= {("request", s.req), ("phase", s.phase), ("position", s.phase, last.bit_length())}
             if s.phase != DECODE:
-                found |= {("end", stop == start + s.n), ("begins late", s.pos > 0)}
-        start += s.n
+                found |= {("end", stop == at.stop), ("begins late", s.pos > 0)}
     return frozenset(found)
 
 

@@ -85,12 +85,10 @@ def place_of(dump: Dump, record: Record, row: int) -> tuple[str | None, int | No
     space = row_space(dump, record)
     if space is None or row < 0:
         return None, None
-    start = 0
-    for s in space.segments:
-        if row < start + s.n:
+    for s, rows in space.stretches():
+        if row < rows.stop:
             request = dump.requests.get((record.rank, s.req))
-            return (request.id if request else str(s.req)), s.pos + row - start
-        start += s.n
+            return (request.id if request else str(s.req)), s.pos + row - rows.start
     return None, None
 
 
