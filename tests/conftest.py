@@ -17,6 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. Two processes of the suite share two cores: threads of each would wait in loops for one
+# another (libgomp, OpenBLAS), which took thirteen times the processor time where tensors are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from preloaded_vllm import preloaded
 from support import kernels
 from support.engine import V2_ENV
