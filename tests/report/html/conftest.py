@@ -1,32 +1,15 @@
 """A real Chromium for the page's tests: whoever visits a page fails on any console error or network request."""
 
-import os
-import shutil
-
 import pytest
+from support.browser_pages import chromium
 
 from vllm_accprobe.report.html import write_html
 
 
-def _missing(what):
-    if os.environ.get("CI") or os.environ.get("ACCPROBE_REQUIRE_BROWSER"):
-        pytest.fail(f"{what}: install Chromium and playwright, or unset CI and ACCPROBE_REQUIRE_BROWSER")
-    pytest.skip(what)
-
-
 @pytest.fixture(scope="module")
 def browser():
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _missing("playwright is not installed")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        _missing("no Chromium was found on PATH")
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture
