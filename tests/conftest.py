@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,10 @@ from preloaded_vllm import preloaded
 from support import kernels
 from support.engine import V2_ENV
 from vllm_server import ENV
+
+# Before any test imports torch. Two processes of the suite share two cores: threads of each would wait in loops for one
+# another (libgomp, OpenBLAS), which took thirteen times the processor time where tensors are small.
+_THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
 
 SHARED, LESSER = "engine", "engine-avx2"
 APART = ("test_captured_engine.py", "test_captured_taps.py", "test_cluster.py")
@@ -84,6 +89,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     grouped = getattr(session.config.option, "loadgroup", False) and hasattr(session.config, "workerinput")
     if grouped and session.items and not any("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist did not group the tests: another pytest than pyproject.toml asks for?")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """`opcheck --repeat` computes with all threads, and sets that for the whole process: not for the next file."""
+    torch = sys.modules.get("torch")
+    if torch is not None and (nextitem is None or nextitem.path != item.path) and torch.get_num_threads() > _THREADS:
+        torch.set_num_threads(_THREADS)
 
 
 def _group(item: pytest.Item) -> str:

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.comparison import distributed
 from vllm_accprobe.comparison.engine import compare
@@ -27,13 +26,6 @@ def machines():
     yield two
     ray.shutdown()
     two.shutdown()
-
-
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory):
-    root = tmp_path_factory.mktemp("dumps")
-    fault = {"model.layers.1.mlp.down_proj": scaled(1.1)}
-    return write(capture(together=False), root / "golden"), write(capture(chunk=4, faults=fault), root / "mine")
 
 
 def kill_one_soon(done, over):

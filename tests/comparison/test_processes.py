@@ -24,13 +24,6 @@ from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report.table import write_csv
 
 
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("dumps")
-    fault = {"model.layers.1.mlp.down_proj": scaled(1.1)}
-    return write(capture(together=False), root / "golden"), write(capture(chunk=4, faults=fault), root / "mine")
-
-
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit a task: there is something left to do when one is killed."""

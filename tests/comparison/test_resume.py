@@ -9,7 +9,6 @@ import time
 
 import pytest
 from measured_units import unit
-from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import compare
@@ -18,13 +17,6 @@ from vllm_accprobe.comparison.store import UNFINISHED as NAME
 from vllm_accprobe.comparison.store import Finished, forget, identity
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.report.table import write_csv
-
-
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory):
-    root = tmp_path_factory.mktemp("dumps")
-    fault = {"model.layers.1.mlp.down_proj": scaled(1.1)}
-    return write(capture(together=False), root / "golden"), write(capture(chunk=4, faults=fault), root / "mine")
 
 
 def test_the_names_of_all_values_are_part_of_the_identity(monkeypatch, dumps):

@@ -38,7 +38,7 @@ def command(engines: Engines, port: int, dump: Path) -> list[str]:
 
 
 def environ() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | ENV
+    return {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ACCPROBE")} | ENV | {"OMP_NUM_THREADS": "1"}
 
 
 def wait_until_ready(port: int, alive: Callable[[], bool]) -> None:

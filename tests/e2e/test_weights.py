@@ -95,7 +95,7 @@ def test_compare_and_show_tell_of_it(lives: Path, tmp_path: Path, capsys: pytest
 
 
 def test_calls_after_a_sync_are_not_held_against_the_weights_before(lives: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main(["opcheck", str(lives / "sync"), "--out", str(tmp_path / "checked")]) == 0
+    assert main(["opcheck", str(lives / "sync"), "-j", "0", "--out", str(tmp_path / "checked")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "calls: a reload before step 3 changed its weights; the dump holds those before" in said
     rows = list(csv.DictReader((tmp_path / "checked" / "opcheck.csv").open()))

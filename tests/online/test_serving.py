@@ -26,7 +26,7 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def offline(thousand: Path) -> Path:
     out = thousand.parent / "offline"
-    assert main(["opcheck", str(thousand), "--out", str(out)]) == 1
+    assert main(["opcheck", str(thousand), "-j", "0", "--out", str(out)]) == 1
     return out
 
 
@@ -72,7 +72,7 @@ def test_a_dump_that_is_followed_through_a_folder(tmp_path: Path) -> None:
     """The capture goes on while it is sent and checked; what fails is said before it ends."""
     source, shared, out = tmp_path / "dump", tmp_path / "shared", tmp_path / "out"
     whole = many(tmp_path / "whole", 120)
-    assert main(["opcheck", str(whole), "--out", str(tmp_path / "offline")]) == 1
+    assert main(["opcheck", str(whole), "-j", "0", "--out", str(tmp_path / "offline")]) == 1
     journal = (whole / "rank0000/journal.jsonl").read_bytes().splitlines(keepends=True)
     (source / "rank0000").mkdir(parents=True)
     (source / "run.json").write_bytes((whole / "run.json").read_bytes())
@@ -108,7 +108,7 @@ def test_two_ranks_and_a_sender_each(tmp_path: Path) -> None:
     with ended(receive, *sends):
         assert [s.code() for s in sends] == [0, 0]
         assert receive.code() == 0, receive.said
-    assert main(["opcheck", str(dump), "--out", str(tmp_path / "off")]) == 0
+    assert main(["opcheck", str(dump), "-j", "0", "--out", str(tmp_path / "off")]) == 0
     assert (out / "opcheck.csv").read_bytes() == (tmp_path / "off/opcheck.csv").read_bytes()
 
 

@@ -1,8 +1,9 @@
-"""Run by tests in a process of its own: a real dump of msprobe with gradients. Arguments: task, dump path."""
+"""Run by tests in a process of its own: real dumps of msprobe with gradients. Arguments: task, dump path, and again."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
@@ -37,4 +38,9 @@ def main(task: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for task, path in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        if not (child := os.fork()):  # msprobe has one debugger a process, and takes seconds to import
+            main(task, path)
+            sys.exit()
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)

@@ -174,9 +174,12 @@ def wide(m: Machine) -> Machine:
     return replace(m, dtype=torch.float32)
 
 
-def settled(path: Path, strict: bool = False) -> tuple[list[CheckResult], decided.MachineHabits]:
-    rows = list(check(Calls(open_dump(path), None), default_references()))
-    return decided.settle(rows, strict)
+def checked(path: Path) -> list[CheckResult]:
+    return list(check(Calls(open_dump(path), None), default_references()))
+
+
+def settled(path: Path) -> tuple[list[CheckResult], decided.MachineHabits]:
+    return decided.settle(checked(path))
 
 
 def said(found: decided.MachineHabits, operator: str) -> list[str]:

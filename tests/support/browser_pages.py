@@ -36,18 +36,18 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any) -> Iterator[Any]:
-    """``open_(path, **viewport)`` → a page that has drawn itself. Fails at the end on any error or warning of the
-    console, and on any request that leaves the machine."""
+    """``open_(path or url, **viewport)`` → a page that has drawn itself. Fails at the end on any error or warning of
+    the console, and on any request that leaves the machine."""
     troubles: list[str] = []
     pages = []
 
-    def open_(path: Path, **viewport: int) -> Any:
+    def open_(place: Path | str, **viewport: int) -> Any:
         page = browser.new_page(viewport={"width": 1440, "height": 900} | viewport)
         pages.append(page)
         page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda e: troubles.append(str(e)))
         page.on("request", lambda r: troubles.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
-        page.goto(path.as_uri())
+        page.goto(place if isinstance(place, str) else place.as_uri())
         page.wait_for_selector("body[data-ready]", state="attached")
         return page
 

@@ -168,7 +168,7 @@ class EngineHost:
         env |= {
             "PYTHONPATH": os.pathsep.join([*places, *([old] if old else [])]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._threads()),
+            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": self._threads(),
         }  # fmt: skip
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -185,7 +185,7 @@ class EngineHost:
     def _threads(self) -> str:
         """One: of two, on cores that the other half of the suite uses, each mostly waits for the other (twice as slow,
         measured). Lesser kernels compute with as many as the machine has: there, too, sums are split over threads."""
-        return "1" if self.forced == kernels.NATIVE else str(os.cpu_count())
+        return os.environ.get("OMP_NUM_THREADS", "1") if self.forced == kernels.NATIVE else str(os.cpu_count())
 
     def mapped(self) -> list[str]:
         """Files that the child has mapped, its libraries among them; none where it does not run or nobody can tell."""

@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
-from vllm.model_executor.model_loader import base_loader
-
 from vllm_accprobe.capture.vllm.weights import before_packing
 
 
@@ -35,6 +31,9 @@ def pack(model: torch.nn.Module, *_: Any) -> None:
 
 
 def test_a_second_model_is_a_draft_and_is_seen_before_packing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.model_loader import base_loader  # takes seconds: not in each process that collects
+
     monkeypatch.setattr(base_loader, "process_weights_after_loading", pack)
     seen: list[tuple[str, float]] = []
     target, draft = model(1.0), model(2.0)

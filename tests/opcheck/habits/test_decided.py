@@ -8,6 +8,7 @@ import machines as m
 import pytest
 import torch
 
+from vllm_accprobe.opcheck.habits.decided import settle
 from vllm_accprobe.opcheck.run.result_row import FAIL, PASS
 
 NORM, LINEAR, ACT = "RMSNorm", "ReplicatedLinear", "SiluAndMul"
@@ -66,14 +67,14 @@ def test_a_layer_that_departs_is_blamed(
 
 
 def test_what_is_allowed_for_passes_by_its_habit_and_strict_allows_nothing(tmp_path: Path) -> None:
-    path = m.dump(tmp_path / "dump", m.Machine(linear=m.low(1)), "linear")
-    rows, found = m.settled(path)
+    checked = m.checked(m.dump(tmp_path / "dump", m.Machine(linear=m.low(1)), "linear"))
+    rows, found = settle(checked)
     excused = [r for r in rows if "as this machine computes" in r.message]
     assert len(excused) == len([r for r in rows if r.cls == LINEAR])
     assert all(r.status == PASS and r.severity <= 1 for r in excused)
     (habit,) = (h for h in found.habits if h.kind == "accumulator")
     assert habit.price == 64.0  # 128 terms, half a rounding each
-    strict, _ = m.settled(path, strict=True)
+    strict, _ = settle(checked, strict=True)
     assert failed(strict) == {f"layers.{n}.proj" for n in range(4)}
 
 
@@ -101,9 +102,9 @@ EVERYWHERE = {
 @pytest.mark.parametrize("what", EVERYWHERE)
 def test_nothing_else_is_excused_for_being_everywhere(what: str, tmp_path: Path) -> None:
     for machine in (EVERYWHERE[what], m.wide(EVERYWHERE[what])):
-        path = m.dump(tmp_path / str(machine.dtype), machine)
-        rows, found = m.settled(path)
-        kept, _ = m.settled(path, strict=True)
+        checked = m.checked(m.dump(tmp_path / str(machine.dtype), machine))
+        rows, found = settle(checked)
+        kept, _ = settle(checked, strict=True)
         unsettled = {r.tap for r in kept if r.status == FAIL}
         assert failed(rows) == unsettled
         # in bfloat16 these three are within an operator's limits here, habit or no habit
