@@ -33,7 +33,7 @@ MAX_POINTS = 20_000
 
 
 SCRIPTS = (
-    "base", "link", "print", "draw", "columns", "export", "fold", "table", "tree", "spread", "around", "operators",
+    "base", "link", "print", "draw", "zoom", "columns", "export", "fold", "table", "tree", "spread", "around", "operators",
     "pair", "first", "chart", "heat", "clicks", "boot",
 )  # fmt: skip
 """The page's own scripts, in their order on the page."""
@@ -71,21 +71,36 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
+    passed = comparison.verdict == "pass"
+    # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
+    covered = '<div class="two">{}</div>'.format(
+        "".join(
+            f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>{part(comparison)}</section>'
+            for name, title, part in (
+                ("coverage", "Coverage", sections.coverage), ("plan", "How it was paired and judged", sections.plan),
+            )
+        )  # fmt: skip
+    )
+    figures = f'<dl class="figures">{sections.figures(comparison)}</dl>'
+    equal = passed and bool(points) and not any(p.created or p.prefill or p.decode or p.other for p in points)
     holes = {
         "csp": escape(policy(scripts.values())),
         "title": escape(sections.title(comparison)),
-        "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
+        "state": ("pass-page" if passed else "fail-page") + " equal-page" * equal,
         "css": "".join(map(asset, STYLES)),
         "verdict": "".join(
             part(comparison)
-            for part in (sections.verdict, sections.not_checked, sections.origin_buttons, sections.pair_sum)
-        ),
+            for part in (
+                sections.verdict, sections.not_checked, sections.identity, sections.origin_buttons, sections.pair_sum,
+            )
+        ),  # fmt: skip
         "next": sections.next_commands(comparison),
         "notes": "".join(
             part(comparison)
             for part in (sections.notes, sections.differences, sections.wrong_states, sections.deciding)
         ),
-        "figures": sections.figures(comparison),
+        "first": figures + covered + (sections.equal_note(comparison) if equal else "") if passed else "",
+        "figures": "" if passed else figures,
         "machines": sections.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS),
         "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"], tokens),
@@ -93,8 +108,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "origins": sections.origins(comparison),
         "tokens": sections.tokens(comparison),
         "pairs_note": sections.pairs_note(len(comparison.pairs), len(shown)),
-        "coverage": sections.coverage(comparison),
-        "plan": sections.plan(comparison),
+        "covered": "" if passed else covered,
         "runs": sections.runs(comparison),
         "pairs_json": pairs.result(),
         "view_json": packed(script_json(view)),
