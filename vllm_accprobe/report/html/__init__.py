@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts
-from vllm_accprobe.report.charts import depth, factors, heat
+from vllm_accprobe.report.charts import Heat, depth, factors, heat
 from vllm_accprobe.report.html import sections
 from vllm_accprobe.report.html.data import columns_json, heat_json, looks_json, packed, script_json, tree_json
 from vllm_accprobe.report.html.sections import asset, fill, policy
@@ -56,7 +56,9 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS, tokens: TokenTex
 def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, tokens: TokenTexts | None) -> str:
     shown = _shown_pairs(comparison.pairs, max_pairs)
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
-    points = depth(comparison)
+    passed = comparison.verdict == "pass"
+    equal = passed and 0 < comparison.counts.compared == comparison.counts.identical
+    points = [] if equal else depth(comparison)
     over = factors(comparison) if comparison.rows is not None else None
     scripts = {f"{name}_js": asset(f"{name}.js") for name in SCRIPTS}
     view = {
@@ -67,11 +69,10 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
                 for p in points[:MAX_POINTS]
             ]
         },
-        "heat": heat_json(heat(comparison, over=over), tokens),
+        "heat": heat_json(Heat((), (), (), 0) if equal else heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
-    passed = comparison.verdict == "pass"
     # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
     covered = '<div class="two">{}</div>'.format(
         "".join(
@@ -82,7 +83,6 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         )  # fmt: skip
     )
     figures = f'<dl class="figures">{sections.figures(comparison)}</dl>'
-    equal = passed and bool(points) and not any(p.created or p.prefill or p.decode or p.other for p in points)
     holes = {
         "csp": escape(policy(scripts.values())),
         "title": escape(sections.title(comparison)),

@@ -60,7 +60,8 @@
   ].filter((c) => !c.unless);
   if (window.matchMedia("(max-width: 760px)").matches) {   // how bad it is stays in sight where the others scroll
     const [one] = COLUMNS.splice(COLUMNS.findIndex((c) => c.id === "over"), 1);
-    COLUMNS.splice(2, 0, one);
+    COLUMNS.splice(1, 0, one);
+    COLUMNS[2].w = 238;                // the name ends where a phone does
   }
   function nameTip(i) {
     const g = col.golden.at(i), m = col.mine.at(i);

@@ -156,7 +156,7 @@
       const x = col[name].at(i), div = dl.appendChild(document.createElement("div"));
       if (name === "message") { if (!x) { div.remove(); continue; } div.className = "wide"; }
       div.appendChild(document.createElement("dt")).textContent = name.replaceAll("_", " ");
-      div.appendChild(document.createElement("dd")).textContent = typeof x === "number" ? number(x, name === "cosine" ? 10 : 6) : x === null ? "–" : String(x);
+      div.appendChild(document.createElement("dd")).textContent = typeof x === "number" ? number(x, name === "cosine" ? 10 : 6) : x === null ? "–" : typeof x === "boolean" ? (x ? "yes" : "no") : String(x);
     }
     panel.replaceChildren(top);
     const opened = panel.hidden;
