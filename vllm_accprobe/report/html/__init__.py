@@ -33,8 +33,8 @@ MAX_POINTS = 20_000
 
 
 SCRIPTS = (
-    "base", "link", "print", "draw", "zoom", "columns", "export", "fold", "table", "tree", "spread", "around", "operators",
-    "pair", "first", "chart", "heat", "clicks", "boot",
+    "base", "link", "print", "draw", "zoom", "columns", "export", "fold", "table", "tree", "spread", "around",
+    "operators", "pair", "first", "chart", "heat", "clicks", "boot",
 )  # fmt: skip
 """The page's own scripts, in their order on the page."""
 STYLES = ("page.css", "draw.css", "heat.css", "pair.css", "around.css", "first.css", "print.css")
@@ -74,14 +74,14 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
     # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
-    covered = '<div class="two">{}</div>'.format(
-        "".join(
-            f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>{part(comparison)}</section>'
-            for name, title, part in (
-                ("coverage", "Coverage", sections.coverage), ("plan", "How it was paired and judged", sections.plan),
-            )
-        )  # fmt: skip
+    covered = "".join(
+        f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>{text}</section>'
+        for name, title, text in (
+            ("coverage", "Coverage", sections.coverage(comparison)),
+            ("plan", "How it was paired and judged", sections.plan(comparison)),
+        )
     )
+    covered = f'<div class="two">{covered}</div>'
     figures = f'<dl class="figures">{sections.figures(comparison)}</dl>'
     holes = {
         "csp": escape(policy(scripts.values())),
@@ -91,9 +91,13 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "verdict": "".join(
             part(comparison)
             for part in (
-                sections.verdict, sections.not_checked, sections.identity, sections.origin_buttons, sections.pair_sum,
+                sections.verdict,
+                sections.not_checked,
+                sections.identity,
+                sections.origin_buttons,
+                sections.pair_sum,
             )
-        ),  # fmt: skip
+        ),
         "next": sections.next_commands(comparison),
         "notes": "".join(
             part(comparison)

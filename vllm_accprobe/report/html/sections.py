@@ -79,7 +79,8 @@ def html_table(
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     many = " class=many" if len(head) > 6 else ""  # on a phone it scrolls in its box
-    return f'<div class="scroll"><table{many}><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+    top = f"<thead><tr>{cells('th', head)}</tr></thead>"
+    return f'<div class="scroll"><table{many}>{top}<tbody>{body}</tbody></table></div>'
 
 
 def more_of(total: int, shown: int, where: str) -> str:
@@ -156,7 +157,7 @@ def how_they_compute(comparison: Comparison) -> str:
     title = capital(verdict_parts.MACHINES_TITLE)
     return (
         f'<section aria-labelledby="h-machines"><h2 id="h-machines">{title}</h2><ul class="plain">{items}</ul>'
-        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each observation, with the outputs that show it</summary>"
+        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each observation, with its outputs</summary>"
         f"{table}</details></section>"
     )
 
@@ -536,7 +537,7 @@ _STANDARD = {
     "element": "limit of one element, times the row's limit",
     "row_floor": "smallest norm that counts, part of the tap's median",
 }
-"""The keys of ``Comparison.standard`` in words, those that a reader wants first; other tools' standards name their own."""
+"""The keys of ``Comparison.standard`` in words, results first; other tools' standards name their own."""
 _RESULTS = 7
 """How many of them are limits and rates; the others are the constants that these follow from."""
 
