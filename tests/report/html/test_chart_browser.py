@@ -108,6 +108,51 @@ def test_dragging_over_layers_shows_their_taps_and_a_double_click_goes_back(visi
     page.wait_for_selector("#chart[data-marks=layers]")
 
 
+@pytest.mark.parametrize(("chart", "shown"), [("chart", "range"), ("heat", "columns")])
+def test_keys_and_drags_of_perfetto(visit, chart, shown):
+    """Each step: what is done, and how the shown part's width and beginning change (-1, 0, 1)."""
+    page = visit(with_rows(deep(8)))
+    page.wait_for_selector(f"#{chart}[data-ready]")
+    box = page.locator(f"#{chart} .area").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def part():
+        return [float(v) for v in page.get_attribute(f"#{chart}", f"data-{shown}").split()]
+
+    def drag(dx):
+        page.keyboard.down("Shift")
+        page.mouse.down()
+        page.mouse.move(x + dx, y, steps=4)
+        page.mouse.up()
+        page.keyboard.up("Shift")
+        page.mouse.move(x, y)
+
+    def wheel(dy):
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, dy)
+        page.keyboard.up("Control")
+
+    page.mouse.move(x, y)
+    whole = part()
+    steps = [
+        (lambda: page.keyboard.press("w"), -1, 1), (lambda: page.keyboard.press("d"), 0, 1),
+        (lambda: page.keyboard.press("a"), 0, -1), (lambda: drag(-100), 0, 1), (lambda: wheel(-100), -1, 1),
+        (lambda: page.keyboard.press("s"), 1, -1),
+    ]  # fmt: skip
+    for i, (act, wider, later) in enumerate(steps):
+        before = part()
+        act()
+        page.wait_for_timeout(150)
+        now = part()
+        change = (now[1] - now[0]) - (before[1] - before[0])
+        assert (abs(change) <= 1 if wider == 0 else change * wider > 0), i
+        assert (now[0] - before[0]) * later > 0, i
+    page.keyboard.press("0")
+    page.wait_for_timeout(150)
+    assert part() == whole
+    assert page.is_hidden("#tap-chip")  # no drag was a click
+
+
 def test_a_click_on_a_layer_opens_it_and_a_button_goes_back(visit):
     page = chart(visit, deep(60))
     box = page.locator("#chart .origin-mark circle").last.bounding_box()

@@ -5,7 +5,9 @@ import gzip
 import hashlib
 import json
 import re
+from html import unescape
 
+import pytest
 from report_examples import EVIL, comparison, hostile, pair, realistic
 
 import vllm_accprobe.report.html as html
@@ -82,6 +84,41 @@ def test_static_part_answers_without_a_script():
         "model.layers.0.mlp.act_fn.extra",
     ):
         assert said in plain
+
+
+GPU = {
+    "model": {"path": "/models/q2", "class": "Qwen2", "dtype": "bfloat16"}, "device": {"type": "cuda", "name": EVIL},
+    "versions": {"torch": "2.9.0", "vllm": "0.32.0", "accprobe": "0.1.0"}, "parallel": {"tp": [0, 2]},
+    "start_time": "2026-11-27T01:49:28+00:00", "engine": {"block_size": 16}, "seed": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("golden", "mine", "lines"),
+    [
+        (GPU, GPU, ["Both q2 (Qwen2) · EVIL (cuda) · bfloat16 · tp 2 · torch 2.9.0 · vLLM 0.32.0 · accprobe 0.1.0",
+                    "Golden 2026-11-27 01:49 UTC · golden", "Mine 2026-11-27 01:49 UTC · mine"]),
+        (GPU, GPU | {"versions": {"torch": "2.8.0", "vllm": "0.32.0"}, "engine": {"block_size": 32}, "seed": 1},
+         ["*torch 2.9.0* · *accprobe 0.1.0*", "*torch 2.8.0* · *accprobe not recorded*",
+          "Also different: engine.block_size 16 / 32; seed – / 1."]),
+        ({"format": "npy"}, {"format": "npy"}, ["model, device, dtype and versions are not recorded"]),
+    ],
+)  # fmt: skip
+def test_both_runs_are_on_the_first_screen_and_what_differs_is_marked(golden, mine, lines):
+    text = html.sections.identity(comparison(golden_run=golden, mine_run=mine))
+    assert "<img" not in text
+    plain = re.sub(r"</?mark>", "*", text).replace("</dt>", " ")
+    plain = unescape(re.sub(r"<[^>]+>", "", plain)).replace(EVIL.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e"), "EVIL")
+    assert [line for line in lines if line not in plain] == []
+
+
+def test_a_pass_shows_what_it_covers_and_draws_nothing_where_all_is_equal():
+    equal = html.page(comparison(pairs=[pair(tap="model.layers.0.mlp", identical=True), pair(status="skip")]))
+    assert 'class="pass-page equal-page"' in equal
+    assert equal.index('id="h-coverage"') < equal.index('id="h-depth"') < equal.index('id="h-tree"')
+    assert "modules compared</dt><dd>1 <small>1 layer" in equal
+    failed = html.page(realistic())
+    assert failed.index('id="h-depth"') < failed.index('id="h-coverage"')
 
 
 def test_pass_and_empty_comparisons_make_a_page():

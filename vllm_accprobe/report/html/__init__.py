@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.report import facts
-from vllm_accprobe.report.charts import depth, factors, heat
+from vllm_accprobe.report.charts import Heat, depth, factors, heat
 from vllm_accprobe.report.html import sections
 from vllm_accprobe.report.html.data import columns_json, heat_json, looks_json, packed, script_json, tree_json
 from vllm_accprobe.report.html.sections import asset, fill, policy
@@ -33,8 +33,8 @@ MAX_POINTS = 20_000
 
 
 SCRIPTS = (
-    "base", "link", "print", "draw", "columns", "export", "fold", "table", "tree", "spread", "around", "operators",
-    "pair", "first", "chart", "heat", "clicks", "boot",
+    "base", "link", "print", "draw", "zoom", "columns", "export", "fold", "table", "tree", "spread", "around",
+    "operators", "pair", "first", "chart", "heat", "clicks", "boot",
 )  # fmt: skip
 """The page's own scripts, in their order on the page."""
 STYLES = ("page.css", "draw.css", "heat.css", "pair.css", "around.css", "first.css", "print.css")
@@ -56,7 +56,9 @@ def page(comparison: Comparison, *, max_pairs: int = MAX_PAIRS, tokens: TokenTex
 def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, tokens: TokenTexts | None) -> str:
     shown = _shown_pairs(comparison.pairs, max_pairs)
     pairs = packer.submit(packed, columns_json([comparison.pairs[i] for i in shown]))
-    points = depth(comparison)
+    passed = comparison.verdict == "pass"
+    equal = passed and 0 < comparison.counts.compared == comparison.counts.identical
+    points = [] if equal else depth(comparison)
     over = factors(comparison) if comparison.rows is not None else None
     scripts = {f"{name}_js": asset(f"{name}.js") for name in SCRIPTS}
     view = {
@@ -67,25 +69,42 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
                 for p in points[:MAX_POINTS]
             ]
         },
-        "heat": heat_json(heat(comparison, over=over), tokens),
+        "heat": heat_json(Heat((), (), (), 0) if equal else heat(comparison, over=over), tokens),
         "tree": tree_json(comparison),
         "looks": looks_json(comparison, {i: k for k, i in enumerate(shown)}, over),
     }
+    # Of a pass the reader asks what it covers, of a failure where it is; what is equal is not drawn.
+    covered = "".join(
+        f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>{text}</section>'
+        for name, title, text in (
+            ("coverage", "Coverage", sections.coverage(comparison)),
+            ("plan", "How it was paired and judged", sections.plan(comparison)),
+        )
+    )
+    covered = f'<div class="two">{covered}</div>'
+    figures = f'<dl class="figures">{sections.figures(comparison)}</dl>'
     holes = {
         "csp": escape(policy(scripts.values())),
         "title": escape(sections.title(comparison)),
-        "state": "pass-page" if comparison.verdict == "pass" else "fail-page",
+        "state": ("pass-page" if passed else "fail-page") + " equal-page" * equal,
         "css": "".join(map(asset, STYLES)),
         "verdict": "".join(
             part(comparison)
-            for part in (sections.verdict, sections.not_checked, sections.origin_buttons, sections.pair_sum)
+            for part in (
+                sections.verdict,
+                sections.not_checked,
+                sections.identity,
+                sections.origin_buttons,
+                sections.pair_sum,
+            )
         ),
         "next": sections.next_commands(comparison),
         "notes": "".join(
             part(comparison)
             for part in (sections.notes, sections.differences, sections.wrong_states, sections.deciding)
         ),
-        "figures": sections.figures(comparison),
+        "first": figures + covered + (sections.equal_note(comparison) if equal else "") if passed else "",
+        "figures": "" if passed else figures,
         "machines": sections.how_they_compute(comparison),
         "chart_note": sections.chart_note(comparison, len(points), MAX_POINTS),
         "heat_note": sections.heat_note(len(view["heat"]["requests"]), view["heat"]["leftOut"], tokens),
@@ -93,8 +112,7 @@ def _page(comparison: Comparison, max_pairs: int, packer: ThreadPoolExecutor, to
         "origins": sections.origins(comparison),
         "tokens": sections.tokens(comparison),
         "pairs_note": sections.pairs_note(len(comparison.pairs), len(shown)),
-        "coverage": sections.coverage(comparison),
-        "plan": sections.plan(comparison),
+        "covered": "" if passed else covered,
         "runs": sections.runs(comparison),
         "pairs_json": pairs.result(),
         "view_json": packed(script_json(view)),

@@ -5,8 +5,8 @@
   "use strict";
   const a = window.accprobe, { svg } = a.draw;
   const ROOM = 5, LOWEST = -4;        // pixels of a mark; the decade below which nothing is told apart
-  const NEAR = 20, DRAGGED = 5;       // pixels from a mark that are still on it; of a pointer that is pulled, not pressed
-  const LEFT = 58, RIGHT = 14, TOP_ROOM = 24, BELOW = 40;
+  const NEAR = 20;                    // pixels from a mark that are still on it
+  const LEFT = 62, RIGHT = 14, TOP_ROOM = 24, BELOW = 40;
   a.parts.chart = function (data) {
   const chart = document.getElementById("chart"), readout = document.getElementById("chart-readout"), back = document.getElementById("chart-back");
   const points = data.points;
@@ -97,7 +97,7 @@
     const most = Math.floor(width / 6.4);
     return m.length > most ? "…" + m.slice(-Math.max(6, most - 1)) : m;
   }
-  const decade = (e) => (e >= 0 && e < 5 ? 10 ** e + "×" : e === -1 ? "0.1×" : e === -2 ? "0.01×" : "1e" + e + "×");
+  const decade = (e) => (e >= 0 && e < 4 ? 10 ** e + "×" : e === -1 ? "0.1×" : e === -2 ? "0.01×" : "1e" + e + "×");
 
   function draw() {
     const marks = state.marks = seen(), [from, to] = state.range;
@@ -130,7 +130,7 @@
     const named = shades.filter((m) => m.layer !== null && m.middle >= from && m.middle <= to), every = Math.max(1, Math.ceil(named.length / Math.max(4, (right - LEFT) / 38)));
     named.forEach((m, k) => { if (k % every === 0) root.append(svg("text", { class: "xtick", x: scale.x(m.middle), y: bottom + 16, "text-anchor": "middle" }, m.layer.split(".").at(-1))); });
     root.append(svg("text", { class: "axis", x: (LEFT + right) / 2, y: h - 6, "text-anchor": "middle" }, named.length ? "layer" : "data flow"),
-      svg("text", { class: "axis", transform: "translate(14 " + (TOP_ROOM + bottom) / 2 + ") rotate(-90)", "text-anchor": "middle" }, "over its own limit"));
+      svg("text", { class: "axis", transform: "translate(11 " + (TOP_ROOM + bottom) / 2 + ") rotate(-90)", "text-anchor": "middle" }, "error ÷ limit"));
 
     const dots = (ms, value) => ms.map((m) => "M" + scale.x(m.x).toFixed(1) + " " + scale.y(value(m)).toFixed(1) + "h0").join("");
     for (const [id] of PHASES) {       // what is missing is passed over
@@ -155,7 +155,6 @@
     const area = svg("rect", { class: "area drag", x: LEFT, y: TOP_ROOM, width: right - LEFT, height: bottom - TOP_ROOM });
     root.append(inside, over, area);
     drawing.append(root);
-    area.addEventListener("pointerdown", (e) => pull(e, area, root));
     root.addEventListener("click", pressed);
     root.addEventListener("pointermove", moved);
     root.addEventListener("pointerleave", () => tip.hide());
@@ -165,8 +164,9 @@
     back.hidden = state.range === WHOLE;
   }
 
-  // -- the pointer: it tells what it is on, opens that, and pulls a part out
-  let pulled = false, opened = 0;
+  // -- the pointer: the note says what it is on, a click opens that; zoom.js has drags
+  let opened = 0;
+  const zoomed = a.zoom(chart, { range: () => state.range, whole: () => WHOLE, least: Math.min(4, points.length), ends: () => [LEFT, a.draw.width(chart) - RIGHT], show: zoom });
   const place = (e) => { const box = drawing.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top - scale.top]; };
   function moved(e) {
     if (e.buttons) return;
@@ -179,37 +179,13 @@
     if (at) tip.show(at[0], at[1] + scale.top, m.name, (m.cls ? [m.cls] : []).concat(describe(m)));
   }
   function pressed(e) {
-    if (pulled) { pulled = false; return; }
+    if (zoomed.pulled()) return;
     const k = nearest(...place(e));
     if (k === null) return;
     tell(k);
     opened = Date.now();
     enter();
   }
-  function pull(e, area, root) {
-    const [start] = place(e), picked = svg("rect", { class: "picked", y: TOP_ROOM, height: area.getAttribute("height"), x: start, width: 0 });
-    pulled = false;
-    const end = (at) => Math.max(LEFT, Math.min(Number(area.getAttribute("x")) + Number(area.getAttribute("width")), at));
-    function move(ev) {
-      const now = end(place(ev)[0]);
-      if (!pulled && Math.abs(now - start) < DRAGGED) return;
-      if (!pulled) { pulled = true; tip.hide(); root.append(picked); area.setPointerCapture(ev.pointerId); }
-      picked.setAttribute("x", Math.min(start, now));
-      picked.setAttribute("width", Math.abs(now - start));
-    }
-    function done(ev) {
-      for (const what of ["pointermove", "pointerup", "pointercancel"]) area.removeEventListener(what, what === "pointermove" ? move : done);
-      picked.remove();
-      if (pulled && ev.type === "pointerup") {
-        zoom([scale.value(start), scale.value(end(place(ev)[0]))]);
-        setTimeout(() => { pulled = false; });      // the click that follows, if it does, is the pull's
-      }
-    }
-    area.addEventListener("pointermove", move);
-    area.addEventListener("pointerup", done);
-    area.addEventListener("pointercancel", done);
-  }
-
   function zoom(range) {
     const from = range && Math.max(WHOLE[0], Math.min(...range)), to = range && Math.min(WHOLE[1], Math.max(...range));
     const kept = state.marks[state.at];

@@ -38,11 +38,12 @@
   const asNumber = (x) => (x === null || x === undefined ? -Infinity : typeof x === "number" ? x : x === "-Inf" ? -Number.MAX_VALUE : Infinity);
   const rank = { fail: 2, pass: 1, skip: 0 };
 
-  // key: number to sort by; text: what the cell shows; prio p2, p3: hidden on narrower pages.
+  // key: number to sort by; text: what the cell shows; prio p2, p3: hidden on narrower pages; ends: what has no room
+  // keeps its end, which says more of a name than its beginning.
   // unless: a column that says nothing here is left out.
   const COLUMNS = [
     { id: "status", label: "Status", w: 76, cls: "st", text: (i) => col.status.at(i), key: (i) => rank[col.status.at(i)] ?? 3, down: true },
-    { id: "order", label: "Tap", w: 0, cls: "name", text: (i) => col.tap.at(i) + (col.call.at(i) ? " #" + col.call.at(i) : ""), tip: nameTip, key: (i) => asNumber(col.order.at(i)) },
+    { id: "order", label: "Tap", w: 0, cls: "name", text: (i) => col.tap.at(i) + (col.call.at(i) ? " #" + col.call.at(i) : ""), tip: nameTip, ends: true, key: (i) => asNumber(col.order.at(i)) },
     { id: "role", label: "Tensor", w: 112, cls: "name", text: (i) => col.role.at(i), text_key: "role" },
     { id: "step", label: "Step", w: 56, num: true, text: (i) => number(col.step.at(i), 6), key: (i) => asNumber(col.step.at(i)) },
     { id: "rank", label: "Rank", w: 56, num: true, prio: "p3", unless: col.rank.d || (col.rank.v && !col.rank.v.some((x) => x !== 0)), text: (i) => number(col.rank.at(i), 6), key: (i) => asNumber(col.rank.at(i)) },
@@ -57,6 +58,11 @@
     { id: "where", label: "Worst at", w: 96, prio: "p3", text: (i) => where(i) || "–", key: (i) => asNumber(col.worst_position.at(i)) },
     { id: "message", label: "Message", w: 170, prio: "p3", unless: (col.message.d && !col.message.d.some(Boolean)) || (col.measure.d && col.measure.d.some(Boolean)), text: (i) => col.message.at(i) || "", text_key: "message" },
   ].filter((c) => !c.unless);
+  if (window.matchMedia("(max-width: 760px)").matches) {   // how bad it is stays in sight where the others scroll
+    const [one] = COLUMNS.splice(COLUMNS.findIndex((c) => c.id === "over"), 1);
+    COLUMNS.splice(1, 0, one);
+    COLUMNS[2].w = 238;                // the name ends where a phone does
+  }
   function nameTip(i) {
     const g = col.golden.at(i), m = col.mine.at(i);
     return (g === m ? g : g + "  ↔  " + m) + (col.cls.at(i) ? "  (" + col.cls.at(i) + ")" : "");

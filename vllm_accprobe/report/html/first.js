@@ -22,13 +22,13 @@
     for (const button of a.parts.clicks ? [] : document.querySelectorAll("button.origin")) {
       button.addEventListener("click", () => a.showTap(button.dataset.tap, { scroll: true, open: true }));
     }
-    const told = document.getElementById("copied");
+    const status = document.getElementById("copied");
     for (const button of document.querySelectorAll("button.copy")) {
       button.addEventListener("click", async () => {
         const code = button.parentElement.querySelector("code"), done = await copied(code.textContent);
         if (!done) select(code);
         button.textContent = done ? "Copied" : "Selected";
-        told.textContent = done ? "Copied." : "The clipboard is closed to this page: the command is selected, press Ctrl or ⌘ and C.";
+        status.textContent = done ? "Copied." : "The clipboard is closed to this page: the command is selected, press Ctrl or ⌘ and C.";
         setTimeout(() => { button.textContent = "Copy"; }, 2000);
       });
     }

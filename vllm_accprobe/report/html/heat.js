@@ -5,7 +5,7 @@
   const a = window.accprobe, { svg } = a.draw, TOP = 8, RIGHT = 10;
   a.parts.heat = function (data) {
     const chart = document.getElementById("heat"), readout = document.getElementById("heat-readout");
-    const choice = document.getElementById("heat-request"), back = document.getElementById("heat-back"), title = document.getElementById("heat-level");
+    const choice = document.getElementById("heat-request"), back = document.getElementById("heat-back"), whole = document.getElementById("heat-whole"), title = document.getElementById("heat-level");
     const empty = document.getElementById("heat-none");
     if (!data.requests.length) { empty.hidden = false; document.getElementById("heat-tools").hidden = true; chart.hidden = true; return; }
 
@@ -20,7 +20,12 @@
       groups[known.get(key)].taps.push(i);
     });
     const short = (name, within) => (within && name.startsWith(within + ".") ? name.slice(within.length + 1) : name);
-    const label = (name, w) => { const most = w < 520 ? 18 : 28; return name.length > most ? "…" + name.slice(1 - most) : name; };
+    function label(name, w) {         // the last parts of a name that have room; of one that is too long its end
+      const most = w < 520 ? 18 : 28, parts = name.split(".");
+      if (name.length <= most) return name;
+      while (parts.length > 1 && parts.join(".").length >= most) parts.shift();
+      return "…" + parts.join(".").slice(1 - most);
+    }
     const margin = (all, w) => 16 + 7 * Math.max(...all.map((r) => label(r.shown, w).length));
 
     data.requests.forEach((r, i) => {
@@ -28,7 +33,13 @@
       option.value = String(i);
       choice.append(option);
     });
-    const state = { request: 0, group: null, row: 0, column: 0, moved: false };
+    const state = { request: 0, group: null, row: 0, column: 0, moved: false, range: null };   // range: the columns that are shown, null for all
+    const count = () => data.requests[state.request].start.length;
+    function columns() {              // [first, end] of those that are drawn
+      if (!state.range) return [0, count()];
+      const first = Math.min(count() - 1, Math.round(state.range[0]));
+      return [first, Math.max(first + 1, Math.round(state.range[1]))];
+    }
     let codes = code(data.requests[0].codes);
 
     function rows() {                 // without what this request has no rows of: text in a vision tower
@@ -62,9 +73,9 @@
       const own = data.requests[state.request].tokens[column], text = own.length && spelt(own[0]) ? data.texts[own[0]] : own.length ? "?" : "";
       return text === "" ? "" : text.trim() === "" ? "␣" : text.trim().length > 10 ? text.trim().slice(0, 9) + "…" : text.trim();
     }
-    function axisLabels(n, room) {     // every token's text, or every other's, where that has room; else positions
-      const r = data.requests[state.request], apart = Math.max(1, Math.ceil(n / Math.max(3, Math.floor((room + 90) / 70))));
-      const pick = (every) => r.start.map((_, i) => i).filter((i) => i % every === 0);
+    function axisLabels([from, to], room) {     // every token's text, or every other's, where that has room; else positions
+      const r = data.requests[state.request], n = to - from, apart = Math.max(1, Math.ceil(n / Math.max(3, Math.floor((room + 90) / 70))));
+      const pick = (every) => r.start.map((_, i) => i).filter((i) => i >= from && i < to && i % every === 0);
       const upright = Math.max(1, Math.ceil((n * 13) / room)), spoken = r.tokens && r.width === 1;
       if (!spoken || (apart > 1 && upright > 2)) return { columns: pick(apart), texts: pick(apart).map((i) => [String(r.start[i])]), upright: false, below: 38 };
       if (apart === 1) return { columns: pick(1), texts: pick(1).map((i) => [String(r.start[i]), word(i)]), upright: false, below: 54 };
@@ -79,14 +90,14 @@
     const tip = a.draw.note(chart), drawing = chart.insertBefore(a.element("div", "drawn"), chart.firstChild);
     let grid = null;                   // of what is drawn: left, a cell's width and height, the rows, the chosen cell's mark
     function draw() {
-      const all = rows(), r = data.requests[state.request], n = r.start.length, w = a.draw.width(chart), h = chart.clientHeight;
-      const left = margin(all, w), labels = axisLabels(n, Math.max(60, w - left - RIGHT)), wide = (w - left - RIGHT) / n, bottom = h - labels.below, high = (bottom - TOP) / all.length;
+      const all = rows(), r = data.requests[state.request], [from, to] = columns(), n = to - from, w = a.draw.width(chart), h = chart.clientHeight;
+      const left = margin(all, w), labels = axisLabels([from, to], Math.max(60, w - left - RIGHT)), wide = (w - left - RIGHT) / n, bottom = h - labels.below, high = (bottom - TOP) / all.length;
       const root = svg("svg", { width: w, height: h, class: "drawing", "aria-hidden": "true" }), cells = svg("g", { class: "cells" });
       root.append(svg("rect", { class: "none-here", x: left, y: TOP, width: wide * n, height: bottom - TOP }), cells);
       // A path for each step of the scale; cells that are alike and touch are one piece of it.
       const gap = n < 200 && all.length < 60 && wide > 4 && high > 4 ? 1 : 0, pieces = Array.from({ length: a.STEPS.length + 2 }, () => []);
       all.forEach((row, y) => {
-        const steps = Array.from({ length: n }, (_, c) => a.step(ratio(cell(row, c))));
+        const steps = Array.from({ length: n }, (_, c) => a.step(ratio(cell(row, from + c))));
         for (let c = 0; c < n; ) {
           let end = c + 1;
           while (!gap && end < n && steps[end] === steps[c]) end++;
@@ -95,44 +106,50 @@
         }
       });
       pieces.forEach((d, step) => { if (d.length) cells.append(svg("path", { class: "step" + step, d: d.join("") })); });
-      const first = r.decode.indexOf(1);
-      if (first > 0) root.append(svg("line", { class: "decode-begins", x1: left + first * wide, x2: left + first * wide, y1: TOP, y2: bottom }));
+      const first = r.decode.indexOf(1) - from;
+      if (first > 0 && first < n) root.append(svg("line", { class: "decode-begins", x1: left + first * wide, x2: left + first * wide, y1: TOP, y2: bottom }));
       const every = Math.max(1, Math.ceil(15 / high));
       all.forEach((row, y) => { if (y % every === 0) root.append(svg("text", { class: "ytick", x: left - 6, y: TOP + (y + 0.5) * high + 4, "text-anchor": "end" }, label(row.shown, w))); });
       labels.columns.forEach((c, k) => {
-        const x = left + (c + 0.5) * wide, at = labels.upright ? { transform: "translate(" + (x + 4) + " " + (bottom + 6) + ") rotate(-90)", "text-anchor": "end" } : { x, y: bottom + 15, "text-anchor": "middle" };
+        const x = left + (c - from + 0.5) * wide, at = labels.upright ? { transform: "translate(" + (x + 4) + " " + (bottom + 6) + ") rotate(-90)", "text-anchor": "end" } : { x, y: bottom + 15, "text-anchor": "middle" };
         const text = root.appendChild(svg("text", { class: "xtick", ...at }));
         labels.texts[k].forEach((line, l) => text.append(labels.upright ? line : svg("tspan", { x, dy: l ? 15 : 0 }, line)));
       });
       root.append(svg("text", { class: "axis", x: left + (wide * n) / 2, y: h - 5, "text-anchor": "middle" }, r.width > 1 ? "position (" + r.width + " to a column)" : "position"));
-      const at = root.appendChild(svg("rect", { class: "at" })), area = root.appendChild(svg("rect", { class: "area", x: left, y: TOP, width: wide * n, height: bottom - TOP }));
-      grid = { all, left, wide, high, at };
+      const at = root.appendChild(svg("rect", { class: "at" })), area = root.appendChild(svg("rect", { class: "area drag", x: left, y: TOP, width: wide * n, height: bottom - TOP }));
+      grid = { all, left, wide, high, at, from, to };
       chart.dataset.cells = all.length + " " + n;
+      chart.dataset.columns = from + " " + to;
       choose();
-      area.addEventListener("pointermove", (e) => { const [y, x] = under(e); tip.show(left + (x + 0.5) * wide, TOP + y * high, "", [readout.textContent = describe(all[y], x)]); });
+      area.addEventListener("pointermove", (e) => { if (e.buttons) { tip.hide(); return; } const [y, x] = under(e); tip.show(left + (x - from + 0.5) * wide, TOP + y * high, "", [readout.textContent = describe(all[y], x)]); });
       area.addEventListener("pointerleave", () => { tip.hide(); readout.textContent = describe(all[state.row], state.column); });
-      area.addEventListener("click", (e) => { place(...under(e)); tip.hide(); enter(); });
+      area.addEventListener("click", (e) => { if (zoomed.pulled()) return; place(...under(e)); tip.hide(); enter(); });
       drawing.replaceChildren(root);
       back.hidden = state.group === null;
+      whole.hidden = state.range === null;
       title.textContent = state.group === null ? "all layers" : groups[state.group].name;
       readout.textContent = describe(all[state.row], state.column);
       a.link.changed();
     }
     function under(e) {                // [row, column] of the pointer
-      const box = drawing.getBoundingClientRect(), most = data.requests[state.request].start.length - 1;
-      const at = (px, size, last) => Math.max(0, Math.min(last, Math.floor(px / size)));
-      return [at(e.clientY - box.top - TOP, grid.high, grid.all.length - 1), at(e.clientX - box.left - grid.left, grid.wide, most)];
+      const box = drawing.getBoundingClientRect();
+      const at = (px, size, count) => Math.max(0, Math.min(count - 1, Math.floor(px / size)));
+      return [at(e.clientY - box.top - TOP, grid.high, grid.all.length), grid.from + at(e.clientX - box.left - grid.left, grid.wide, grid.to - grid.from)];
     }
     function choose() {                // the mark around the chosen cell, never too small to be seen
-      const w = Math.max(grid.wide, 5), h = Math.max(grid.high, 5), x = grid.left + (state.column + 0.5) * grid.wide - w / 2, y = TOP + (state.row + 0.5) * grid.high - h / 2;
+      const w = Math.max(grid.wide, 5), h = Math.max(grid.high, 5), x = grid.left + (state.column - grid.from + 0.5) * grid.wide - w / 2, y = TOP + (state.row + 0.5) * grid.high - h / 2;
       for (const [k, v] of Object.entries({ x, y, width: w, height: h })) grid.at.setAttribute(k, v);
+      grid.at.setAttribute("visibility", state.column >= grid.from && state.column < grid.to ? "visible" : "hidden");
     }
     function place(row, column) {
-      const all = grid.all;
-      state.row = Math.max(0, Math.min(all.length - 1, row));
-      state.column = Math.max(0, Math.min(data.requests[state.request].start.length - 1, column));
-      choose();
-      readout.textContent = describe(all[state.row], state.column);
+      state.row = Math.max(0, Math.min(grid.all.length - 1, row));
+      state.column = Math.max(0, Math.min(count() - 1, column));
+      if (state.column < grid.from || state.column >= grid.to) {      // what is chosen comes into the part that is shown
+        const half = (grid.to - grid.from) / 2, first = Math.max(0, Math.min(count() - 2 * half, state.column - half));
+        state.range = [first, first + 2 * half];
+        draw();
+      } else choose();
+      readout.textContent = describe(grid.all[state.row], state.column);
       state.moved = true;
       a.link.changed();
     }
@@ -171,7 +188,7 @@
     function turn(request, group) {   // to another request, in the same layer where it has rows of it
       choice.value = String(request);
       codes = code(data.requests[request].codes);
-      Object.assign(state, { request, group: groups[group] && groups[group].taps.length > 1 ? group : null, moved: false });
+      Object.assign(state, { request, range: null, group: groups[group] && groups[group].taps.length > 1 ? group : null, moved: false });
       if (!rows().length) state.group = null;
       [state.row, state.column] = worst();
     }
@@ -187,13 +204,16 @@
       },
     });
     back.addEventListener("click", leave);
+    const show = (range) => { state.range = range; draw(); };
+    whole.addEventListener("click", () => { show(null); chart.focus({ preventScroll: true }); });
+    const zoomed = a.zoom(chart, { range: () => state.range ?? [0, count()], whole: () => [0, count()], least: 4, ends: () => [grid.left, grid.left + grid.wide * (grid.to - grid.from)], show });
     chart.addEventListener("keydown", (e) => {
       const to = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[e.key];
       if (to) place(state.row + to[0], state.column + to[1]);
       else if (e.key === "Home") place(state.row, 0);
       else if (e.key === "End") place(state.row, 1e9);
       else if (e.key === "Enter") enter();
-      else if (e.key === "Escape" || e.key === "Backspace") leave();
+      else if (e.key === "Escape" || e.key === "Backspace") { if (state.range) show(null); else leave(); }
       else return;
       e.preventDefault();
     });

@@ -61,7 +61,7 @@
     const box = a.element("div", "closer"), rows = looks.rows[i], s = looks.samples[i];
     if (rows) box.append(table(rows));
     if (s) {
-      const charts = [["Error over golden value", scatter], ["Distribution of both", histogram]];
+      const charts = [["Error against golden value", scatter], ["Distribution of both", histogram]];
       for (const [name, make] of charts) {
         const figure = a.element("figure"), plot = a.element("div", "small-plot");
         figure.append(a.element("figcaption", "", name), plot);

@@ -17,6 +17,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.report import facts, verdict_parts
+from vllm_accprobe.report.charts import layer_of
 from vllm_accprobe.report.facts import outcomes
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 
@@ -61,6 +62,11 @@ def breakable(name: object) -> str:
     return escaped(name).replace(".", ".<wbr>")
 
 
+def humps(name: object) -> str:
+    """A class's name that may wrap in front of each of its words."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "<wbr>", escaped(name, 80))
+
+
 def as_sentence(text: str) -> str:
     return escape(capital(text) + ".")
 
@@ -72,7 +78,9 @@ def html_table(
         return "".join(f"<{tag}{' class=num' if i in numeric else ''}>{c}</{tag}>" for i, c in enumerate(row))
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+    many = " class=many" if len(head) > 6 else ""  # on a phone it scrolls in its box
+    top = f"<thead><tr>{cells('th', head)}</tr></thead>"
+    return f'<div class="scroll"><table{many}>{top}<tbody>{body}</tbody></table></div>'
 
 
 def more_of(total: int, shown: int, where: str) -> str:
@@ -118,7 +126,10 @@ def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) ->
 
 
 def command_lines(command: str) -> str:
-    return "\n".join(escaped(line, 1000) for line in command.splitlines())
+    """A word wraps as a whole where that has room."""
+    return "\n".join(
+        " ".join(f"<span>{word}</span>" for word in escaped(line, 1000).split(" ")) for line in command.splitlines()
+    )
 
 
 def differences(comparison: Comparison) -> str:
@@ -142,11 +153,11 @@ def how_they_compute(comparison: Comparison) -> str:
         return ""
     items = "".join(f"<li>{escape(line)}</li>" for line in found[:MAX_LIST])
     rows = [tuple(map(escape, row)) for row in verdict_parts.rows(comparison.machines)[:MAX_LIST]]
-    table = html_table(("Side", "Operator", "Habit", "Price", "Seen in"), rows)
+    table = html_table(("Side", "Operator", "How it computes", "Costs", "Seen in"), rows)
     title = capital(verdict_parts.MACHINES_TITLE)
     return (
         f'<section aria-labelledby="h-machines"><h2 id="h-machines">{title}</h2><ul class="plain">{items}</ul>'
-        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each habit, with what it was seen in</summary>"
+        f"{more_of(len(found), MAX_LIST, 'machines')}<details><summary>Each observation, with its outputs</summary>"
         f"{table}</details></section>"
     )
 
@@ -190,7 +201,7 @@ def _how_far(comparison: Comparison, origin: Mapping[str, Any]) -> str:
 def pair_sum(comparison: Comparison) -> str:
     total = f"<b>{comparison.counts.total:,}</b> pairs = "
     parts = (
-        f'<span class="{_KIND.get(what.partition(" ")[0], "")}"><b>{n:,}</b> {escape(what)}</span>'
+        f'<span class="{_KIND.get(what.partition(" ")[0], "") if n else ""}"><b>{n:,}</b> {escape(what)}</span>'
         for what, n in outcomes(comparison)
     )
     return f'<p class="pair-sum" id="pair-sum">{total}{" + ".join(parts)}</p>'
@@ -306,8 +317,6 @@ def verdict(comparison: Comparison) -> str:
     why = as_sentence(rests) if (rests := facts.evidence(origin)) else ""
     if seldom := facts.odds(origin.get("chance")):
         cells.append(_fact("By chance", seldom, "comparisons with rounding alone"))
-    if tier := origin.get("tier"):
-        cells.append(_fact("Floor it breaks", tier))
     where = {"The gap": facts.inside(comparison, origin), "Shape of the error": facts.shape(origin),
              "In compiled and captured graphs": facts.graph(origin)}  # fmt: skip
     cells += [_fact(label, text, None, "shape-fact") for label, text in where.items() if text]
@@ -359,24 +368,72 @@ def notes(comparison: Comparison) -> str:
         return ""
     items = "".join(f"<li>{_e(n, 1000)}</li>" for n in comparison.notes[:MAX_LIST])
     more = more_of(len(comparison.notes), MAX_LIST, "notes")
-    return f'<section class="notes" aria-label="Notes"><h2>Read this first</h2><ul>{items}</ul>{more}</section>'
+    return f'<section class="notes" aria-label="Notes"><h2>Notes</h2><ul>{items}</ul>{more}</section>'
 
 
 def figures(comparison: Comparison) -> str:
-    c, cov = comparison.counts, comparison.coverage
-    flipped = len(comparison.tokens.get("flipped") or ())
-    only = [int(cov.get(f"rows_only_{side}") or 0) for side in ("golden", "mine")]
-    items = [
-        ("pairs failed", c.failed, f"of {c.compared:,} compared", "bad" if c.failed else ""),
-        ("pairs identical", c.identical, f"{c.bit_identical:,} bit-identical", ""),
-        ("pairs skipped", c.skipped, "", ""),
-        ("rows compared", int(cov.get("rows_compared") or 0), "", ""),
-        ("rows on one side only", sum(only), f"golden {only[0]:,}, mine {only[1]:,}", ""),
-        ("tokens flipped", flipped, f"of {int(comparison.tokens.get('compared') or 0):,}", "bad" if flipped else ""),
-    ]
+    """Six numbers: of a failure what failed, of a pass what was covered."""
+    items = _covered_figures(comparison) if comparison.verdict == "pass" else _failed_figures(comparison)
     return "".join(
         f'<div class="{kind}"><dt>{label}</dt><dd>{value:,} <small>{small}</small></dd></div>'
         for label, value, small, kind in items
+    )
+
+
+_Figure = tuple[str, int, str, str]
+
+
+def _failed_figures(comparison: Comparison) -> list[_Figure]:
+    c = comparison.counts
+    return [
+        ("pairs failed", c.failed, f"of {c.compared:,} compared", "bad" if c.failed else ""),
+        ("pairs identical", c.identical, f"{c.bit_identical:,} bit-identical", ""),
+        ("pairs skipped", c.skipped, "", ""),
+        _rows_figure(comparison),
+        _one_sided(comparison),
+        _tokens_figure(comparison),
+    ]
+
+
+def _covered_figures(comparison: Comparison) -> list[_Figure]:
+    c, classes = comparison.counts, verdict_parts.entries(comparison)
+    taps = {p.tap for p in comparison.pairs if p.status != "skip"}
+    layers = {layer_of(tap) for tap in taps} - {None}
+    rows, checked, compared = (sum(int(e.get(k) or 0) for e in classes) for k in ("rows", "checked", "compared"))
+    left = f"; {rows - checked - compared:,} neither" if rows > checked + compared else ""
+    skipped = comparison.counts.skip_reasons
+    reason = max(skipped, key=lambda k: skipped[k]) if skipped else ""
+    more = f" and {count(len(skipped) - 1, 'other reason')}" if len(skipped) > 1 else ""
+    return [
+        ("pairs compared", c.compared, f"{c.identical:,} identical", ""),
+        _rows_figure(comparison),
+        ("modules compared", len(taps), f"{count(len(layers), 'layer')}" if layers else "", ""),
+        ("rows of operators checked", checked, f"of {rows:,}; {compared:,} compared only{left}", "")
+        if classes else _one_sided(comparison),
+        ("pairs skipped", c.skipped, _e(reason, 80) + more, ""),
+        _tokens_figure(comparison),
+    ]  # fmt: skip
+
+
+def _rows_figure(comparison: Comparison) -> _Figure:
+    return ("rows compared", int(comparison.coverage.get("rows_compared") or 0), "", "")
+
+
+def _one_sided(comparison: Comparison) -> _Figure:
+    golden, mine = (int(comparison.coverage.get(f"rows_only_{side}") or 0) for side in ("golden", "mine"))
+    return ("rows on one side only", golden + mine, f"golden {golden:,}, mine {mine:,}", "")
+
+
+def _tokens_figure(comparison: Comparison) -> _Figure:
+    flipped = len(comparison.tokens.get("flipped") or ())
+    of = int(comparison.tokens.get("compared") or 0)
+    return ("tokens flipped", flipped, f"of {of:,}", "bad" if flipped else "")
+
+
+def equal_note(comparison: Comparison) -> str:
+    return (
+        f'<p class="hint equal-note">The outputs of all {count(comparison.counts.compared, "pair")} are equal on both '
+        "sides: there is no error to draw.</p>"
     )
 
 
@@ -430,7 +487,7 @@ def not_checked(comparison: Comparison) -> str:
     said = verdict_parts.head(comparison)
     if not said:
         return ""
-    typed = "".join(f"<pre><code>{escape(line.strip())}</code></pre>" for line in said[1:])
+    typed = "".join(f"<pre><code>{command_lines(line.strip())}</code></pre>" for line in said[1:])
     return f'<p class="why not-checked">{as_sentence(said[0]).replace(":.", ":")}</p>{typed}'
 
 
@@ -438,7 +495,7 @@ def covered(comparison: Comparison) -> str:
     total = verdict_parts.totals(comparison)
     if total is None:
         return ""
-    rows = [tuple(map(escape, (row[-1], *row[:-1]))) for row in verdict_parts.table(comparison, MAX_LIST)]
+    rows = [(humps(row[-1]), *map(escape, row[:-1])) for row in verdict_parts.table(comparison, MAX_LIST)]
     head = tuple(map(capital, (verdict_parts.HEAD[-1], *verdict_parts.HEAD[:-1])))
     more = more_of(len(verdict_parts.entries(comparison)), MAX_LIST, "coverage.by_class")
     lead = f"{capital(verdict_parts.COVERS_TITLE)}: relative, of all rows, of one column, of one row. {capital(total)}."
@@ -446,7 +503,7 @@ def covered(comparison: Comparison) -> str:
 
 
 def coverage(comparison: Comparison) -> str:
-    rows = [(escape(label), escape(value)) for label, value in facts.coverage_rows(comparison)]
+    rows = [(escape(label), escape(value)) for label, value in facts.coverage_rows(comparison)[1:]]  # the sum is above
     rows += [(escape(what), f"{n:,}") for what, n in facts.skip_rows(comparison)[:MAX_LIST]]
     out = covered(comparison) + html_table(("What", "How many"), rows, numeric={1})
     for side in ("golden", "mine"):
@@ -460,36 +517,162 @@ def coverage(comparison: Comparison) -> str:
     return out
 
 
+_STANDARD = {
+    "name": "standard",
+    "unit": "one rounding of the dtype, relative",
+    "limit_created": "limit of the error that one operator adds to a row",
+    "limit_first_layer": "limit of a row's total error after the first layer",
+    "limit_last_layer": "limit of a row's total error after the last layer",
+    "false_alarm_rate": "false alarms that were allowed, share of comparisons",
+    "by_chance": "false alarms to expect, share of comparisons",
+    "created": "roundings that one operator may add",
+    "total": "roundings that may precede the first layer",
+    "growth": "exponent of the growth with depth",
+    "amplification": "times that an operator may enlarge its inputs' error",
+    "wild": "the same, for inputs beyond their limit",
+    "garbage": "error of an input that explains any output",
+    "ratio_share": "limit of a norm's ratio, least part of the row's limit",
+    "ratio_width": "limit of a norm's ratio, standard deviations",
+    "truncations": "truncations in one operator",
+    "element": "limit of one element, times the row's limit",
+    "row_floor": "smallest norm that counts, part of the tap's median",
+}
+"""The keys of ``Comparison.standard`` in words, results first; other tools' standards name their own."""
+_RESULTS = 7
+"""How many of them are limits and rates; the others are the constants that these follow from."""
+
+
 def plan(comparison: Comparison) -> str:
     lines = [_e(line, 1000) for line in comparison.plan[:MAX_LIST]]
-    paired = "".join(f"<li>{line}</li>" for line in lines) or "<li>not given</li>"
+    paired = "".join(f"<li>{line}</li>" for line in lines) or "<li>No plan is known.</li>"
     more = more_of(len(comparison.plan), MAX_LIST, "").replace(": compare.json, ", ": accprobe compare --plan")
-    said = dict(comparison.standard or {}) | {"false_alarm_rate": comparison.false_alarm_rate}
-    if comparison.by_chance is not None:
-        said["by_chance"] = num(comparison.by_chance)
-    standard = html_table(("Standard", "Value"), [(_e(k), _e(v, 300)) for k, v in _flat(said)])
-    return f'<ul class="plain">{paired}</ul>{more}{standard}'
+    values = dict(_flat(comparison.standard or {})) | {
+        "false_alarm_rate": comparison.false_alarm_rate, "by_chance": comparison.by_chance,
+    }  # fmt: skip
+    # Files of no known dtype have no unit of their own, and no limits that follow from it.
+    shown = {k: v for k, v in values.items() if v is not None and (v or not k.startswith(("unit", "limit_")))}
+    results, constants = list(_STANDARD)[:_RESULTS], list(_STANDARD)[_RESULTS:]
+    constants += [k for k in shown if k not in _STANDARD]
+    tables = [
+        html_table((what, "Value"), [(_e(_STANDARD.get(k, k)), _value(shown[k])) for k in keys if k in shown], {1})
+        for what, keys in (("Standard", results), ("Constant", constants))
+    ]
+    hidden = sum(k in shown for k in constants)
+    rest = f"<details><summary>{count(hidden, 'constant')} of the standard</summary>{tables[1]}</details>"
+    return f'<ul class="plain">{paired}</ul>{more}{tables[0]}{rest if hidden else ""}'
+
+
+def _value(value: object) -> str:
+    """A value from a run or a standard as markup: ``–`` for nothing, yes and no, a list's items, six digits."""
+    return _e(_words(value), 300)
+
+
+def _words(value: object) -> str:
+    if value is None or value == "":
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return num(value, 6)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}: {_words(v)}" for k, v in value.items()) or MISSING
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_words, value)) or MISSING
+    return str(value)
 
 
 def runs(comparison: Comparison) -> str:
-    """What each side was; what differs comes first and is marked."""
+    """What each side was; what differs comes first."""
     golden, mine = dict(_flat(comparison.golden_run or {})), dict(_flat(comparison.mine_run or {}))
     keys = list(dict.fromkeys([*golden, *mine]))
     differ = [k for k in keys if golden.get(k) != mine.get(k)]
     same = [k for k in keys if k not in set(differ)]
-    head = ("", "Golden", "Mine")
+    head = ("Differs", "Golden", "Mine")
 
     def rows(chosen: Iterable[str]) -> list[tuple[str, ...]]:
-        return [(_e(k, 120), *(_e(side.get(k, MISSING), 300) for side in (golden, mine))) for k in chosen]
+        return [(_e(k, 120), *(_value(side.get(k)) for side in (golden, mine))) for k in chosen]
 
     paths = ("dump", _e(comparison.golden_path), _e(comparison.mine_path))
-    out = html_table(head, [paths, *rows(differ[:MAX_LIST])])
+    out = html_table(head, [paths, *rows(differ[:MAX_LIST])]) + more_of(len(differ), MAX_LIST, "or each run.json")
     if same:
         out += (
             f"<details><summary>{escape(count(len(same), 'entry', 'entries'))} the same on both sides</summary>"
-            f"{html_table(head, rows(same[:MAX_LIST]))}</details>"
+            f"{html_table(('Same', *head[1:]), rows(same[:MAX_LIST]))}</details>"
         )
     return out
+
+
+_ABOUT = (
+    ("model", ("model.path", "model.class", "model")),
+    ("quantization", ("model.quantization",)),
+    ("device", ("device.name", "device.type", "device", "platform.vllm", "platform")),
+    ("dtype", ("model.dtype", "dtype")),
+    *((size, (f"parallel.{size}", size)) for size in ("tp", "pp", "dp", "ep")),
+    ("torch", ("versions.torch", "torch")),
+    ("vLLM", ("versions.vllm", "vllm")),
+    ("accprobe", ("versions.accprobe",)),
+)
+"""(label, where a run may say it, first come first shown): what a reader asks of a run before anything else."""
+_DATE = "start_time"
+_EVERY_RUN = frozenset({_DATE, "probe.dir"})
+"""What differs in any two runs and explains nothing."""
+
+
+def identity(comparison: Comparison) -> str:
+    """Which two runs these are: what both have, then what differs, marked, with each one's date and dump; then the
+    names of other entries that differ."""
+    sides = [dict(_flat(run or {})) for run in (comparison.golden_run, comparison.mine_run)]
+    own = [{label: _about(label, run, keys) for label, keys in _ABOUT} for run in sides]
+    both = [f"<span>{_e(text, 120)}</span>" for label, text in own[0].items() if text and text == own[1][label]]
+    known = any(text for texts in own for text in texts.values())
+    lines = [("Both", both or ([] if known else ["model, device, dtype and versions are not recorded"]))]
+    differ = [label for label in own[0] if own[0][label] != own[1][label]]
+    for name, run, texts, path in zip(
+        ("Golden", "Mine"), sides, own, (comparison.golden_path, comparison.mine_path), strict=True
+    ):
+        marks = [f"<mark>{_e(texts[label] or _absent(label), 120)}</mark>" for label in differ]
+        date = [f"<time>{_e(_date(str(run[_DATE])), 40)}</time>"] if run.get(_DATE) else []
+        lines.append((name, [*marks, *date, f"<code>{breakable(_tail(path))}</code>"]))
+    rows = "".join(f"<div><dt>{name}</dt><dd>{' · '.join(parts)}</dd></div>" for name, parts in lines if parts)
+    shown = {key for _, keys in _ABOUT for key in keys} | _EVERY_RUN
+    others = [k for k in dict.fromkeys([*sides[0], *sides[1]]) if k not in shown and sides[0].get(k) != sides[1].get(k)]
+    named = [f"{_e(k, 60)} {' / '.join(_e(_words(run.get(k)), 24) for run in sides)}" for k in others[:FEW]]
+    more = f" and {len(others) - FEW:,} more" if len(others) > FEW else ""
+    said = f"{'Also different' if differ else 'Different'}: {'; '.join(named)}{more}. " if named else ""
+    said += '<a href="#h-runs">All entries of both runs</a>' if any(sides) else ""
+    return f'<dl class="identity">{rows}</dl><p class="hint">{said}</p>'
+
+
+def _about(label: str, run: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """What a run says under one label; empty where it says nothing, and for a parallel size of 1."""
+    known = [run[k] for k in keys if run.get(k) not in (None, "", [], {})]
+    if not known:
+        return ""
+    value = known[0]
+    if label in ("tp", "pp", "dp", "ep"):
+        size = value[-1] if isinstance(value, list) else value
+        return "" if size == 1 else f"{label} {_words(size)}"
+    first = _tail(str(value), 1) if label == "model" else _words(value)
+    if label in ("model", "device") and len(known) > 1 and str(known[1]) != str(value):
+        return f"{first} ({_words(known[1])})"
+    return f"{label} {first}" if keys[0].startswith("versions.") else first
+
+
+def _absent(label: str) -> str:
+    """What stands for a run that says nothing where the other does; a parallel size that is not shown is 1."""
+    return {"tp": "tp 1", "pp": "pp 1", "dp": "dp 1", "ep": "ep 1", "quantization": "no quantization"}.get(
+        label, f"{label} not recorded"
+    )
+
+
+def _date(text: str) -> str:
+    """``2026-11-27T01:49:28+00:00`` as ``2026-11-27 01:49 UTC``; another spelling as it is."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+(?:\+00:00|Z)", text)
+    return f"{found[1]} {found[2]} UTC" if found else text
+
+
+def _tail(path: str, parts: int = 2) -> str:
+    return "/".join(path.replace("\\", "/").rstrip("/").split("/")[-parts:]) or path
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "", depth: int = 3) -> list[tuple[str, Any]]:

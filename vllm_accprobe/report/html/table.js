@@ -91,7 +91,9 @@
     td.style.height = height + "px";
     return tr;
   }
-  function drawRow(k) {
+  const LETTER = 7.25;                // pixels of a letter of a name
+  const ending = (text, most) => (text.length > most ? "…" + text.slice(1 - most) : text);
+  function drawRow(k, room) {
     const i = view[k], tr = document.createElement("tr"), s = col.status.at(i);
     tr.className = "row" + (s === "fail" || s === "pass" || s === "skip" ? " " + s : "") + (k === state.at ? " at" : "");
     tr.id = "r" + k;
@@ -102,7 +104,7 @@
       const td = tr.appendChild(document.createElement("td")), others = c.id === "rank" ? folding.others(i) : 0;
       const text = String(c.text(i)) + (others ? " +" + others : "");
       td.className = [c.cls, c.num ? "num" : "", c.prio].filter(Boolean).join(" ");
-      td.textContent = text;
+      td.textContent = c.ends && !a.paper.on ? ending(text, room) : text;
       td.title = others ? "The worst of " + (others + 1) + " ranks" : c.tip ? c.tip(i) : text;
     }
     return tr;
@@ -119,9 +121,10 @@
     const paper = a.paper.on;
     const first = paper ? 0 : Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
     const last = Math.min(view.length, paper ? a.paper.ROWS : Math.ceil((box.scrollTop + box.clientHeight) / ROW) + SPARE);
-    const rows = document.createDocumentFragment();
+    const rows = document.createDocumentFragment(), names = head.querySelector("[data-id=order]");
+    const room = Math.max(8, Math.floor((names.clientWidth - 16) / LETTER));
     if (first > 0) rows.append(spacer(first * ROW));
-    for (let k = first; k < last; k++) rows.append(drawRow(k));
+    for (let k = first; k < last; k++) rows.append(drawRow(k, room));
     if (last < view.length && paper) rows.append(said("The first " + last + " of " + view.length.toLocaleString("en") + " pairs; compare.csv has all of them."));
     else if (last < view.length) rows.append(spacer((view.length - last) * ROW));
     if (!view.length) rows.append(said(data.n ? "No pair matches. Clear the filter, or choose another status." : "There are no pairs."));
@@ -153,7 +156,7 @@
       const x = col[name].at(i), div = dl.appendChild(document.createElement("div"));
       if (name === "message") { if (!x) { div.remove(); continue; } div.className = "wide"; }
       div.appendChild(document.createElement("dt")).textContent = name.replaceAll("_", " ");
-      div.appendChild(document.createElement("dd")).textContent = typeof x === "number" ? number(x, name === "cosine" ? 10 : 6) : x === null ? "–" : String(x);
+      div.appendChild(document.createElement("dd")).textContent = typeof x === "number" ? number(x, name === "cosine" ? 10 : 6) : x === null ? "–" : typeof x === "boolean" ? (x ? "yes" : "no") : String(x);
     }
     panel.replaceChildren(top);
     const opened = panel.hidden;
