@@ -1,7 +1,8 @@
 """The tutorial's first part, typed line by line into one shell: two real servers over HTTP, down to the failing test.
 
 Each line's exit code and last words are compared with what the page says of it. `vllm` is forked from a process that
-has imported it, so times are not the page's. With ``--all``, as the other pages: five servers. The other parts of the page: test_documents.py.
+has imported it, so times are not the page's. With ``--all``, as the other pages: five servers. The other parts of the
+page: test_documents.py.
 """
 
 from __future__ import annotations
