@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The wheels for an index: vllm-accprobe-capture, which is small, and vllm-accprobe, which needs it and is whole.
 
-The problem: a card's machine only captures, and what compares (numba, pandas, scipy) is half a gigabyte that
+The problem: a card's machine only captures, and what compares (numba, h5py) is a quarter of a gigabyte that
 nobody wants in a vendor's image. The idea: the wheel is 2 MB, and what is large is what it needs. So all of the code
 is in vllm-accprobe-capture, which asks for little; vllm-accprobe is that same release and the rest of the
 requirements, without a file of its own. A command that wants what is not there says so in one line. A checkout is one
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CAPTURE = "vllm-accprobe-capture"
-LARGE = ("h5py", "numba", "pandas", "scipy")
+LARGE = ("h5py", "numba")
 """What capture does without: it reads no HDF5 and draws nothing, and without numba statistics come from numpy."""
 
 

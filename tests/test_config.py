@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from vllm_accprobe import config
 from vllm_accprobe.config import ConfigError, DumpConfig, ProbeConfig, in_ranges, matches, parse_ranges
 
 
@@ -157,3 +159,15 @@ def test_force_is_a_switch_or_a_directory() -> None:
     ):
         config = ProbeConfig.from_env({"VLLM_ACCPROBE_FORCE": said})
         assert (config.force, config.force_dir, config.enabled) == (force, where, False)
+
+
+def test_the_page_of_settings_has_every_name_in_both_languages() -> None:
+    """But for the names that accprobe sets itself, or that docs/capture.md explains where they are needed."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "settings.md").read_text(encoding="utf-8")
+    internal = {config.RUN_ID, config.REPLICAS, config.TAP_SET}
+    known = {config.ENV if name == "enabled" else config.PREFIX + name.upper() for name in config._PARSERS}
+    known |= {config.PREFIX + "CONFIG", config.PREFIX + "PRESET"}
+    for half in page.split("## 中文\n"):
+        cells = [line.split("|")[1] for line in half.splitlines() if line.startswith("| `VLLM")]
+        names = {n if n.startswith("V") else config.ENV + n for cell in cells for n in re.findall(r"`(\w+)`", cell)}
+        assert names == known - internal

@@ -46,6 +46,7 @@ NOT_RUN = {
     "ACCPROBE_TEST_KERNELS=avx2 bash scripts/test.sh": "this is it",
     "ACCPROBE_TEST_KERNELS=avx2 bash scripts/faults.sh": "half an hour",
     "pip install .": "the environment has the checkout installed; changing it under running tests breaks them",
+    "pip wheel . -w wheels": "builds a wheel of the checkout and downloads what it needs; by hand before a release",
     'pip install "vllm-accprobe[mindspore]"': "needs an environment of its own",
     "python scripts/case_study.py case-study --picture case-study/report.png": "two more engines and a browser",
     "python scripts/case_study.py . --confirm": "loads vLLM for one operator; run by hand with the line above",
@@ -87,7 +88,6 @@ NOT_RUN = {
     "accprobe bisect -- vllm serve MODEL": "a dozen servers; test_bisect_engine.py has some",
     "accprobe bisect -- vllm serve MODEL --max-num-batched-tokens 256 --block-size 32": "a dozen servers",
     "accprobe bisect --golden golden-sent --switches switches.toml -- vllm serve MODEL": "a dozen servers",
-    "accprobe send prompts.jsonl --url URL --out DIR": "test_real_server.py has a server",
     "accprobe send prompts.jsonl --url http://localhost:8000 --out golden-sent": "test_real_server.py has a server",
     'accprobe gate "vllm serve MODEL" "vllm serve MODEL --kv-cache-dtype fp8" --prompts prompts.jsonl --out gated': (
         "three servers; test_gate_servers.py has them by hand"
@@ -122,6 +122,14 @@ NOT_RUN = {
         "four or five servers; test_digging.py has two of them"
     ),
     'accprobe gate "vllm serve A" "vllm serve B" --out OUT --localize': "A and B are to be filled in; test_digging.py",
+    'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': "the same",
+    "python scripts/tiny_model.py qwen2 model": "test_tutorial.py types the tutorial's first part, with real servers",
+    """accprobe gate "vllm serve model --enforce-eager" "ACCPROBE_FAULT='$FAULT' vllm serve model --enforce-eager" """
+    "--prompts examples/prompts.txt --out gated --localize": "the same",
+    "accprobe compare gated/dig/golden gated/dig/mine --out report": "the same",
+    "accprobe opcheck gated/dig/mine --out checked": "the same",
+    "accprobe gentest gated/dig/mine --failed": "the same",
+    "(cd accprobe-gentest && python -m pytest -q)": "the same",
     "accprobe inspect model.json --tree": "ATB wrote it; test_drawing.py has one",
     "accprobe inspect FILE.json --tree": "ATB wrote it; test_drawing.py has one",
     "accprobe convert XXX_layer.json layer.onnx --level 1": "ATB wrote it; test_drawing.py has one",
@@ -375,13 +383,12 @@ def _prepare(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             (place / "lab").symlink_to(faults.parent)
     if page in ("docs/labels.md", "docs/migration.md") or any("labels" in s.text for s in _of(page, COMMAND)):
-        name = "dump" if page == "README.md" else "DUMP"
-        shutil.rmtree(place / name)
-        _inside_python(_LABELLED.format(name), place)
+        shutil.rmtree(place / "DUMP")
+        _inside_python(_LABELLED.format("DUMP"), place)
     if page == "docs/labels.md":
         (place / "DIR").mkdir()
         np.save(place / "DIR" / "outTensor0.npy", np.zeros((4, 8), "f4"))
-    if page in ("README.md", "docs/opcheck.md", "skills/accprobe/SKILL.md"):
+    if page in ("docs/opcheck.md", "skills/accprobe/SKILL.md"):
         _operators_of_two_machines(place)
     if page == "docs/formats.md":
         import torch

@@ -24,11 +24,12 @@ def test_frame_has_every_pair_and_column_with_numbers_as_numbers():
     assert len(comparison().to_pandas()) == 0
 
 
-def test_a_figure_without_plotly_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'vllm-accprobe\[notebook\]'"):
-        comparison().plot_depth()
+@pytest.mark.parametrize(("library", "method"), [("plotly", "plot_depth"), ("pandas", "to_pandas")])
+def test_without_the_extra_it_says_what_to_install(monkeypatch, library, method):
+    for module in (library, "plotly.graph_objects"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"{method}: .*pip install 'vllm-accprobe\[notebook\]'"):
+        getattr(comparison(), method)()
 
 
 def test_figure_has_what_was_created_the_phases_the_limit_and_each_origin():

@@ -43,7 +43,7 @@ class NothingThere(CommandError):
     """One line: what there was nothing of to work on. Exit code 3."""
 
 
-_WHOLE = {"h5py", "llvmlite", "numba", "pandas", "scipy"}
+_WHOLE = {"h5py", "llvmlite", "numba"}
 """What the distribution vllm-accprobe-capture does without (scripts/two_wheels.py)."""
 
 

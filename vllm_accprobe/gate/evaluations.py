@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import optimize, special
+
+from vllm_accprobe.judge import distributions, statistic
 
 Place = tuple[Path, int]
 """A file, and where in it: the byte at which a line begins, or the index of a question."""
@@ -665,7 +666,7 @@ def mcnemar(lost: int, won: int) -> float:
     """Exact two-sided p: under the null each flip goes either way with 1/2 [Q. McNemar, Psychometrika 12 (1947) 153;
     exact: F. Mosteller, Biometrics 8 (1952) 220]. 1 where nothing flipped."""
     flips = lost + won
-    return min(1.0, 2.0 * float(special.bdtr(min(lost, won), flips, 0.5))) if flips else 1.0
+    return min(1.0, 2.0 * distributions.binomial_at_most(min(lost, won), flips, 0.5)) if flips else 1.0
 
 
 def tango(lost: int, won: int, n: int, level: float = LEVEL) -> tuple[float, float]:
@@ -677,7 +678,7 @@ def tango(lost: int, won: int, n: int, level: float = LEVEL) -> tuple[float, flo
 
 def _upper(b: int, c: int, n: int, level: float) -> float:
     """The upper end for the difference (b - c) / n."""
-    z = _z(1.0 - level)
+    z = statistic.normal(1.0 - level)
 
     def score(d: float) -> float:
         off = b - c - n * d
@@ -690,7 +691,7 @@ def _upper(b: int, c: int, n: int, level: float) -> float:
     low, high = (b - c) / n, 1.0 - 1e-12
     if low >= high or score(high) > 0:
         return 1.0
-    return float(optimize.brentq(score, low, high, xtol=1e-12))
+    return distributions.root(score, low, high)
 
 
 def questions_needed(flipping: float, difference: float, alpha: float, power: float = POWER) -> int | None:
@@ -698,7 +699,8 @@ def questions_needed(flipping: float, difference: float, alpha: float, power: fl
     [R. Connor, Biometrics 43 (1987) 207, eq. 3; O. Miettinen, Biometrics 24 (1968) 339]. None where there is none."""
     if not difference or flipping < abs(difference):
         return None
-    z = _z(alpha) * math.sqrt(flipping) + _beta(power) * math.sqrt(max(flipping - difference * difference, 0.0))
+    z = statistic.normal(alpha) * math.sqrt(flipping)
+    z += _beta(power) * math.sqrt(max(flipping - difference * difference, 0.0))
     return math.ceil((z / difference) ** 2)
 
 
@@ -710,9 +712,9 @@ def smallest_difference(flipping: float, n: int, alpha: float, power: float = PO
 
     def short(d: float) -> float:
         spread = _beta(power) * math.sqrt(max(flipping - d * d, 0.0))
-        return _z(alpha) * math.sqrt(flipping) + spread - d * math.sqrt(n)
+        return statistic.normal(alpha) * math.sqrt(flipping) + spread - d * math.sqrt(n)
 
-    return None if short(flipping) > 0 else float(optimize.brentq(short, 0.0, flipping, xtol=1e-9))
+    return None if short(flipping) > 0 else distributions.root(short, 0.0, flipping)
 
 
 def sign_flip(differences: np.ndarray, seed: int = 0) -> float:
@@ -728,7 +730,7 @@ def sign_flip(differences: np.ndarray, seed: int = 0) -> float:
     d = d / np.abs(d).max()  # scores of 1e300 have sums, too
     reached = abs(float(d.sum())) * (1.0 - 1e-12)  # equal sums in another order of adding
     if d.size > MANY:
-        return 2.0 * float(special.ndtr(-reached / math.sqrt(float((d * d).sum()))))
+        return statistic.tail(reached / math.sqrt(float((d * d).sum())))
     if d.size <= EXACT:
         patterns = np.arange(1 << d.size)[:, None] >> np.arange(d.size) & 1
         return float(np.mean(np.abs((2.0 * patterns - 1.0) @ d) >= reached))
@@ -748,7 +750,7 @@ def mean_interval(differences: np.ndarray, level: float = LEVEL) -> tuple[float,
     d = np.asarray(differences, np.float64)
     if d.size < 2:
         return -math.inf, math.inf
-    half = float(special.stdtrit(d.size - 1, 0.5 + level / 2)) * float(d.std(ddof=1)) / math.sqrt(d.size)
+    half = distributions.t_quantile(d.size - 1, 0.5 + level / 2) * float(d.std(ddof=1)) / math.sqrt(d.size)
     return float(d.mean()) - half, float(d.mean()) + half
 
 
@@ -757,7 +759,7 @@ def needed_mean(differences: np.ndarray, alpha: float, power: float = POWER) -> 
     mean, spread = float(np.mean(differences)), float(np.std(differences))
     if not mean:
         return None
-    return math.ceil(max(((_z(alpha) + _beta(power)) * spread / mean) ** 2, 1.0))
+    return math.ceil(max(((statistic.normal(alpha) + _beta(power)) * spread / mean) ** 2, 1.0))
 
 
 def holm(ps: list[float], rate: float) -> list[bool]:
@@ -771,14 +773,8 @@ def holm(ps: list[float], rate: float) -> list[bool]:
     return rejected
 
 
-def _z(alpha: float) -> float:
-    value: Any = special.ndtri(alpha / 2)
-    return -float(value)
-
-
 def _beta(power: float) -> float:
-    value: Any = special.ndtri(power)
-    return float(value)
+    return -statistic.normal(power, sides=1)
 
 
 RATE = 0.05

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from vllm_accprobe.gate.measure.token_gaps import gaps
 from vllm_accprobe.gate.sending import client, passes, replies
@@ -34,6 +33,7 @@ from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import SendSettings
+from vllm_accprobe.judge import distributions
 
 _FINE = 12
 """Chosen: steps down to 2^-12; the spacing of float16 logits around 4 is 2^-8, of bfloat16 2^-5."""
@@ -362,7 +362,7 @@ def beyond(d: Distance, floor: tuple[float, float]) -> tuple[float, tuple[str, .
 
 def _tail(k: int, n: int, q: float = 0.5) -> float:
     """P(at least k of n), each with q."""
-    return float(special.bdtrc(k - 1, n, q)) if k > 0 else 1.0
+    return distributions.binomial_at_least(k, n, q)
 
 
 def _agree(

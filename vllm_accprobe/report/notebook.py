@@ -7,6 +7,7 @@ the methods of ``Comparison``; pandas and plotly are imported when they are call
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.result import COLUMNS, Pair
@@ -24,9 +25,16 @@ _FLOATS = tuple(f.name for f in fields(Pair) if str(f.type) == "float | None" an
 COLOURS = {"prefill": "#1d5fbf", "decode": "#b25a00", "other": "#5b4a9e"}
 
 
-def to_pandas(comparison: Comparison) -> Any:
-    import pandas as pd
+def _imported(module: str, method: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(f"{method}: {e}: pip install 'vllm-accprobe[notebook]'", name=e.name) from None
 
+
+def to_pandas(comparison: Comparison) -> Any:
+    """A pandas.DataFrame. Raises ModuleNotFoundError without pandas, the extra ``notebook``."""
+    pd = _imported("pandas", "to_pandas")
     frame = pd.DataFrame({name: [getattr(p, name) for p in comparison.pairs] for name in COLUMNS}, columns=COLUMNS)
     kinds = dict.fromkeys(_INTEGERS, "Int64") | dict.fromkeys(_FLOATS, "float64")
     return frame.astype(kinds)
@@ -37,11 +45,7 @@ def plot_depth(comparison: Comparison) -> Any:
     origins' numbers, and behind it what its outputs are off by in all, prefill and decode apart; 1 is every tap's
     limit. What is 0, which a logarithmic axis cannot show, or has no number, is left out. Raises ModuleNotFoundError
     without plotly, the extra ``notebook``."""
-    try:
-        import plotly.graph_objects as go
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"plot_depth: {e}: pip install 'vllm-accprobe[notebook]'", name=e.name) from None
-
+    go = _imported("plotly.graph_objects", "plot_depth")
     points = depth(comparison)
     at = list(range(len(points)))
     # Plotly reads some markup in texts.

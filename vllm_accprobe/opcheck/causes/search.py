@@ -31,9 +31,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import scipy.special
 import torch
 
+from vllm_accprobe.judge.distributions import incomplete_beta
 from vllm_accprobe.judge.statistic import RATE
 from vllm_accprobe.opcheck.causes.api import (
     ADDRESS,
@@ -93,7 +93,7 @@ class Proof:
         a = 0.5 * (self.moved - guess.fitted - 1)
         if a > 0 and self.before > 0:
             left = min(1.0, max(self.after, float(self.moved)) / self.before)
-            p = float(scipy.special.betainc(a, 0.5 * (guess.fitted + 1), left)) if left < 1.0 else 1.0
+            p = incomplete_beta(a, 0.5 * (guess.fitted + 1), left)
             found += math.log(p) if p > 0 else a * math.log(left)
         elif not self.exact:
             return 0.0

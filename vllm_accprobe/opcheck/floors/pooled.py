@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import scipy
 import torch
 
+from vllm_accprobe.judge.distributions import t_at_most
 from vllm_accprobe.judge.statistic import Budget, chi_square, deviations_of, normal, tail
 from vllm_accprobe.opcheck.floors.verdict import (
     _GRID,
@@ -212,7 +212,7 @@ def _stands_out(x: float, others: list[float], freedom: float) -> tuple[float, f
     squares = sum((o - mean) ** 2 for o in others)
     own = 2.0 / max(freedom, 1.0)  # variance of the logarithm of a chi-square over its degrees, to first order
     t, degrees = moderated_t(x - mean, n, squares, PRIOR_SPREAD**2, PRIOR_FREEDOM, own)
-    return math.exp((x - mean) / 2.0), float(scipy.special.stdtr(degrees, -t))
+    return math.exp((x - mean) / 2.0), t_at_most(degrees, -t)
 
 
 def moderated_t(
