@@ -49,5 +49,5 @@ LINES: list[Line] = [
     _line("--type overflow", "--type", "overflow", "--output", "errcheck-type", code=1, prints=(FOUND,)),
     _line("--exit --output xx/xxx", "--exit", "--output", "errcheck-exit", code=1, prints=(FOUND,), check=_stopped),
     _line("# nothing bad", "-o", "errcheck-good", command=f"{sys.executable} good.py", prints=("nothing bad in 1 s",),
-          check=_nothing),  # fmt: skip
+          check=_nothing),
 ]
