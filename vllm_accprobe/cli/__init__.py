@@ -117,7 +117,10 @@ def _answered(words: list[str]) -> int:
             typed = None if "_ACCPROBE_COMPLETE" in os.environ else (words or [""])[0]  # Tab needs all
             result = build(typed)(args=words, prog_name="accprobe", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted):
+    except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted) as end:
+        if isinstance(end.__cause__, EOFError):  # typer takes a file that ends too soon for Ctrl-D
+            print(f"accprobe: {endings.explain(end.__cause__)[0]}", file=sys.stderr)
+            return 2
         print(f"accprobe: {endings.one_line(endings.interrupted(words))}", file=sys.stderr)
         return 130
     except typer.Exit as e:
