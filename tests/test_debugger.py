@@ -215,9 +215,10 @@ def _notes(**file: object) -> list[str]:
 
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
 def test_each_key_of_a_task_that_does_nothing_is_one_note(task: str) -> None:
-    notes = _notes(**{"task": task, task: {"list": ["mlp"], "data_mode": ["all"], **UNSUPPORTED}})
-    assert len(notes) == len(UNSUPPORTED), notes
-    for key, note in zip(UNSUPPORTED, notes, strict=True):
+    keys = UNSUPPORTED if task == "statistics" else {k: v for k, v in UNSUPPORTED.items() if k != "online_run_ut"}
+    notes = _notes(**{"task": task, task: {"list": ["mlp"], "data_mode": ["all"], **keys}})
+    assert len(notes) == len(keys), notes
+    for key, note in zip(keys, notes, strict=True):
         assert note.startswith(f"{key} of the config file's {task} block is "), note
         assert "ignored" in note
     assert "run `accprobe opcheck DUMP`" in notes[0]
@@ -241,6 +242,17 @@ def test_what_means_something_here_is_taken(tmp_path: Path) -> None:
     assert found.notes == ()
     assert "summary_mode of the config file's statistics block is ignored" in _notes(
         task="statistics", statistics={"summary_mode": ["max"]})[0]  # fmt: skip
+
+
+def test_where_to_send_is_settled_at_the_start(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    line = {"online_run_ut": True, "nfs_path": str(tmp_path / "nfs"), "host": "", "port": -1}
+    config.write_text(json.dumps({"task": "tensor", "dump_path": str(tmp_path / "d"), "tensor": line}))
+    found = read_settings(config)
+    assert (found.sends, found.notes, found.probe.ops) == (config, (), True)
+    config.write_text(json.dumps({"task": "tensor", "tensor": {**line, "nfs_path": ""}}))
+    with pytest.raises(ConfigError, match=r"tensor\.port is -1: a number from 1 to 65535, or name nfs_path"):
+        PrecisionDebugger(config)
 
 
 @pytest.mark.parametrize(

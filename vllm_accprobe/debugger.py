@@ -4,15 +4,18 @@ The problem: torch_xray's guide pastes one into ``execute_model``, so that it is
 made once, from a config.json, and driven by start, stop and step; both are in other people's code. The idea: one class
 with the arguments of both; making it again for the same dump_path gives the same object; a `Probe` on the model runs
 between start and stop. Each argument becomes a field of ProbeConfig, a note in one line (no effect here), or a refusal
-in one line; once it exists nothing raises, because it may live in a server.
+in one line; once it exists nothing raises, because it may live in a server. With ``online_run_ut`` a child process
+sends the dump while it grows, and `close` waits for it.
 
-Not here: capture (capture/torch_model.py), the settings' meaning (config.py); docs/migration.md has the table.
+Not here: capture (capture/torch_model.py), sending (online/sending.py), the settings' meaning (config.py);
+docs/migration.md has the table.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import util as mp_util
@@ -39,10 +42,9 @@ _NO_EFFECT = (
     "is_regex", "seed", "is_deterministic",
 )  # fmt: skip
 _KEYS |= {*_NO_EFFECT, *_TASKS, *_INSTEAD}
-_SENDS = (
-    "the debugger sends nothing; `accprobe online send DUMP --follow --config FILE` does, beside it, or run `accprobe "
-    "opcheck DUMP` after it"
-)
+_SENDS = "calls are sent where the tensor block has online_run_ut true; or run `accprobe opcheck DUMP` after it"
+_LINE = ("online_run_ut", "nfs_path", "host", "port", "tls_path")
+"""Where calls are sent (online/keys.py)."""
 _IN_BLOCK = {
     "scope": "choose modules with list, or VLLM_ACCPROBE_MODULES",
     "tensor_list": "in a capture of statistics no tensor is kept; capture again with task tensor and these in list",
@@ -52,8 +54,7 @@ _IN_BLOCK = {
     "backward_input": "backward is not captured: serving has none",
     "stat_cal_mode": "statistics are taken where the tensor lies",
     "device": "statistics are taken where the tensor lies",
-    **dict.fromkeys(("online_run_ut", "online_run_ut_recompute", "is_online", "nfs_path", "host", "port", "tls_path",
-                     "rank_list"), _SENDS),
+    **dict.fromkeys((*_LINE, "online_run_ut_recompute", "is_online", "rank_list"), _SENDS),
 }  # fmt: skip
 """msprobe's keys of a task's block that do nothing here → what to do instead."""
 _BLOCK = ("list", "data_mode", "summary_mode", "request_id")
@@ -64,13 +65,15 @@ _MODES = ("statistics", "md5", "xor")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the arguments come to. first: number of the first step; explicit: only ``step()`` ends a step."""
+    """What the arguments come to. first: number of the first step; explicit: only ``step()`` ends a step; sends: the
+    config.json that says where calls are sent, None where they are not."""
 
     probe: ProbeConfig
     steps: tuple[tuple[int, int], ...]
     first: int
     explicit: bool
     notes: tuple[str, ...]
+    sends: Path | None = None
 
 
 def read_settings(
@@ -107,7 +110,9 @@ def read_settings(
         raise ConfigError(f"task={kind}: {_INSTEAD.get(str(kind), 'known are tensor and statistics')}")
     if kind:
         values["task"] = _TASKS[kind]
-    depth = str(level or file.get("level") or "L0")
+    block = str(kind or "tensor")
+    sends = None if config_path is None else _sends(Path(config_path), block, file.get(block))
+    depth = str(level or file.get("level") or ("L0" if sends is None else "L1"))  # msprobe's own defaults
     if depth not in _LEVELS:
         raise ConfigError(f"level={depth}: known are L0, L1 and mix; single tensors are labelled with set_label")
     if dump_torch_api or _LEVELS[depth]:
@@ -118,8 +123,7 @@ def read_settings(
     if ranks:
         values["ranks"] = ranks
     steps = _numbers("step", step if step is not None else file.get("step"))
-    block = str(kind or "tensor")
-    _of_task(block, file.get(block), values, notes)
+    _of_task(block, file.get(block), values, notes, sends is not None)
     ignored = sorted(key for key in file if key in _NO_EFFECT)
     odd = sorted(key for key in file if key not in _KEYS)
     notes += [f"{', '.join(ignored)} of the config file: no effect here"] if ignored else []
@@ -130,7 +134,21 @@ def read_settings(
     base = ProbeConfig.from_env()
     ours = base.enabled and not os.environ.get(RUN_ID)
     config = replace(base, **{name: getattr(given, name) for name in values}) if ours else given
-    return Settings(config, steps, 0 if of_msprobe else 1, of_msprobe, tuple(notes))
+    return Settings(config, steps, 0 if of_msprobe else 1, of_msprobe, tuple(notes), sends)
+
+
+def _sends(path: Path, name: str, block: Any) -> Path | None:
+    """``path`` where its block ``name`` says that calls are sent. Raises ConfigError where it does not say where to."""
+    if name != "tensor" or not isinstance(block, Mapping) or block.get("online_run_ut") is not True:
+        return None
+    from vllm_accprobe.dump.files import DumpError
+    from vllm_accprobe.online.keys import SENDS, read_keys
+
+    try:
+        read_keys(path, SENDS)
+    except DumpError as why:
+        raise ConfigError(f"config_path={why}") from None
+    return path.absolute()
 
 
 def _directory(named: Any) -> str:
@@ -170,9 +188,9 @@ def _read(path: Path) -> dict[str, Any]:
     return table
 
 
-def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str]) -> None:
-    """msprobe's settings of one task: which modules, which side of them, whose requests. Raises ConfigError for a
-    value of these that cannot be; whatever else stands there is one note each."""
+def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str], sends: bool) -> None:
+    """msprobe's settings of one task: which modules, which side of them, whose requests. sends: what says where to has
+    an effect. Raises ConfigError for a value of these that cannot be; whatever else stands there is one note each."""
     if block is None:
         return
     if not isinstance(block, Mapping):
@@ -197,7 +215,9 @@ def _of_task(name: str, block: Any, values: dict[str, Any], notes: list[str]) ->
         statistics = "every dump has min, max, mean, l2 norm and hashes"
         notes.append(f"summary_mode of the config file's {name} block is ignored: {statistics}")
     for key, value in block.items():
-        if key in _BLOCK or (key in _IN_BLOCK and value in (None, [], {}, "", False)):  # a template's empty places
+        if key in _BLOCK or (sends and key in _LINE):
+            continue
+        if key in _IN_BLOCK and value in (None, [], {}, "", False):  # a template's empty places
             continue
         known = _IN_BLOCK.get(str(key))
         about = f"{str(key)[:40]} of the config file's {name} block"
@@ -265,6 +285,7 @@ class PrecisionDebugger:
         self._model = model
         self._said: set[str] = set()
         self._probe: Any = None
+        self._sender: Any = None
         self._step = self._settings.first
         self._over = False
         _open[self._settings.probe.dir] = self
@@ -320,10 +341,13 @@ class PrecisionDebugger:
 
     def close(self) -> None:
         """Closes the dump; otherwise this happens after the last chosen step, or when the process ends. Made again, a
-        debugger for the same dump_path is then a new one."""
+        debugger for the same dump_path is then a new one. Waits until the dump is sent, where it is."""
         if _open.get(self._settings.probe.dir) is self:
             del _open[self._settings.probe.dir]
         self._finish()
+        sender, self._sender = self._sender, None
+        if sender is not None and sender.wait():
+            self._note("the dump was not sent to its end; `accprobe online send DUMP --config FILE` sends the rest")
 
     def _finish(self) -> None:
         probe, self._probe = self._probe, None
@@ -360,6 +384,12 @@ class PrecisionDebugger:
         forward.__wrapped__ = inner  # type: ignore[attr-defined]
         model.__dict__["forward"] = forward
         say(f"PrecisionDebugger: the dump goes to {place}")
+        if self._settings.sends is not None:
+            from vllm_accprobe.children import Child
+
+            words = ["online", "send", str(place), "--follow", "--ranks", str(rank)]
+            self._sender = Child("vllm_accprobe.cli", *words, "--config", str(self._settings.sends),
+                                 stdin=subprocess.DEVNULL, stdout=2)  # fmt: skip
 
     def _after_forward(self) -> None:
         probe = self._probe

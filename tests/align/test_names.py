@@ -45,6 +45,12 @@ def test_order_only_where_the_counts_agree():
     assert pair_rules(pair_names(golden, mine)) == [("x.0", "y.0", "order"), ("x.1", "y.1", "order")]
     left = pair_names(golden, mine[:1])
     assert (left.pairs, left.only_golden, left.only_mine) == ([], ["x.0", "x.1"], ["y.0"])
+    # A tool that numbers arguments has other roles; those with the same roles go first.
+    named = [place("x.0", roles=("input.x", "output.0")), place("x.1"), place("x.2", roles=("input.x", "input.y"))]
+    numbered = [place("y.1"), place("y.0", roles=("input.1", "output.0"))]
+    plan = pair_names(named, numbered)
+    assert pair_rules(plan) == [("x.1", "y.1", "order"), ("x.0", "y.0", "order")]
+    assert (plan.pairs[1].roles[0], plan.only_golden) == (("input.x", "input.1", "order"), ["x.2"])
 
 
 def test_roles_pair_by_order_except_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from dump.errcheck_reports import report
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.config import ConfigError, ProbeConfig
-from vllm_accprobe.dump.findings import write
+from vllm_accprobe.dump.findings import remove_clean, write
 
 
 def test_the_setting() -> None:
@@ -71,6 +72,22 @@ def test_the_command_and_its_exit_code(tmp_path: Path, script: tuple[str, str], 
     done = under(tmp_path, *script, "overflow,nan")
     assert (done.returncode, done.stderr) == (code, "")
     assert done.stdout.startswith(said)
+    left = ["errcheck-rank0000.json"] if script[0] == "bad" else []
+    assert sorted(os.listdir(tmp_path / "d") if (tmp_path / "d").exists() else []) == left
+
+
+@pytest.mark.parametrize(
+    ("more", "stays"),
+    [({}, False), ({"parameters": ("a.weight: 1 NaN",)}, True), ({"state": "watching"}, True),
+     ({"first": report(1).first}, True)],
+)  # fmt: skip
+def test_only_closed_reports_of_nothing_are_removed(tmp_path: Path, more: dict[str, object], stays: bool) -> None:
+    (tmp_path / "d").mkdir()
+    write(tmp_path / "d", report(0, None))
+    write(tmp_path / "d", dataclasses.replace(report(1, None), **more))  # type: ignore[arg-type]
+    remove_clean(tmp_path / "d")
+    assert (tmp_path / "d").exists() is stays
+    assert len(list(tmp_path.rglob("*.json"))) == 2 * stays
 
 
 def test_exit_ends_a_command_that_does_not_end_itself(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import h5py
 import numpy as np
 import pytest
 from support.peer_dumps import FIELDS, expected, unpack
+from synthetic_model import capture, scaled, write
 
+from vllm_accprobe.cli import main
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.formats import open_dump
 
@@ -71,6 +73,25 @@ def test_paths_with_other_names_pair_by_order(tmp_path: Path) -> None:
     ]
     assert {p.rule for p in found.pairs} == {"order"}
     assert "names: two is second by order" in found.plan
+
+
+def test_our_own_dump_and_a_card_whose_paths_have_other_names_pair_by_order(tmp_path: Path) -> None:
+    """Ours names its inputs by the arguments, torch_xray's by numbers: input.x and input.0."""
+    one: dict[str, Any] = {"prompts": {"a": [3, 14, 15]}, "tokens": 1}
+    wrong = "model.layers.1.mlp.down_proj"
+    write(capture(**one), tmp_path / "golden")
+    write(capture(faults={wrong: scaled(1.2)}, **one), tmp_path / "mine")
+    assert main(["convert", str(tmp_path / "mine"), str(tmp_path / "ours.h5")]) == 0
+    with h5py.File(tmp_path / "ours.h5") as ours, h5py.File(tmp_path / "xpu.h5", "w", track_order=True) as theirs:
+        group = theirs.create_group("1", track_order=True)
+        for name, data in ours["0"].items():
+            path, part, rest = name.rpartition(".forward_")
+            *words, cls, number = path.split(".")
+            group[".".join([*(f"k{w}" for w in words), cls, number]) + part + rest] = data[()]
+    found = compare(tmp_path / "golden", tmp_path / "xpu.h5")
+    only = found.coverage["taps_only_golden"], found.coverage["taps_only_mine"]
+    assert (found.coverage["pairs"], only) == (100, ([], []))
+    assert [o["module"] for o in found.origins] == [".".join(f"k{w}" for w in wrong.split("."))]
 
 
 def test_steps_and_ranks(tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ def test_a_csv_without_some_identifying_columns(opdiff, tmp_path):
         (b"op,dtype,cosine\n" + b"m" * (1 << 21) + b",float32,1\n", "line 2 is no csv: field larger than field limit"),
         (b"PK\x03\x04\x00\x00\x00", "tables that are compared are opcheck.csv"),
         (b"API Name,Status\nx,pass\n", "it has no column 'DEVICE Dtype'"),
+        ("op,dtype,cosine,rmse,均方根误差\nmm,float32,1,0,0\n".encode(), "of accprobe (cosine) and of msprobe"),
+        (b"API name,DEVICE Dtype,Status,normal_rmse,Root-mean-square error (RMSE)\n", "and of msprobe (Root-mean-"),
     ],
 )
 def test_bad_files_are_one_clear_line(opdiff, tmp_path, content, line):

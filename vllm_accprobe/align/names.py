@@ -197,18 +197,28 @@ def _only_children(places: dict[str, TapRoles]) -> dict[str, dict[tuple[str, ...
 
 
 def _by_order(golden: Iterable[TapRoles], mine: Iterable[TapRoles]) -> list[tuple[TapRoles, TapRoles]]:
-    """Pairs left-over taps with the same roles by order, where there are as many on either side."""
-    groups: list[dict[tuple[str, ...], list[TapRoles]]] = [defaultdict(list), defaultdict(list)]
-    for group, places in zip(groups, (golden, mine), strict=True):
-        for p in places:
-            if p.roles:
-                group[tuple(sorted(p.roles))].append(p)
-    pairs = []
-    for roles, gs in groups[0].items():
-        ms = groups[1].get(roles, [])
-        if len(gs) == len(ms):
-            pairs += list(zip(gs, ms, strict=True))
+    """Pairs left-over taps with the same roles by order, where there are as many on either side; then those with as
+    many inputs and outputs, because tools that do not know the names of arguments number them."""
+    pairs: list[tuple[TapRoles, TapRoles]] = []
+    left = list(golden), list(mine)
+    for key in (lambda roles: tuple(sorted(roles)), _kinds):
+        groups: list[dict[tuple[str, ...], list[TapRoles]]] = [defaultdict(list), defaultdict(list)]
+        for group, places in zip(groups, left, strict=True):
+            for p in places:
+                if p.roles:
+                    group[key(p.roles)].append(p)
+        for roles, gs in groups[0].items():
+            ms = groups[1].get(roles, [])
+            if len(gs) == len(ms):
+                pairs += list(zip(gs, ms, strict=True))
+        taken = {g.tap for g, _ in pairs}, {m.tap for _, m in pairs}
+        left = [p for p in left[0] if p.tap not in taken[0]], [p for p in left[1] if p.tap not in taken[1]]
     return pairs
+
+
+def _kinds(roles: Sequence[str]) -> tuple[str, ...]:
+    """Inputs, in-place values and outputs without their names; parameters with them."""
+    return tuple(sorted(r if r.startswith("param.") else r.partition(".")[0] for r in roles))
 
 
 def pair_roles(golden: Sequence[str], mine: Sequence[str], *, several: bool = True) -> tuple[tuple[str, str, str], ...]:

@@ -20,7 +20,7 @@ import typer
 
 from vllm_accprobe.cli import aliases, endings
 from vllm_accprobe.cli.options import Command, expanded
-from vllm_accprobe.cli.output import folded
+from vllm_accprobe.cli.output import folded, without_reader
 
 COMMANDS = {
     "compare": "Compare two dumps; name the operator that introduced the error",
@@ -105,26 +105,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a locale without a dash or an arrow has "?" there
     words = list(sys.argv[1:] if arguments is None else arguments)
     endings.begin()
+    with without_reader():
+        return _answered(words)
+
+
+def _answered(words: list[str]) -> int:
+    """The command's exit code."""
     try:
         aliases.check_words(words)
         with endings.insisting(), folded():
             typed = None if "_ACCPROBE_COMPLETE" in os.environ else (words or [""])[0]  # Tab needs all
             result = build(typed)(args=words, prog_name="accprobe", standalone_mode=False)
-        sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted):
+    except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted) as end:
+        if isinstance(end.__cause__, EOFError):  # typer takes a file that ends too soon for Ctrl-D
+            print(f"accprobe: {endings.explain(end.__cause__)[0]}", file=sys.stderr)
+            return 2
         print(f"accprobe: {endings.one_line(endings.interrupted(words))}", file=sys.stderr)
         return 130
     except typer.Exit as e:
         return e.exit_code
-    except (BrokenPipeError, SystemExit) as e:
-        # click, too, ends with SystemExit(1) when the reader of a pipe, `head` perhaps, has seen enough.
-        if not isinstance(e, BrokenPipeError) and not isinstance(e.__context__, BrokenPipeError):
+    except (Exception, SystemExit) as error:
+        why = error.__context__ if isinstance(error, SystemExit) else error  # click exits where a connection broke
+        if not isinstance(why, BrokenPipeError if isinstance(error, SystemExit) else Exception):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as e:
-        message, code = endings.explain(e)
+        message, code = endings.explain(why)
         print(f"accprobe: {message}", file=sys.stderr)
         if os.environ.get(endings.TRACEBACK) == "1":
             raise

@@ -40,11 +40,12 @@ def errcheck(what: ErrcheckOptions) -> None:
     """Find the first NaN, Inf or overflow of a running engine or script: accprobe errcheck -- vllm serve MODEL.
 
     Prints module, step, request and position, whether its inputs were good, and which rank was first; keeps that
-    call's tensors. Serving continues, unless --exit stops it. Signals reach the command.
+    call's tensors, and writes nothing where nothing is found. Serving continues, unless --exit stops it. Signals reach
+    the command.
     Exit code 0: nothing bad, 1: something bad was found, 2: it could not be started, 3: nothing was watched; where
     nothing bad was found and the command failed, the command's own.
     """
-    from vllm_accprobe.dump.findings import ErrcheckError, alive, lines
+    from vllm_accprobe.dump.findings import ErrcheckError, alive, lines, remove_clean
     from vllm_accprobe.dump.findings import read as read_reports
 
     def reports(root: Path) -> list[RankReport]:
@@ -67,6 +68,7 @@ def errcheck(what: ErrcheckOptions) -> None:
     if not command:
         raise CommandError("no command is named; write `accprobe errcheck [options] -- CMD ...`, or --read DIR")
 
+    import contextlib
     import os
     import signal
     import time
@@ -87,6 +89,7 @@ def errcheck(what: ErrcheckOptions) -> None:
         raise CommandError(f"--dir={root} already holds a dump or findings; name another directory")
     check_place(root, option="--dir")
     environ[PREFIX + "DIR"] = str(root)
+    above, was_there = root.parent, root.parent.exists()
     allow_plugin(environ)
     startup = str(HOME / "capture/errcheck/startup")  # watches plain scripts
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, environ.get("PYTHONPATH")]))
@@ -106,6 +109,11 @@ def errcheck(what: ErrcheckOptions) -> None:
     found = reports(root)
     _print(lines(found))
     answer(findings=found, dir=root, command_exit_code=code)
+    for place in (root / "errcheck", root):
+        remove_clean(place)
+    if not was_there:
+        with contextlib.suppress(OSError):  # not empty, or never made
+            above.rmdir()
     if found and environ.get(ENV, "") not in ("", "0"):
         typer.echo(f"dump: {root}", err=True)
     raise typer.Exit(_code(found, code))

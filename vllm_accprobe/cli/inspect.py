@@ -179,12 +179,17 @@ def _repair(dump: Path) -> None:
     answer(dump=place, ranks=done)
     for r in done:
         if not r.needed:
-            typer.echo(f"rank {r.rank}: closed in order, nothing to do")
+            what = "nothing can be brought back" if r.lost else "nothing to do"
+            typer.echo(f"rank {r.rank}: closed in order, {what}")
+            for line in r.lost:
+                typer.echo(line)
             continue
         extra = [f"{r.cut} bytes of a torn line cut off"] if r.cut else []
         extra += [f"{count(r.dropped, 'segment file')} without a whole tensor removed"] if r.dropped else []
         extra = [f"{count(r.segments, 'segment file')} finished", *extra]
         typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
+        for line in r.lost:
+            typer.echo(line)
     if not done:
         raise NothingThere(f"{place}: no rank has written anything")
 

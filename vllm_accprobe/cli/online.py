@@ -49,7 +49,8 @@ class ReceiveOptions:
 
     ops: list[str] = options.ops()
     weights: Path | None = options.weights()
-    standard: str = option("--standard", "operator", "The limits, as for opcheck.", metavar="NAME")
+    standard: str | None = option("--standard", None, "The limits, as for opcheck; with --config msprobe's.",
+                                  metavar="NAME")  # fmt: skip
     against: str = options.against()
     jobs: int = options.jobs()
     max_gb: float = option("--max-gb", 20.0, "Disk budget per rank.", min=0.001, metavar="GB")
@@ -63,7 +64,8 @@ class ReceiveOptions:
 class OnlineSendOptions:
     """What is sent."""
 
-    dump: Path = argument("DUMP", "Directory of a dump, also while it is written.")
+    dump: Path | None = argument("[DUMP]", "Directory of a dump, also while it is written; by default dump_path of "
+                                 "--config.", None)  # fmt: skip
     follow: bool = option("--follow", False, "Continue until the capture ends; DUMP may not exist yet.")
     patience: float = option("--patience", 120.0, "How long to try where the receiver does not answer.", min=0.0,
                              metavar="S")  # fmt: skip
@@ -88,10 +90,12 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     require_directory(endpoint.tls, "--tls")
     check_out(out, None, [])
     from vllm_accprobe.online.serving import Serving
+    from vllm_accprobe.opcheck.compat.msprobe import write_by_rank
     from vllm_accprobe.opcheck.run.process_pool import RunError
     from vllm_accprobe.opcheck.run.result_row import Unavailable
 
-    job = _job(out, weights, globs, what)
+    standard = what.standard or ("operator" if keys is None else "msprobe")
+    job = _job(out, weights, globs, standard, what.against)
     serving = Serving(job, endpoint, out, wanted, budget=int(what.max_gb * 1e9),
                       ahead=int(what.ahead * 1e9), say=typer.echo)  # fmt: skip
     try:
@@ -103,7 +107,8 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
         serving.close()
     if found is None:
         raise NothingThere(f"{out}: no rank sent anything that was taken")
-    conclude(found, Path(job.dump), job, out, what.standard, bool(globs), what.verbose)
+    conclude(found, Path(job.dump), job, out, standard, bool(globs), what.verbose,
+             lambda out: write_by_rank(out, job.dump) if keys is not None else [])  # fmt: skip
 
 
 def send(what: OnlineSendOptions, line: LineOptions) -> None:
@@ -117,7 +122,9 @@ def send(what: OnlineSendOptions, line: LineOptions) -> None:
     from vllm_accprobe.online.sending import send_dump
 
     keys = read_keys(line.config, SENDS) if line.config is not None else None
-    endpoint, dump, follow = line.endpoint(keys), what.dump, what.follow
+    endpoint, dump, follow = line.endpoint(keys), what.dump or (keys.dump if keys else None), what.follow
+    if dump is None:
+        raise CommandError("DUMP is missing: name a dump's directory, or dump_path in the file of --config")
     if keys is not None and line.tls is not None:  # msprobe's sending side has no such key
         endpoint = Endpoint(endpoint.host, endpoint.port, endpoint.shared, line.tls)
     say_notes(keys.notes if keys else ())
@@ -141,14 +148,14 @@ def _ranks(text: str) -> tuple[int, ...] | None:
     return tuple(sorted({r for low, high in found for r in range(low, high + 1)})) or None
 
 
-def _job(out: Path, weights: Path | None, ops: tuple[str, ...], what: ReceiveOptions) -> Any:
+def _job(out: Path, weights: Path | None, ops: tuple[str, ...], standard: str, reference: str) -> Any:
     from vllm_accprobe.online.serving import RECEIVED
     from vllm_accprobe.opcheck.run.worker import Job
 
-    check_standard(what.standard)
-    way, golden = against(what.against, None)
+    check_standard(standard)
+    way, golden = against(reference, None)
     model = str(weights.resolve()) if weights else ""
-    return Job(str((out / RECEIVED).resolve()), model, ops, (), way, golden, what.standard)
+    return Job(str((out / RECEIVED).resolve()), model, ops, (), way, golden, standard)
 
 
 for _function, _short in ((serve, "Receive calls on the golden's machine, and check them as they come"),

@@ -140,6 +140,8 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
         "devices": check.devices, "once": check.once, "white": check.config.white_list if check.config else (),
         "black": check.config.black_list if check.config else (), "jit": check.jit, "ops": tuple(ait.ops),
     }  # fmt: skip
+    if msprobe.api_info is not None and not runs_here:  # acc_check runs every API forward and backward
+        fields["backward"] = True
     job = _job(checking, check.dump, standard, save, fields, ait)
     check_out(out, save, [Path(d) for d in (job.dump, job.golden) if d])
     files = msprobe_words.of(check, standard, job.dump)
@@ -175,7 +177,9 @@ def _job(
             parsed_attributes(checking.attributes)
         except ValueError as why:
             raise CommandError(f"--attribute: {why}") from None
-    fields |= {"standard": standard, "seed": checking.seed, "attributes": tuple(checking.attributes)}
+    backward = fields.get("backward", checking.backward)
+    fields |= {"backward": backward, "standard": standard, "seed": checking.seed,
+               "attributes": tuple(checking.attributes)}  # fmt: skip
     if dump is None:
         if fields["named"] is None:
             raise CommandError("DUMP is missing: name a dump's directory, or an operator with --op")
@@ -186,7 +190,7 @@ def _job(
     weights = checking.weights or model_of(run_json(dump))
     return Job(
         str(dump.resolve()), model=str(weights.resolve()) if weights else "", ids=tuple(sorted(ids_of(ait.calls))),
-        against=AGAIN if checking.rerun else way, golden=golden, kl=ait.kl or checking.kl, backward=checking.backward,
+        against=AGAIN if checking.rerun else way, golden=golden, kl=ait.kl or checking.kl,
         save=str(save.resolve()) if save else "", **fields,
     )  # fmt: skip
 

@@ -9,7 +9,8 @@ self-check, eval-diff, bisect, doctor and inspect --size print objects of their 
 
 **Folding.** At 80 columns a terminal breaks lines anywhere. While a command runs, `folded` breaks each line between
 words with a hanging indent, a name that is longer than a line behind a dot, a shell command with backslashes, so that
-it can still be copied. A path stays whole. In a pipe or a file nothing is folded, and JSON never is.
+it can still be copied. A path stays whole. In a pipe or a file nothing is folded, and JSON never is. A pipe whose
+reader leaves ends no command (`without_reader`).
 """
 
 from __future__ import annotations
@@ -294,6 +295,49 @@ class FoldingStdout:
         rest, self._begun = self._begun, ""
         self._stream.write(rest)
         self._stream.flush()
+
+
+class PipeStream:
+    """stdout or stderr whose reader may leave, as `head` does: what is printed from then on goes nowhere, and the
+    command goes on, so that its files and its exit code are those of the whole run."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._to_nowhere()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._to_nowhere()
+
+    def _to_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        self._stream.flush()  # what it still has
+
+
+@contextlib.contextmanager
+def without_reader() -> Iterator[None]:
+    """stdout and stderr may lose their readers."""
+    with contextlib.ExitStack() as both:
+        if sys.stdout is not None:
+            both.enter_context(contextlib.redirect_stdout(PipeStream(sys.stdout)))  # type: ignore[type-var]
+        if sys.stderr is not None:
+            both.enter_context(contextlib.redirect_stderr(PipeStream(sys.stderr)))  # type: ignore[type-var]
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
 
 
 @contextlib.contextmanager

@@ -264,7 +264,7 @@ def load(directory: Path) -> Measured:
         raise CompareError(
             f"{path} does not exist: --rejudge takes a directory that `accprobe compare` wrote"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, zipfile.BadZipFile) as e:
         why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
         raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
 

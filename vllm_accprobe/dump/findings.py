@@ -9,6 +9,7 @@ a sum over ranks makes all of them bad at once. Not here: how anything is found,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -111,6 +112,19 @@ def read(root: Path) -> list[RankReport]:
     for place in itertools.takewhile(Path.is_dir, numbered_siblings(root)):
         found += map(_report, sorted(place.glob(PATTERN)))
     return found
+
+
+def remove_clean(root: Path) -> None:
+    """Removes the reports under ``root``, and folders that are empty then, where every rank closed its report and has
+    found nothing. Raises ErrcheckError as `read` does."""
+    reports = read(root)
+    if not reports or any(r.first is not None or r.parameters or r.state != "closed" for r in reports):
+        return
+    for place in list(itertools.takewhile(Path.is_dir, numbered_siblings(root))):
+        for path in place.glob(PATTERN):
+            path.unlink()
+        with contextlib.suppress(OSError):  # a dump lies there, too
+            place.rmdir()
 
 
 def _report(path: Path) -> RankReport:

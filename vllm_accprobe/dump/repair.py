@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_accprobe.dump.dtypes import DTYPES
@@ -37,7 +37,8 @@ _PART = re.compile(r"seg-(\d{5,9})\.safetensors\.part", re.ASCII)
 class RankRepair:
     """What was done for one rank: ``segments`` finished, ``tensors`` readable, ``cut`` bytes of a torn line removed,
     ``dropped`` segment files without a single whole tensor deleted (not if lines of the journal are damaged, whose
-    tensors they may hold); ``needed`` is False for a dump closed in order."""
+    tensors they may hold); ``needed`` is False for a dump closed in order. ``lost``: a sentence for each reason why
+    payloads that the journal lists cannot be read, which no repair brings back."""
 
     rank: int
     needed: bool
@@ -45,6 +46,7 @@ class RankRepair:
     tensors: int = 0
     cut: int = 0
     dropped: int = 0
+    lost: tuple[str, ...] = ()
 
 
 def repair(path: str | Path) -> list[RankRepair]:
@@ -55,7 +57,8 @@ def repair(path: str | Path) -> list[RankRepair]:
         _refuse_running(dump.path / rank_dir(rank) / JOURNAL)
     done = [_repair_rank(dump, rank) for rank in dump.ranks]
     dump.close()
-    return done
+    lost = {rank: tuple(p for p in dump.unread if p.startswith(f"rank {rank}: ")) for rank in dump.ranks}
+    return [replace(found, lost=lost[found.rank]) for found in done]
 
 
 def _refuse_running(journal: Path) -> None:

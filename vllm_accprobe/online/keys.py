@@ -37,12 +37,13 @@ class Endpoint:
 @dataclass(frozen=True)
 class Keys:
     """What a config.json says. ranks: None where it says nothing; ops: globs, of white_list and black_list; notes:
-    sentences on what has no meaning here."""
+    sentences on what has no meaning here; dump: the capture's directory, of the sending side."""
 
     endpoint: Endpoint
     ranks: tuple[int, ...] | None = None
     ops: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    dump: Path | None = None
 
 
 def read_keys(path: Path, block: str) -> Keys:
@@ -77,7 +78,8 @@ def read_keys(path: Path, block: str) -> Keys:
     ranks = None if ranks_value is None else _ranks(ranks_value, where)
     notes = [f"{block}.{key} has no effect here" for key in sorted(_IGNORED & set(found)) if found[key]]
     notes += [f"{block}.{key} is not known and has no effect" for key in sorted(set(found) - _KNOWN - _IGNORED)]
-    return Keys(endpoint, ranks, _globs(found, where), tuple(notes))
+    dump = _text(tree, "dump_path", str(path)) if block == SENDS else ""
+    return Keys(endpoint, ranks, _globs(found, where), tuple(notes), Path(dump) if dump else None)
 
 
 def _text(found: Mapping[str, Any], key: str, where: str) -> str:

@@ -113,6 +113,13 @@ class Sheet:
     def __init__(self, path: Path):
         self.path = path
         self._columns = self._header()
+        ours = next((n for n in Measures.FIELDS if n in self._columns), "")
+        theirs = next((n for names in SPELLINGS.values() for n in names if n in self._columns), "")
+        if ours and theirs:  # an RMSE of the one is over other elements than the other's
+            raise SheetError(
+                f"{path}: it has measures of accprobe ({ours}) and of msprobe ({theirs}), which are not computed "
+                "alike: name a file that one of the two wrote"
+            )
         if _API in self._columns or "API name" in self._columns:
             self.kind: str = MSPROBE
             self.keys: tuple[str, ...] = (_API if _API in self._columns else "API name",)

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.opcheck.compat import msprobe
@@ -53,6 +55,18 @@ def test_names_headers_and_words(checked: Path) -> None:
     assert tuple(next(iter(rows.values()))) == msprobe.CHECK_RESULT
     assert rows["Functional.linear.1"]["Forward Test Success"] == "pass"
     assert rows["Functional.linear.1"]["Backward Test Success"] == "pass"
+
+
+def test_what_was_recorded_forward_alone_is_run_backward_too(tmp_path: Path) -> None:
+    """acc_check's meaning: dX, dW and db of every API; an integer's call says that it has none."""
+    (dump,) = (unpack("a_msprobe_tensor", tmp_path) / "golden").rglob("dump.json")
+    words = ["--ops", "Functional.linear,Torch.diff", "-o", str(tmp_path / "out"), "--jobs", "0"]
+    assert main(["opcheck", "-api_info", str(dump), *words]) == 0
+    result, details = map(table, files(tmp_path / "out"))
+    backward = {r["API name"]: r["Backward Test Success"] for r in result}
+    assert (backward.pop("Torch.diff.0"), set(backward.values())) == ("SKIP", {"pass"})
+    gradients = Counter(r["API Name"].partition(".backward.")[2] for r in details if "linear" in r["API Name"])
+    assert gradients["output.0"] == gradients["output.1"] == len(backward) > gradients["output.2"] > 0
 
 
 def test_the_real_second_stage_reads_them(checked: Path, tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ def _stopped(home: Path, said: str) -> None:
     assert (home / "errcheck-exit/rank0000/journal.jsonl").is_file()
 
 
+def _nothing(home: Path, said: str) -> None:
+    assert not (home / "errcheck-good").exists()
+
+
 def _line(says: str, *options: str, command: str = "bash errcheck.sh", **more: object) -> Line:
     return Line(187, f"{SAYS} {says}".strip(), ("errcheck", "--exec", command, *options), **more)  # type: ignore[arg-type]
 
@@ -44,5 +48,6 @@ LINES: list[Line] = [
     _line("", "-o", "errcheck-plain", code=1, prints=(FOUND,)),
     _line("--type overflow", "--type", "overflow", "--output", "errcheck-type", code=1, prints=(FOUND,)),
     _line("--exit --output xx/xxx", "--exit", "--output", "errcheck-exit", code=1, prints=(FOUND,), check=_stopped),
-    _line("# nothing bad", "-o", "errcheck-good", command=f"{sys.executable} good.py", prints=("nothing bad in 1 s",)),
+    _line("# nothing bad", "-o", "errcheck-good", command=f"{sys.executable} good.py", prints=("nothing bad in 1 s",),
+          check=_nothing),
 ]

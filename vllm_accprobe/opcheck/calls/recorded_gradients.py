@@ -11,6 +11,7 @@ Elsewhere: gradients without a record (run/replay.py), of fused operators (recor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,10 +35,17 @@ from vllm_accprobe.opcheck.run.judged_row import judged, message_of
 from vllm_accprobe.opcheck.run.replay import Options, by_standard
 from vllm_accprobe.opcheck.run.result_row import OURS, SKIP, STRICT, CheckResult, unchecked
 
+_CALL = re.compile(r"(.+\.\d+)\.(?:forward|backward)\b")
+
 
 def is_one(captured: Captured) -> bool:
     """Whether a call is a backward record's, of a function of torch (and not of a fused operator or a module)."""
     return captured.tap.startswith(BACKWARD) and _api(captured).rpartition(".")[0] in api.TORCH_HEADS
+
+
+def _call_name(record: str) -> str:
+    """``Functional.linear.3`` of a record of its forward or backward call; "" of any other tool's."""
+    return match[1] if (match := _CALL.match(record)) else ""
 
 
 def _api(captured: Captured) -> str:
@@ -53,6 +61,14 @@ class RecordedGradients:
 
     def __init__(self, calls: Calls, references: References, device: str, seed: int, here: bool):
         self.calls, self.references, self.device, self.seed, self.here = calls, references, device, seed, here
+        self._names: set[str] | None = None
+
+    def recorded(self, captured: Captured) -> bool:
+        """Whether the backward run of a forward call was recorded, too."""
+        if self._names is None:
+            taps = [r for (_, tap), by in self.calls.by_tap.items() if tap.startswith(BACKWARD) for r in by.values()]
+            self._names = {name for records in taps for r in records.values() if (name := _call_name(r.name))}
+        return any(_call_name(r.name) in self._names for r in captured.records.values())
 
     def check(self, captured: Captured, options: Options) -> Iterator[CheckResult]:
         """A row for each recorded gradient, role ``grad.output.k``; one that says why there is none."""

@@ -316,7 +316,7 @@ def stamp_of(path: Path) -> str | None:
 
 
 def check_paths(out: Path, stamp: str) -> tuple[Path, Path]:
-    """The result file and the details file of one check."""
+    """The result file and the details file of one check. stamp: the time, and of an online check ``_rankN``."""
     return out / f"accuracy_checking_result_{stamp}.csv", out / f"accuracy_checking_details_{stamp}.csv"
 
 
@@ -341,14 +341,29 @@ def begin_check(out: Path, stamp: str, mindspore: bool) -> list[Path]:
     return made
 
 
-def write_check(table: Path, out: Path, stamp: str, names: Mapping[CallKey, str], digits: int, mindspore: bool) -> None:
-    """Both files from opcheck.csv. digits: decimal places. Raises OSError."""
+def write_by_rank(out: Path, dump: str) -> list[Path]:
+    """Both files of each rank, as msprobe's online check names them, from the opcheck.csv in ``out``. Raises OSError,
+    DumpError."""
+    from vllm_accprobe.formats.common.sniff import open_dump
+
+    names, stamp = recorded_names(open_dump(Path(dump)).records), time.strftime("%Y%m%d%H%M%S")
+    with (out / "opcheck.csv").open(encoding="utf-8", newline="") as f:
+        ranks = sorted({row["rank"] for row in csv.DictReader(f)}, key=int)
+    for rank in ranks:
+        write_check(out / "opcheck.csv", out, f"{stamp}_rank{rank}", names, DIGITS, False, rank)
+    return [path for rank in ranks for path in check_paths(out, f"{stamp}_rank{rank}")]
+
+
+def write_check(
+    table: Path, out: Path, stamp: str, names: Mapping[CallKey, str], digits: int, mindspore: bool, rank: str = ""
+) -> None:
+    """Both files from opcheck.csv. digits: decimal places; rank: of this rank alone. Raises OSError."""
     named = _Names(names)
     result, details = check_paths(out, stamp)
     calls: dict[str, _CallWords] = {}
     with table.open(encoding="utf-8", newline="") as f:
         for row in csv.DictReader(f):
-            if row["step"] == "":
+            if row["step"] == "" or (rank and row["rank"] != rank):
                 continue  # a stored parameter is no call
             name, backward = named.of(row)
             call = calls.setdefault(name, _CallWords())

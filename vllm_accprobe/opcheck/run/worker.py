@@ -242,14 +242,15 @@ class OpenJob:
             yield from synthetic_inputs.check(
                 self.calls, drawn, self.references, self.device, self.options, bool(lacking)
             )
-            if self.job.backward and not drawn.missing:
+            if self.job.backward and not drawn.missing and not self._gradients.recorded(captured):
                 yield from replay.check_backward(drawn, self.references, self.device, self.job.seed)
             return
         evaluate = self.source.evaluate if self.source else lambda c: outcome or self.references.evaluate(c.what)
         yield from check_call(self.calls.dump, captured, evaluate, self.options, pools)
         if self.source is None and self._mint and not captured.missing and api.is_mint(captured.what.cls):
             yield from rerun.by_mindspore(self.calls.dump, captured, self.references, self.options)
-        if self.job.backward and not captured.missing and not captured.what.cls.startswith(BACKWARD):
+        known = captured.missing or captured.what.cls.startswith(BACKWARD) or self._gradients.recorded(captured)
+        if self.job.backward and not known:
             yield from replay.check_backward(captured, self.references, self.device, self.job.seed)
 
     def _left_out(self, captured: Any) -> str:

@@ -1,0 +1,298 @@
+"""A table, commands x kinds of trouble, generated from data: one line, the right exit code, nothing lost.
+
+READ: what a command reads is missing, empty, foreign, damaged, cut off or locked. WRITE: the disk is full, the folder
+is locked, Ctrl-C comes before a file is in place; and a pipe that closes, another locale or a narrow terminal, which
+change neither exit code nor files. All in this process: root loses its power over permissions for a moment, a full disk
+is RLIMIT_FSIZE, a terminal is a stream. Not here: processes that are killed (test_killed_commands.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_dumps import make
+from synthetic_model import capture, scaled, write
+
+from vllm_accprobe.cli import main
+
+DOWN = "model.layers.1.mlp.down_proj"
+READ = {
+    "summary": ["inspect", "@"],
+    "show": ["inspect", "@", "lm_head"],
+    "labels": ["labels", "@", "--out", "OUT"],
+    "convert": ["convert", "@", "OUT.npz"],
+    "formats": ["inspect", "--formats", "@"],
+    "repair": ["inspect", "--repair", "@"],
+    "gentest": ["gentest", "@", "--ops", "SiluAndMul", "--out", "OUT"],
+    "opcheck": ["opcheck", "@", "--ops", "SiluAndMul", "--out", "OUT", "-j", "0"],
+    "compare": ["compare", "@", "mine", "--no-replay", "--out", "OUT"],
+    "compare, mine": ["compare", "golden", "@", "--no-replay", "--out", "OUT"],
+    "compare, floor": ["compare", "golden", "mine", "--no-replay", "--floor", "@", "--out", "OUT"],
+    "plan": ["compare", "golden", "@", "--plan"],
+    "calibrate": ["compare", "golden", "@", "--calibrate", "OUT"],
+    "calibrate, golden": ["compare", "@", "golden", "--calibrate", "OUT"],
+    "rejudge": ["compare", "--rejudge", "@"],
+    "errcheck": ["errcheck", "--read", "@"],
+    "opdiff": ["opdiff", "@", "@", "--out", "OUT"],
+    "patches": ["patches", "check", "--source", "@"],
+    "gate": ["gate", "@", "golden"],
+    "gate, mine": ["gate", "--samples", "@", "golden"],
+}
+REFUSED = ("nowhere", "empty", "zero.csv", "text.txt", "bad.json", "two", "deep", "locked", "locked-files")
+WORKS = ("cut", "killed")
+"""Dumps of a run that was killed, and with a segment that was cut off: the exit code is that of the whole dump."""
+HEADER = "op,class,tap,call,role,step,rank,dtype,shape,max_abs_err,ulp_share,ulp_mean,ulp_max\n"
+ROW = "matmul,Tensor.matmul,a,{},output.0,0,0,float32,[2],0.0,0.0,0.0,0.0\n"
+ONE = "inspect plain model.embed_tokens --role output.0 --step 0 --save OUT/"
+WRITE = {
+    "compare": ("compare plain plain2 --no-replay --out OUT", 400, "PASS"),
+    "compare --json": ("compare plain plain2 --no-replay --json --out OUT", 400, '"verdict": "pass"'),
+    "compare, measured.npz": ("compare plain plain2 --no-replay --out OUT", 90_000, "PASS"),
+    "tables": ("compare 1.csv 2.csv --out OUT", 400, "pass"),
+    "tables --json": ("compare 1.csv 2.csv --json --out OUT", 400, '"exit_code": 2'),
+    "calibrate": ("compare plain plain2 --calibrate OUT", 10, ""),
+    "inspect --csv": ("inspect plain --csv OUT/x.csv", 400, ""),
+    "inspect FILE": ("inspect plain OUT/x.txt", 400, ""),
+    "inspect --save npy": (ONE + "x.npy", 40, ""),
+    "inspect --save": (ONE + "x.safetensors", 40, ""),
+    "convert h5": ("convert plain OUT/x.h5", 400, ""),
+    "convert npz": ("convert plain OUT/x.npz", 400, ""),
+    "convert safetensors": ("convert plain OUT/x.safetensors", 400, ""),
+    "opcheck": ("opcheck calls -j 0 --out OUT", 1000, "1 of 1"),
+    "opcheck, at once": ("opcheck calls -j 0 --out OUT", 100, ""),
+    "gentest": ("gentest calls --ops * --out OUT/new", 400, ""),
+    "eval-diff": ("eval-diff a.jsonl b.jsonl --csv OUT/x.csv", 100, "PASS"),
+}
+"""The command, the largest file that it may write on a full disk, and what stdout has of the result all the same."""
+KINDS = ("full disk", "locked", "interrupted", "closed pipe", "latin-1", "ascii", "narrow")
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from opcheck.opcheck_dumps import Maker
+
+    root = tmp_path_factory.mktemp("table")
+    one: dict[str, Any] = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
+    for name in ("golden", "two/run1", "two/run2", "killed", "cut", "locked-files"):
+        write(capture(**one), root / name)
+    write(capture(faults={DOWN: scaled(1.2)}, **one), root / "mine")
+    journal = root / "killed/rank0000/journal.jsonl"
+    journal.write_bytes(journal.read_bytes().rsplit(b"\n", 2)[0] + b'\n{"event": "ten')
+    segment = root / "cut/rank0000/seg-00000.safetensors"
+    os.truncate(segment, segment.stat().st_size - 1000)
+    for name in ("empty", "deep", "locked"):
+        (root / name).mkdir()
+    for name, text in (("text.txt", "hello\n"), ("zero.csv", ""), ("bad.json", "{"), ("deep/run.json", "[" * 100_000)):
+        (root / name).write_text(text)
+    make(root / "locked" / "run1")
+    for path in (root / "locked", *(p for p in (root / "locked-files").rglob("*") if p.is_file())):
+        path.chmod(0)
+    for name in ("plain", "plain2"):
+        make(root / name)
+    maker = Maker(root / "calls")
+    maker.module("act", "SiluAndMul")
+    maker.request(0, 3)
+    maker.step(0, [(0, 0, 3)])
+    x = torch.linspace(-2, 2, 24).reshape(3, 8)
+    maker.call("act", "SiluAndMul", {"0": x}, torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
+    maker.close()
+    for name in ("1.csv", "2.csv"):
+        (root / name).write_text(HEADER + "".join(ROW.format(call) for call in range(40)))
+    for name in ("a.jsonl", "b.jsonl"):
+        lines = [{"doc_id": i, "doc": {}, "target": "x", "resps": [["x"]], "filtered_resps": ["x"], "acc": 1.0,
+                  "metrics": ["acc"], "filter": "none", "arguments": {}} for i in range(30)]  # fmt: skip
+        (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    np.save(root / "x.npy", np.ones((2, 3), np.float32))
+    return root
+
+
+@contextlib.contextmanager
+def permissions_count() -> Iterator[None]:
+    """This thread of root heeds the permissions of its own files: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    (capabilities(7)) among the effective capabilities. Nothing to do for anybody else."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    head, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(head, sets) == 0
+    before = sets[0]
+    sets[0] = before & ~0b110
+    assert libc.capset(head, sets) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        sets[0] = before
+        assert libc.capset(head, sets) == 0
+
+
+@contextlib.contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def state(root: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and time: what a command reads it does not change."""
+    return {str(p): (p.lstat().st_size, p.lstat().st_mtime_ns) for p in root.rglob("*")}
+
+
+def one_line(err: str) -> str:
+    """The one line of an error; notes may stand before it."""
+    said = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert len([line for line in said if line.startswith("accprobe: ")]) == 1, err
+    assert all(line.startswith("accprobe: ") or "accprobe" not in line for line in said), err
+    assert "internal error" not in err
+    assert "Traceback" not in err
+    return next(line for line in said if line.startswith("accprobe: ")).removeprefix("accprobe: ")
+
+
+# Which format a dump is of is decided by the names of its files; nobody has read them then.
+TABLE = [(command, what) for what in REFUSED for command in READ
+         if (command, what) not in (("formats", "deep"), ("formats", "locked-files"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "what"), TABLE)
+def test_what_cannot_be_read_is_one_line(
+    command: str, what: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(there)
+    words = [what if w == "@" else w.replace("OUT", str(tmp_path / "out")) for w in READ[command]]
+    before = state(there)
+    with permissions_count() if what.startswith("locked") else contextlib.nullcontext():
+        code = main(words)
+    line = one_line(capsys.readouterr().err)
+    assert code == 2 or (code == 3 and what == "locked-files"), line
+    assert what in line
+    assert not list(tmp_path.iterdir())
+    assert state(there) == before
+
+
+_whole: dict[str, int] = {}
+
+
+@pytest.mark.parametrize(("command", "what"), [(c, w) for w in WORKS for c in READ])
+def test_what_is_there_of_a_damaged_dump_is_read(
+    command: str, what: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(there)
+    copy = tmp_path / what
+    shutil.copytree(there / what, copy)
+    if command not in _whole:
+        shutil.copytree(there / "golden", tmp_path / "whole")
+        _whole[command] = run(READ[command], tmp_path / "whole", tmp_path / "first")
+    capsys.readouterr()
+    before = state(copy)
+    assert run(READ[command], copy, tmp_path / "out") == _whole[command]
+    out, err = capsys.readouterr()
+    assert "internal error" not in err
+    if _whole[command] >= 2:
+        one_line(err)
+    if command == "repair":
+        assert ("lost the payload" if what == "cut" else "torn line cut off") in out
+    if (command, what) != ("repair", "killed"):
+        assert state(copy) == before
+
+
+def run(words: list[str], dump: Path, out: Path) -> int:
+    return main([str(dump) if w == "@" else w.replace("OUT", str(out)) for w in words])
+
+
+class Narrow(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def trouble(kind: str, most: int, out: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with contextlib.ExitStack() as now:
+        if kind == "full disk":
+            now.enter_context(largest_file(most))
+        elif kind == "locked":
+            out.chmod(0o500)
+            now.callback(out.chmod, 0o700)
+            now.enter_context(permissions_count())
+        elif kind == "interrupted":
+            replace = os.replace
+
+            def interrupted(source: Any, target: Any, *more: Any, **named: Any) -> None:
+                if str(out) in str(target):
+                    raise KeyboardInterrupt
+                replace(source, target, *more, **named)
+
+            monkeypatch.setattr(os, "replace", interrupted)
+        elif kind == "closed pipe":
+            reader, writer = os.pipe()
+            os.close(reader)
+            stream = now.enter_context(os.fdopen(writer, "w"))
+            now.enter_context(contextlib.redirect_stdout(stream))
+        elif kind == "narrow":
+            monkeypatch.setenv("COLUMNS", "20")
+            now.enter_context(contextlib.redirect_stdout(Narrow()))
+        elif kind:
+            stream = io.TextIOWrapper(io.BytesIO(), encoding=kind)
+            now.enter_context(contextlib.redirect_stdout(stream))
+        yield
+
+
+_plain: dict[str, tuple[int, set[str]]] = {}
+
+
+def files(out: Path) -> set[str]:
+    return {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(("command", "kind"), [(c, k) for k in KINDS for c in WRITE])
+def test_trouble_while_writing(
+    command: str, kind: str, there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(there)
+    typed, most, verdict = WRITE[command]
+    words: Callable[[Path], list[str]] = lambda out: [w.replace("OUT", str(out)) for w in typed.split()]  # noqa: E731
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    out.mkdir()
+    if kind in KINDS[3:] and typed not in _plain:
+        whole.mkdir()
+        _plain[typed] = main(words(whole)), files(whole)
+        capsys.readouterr()
+    before = state(there)
+    with trouble(kind, most, out, monkeypatch):
+        code = main(words(out))
+    shown, err = capsys.readouterr()
+    assert state(there) == before
+    if kind in KINDS[3:]:
+        assert "internal error" not in err
+        assert (code, files(out)) == _plain[typed], err
+        return
+    line = one_line(err)
+    assert code == (130 if kind == "interrupted" else 2), line
+    parts = [p for p in out.rglob("*") if p.name.endswith("part")]
+    if kind == "interrupted":
+        assert line.startswith("interrupted; ")
+        assert all(str(p) in line for p in parts), (line, parts)
+        return
+    assert not parts
+    assert str(out) in line
+    if kind == "full disk":
+        needed = r"(more than )?[\d,]+ bytes are needed, " if "--csv" in typed or "compare " in typed else ""
+        assert re.search(needed + r"[\d,]+ are allowed, [\d,]+ bytes are free\): it was not written; ", line), line
+        assert verdict in shown, shown
+        assert not [p for p in out.rglob("*") if p.stat().st_size == most]
+    else:
+        assert files(out) == set()
