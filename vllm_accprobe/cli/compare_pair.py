@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,13 @@ import typer
 
 from vllm_accprobe.cli import places, replay
 from vllm_accprobe.cli.endings import going_on
-from vllm_accprobe.cli.output import Format, say_notes, say_written
+from vllm_accprobe.cli.output import Format, say_notes, say_written, size
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
+from vllm_accprobe.waiting import on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, write_text
 
 DEFAULT = "accprobe-report"
@@ -85,7 +85,8 @@ def compare_dumps(
         result = replace(result, options=again, out=str(out))
     _print(result, form, printed.verbosity)
     try:
-        written = _write(result, out, rejudge is None, vocabulary)
+        with waiting(lambda: f"writing the report to {out}"):
+            written = _write(result, out, rejudge is None, vocabulary)
     except NoSpace:
         store.forget(out)
         raise
@@ -170,10 +171,12 @@ def _tidy(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal's stderr, nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's stderr, a line from time to time in a pipe."""
+    if not on_terminal():
+        now = [0, 0]
+        with waiting(lambda: f"{label}: {size(now[0])} of {size(now[1])}" if now[1] else label):
+            yield lambda done, total: now.__setitem__(slice(None), [done, total])
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
