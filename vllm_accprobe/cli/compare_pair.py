@@ -51,7 +51,7 @@ def compare_dumps(
     if sheet is not None:
         places.check_table(sheet, "RESULT.csv", xray.TABLE_COLUMNS[:2], dumps)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
-    out = what.out or home or Path(DEFAULT)
+    out = what.out or (Path(DEFAULT) if home is None else _beside(home))
     if not instead.plan:
         _check_out(out, [*dumps, *judging.floors], rejudge is None)
     rules = engine.find_mapping(judging.op_mapping_file)
@@ -99,6 +99,12 @@ def compare_dumps(
     if printed.verbosity > 0:
         say_written(*written, err=form is not Format.terminal)
     raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _beside(home: Path) -> Path:
+    """Where a comparison that is judged again goes: never over the first judgement."""
+    home = home if home.name else home.resolve()
+    return home.with_name(f"{home.name}-rejudged")
 
 
 def _check_arguments(golden: Path | None, mine: Path | None, judging: Any, work: Any, instead: Any) -> None:

@@ -151,7 +151,7 @@ def command(words: Sequence[str], base: Mapping[str, str]) -> ServeCommand:
         except ValueError as e:
             raise BisectError(f"the command: {e}") from None
     if not parts:
-        raise BisectError("no command is given; write `vllm serve MODEL ...`")
+        raise BisectError("no command is named; write `vllm serve MODEL ...`")
     if any(part in ("|", "&&", ";", ">", "||") for part in parts):
         raise BisectError("a line for the shell cannot be changed: write the `vllm serve` in it alone")
     if os.path.basename(parts[0]) == "env" and len(parts) > 1 and not parts[1].startswith("-"):
@@ -318,7 +318,8 @@ def installed(python: str, environ: Environ) -> Installed:
     folder, version, plugins, platforms = (*done.stdout.splitlines(), "", "", "", "")[:4]
     if done.returncode or not folder:
         return Installed()
-    return Installed(Path(folder), version, PLUGIN in plugins.split(), "cpu" in version and not platforms)
+    cpu = "cpu" in version and not {*platforms.split()} - {PLUGIN}
+    return Installed(Path(folder), version, PLUGIN in plugins.split(), cpu)
 
 
 def interpreter(words: tuple[str, ...], environ: Mapping[str, str]) -> str | None:

@@ -411,6 +411,8 @@ def _tls(e: ssl.SSLError) -> str:
 
 _MOST_SAID = 300
 """Chosen: characters of a server's message."""
+_QUOTED = 12
+"""Chosen: characters that a message and a prompt have in common; fewer are common words."""
 
 
 def _message(answer: Any, line: PromptLine) -> str:
@@ -420,6 +422,19 @@ def _message(answer: Any, line: PromptLine) -> str:
     said = [error, error.get("message"), error.get("detail")] if isinstance(error, dict) else [error]
     text = next((v for v in said if isinstance(v, str)), "")
     for quoted in (line.text, *(m.get("content") for m in line.messages or ())):
-        text = text.replace(quoted, "...") if isinstance(quoted, str) and quoted else text
+        text = _without(text, quoted) if isinstance(quoted, str) else text
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return f": {text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + '...'}" if text else ""
+
+
+def _without(text: str, quoted: str) -> str:
+    """``text`` with ``...`` for each stretch of _QUOTED characters, or more, that ``quoted`` has as well."""
+    n = min(_QUOTED, len(quoted))
+    known = {quoted[i : i + n] for i in range(len(quoted) - n + 1)} if n > 2 else set()
+    found, i = "", 0
+    while i < len(text):
+        j = i
+        while text[j : j + n] in known:
+            j += 1
+        found, i = (found + "...", j + n - 1) if j > i else (found + text[i], i + 1)
+    return found

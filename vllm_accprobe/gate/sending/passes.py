@@ -324,11 +324,11 @@ def begun(out: Path, lines: list[PromptLine], how: Mapping[str, Any], golden: st
     for name, now in how.items():
         if name in was and _unscored(was[name]) != _unscored(now):
             other = other or "settings"
-    if other:
-        raise replies.FolderError(f"{out} has other {other}: name another --out, or those that it was begun with")
     if forced != golden:
         along = "other tokens" if forced else "no tokens"
         raise replies.FolderError(f"{out} was begun along {along}: name another --out")
+    if other:
+        raise replies.FolderError(f"{out} has other {other}: name another --out, or those that it was begun with")
     return about
 
 
