@@ -35,8 +35,7 @@ class ConvertOptions:
     dump: Path = argument("DUMP", "A dump of any format (accprobe inspect --formats).")
     place: Path | None = argument("[OUT]", "As --out; behind --out a GLOB.", None)
     names: list[str] = options.globs()
-    out: Path | None = option("--out -o", None, "Where the results go: a file for one rank, a directory for several. "
-                              "Default: DUMP-h5.", metavar="PATH")  # fmt: skip
+    out: Path | None = options.out("a file for one rank, a directory for several; DUMP-h5", None)
     at_end: bool = hidden("--at-end", False, "Of VLLM_ACCPROBE_EXPORT: into the dump, where torch_xray has it.")
     to: str | None = option("--to", None, "Container; else by OUT's ending.", metavar="|".join(KINDS))
     level: int | None = options.level()

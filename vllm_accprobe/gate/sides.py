@@ -220,7 +220,7 @@ def _check_prompts(folder: Path, golden: list[PromptLine]) -> None:
 def _prompts(folder: Path) -> list[PromptLine]:
     """What a folder was sent; [] where it does not say."""
     path = folder / replies.PROMPTS
-    return prompts_file.read(str(path)) if path.is_file() else []
+    return prompts_file.read(str(path)) if path.is_file() and path.stat().st_size else []
 
 
 def _complete(out: Path, of: ServerSide, lines: list[PromptLine], sending: SendSettings, golden: Sent | None) -> bool:
