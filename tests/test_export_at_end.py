@@ -79,7 +79,8 @@ def test_after_a_kill_the_command_makes_them(tmp_path: Path) -> None:
     assert run(KILLED, dump).returncode == -signal.SIGKILL
     assert not (dump / NAMES[0]).exists()
     assert main(["convert", str(dump)]) == 0
-    with h5py.File(dump / NAMES[0]) as f:
+    assert not (dump / NAMES[0]).exists()  # nothing is written into a dump
+    with h5py.File(tmp_path / "killed-h5" / NAMES[0]) as f:
         assert np.isfinite(f["0"]["0.Linear.0.forward_output.0"][:]).all()
     assert main(["convert", str(dump)]) == 2  # nothing is overwritten
 

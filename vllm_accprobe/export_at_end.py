@@ -2,9 +2,9 @@
 
 The problem: torch_xray leaves an h5 and a csv when its capture ends, and scripts go on from there; to write gigabytes
 again where a worker closes its dump would keep it from serving, or from ending. The idea: who closed the dump starts
-`accprobe convert DUMP --to h5 --ranks R` as a process of its own, of low priority, which outlives its parent, reads one
-tensor at a time, and writes what it says to ``rank<R>/export.log``. Nothing here raises. A script of its own that ends
-by itself waits for the files; a worker does not. After a kill -9 the same command makes them.
+`accprobe convert DUMP --at-end --ranks R` as a process of its own, of low priority, which outlives its parent, reads
+one tensor at a time, and writes what it says to ``rank<R>/export.log``. Nothing here raises. A script of its own that
+ends by itself waits for the files; a worker does not. After a kill -9 `accprobe convert DUMP` makes them, in DUMP-h5.
 Not here: the files (cli/convert.py).
 """
 
@@ -33,7 +33,8 @@ def start(root: Path, rank: int, kind: str) -> subprocess.Popen[bytes] | None:
     log = root / rank_dir(rank) / LOG
     here = os.pathsep.join(filter(None, (str(HOME.parent), os.environ.get("PYTHONPATH", ""))))
     env = {**os.environ, **ONE_THREAD, "PYTHONPATH": here, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "vllm_accprobe.cli", "convert", str(root), "--to", kind, "--ranks", str(rank)]
+    command = [sys.executable, "-m", "vllm_accprobe.cli", "convert", str(root), "--at-end", "--to", kind]
+    command += ["--ranks", str(rank)]
     try:
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as said:
             # "/": what lies in the current directory, a stranger's numpy.py perhaps, is not run

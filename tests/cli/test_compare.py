@@ -48,9 +48,11 @@ def test_a_tokenizer_puts_text_into_the_page_alone(dumps, tmp_path, capsys):
     assert [heat["texts"][str(t)] for (t,) in heat["requests"][0]["tokens"][:3]] == ["secret3", "secret14", "secret15"]
     assert b"secret" not in b"".join((out / f"compare.{kind}").read_bytes() for kind in ("csv", "json"))
     assert run("--rejudge", out, "--tokenizer", tmp_path / "tokenizer.json") == 1  # from where mine was
-    assert _view(out)["heat"]["requests"][0]["tokens"]
+    beside = tmp_path / "out-rejudged"
+    assert _view(beside)["heat"]["requests"][0]["tokens"]
     assert run("--rejudge", out) == 1
-    assert _view(out)["heat"]["texts"] == {}
+    assert _view(beside)["heat"]["texts"] == {}
+    assert _view(out)["heat"] == heat
     capsys.readouterr()
     assert run(dumps / "golden", dumps / "wrong", "-o", tmp_path / "new", "--tokenizer", dumps) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -96,7 +98,7 @@ def test_neither_torch_nor_vllm_is_imported(dumps, tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_saved_comparison_is_judged_again_without_the_dumps(dumps, tmp_path, capsys):
+def test_a_saved_comparison_is_judged_again_without_the_dumps(dumps, tmp_path, capsys, monkeypatch):
     import shutil
 
     for name in ("golden", "wrong"):
@@ -117,7 +119,11 @@ def test_a_saved_comparison_is_judged_again_without_the_dumps(dumps, tmp_path, c
         "missing: compare the dumps for these"
     )
     assert run("--rejudge", tmp_path / "out", "--standard", "strict") == 1
-    assert json.loads((tmp_path / "out" / "compare.json").read_text())["standard"]["name"] == "strict"
+    assert json.loads((tmp_path / "out-rejudged" / "compare.json").read_text())["standard"]["name"] == "strict"
+    assert first == tuple((tmp_path / "out" / f"compare.{kind}").read_bytes() for kind in ("csv", "json"))
+    monkeypatch.chdir(tmp_path / "out")
+    assert run("--rejudge", ".") == 1  # beside it, too
+    assert first[1] == (tmp_path / "out" / "compare.json").read_bytes()
 
 
 def test_the_false_alarm_rate_reaches_the_judge_and_the_file(dumps, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import onnx
@@ -29,6 +30,20 @@ def test_a_dump_as_onnx(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {"Linear", "Add", "Mul", "Slice"} <= {n.op_type for n in model.graph.node}
     assert main(["convert", str(dump), str(out)]) == 2
     assert "exists: nothing is overwritten" in capsys.readouterr().err
+
+
+def test_nothing_is_written_into_a_dump(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "d"
+    shutil.copytree(dump, own)
+    before = sorted(own.rglob("*"))
+    assert main(["convert", str(own)]) == 0
+    assert sorted(p.suffix for p in (tmp_path / "d-h5").iterdir()) == [".csv", ".h5"]
+    assert main(["convert", str(own), "--out", str(own / "x.h5")]) == 2
+    assert "never written into" in capsys.readouterr().err
+    assert main(["convert", str(own), "*mixer*", "--out", str(tmp_path / "x.npz")]) == 0
+    assert main(["convert", str(own), str(tmp_path / "y.npz"), "*mixer*"]) == 0
+    assert (tmp_path / "x.npz").stat().st_size == (tmp_path / "y.npz").stat().st_size
+    assert sorted(own.rglob("*")) == before
 
 
 def test_atb_s_json_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

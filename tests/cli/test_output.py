@@ -10,6 +10,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
 
 from vllm_accprobe import labels as label_calls
-from vllm_accprobe.cli import COMMANDS, build, main
+from vllm_accprobe import waiting
+from vllm_accprobe.cli import COMMANDS, build, main, output
 from vllm_accprobe.cli.output import fold, plain, stacked, width_of
 
 TAP = TAPS[0][0]
@@ -328,3 +330,25 @@ def test_where_a_line_is_folded(line: str, width: int, parts: list[str]) -> None
 def test_a_row_that_has_no_room() -> None:
     columns, row = ("index", "step", "tap", "min"), ("3", "0", "a.b", "1.5")
     assert stacked(columns, row, ("tap",)) == ["3  a.b", "    step 0  min 1.5"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("total", "line"), [(8, "send: 3 of 8"), (1, "send")])
+def test_a_line_while_something_waits(
+    terminal: bool, total: int, line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr alone, at the pace of a terminal or of a pipe; where there are steps, a terminal has a bar instead."""
+    assert (waiting.TERMINAL_S, waiting.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
+    monkeypatch.setattr(output, "on_terminal", lambda: terminal)
+    monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)
+    monkeypatch.setattr(waiting, "TERMINAL_S" if terminal else "PIPE_S", 0.1)
+    for seconds, least in ((0.0, 0), (0.5, 2)):
+        with output.progress("send", total, steps=True) as tell:
+            tell(3)
+            time.sleep(seconds)
+        said = capfd.readouterr()
+        assert said.out == ""
+        if not (terminal and total > 1):
+            assert len(said.err.splitlines()) >= least
+            assert set(said.err.splitlines()) <= {f"accprobe: {line} (0 s)"}
+            assert bool(said.err) == bool(least)

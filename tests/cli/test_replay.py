@@ -60,7 +60,8 @@ def test_a_small_pair_is_replayed_unasked_and_its_proof_is_judged_again(
     code, said = compared(pair, tmp_path / "out")
     assert (code, [(o["module"], o["evidence"]) for o in said["origins"]]) == (1, [("second", "replay")])
     assert main(["compare", "--rejudge", str(tmp_path / "out"), "-q"]) == 1
-    assert json.loads((tmp_path / "out/compare.json").read_text())["origins"] == said["origins"]
+    again = json.loads((tmp_path / "out-rejudged/compare.json").read_text())
+    assert again["origins"] == said["origins"]
     assert f"what the replay proved then ({NAME}) was kept; no tensor was read" in capsys.readouterr().err
     assert main(["compare", "--rejudge", str(tmp_path / "out"), "--no-replay", "-o", str(tmp_path / "left"), "-q"]) == 0
     assert f"({NAME}) was left out (--no-replay)" in capsys.readouterr().err

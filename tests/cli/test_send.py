@@ -45,7 +45,7 @@ def closed_port() -> int:
         (["p.txt", "--url", "http://127.0.0.1:{port}"], "does not answer"),
         (["p.txt", "--engine", "true"], "is no `vllm serve`"),
         (["p.txt", "--engine", "'"], "--engine"),
-        (["p.txt", "--engine", " "], "write a command"),
+        (["p.txt", "--engine", " "], "no command is named"),
         (["p.txt", "--engine", "vllm serve M"], "exit code 3 before it served: something broke; read out/engine-0.log"),
     ],
 )
@@ -62,20 +62,20 @@ def test_what_is_wrong_is_one_line(words: list[str], says: str, here: Path, caps
 
 
 @pytest.mark.parametrize("progress", [False, True])
-def test_a_start_is_silent_in_a_pipe_without_the_option(
+def test_the_pace_of_lines_in_a_pipe(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, progress: bool
 ) -> None:
-    monkeypatch.setattr("vllm_accprobe.gate.served_run._SAY_S", 0.0)
+    monkeypatch.setattr("vllm_accprobe.waiting.TERMINAL_S", 0.3)
     Path("bin/vllm").write_text("#!/bin/sh\nsleep 1\nexit 3\n")
     words = ["send", "p.txt", "--engine", "vllm serve M", "--out", "out", *["--progress"] * progress]
     assert main(words) == 2
-    assert ("accprobe: engine-0 has been starting for 0 s" in capsys.readouterr().err) == progress
+    assert ("accprobe: engine-0 is starting (0 s)" in capsys.readouterr().err) == progress
 
 
 def test_an_answer_to_none_is_exit_code_3(here: Path, capsys: Any) -> None:
     with odd(lambda path, body: (400, b"")) as (url, _):
         assert main(["send", "p.txt", "--url", url, "--out", "out"]) == 3
-    assert "no prompt was answered: 4 HTTP 400" in capsys.readouterr().err
+    assert "no prompt was answered: 4 requests: HTTP 400 (out)" in capsys.readouterr().err
 
 
 def test_done(here: Path, capsys: Any) -> None:

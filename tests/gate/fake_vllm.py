@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -24,7 +25,9 @@ def installed(folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     script = folder / "vllm"
     paths = [str(HERE), str(HERE / "sending"), str(HERE.parents[1])]
-    script.write_text(f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\nimport fake_vllm\nfake_vllm.main()\n")
+    code = f"import sys; sys.path[:0] = {paths!r}; import fake_vllm; fake_vllm.main()"
+    # A shell's script: nobody can read from it which interpreter, and which vLLM, it starts.
+    script.write_text(f"#!/bin/sh\nset -e\nexec {shlex.join([sys.executable, '-c', code])} \"$@\"\n")
     script.chmod(0o755)
     return str(folder)
 

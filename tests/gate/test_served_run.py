@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_accprobe.gate import served_run
+from vllm_accprobe import waiting
 from vllm_accprobe.gate.sending.client import NotServed, ServerLost
 from vllm_accprobe.gate.served_run import ADVICE, ServedRun, ServerCommand, cause, served, server_command
 
@@ -134,22 +134,22 @@ def test_settings_in_front_of_a_command(tmp_path: Path, shell: dict[str, str]) -
     with pytest.raises(NotServed, match=re.escape(said)), served(command, shell, tmp_path, 20):
         pass
     assert shell == before
-    with pytest.raises(NotServed, match="write a command"), served("MODE=1", shell, tmp_path, 20):
+    with pytest.raises(NotServed, match="variables and no program"), served("MODE=1", shell, tmp_path, 20):
         pass
 
 
 def test_a_start_is_not_silent_and_shows_no_key(
-    tmp_path: Path, shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shell: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(served_run, "_SAY_S", 0.5)
-    said: list[str] = []
+    monkeypatch.setattr(waiting, "PIPE_S", 0.5)
     line = "(EngineCore pid=7) INFO 11-26 21:00:00 [loader.py:1] args: s3cret"
     shell |= {"VLLM_API_KEY": "s3cret", "VLLM_SCRIPT": f"echo '{line}'; sleep 1.7; echo 'ValueError: s3cret'; exit 1"}
     quoted = r"exit code 1 before it served: ValueError: \$KEY; read"
-    with pytest.raises(NotServed, match=quoted), served("vllm serve M", shell, tmp_path, 20, said.append):
+    with pytest.raises(NotServed, match=quoted), served("vllm serve M", shell, tmp_path, 20):
         pass
+    said = capsys.readouterr().err.splitlines()
     assert 2 <= len(said) <= 4
-    assert re.fullmatch(r"engine-0 has been starting for \d s: args: \$KEY", said[-1])
+    assert re.fullmatch(r"accprobe: engine-0 is starting: args: \$KEY \(\d s\)", said[-1])
 
 
 def test_a_server_that_dies_while_it_is_asked(tmp_path: Path, shell: dict[str, str]) -> None:

@@ -61,6 +61,14 @@ def inferred(root: Path, **how: bool) -> tuple[str, str, list[str]]:
     return "golden", "my mine", ["--taps", "model.layers.*,lm_head"]
 
 
+def renamed(root: Path) -> tuple[str, str, list[str]]:
+    """Golden's requests have other ids, and every server counts its steps for itself."""
+    others = {f"golden-{name}": ids for name, ids in ONE["prompts"].items()}  # type: ignore[union-attr]
+    write(capture(prompts=others, tokens=3), root / "golden")
+    write(capture(faults={DOWN: scaled(1.2)}, **ONE), root / "mine")
+    return "golden", "mine", []
+
+
 def statistics(root: Path) -> tuple[str, str, list[str]]:
     return inferred(root, payloads=False)
 
@@ -77,6 +85,7 @@ KINDS = {
     "replayed": (replayed, ["gentest", "opcheck", "inspect", "inspect", "compare"]),
     "not replayed": (not_replayed, ["compare", "inspect", "inspect", "compare"]),
     "inferred": (inferred, ["inspect", "inspect", "compare"]),
+    "renamed": (renamed, ["inspect", "inspect", "compare"]),
     "statistics": (statistics, ["inspect", "inspect", "compare"]),
     "msprobe": (peers("a_msprobe_tensor"), ["inspect", "inspect", "compare"]),
     "h5": (peers("d_xray_h5"), ["inspect", "inspect", "compare"]),
@@ -101,6 +110,12 @@ def test_each_command_runs_as_it_is_printed(
     lines = [line for step in said for line in step["command"].splitlines()]
     assert [shlex.split(line)[1] for line in lines] == wanted
     end = [x for step in said for x in (f"  {step['why']}:", *(f"    {c}" for c in step["command"].splitlines()))]
+    shown = [w for w in map(shlex.split, lines) if w[1] == "inspect"]
+    asked = [w[w.index("--requests") + 1] if "--requests" in w else None for w in shown]
+    if len(asked) > 1 and kind != "renamed":
+        assert asked[0] == asked[1]  # the same request on both sides
+    elif kind == "renamed":
+        assert asked[1] == f"golden-{asked[0]}"
     wrote = [line for line in printed if line.startswith("wrote ")]
     assert printed[-len(end) - 1 - len(wrote) :] == ["next:", *end, *wrote]
     for line in lines:

@@ -15,7 +15,7 @@ from vllm_accprobe.cli.endings import CommandError, going_on
 from vllm_accprobe.cli.options import argument, option
 
 if TYPE_CHECKING:
-    from vllm_accprobe.gate.bisect.edits import ServerSetting
+    from vllm_accprobe.gate.bisect.edits import ServeCommand, ServerSetting
     from vllm_accprobe.gate.bisect.search import Cause
     from vllm_accprobe.gate.bisect.trials import TrialPrompts, Trier
     from vllm_accprobe.gate.sending.replies import Sent
@@ -62,9 +62,8 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.sending.replies import FolderError
-    from vllm_accprobe.gate.served_run import server_command
+    from vllm_accprobe.gate.served_run import checked
     from vllm_accprobe.report import servers
-    from vllm_accprobe.run.launcher import LaunchError, command_line
 
     out, as_json = what.out, what.as_json
     share = trials.SHARE if what.share is None else what.share
@@ -73,15 +72,15 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     places.check(out, {})
     try:
         target = edits.command(what.command, os.environ)
-        command_line(target.words, target.full())
-        if not server_command(target.words, target.full()).url:
-            raise CommandError(f"{target.words[0]} is no `vllm serve`: bisect changes the options of one")
+        checked(target)
+        floors = [replies.read(Path(path)) for path in what.floor]
         there = edits.options_offered(target)
         found = edits.axes(
             target, there, edits.read_vendor(what.switches, target) if what.switches else (), _pairs(what.plain)
         )
         axes = _chosen(found, what.only, what.hold)
         prompts, folder = _prompts(what.golden, what.prompts or "", serving)
+        _check_golden(what.golden, target)
         versions = {"vllm": there.version, "accprobe": __version__}
         variables = [name for a in found for name, _ in a.edit.environ]
         runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
@@ -98,9 +97,9 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
         against = folder or _golden(what.golden, prompts, out, runs)
         rate = trials.rate_each(usual, len(prompts.lines))
         trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
-        trier.expected, trier.floors = usual, [replies.read(Path(path)) for path in what.floor]
+        trier.expected, trier.floors = usual, floors
         _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
-    except (edits.BisectError, LaunchError, PromptsError, FolderError, SendError) as e:
+    except (edits.BisectError, PromptsError, FolderError, SendError) as e:
         raise CommandError(str(e)) from None
 
 
@@ -174,6 +173,20 @@ def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tupl
     source = Path(prompts or "default").name
     how |= {"timeout": serving.timeout, "ready": serving.ready, "say": serving.say()}
     return TrialPrompts(tuple(lines), arrive, source=source, **how), sent
+
+
+def _check_golden(golden: str, target: ServeCommand) -> None:
+    """Raises NotServed, CommandError, for a command that could not serve golden's answers."""
+    from vllm_accprobe.gate import preflight
+    from vllm_accprobe.gate.bisect.trials import golden_folder
+    from vllm_accprobe.gate.served_run import checked
+
+    if not golden or golden.startswith(("http://", "https://")) or golden_folder(golden) is not None:
+        return
+    line = preflight.command_of(golden, os.environ)
+    checked(line)
+    if other := preflight.other_model(line, target):
+        raise CommandError(f"--golden: {other}")
 
 
 def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent | None:

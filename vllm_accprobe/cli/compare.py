@@ -25,7 +25,7 @@ class CompareOptions:
     sheet: Path | None = argument("[RESULT.csv]", "torch_xray's table of both, by its standard; see docs/migration.md.",
                                   None)  # fmt: skip
     further: list[Path] = argument("[RUN]...", "Further runs, with --calibrate.", [])
-    out: Path | None = options.out("compare.csv, .json, .html; accprobe-report, or where --rejudge reads", None)
+    out: Path | None = options.out("compare.csv, .json, .html; accprobe-report, or DIR-rejudged", None)
     golden_path: Path | None = hidden("--golden-path", None, "As GOLDEN (ait, msit).", metavar="GOLDEN")
     my_path: Path | None = hidden("--my-path", None, "As MINE (ait, msit).", metavar="MINE")
 

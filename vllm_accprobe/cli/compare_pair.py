@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,13 @@ import typer
 
 from vllm_accprobe.cli import places, replay
 from vllm_accprobe.cli.endings import going_on
-from vllm_accprobe.cli.output import Format, say_notes, say_written
+from vllm_accprobe.cli.output import Format, say_notes, say_written, size
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
+from vllm_accprobe.waiting import on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, write_text
 
 DEFAULT = "accprobe-report"
@@ -51,7 +51,7 @@ def compare_dumps(
     if sheet is not None:
         places.check_table(sheet, "RESULT.csv", xray.TABLE_COLUMNS[:2], dumps)
     home = rejudge if rejudge is None or rejudge.is_dir() else rejudge.parent
-    out = what.out or home or Path(DEFAULT)
+    out = what.out or (Path(DEFAULT) if home is None else _beside(home))
     if not instead.plan:
         _check_out(out, [*dumps, *judging.floors], rejudge is None)
     rules = engine.find_mapping(judging.op_mapping_file)
@@ -85,7 +85,8 @@ def compare_dumps(
         result = replace(result, options=again, out=str(out))
     _print(result, form, printed.verbosity)
     try:
-        written = _write(result, out, rejudge is None, vocabulary)
+        with waiting(lambda: f"writing the report to {out}"):
+            written = _write(result, out, rejudge is None, vocabulary)
     except NoSpace:
         store.forget(out)
         raise
@@ -98,6 +99,12 @@ def compare_dumps(
     if printed.verbosity > 0:
         say_written(*written, err=form is not Format.terminal)
     raise typer.Exit(0 if result.verdict == PASS else 1)
+
+
+def _beside(home: Path) -> Path:
+    """Where a comparison that is judged again goes: never over the first judgement."""
+    home = home if home.name else home.resolve()
+    return home.with_name(f"{home.name}-rejudged")
 
 
 def _check_arguments(golden: Path | None, mine: Path | None, judging: Any, work: Any, instead: Any) -> None:
@@ -170,10 +177,12 @@ def _tidy(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal's stderr, nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's stderr, a line from time to time in a pipe."""
+    if not on_terminal():
+        now = [0, 0]
+        with waiting(lambda: f"{label}: {size(now[0])} of {size(now[1])}" if now[1] else label):
+            yield lambda done, total: now.__setitem__(slice(None), [done, total])
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -15,7 +15,7 @@ import typer
 
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
-from vllm_accprobe.cli.options import argument, option
+from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
 from vllm_accprobe.whole_file import whole
 
@@ -33,8 +33,10 @@ class ConvertOptions:
     """From where, to where."""
 
     dump: Path = argument("DUMP", "A dump of any format (accprobe inspect --formats).")
-    out: Path | None = argument("[OUT]", "File for one rank, directory for several; none: h5, beside the dump.", None)
+    place: Path | None = argument("[OUT]", "As --out; behind --out a GLOB.", None)
     names: list[str] = options.globs()
+    out: Path | None = options.out("a file for one rank, a directory for several; DUMP-h5", None)
+    at_end: bool = hidden("--at-end", False, "Of VLLM_ACCPROBE_EXPORT: into the dump, where torch_xray has it.")
     to: str | None = option("--to", None, "Container; else by OUT's ending.", metavar="|".join(KINDS))
     level: int | None = options.level()
 
@@ -48,19 +50,20 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.io import containers
 
-    kind = to or (what.out.suffix.lstrip(".") if what.out is not None else "h5")
+    named = what.out or what.place
+    if what.out is not None and what.place is not None:  # then what follows DUMP are globs
+        names = [str(what.place), *names]
+    kind = to or (named.suffix.lstrip(".") if named is not None else "h5")
     if kind not in KINDS:
         raise CommandError(f"--to: {kind or 'nothing'} is not one of {', '.join(KINDS)}")
     if level is not None and kind != "onnx":
         raise CommandError(f"--level: {kind} holds tensors, which have no levels; it is for --to onnx")
-    beside = what.out is None
-    # torch_xray has them next to what the dump consists of, and never over it.
-    out = dump if what.out is None else what.out
-    if beside:
-        if kind != "h5" or not dump.is_dir():
-            raise CommandError("OUT is missing: name a file or a directory")
+    if named is None and (kind != "h5" or not dump.is_dir()):
+        raise CommandError("OUT is missing: name a file or a directory")
+    out = named or (dump if what.at_end else dump.absolute().with_name(f"{dump.absolute().name}-h5"))
+    if named is None:
         os.umask(0o077)  # a dump holds users' prompts, and so do they
-    else:
+    if not what.at_end:
         places.check_place(out, [dump], "OUT")
     places.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":
@@ -74,8 +77,8 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
         answer(dump=dump, to=kind, about=lines)
         return
     opened = open_dump(dump)
-    if beside and hasattr(opened, "kind"):
-        raise CommandError(f"{dump} is no dump of accprobe's, and nothing is written into another's: name OUT")
+    if named is None and hasattr(opened, "kind"):
+        raise CommandError(f"{dump} is no dump of accprobe's: name OUT")
     chosen = [r for _, r in wanted.selection(names, parameters=True).apply(opened)]
     stored = [r for r in chosen if r.payload is not None]
     if not stored:
@@ -91,7 +94,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
                 left += write(opened, [r for r in stored if r.rank == number], path, tick)
             rest = ",".join(str(n) for n in targets if n > number)
             going_on(f"the ranks up to {number} are", target, ["--ranks", rest], ["--ranks", "--rank"])
-    if beside:
+    if named is None:
         for number, target in targets.items():
             path = target.with_name(f"{target.stem}_summary.csv")
             _summary(opened, [r for r in stored if r.rank == number], path)

@@ -172,15 +172,22 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
 
     from vllm_accprobe.doctor import graph_proof
     from vllm_accprobe.doctor.graph_proof import CHANGED, SAME, Prover, Runs
+    from vllm_accprobe.gate import preflight
+    from vllm_accprobe.gate.bisect.edits import ServeCommand
     from vllm_accprobe.gate.sending.client import SendError
     from vllm_accprobe.gate.sending.prompts import PromptsError
-    from vllm_accprobe.gate.served_run import server_command
+    from vllm_accprobe.gate.served_run import server_command, serves
     from vllm_accprobe.report.text import safe
     from vllm_accprobe.run.launcher import LaunchError, command_line
 
     out = Path(os.path.abspath(how.out))
     try:
-        what = server_command(how.command, os.environ, how.port)
+        words, note = tuple(how.command), ""
+        if serves(words):
+            served = ServeCommand(words, base=os.environ)
+            preflight.check(served, captured=True)
+            words, note = preflight.prepared(served)
+        what = server_command(words, os.environ, how.port)
         command_line(what.words, os.environ)
         prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
     except (SendError, LaunchError, PromptsError) as error:
@@ -194,10 +201,12 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
         typer.echo(f"accprobe: {safe(line)}", err=True)
 
     kind = f"a server at {what.url}" if what.url else "a program that ends by itself"
+    if note:
+        say(note)
     say(f"{kind}; its runs: off, off again, on, selected{', full' * how.full}; dumps and logs: {out}")
     try:
         proof: TapProof = Prover(
-            runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout, say), say,
+            runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout), say,
             time.monotonic,
         ).prove(full=how.full, bisect=how.bisect)  # fmt: skip
     except SendError as error:

@@ -88,6 +88,8 @@ def gate(
         raise CommandError("--heal heals what --localize names: give both")
     from vllm_accprobe.cli import gate_heal, gate_run
 
+    if sides.prompts != "default" and Path(golden).is_dir():
+        raise CommandError("--prompts: GOLDEN is a folder, and golden's own prompts are sent: leave --prompts away")
     floors = gate_run.Floors(tuple(sides.floor), sides.floor_dtype, sides.no_floor)
     gate_run.run(golden, mine, out, floors, settings, rate, sides.as_json,
                  localizing.localize_gb if localizing.localize else None,

@@ -95,7 +95,7 @@ class Healing:
             return HealRound(healed, verdict, "", why)
         commands = ServerSide(COMMAND, self.golden), ServerSide(COMMAND, f"{assignment} {self.mine}")
         failed = gate_run.FailedGate(again.golden, again.mine, again.gate.worst, commands)
-        found = gate_run.localize(failed, place, self.sending, self.gigabytes, gate_run._progress, self.say)
+        found = gate_run.localize(failed, place, self.sending, self.gigabytes, self.say)
         module, why = ("", "no single token is beyond its limit") if found is None else culprit(found)
         if why:
             return HealRound(healed, verdict, module, f"with {it} healed the servers still differ; {why}")

@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +22,12 @@ from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.output import progress
 from vllm_accprobe.gate import localize as by_hand
-from vllm_accprobe.gate import sides
+from vllm_accprobe.gate import preflight, sides
 from vllm_accprobe.gate.localize import (
     Localization,
     Localized,
     LocalizeError,
     LocalizePlan,
-    Progress,
     Recapturing,
     Token,
     choose,
@@ -39,6 +38,7 @@ from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, SendSettings, ServerSide, SideError
+from vllm_accprobe.waiting import Pace, waiting
 
 RESULT = "gate.json"
 
@@ -72,7 +72,9 @@ def run(
     the gate repeated."""
     from vllm_accprobe.report import servers
 
-    opened = compare(golden, mine, out, floors, sending, rate)
+    if localize_gb is not None and out is not None:
+        _check_room(out, localize_gb)
+    opened = compare(golden, mine, out, floors, sending, rate, localize_gb is not None)
     result = opened.gate
     fields = servers.gap_json(result, opened.names)
     if out is not None:
@@ -83,7 +85,7 @@ def run(
     if localize_gb is not None and result.verdict == "fail":
         tell = to_stderr if as_json else typer.echo
         failed = FailedGate(opened.golden, opened.mine, result.worst, (sides.side(golden), sides.side(mine)))
-        found = localize(failed, out, sending, localize_gb, _progress, tell)
+        found = localize(failed, out, sending, localize_gb, tell)
         fields |= {} if found is None else {"dig": found.to_json()}
         if healing is not None:
             fields["heal"] = healing(golden, mine, opened, found, out, sending, rate, localize_gb, tell)
@@ -95,9 +97,11 @@ def run(
 
 
 def compare(
-    golden: str, mine: str, out: Path | None, floors: Floors, sending: SendSettings, rate: float | None
-) -> Opened:
-    """Makes what is no folder yet, golden first, and compares. Raises CommandError, NothingThere."""
+    golden: str, mine: str, out: Path | None, floors: Floors, sending: SendSettings, rate: float | None,
+    captured: bool = False,
+) -> Opened:  # fmt: skip
+    """Makes what is no folder yet, golden first, and compares. captured: both are captured where they differ. Raises
+    CommandError, NothingThere."""
     try:
         left, right = sides.side(golden), sides.side(mine)
         floor_sides = [sides.side(text) for text in floors.sides]
@@ -118,13 +122,16 @@ def compare(
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         going_on("the answers are", out)
     place = out if out is not None else Path()  # of folders nothing is written
-    environ = dict(os.environ)
+    environ, tell = dict(os.environ), bars(sending)
     try:
-        first = sides.made("golden", left, place / "golden", sending, None, _progress, environ)
-        second = sides.made("mine", right, place / "mine", sending, first, _progress, environ)
+        named = {"golden": (left, place / "golden"), "mine": (right, place / "mine")}
+        named |= {f"floor {i}": (side, place / f"floor-{i}") for i, side in enumerate(floor_sides)}
+        sides.check(named, sending, environ, captured)
+        first = sides.made("golden", left, place / "golden", sending, None, tell, environ)
+        second = sides.made("mine", right, place / "mine", sending, first, tell, environ)
         made, names = [], []
         for i, side in enumerate(floor_sides):
-            sent = sides.made(f"floor {i}", side, place / f"floor-{i}", sending, first, _progress, environ)
+            sent = sides.made(f"floor {i}", side, place / f"floor-{i}", sending, first, tell, environ)
             if not gating.has_numbers(first, sent):
                 typer.echo(f"note: floor {i} ({side}) has no numbers for some tokens: it is left out", err=True)
                 continue
@@ -145,6 +152,19 @@ def compare(
     return Opened(first, second, tuple(made), tuple(names), result)
 
 
+_LEAST_GB = 0.1
+"""Chosen: a capture of a tiny model has some MB."""
+
+
+def _check_room(out: Path, gigabytes: float) -> None:
+    """Raises CommandError where the disk has no room for two captures; says where it has less than they may take."""
+    free = preflight.room_for(out, 2 * gigabytes) / 2
+    if free < min(_LEAST_GB, gigabytes):
+        raise CommandError(f"--localize: {out} has {2 * free:.3g} GB of disk: make room, or name another --out")
+    if free < gigabytes:
+        to_stderr(f"note: {out} has room for {free:.3g} GB of each side, not for {gigabytes:g} (--localize-gb)")
+
+
 def _own_floor(
     golden: ServerSide,
     mine: ServerSide,
@@ -160,7 +180,7 @@ def _own_floor(
     for i, one in enumerate(wanted):
         side = ServerSide(COMMAND, sides.command(golden.text, one))
         try:
-            sent = sides.made("floor 0", side, out / f"floor-{i}", sending, first, _progress, environ)
+            sent = sides.made("floor 0", side, out / f"floor-{i}", sending, first, bars(sending), environ)
         except NotServed as e:
             refused.append(f"{one}: {e}")
             continue
@@ -173,8 +193,9 @@ def _own_floor(
     return None
 
 
-def _progress(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    return progress(what, total, steps=True)
+def bars(sending: SendSettings) -> by_hand.Progress:
+    """How far the sending is, at the pace of the settings."""
+    return partial(progress, steps=True, pace=sending.say)
 
 
 def write(path: Path, value: object) -> None:
@@ -205,7 +226,6 @@ def localize(
     out: Path | None,
     sending: SendSettings,
     gigabytes: float,
-    progress: Progress,
     say: Callable[[str], None],
 ) -> Localized | None:
     """Captures both sides and compares, or says which commands would. say: gets the lines for people. None where there
@@ -221,8 +241,8 @@ def localize(
             say(line)
         return None
     try:
-        done = _captured(plan, gate, out / LOCALIZED, sending, gigabytes, progress, say)
-        _compared(done.dump("golden"), done.dump("mine"), done.root / "compare")
+        done = _captured(plan, gate, out / LOCALIZED, sending, gigabytes, say)
+        _compared(done.dump("golden"), done.dump("mine"), done.root / "compare", sending.say)
         found = dug(done, done.root / "compare", gate.golden)
     except (LocalizeError, SendError, TeacherForcingError, FolderError, SideError, ValueError) as e:
         raise CommandError(f"dig: {e} (the gate itself has failed, see above)") from None
@@ -232,7 +252,7 @@ def localize(
 
 
 def _captured(
-    plan: LocalizePlan, gate: FailedGate, root: Path, sending: SendSettings, gigabytes: float, progress: Progress,
+    plan: LocalizePlan, gate: FailedGate, root: Path, sending: SendSettings, gigabytes: float,
     say: Callable[[str], None],
 ) -> Localization:  # fmt: skip
     from vllm_accprobe.report import servers
@@ -241,7 +261,9 @@ def _captured(
     key = {"golden": golden.digest, "mine": mine.digest, "along": digest(gate.golden), "gigabytes": gigabytes}
     done = Localization(root, key, plan)
     environ = dict(os.environ)
-    how = Recapturing(gigabytes, sending.timeout, sending.ready_s, sending.model, environ, progress, sending.say)
+    sides_left = 2 - len(done.done)
+    room = preflight.room_for(root, sides_left * gigabytes) / sides_left if sides_left else gigabytes
+    how = Recapturing(room, sending.timeout, sending.ready_s, sending.model, environ, bars(sending), sending.say)
     for side, command in (("golden", golden.text), ("mine", mine.text)):
         done.capture(side, command, gate.golden, how)
         if side == "golden":
@@ -250,12 +272,15 @@ def _captured(
     return done
 
 
-def _compared(golden: Path, mine: Path, out: Path) -> None:
+def _compared(golden: Path, mine: Path, out: Path, say: Pace) -> None:
     """`accprobe compare`, in a process of its own, whose memory goes with it. Raises CommandError, NothingThere."""
     from vllm_accprobe.children import Child
 
     words = ("compare", str(golden), str(mine), "--out", str(out), "--format", "json")
-    with Child("vllm_accprobe.cli", *words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
+    with (
+        Child("vllm_accprobe.cli", *words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child,
+        waiting(lambda: "dig: comparing the two captures", say),
+    ):
         _, stderr = child.communicate()
     if child.returncode in (0, 1):
         return

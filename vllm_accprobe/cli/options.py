@@ -243,13 +243,14 @@ class ServingOptions:
     timeout: float = option("--timeout", 600.0, "How long to wait; here for one request.", metavar="S", min=0.1)
     ready: float = option("--ready-timeout", 1800.0, "How long a command may take until it answers.", metavar="S",
                           min=1)  # fmt: skip
-    progress: bool = option("--progress", False, "Say every 5 s how far a command's start is, also in a pipe.")
+    progress: bool = option("--progress", False, "Say every 5 s how far it is, also in a pipe. Default there: every "
+                            "30 s.")  # fmt: skip
 
     def say(self) -> Any:
-        """What gets a line while a command starts."""
-        from vllm_accprobe.gate.served_run import on_stderr, on_terminal
+        """What gets lines while something takes long: waiting.Pace."""
+        from vllm_accprobe.waiting import Pace
 
-        return on_stderr if self.progress else on_terminal
+        return Pace(self.progress)
 
 
 @dataclass(frozen=True)

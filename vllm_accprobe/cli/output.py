@@ -30,6 +30,7 @@ from typing import Any, TextIO
 
 import typer
 
+from vllm_accprobe.waiting import USUAL, Pace, on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, whole
 
 
@@ -140,18 +141,24 @@ def say_notes(lines: Iterable[str], err: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, steps: bool = False) -> Iterator[Any]:
+def progress(title: str, total: int, steps: bool = False, pace: Pace = USUAL) -> Iterator[Any]:
     """A function that counts one more done, or with ``steps`` gets how many are: with a bar where stderr is a
-    terminal, silently in a pipe."""
-    import sys
+    terminal, with lines at their pace in a pipe."""
+    now = 0
 
-    if not sys.stderr.isatty() or total < 2:
-        yield lambda *done: None
+    def step(done: int | None = None) -> None:
+        nonlocal now
+        now = now + 1 if done is None else done
+
+    if not on_terminal() or total < 2:
+        with waiting(lambda: f"{title}: {now:,} of {total:,}" if total > 1 else title, pace):
+            yield step
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield (lambda done: bar.update(task, completed=done)) if steps else (lambda: bar.advance(task))
 

@@ -37,6 +37,7 @@ from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of
+from vllm_accprobe.waiting import waiting
 from vllm_accprobe.whole_file import write_text
 
 SECONDS = 60.0
@@ -109,12 +110,13 @@ class Replay:
             self._process.stdin.flush()
 
     def result(self, wishes: Mapping[str, Any]) -> tuple[str, str]:
-        """Waits, with a bar on a terminal: (the proof's text, "") or ("", the last line of the process). wishes: what
+        """Waits, and says how far it is: (the proof's text, "") or ("", the last line of the process). wishes: what
         the comparison has found, as `_wishes` gives it."""
-        first = self._message() or {}
-        if first.get("waits"):
-            self._say(json.dumps(wishes))
-        plan = (self._message() or {}).get("plan", {})
+        with waiting(lambda: "the replay reads the dumps"):
+            first = self._message() or {}
+            if first.get("waits"):
+                self._say(json.dumps(wishes))
+            plan = (self._message() or {}).get("plan", {})
         calls, of = int(plan.get("calls", 0)), int(plan.get("of", 0))
         label = f"replaying {calls:,} of {of:,} calls (about {plan.get('seconds', 0.0):.0f} s)" if of else "replaying"
         begun = self._message() or {}

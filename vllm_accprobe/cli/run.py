@@ -161,7 +161,12 @@ def launched(
     import time
 
     from vllm_accprobe.cli import places
+    from vllm_accprobe.doctor.checks import ERROR, WARNING, free_space
     from vllm_accprobe.formats.common.sniff import is_own
+    from vllm_accprobe.gate import preflight
+    from vllm_accprobe.gate.bisect.edits import ServeCommand
+    from vllm_accprobe.gate.sending.client import NotServed
+    from vllm_accprobe.gate.served_run import serves
     from vllm_accprobe.run import atb as atb_room
     from vllm_accprobe.run.launcher import REGISTER, LaunchError, command_line, environment
     from vllm_accprobe.run.launcher import run as launch
@@ -180,9 +185,22 @@ def launched(
             environ["LD_PRELOAD"] = library
         else:
             notes.append(why)
-    for note in notes:
-        say(note)
+    place = root
+    while not place.exists():
+        place = place.parent
+    for finding in free_space(place, settings.budget_bytes if settings.armed else 0):
+        if finding.level == ERROR:
+            raise CommandError(f"{finding.text}: {finding.todo}")
+        if finding.level == WARNING and not quiet:
+            notes.append(f"{finding.text}: {finding.todo}")
     try:
+        if serves(command):
+            line = ServeCommand(tuple(command), base=environ)
+            preflight.check(line, captured=True)
+            command, added = preflight.prepared(line)
+            notes += [added] if added else []
+        for note in notes:
+            say(note)
         command_line(command, environ)
         if atb is not None:
             output.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -193,7 +211,7 @@ def launched(
             code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
             status.clear()
             watcher.settle()
-    except LaunchError as error:
+    except (LaunchError, NotServed) as error:
         raise CommandError(str(error)) from None
     files = 0
     if atb is not None:

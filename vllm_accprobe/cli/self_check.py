@@ -63,7 +63,7 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
         raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
-    how = paths.PathSettings(out, made_by(settings.prompts), settings, say)
+    how = paths.PathSettings(out, made_by(settings.prompts) | {"side": paths.digest(side)}, settings, say)
     try:
         lines = prompts_file.read(settings.prompts)
         found = paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)

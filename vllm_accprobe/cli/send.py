@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, progress, say_written
+from vllm_accprobe.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,26 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
     try:
         lines = prompts_file.read(what.prompts) if golden is None else passes.forced_lines(golden)
+        digest = None if golden is None else passes.digest(golden)
+        concurrency = of.concurrency or was["concurrency"]
+        words = [one.word for one in arrivals]
+        asked = {"top": how["top"], "max_tokens": of.max_tokens, "arrive": words, "concurrency": concurrency}
+        begun = passes.begun(out, lines, asked, digest)
         with ExitStack() as stack:
             if engine:
                 from vllm_accprobe.gate.served_run import served
 
                 out.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if sys.stderr.isatty():
-                    typer.echo(f"starting the engine; its output goes to {out}/engine-N.log", err=True)
                 url, key = stack.enter_context(served(engine, os.environ, out, of.ready, of.say()))
-            sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
-            if golden is not None:
-                passes.check_vocabulary(sender, golden)
-            begun = replies.read_about(out) if replies.exists(out) else None
-            digest = None if golden is None else passes.digest(golden)
-            plan = passes.planned(sender, digest, len(arrivals), of.score, begun)
+            with waiting(lambda: "send: asking what the server can", of.say()):
+                sender, server = Sender(url, key, model=of.model, **how).introduced()  # type: ignore[arg-type]
+                if golden is not None:
+                    passes.check_vocabulary(sender, golden)
+                plan = passes.planned(sender, digest, len(arrivals), of.score, begun)
             total = len(lines) * (len(arrivals) + plan.score)
-            tell = stack.enter_context(progress("send", total, steps=True))
+            tell = stack.enter_context(progress("send", total, steps=True, pace=of.say()))
             made = passes.made_by(what.prompts if along is None else along.name)
-            done = passes.send(
-                sender, server, lines, arrivals, of.concurrency or was["concurrency"], out, made, tell, plan
-            )
+            done = passes.send(sender, server, lines, arrivals, concurrency, out, made, tell, plan)
     except OtherIds as e:
         raise NothingThere(str(e)) from None
     except NotServed as e:
@@ -103,7 +103,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     except (SendError, prompts_file.PromptsError, replies.FolderError, passes.TeacherForcingError) as e:
         raise CommandError(str(e)) from None
     if not done.answered:
-        raise NothingThere(f"no prompt was answered: {_reasons(done.reasons)} ({out})")
+        raise NothingThere(f"no prompt was answered: {passes.refusals(done.reasons)} ({out})")
     again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"
     passed = count(len(arrivals) + plan.score, "pass", "passes")
     typer.echo(f"{done.answered:,} of {done.of:,} answered{again} in {passed}")
@@ -111,9 +111,5 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     if golden is not None and plan.how is not None:
         typer.echo(f"forced along {along}: {passes.describe(plan, golden, len(lines))}")
     if done.refused:
-        typer.echo(f"refused: {_reasons(done.reasons)}")
+        typer.echo(f"refused: {passes.refusals(done.reasons)}")
     say_written(out)
-
-
-def _reasons(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{n:,} {why}" for why, n in reasons.items())

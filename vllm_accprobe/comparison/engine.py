@@ -283,6 +283,7 @@ class _Run:
             sampler_order=next((u.order for u in plan.units if u.key[:2] == (SAMPLER, TOKEN)), len(plan.units)),
             other_images=[g.id for g, _ in plan.requests.images_differ],
             rehashed=plan.requests.rehashed,
+            golden_ids={m.id: g.id for g, m, _ in plan.requests.pairs if m.id != g.id},
             settings=differing(golden, mine),
             built=built_otherwise(self.dumps) | record_causes(self.dumps),
             graphs=graphs_of(mine),

@@ -65,6 +65,7 @@ class Comparison:
     "whole": how much of it was replayed. options: what was given beside the two dumps, as words of a command line, for
     commands that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, ""
     where it is not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
+    golden_ids: golden's id of a request by mine's, which names it everywhere else, where they are not the same.
     states: what the runs' own ledgers of states have found (states.py); any
     finding of mine's fails the comparison."""
 
@@ -96,6 +97,7 @@ class Comparison:
     created: dict[str, float] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
+    golden_ids: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         c = self.counts

@@ -32,8 +32,9 @@ from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
 from vllm_accprobe.gate.sending.client import Sender, SendError
 from vllm_accprobe.gate.sending.prompts import PromptsError
-from vllm_accprobe.gate.served_run import Say, ServedRun, ServerCommand
+from vllm_accprobe.gate.served_run import ServedRun, ServerCommand
 from vllm_accprobe.run.launcher import allow_plugin
+from vllm_accprobe.waiting import waiting
 
 PROMPTS = (
     "The first computers filled whole rooms, and",
@@ -208,19 +209,19 @@ def _spelt(ranges: Ranges) -> str:
 
 
 def carry_out(
-    run: TapRun, command: ServerCommand, prompts: Sequence[Prompt], max_tokens: int, timeout: float, say: Say
+    run: TapRun, command: ServerCommand, prompts: Sequence[Prompt], max_tokens: int, timeout: float
 ) -> list[str]:
-    """Hashes of a server's answers, none for a program. timeout: seconds until the run is given up. say: gets lines
-    while a server starts.
+    """Hashes of a server's answers, none for a program. timeout: seconds until the run is given up.
 
     Raises SendError, OSError.
     """
     until = time.monotonic() + timeout
     run.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        with ServedRun(command, run.environ, log=run.log, say=say) as process:
+        with ServedRun(command, run.environ, log=run.log) as process:
             if not command.url:
-                code = process.wait(timeout)
+                with waiting(lambda: f"run `{run.name}`"):
+                    code = process.wait(timeout)
                 if code is None:
                     raise SendError(
                         f"the command still runs after {timeout:g} s (--timeout); is it a server? Then name its --port"
@@ -231,7 +232,8 @@ def carry_out(
             process.ready(until, "--timeout")
             sender = Sender(command.url, command.key, timeout=max(until - time.monotonic(), 1.0))
             try:
-                return hashes(sender, prompts, max_tokens)
+                with waiting(lambda: f"run `{run.name}` is sent prompts"):
+                    return hashes(sender, prompts, max_tokens)
             except SendError as error:
                 raise SendError(f"{error}{process.lost()}") from None
     except SendError as error:

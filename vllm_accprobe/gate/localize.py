@@ -32,8 +32,9 @@ from vllm_accprobe.gate.sending.client import Reply, Sender
 from vllm_accprobe.gate.sending.passes import SCORE, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.served_run import Say, on_terminal, served
+from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.run.launcher import allow_plugin
+from vllm_accprobe.waiting import USUAL, Pace, waiting
 from vllm_accprobe.whole_file import write_private
 
 MOST = 3
@@ -267,7 +268,7 @@ class Recapturing:
     model: str
     environ: Mapping[str, str]
     progress: Progress
-    say: Say = on_terminal
+    say: Pace = USUAL
 
 
 def environment(base: Mapping[str, str], dump: Path, gigabytes: float) -> dict[str, str]:
@@ -332,11 +333,12 @@ class Localization:
             environ = environment(how.environ, dump, how.gigabytes)
             url, key = stack.enter_context(served(command, environ, sent, how.ready_s, how.say))
             sender = Sender(url, key, timeout=how.timeout, top=int(settings.get("top", 20)), model=how.model)
-            sender, server = sender.introduced()
-            if side == "golden" and not self.done:
-                sizes = measured(sender, dump, lines[0], how.gigabytes * 1e9 * SPARE)
-                self.plan = self.plan if sizes is None else narrowed(self.plan, sizes)
-            forcing = passes.planned(sender, passes.digest(golden), len(arrivals), score, None)
+            with waiting(lambda: f"{side}: measuring a row", how.say):
+                sender, server = sender.introduced()
+                if side == "golden" and not self.done:
+                    sizes = measured(sender, dump, lines[0], how.gigabytes * 1e9 * SPARE)
+                    self.plan = self.plan if sizes is None else narrowed(self.plan, sizes)
+                forcing = passes.planned(sender, passes.digest(golden), len(arrivals), score, None)
             tell = stack.enter_context(how.progress(f"{side}, captured", len(lines) * len(self.plan.words)))
             many = int(settings.get("concurrency", 64))
 

@@ -32,8 +32,9 @@ from vllm_accprobe.gate.sending.client import Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.served_run import served
-from vllm_accprobe.gate.sides import SendSettings
+from vllm_accprobe.gate.sides import COMMAND, SendSettings, ServerSide
 from vllm_accprobe.judge import distributions
+from vllm_accprobe.waiting import waiting
 
 _FINE = 12
 """Chosen: steps down to 2^-12; the spacing of float16 logits around 4 is 2^-8, of bfloat16 2^-5."""
@@ -414,6 +415,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     """side: a URL, or a command. Raises SendError, FolderError, OSError where the first path has no answer."""
     found = PathAnswers()
     if is_url(side):
+        _check_begun(side, lines, how)
         _all(REQUESTS, side, key, lines, how, found)
         found.notes.append("a URL is not started again: eager, scheduling and chunks are asked of a command only")
         return found
@@ -421,6 +423,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
         words = shlex.split(side)
     except ValueError as e:
         raise SendError(f"CMD: {e}") from None
+    _check_begun(side, lines, how)
     how.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _kept(REQUESTS, how.out, found):
         with served(path_command(words), environ, how.out, how.settings.ready_s, how.settings.say) as (url, key):
@@ -442,14 +445,30 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     return found
 
 
+def _check_begun(side: str, lines: list[PromptLine], how: PathSettings) -> None:
+    """Raises FolderError where the folder was begun with another command, other prompts or settings."""
+    s = how.settings
+    asked = {"top": s.top, "max_tokens": s.max_tokens, "concurrency": s.concurrency}
+    about = passes.begun(how.out / BASE, lines, asked, None)
+    if about is not None and about.get("side") not in (None, digest(side)):
+        raise replies.FolderError(f"{how.out} is of another command: name another --out")
+
+
+def digest(side: str) -> str:
+    """Of a command or a URL, which may hold a key."""
+    return ServerSide(COMMAND, side).digest
+
+
 def _all(
     these: Sequence[OwnPath], url: str, key: str, lines: list[PromptLine], how: PathSettings, found: PathAnswers
 ) -> None:
     """Of one server. Raises SendError."""
     plain = Sender(url, key, timeout=how.settings.timeout, top=how.settings.top)
     plain = replace(plain, max_tokens=how.settings.max_tokens, model=how.settings.model)
-    known, server = plain.introduced()
-    forced, salt = known.how_forced(), secrets.token_hex(16)
+    with waiting(lambda: "asking what the server can", how.settings.say):
+        known, server = plain.introduced()
+        forced = known.how_forced()
+    salt = secrets.token_hex(16)
     decoding = forced if forced != client.SCORED else None
     for path in these:
         how.tell(path.says)
@@ -466,7 +485,8 @@ def _all(
         sender = SaltedSender(**own, own=path, salt=salt)
         plan = passes.FREE if way is None else passes.Forcing(way, passes.digest(replies.read(how.out / BASE)))
         folder, made = how.out / path.name, dict(how.made) | {"path": path.name}
-        passes.send(sender, server, sent, [parse(path.arrive)], how.settings.concurrency, folder, made, plan=plan)
+        with waiting(lambda path=path: f"sending: {path.says}", how.settings.say):  # type: ignore[misc]
+            passes.send(sender, server, sent, [parse(path.arrive)], how.settings.concurrency, folder, made, plan=plan)
         found.answers[path.name] = replies.read(folder).passes[0]
         if path.name == BASE:
             _check(found, decoding)

@@ -18,17 +18,19 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vllm_accprobe.config import ENV
+from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import ServeCommand
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
 from vllm_accprobe.run.launcher import Guard, LaunchError, command_line
+from vllm_accprobe.waiting import USUAL, Pace, waiting
 
 _SERVER_MODULE = "vllm.entrypoints."
 _DEFAULT_PORT = 8000
@@ -40,11 +42,12 @@ _REFUSED = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--headless")
 @dataclass(frozen=True)
 class ServerCommand:
     """words: the command as it is run. url: where it serves, "" for a program that ends by itself. key: for its
-    clients; never printed."""
+    clients; never printed. note: what was added to the user's words, for people."""
 
     words: tuple[str, ...]
     url: str = ""
     key: str = ""
+    note: str = ""
 
     def __repr__(self) -> str:
         return f"ServerCommand({self.words[:1]}, {self.url!r})"
@@ -59,7 +62,7 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
         raise NotServed("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
     one_line = len(words) == 1 and " " in words[0]
     parts = split_line(words[0]) if one_line else list(words)
-    if port is None and not _serves(parts):
+    if port is None and not serves(parts):
         return ServerCommand(tuple(words))
     command = ServeCommand(tuple(parts))
     for option in _REFUSED:
@@ -84,7 +87,19 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     return ServerCommand(full, f"http://{f'[{host}]' if ':' in host else host}:{port}", key)
 
 
-def _serves(parts: Sequence[str]) -> bool:
+def checked(line: ServeCommand, *, captured: bool = False) -> ServerCommand:
+    """How a line is run, with what it lacks. captured: the probe is to be on in it. Raises NotServed for all that is
+    known before the start."""
+    preflight.check(line, captured=captured)
+    words, note = preflight.prepared(line)
+    server = server_command(words, line.full())
+    if not server.url:
+        raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and name its URL")
+    return replace(server, note=note)
+
+
+def serves(parts: Sequence[str]) -> bool:
+    """Whether they are a server's words."""
     return any(
         (Path(part).name == "vllm" and after == "serve")
         or (part.startswith(_SERVER_MODULE) and part.endswith("api_server"))
@@ -158,33 +173,19 @@ _STOP_S = 60.0
 """chosen: what an engine may take to close its dump and free its device."""
 _LOOK_S = 0.1
 _ASK_S = 0.25
-_SAY_S = 5.0
-"""Chosen: between two lines while an engine starts."""
 _TAIL = 1 << 18
 """Chosen: bytes of the end of a log; a failed start of two processes writes about 30 kB of tracebacks."""
-Say = Callable[[str], object]
-
-
-def on_stderr(line: str) -> None:
-    """A line for people."""
-    print(f"accprobe: {line}", file=sys.stderr, flush=True)
-
-
-def on_terminal(line: str) -> None:
-    """On stderr where that is a terminal; nothing in a pipe."""
-    if sys.stderr.isatty():
-        on_stderr(line)
 
 
 class ServedRun:
     """``with ServedRun(command, environ, log=...) as run:``; the command's output goes to ``log``, a new file.
 
-    command: also of a program that ends by itself. say: gets lines while the server starts. Raises NotServed where
+    command: also of a program that ends by itself. say: gets lines while it starts and ends. Raises NotServed where
     there is no such program, OSError where ``log`` cannot be made.
     """
 
     def __init__(
-        self, command: ServerCommand, environ: Mapping[str, str], *, log: Path, say: Say = on_terminal,
+        self, command: ServerCommand, environ: Mapping[str, str], *, log: Path, say: Pace = USUAL,
         stop_s: float = _STOP_S,
     ):  # fmt: skip
         self.command, self.log = command, log
@@ -215,8 +216,9 @@ class ServedRun:
         end = time.monotonic() + self._stop_s
         try:
             # The front end ends before its engine has; the engine closes the dump.
-            while (self.process.poll() is None or self._to_group(0)) and time.monotonic() < end:
-                time.sleep(_LOOK_S)
+            with waiting(lambda: f"{self.log.stem} is ending", self._say):
+                while (self.process.poll() is None or self._to_group(0)) and time.monotonic() < end:
+                    time.sleep(_LOOK_S)
         finally:  # also where somebody insists
             self._to_group(signal.SIGKILL)
             self.process.wait()
@@ -225,17 +227,18 @@ class ServedRun:
     def ready(self, until: float, option: str = "--ready-timeout") -> None:
         """Waits for the first answer, to time.monotonic() ``until``, which ``option`` sets. Raises NotServed."""
         sender = Sender(self.command.url, self.command.key, timeout=2.0)
-        began = shown = time.monotonic()
-        while (now := time.monotonic()) < until:
-            if self.code is not None:
-                raise NotServed(f"the command ended with exit code {self.code} before it served{self.why()}")
-            if sender.healthy():
-                return
-            if now - shown >= _SAY_S:
-                shown, last = now, self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
-                self._say(f"{self.log.stem} has been starting for {now - began:.0f} s" + (f": {last}" if last else ""))
-            time.sleep(_ASK_S)
+        with waiting(self._starting, self._say):
+            while time.monotonic() < until:
+                if self.code is not None:
+                    raise NotServed(f"the command ended with exit code {self.code} before it served{self.why()}")
+                if sender.healthy():
+                    return
+                time.sleep(_ASK_S)
         raise NotServed(f"nothing answers at {self.command.url} ({option}); read {self.log}")
+
+    def _starting(self) -> str:
+        last = self._shown(_PREFIX.sub("", next(iter(self.tail(1)), "")))[:120]
+        return f"{self.log.stem} is starting" + (f": {last}" if last else "")
 
     @property
     def code(self) -> int | None:
@@ -287,25 +290,18 @@ FORCE = "VLLM_ACCPROBE_FORCE"
 
 @contextmanager
 def served(
-    command: str, environ: Mapping[str, str], out: Path, ready_s: float, say: Say = on_terminal
+    command: str, environ: Mapping[str, str], out: Path, ready_s: float, say: Pace = USUAL
 ) -> Iterator[tuple[str, str]]:
     """(url, key) of the server that ``command`` starts, once it answers; it is ended with the context. out: an existing
     folder, where its output goes as engine-N.log; where accprobe is installed, its steps go into steps-N, and it can be
     forced. Raises NotServed; a ServerLost in the context says how the server ended."""
-    try:
-        words = shlex.split(command)
-    except ValueError as e:
-        raise NotServed(str(e)) from None
-    assignments = list(itertools.takewhile(assigns, words))
-    environ, words = {**environ, **dict(word.split("=", 1) for word in assignments)}, words[len(assignments) :]
-    if not words:
-        raise NotServed("write a command, for example --engine 'vllm serve MODEL'")
+    line = preflight.command_of(command, environ)
+    server = checked(line, captured=line.full().get(ENV) == "1")
+    if server.note:
+        say(server.note)
     number = next(i for i in range(10_000) if not (out / f"engine-{i}.log").exists())
-    if not environ.get(FORCE):
-        environ = {**environ, FORCE: str((out / replies.folder_name(number)).absolute())}
-    server = server_command(words, environ)
-    if not server.url:
-        raise NotServed(f"{words[0]} is no `vllm serve`: start it yourself, and give --url")
+    environ = line.full()
+    environ[FORCE] = environ.get(FORCE) or str((out / replies.folder_name(number)).absolute())
     with ServedRun(server, environ, log=out / f"engine-{number}.log", say=say) as run:
         run.ready(time.monotonic() + ready_s)
         try:

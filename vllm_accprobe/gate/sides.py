@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import shlex
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
 from vllm_accprobe.gate.sending import passes, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
@@ -29,7 +29,8 @@ from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendE
 from vllm_accprobe.gate.sending.passes import parse
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.served_run import Say, assigns, on_terminal, served, split_line
+from vllm_accprobe.gate.served_run import assigns, checked, served, split_line
+from vllm_accprobe.waiting import USUAL, Pace, waiting
 
 DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -40,7 +41,8 @@ def of_command(command: str) -> str | None:
     words = ServeCommand(tuple(split_line(command)))
     dtype = words.get("--dtype")
     if dtype in (None, "", "auto"):
-        dtype = None if (model := _model(words)) is None else _configured(model)
+        config = preflight.config_of(preflight.model_of(words) or "")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     dtype = _SHORT.get(dtype or "", dtype)
     return dtype if dtype in DTYPES else None
 
@@ -58,21 +60,6 @@ def command(golden: str, dtype: str) -> str:
     """Golden's command with this dtype."""
     edit = Edit(drop=("--dtype",), add=(f"--dtype={dtype}",))
     return shlex.join(ServeCommand(tuple(split_line(golden))).edited([edit]).words)
-
-
-def _model(command: ServeCommand) -> str | None:
-    words = command.words
-    if "serve" in words[:-1] and not (after := words[words.index("serve") + 1]).startswith("-"):
-        return after
-    return command.get("--model")
-
-
-def _configured(model: str) -> str | None:
-    try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-        return str(config.get("dtype") or config.get("torch_dtype") or "") or None
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 FOLDER, URL, COMMAND = "folder", "url", "command"
@@ -128,7 +115,7 @@ class SendSettings:
     timeout: float = 600.0
     ready_s: float = 1800.0
     score: bool | None = None
-    say: Say = on_terminal
+    say: Pace = USUAL
 
 
 def side(text: str) -> ServerSide:
@@ -157,12 +144,12 @@ def made(
     """The folder of a side, which is sent to ``out`` where it is none. what: golden, mine or floor N, for people.
     golden: whose tokens are forced; None: the side answers freely. Raises SideError, NotServed; what was answered is
     kept."""
-    try:
+    with _named(what):
         if of.kind == FOLDER:
             return replies.read(Path(of.text))
         lines = prompts_file.read(sending.prompts) if golden is None else passes.forced_lines(golden)
         digest = None if golden is None else passes.digest(golden)
-        if replies.exists(out) and _complete(out, of, lines, digest):
+        if _complete(out, of, lines, sending, golden):
             return replies.read(out)
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -171,6 +158,13 @@ def made(
                 url, key = stack.enter_context(served(of.text, environ, out, sending.ready_s, sending.say))
             _sent(what, of, (url, key), out, sending, golden, lines, digest, progress)
         return replies.read(out)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """What goes wrong in it is of the side ``what``."""
+    try:
+        yield
     except NotServed as e:
         raise NotServed(f"{what}: {e}") from None
     except OtherIds as e:
@@ -179,17 +173,66 @@ def made(
         raise SideError(f"{what}: {str(e).replace('--url: ', '')}") from None
 
 
-def _complete(out: Path, of: ServerSide, lines: list[PromptLine], digest: str | None) -> bool:
+def check(
+    named: Mapping[str, tuple[ServerSide, Path]], sending: SendSettings, environ: Mapping[str, str], captured: bool
+) -> None:
+    """All that is known of the sides before one of them is started. named: each with the folder of its answers, golden
+    first. captured: commands are started with the probe on, later. Raises SideError, NotServed."""
+    golden: Sent | None = None
+    lines: list[PromptLine] = []
+    commands: dict[str, ServeCommand] = {}
+    for i, (what, (of, place)) in enumerate(named.items()):
+        with _named(what):
+            if of.kind == COMMAND:
+                commands[what] = preflight.command_of(of.text, environ)
+                checked(commands[what], captured=captured and i < 2)
+            elif of.kind == URL:
+                preflight.check_url(of.text, environ.get("VLLM_API_KEY", ""))
+            done = place
+            if of.kind == FOLDER:
+                done = Path(of.text)
+                _check_prompts(done, lines)
+            elif not i:
+                lines = prompts_file.read(sending.prompts)
+            elif golden is not None:
+                lines = passes.forced_lines(golden)
+            if not i and (of.kind == FOLDER or _complete(done, of, lines, sending, None)):
+                golden = replies.read(done)
+                lines = _prompts(done)
+            elif i and golden is not None and of.kind != FOLDER:
+                _complete(done, of, lines, sending, golden)
+    if (other := preflight.other_model(*list(commands.values())[:2]) if len(commands) > 1 else "") and (
+        {"golden", "mine"} <= commands.keys()
+    ):
+        raise SideError(f"golden and mine: {other}: their numbers are not the same anyway")
+
+
+def _check_prompts(folder: Path, golden: list[PromptLine]) -> None:
+    """Raises FolderError where none of the folder's prompts is one of golden's."""
+    replies.read_about(folder)
+    own = {line.name: line.text for line in _prompts(folder)}
+    if own and golden and not any(
+        line.name in own and (None in (line.text, own[line.name]) or line.text == own[line.name]) for line in golden
+    ):
+        raise replies.FolderError(f"{folder} has answers to other prompts than golden's: send it golden's")
+
+
+def _prompts(folder: Path) -> list[PromptLine]:
+    """What a folder was sent; [] where it does not say."""
+    path = folder / replies.PROMPTS
+    return prompts_file.read(str(path)) if path.is_file() and path.stat().st_size else []
+
+
+def _complete(out: Path, of: ServerSide, lines: list[PromptLine], sending: SendSettings, golden: Sent | None) -> bool:
     """Whether all has been answered. Raises FolderError where it was answered by, or asked, something else."""
-    about = replies.read_about(out)
-    if about.get("side") not in (None, of.digest) and of.kind == COMMAND:
+    how = {}
+    if golden is None:
+        how = {"top": sending.top, "max_tokens": sending.max_tokens, "arrive": list(sending.arrive),
+               "concurrency": sending.concurrency}  # fmt: skip
+    about = passes.begun(out, lines, how, None if golden is None else passes.digest(golden))
+    if about is not None and about.get("side") not in (None, of.digest) and of.kind == COMMAND:
         raise replies.FolderError(f"{out} is of another command: name another --out")
-    if (about.get("along") or {}).get("sha256") != digest:
-        raise replies.FolderError(f"{out} went along other tokens than golden's: name another --out")
-    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
-    if about.get("prompts") != prompts:
-        raise replies.FolderError(f"{out} has other prompts: name another --out, or give those it was begun with")
-    return bool(about.get("complete"))
+    return about is not None and bool(about.get("complete"))
 
 
 def _sent(
@@ -201,15 +244,16 @@ def _sent(
     words = [w for w in settings.get("arrive", sending.arrive) if w != passes.SCORE]
     arrivals = [parse(word) for word in words]
     top = settings.get("top", sending.top)
-    sender, about = Sender(*server, sending.timeout, top, sending.max_tokens, sending.model).introduced()
-    if golden is not None:
-        passes.check_vocabulary(sender, golden)
-    begun = replies.read_about(out) if replies.exists(out) else None
-    plan = passes.planned(sender, digest, len(arrivals), sending.score, begun)
+    with waiting(lambda: f"{what}: asking what the server can", sending.say):
+        sender, about = Sender(*server, sending.timeout, top, sending.max_tokens, sending.model).introduced()
+        if golden is not None:
+            passes.check_vocabulary(sender, golden)
+        plan = passes.planned(sender, digest, len(arrivals), sending.score, replies.begun(out))
     concurrency = int(settings.get("concurrency", sending.concurrency))
     with progress(what, len(lines) * (len(arrivals) + plan.score)) as tell:
         made = passes.made_by(sending.prompts) | {"side": of.digest}
         done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan)
     if not done.answered:
-        reasons = ", ".join(f"{n:,} {why}" for why, n in done.reasons.items())
-        raise NotComparable(f"{what}: no prompt was answered: {reasons} ({out})")
+        raise NotComparable(f"{what}: no prompt was answered: {passes.refusals(done.reasons)} ({out})")
+    if done.refused:
+        sending.say(f"{what} refused {passes.refusals(done.reasons)}")

@@ -29,6 +29,7 @@ from vllm_accprobe.gate.sending.passes import Forcing, parse
 from vllm_accprobe.gate.sending.prompts import PromptLine, to_text
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import SendSettings
+from vllm_accprobe.waiting import waiting
 
 PROMPT = ("prompt_token_ids", "prompt_ids", "prompts")
 ANSWER = ("response_token_ids", "response_ids", "responses", "completion_ids", "output_token_ids", "token_ids")
@@ -401,7 +402,9 @@ def of_server(
         start = max(line.start, 1)
         lines.append(PromptLine(line.name, token_ids=line.ids[:start], along=line.ids[start:]))
     digest = hashlib.sha256(to_text(lines).encode()).hexdigest()
-    passes.send(sender, server, lines, [parse("all")], sending.concurrency, out, dict(made), plan=Forcing(way, digest))
+    with waiting(lambda: "the server scores the trainer's sequences", sending.say):
+        passes.send(sender, server, lines, [parse("all")], sending.concurrency, out, dict(made),
+                    plan=Forcing(way, digest))  # fmt: skip
     return of_folder(out)
 
 

@@ -156,13 +156,15 @@ def _values(comparison: Comparison, place: _Place) -> NextStep | None:
     at = [] if p.call == 0 else ["--calls", str(p.call)]
     where = ["--positions", str(p.worst_position)] if _has_row(p) else []
     who = ["--requests", glob_of(str(p.worst_request))] if _has_row(p) else []
+    theirs = comparison.golden_ids.get(str(p.worst_request), str(p.worst_request))
+    whose = ["--requests", glob_of(theirs)] if _has_row(p) else []
     own = ["--steps", str(p.step)] if p.step is not None else []
     own += ["--ranks", str(p.rank)] if p.rank is not None else []
     head = ["accprobe", "inspect"]
     lines = [line_of([*head, path_word(comparison.mine_path), f"{p.tap}/{p.role}", *own, *at, *who, *where])]
     golden = place.golden(comparison)
     if golden is not None:
-        lines.append(line_of([*head, path_word(comparison.golden_path), golden[1], *at, *where]))
+        lines.append(line_of([*head, path_word(comparison.golden_path), golden[1], *at, *whose, *where]))
     found = tuple(line for line in lines if line is not None)
     both = "mine's and golden's" if len(found) > 1 else "the"
     what = "values of the row that is worst" if where else "values there"

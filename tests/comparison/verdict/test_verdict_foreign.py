@@ -39,7 +39,7 @@ def test_columns_status_and_verdict(dumps, tmp_path, name):
     data = json.loads((tmp_path / "compare.json").read_text())
     assert data["origins"][0]["module"] == DOWN  # the search for the culprit stays ours
     assert (data["verdict"], data["standard"]["name"]) == ("fail", name)
-    said = {(r["tap"], r["role"]): r for r in table(tmp_path) if r["step"] == "0"}
+    said = {(r["tap"], r["role"]): r for r in table(tmp_path / "own-rejudged") if r["step"] == "0"}
     assert said[DOWN, "output.0"]["status"] == "fail"
     assert said["model.layers.0.mlp.down_proj", "output.0"]["status"] == "pass"
 
@@ -55,11 +55,12 @@ def test_a_saved_comparison_gives_the_same(dumps, tmp_path, name):
 
 def test_ait_says_that_kl_takes_the_dumps(dumps, tmp_path, capsys):
     both = str(dumps / "golden"), str(dumps / "wrong")
-    main(["compare", *both, "-o", str(tmp_path)])
+    main(["compare", *both, "-o", str(tmp_path / "own")])
     capsys.readouterr()
-    main(["compare", "--rejudge", str(tmp_path), "--standard", "ait"])
+    main(["compare", "--rejudge", str(tmp_path / "own"), "--standard", "ait"])
     assert "the KL divergence was not measured" in capsys.readouterr().out
-    assert not any(r["kl_divergence"] for r in table(tmp_path) if r["tap"] == DOWN and r["role"] == "output.0")
+    again = table(tmp_path / "own-rejudged")
+    assert not any(r["kl_divergence"] for r in again if r["tap"] == DOWN and r["role"] == "output.0")
     main(["compare", *both, "--standard", "ait", "-o", str(tmp_path)])
     assert "not measured" not in capsys.readouterr().out
     found = [float(r["kl_divergence"]) for r in table(tmp_path) if r["tap"] == DOWN and r["role"] == "output.0"]

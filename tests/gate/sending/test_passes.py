@@ -65,7 +65,7 @@ def test_all_means_at_once_and_one_means_alone(tmp_path: Path) -> None:
 def test_a_refused_prompt_is_counted_and_the_others_go_on(tmp_path: Path) -> None:
     def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         odd_ones = {
-            "2": (400, json.dumps({"error": {"message": SECRET, "param": "logprobs"}}).encode()),
+            "2": (400, json.dumps({"error": {"message": f"no logprobs\n for '{SECRET}', 12 > 4"}}).encode()),
             "3": (200, b"<html>"),
             "4": (200, b'{"choices": [{}]}'),
             "5": (500, b""),
@@ -77,7 +77,7 @@ def test_a_refused_prompt_is_counted_and_the_others_go_on(tmp_path: Path) -> Non
         again = go(url, tmp_path / "out", "one")
     assert (done.answered, done.refused, again.sent) == (2, 4, 0)
     why = (
-        "HTTP 400 (logprobs)",
+        "HTTP 400: no logprobs for '...', 12 > 4",
         "HTTP 500",
         "an answer that is none of a completion",
         "an answer without log-probabilities",

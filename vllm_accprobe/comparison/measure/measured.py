@@ -176,8 +176,8 @@ class ComparisonContext:
     padding: what stood in such rows (padding.py). places: all comparable rows of mine as sorted keys, with the
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
-    hashes; rehashed: as RequestPlan's. settings: as notes.differing's. built: causes that are known
-    without measuring, by tap. states: as comparison/states.py's. weights:
+    hashes; rehashed: as RequestPlan's. golden_ids: as Comparison's. settings: as notes.differing's. built: causes that
+    are known without measuring, by tap. states: as comparison/states.py's. weights:
     as judge.weights.weights_between's. links: as comparison/plan/relations.py's. sources: as
     comparison/plan/relations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
     dump names them. untapped: as gaps.py's.
@@ -206,6 +206,7 @@ class ComparisonContext:
     sampler_order: int
     other_images: list[str] = field(default_factory=list)
     rehashed: bool = False
+    golden_ids: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     built: dict[str, dict[str, Any]] = field(default_factory=dict)
     graphs: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -523,6 +523,7 @@ class _Judge:
             mine_path=setting.mine_path,
             golden_run=setting.golden_run,
             mine_run=setting.mine_run,
+            golden_ids=setting.golden_ids,
             pairs=pairs,
             coverage=finished(setting.coverage, self.rerouted)
             | {BY_CLASS: by_class(pairs, setting, self.standard.element)},

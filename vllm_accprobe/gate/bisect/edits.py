@@ -15,6 +15,7 @@ read from its source (nothing is imported); where there is none, all options are
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -26,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from vllm_accprobe.run.launcher import PLUGIN
 
 ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-cc": "--compilation-config",
            "-ac": "--attention-config", "-O": "--optimization-level", "-sc": "--speculative-config"}  # fmt: skip
@@ -84,6 +87,10 @@ class ServeCommand:
             if name in (option, "--no-" + option[2:]):
                 last = name == option and (value or "true").lower() != "false"
         return last
+
+    def names(self) -> Iterator[str]:
+        """Of all long options, without fields of JSON: ``--compilation-config`` of ``-cc.mode=0``."""
+        return (name.partition(".")[0] for name, _, _ in _options(self.words) if name.startswith("--"))
 
     def json(self, option: str) -> dict[str, Any]:
         """The fields of an option that is JSON, its dotted spellings too. Raises BisectError."""
@@ -144,9 +151,9 @@ def command(words: Sequence[str], base: Mapping[str, str]) -> ServeCommand:
         except ValueError as e:
             raise BisectError(f"the command: {e}") from None
     if not parts:
-        raise BisectError("no command is given; write `accprobe bisect -- vllm serve MODEL ...`")
+        raise BisectError("no command is named; write `vllm serve MODEL ...`")
     if any(part in ("|", "&&", ";", ">", "||") for part in parts):
-        raise BisectError("a line for the shell cannot be changed: give the `vllm serve` in it alone")
+        raise BisectError("a line for the shell cannot be changed: write the `vllm serve` in it alone")
     if os.path.basename(parts[0]) == "env" and len(parts) > 1 and not parts[1].startswith("-"):
         parts.pop(0)
     environ: dict[str, str | None] = {}
@@ -247,6 +254,8 @@ spec = importlib.util.find_spec("vllm")
 print(spec.submodule_search_locations[0] if spec else "")
 names = set(metadata.packages_distributions().get("vllm", ()))
 print(" ".join(f"{n}={metadata.version(n)}" for n in sorted(names)))
+for kind in ("general", "platform"):
+    print(" ".join(e.name for e in metadata.entry_points(group=f"vllm.{kind}_plugins")))
 """
 _WAIT_S = 60.0
 _OPTION = re.compile(r"""["'](--[a-z0-9][a-z0-9-]*)["']""")
@@ -273,19 +282,44 @@ def options_offered(command: ServeCommand) -> Offered:
     """Never raises for what is not found there."""
     environ = command.full()
     python = interpreter(command.words, environ)
-    if python is None:
-        return Offered()
-    # Neither the probe nor the working directory, which may have a folder named vllm, is anybody's business here.
-    env = {k: v for k, v in environ.items() if not k.startswith("VLLM_ACCPROBE")} | {"PYTHONSAFEPATH": "1"}
+    there = Installed() if python is None else installed(python, neutral(environ))
+    return Offered() if there.package is None else read_offered(there.package, there.version)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The vLLM of an interpreter. package: its folder, None where nothing is known; version: of its distributions;
+    plugin: whether vLLM would load ours; cpu: whether it computes on the CPU."""
+
+    package: Path | None = None
+    version: str = ""
+    plugin: bool = False
+    cpu: bool = False
+
+
+Environ = tuple[tuple[str, str], ...]
+
+
+def neutral(environ: Mapping[str, str]) -> Environ:
+    """Neither the probe nor the working directory, which may have a folder named vllm, is anybody's business when an
+    interpreter is asked what it has."""
+    kept = {k: v for k, v in environ.items() if not k.startswith("VLLM_ACCPROBE")}
+    return tuple(sorted((kept | {"PYTHONSAFEPATH": "1"}).items()))
+
+
+@functools.lru_cache(maxsize=8)
+def installed(python: str, environ: Environ) -> Installed:
+    """What ``python`` has in this environment; nothing of vLLM is imported."""
     try:
-        done = subprocess.run([python, "-c", _WHERE], env=env, stdin=subprocess.DEVNULL,
+        done = subprocess.run([python, "-c", _WHERE], env=dict(environ), stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, timeout=_WAIT_S, cwd="/")  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return Offered()
-    printed = done.stdout.splitlines()
-    if done.returncode or not printed or not printed[0]:
-        return Offered()
-    return read_offered(Path(printed[0]), printed[1] if len(printed) > 1 else "")
+        return Installed()
+    folder, version, plugins, platforms = (*done.stdout.splitlines(), "", "", "", "")[:4]
+    if done.returncode or not folder:
+        return Installed()
+    cpu = "cpu" in version and not {*platforms.split()} - {PLUGIN}
+    return Installed(Path(folder), version, PLUGIN in plugins.split(), cpu)
 
 
 def interpreter(words: tuple[str, ...], environ: Mapping[str, str]) -> str | None:
@@ -320,31 +354,33 @@ def _shebang(head: list[str]) -> str | None:
 
 def read_offered(package: Path, version: str = "") -> Offered:
     """From vLLM's folder."""
-    options = {m for f in ("engine/arg_utils.py", "config/compilation.py") for m in _OPTION.findall(_text(package / f))}
+    files = "engine/arg_utils.py", "config/compilation.py"
+    options = {name for file in files for name in _OPTION.findall(source(package / file))}
     if not options:
         return Offered(version=version)
-    options |= set(_VARIABLE.findall(_text(package / "envs.py")))
-    passes = _fields(_text(package / "config" / "compilation.py"), "PassConfig", "bool")
-    ir = _fields(_text(package / "config" / "kernel.py"), "IrOpPriorityConfig", "list[str]")
+    options |= set(_VARIABLE.findall(source(package / "envs.py")))
+    passes = _fields(source(package / "config" / "compilation.py"), "PassConfig", "bool")
+    ir = _fields(source(package / "config" / "kernel.py"), "IrOpPriorityConfig", "list[str]")
     ops: set[str] = set()
     for file in sorted((package / "model_executor").rglob("*.py")):
-        text = _text(file)
+        text = source(file)
         if "CustomOp" in text:
             ops |= set(_CUSTOM.findall(text))
     return Offered(frozenset(options), tuple(passes), tuple(sorted(ops)), tuple(ir), version)
 
 
-def _text(path: Path) -> str:
+def source(path: Path) -> str:
+    """Of a module, "" where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _fields(source: str, of: str, kind: str) -> Iterator[str]:
+def _fields(text: str, of: str, kind: str) -> Iterator[str]:
     """The annotated fields of class ``of`` whose annotation is ``kind``."""
     try:
-        tree = ast.parse(source)
+        tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
     for node in tree.body:

@@ -41,7 +41,8 @@ from vllm_accprobe.gate.sending.client import NotServed, Sender, ServerLost
 from vllm_accprobe.gate.sending.passes import Arrival
 from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.gate.sending.replies import Sent
-from vllm_accprobe.gate.served_run import Say, on_terminal, served
+from vllm_accprobe.gate.served_run import served
+from vllm_accprobe.waiting import USUAL, Pace, waiting
 from vllm_accprobe.whole_file import write_private
 
 _CONFIG = "with config: "
@@ -117,7 +118,7 @@ class TrialPrompts:
     ready: float
     source: str = ""
     model: str = ""
-    say: Say = on_terminal
+    say: Pace = USUAL
 
     def digest(self) -> str:
         how = [[a.word for a in self.arrive], self.concurrency, self.top, self.max_tokens, self.model]
@@ -198,8 +199,11 @@ class Trials:
         made = self._made | {"source": asked.source}
         with served(shlex.join(command.words), environ, place, asked.ready, asked.say) as (url, key):
             plain = Sender(url, key, asked.timeout, asked.top, asked.max_tokens, asked.model)
-            sender, server = plain.introduced()
-            passes.send(sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made)
+            with waiting(lambda: "the run is sent the prompts", asked.say):
+                sender, server = plain.introduced()
+                passes.send(
+                    sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made
+                )
 
     def _known(self, key: str, place: Path) -> Tried | None:
         about = _read(place)

@@ -5,7 +5,8 @@ the first token that two servers choose differently nothing more can be compared
 shape of answer becomes one `Reply`, and a server is made to answer with named tokens in the first of `WAYS` that works:
 our plugin (VLLM_ACCPROBE_FORCE=1) replaces sampled tokens, and all code runs as in serving; vLLM's trace replay (0.32
 on, model runner V2); or prompt and answer scored as one prompt, which exercises no decode kernel, no prefix cache and
-no batch of decodes. http.client: no proxy of the environment sees a prompt, and no text of a request is in an error.
+no batch of decodes. http.client: no proxy of the environment sees a prompt; a refusal has the words of the server,
+without the prompt.
 
 Not here: which tokens and when (passes.py), where replies are kept (replies.py).
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import re
 import socket
 import ssl
 import time
@@ -318,7 +318,7 @@ class Sender:
         if status != 200:
             if status >= 500 and not self.healthy():
                 raise ServerLost(f"the server says {status} and is not healthy")
-            return replace(reply, refused=f"HTTP {status}{_field(answer)}")
+            return replace(reply, refused=f"HTTP {status}{_message(answer, line)}")
         if line.along is None:
             return completion(reply, answer)
         return self._forced(line, replace(reply, forced=self.way), answer)
@@ -409,8 +409,32 @@ def _tls(e: ssl.SSLError) -> str:
     return f"TLS failed ({e.reason or type(e).__name__})"
 
 
-def _field(answer: Any) -> str:
-    """`` (logprobs)``: the field that a server blames. Its message may quote the prompt, and is not looked at."""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    name = error.get("param") if isinstance(error, dict) else None
-    return f" ({name})" if isinstance(name, str) and re.fullmatch(r"[A-Za-z_]{1,40}", name) else ""
+_MOST_SAID = 300
+"""Chosen: characters of a server's message."""
+_QUOTED = 12
+"""Chosen: characters that a message and a prompt have in common; fewer are common words."""
+
+
+def _message(answer: Any, line: PromptLine) -> str:
+    """``: This model's maximum context length is ...``: what the server says, in one line. Where it quotes the prompt
+    of ``line``, which is a user's, there is ``...``."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
+    said = [error, error.get("message"), error.get("detail")] if isinstance(error, dict) else [error]
+    text = next((v for v in said if isinstance(v, str)), "")
+    for quoted in (line.text, *(m.get("content") for m in line.messages or ())):
+        text = _without(text, quoted) if isinstance(quoted, str) else text
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return f": {text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + '...'}" if text else ""
+
+
+def _without(text: str, quoted: str) -> str:
+    """``text`` with ``...`` for each stretch of _QUOTED characters, or more, that ``quoted`` has as well."""
+    n = min(_QUOTED, len(quoted))
+    known = {quoted[i : i + n] for i in range(len(quoted) - n + 1)} if n > 2 else set()
+    found, i = "", 0
+    while i < len(text):
+        j = i
+        while text[j : j + n] in known:
+            j += 1
+        found, i = (found + "...", j + n - 1) if j > i else (found + text[i], i + 1)
+    return found

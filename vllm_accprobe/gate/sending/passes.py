@@ -20,7 +20,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -155,11 +155,6 @@ def planned(
 
 
 def _gone_on_with(sender: Sender, golden: str | None, score: bool | None, begun: dict[str, Any]) -> Forcing:
-    was = (begun.get("along") or {}).get("sha256")
-    if was != golden:
-        raise TeacherForcingError(
-            "the folder was begun along " + ("other tokens" if was else "no tokens") + ": name another --out"
-        )
     words = [(p.get("arrive"), p.get("forced")) for p in begun["passes"]]
     how = next((forced for word, forced in words if forced and word != SCORE), None)
     plan = Forcing(how, golden, any(word == SCORE for word, _ in words))
@@ -233,13 +228,21 @@ def parse(word: str) -> Arrival:
     raise ValueError(f"{word!r} is none of one, all and poisson:RATE (requests a second)")
 
 
+def refusals(reasons: Mapping[str, int]) -> str:
+    """``12 requests: HTTP 400: ...`` of `Done.reasons`, most frequent first."""
+    most = sorted(reasons.items(), key=lambda item: -item[1])
+    return "; ".join(f"{n:,} request{'s' * (n != 1)}: {why}" for why, n in most)
+
+
+_NUMBER = re.compile(r"\d+")
 _LOOK_S = 0.1
 _CLOSING_S = 2.0
 
 
 @dataclass(frozen=True)
 class Done:
-    """of: prompts in all passes; answered, refused: over all; sent: by this call; reasons: of refusals, by how many."""
+    """of: prompts in all passes; answered, refused: over all; sent: by this call; reasons: of refusals, by how many;
+    where they differ in numbers only, the first."""
 
     of: int
     answered: int
@@ -308,6 +311,31 @@ def send(
     )
 
 
+def begun(out: Path, lines: list[PromptLine], how: Mapping[str, Any], golden: str | None) -> dict[str, Any] | None:
+    """send.json of a folder that is gone on with, None where nothing was begun; whether a last pass is scored, the
+    server decides. how: of `settings`, what is known; golden: the digest of the tokens that are forced. Raises
+    FolderError where it was begun with something else."""
+    about = replies.begun(out)
+    if about is None:
+        return None
+    asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
+    was, forced = about.get("settings", {}), (about.get("along") or {}).get("sha256")
+    other = "prompts" if about.get("prompts") != asked else ""
+    for name, now in how.items():
+        if name in was and _unscored(was[name]) != _unscored(now):
+            other = other or "settings"
+    if forced != golden:
+        along = "other tokens" if forced else "no tokens"
+        raise replies.FolderError(f"{out} was begun along {along}: name another --out")
+    if other:
+        raise replies.FolderError(f"{out} has other {other}: name another --out, or those that it was begun with")
+    return about
+
+
+def _unscored(value: Any) -> Any:
+    return [word for word in value if word != SCORE] if isinstance(value, list) else value
+
+
 def _about(
     sender: Sender,
     server: dict[str, Any],
@@ -318,19 +346,14 @@ def _about(
     plan: Forcing,
 ) -> dict[str, Any]:
     """send.json of a new folder, or of one that is gone on with."""
-    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
-    if replies.exists(out):
-        about = replies.read_about(out)
-        for what, now in (("prompts", prompts), ("settings", how)):
-            if about.get(what) != now:
-                raise replies.FolderError(
-                    f"{out} has other {what}: name another --out, or give those it was begun with"
-                )
+    about = begun(out, lines, how, plan.golden)
+    if about is not None:
         if (was := about.get("server", {}).get("model")) != server["model"]:
             raise replies.FolderError(
                 f"{out} has answers of the model {was}, this is {server['model']}: name another --out"
             )
         return about
+    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
     passes: list[dict[str, Any]] = []
     for index, word in enumerate(how["arrive"]):
         way = plan.way(index, word)
@@ -345,10 +368,12 @@ def _about(
 def _count(about: dict[str, Any], out: Path) -> dict[str, int]:
     """Counts what the files hold into send.json; gives the reasons of refusals."""
     reasons: dict[str, int] = {}
+    first: dict[str, str] = {}
     for one, found in zip(about["passes"], replies.read(out).passes, strict=True):
         refused = [r.refused for r in found.values() if r.refused is not None]
         one["answered"], one["refused"] = len(found) - len(refused), len(refused)
         for why in refused:
+            why = first.setdefault(_NUMBER.sub("", why), why)
             reasons[why] = reasons.get(why, 0) + 1
     about["complete"] = all(p["answered"] + p["refused"] == about["prompts"]["count"] for p in about["passes"])
     replies.write_about(out, about)

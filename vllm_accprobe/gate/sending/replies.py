@@ -111,6 +111,11 @@ def exists(out: Path) -> bool:
     return (out / SEND).is_file()
 
 
+def begun(out: Path) -> dict[str, Any] | None:
+    """send.json, None where nothing was begun. Raises FolderError, OSError."""
+    return read_about(out) if exists(out) else None
+
+
 def read(out: Path) -> Sent:
     """Raises FolderError, OSError."""
     about = read_about(out)

@@ -1,0 +1,250 @@
+"""What is known before an engine starts: each fault is one line, and no program was started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gate.fake_vllm import installed
+from vllm_accprobe.cli import main
+from vllm_accprobe.gate import preflight
+from vllm_accprobe.gate.bisect import edits
+from vllm_accprobe.gate.bisect.edits import ServeCommand
+
+CONFIG = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 4}
+ARGS = 'class EngineArgs:\n    max_model_len: int\n    port: int\n    parser.add_argument("--kv-cache-memory-bytes")\n'
+PARSER = "import argparse\nclass FlexibleArgumentParser(argparse.ArgumentParser): pass\n"
+SERVE = (
+    "class ServeSubcommand:\n  def subparser_init(self, subs):\n    p = subs.add_parser('serve')\n"
+    "    p.add_argument('model')\n    p.add_argument('--vendor-switch')\n"
+)
+
+
+def a_vllm(site: Path, plugin: bool = True, version: str = "0.32.0+cpu") -> Path:
+    """A folder on the path of a Python, with a vLLM of few files, as `pip` leaves it."""
+    files = {"vllm/__init__.py": "", "vllm/engine/__init__.py": "", "vllm/engine/arg_utils.py": ARGS,
+             "vllm/entrypoints/__init__.py": "", "vllm/entrypoints/cli/__init__.py": "",
+             "vllm/entrypoints/cli/serve.py": SERVE, "vllm/utils/__init__.py": "",
+             "vllm/utils/argparse_utils.py": PARSER,
+             f"vllm-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
+             f"vllm-{version}.dist-info/top_level.txt": "vllm\n"}  # fmt: skip
+    if plugin:
+        files["probe-1.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: probe\nVersion: 1\n"
+        files["probe-1.dist-info/entry_points.txt"] = "".join(
+            f"[vllm.{kind}_plugins]\naccprobe = probe:register\n" for kind in ("general", "platform")
+        )
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    return site
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, prompts, and a `vllm` that leaves a file `started` where it runs."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable} -S\nopen('started', 'w').close()\nraise SystemExit(3)\n")
+    program.chmod(0o755)
+    for name, value in (("PATH", f"{program.parent}:/usr/bin:/bin"), ("PYTHONPATH", str(a_vllm(tmp_path / "site"))),
+                        ("PYTHONNOUSERSITE", "1")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(edits, "interpreter", lambda words, environ: sys.executable)
+    monkeypatch.setattr(edits, "installed", of_site(edits.installed.__wrapped__, tmp_path / "site"))
+    for name, config in (("m", CONFIG), ("other", CONFIG | {"hidden_size": 128}), ("empty", None)):
+        Path(name).mkdir()
+        if config:
+            Path(name, "config.json").write_text(json.dumps(config))
+    Path("p.txt").write_text("one\ntwo\n")
+    Path("bad.jsonl").write_text('{"prompt": 7}\n')
+    Path("full").mkdir()
+    Path("full/notes").write_text("somebody's")
+    return tmp_path
+
+
+def of_site(installed: Callable[..., edits.Installed], site: Path) -> Callable[..., edits.Installed]:
+    """``installed``, of what lies in ``site`` alone: the interpreter of the tests has a vLLM of its own."""
+
+    def found(python: str, environ: edits.Environ) -> edits.Installed:
+        alone = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+        where = edits._WHERE
+        edits._WHERE = alone + where
+        try:
+            return installed(python, environ)
+        finally:
+            edits._WHERE = where
+
+    return found
+
+
+GATE = ("gate", "vllm serve ./m")
+FAULTS = {
+    # what is typed -> what is said
+    (*GATE, "vllm serve ./m --port={taken}", "--out", "o"): "mine: something listens on port",
+    (*GATE, "vllm serve ./none", "--out", "o"): "mine: ./none does not exist: write the path",
+    (*GATE, "vllm serve ./empty", "--out", "o"): "mine: ./empty has no config.json",
+    (*GATE, "vllm serve ./other", "--out", "o"): "are two models (hidden_size 64 and 128)",
+    (*GATE, "vllm serve ./m --no-such=1", "--out", "o"): "error: unrecognized arguments: --no-such=1; this release",
+    (*GATE, "serve-it ./m", "--out", "o"): "mine: serve-it: no such command",
+    (*GATE, "http://127.0.0.1:{closed}", "--out", "o"): "mine: http://127.0.0.1:",
+    (*GATE, "full", "--out", "o"): "mine: full is no folder of `accprobe send`",
+    (*GATE, "vllm serve ./m", "--out", "o", "--prompts", "bad.jsonl"): "golden: bad.jsonl, line 1: prompt is a text",
+    (*GATE, "vllm serve ./m", "--out", "o", "--floor", "vllm serve ./none"): "floor 0: ./none does not exist",
+    (*GATE, "vllm serve ./m", "--out", "o", "--localize", "--localize-gb", "1e9"): "--localize: o has",
+    ("send", "p.txt", "--engine", "vllm serve ./none", "--out", "o"): "--engine: ./none does not exist",
+    ("send", "bad.jsonl", "--engine", "vllm serve ./m", "--out", "o"): "bad.jsonl, line 1",
+    ("self-check", "--out", "o", "--", "vllm", "serve", "./none"): "CMD: ./none does not exist",
+    ("self-check", "--out", "full", "--", "vllm", "serve", "./m"): "--out full has other files",
+    ("bisect", "--out", "o", "--", "vllm", "serve", "./none", "--async-scheduling"): "./none does not exist",
+    ("bisect", "--out", "o", "--golden", "vllm serve ./other", "--", "vllm", "serve", "./m"): "are two models",
+    ("bisect", "--out", "o", "--floor", "full", "--", "vllm", "serve", "./m"): "full is no folder of `accprobe send`",
+    ("doctor", "--graphs", "--out", "o", "--", "vllm", "serve", "./none"): "./none does not exist",
+    ("doctor", "--graphs", "--out", "full", "--", "vllm", "serve", "./m"): "/full is not empty",
+    ("run", "--dir", "d", "--", "vllm", "serve", "./none"): "./none does not exist",
+    ("run", "--dir", "d", "--", "vllm", "serve", "./m", "--no-such"): "unrecognized arguments: --no-such",
+}
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, int]]:
+    with socket.socket() as taken, socket.socket() as closed:
+        for one in (taken, closed):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield {"taken": taken.getsockname()[1], "closed": closed.getsockname()[1]}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_fault_is_found_before_a_start(
+    words: tuple[str, ...], here: Path, ports: dict[str, int], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--localize" in words:
+        full = shutil._ntuple_diskusage(10**12, 10**12, 10**6)  # type: ignore[attr-defined]
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
+    assert main([w.format(**ports) for w in words]) == 2
+    said = capsys.readouterr()
+    assert FAULTS[words] in said.err
+    assert (said.out, len([line for line in said.err.splitlines() if not line.startswith("note: ")])) == ("", 1), said
+    assert not (here / "started").exists()
+
+
+def test_a_start_is_seen(here: Path, capsys: Any) -> None:
+    """Else the table above could not fail: a command without a fault is started, with its limit on a CPU."""
+    assert main(["send", "p.txt", "--engine", "vllm serve ./m", "--out", "o"]) == 2
+    said = capsys.readouterr().err
+    assert "ended with exit code 3 before it served" in said
+    assert "would take 92 % of the memory: added --kv-cache-memory-bytes=" in said
+    assert (here / "started").exists()
+
+
+@pytest.mark.parametrize("command", ["gate", "run", "doctor"])
+def test_a_missing_plugin(command: str, here: Path, capsys: Any) -> None:
+    shutil.rmtree(here / "site" / "probe-1.dist-info")
+    words = {"gate": [*GATE, "vllm serve ./m", "--out", "o", "--localize"], "run": ["run", "--dir", "d"],
+             "doctor": ["doctor", "--graphs", "--out", "o"]}[command]  # fmt: skip
+    assert main([*words, *([] if command == "gate" else ["--", "vllm", "serve", "./m"])]) == 2
+    assert "vllm-accprobe is not installed there: nothing could be captured" in capsys.readouterr().err
+    assert not (here / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "environ", "added"),
+    [
+        ("", "0.32.0+cpu", {}, True),
+        ("--kv-cache-memory-bytes=1G", "0.32.0+cpu", {}, False),
+        ("--gpu_memory_utilization 0.3", "0.32.0+cpu", {}, False),
+        ("", "0.32.0+cpu", {"VLLM_CPU_KVCACHE_SPACE": "2"}, False),
+        ("", "0.32.0", {}, False),
+    ],
+)
+def test_flags_of_a_cpu(words: str, version: str, environ: dict[str, str], added: bool, here: Path) -> None:
+    shutil.rmtree(here / "site")
+    a_vllm(here / "site", version=version)
+    base = {"PATH": "/usr/bin", "PYTHONPATH": str(here / "site"), "PYTHONNOUSERSITE": "1", **environ}
+    command = ServeCommand(("vllm", "serve", "m", *words.split()), base=base)
+    made, note = preflight.prepared(command)
+    assert made[: len(command.words)] == command.words
+    assert [w.partition("=")[0] for w in made[len(command.words) :]] == ["--kv-cache-memory-bytes"] * added
+    assert bool(note) == added
+    if added:
+        assert 0 < int(made[-1].partition("=")[2]) <= 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("./m", "--max-model-len=5", "--kv_cache_memory_bytes", "5", "--no-max-model-len"), ""),
+        (("./m", "--vendor-switch", "1"), ""),  # only the parser knows it
+        (("./m", "--max-modle-len=5"), "unrecognized arguments: --max-modle-len=5"),
+    ],
+)
+def test_options_are_read_by_name_and_then_by_the_parser(words: tuple[str, ...], error: str, here: Path) -> None:
+    """A stand-in for vLLM's parser."""
+    environ = {"PATH": f"{here}/bin:/usr/bin", "PYTHONPATH": str(here / "site"), "PYTHONNOUSERSITE": "1"}
+    command = ServeCommand(("vllm", "serve", *words), base=environ)
+    if not error:
+        preflight.check(command)
+        return
+    with pytest.raises(preflight.NotServed, match=error):
+        preflight.check(command)
+
+
+@pytest.mark.engine
+def test_the_real_vllm_names_its_options() -> None:
+    """Its source alone answers for options that it has; its parser takes as long as an import of vLLM."""
+    environ = edits.neutral(os.environ)
+    package = edits.installed(sys.executable, environ).package
+    assert package is not None
+    words = "--port=1 --host x --served-model-name a -tp 2 --no-async-scheduling -cc.mode=0 --enable-trace-replay"
+    assert preflight._knows(package, ServeCommand(("vllm", "serve", "m", *words.split())))
+    assert not preflight._knows(package, ServeCommand(("vllm", "serve", "m", "--no-such-option")))
+    assert "arguments: --no-such" in preflight._parser_says(sys.executable, ("serve", "m", "--no-such-option"), environ)
+
+
+# --- folders that were begun ---
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Path:
+    """Folders with the answers of fakes to p.txt; from then on a start is an error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{installed(tmp_path / 'bin')}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", "")
+    Path("p.txt").write_text("one\ntwo and three\n")
+    Path("q.txt").write_text("another\n")
+    assert main(["send", "p.txt", "--engine", "vllm serve M", "--out", "sent"]) == 0
+    assert main(["send", "q.txt", "--engine", "vllm serve M", "--out", "others"]) == 0
+    assert main(["self-check", "--prompts", "p.txt", "--out", "self", "--", "vllm", "serve", "M"]) in (0, 1)
+    capsys.readouterr()
+    Path("bin/vllm").write_text("#!/bin/sh\ntouch started\nexit 3\n")
+    return tmp_path
+
+
+ENGINE = ("--engine", "vllm serve M", "--out", "sent")
+BEGUN = {
+    ("send", "q.txt", *ENGINE): "sent has other prompts",
+    ("send", "p.txt", *ENGINE, "--max-tokens", "5"): "sent has other settings",
+    ("send", "--teacher-force", "others", *ENGINE): "sent was begun along no tokens",
+    ("gate", "vllm serve M", "others", "--out", "o", "--prompts", "p.txt"): "others has answers to other prompts",
+    ("gate", "sent", "vllm serve M", "--out", "o", "--prompts", "q.txt"): "golden's own prompts are sent",
+    ("self-check", "--prompts", "q.txt", "--out", "self", "--", "vllm", "serve", "M"): "self/alone has other prompts",
+    ("self-check", "--prompts", "p.txt", "--out", "self", "--", "vllm", "serve", "N"): "self is of another command",
+}
+
+
+def test_folders_are_read_before_a_start(begun: Path, capsys: Any) -> None:
+    for words, says in BEGUN.items():
+        assert main(list(words)) == 2, words
+        said = capsys.readouterr()
+        assert says in said.err, words
+        assert len(said.err.splitlines()) == 1, said.err
+        assert not (begun / "started").exists(), words

@@ -1,0 +1,178 @@
+"""What is known of a server's command before it is started: what would stop it minutes later, and what it lacks.
+
+The problem: golden's engine runs for minutes before mine's command fails for a wrong path, and an engine imports torch
+before it reads its options. The idea: the words are checked against what lies on this machine: the model's folder, the
+port, the options by name in the source of the vLLM that is installed for the command, and its entry points. Only an
+option that the source does not name is shown to vLLM's own parser, which takes as long as an import of vLLM. On a CPU,
+vLLM takes 92 % of the host's memory for itself and ends where that is not free: `prepared` adds a limit.
+
+What cannot be known is no reason to refuse: another interpreter, a name of a model hub, a line for the shell. Not here:
+the start itself and what is said where it fails (served_run.py), folders of answers (sending/passes.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_accprobe.gate.bisect import edits
+from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
+from vllm_accprobe.gate.sending.client import NotServed, Sender
+from vllm_accprobe.run.launcher import LaunchError, command_line
+
+CONFIGS = ("config.json", "params.json")
+"""What a model's folder has one of: Hugging Face's, Mistral's."""
+_MEMORY = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--memory-utilization")
+_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_SHARE, _MOST = 4, 4 << 30
+"""Chosen: a quarter of the free memory for the KV cache of a CPU, at most 4 GiB."""
+_WAIT_S = 180.0
+_PARSE = """
+import sys
+try:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    sys.exit(0)
+parser = FlexibleArgumentParser(prog="vllm")
+ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+parser.parse_args(sys.argv[1:])
+"""
+
+
+def command_of(text: str, environ: Mapping[str, str]) -> ServeCommand:
+    """A command as one line, settings in front of it included. Raises NotServed."""
+    try:
+        return edits.command([text], environ)
+    except BisectError as e:
+        raise NotServed(str(e)) from None
+
+
+def model_of(command: ServeCommand) -> str | None:
+    """As the words name it."""
+    words = command.words
+    if "serve" in words[:-1] and not (after := words[words.index("serve") + 1]).startswith("-"):
+        return after
+    return command.get("--model")
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """Its config.json, where that is here; {} elsewhere."""
+    try:
+        found = json.loads((Path(model) / CONFIGS[0]).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check(command: ServeCommand, *, captured: bool = False) -> None:
+    """Raises NotServed for what would stop the server. captured: the probe is to be on in it."""
+    environ = command.full()
+    try:
+        command_line(command.words, environ)
+    except LaunchError as e:
+        raise NotServed(str(e)) from None
+    _check_model(model_of(command))
+    python = edits.interpreter(command.words, environ)
+    if python is None:
+        return
+    there = edits.installed(python, edits.neutral(environ))
+    if captured and there.package is not None and not there.plugin:
+        raise NotServed(f"{python} has vLLM, and vllm-accprobe is not installed there: nothing could be captured; "
+                        f"{python} -m pip install vllm-accprobe")  # fmt: skip
+    if "serve" not in command.words or there.package is None or _knows(there.package, command):
+        return
+    if error := _parser_says(python, command.words[command.words.index("serve") :], edits.neutral(environ)):
+        raise NotServed(f"{error}; this release of vLLM reads its options otherwise: vllm serve --help=all")
+
+
+def _check_model(model: str | None) -> None:
+    path = Path(model or "")
+    named = model is not None and "://" not in model and path.suffix != ".gguf"
+    if not named or not (path.is_dir() or re.match(r"~|/|\.\.?/", str(model)) or str(model).count("/") > 1):
+        return
+    if not path.is_dir():
+        raise NotServed(f"{model} does not exist: write the path of the model's folder as it is from here")
+    if not any((path / name).is_file() for name in CONFIGS):
+        raise NotServed(f"{model} has no {CONFIGS[0]}: write the path of a model's folder as it is from here")
+
+
+def _knows(package: Path, command: ServeCommand) -> bool:
+    """Whether vLLM's source names all options of a command."""
+    names = {name.lstrip("-") for name in command.names()}
+    return all(n in _named(package) or n.removeprefix("no-") in _named(package) for n in names)
+
+
+_OPTION = re.compile(r"""["']--([a-z0-9][a-z0-9-]*)["']|^ +([a-z]\w*) *:""", re.MULTILINE)
+
+
+@functools.lru_cache(maxsize=8)
+def _named(package: Path) -> frozenset[str]:
+    """Whatever may be an option in vLLM's source: fields of its settings become options."""
+    files = [*(package / "config").glob("*.py"), *(package / "engine").glob("arg_utils.py"),
+             *(f for name in ("*cli_args.py", "serve.py") for f in (package / "entrypoints").rglob(name))]  # fmt: skip
+    return frozenset((a or b).replace("_", "-") for file in files for a, b in _OPTION.findall(edits.source(file)))
+
+
+@functools.lru_cache(maxsize=8)
+def _parser_says(python: str, words: tuple[str, ...], environ: edits.Environ) -> str:
+    """The error of vLLM's own parser; "" where it has none, or cannot be asked."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _PARSE, *words], env=dict(environ), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, errors="replace", timeout=_WAIT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    errors = [line for line in done.stderr.splitlines() if re.match(r"vllm[\w. ]*: error: ", line)]
+    return errors[-1][:400] if done.returncode == 2 and errors else ""
+
+
+def prepared(command: ServeCommand) -> tuple[tuple[str, ...], str]:
+    """(its words as they are started, a line that says what was added, "" for nothing)."""
+    environ = command.full()
+    python = edits.interpreter(command.words, environ)
+    if python is None or environ.get(_SPACE) or any(command.get(name) is not None for name in _MEMORY):
+        return command.words, ""
+    if not edits.installed(python, edits.neutral(environ)).cpu:
+        return command.words, ""
+    added = f"{_MEMORY[0]}={min(_available() // _SHARE, _MOST) >> 20 << 20}"
+    return (*command.words, added), f"this vLLM is of a CPU, and would take 92 % of the memory: added {added}"
+
+
+def _available() -> int:
+    """Bytes of this machine's memory that nobody uses."""
+    found = re.search(r"^MemAvailable: +(\d+) kB", edits.source(Path("/proc/meminfo")), re.MULTILINE)
+    return int(found[1]) << 10 if found else _MOST
+
+
+_SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def other_model(golden: ServeCommand, mine: ServeCommand) -> str:
+    """In what their two models differ that no conversion of one model changes; "" where in nothing that is known."""
+    if any(c.get("--hf-overrides") is not None for c in (golden, mine)):
+        return ""
+    models = [str(model_of(c)) for c in (golden, mine)]
+    left, right = ({**c, **(c.get("text_config") or {})} for c in map(config_of, models))
+    found = [f"{n} {left[n]} and {right[n]}" for n in _SIZES if n in left and n in right and left[n] != right[n]]
+    return f"{models[0]} and {models[1]} are two models ({', '.join(found)})" if found else ""
+
+
+def check_url(url: str, key: str) -> None:
+    """Raises SendError where nobody answers there."""
+    Sender(url, key).introduced()
+
+
+def room_for(place: Path, gigabytes: float) -> float:
+    """How many of ``gigabytes`` the disk of ``place`` has free, with a tenth left over."""
+    place = place.absolute()
+    while not place.exists():
+        place = place.parent
+    return min(gigabytes, shutil.disk_usage(place).free * 0.9 / 1e9)
