@@ -116,6 +116,23 @@ def test_nothing_to_compare_is_said_in_one_line(golden, mine, taps, why):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("probe", "ends"),
+    [({"enabled": True, "parts": []}, True), ({"enabled": True, "parts": ["output", "params"]}, True),
+     ({"enabled": True, "parts": ["params"]}, False), (None, False)],
+)  # fmt: skip
+def test_equal_parameters_of_engines_that_computed_nothing_are_no_pass(golden, tmp_path, probe, ends):
+    kept = [r for r in golden.records if r.role.startswith("param.")]
+    assert kept
+    run = dict(golden.run) | ({} if probe is None else {"probe": probe})
+    dead = replace(golden, records=kept, rows={}, requests={}, steps={}, run=run)
+    if not ends:
+        assert compare(dead, dead).verdict == "pass"
+        return
+    with pytest.raises(NothingCompared, match="but parameters, which agree: no dump has a step"):
+        compare(dead, dead)
+
+
 def test_an_empty_dump(golden, tmp_path):
     with pytest.raises(NothingCompared, match="holds no tensors"):
         compare(golden, MemoryDump(tmp_path, problems=["rank 0 was not closed"]))

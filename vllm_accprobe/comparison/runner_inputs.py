@@ -599,15 +599,19 @@ def _logits_rows(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Itera
     read = 0
     for step in sorted(outputs.keys() & chosen):
         whole, some = outputs[step], chosen[step]
-        tokens, logits = (_row_names(dump.rows.get((rank, step, space))) for space in (TOKENS, LOGITS))
-        read += len(logits)
-        if read > MOST_LOGITS_ROWS:
-            out.unchecked[f"{LOGITS_ROWS} beyond the first {MOST_LOGITS_ROWS:,}"] += len(logits)
-        elif len(whole.shape) != 2 or len(tokens) != whole.shape[0] or some.dtype != whole.dtype or (
-            some.shape != (len(logits), whole.shape[-1])
+        spaces = [dump.rows.get((rank, step, space)) for space in (TOKENS, LOGITS)]
+        claimed = [0 if space is None else sum(s.n for s in space.segments) for space in spaces]
+        read += claimed[1]
+        if read > MOST_LOGITS_ROWS or claimed[0] > MOST_ROWS:
+            out.unchecked[f"{LOGITS_ROWS} beyond the first {MOST_LOGITS_ROWS:,}"] += claimed[1]
+            continue
+        if len(whole.shape) != 2 or claimed[0] != whole.shape[0] or some.dtype != whole.dtype or (
+            some.shape != (claimed[1], whole.shape[-1])
         ):  # fmt: skip
-            out.unchecked[f"{LOGITS_ROWS} of another form"] += len(logits)
-        elif whole.hash and whole.hash == some.hash and tokens == logits:
+            out.unchecked[f"{LOGITS_ROWS} of another form"] += claimed[1]
+            continue
+        tokens, logits = (_row_names(space) for space in spaces)
+        if whole.hash and whole.hash == some.hash and tokens == logits:
             out.checked[LOGITS_ROWS] += len(logits)
         else:
             for (req, at), other in _wrongly_chosen(dump, whole, some, tokens, logits, out):
@@ -625,7 +629,7 @@ def _logits_rows(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Itera
 
 
 def _row_names(rows: Any) -> list[tuple[int, int]]:
-    """(request, position) of each row of a space."""
+    """(request, position) of each row of a space whose number of rows was compared with a tensor's."""
     return [] if rows is None else [(s.req, s.pos + k) for s in rows.segments for k in range(s.n)]
 
 

@@ -71,3 +71,16 @@ def test_torchs_own_softmax_backward_is_right(captured: bool) -> None:
     exact = replace(exact, common=unit("bfloat16"))
     assert judged(exact, mine).passed
     assert not judged(exact, 1.1 * mine).passed
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_whose_squares_overflow_float32_has_no_reference(gated: bool) -> None:
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
+    x[1] = 1e20
+    inputs = {"x": x, "gate": torch.full_like(x, 4.0)} if gated else {"x": x}
+    cls = "Mixer2RMSNormGated" if gated else "RMSNorm"
+    call = Call("norm", cls, inputs, attrs={"variance_epsilon": 1e-5}, params={"weight": torch.ones(8)},
+                config={"n_groups": 2}, outputs={"output.0": torch.zeros_like(x)})  # fmt: skip
+    found = evaluated(call)
+    assert found["output.0"].rows.tolist() == [True, False, True]
+    assert found["output.0"].reason == "its squares overflow float32"

@@ -551,6 +551,9 @@ class _Judge:
     def _why_nothing(self) -> str:
         why = self.measured.setting.nothing
         if why.endswith(ALL_SKIPPED) and any(p.status == PASS for p, _ in self.pairs):
+            if not self.measured.setting.moments and self._steps_wanted():
+                return ("nothing could be compared but parameters, which agree: no dump has a step (the servers ended "
+                        "before, or got no request)")  # fmt: skip
             return "nothing could be compared but parameters: no captured row of one dump has a partner in the other"
         return why
 
@@ -577,6 +580,12 @@ class _Judge:
         if not known & set(self.floor.floors):
             raise CompareError("the floor fits none of the tensors compared: it was made with another model")
 
+    def _steps_wanted(self) -> bool:
+        """Whether a probe was to capture more than parameters, so that equal parameters alone are no comparison."""
+        probes = [run.get("probe") for run in (self.measured.setting.golden_run, self.measured.setting.mine_run)]
+        parts = [p.get("parts") for p in probes if isinstance(p, dict) and p.get("enabled")]
+        return any(isinstance(p, list) and (not p or set(p) - {"params"}) for p in parts)
+
     def _nothing(self) -> bool:
         """Equal weights alone are no comparison where activations were captured and none of them has a partner."""
         judged = [p for p, _ in self.pairs if p.status in (PASS, FAIL)]
@@ -584,6 +593,7 @@ class _Judge:
         # Rows that one side has alone: both were to compute, and one was killed before it did.
         left = seen.get("rows_only_golden") or seen.get("rows_only_mine")
         ran = bool(left) or any(not u.is_param for u in self.measured.units) or not self.measured.units
+        ran = ran or (not self.measured.setting.moments and self._steps_wanted())
         return not any(not p.role.startswith("param.") or not ran or p.status == FAIL for p in judged)
 
     # --- units -------------------------------------------------------------------------------------------------

@@ -163,6 +163,19 @@ def fused(
     return y, sum_of_two(total, unit)
 
 
+def within_float32(y: Expected, *squared: Any) -> Expected:
+    """``y`` without a reference for rows whose squares overflow a kernel's float32 sum: 1 / sqrt(inf) makes them 0, and
+    what is wrong is what gave them such numbers. squared: what is squared, [rows, ..., n]."""
+    sums = [(x * x).sum(-1).reshape(len(x), -1).amax(1) for x in squared if x.dim() > 1]
+    if not sums or all(bool((s < _LARGEST).all()) for s in sums):
+        return y
+    rows = torch.stack([~(s >= _LARGEST) for s in sums]).all(0)
+    return replace(y, rows=rows if y.rows is None else y.rows & rows, reason=y.reason or "its squares overflow float32")
+
+
+_LARGEST = float(torch.finfo(torch.float32).max)
+
+
 def offset_of(cls: str) -> float:
     """What is added to the weight: Gemma's norms weigh with 1 + w, but for the latest, which do as everybody else."""
     gemma = cls.startswith("Gemma") and cls.endswith("RMSNorm") and not cls.startswith(("Gemma3n", "Gemma4"))
@@ -203,7 +216,9 @@ def rms(call: Call) -> dict[str, Expected]:
     eps, note = epsilon(call)
     weight, residual = param_if(call, "weight"), call.maybe("residual", "1")
     weight = None if weight is None else weight + offset_of(call.cls)
-    y, total = fused(x, None if residual is None else residual.double(), weight, eps, call.unit, note)
+    residual = None if residual is None else residual.double()
+    y, total = fused(x, residual, weight, eps, call.unit, note)
+    y = within_float32(y, x if residual is None else x + residual)
     return {"output.0": _with_source(call, y)} | ({} if total is None else {"output.1": total})
 
 
@@ -243,14 +258,14 @@ def gated_rms(call: Call) -> Expected:
         raise Declined("attribute norm_before_gate was not recorded")
     gate = torch.nn.functional.silu(z.double())
     if not call.attr("norm_before_gate", default=True):
-        return gate_first(x * gate, x, weight, eps, call.unit)
+        return within_float32(gate_first(x * gate, x, weight, eps, call.unit), x * gate)
     normal = rms_norm(x, weight, eps)
     y = normal * gate
     # the gate, x / rms and the normed may be rounded
     least = subnormal(call.unit, (1.0 if weight is None else 1.0 + weight.abs()) * gate.abs() + normal.abs())
     noise = ROUNDED * (2.0**0.5 * call.unit * y.abs() + least)
     bound = (3.0 * call.unit + 2.0 * APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * y.abs() + least
-    return Expected(y, noise, common=_SHARED * call.unit, bound=bound)
+    return within_float32(Expected(y, noise, common=_SHARED * call.unit, bound=bound), x)
 
 
 def reciprocal_root(x: Any, eps: float, unit: float = 0.0, before: int = 0) -> Expected:
@@ -362,7 +377,8 @@ def mamba_norm(call: Call) -> Expected:
         raise Declined("its groups are cut over ranks")
     shape = (len(y), groups // ranks, -1)
     eps, by = float(call.attr("variance_epsilon")), weight.reshape(shape[1:])
-    return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)
+    found = gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit)
+    return reshaped(within_float32(found, y.reshape(shape)), y.shape)
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
