@@ -18,7 +18,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +89,7 @@ def _dig(bench: GateBench, case: GateCase, root: Path) -> tuple[str, str, str]:
     out = root / "dug" / case.title.replace(" ", "-").replace(",", "")
     out.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
-    dug = gate_run.localize(
-        failed, out, SendSettings(), GIGABYTES, lambda what, total: nullcontext(lambda done: None), said.append
-    )
+    dug = gate_run.localize(failed, out, SendSettings(), GIGABYTES, said.append)
     (out / "said.txt").write_text("\n".join(said) + "\n")
     if dug is None or dug.origin is None or dug.token is None:
         return "(nothing)", "", ""

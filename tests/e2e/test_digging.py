@@ -9,7 +9,7 @@ import random
 import shlex
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,8 @@ def test_two_commands_to_the_module(
     said: list[str] = []
 
     def dig() -> Any:
-        quiet = lambda what, total: nullcontext(lambda done: None)  # noqa: E731
         failed = gate_run.FailedGate(golden, golden, worst, (ServerSide(COMMAND, command), ServerSide(COMMAND, mine)))
-        return gate_run.localize(failed, tmp_path / "out", SendSettings(), 1.0, quiet, said.append)
+        return gate_run.localize(failed, tmp_path / "out", SendSettings(), 1.0, said.append)
 
     found = dig()
     assert found.origin is not None, said

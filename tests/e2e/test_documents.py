@@ -137,7 +137,6 @@ NOT_RUN = {
     "accprobe online send dump --follow --tls certs --host golden-machine": "another machine; tests/online",
     "accprobe online serve": "waits for a sender; tests/online has both",
     "accprobe online serve --config config.json": "tests/support/seeds/online_lines.py runs it with its sender",
-    "accprobe online send DUMP --follow --config config.json": "the same",
     "accprobe compare gpu.h5 xpu.h5 result.csv": "test_seeds.py types the document's line",
     "accprobe gentest DUMP --cpu_init --blacklist --factory=load": "the same; this page's DUMP has labels alone",
     "accprobe compare gpu.csv xpu.csv result.csv": "test_seeds.py types the document's line",

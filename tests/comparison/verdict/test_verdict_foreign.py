@@ -39,7 +39,7 @@ def test_columns_status_and_verdict(dumps, tmp_path, name):
     data = json.loads((tmp_path / "compare.json").read_text())
     assert data["origins"][0]["module"] == DOWN  # the search for the culprit stays ours
     assert (data["verdict"], data["standard"]["name"]) == ("fail", name)
-    said = {(r["tap"], r["role"]): r for r in table(tmp_path / "own-rejudged") if r["step"] == "0"}
+    said = {(r["tap"], r["role"]): r for r in table(tmp_path) if r["step"] == "0"}
     assert said[DOWN, "output.0"]["status"] == "fail"
     assert said["model.layers.0.mlp.down_proj", "output.0"]["status"] == "pass"
 

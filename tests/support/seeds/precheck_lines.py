@@ -73,7 +73,8 @@ def _checked(folder: str, calls: int = 3) -> Callable[[Path, str], None]:
     def check(home: Path, said: str) -> None:
         result, details = _files(home / folder)
         assert [r["Forward Test Success"] for r in _rows(result)] == ["pass"] * calls
-        assert [r["Status"] for r in _rows(details)] == ["pass"] * calls
+        assert {r["Status"] for r in _rows(details)} == {"pass"}  # -api_info runs them backward, too
+        assert len(_rows(details)) >= calls
         assert alike(_rows(result)[0]) == alike(CHECKED)
         assert alike(_rows(details)[0]) == alike(CHECK_DETAILS)
 
@@ -110,7 +111,8 @@ def _second_stage(home: Path) -> None:
     result = _rows(next((home / "compared").glob("api_precision_compare_result_*.csv")))
     assert alike(result[0]) == alike(CHECKED)
     assert alike(details[0]) == alike(TWO_MACHINES)
-    assert [r["比对结果"] for r in details] == ["pass"] * 3
+    assert {r["比对结果"] for r in details} == {"pass"}
+    assert len(details) >= 3
     assert [r["Forward Test Success"] for r in result] == ["pass"] * 3
 
 
