@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -181,7 +182,8 @@ def test_all_reports_show_the_same_lines() -> None:
     from html import unescape
 
     for text in (sections.next_commands(result), notebook.repr_html(result)):
-        assert all(line in unescape(text) for line in lines)
+        plain = unescape(re.sub(r"<[^>]+>", "", text))  # the page marks the words of a line
+        assert all(line in plain for line in lines)
 
 
 def test_a_name_that_cannot_be_typed_is_not_offered() -> None:
