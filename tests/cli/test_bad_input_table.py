@@ -80,8 +80,7 @@ KINDS = ("full disk", "locked", "interrupted", "closed pipe", "latin-1", "ascii"
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from opcheck.opcheck_dumps import Maker
+    from opcheck.opcheck_dumps import one_call
 
     root = tmp_path_factory.mktemp("table")
     one: dict[str, Any] = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
@@ -101,13 +100,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.chmod(0)
     for name in ("plain", "plain2"):
         make(root / name)
-    maker = Maker(root / "calls")
-    maker.module("act", "SiluAndMul")
-    maker.request(0, 3)
-    maker.step(0, [(0, 0, 3)])
-    x = torch.linspace(-2, 2, 24).reshape(3, 8)
-    maker.call("act", "SiluAndMul", {"0": x}, torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
-    maker.close()
+    one_call(root / "calls")
     for name in ("1.csv", "2.csv"):
         (root / name).write_text(HEADER + "".join(ROW.format(call) for call in range(40)))
     for name in ("a.jsonl", "b.jsonl"):

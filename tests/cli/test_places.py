@@ -178,17 +178,10 @@ def test_no_command_writes_over_what_is_not_its_own(
 
 def _with_calls(tmp_path: Path) -> None:
     """golden: one call that opcheck can check."""
-    import torch
-    from opcheck.opcheck_dumps import Maker
+    from opcheck.opcheck_dumps import one_call
 
     shutil.rmtree(tmp_path / "golden")
-    maker = Maker(tmp_path / "golden")
-    maker.module("act", "SiluAndMul")
-    maker.request(0, 3)
-    maker.step(0, [(0, 0, 3)])
-    x = torch.linspace(-2, 2, 24).reshape(3, 8)
-    maker.call("act", "SiluAndMul", {"0": x}, torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
-    maker.close()
+    one_call(tmp_path / "golden")
 
 
 @pytest.mark.parametrize("command", [c for c in FILES if c not in ("opdiff", "labels")])

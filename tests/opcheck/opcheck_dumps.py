@@ -85,3 +85,14 @@ class Maker:
     def close(self) -> Path:
         self.writer.close("done", {})
         return self.root
+
+
+def one_call(root: Path) -> None:
+    """A dump of one right call, of three rows."""
+    maker = Maker(root)
+    maker.module("act", "SiluAndMul")
+    maker.request(0, 3)
+    maker.step(0, [(0, 0, 3)])
+    x = torch.linspace(-2, 2, 24).reshape(3, 8)
+    maker.call("act", "SiluAndMul", {"0": x}, torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
+    maker.close()

@@ -79,8 +79,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         digest = None if golden is None else passes.digest(golden)
         concurrency = of.concurrency or was["concurrency"]
         words = [one.word for one in arrivals]
-        asked = {"top": how["top"], "max_tokens": of.max_tokens, "arrive": words, "concurrency": concurrency}
-        begun = passes.begun(out, lines, asked, digest)
+        settings = {"top": how["top"], "max_tokens": of.max_tokens, "arrive": words, "concurrency": concurrency}
+        begun = passes.begun(out, lines, settings, digest)
         with ExitStack() as stack:
             if engine:
                 from vllm_accprobe.gate.served_run import served

@@ -122,7 +122,7 @@ def _named(package: Path) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8)
 def _parser_says(python: str, words: tuple[str, ...], environ: edits.Environ) -> str:
-    """The error of vLLM's own parser; "" where it has none, or cannot be asked."""
+    """The error of vLLM's own parser; "" where it has none, or cannot be run."""
     try:
         done = subprocess.run(
             [python, "-c", _PARSE, *words], env=dict(environ), stdin=subprocess.DEVNULL,

@@ -448,8 +448,8 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
 def _check_begun(side: str, lines: list[PromptLine], how: PathSettings) -> None:
     """Raises FolderError where the folder was begun with another command, other prompts or settings."""
     s = how.settings
-    asked = {"top": s.top, "max_tokens": s.max_tokens, "concurrency": s.concurrency}
-    about = passes.begun(how.out / BASE, lines, asked, None)
+    settings = {"top": s.top, "max_tokens": s.max_tokens, "concurrency": s.concurrency}
+    about = passes.begun(how.out / BASE, lines, settings, None)
     if about is not None and about.get("side") not in (None, digest(side)):
         raise replies.FolderError(f"{how.out} is of another command: name another --out")
 

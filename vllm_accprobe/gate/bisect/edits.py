@@ -301,8 +301,8 @@ Environ = tuple[tuple[str, str], ...]
 
 
 def neutral(environ: Mapping[str, str]) -> Environ:
-    """Neither the probe nor the working directory, which may have a folder named vllm, is anybody's business when an
-    interpreter is asked what it has."""
+    """Neither the probe nor the working directory, which may have a folder named vllm, may matter when an
+    interpreter lists what it has."""
     kept = {k: v for k, v in environ.items() if not k.startswith("VLLM_ACCPROBE")}
     return tuple(sorted((kept | {"PYTHONSAFEPATH": "1"}).items()))
 

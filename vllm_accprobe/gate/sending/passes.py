@@ -318,9 +318,9 @@ def begun(out: Path, lines: list[PromptLine], how: Mapping[str, Any], golden: st
     about = replies.begun(out)
     if about is None:
         return None
-    asked = {"count": len(lines), "sha256": prompts_file.digest(lines)}
+    prompts = {"count": len(lines), "sha256": prompts_file.digest(lines)}
     was, forced = about.get("settings", {}), (about.get("along") or {}).get("sha256")
-    other = "prompts" if about.get("prompts") != asked else ""
+    other = "prompts" if about.get("prompts") != prompts else ""
     for name, now in how.items():
         if name in was and _unscored(was[name]) != _unscored(now):
             other = other or "settings"
