@@ -193,7 +193,8 @@ def test_a_refusal_is_one_line_on_stderr(words: list[str], places: Path, capfd: 
 
 def test_children_write_elsewhere(tmp_path: Path) -> None:
     """A real process: what the command that is run prints is on stderr, the object alone on stdout."""
-    words = [sys.executable, "-m", "vllm_accprobe", "run", "--json", "--dir", str(tmp_path / "d"), "--", "echo", "mine"]
+    words = [sys.executable, "-m", "vllm_accprobe", "run", "--json", "--max-gb", "0.5", "--dir", str(tmp_path / "d")]
+    words += ["--", "echo", "mine"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ})
     assert json.loads(done.stdout)["exit_code"] == done.returncode == 3
     assert done.stderr.startswith("mine\n")

@@ -199,9 +199,9 @@ def launched(
             preflight.check(line, captured=True)
             command, added = preflight.prepared(line)
             notes += [added] if added else []
+        command_line(command, environ)  # a mistake says nothing of the disk
         for note in notes:
             say(note)
-        command_line(command, environ)
         if atb is not None:
             output.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
