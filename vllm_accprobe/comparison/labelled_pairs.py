@@ -74,7 +74,8 @@ def sides_of(dump: Dump, roots: Sequence[Path]) -> dict[SideKey, LabelSide]:
 
 def _stored(dump: Dump, r: Record) -> LabelSide:
     if r.payload is None:
-        why = "only statistics were kept of it (VLLM_ACCPROBE_TASK=stats, or the payload is lost)"
+        kept = "its payload is lost" if r.lost else "VLLM_ACCPROBE_TASK=stats"
+        why = f"only statistics were kept of it ({kept})"
         return LabelSide(f"{rank_dir(r.rank)}/{r.step}|{r.tap}|{r.role}|{r.call}", r.dtype, r.shape, dump, r, why)
     path = f"{rank_dir(r.rank)}/{segment_name(r.payload.seg)}:{r.step}|{r.tap}|{r.role}|{r.call}"
     return LabelSide(path, r.dtype, r.shape, dump, r)

@@ -364,7 +364,7 @@ class RankReader:
             if not lost[reason]:
                 first[reason] = r
             lost[reason] += 1
-            self.records[i] = replace(r, payload=None)
+            self.records[i] = replace(r, payload=None, lost=True)
         for reason, n in lost.items():
             text = f"rank {self.rank}: {_tensors(n)} lost the payload: {reason}"
             self.dump.problems.append(text)

@@ -377,7 +377,7 @@ class Record:
     hash: xxh3-128 of the stored bytes, 32 hex digits, or None (a fingerprint only).
     sample: parameters: hash of a fixed sample of elements, see capture/taps/params.py.
     mutated: the module changed this input in place (the payload is the value before).
-    payload: None in a ``stats`` dump or for a fingerprint.
+    payload: None in a ``stats`` dump, for a fingerprint, and where ``lost``: its file is not there, or damaged.
     stride, offset: of the tensor as the model had it, in elements, the offset from the beginning of its storage; None
     and 0 where it was contiguous. The payload has no gaps.
     """
@@ -401,6 +401,7 @@ class Record:
     mutated: bool = False
     stride: tuple[int, ...] | None = None
     offset: int = 0
+    lost: bool = False
 
     @property
     def name(self) -> str:

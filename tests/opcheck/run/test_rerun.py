@@ -125,6 +125,19 @@ def test_statistics_are_checked_with_drawn_inputs_and_say_so(tmp_path: Path) -> 
     assert first["Attention"][0].message.endswith("drawn: the keys and values that it looked back at were not captured")
 
 
+def test_lost_values_are_not_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged file is no stats dump: nothing is drawn in its place, and nothing checked is no PASS."""
+    root = build(tmp_path / "d")
+    (segment,) = root.rglob("seg-*.safetensors")
+    segment.write_bytes(b"\xff" * 8 + segment.read_bytes()[8:])
+    calls = Calls(open_dump(root), None)
+    found = [captured for rank, tap, _ in calls.taps() for captured in calls.of(rank, tap)]
+    assert found
+    assert not any(map(synthetic_inputs.possible, found))
+    assert main(["opcheck", str(root), "--out", str(tmp_path / "out")]) == 3
+    assert "nothing could be checked: its values are lost: their file is" in capsys.readouterr().err
+
+
 def test_a_wrong_kernel_of_this_machine_shows_on_drawn_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = statistics_only(tmp_path / "d")
     right = linear.linear_kernel

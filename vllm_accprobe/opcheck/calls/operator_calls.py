@@ -67,6 +67,7 @@ class NotKept(Exception):
 
 
 STATISTICS = "only statistics were captured"
+LOST = "its values are lost: their file is not there, or damaged"
 FINGERPRINT = "a parameter, kept as a fingerprint"
 """How an argument's reason ends (capture/ops) that is a parameter of which no payload was kept."""
 
@@ -167,6 +168,8 @@ class _Maker:
                 return self.shared.share(lies, lambda: self.read(record).reshape(shape))
             found = self.read(record).reshape(shape)
             return self.numbers[role](found) if role in self.numbers else found
+        if record is not None and record.lost:
+            raise NotKept(f"argument {role}: {LOST}")
         shape, dtype = tuple(t.get("shape", ())), getattr(torch, str(t["dtype"]), None)
         if (t.get("fresh") or 0 in shape) and isinstance(dtype, torch.dtype) and math.prod(shape) <= _MOST:
             return torch.zeros(shape, dtype=dtype)

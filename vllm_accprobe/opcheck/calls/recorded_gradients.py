@@ -20,7 +20,7 @@ import torch
 
 from vllm_accprobe.dump.schema import OpCall
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.calls.operator_calls import NotKept
+from vllm_accprobe.opcheck.calls.operator_calls import LOST, NotKept
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.floors.output_rows import matrix, numbers
@@ -97,6 +97,8 @@ class RecordedGradients:
         op = self.calls.forward_operator(c.records)
         if op is None:
             raise _Lacking("its forward call was not captured")
+        if any(r.lost for r in c.records.values()):
+            raise _Lacking(LOST)
         drawn = any(r.payload is None for r in c.records.values())
         generator = torch.Generator().manual_seed(self.seed)
         call = self._forward(op, generator)

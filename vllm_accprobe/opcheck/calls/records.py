@@ -36,7 +36,7 @@ from vllm_accprobe.judge.statistic import RATE, Budget
 from vllm_accprobe.opcheck.calls import grid
 from vllm_accprobe.opcheck.calls.module_index import ModuleIndex, to_torch
 from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours, Past
-from vllm_accprobe.opcheck.calls.operator_calls import STATISTICS, NotKept, op_call
+from vllm_accprobe.opcheck.calls.operator_calls import LOST, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.compat.ait import globs_of
 from vllm_accprobe.opcheck.reference import BACKWARD, ROUNDED, UNROUNDED, Call, Params
 from vllm_accprobe.opcheck.references.norms import EPSILONS, NormParts, configured, is_norm, parts_of
@@ -377,7 +377,7 @@ class Calls(ModuleIndex):
                 yield without(crashed[step, n], crash=True)
                 continue
             if any(r.payload is None for r in records.values()):
-                yield without(STATISTICS)
+                yield without(LOST if any(r.lost for r in records.values()) else STATISTICS)
                 continue
             if isinstance(self.dump, AtbDump) and not cls.endswith(OPERATION):
                 yield without(GRAPH if (rank, tap) in self.children else f"no reference for {cls}")

@@ -18,7 +18,7 @@ import torch
 
 from vllm_accprobe.dump.schema import REPLICATED, Record
 from vllm_accprobe.opcheck.calls.case import closed
-from vllm_accprobe.opcheck.calls.operator_calls import FINGERPRINT, STATISTICS, NotKept, op_call
+from vllm_accprobe.opcheck.calls.operator_calls import FINGERPRINT, LOST, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.calls.random_inputs import WEAKER, DrawnMoments, draw
 from vllm_accprobe.opcheck.calls.records import Calls, Captured
 from vllm_accprobe.opcheck.reference import Call, Declined
@@ -43,7 +43,7 @@ def _whole(tensor: Any) -> bool:
 def possible(captured: Captured) -> bool:
     """Whether only the tensors of this call are missing: all of them."""
     if captured.missing.endswith(FINGERPRINT):
-        return all(r.payload is None for r in captured.records.values())
+        return all(r.payload is None and not r.lost for r in captured.records.values())
     return captured.missing == STATISTICS
 
 
@@ -109,6 +109,8 @@ def drawn_call(calls: Calls, captured: Captured, generator: Any) -> Call:
     def read(record: Record) -> Any:
         if record.payload is not None:
             return calls.read(record)
+        if record.lost:
+            raise NotKept(LOST)
         if record.role.startswith(("output.", "inplace.")):
             return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
         return drawn_tensor(record, generator)
