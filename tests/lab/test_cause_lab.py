@@ -120,6 +120,8 @@ def test_one_of_several_clauses_is_enough_and_its_own_number_counts() -> None:
 CASE = next(one for one in PLANTED if _cause(one) and one.half == TUNED)
 SECRET = next(one for one in CASES if one.half == HELD_OUT)
 NO_FAMILY = next(one for one in CASES if one.family == NONE and one.half == TUNED)
+TURNED = next(one for one in PLANTED if one.case.faults[0]["param"] == "key as it was")
+TURNS, OWN_TURN = TURNED.case.expected[0], _cause(TURNED)
 HERE, FAR = CASE.case.expected[0], "model.elsewhere"
 OWN, OTHER = _cause(CASE), {"family": SETTING, "text": "mine's output is what this Operator gives for no reason"}
 
@@ -132,6 +134,10 @@ OWN, OTHER = _cause(CASE), {"family": SETTING, "text": "mine's output is what th
         (CASE, [(HERE, OTHER)], WRONG),
         (CASE, [(HERE, OWN), (FAR, OTHER)], WRONG),
         (CASE, [(FAR, OTHER)], WRONG),
+        (CASE, [(HERE, OWN), (FAR, OWN)], WRONG),
+        (TURNED, [(TURNS, OWN_TURN), (TURNS.replace(".0.", ".1."), OWN_TURN)], RIGHT),
+        (TURNED, [(TURNS, OWN_TURN), (TURNS.replace(".0.", ".1."), OTHER)], WRONG),
+        (TURNED, [(TURNS, OWN_TURN), (FAR, OWN_TURN)], WRONG),
         (CASE, [(HERE, None)], SILENT),
         (CASE, [(FAR, None)], NOT_FOUND),
         (CASE, [], NOT_FOUND),
