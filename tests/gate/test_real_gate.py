@@ -1,5 +1,5 @@
-"""``accprobe gate`` of a running `vllm serve` and a command: one with a planted fault, up to its condition, and one with
-another chat template, up to the first token that differs."""
+"""``accprobe gate`` of a running `vllm serve` and a command, from two servers to the first finding: a planted fault's
+condition, or, with another chat template, the first token that differs."""
 
 from __future__ import annotations
 

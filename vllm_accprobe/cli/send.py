@@ -21,8 +21,8 @@ class SendOptions:
     """What is sent, to whom, and where the answers go."""
 
     out: Path = options.out("a folder; one begun is continued")
-    prompts: str = argument("[PROMPTS]", "A jsonl, a ShareGPT json, a text with a prompt on each line, or default.",
-                            "default")  # fmt: skip
+    prompts: str = argument("[PROMPTS]", "A jsonl (with vLLM's parameters; an OpenAI batch too), a ShareGPT json, a "
+                            "text with a prompt on each line, or default.", "default")  # fmt: skip
     url: str = option("--url", "", "The server, for example http://localhost:8000.", metavar="URL")
     engine: str = option("--engine", "", "Or a command that serves: started, and ended.", metavar="CMD")
     along: Path | None = option("--teacher-force", None, "Golden's folder: its token ids are sent, and forced as "
@@ -36,7 +36,7 @@ class SendOptions:
 
 
 def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
-    """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
+    """Send the same prompts to a server, greedily by default, and keep token ids and log-probabilities.
 
     Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own
     batching changes. Where the server can be forced, the second pass gets the tokens of the first one as answers; with

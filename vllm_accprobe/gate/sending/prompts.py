@@ -97,6 +97,8 @@ SAMPLING = frozenset((
 """Parameters that vLLM's SamplingParams has: they go to every route."""
 REQUEST = frozenset(("response_format", "priority", "cache_salt", "vllm_xargs", "add_special_tokens"))
 """Those of a request to either of OpenAI's routes."""
+GRAMMAR = frozenset(("structured_outputs", "response_format"))
+"""Those that forbid tokens before a server takes log-probabilities [vLLM: v1/worker/gpu_model_runner.py]."""
 RENDERING = frozenset((
     "tools", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "media_io_kwargs",

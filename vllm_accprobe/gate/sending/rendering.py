@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,7 @@ def asked(line: PromptLine, model: str) -> dict[str, Any]:
 
 def _answers(sender: Sender, line: PromptLine) -> bool:
     """Whether it answers a chat that its /tokenize refuses: another kind of server."""
-    route, body = sender.body(line)
-    return sender.exchange("POST", route, body | {"max_tokens": 1})[0] == 200
+    return sender.exchange("POST", *sender.body(replace(line, max_tokens=1, parameters=line.only(RENDERING))))[0] == 200
 
 
 def _read(path: Path) -> dict[str, Rendered]:
