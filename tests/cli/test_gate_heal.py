@@ -43,7 +43,7 @@ class Servers:
         outcome.write(Path(words["VLLM_ACCPROBE_DIR"].strip("'")))
         self.left = [m for m in self.left if m == self.unhealable or not covered(m, globs)]
         return SimpleNamespace(golden=1, mine=2, gate=SimpleNamespace(
-            verdict=self.verdict if self.left else "pass", worst=(1,)))  # fmt: skip
+            numbers=self.verdict if self.left else "pass", worst=(1,)))  # fmt: skip
 
     def localize(self, failed: gate_run.FailedGate, out: Path, *rest: Any) -> Any:
         assert failed.commands[1].text.startswith("VLLM_ACCPROBE_HEAL=")
@@ -54,7 +54,7 @@ class Servers:
 def run(servers: Servers, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
     monkeypatch.setattr(gate_run, "compare", servers.compare)
     monkeypatch.setattr(gate_run, "localize", servers.localize)
-    monkeypatch.setattr(gate_heal.servers, "headline", lambda gate: f"gate: {gate.verdict}")
+    monkeypatch.setattr(gate_heal.servers, "headline", lambda gate: f"gate: {gate.numbers}")
     opened: Any = SimpleNamespace(golden=SimpleNamespace(path=Path("golden-folder")),
                                   floors=[SimpleNamespace(path=Path("floor-folder"))])  # fmt: skip
     said: list[str] = []

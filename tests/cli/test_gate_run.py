@@ -179,6 +179,74 @@ def test_another_vocabulary_is_exit_code_3(served: Path, capsys: Any) -> None:
     assert "mine: the server makes other token ids of 6 of 6 prompts than golden's did" in err
 
 
+SAME = "PASS: the same numbers in every compared token (10 prompts)"
+
+
+def chats(n: int, content: str = SECRET) -> None:
+    lines = [{"id": f"q{i}", "messages": [{"role": "user", "content": content * (i + 1)}], "max_tokens": 6}
+             for i in range(n)]  # fmt: skip
+    Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "first", "then"),
+    [
+        ("-x", 0, SAME, ""),
+        ("--template=old", 1, "FAIL: prompt q0: golden renders 8 tokens, mine 9: they differ first at position 7: "
+         "golden 271 ('\\n\\n'), mine 198 ('\\n'): tokenizer, the text is the same",
+         "with golden's token ids for both: " + SAME),
+        ("--template=none", 1, "FAIL: prompt q0: golden renders 8 tokens, mine 0: mine refuses its messages (HTTP 400: "
+         "no chat template)", "with golden's token ids for both: " + SAME),
+        ("--template=old --fault=0.1", 1, "FAIL: prompt q0: golden renders 8 tokens, mine 9: they differ first",
+         "with golden's token ids for both: FAIL: further away"),
+        ("--template=gone", 0, SAME, ""),
+    ],
+)  # fmt: skip
+def test_both_servers_render_chats(
+    options: str, code: int, first: str, then: str, served: Path, capsys: Any
+) -> None:
+    """Other token ids are the first finding; the numbers are compared along golden's, and come after it."""
+    chats(10)
+    words = ("vllm serve M", f"vllm serve M {options}", "--localize")
+    got, out, err = gate_out(capsys, *words) if "fault" not in options else gate_out(capsys, *words[:2])
+    lines = out.splitlines()
+    assert (got, lines[0][: len(first)]) == (code, first), out + err
+    said = json.loads(Path("out/gate.json").read_text())
+    rendering = said["rendering"]
+    assert (said["verdict"], said["numbers"]) == ("fail" if code else "pass", "fail" if "fault" in options else "pass")
+    gone = "gone" in options
+    assert (rendering["prompts"], rendering["compared"]) == (10, 0 if gone else 10)
+    assert ("mine: http://127.0.0.1" in err, any("10 of 10 chats were not" in n for n in said["notes"])) == (gone, gone)
+    assert len(rendering["different"]) == 10 * code
+    if code:
+        assert lines[1] == "10 of 10 chats differ: also q1, q2, q3, q4, q5, more"
+        assert lines[2].startswith(then)
+        assert ("dig: no number is further away" in out) == ("fault" not in options)
+        assert rendering["different"][0]["golden"] == {
+            "tokens": 8, "id": None if "none" in options else 271, "text": None if "none" in options else "\n\n"
+        }  # fmt: skip
+    golden, mine = (replies.read(Path("out", side)) for side in ("golden", "mine"))
+    assert all(r.prompt_token_ids == golden.passes[0][n].prompt_token_ids for n, r in mine.passes[0].items())
+
+
+def test_two_folders_of_other_token_ids_name_the_first(served: Path, capsys: Any) -> None:
+    """They were sent alone, so nothing else can be compared."""
+    chats(3)
+    for side, words in (("a", "vllm serve M"), ("b", "vllm serve M --template=old")):
+        assert main(["send", "prompts.jsonl", "--engine", words, "--out", side, "--no-score"]) == 0
+    capsys.readouterr()
+    assert main(["gate", "a", "b"]) == 3
+    assert "accprobe: prompt q0: golden renders 8 tokens, mine 9: they differ first" in capsys.readouterr().err
+
+
+def test_parameters_are_refused_before_anything_starts(served: Path, capsys: Any) -> None:
+    Path("prompts.jsonl").write_text('{"prompt": "x", "stream": true}\n')
+    code, _, err = gate_out(capsys, "vllm serve M", "vllm serve M -x")
+    assert (code, err) == (2, "accprobe: golden: prompts.jsonl, line 1: stream does not go with a comparison: answers "
+                              "are read whole\n")  # fmt: skip
+    assert starts("golden") == 0
+
+
 def test_a_server_needs_a_place(served: Path, capsys: Any) -> None:
     assert main(["gate", "vllm serve M", "vllm serve M -x"]) == 2
     assert "--out DIR" in capsys.readouterr().err

@@ -42,6 +42,8 @@ class FakePaths:
             return 200, b""
         if path != "/v1/completions":
             return 404, b""
+        if body.get("min_tokens", 0) > body["max_tokens"]:
+            return 400, b""  # as vLLM does
         with self.lock:
             self.busy, self.asked = self.busy + 1, self.asked + 1
             turn = self.asked

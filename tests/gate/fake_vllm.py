@@ -1,7 +1,8 @@
 """A `vllm serve` that starts at once: numbers that depend on dtype and fault, tokens that can be forced.
 
 Put into a folder on PATH as `vllm` (`installed`). Options: --dtype (float8 is refused), --fault SIZE, --dies-after N
-(answers, then the process ends without a word), --other-ids (it makes other token ids of a text).
+(answers, then the process ends without a word), --other-ids (it makes other token ids of a text), --template NAME (old:
+a chat's messages are rendered in another way; none: they are refused; gone: there is no /tokenize).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
 
     words = sys.argv[1:]
     dtype, fault = option(words, "--dtype", "bfloat16"), float(option(words, "--fault", "0"))
-    dies = int(option(words, "--dies-after", "0"))
+    dies, template = int(option(words, "--dies-after", "0")), option(words, "--template", "")
     if dtype not in ROUNDING:
         sys.exit("no such dtype")
     answered = [0]
@@ -46,8 +47,15 @@ def main() -> None:
     def answer(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if path in ("/health", "/version"):
             return 200, b"{}"
+        if "messages" in body and template == "none":
+            return 400, json.dumps({"error": {"message": "no chat template"}}).encode()
+        if path == "/tokenize" and "messages" in body:
+            return (404, b"") if template == "gone" else (200, json.dumps(rendered(body, template)).encode())
         if path == "/tokenize":
             return 200, json.dumps({"tokens": ids_of(body["prompt"], "--other-ids" in words)}).encode()
+        if path == "/v1/chat/completions":
+            body["prompt"] = rendered(body, template)["tokens"]
+            return 200, json.dumps(as_chat(completion(body, dtype, fault))).encode()
         if path != "/v1/completions" or body.get("prompt_logprobs"):
             return 404, b""
         answered[0] += 1
@@ -69,6 +77,26 @@ def option(words: list[str], name: str, default: str) -> str:
 def ids_of(prompt: str | list[int], other: bool = False) -> list[int]:
     """Of a text one for each letter, all the same."""
     return list(prompt) if isinstance(prompt, list) else [8 if other else 7] * len(prompt)
+
+
+def rendered(body: dict[str, Any], template: str) -> dict[str, Any]:
+    """An answer of /tokenize: a token for each letter of the messages; one between them, and of the old template two.
+    What the template's own arguments name comes last."""
+    end = ["\u010a", "\u010a"] if template == "old" else ["\u010a\u010a"]
+    pieces = [piece for m in body["messages"] for piece in [*m["content"], *end]]
+    pieces += (body.get("chat_template_kwargs") or {}).get("end", [])
+    return {"tokens": [198 if p == "\u010a" else 271 if len(p) > 1 else ord(p) for p in pieces], "token_strs": pieces}
+
+
+def as_chat(answer: dict[str, Any]) -> dict[str, Any]:
+    """A completion's answer as one of a chat."""
+    choice = answer["choices"][0]
+    old = choice["logprobs"]
+    content = [
+        {"token": "", "logprob": x, "top_logprobs": [{"token": t, "logprob": v} for t, v in top.items()]}
+        for x, top in zip(old["token_logprobs"], old["top_logprobs"], strict=True)
+    ]
+    return {"choices": [choice | {"logprobs": {"content": content}}], "prompt_token_ids": choice["prompt_token_ids"]}
 
 
 def completion(body: dict[str, Any], dtype: str, fault: float) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Healing:
         for line in outcome.lines(outcomes):
             self.say(f"  {safe(line, 400)}")
         self.say(f"  {servers.headline(again.gate)}")
-        verdict = again.gate.verdict
+        verdict = again.gate.numbers
         if not any(n for one in outcomes for n in one.healed.values()):
             return HealRound(healed, verdict, "", f"heal: {', '.join(map(safe, healed))} cannot be healed, see above")
         causes = f"{len(healed)} cause{'s' * (len(healed) > 1)}"

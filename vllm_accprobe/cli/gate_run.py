@@ -82,8 +82,10 @@ def run(
     if not as_json:
         for line in servers.gap_lines(result, opened.names):
             typer.echo(line)
-    if localize_gb is not None and result.verdict == "fail":
-        tell = to_stderr if as_json else typer.echo
+    tell = to_stderr if as_json else typer.echo
+    if localize_gb is not None and result.verdict == "fail" and result.numbers != "fail":
+        tell("dig: no number is further away than it may be with golden's token ids; there is nothing to capture")
+    if localize_gb is not None and result.numbers == "fail":
         failed = FailedGate(opened.golden, opened.mine, result.worst, (sides.side(golden), sides.side(mine)))
         found = localize(failed, out, sending, localize_gb, tell)
         fields |= {} if found is None else {"dig": found.to_json()}

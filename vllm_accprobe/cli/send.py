@@ -21,8 +21,8 @@ class SendOptions:
     """What is sent, to whom, and where the answers go."""
 
     out: Path = options.out("a folder; one begun is continued")
-    prompts: str = argument("[PROMPTS]", "A jsonl, a ShareGPT json, a text with a prompt on each line, or default.",
-                            "default")  # fmt: skip
+    prompts: str = argument("[PROMPTS]", "A jsonl (with vLLM's parameters; an OpenAI batch too), a ShareGPT json, a "
+                            "text with a prompt on each line, or default.", "default")  # fmt: skip
     url: str = option("--url", "", "The server, for example http://localhost:8000.", metavar="URL")
     engine: str = option("--engine", "", "Or a command that serves: started, and ended.", metavar="CMD")
     along: Path | None = option("--teacher-force", None, "Golden's folder: its token ids are sent, and forced as "
@@ -36,7 +36,7 @@ class SendOptions:
 
 
 def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
-    """Send the same prompts to a server, greedily, and keep token ids and log-probabilities.
+    """Send the same prompts to a server, greedily by default, and keep token ids and log-probabilities.
 
     Sends them once for each --arrive: one by one and then all at once, so that the folder knows what the server's own
     batching changes. Where the server can be forced, the second pass gets the tokens of the first one as answers; with
@@ -44,7 +44,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     VLLM_API_KEY. Exit code 0: done, 2: bad usage, or the server does not answer, 3: no prompt was answered, or the
     server has another vocabulary than golden's.
     """
-    from vllm_accprobe.gate.sending import passes, replies
+    from vllm_accprobe.gate.sending import passes, rendering, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
     from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
     from vllm_accprobe.report.text import count
@@ -95,7 +95,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
             total = len(lines) * (len(arrivals) + plan.score)
             tell = stack.enter_context(progress("send", total, steps=True, pace=of.say()))
             made = passes.made_by(what.prompts if along is None else along.name)
-            done = passes.send(sender, server, lines, arrivals, concurrency, out, made, tell, plan)
+            chats = rendering.chats(lines) if golden is None else rendering.sent_chats(golden.path)
+            done = passes.send(sender, server, lines, arrivals, concurrency, out, made, tell, plan, chats=chats)
     except OtherIds as e:
         raise NothingThere(str(e)) from None
     except NotServed as e:
@@ -110,6 +111,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     answer(prompts=done.of, answered=done.answered, refused=done.refused, sent=done.sent, reasons=done.reasons)
     if golden is not None and plan.how is not None:
         typer.echo(f"forced along {along}: {passes.describe(plan, golden, len(lines))}")
+    if done.unrendered:
+        typer.echo(f"note: {done.unrendered}: token ids of chats are those that were computed")
     if done.refused:
         typer.echo(f"refused: {passes.refusals(done.reasons)}")
     say_written(out)

@@ -30,7 +30,7 @@ from vllm_accprobe.gate.measure.token_gaps import gaps
 from vllm_accprobe.gate.sending import client, passes, replies
 from vllm_accprobe.gate.sending.client import Reply, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
-from vllm_accprobe.gate.sending.prompts import PromptLine
+from vllm_accprobe.gate.sending.prompts import GRAMMAR, RENDERING, PromptLine
 from vllm_accprobe.gate.served_run import served
 from vllm_accprobe.gate.sides import COMMAND, SendSettings, ServerSide
 from vllm_accprobe.judge import distributions
@@ -169,7 +169,7 @@ class SaltedSender(Sender):
         """What fills the cache for ``line``, whose token ids are known."""
         if not self.own.before:
             return []
-        free = replace(line, along=None, max_tokens=1)
+        free = replace(line, along=None, max_tokens=1, parameters=line.only(RENDERING))
         if self.own.before == "same":
             return [free]
         ids = line.token_ids or ()
@@ -512,6 +512,8 @@ def _lines(lines: list[PromptLine], base: Replies, path: OwnPath, way: str | Non
     for line in lines:
         forced = passes.along(line, base.get(line.name))
         if forced is None or (forced.token_ids is None and (path.scored or path.before == "pieces")):
+            continue
+        if path.scored and line.only(GRAMMAR):  # which a server that reads its tokens does not apply
             continue
         if path.before == "pieces" and not pieces(len(forced.token_ids or ())):
             continue

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from vllm_accprobe.gate import preflight
 from vllm_accprobe.gate.bisect.edits import Edit, ServeCommand
-from vllm_accprobe.gate.sending import passes, replies
+from vllm_accprobe.gate.sending import passes, rendering, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
 from vllm_accprobe.gate.sending.passes import parse
@@ -252,7 +252,10 @@ def _sent(
     concurrency = int(settings.get("concurrency", sending.concurrency))
     with progress(what, len(lines) * (len(arrivals) + plan.score)) as tell:
         made = passes.made_by(sending.prompts) | {"side": of.digest}
-        done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan)
+        chats = rendering.chats(lines) if golden is None else rendering.sent_chats(golden.path)
+        done = passes.send(sender, about, lines, arrivals, concurrency, out, made, tell, plan, chats=chats)
+    if done.unrendered:
+        sending.say(f"{what}: {done.unrendered}")
     if not done.answered:
         raise NotComparable(f"{what}: no prompt was answered: {passes.refusals(done.reasons)} ({out})")
     if done.refused:

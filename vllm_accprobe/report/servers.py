@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.gate.evaluations import LEVEL, NO_NUMBER, POWER, label
 from vllm_accprobe.gate.localize import Localized, LocalizePlan
+from vllm_accprobe.gate.sending.rendering import to_json
 from vllm_accprobe.report import facts
 from vllm_accprobe.report.table import cell
 from vllm_accprobe.report.text import count, more, num, safe
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_accprobe.gate.evaluations import Contrast, Evaluation, Side
     from vllm_accprobe.gate.measure.gating import Gate
     from vllm_accprobe.gate.self_check import PathFinding, SelfGate
+    from vllm_accprobe.gate.sending.rendering import Rendering
     from vllm_accprobe.gate.trainer import Ratios, Span
 
 
@@ -47,12 +49,14 @@ NO_FLOOR = (
 def gap_lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
     """The verdict, its condition, the floors, the table of conditions, the flips, and what was not compared. floors:
     their names."""
-    out = [headline(gate)]
+    chats = gate.rendering
+    out = _rendered(chats) if chats is not None else []
+    out.append(f"{ALONG if out else ''}{headline(gate)}")
     if said := shown(gate):
         out.append(said)
     if gate.condition is not None and gate.condition.also:
         out.append("or, explaining it as well: " + "; ".join(c.sentence for c in gate.condition.also))
-    if gate.verdict is not None and not gate.floors and (gate.verdict == "fail" or gate.cells[0].worst):
+    if gate.numbers is not None and not gate.floors and (gate.numbers == "fail" or gate.cells[0].worst):
         out.append(NO_FLOOR)
     if gate.differs is not None:
         every = "; or ".join(c.sentence for c in (gate.differs, *gate.differs.also))
@@ -68,6 +72,22 @@ def gap_lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
     return [*out, *_aligned([_HEADER, *map(_row, gate.cells)]), *_flips(gate), *_left_out(gate)]
 
 
+ALONG = "with golden's token ids for both: "
+"""What is in front of the numbers' verdict where mine renders other ones."""
+
+
+def _rendered(chats: Rendering) -> list[str]:
+    """The first finding, and which other prompts have one."""
+    if not chats.different:
+        return []
+    first, *others = chats.different
+    out = [f"FAIL: {safe(first.sentence, 600)}"]
+    if others:
+        named = [safe(gap.name) for gap in others[:MAX_WORST]] + ["more"] * (len(others) > MAX_WORST)
+        out.append(f"{len(chats.different):,} of {count(chats.compared, 'chat')} differ: also {', '.join(named)}")
+    return out
+
+
 def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Lines of a table whose first ``left`` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -77,16 +97,16 @@ def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def headline(gate: Gate) -> str:
-    """``FAIL: further away than ..., only decode (24 prompts, p = 0.0001, 6.1 times the floor)``."""
-    if gate.verdict is None and gate.p is not None:
+    """Of the numbers: ``FAIL: further away than ..., only decode (24 prompts, p = 0.0001, 6.1 times the floor)``."""
+    if gate.numbers is None and gate.p is not None:
         return f"UNDECIDED: no difference is seen (p = {num(gate.p, 2)}), but {gate.why}"
-    if gate.verdict is None:
+    if gate.numbers is None:
         return f"no verdict: {gate.why}"
-    if gate.verdict == "pass" and gate.cells[0].worst == 0:
+    if gate.numbers == "pass" and gate.cells[0].worst == 0:
         return f"PASS: the same numbers in every compared token ({count(gate.prompts, 'prompt')})"
     size = "" if gate.times is None else f", {num(gate.times)} times the floor"
     against = "servers known to be right are from one another" if gate.floors else "golden is from itself in batches"
-    if gate.verdict == "fail":
+    if gate.numbers == "fail":
         said = f"FAIL: further away than {against}"
         said += f", {gate.condition.sentence}" if gate.condition else ""
     else:
@@ -98,7 +118,7 @@ def headline(gate: Gate) -> str:
 
 def shown(gate: Gate) -> str | None:
     """``these 24 prompts would have shown 1.7 times the floor in all tokens, 2.2 in prefill``: what a pass excludes."""
-    if gate.verdict != "pass" or gate.power is None:
+    if gate.numbers != "pass" or gate.power is None:
         return None
     sizes = [f"{num(one.times, 2)} times the floor in {one.condition}" if one.times else
              f"any difference in {one.condition}" for one in gate.power.shown]  # fmt: skip
@@ -156,7 +176,8 @@ def gap_json(gate: Gate, floors: Sequence[str] = ()) -> dict[str, Any]:
         "cells": [{k: _finite(v) for k, v in asdict(c).items()} for c in gate.cells],
         "worst": [{k: _finite(v) for k, v in asdict(w).items()} for w in gate.worst],
         "flipped": dict(flips), "after_flips": gate.across.after, "left_out": dict(gate.across.skipped),
-        "notes": list(gate.notes),
+        "notes": list(gate.notes), "numbers": gate.numbers,
+        "rendering": None if gate.rendering is None else to_json(gate.rendering),
     }  # fmt: skip
 
 

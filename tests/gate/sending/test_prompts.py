@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 from vllm_accprobe.gate.sending import prompts
 from vllm_accprobe.gate.sending.prompts import PromptLine, PromptsError, read
+
+CHAT = [{"role": "user", "content": "hello"}]
 
 
 def given(tmp_path: Path, name: str, *lines: object) -> str:
@@ -31,6 +35,47 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [line.text for line in lines[4:]] == ["x", "bare"]
     (tmp_path / "again.jsonl").write_text(prompts.to_text(lines))
     assert read(str(tmp_path / "again.jsonl")) == lines  # what is kept is what is read
+
+
+def test_parameters_are_kept_and_what_asks_for_nothing_is_not(tmp_path: Path) -> None:
+    """OpenAI's batches too; data sets' own fields are none."""
+    how = {"temperature": 0, "repetition_penalty": 1.1, "chat_template_kwargs": {"enable_thinking": False}}
+    nothing = {"stream": False, "n": 1, "model": "gpt", "logprobs": True, "metadata": {"answer": "7"}, "seed": None}
+    body = {"messages": CHAT, "max_completion_tokens": 4, **how, **nothing}
+    batch = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    turns = {"conversations": [{"from": "human", "value": "hello"}], "category": 3}
+    path = given(tmp_path, "p.jsonl", body, batch, {"prompt": "x", "top_k": 5}, turns)
+    lines = read(path)
+    assert lines[0] == PromptLine("p0000", messages=tuple(CHAT), max_tokens=4, parameters=how)
+    assert (lines[1].name, lines[1].parameters, lines[1].max_tokens) == ("b", how, 4)
+    assert [line.parameters for line in lines[2:]] == [{"top_k": 5}, {}]
+    (tmp_path / "again.jsonl").write_text(prompts.to_text(lines))
+    assert read(str(tmp_path / "again.jsonl")) == lines
+
+
+def test_the_tables_name_what_the_installed_vllm_takes() -> None:
+    """And nothing else; fields are read from the source, which costs no import of torch."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed here")
+    openai = Path(spec.origin).parent / "entrypoints" / "openai"
+    fields = {
+        route: fields_of(openai / route / "protocol.py", f"{name}Request")
+        for route, name in (("chat_completion", "ChatCompletion"), ("completion", "Completion"))
+    }
+    ours = {"messages", "prompt", "max_tokens", "max_completion_tokens", "stop"}
+    ours |= prompts.IGNORED | prompts.NEUTRAL.keys()
+    sent = prompts.SAMPLING | prompts.REQUEST
+    assert fields["completion"] - ours - sent == set()
+    assert fields["chat_completion"] - ours - sent - prompts.CHAT == set()
+    assert sent <= fields["completion"]
+    assert sent | prompts.CHAT <= fields["chat_completion"]
+
+
+def fields_of(path: Path, name: str) -> set[str]:
+    (found,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            and not n.target.id.startswith("_")}  # fmt: skip
 
 
 def test_sharegpt_up_to_the_last_question(tmp_path: Path) -> None:
@@ -85,6 +130,17 @@ def test_the_shipped_set() -> None:
         ([{"prompt": "x", "stop": [1]}], "stop"),
         ([{"prompt": "x", "images": ["nowhere.png"]}], "nowhere.png"),
         ([{"conversations": [{"from": "human"}]}], "conversations"),
+        ([{"prompt": "a"}, {"prompt": "x", "repetition_penality": 1.1}],
+         r"p.jsonl, line 2: repetition_penality is no parameter of vLLM's \(repetition_penalty\?\): leave it out"),
+        ([{"messages": CHAT, "answer": "7"}], "line 1: answer is no parameter of vLLM's"),
+        ([{"prompt": "x", "chat_template_kwargs": {}}], "chat_template_kwargs is a parameter of chats"),
+        ([{"messages": CHAT, "chat_template_kwargs": []}], "chat_template_kwargs is an object"),
+        ([{"prompt": "x", "min_tokens": "2"}], "min_tokens is a number"),
+        ([{"prompt": "x", "stream": True}], "stream does not go with a comparison: answers are read whole"),
+        ([{"prompt": "x", "n": 2}], "n does not go with a comparison"),
+        ([{"prompt": "x", "truncate_prompt_tokens": 4}], "shorten it"),
+        ([{"custom_id": "a", "url": "/v1/embeddings", "body": {"prompt": "x"}}], "url is none of /v1/chat/completions"),
+        ([{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "top": 1}}], "line 1: top is no param"),
         (["[" * 100_000], "is no json"),
         ([""], "has no prompts"),
     ],

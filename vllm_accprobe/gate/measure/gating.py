@@ -22,7 +22,9 @@ from vllm_accprobe.gate.measure import conditions
 from vllm_accprobe.gate.measure.conditions import LEAST, GateCondition, Sizes
 from vllm_accprobe.gate.measure.conditions import RATE as RATE
 from vllm_accprobe.gate.measure.token_gaps import Features, Gaps, Steps, Table, TokenGap, build, pairs
+from vllm_accprobe.gate.sending import rendering
 from vllm_accprobe.gate.sending import replies as steps_log
+from vllm_accprobe.gate.sending.rendering import Rendering
 from vllm_accprobe.gate.sending.replies import Sent
 
 ENOUGH = 4.0
@@ -202,7 +204,8 @@ class Gate:
     tokens that have the condition;
     condition: of a fail; differs: of what is beyond golden's batching, where rounding may explain it; floors: each
     one's distance from golden; nearest: to which right server mine is nearest, 0 for golden. power: of what is no fail,
-    the smallest distance that these prompts could have shown, None where nobody worked it out."""
+    the smallest distance that these prompts could have shown, None where nobody worked it out. rendering: the chats'
+    token ids on both sides, None without chats."""
 
     across: Gaps
     golden_self: Gaps
@@ -222,9 +225,15 @@ class Gate:
     forced: str | None
     notes: tuple[str, ...]
     power: Power | None = None
+    rendering: Rendering | None = None
 
     @property
     def verdict(self) -> str | None:
+        """Of all: other token ids of a chat are a fail, whatever the numbers are."""
+        return "fail" if self.rendering is not None and self.rendering.different else self.numbers
+
+    @property
+    def numbers(self) -> str | None:
         """None without a floor, and where these prompts could not have shown a difference that is worth a name."""
         if self.p is None:
             return None
@@ -239,14 +248,16 @@ def compare(
 ) -> Gate:  # fmt: skip
     """floors: servers known to be right, forced along the same tokens. steps: of mine's engine, mine's folder's own
     where not given. power: work out what the prompts of a pass could have shown. Raises GateError where no prompt is on
-    both sides."""
+    both sides, FolderError."""
+    chats = rendering.compare(golden, mine)
     rows = steps_log.read_steps(mine.path).rows if steps is None else steps
     bad = [i for i, one in enumerate(floors) if not has_numbers(golden, one)]
     floors = [one for i, one in enumerate(floors) if i not in bad]
     table, across, golden_self, mine_self = build(golden, mine, floors, rows)
     if not across.by_prompt:
         left = ", ".join(f"{n:,} {what}" for what, n in across.skipped.items()) or "a folder has no answers"
-        raise GateError(f"nothing could be compared: {left}")
+        first = f"{chats.different[0].sentence}; " if chats is not None and chats.different else ""
+        raise GateError(f"{first}nothing could be compared: {left}")
     sizes = conditions.rounding(table)
     masks = conditions.cells(table)
     tested = conditions.judge(table, sizes, masks)
@@ -265,7 +276,7 @@ def compare(
         cause and cause[0], differs and differs[0], _worst(table, sizes),
         tuple(_known_rms(row) or 0.0 for row in table.floors), sizes.nearest, _forced(mine),
         (*(f"floor {i} is left out: it has no numbers for some tokens" for i in bad),
-         *_notes(golden, mine, table, sizes)), reach,
+         *_notes(golden, mine, table, sizes), *(chats.notes if chats is not None else ())), reach, chats,
     )  # fmt: skip
 
 

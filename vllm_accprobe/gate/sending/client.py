@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_accprobe.dump.schema import OWN_REQUEST
-from vllm_accprobe.gate.sending.prompts import PromptLine
+from vllm_accprobe.gate.sending.prompts import SAMPLING, PromptLine
 
 PLUGIN, TRACE, SCORED = "accprobe", "trace replay", "scored"
 WAYS = (PLUGIN, TRACE, SCORED)
@@ -33,6 +33,12 @@ KEY = "accprobe_along"
 GENERATE = "/inference/v1/generate"
 PROBE = PromptLine(OWN_REQUEST, token_ids=(3, 4, 5), along=(7, 3, 9, 4))
 """What a server is asked to find out whether it can: ids that every vocabulary has, and nobody would choose so."""
+GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
+"""What is sent where a prompt's parameters do not say otherwise."""
+ADDED = frozenset(("add_special_tokens",))
+"""The parameter of /tokenize for a text."""
+_BESIDE = frozenset(("priority", "cache_salt"))
+"""Parameters that /inference/v1/generate has beside those of sampling."""
 NOT_EXERCISED = "scored as part of a prompt: decode kernels and the prefix cache are not exercised"
 HOW_TO_FORCE = (
     "start it with VLLM_ACCPROBE_FORCE=1 (accprobe installed there, no speculative decoding), or vLLM from 0.32 on "
@@ -47,6 +53,8 @@ def unsendable(line: PromptLine, way: str | None, longest: int) -> str | None:
         return "no answer to go along"
     if line.token_ids is None and way != PLUGIN:
         return f"images are not sent along by {way}"
+    if way == TRACE and "response_format" in line.parameters:
+        return f"response_format is not sent by {way}: write structured_outputs"
     if way == SCORED and len(line.token_ids or ()) + len(line.along) > longest:
         return f"longer than {longest:,} tokens with its answer (--score-tokens)"
     return None
@@ -55,21 +63,32 @@ def unsendable(line: PromptLine, way: str | None, longest: int) -> str | None:
 def forced_body(line: PromptLine, way: str | None, model: str, top: int) -> tuple[str, dict[str, Any]]:
     """(route, what is sent) for a line whose tokens are named."""
     assert line.along is not None
-    greedy: dict[str, Any] = {"max_tokens": len(line.along), "temperature": 0.0, "seed": 0, "ignore_eos": True}
+    n = len(line.along)
+    length: dict[str, Any] = {"max_tokens": n, "ignore_eos": True}
+    if "min_tokens" in line.parameters:
+        length["min_tokens"] = min(line.parameters["min_tokens"], n)
     if way == TRACE:
-        params = greedy | {"logprobs": top, "trace_decode_token_ids": list(line.along), "detokenize": False}
+        params = GREEDY | line.only(SAMPLING) | length
+        params |= {"logprobs": top, "trace_decode_token_ids": list(line.along), "detokenize": False}
         body = {"model": model, "token_ids": list(line.token_ids or ()), "return_token_ids": True}
-        return GENERATE, body | {"sampling_params": params}
-    common = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True} | greedy
-    if way == SCORED:
+        return GENERATE, body | line.only(_BESIDE) | {"sampling_params": params}
+    common = {"model": model, "return_token_ids": True, "return_tokens_as_token_ids": True} | GREEDY
+    if way == SCORED:  # what a server reads is not sampled
         whole = [*(line.token_ids or ()), *line.along]
-        return "/v1/completions", common | {"prompt": whole, "prompt_logprobs": top, "max_tokens": 1}
-    common |= {"vllm_xargs": {KEY: " ".join(map(str, line.along))}}
+        how = {"prompt": whole, "prompt_logprobs": top, "max_tokens": 1, "ignore_eos": True}
+        return "/v1/completions", common | how
+    extra = {**line.parameters.get("vllm_xargs", {}), KEY: " ".join(map(str, line.along))}
+    common |= {**line.parameters, **length, "vllm_xargs": extra}
     if line.messages is not None:
-        return "/v1/chat/completions", common | {
-            "messages": list(line.messages), "logprobs": True, "top_logprobs": top
-        }  # fmt: skip
+        return _chat(common, line, top)
     return "/v1/completions", common | {"prompt": list(line.token_ids or ()), "logprobs": top}
+
+
+def _chat(common: dict[str, Any], line: PromptLine, top: int) -> tuple[str, dict[str, Any]]:
+    body = common | {"messages": list(line.messages or ()), "logprobs": True, "top_logprobs": top}
+    if "tools" in body:
+        body.setdefault("tool_choice", "none")  # they are rendered, and the server needs no parser of calls
+    return "/v1/chat/completions", body
 
 
 _TOKEN = "token_id:"
@@ -174,6 +193,12 @@ def scored(reply: Reply, answer: Any, first: int) -> Reply:
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return replace(reply, refused="an answer without log-probabilities of its prompt")
+
+
+def ids_in(answer: Any) -> list[int] | None:
+    """The token ids of an answer of /tokenize."""
+    found = answer.get("tokens") if isinstance(answer, dict) else None
+    return found if isinstance(found, list) and all(type(i) is int for i in found) else None
 
 
 def _number(value: Any) -> float | None:
@@ -291,15 +316,13 @@ class Sender:
         if line.along is not None:
             return forced_body(line, self.way, self.model, self.top)
         common: dict[str, Any] = {
-            "model": self.model, "max_tokens": line.max_tokens or self.max_tokens, "temperature": 0.0, "seed": 0,
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "model": self.model, "max_tokens": line.max_tokens or self.max_tokens, "return_token_ids": True,
+            "return_tokens_as_token_ids": True, **GREEDY, **line.parameters,
         }  # fmt: skip
         if line.stop:
             common["stop"] = list(line.stop)
         if line.messages is not None:
-            return "/v1/chat/completions", common | {
-                "messages": list(line.messages), "logprobs": True, "top_logprobs": self.top
-            }  # fmt: skip
+            return _chat(common, line, self.top)
         prompt = line.text if line.token_ids is None else list(line.token_ids)
         return "/v1/completions", common | {"prompt": prompt, "logprobs": self.top}
 
@@ -318,7 +341,7 @@ class Sender:
         if status != 200:
             if status >= 500 and not self.healthy():
                 raise ServerLost(f"the server says {status} and is not healthy")
-            return replace(reply, refused=f"HTTP {status}{_message(answer, line)}")
+            return replace(reply, refused=refusal(status, answer, line))
         if line.along is None:
             return completion(reply, answer)
         return self._forced(line, replace(reply, forced=self.way), answer)
@@ -355,11 +378,11 @@ class Sender:
         """The first of `ways.WAYS` that the server can; None where it can none. Raises ServerLost."""
         return next((way for way in WAYS if self.can(way)), None)
 
-    def tokenized(self, text: str) -> list[int] | None:
-        """The ids that the server makes of a prompt; None where it does not tell. Raises ServerLost."""
-        status, answer = self.exchange("POST", "/tokenize", {"model": self.model, "prompt": text})
-        found = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
-        return found if isinstance(found, list) and all(type(i) is int for i in found) else None
+    def tokenized(self, line: PromptLine) -> list[int] | None:
+        """The ids that the server makes of a text; None where it does not tell. Raises ServerLost."""
+        body = {"model": self.model, "prompt": line.text} | line.only(ADDED)
+        status, answer = self.exchange("POST", "/tokenize", body)
+        return ids_in(answer) if status == 200 else None
 
     def exchange(
         self, method: str, path: str, body: Any = None, request_id: str = "",
@@ -413,6 +436,11 @@ _MOST_SAID = 300
 """Chosen: characters of a server's message."""
 _QUOTED = 12
 """Chosen: characters that a message and a prompt have in common; fewer are common words."""
+
+
+def refusal(status: int, answer: Any, line: PromptLine) -> str:
+    """``HTTP 400: `` and the server's words."""
+    return f"HTTP {status}{_message(answer, line)}"
 
 
 def _message(answer: Any, line: PromptLine) -> str:

@@ -20,17 +20,17 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe import __version__
-from vllm_accprobe.gate.sending import client, replies
+from vllm_accprobe.gate.sending import client, rendering, replies
 from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import SCORED, OtherIds, Reply, Sender, SendError
-from vllm_accprobe.gate.sending.prompts import PromptLine
+from vllm_accprobe.gate.sending.prompts import REQUEST, SAMPLING, PromptLine
 
 SCORE = "score"
 """The arrival word of the pass that is scored, which is always the last one."""
@@ -80,7 +80,8 @@ def along(line: PromptLine, reply: Reply | None) -> PromptLine | None:
     answer = tuple(reply.token_ids)
     if line.messages is not None and has_images(line):
         return replace(line, max_tokens=None, stop=None, along=answer)
-    return PromptLine(line.name, token_ids=tuple(reply.prompt_token_ids), along=answer)
+    parameters = line.only(SAMPLING, REQUEST)
+    return PromptLine(line.name, token_ids=tuple(reply.prompt_token_ids), along=answer, parameters=parameters)
 
 
 def _scored(line: PromptLine, reply: Reply | None) -> PromptLine:
@@ -124,7 +125,7 @@ def check_vocabulary(sender: Sender, golden: replies.Sent) -> None:
         reply = first.get(line.name)
         if line.text is None or reply is None or not reply.prompt_token_ids or seen == LOOKED_AT:
             continue
-        ids = sender.tokenized(line.text)
+        ids = sender.tokenized(line)
         if ids is None:
             return
         seen, other = seen + 1, other + (ids != reply.prompt_token_ids)
@@ -242,13 +243,15 @@ _CLOSING_S = 2.0
 @dataclass(frozen=True)
 class Done:
     """of: prompts in all passes; answered, refused: over all; sent: by this call; reasons: of refusals, by how many;
-    where they differ in numbers only, the first."""
+    where they differ in numbers only, the first; unrendered: why the server did not render all chats, "" where it
+    did."""
 
     of: int
     answered: int
     refused: int
     sent: int
     reasons: dict[str, int]
+    unrendered: str = ""
 
 
 def settings(sender: Sender, arrive: list[Arrival], concurrency: int, plan: Forcing = FREE) -> dict[str, Any]:
@@ -269,12 +272,15 @@ def send(
     progress: Callable[[int], None] = lambda done: None,
     plan: Forcing = FREE,
     before: Callable[[int], None] = lambda index: None,
+    chats: Sequence[PromptLine] = (),
 ) -> Done:
     """Sends what ``out`` does not hold yet. server: from `Sender.introduced`; made: version and time, for send.json;
     progress: told how many are done; plan: which passes are forced; before: called before each pass, while the server
-    is idle. Raises ServerLost and SendError with what was kept, FolderError, OSError."""
+    is idle; chats: prompts that the server renders for itself first. Raises ServerLost and SendError with what was
+    kept, FolderError, OSError."""
     arrive = [*arrive, Arrival(SCORE)] if plan.score else arrive
     about = _about(sender, server, lines, settings(sender, arrive, concurrency, plan), out, made, plan)
+    unrendered = rendering.render(sender, chats, out)
     done = sent = 0
     for index, arrival in enumerate(arrive):
         path = out / replies.pass_name(index)
@@ -307,8 +313,9 @@ def send(
     reasons = _count(about, out)
     passes = about["passes"]
     return Done(
-        len(lines) * len(arrive), sum(p["answered"] for p in passes), sum(p["refused"] for p in passes), sent, reasons
-    )
+        len(lines) * len(arrive), sum(p["answered"] for p in passes), sum(p["refused"] for p in passes), sent, reasons,
+        unrendered,
+    )  # fmt: skip
 
 
 def begun(out: Path, lines: list[PromptLine], how: Mapping[str, Any], golden: str | None) -> dict[str, Any] | None:

@@ -1,22 +1,24 @@
-"""Prompts from a file (jsonl, ShareGPT, plain text), or the 24 that ship with us.
+"""Prompts from a file (jsonl, ShareGPT, OpenAI's batches, plain text), or the 24 that ship with us.
 
 The problem: two captures are comparable only if they got the same prompts under the same names, and most errors need
 something special to show: a length beyond a chunk or window, a cached prefix, digits, a script of many tokens for each
 word. The idea: each prompt becomes one line of one format (docs/gate.md), with an id that is the same in every run. The
-shipped ones have 5 to about 8,000 tokens; long ones are composed with a fixed seed, at 4 characters a token.
+shipped ones have 5 to about 8,000 tokens; long ones are composed with a fixed seed, at 4 characters a token. A line may
+have vLLM's parameters, which tables below name; what they do not name is refused before anything is sent.
 
-Not here: sending (client.py).
+Not here: sending (client.py), what a server makes of messages (rendering.py).
 """
 
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
 import json
 import mimetypes
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,55 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "ass
           "system": "system"}  # fmt: skip
 
 
+SAMPLING = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias",
+    "allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens",
+    "structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking",
+))  # fmt: skip
+"""Parameters that vLLM's SamplingParams has: they go to every route."""
+REQUEST = frozenset(("response_format", "priority", "cache_salt", "vllm_xargs", "add_special_tokens"))
+"""Those of a request to either of OpenAI's routes."""
+GRAMMAR = frozenset(("structured_outputs", "response_format"))
+"""Those that forbid tokens before a server takes log-probabilities [vLLM: v1/worker/gpu_model_runner.py]."""
+RENDERING = frozenset((
+    "tools", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "media_io_kwargs",
+    "mm_processor_kwargs",
+))  # fmt: skip
+"""Those that change the tokens of a chat's prompt."""
+CHAT = RENDERING | {"tool_choice", "parallel_tool_calls", "include_reasoning"}
+IGNORED = frozenset((
+    "along", "images", "metadata", "model", "logprobs", "top_logprobs", "prompt_logprobs",
+    "logprob_token_ids", "return_token_ids", "user", "store", "return_tokens_as_token_ids",
+    "return_token_offsets", "return_prompt_text", "stream_options", "stream_interval", "request_id",
+    "session_id", "routed_experts_prompt_start", "mm_payload", "return_mm_kwargs", "service_tier",
+    "safety_identifier",
+))  # fmt: skip
+"""Fields that `send` decides itself, or that change no number."""
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "stream": ((False,), "answers are read whole"),
+    "n": ((1,), "each prompt has one answer"),
+    "best_of": ((1,), "each prompt has one answer"),
+    "use_beam_search": ((False,), "each prompt has one answer"),
+    "length_penalty": ((1,), "it is for beam search"),
+    "echo": ((False,), "an answer is what follows the prompt"),
+    "suffix": (("",), "an answer is what follows the prompt"),
+    "truncate_prompt_tokens": ((), "both servers get the whole prompt: shorten it"),
+    "truncation_side": ((), "both servers get the whole prompt: shorten it"),
+    "prompt_embeds": ((), "a prompt has token ids"),
+    "kv_transfer_params": ((), "a prompt is computed where it is sent"),
+    "ec_transfer_params": ((), "a prompt is computed where it is sent"),
+}
+"""Parameters with which nothing can be compared: (values that ask for nothing, why)."""
+_OWN = frozenset(("id", "prompt", "messages", "token_ids", "prompt_token_ids", "max_tokens", "max_completion_tokens",
+                  "stop"))  # fmt: skip
+_KINDS: Mapping[str, Any] = {"min_tokens": int, "vllm_xargs": dict, "chat_template_kwargs": dict}
+"""Of parameters that are changed before they are sent; the others the server judges."""
+_BATCH = ("/v1/chat/completions", "/v1/completions")
+"""Routes of OpenAI's batch files whose lines are prompts."""
+
+
 class PromptsError(Exception):
     """One line: which file or line is no prompt, and what to write instead."""
 
@@ -93,7 +144,8 @@ class PromptsError(Exception):
 @dataclass(frozen=True)
 class PromptLine:
     """One prompt. name: the request's id, printable ASCII. One of text, messages (OpenAI's) and token_ids is not None.
-    max_tokens, stop: the line's own, None where it has none. along: the tokens that a server is made to answer with."""
+    max_tokens, stop: the line's own, None where it has none. along: the tokens that a server is made to answer with.
+    parameters: further ones, by vLLM's names."""
 
     name: str
     text: str | None = None
@@ -102,12 +154,17 @@ class PromptLine:
     max_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     along: tuple[int, ...] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def only(self, *tables: frozenset[str]) -> dict[str, Any]:
+        """The parameters that one of ``tables`` names."""
+        return {k: v for k, v in self.parameters.items() if any(k in table for table in tables)}
 
     def to_json(self) -> dict[str, Any]:
         """The line of OUT/prompts.jsonl, which `read` takes again."""
         what = {"prompt": self.text, "messages": self.messages, "token_ids": self.token_ids}
         how = {"max_tokens": self.max_tokens, "stop": self.stop, "along": self.along}
-        return {"id": self.name, **{k: v for k, v in (what | how).items() if v is not None}}
+        return {"id": self.name, **{k: v for k, v in (what | how).items() if v is not None}, **self.parameters}
 
 
 def digest(lines: list[PromptLine]) -> str:
@@ -165,6 +222,10 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
         value = {"prompt": value}
     if not isinstance(value, dict):
         raise PromptsError(f"{where}: write an object with prompt, messages, token_ids or conversations")
+    if isinstance(value.get("body"), dict) and "url" in value:
+        if value["url"] not in _BATCH:
+            raise PromptsError(f"{where}: url is none of {' and '.join(_BATCH)}")
+        value = {**value["body"], "id": value.get("custom_id")}
     text, messages, ids = value.get("prompt"), value.get("messages"), _first(value, "token_ids", "prompt_token_ids")
     if isinstance(text, list):
         text, ids = None, text
@@ -187,7 +248,9 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
         isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     ):
         raise PromptsError(f"{where}: messages is a list of objects with role and content")
-    limit, stop = value.get("max_tokens"), value.get("stop")
+    data_set = "conversations" in value  # whose other fields are no parameters
+    parameters = {} if data_set else _parameters(value, where, messages is not None)
+    limit, stop = _first(value, "max_tokens", "max_completion_tokens"), value.get("stop")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise PromptsError(f"{where}: max_tokens is a number from 1 on")
     stop = [stop] if isinstance(stop, str) else stop
@@ -200,7 +263,31 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
         token_ids=None if ids is None else tuple(ids),
         max_tokens=limit,
         stop=tuple(stop) if stop else None,
+        parameters=parameters,
     )
+
+
+def _parameters(value: dict[str, Any], where: str, chat: bool) -> dict[str, Any]:
+    """Raises PromptsError for a field that no table has, and for what has no meaning here."""
+    found = {}
+    for name, asked in value.items():
+        if asked is None or name in _OWN or name in IGNORED:
+            continue
+        if name in NEUTRAL:
+            neutral, why = NEUTRAL[name]
+            if asked not in neutral:
+                raise PromptsError(f"{where}: {name} does not go with a comparison: {why}")
+        elif name in SAMPLING or name in REQUEST or (chat and name in CHAT):
+            if not isinstance(asked, _KINDS.get(name, object)):
+                raise PromptsError(f"{where}: {name} is {'a number' if _KINDS[name] is int else 'an object'}")
+            found[name] = asked
+        elif name in CHAT:
+            raise PromptsError(f"{where}: {name} is a parameter of chats: write messages, or leave it out")
+        else:
+            near = difflib.get_close_matches(name, [*_OWN, *SAMPLING, *REQUEST, *CHAT], 1)
+            hint = f" ({near[0]}?)" if near else ""
+            raise PromptsError(f"{where}: {name} is no parameter of vLLM's{hint}: leave it out, or move it to metadata")
+    return found
 
 
 def _first(value: dict[str, Any], *keys: str) -> Any:

@@ -2,6 +2,7 @@
 
     OUT/send.json       schema, server, settings, the passes and how many prompts each has answered
     OUT/prompts.jsonl   what was sent, a prompt on each line; `accprobe send` takes it again
+    OUT/rendered.jsonl  the token ids that the server made of each chat (rendering.py)
     OUT/pass-0.jsonl    a `Reply` on each line, in the order of the answers; pass-1.jsonl, ...
     OUT/steps-0/steps-rank0.jsonl   {"step": 7, "requests": [["p3.pass1", 512, 256], ...]}: tokens computed before, and
                                     in this step; steps-1 of the next engine, whose lines replace those before
@@ -67,7 +68,7 @@ def _number(path: Path) -> int | None:
 
 
 def _add(engine: dict[str, list[Row]], path: Path) -> None:
-    for line in _lines(path):
+    for line in lines(path):
         try:
             step, parts = int(line["step"]), [(str(name), int(a), int(n)) for name, a, n in line["requests"]]
         except (KeyError, TypeError, ValueError):
@@ -76,7 +77,8 @@ def _add(engine: dict[str, list[Row]], path: Path) -> None:
             engine.setdefault(name, []).append((step, before, n, len(parts)))
 
 
-def _lines(path: Path) -> Iterator[Any]:
+def lines(path: Path) -> Iterator[Any]:
+    """The json of each line; what is none is left out. Raises OSError."""
     with path.open("rb") as f:
         for raw in f:
             try:
@@ -153,13 +155,16 @@ def write_about(out: Path, about: dict[str, Any]) -> None:
 
 def answered(path: Path) -> set[str]:
     """The ids in a pass's file, which is cut to its whole lines. Raises OSError."""
-    if not path.exists():
-        return set()
-    raw = path.read_bytes()
+    cut(path)
+    return set(_by_name(path))
+
+
+def cut(path: Path) -> None:
+    """Takes a torn last line away, so that lines can be added. Raises OSError."""
+    raw = path.read_bytes() if path.exists() else b""
     end = raw.rfind(b"\n") + 1
     if end < len(raw):
         os.truncate(path, end)
-    return set(_by_name(path))
 
 
 def _by_name(path: Path) -> dict[str, Reply]:
@@ -184,17 +189,16 @@ def _replies(path: Path) -> Iterator[Reply]:
                 continue
 
 
-class ReplyWriter:
-    """Adds replies to a pass's file, from several threads."""
+class LineWriter:
+    """Adds lines of json to a file, from several threads, each at once."""
 
     def __init__(self, path: Path):
         fd = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         self._file = os.fdopen(fd, "ab", buffering=0)
         self._lock = threading.Lock()
 
-    def add(self, reply: Reply) -> None:
-        """One line at once. Raises OSError."""
-        value = {k: v for k, v in asdict(reply).items() if v is not None}
+    def write(self, value: dict[str, Any]) -> None:
+        """Raises OSError."""
         raw = (json.dumps(value, separators=(",", ":")) + "\n").encode()
         with self._lock:
             left = memoryview(raw)
@@ -203,3 +207,11 @@ class ReplyWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+class ReplyWriter(LineWriter):
+    """Adds replies to a pass's file."""
+
+    def add(self, reply: Reply) -> None:
+        """Raises OSError."""
+        self.write({k: v for k, v in asdict(reply).items() if v is not None})
