@@ -71,7 +71,7 @@ SHARED = "rotary_emb"
 
 
 def _planted(one: CauseCase, module: str, cause: dict[str, Any]) -> bool:
-    """Whether the fault was planted in ``module``, or in an object that its layer shares, with the right cause there."""
+    """Whether the fault was planted in ``module``, or in an object that its layer shares, and the cause is right."""
     if module in one.case.expected:
         return True
     paths = {re.sub(r"\d+", "#", m) for m in one.case.expected if m.endswith(SHARED)}

@@ -20,7 +20,7 @@ import typer
 
 from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
-from vllm_accprobe.cli.output import progress
+from vllm_accprobe.cli.output import progress, say_notes
 from vllm_accprobe.gate import localize as by_hand
 from vllm_accprobe.gate import preflight, sides
 from vllm_accprobe.gate.localize import (
@@ -128,7 +128,7 @@ def compare(
     try:
         named = {"golden": (left, place / "golden"), "mine": (right, place / "mine")}
         named |= {f"floor {i}": (side, place / f"floor-{i}") for i, side in enumerate(floor_sides)}
-        sides.check(named, sending, environ, captured)
+        sides.check(named, sending, environ, captured, lambda line: say_notes([line]))
         first = sides.made("golden", left, place / "golden", sending, None, tell, environ)
         second = sides.made("mine", right, place / "mine", sending, first, tell, environ)
         made, names = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, option
-from vllm_accprobe.cli.output import answer, progress, say_written
+from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 from vllm_accprobe.waiting import waiting
 
 
@@ -75,7 +76,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
     how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
     try:
-        lines = prompts_file.read(what.prompts) if golden is None else passes.forced_lines(golden)
+        noted = partial(prompts_file.read, note=lambda line: say_notes([line]))
+        lines = noted(what.prompts) if golden is None else passes.forced_lines(golden)
         digest = None if golden is None else passes.digest(golden)
         concurrency = of.concurrency or was["concurrency"]
         words = [one.word for one in arrivals]

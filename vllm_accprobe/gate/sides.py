@@ -174,10 +174,12 @@ def _named(what: str) -> Iterator[None]:
 
 
 def check(
-    named: Mapping[str, tuple[ServerSide, Path]], sending: SendSettings, environ: Mapping[str, str], captured: bool
-) -> None:
+    named: Mapping[str, tuple[ServerSide, Path]], sending: SendSettings, environ: Mapping[str, str], captured: bool,
+    note: Callable[[str], object],
+) -> None:  # fmt: skip
     """All that is known of the sides before one of them is started. named: each with the folder of its answers, golden
-    first. captured: commands are started with the probe on, later. Raises SideError, NotServed."""
+    first. captured: commands are started with the probe on, later; note: see `prompts.read`. Raises SideError,
+    NotServed."""
     golden: Sent | None = None
     lines: list[PromptLine] = []
     commands: dict[str, ServeCommand] = {}
@@ -193,7 +195,7 @@ def check(
                 done = Path(of.text)
                 _check_prompts(done, lines)
             elif not i:
-                lines = prompts_file.read(sending.prompts)
+                lines = prompts_file.read(sending.prompts, note)
             elif golden is not None:
                 lines = passes.forced_lines(golden)
             if not i and (of.kind == FOLDER or _complete(done, of, lines, sending, None)):

@@ -131,8 +131,7 @@ def test_the_shipped_set() -> None:
         ([{"prompt": "x", "images": ["nowhere.png"]}], "nowhere.png"),
         ([{"conversations": [{"from": "human"}]}], "conversations"),
         ([{"prompt": "a"}, {"prompt": "x", "repetition_penality": 1.1}],
-         r"p.jsonl, line 2: repetition_penality is no parameter of vLLM's \(repetition_penalty\?\): leave it out"),
-        ([{"messages": CHAT, "answer": "7"}], "line 1: answer is no parameter of vLLM's"),
+         r"p.jsonl, line 2: repetition_penality is no parameter of vLLM's \(repetition_penalty\?\): correct it"),
         ([{"prompt": "x", "chat_template_kwargs": {}}], "chat_template_kwargs is a parameter of chats"),
         ([{"messages": CHAT, "chat_template_kwargs": []}], "chat_template_kwargs is an object"),
         ([{"prompt": "x", "min_tokens": "2"}], "min_tokens is a number"),
@@ -148,6 +147,15 @@ def test_the_shipped_set() -> None:
 def test_what_is_no_prompt_is_named(lines: list[object], says: str, tmp_path: Path) -> None:
     with pytest.raises(PromptsError, match=says):
         read(given(tmp_path, "p.jsonl", *lines))
+
+
+def test_columns_of_a_data_set_are_counted_and_not_sent(tmp_path: Path) -> None:
+    notes: list[str] = []
+    lines = [{"prompt": "a", "answer": "7", "\x1b[2J": 1}, {"messages": CHAT, "answer": "8", "top_p": 0.5}]
+    found = read(given(tmp_path, "p.jsonl", *lines), notes.append)
+    assert [line.parameters for line in found] == [{}, {"top_p": 0.5}]
+    assert len(notes) == 1
+    assert notes[0].endswith("not sent, with how many lines: answer (2), ? (1)")
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

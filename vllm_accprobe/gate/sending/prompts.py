@@ -17,7 +17,8 @@ import hashlib
 import json
 import mimetypes
 import random
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,10 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ec_transfer_params": ((), "a prompt is computed where it is sent"),
 }
 """Parameters with which nothing can be compared: (values that ask for nothing, why)."""
+_NEAR = 0.8
+"""Chosen: how alike a field and a parameter are (difflib's ratio) where it is a slip and not a column of a data set."""
+_MOST_SHOWN, _MOST_NAMED = 40, 8
+"""Chosen: characters of such a field, and fields, in a line."""
 _OWN = frozenset(("id", "prompt", "messages", "token_ids", "prompt_token_ids", "max_tokens", "max_completion_tokens",
                   "stop"))  # fmt: skip
 _KINDS: Mapping[str, Any] = {"min_tokens": int, "vllm_xargs": dict, "chat_template_kwargs": dict}
@@ -145,7 +150,7 @@ class PromptsError(Exception):
 class PromptLine:
     """One prompt. name: the request's id, printable ASCII. One of text, messages (OpenAI's) and token_ids is not None.
     max_tokens, stop: the line's own, None where it has none. along: the tokens that a server is made to answer with.
-    parameters: further ones, by vLLM's names."""
+    parameters: further ones, by vLLM's names; ignored: fields that are none, as data sets have them."""
 
     name: str
     text: str | None = None
@@ -155,6 +160,7 @@ class PromptLine:
     stop: tuple[str, ...] | None = None
     along: tuple[int, ...] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = field(default=(), compare=False)
 
     def only(self, *tables: frozenset[str]) -> dict[str, Any]:
         """The parameters that one of ``tables`` names."""
@@ -176,8 +182,8 @@ def to_text(lines: list[PromptLine]) -> str:
     return "".join(json.dumps(line.to_json(), ensure_ascii=False) + "\n" for line in lines)
 
 
-def read(source: str) -> list[PromptLine]:
-    """``default``, or the path of a file. Raises PromptsError, OSError."""
+def read(source: str, note: Callable[[str], object] | None = None) -> list[PromptLine]:
+    """``default``, or the path of a file. note: is told which fields are not sent. Raises PromptsError, OSError."""
     path = Path(source)
     if source == NAME and not path.exists():
         return _named([_line(line, "the shipped set", Path()) for line in shipped_lines()])
@@ -190,6 +196,12 @@ def read(source: str) -> list[PromptLine]:
     found = list(_lines(path, text))
     if not found:
         raise PromptsError(f"{path} has no prompts")
+    ignored = Counter(name for line in found for name in line.ignored)
+    if ignored and note is not None:
+        names = [f"{name} ({n:,})" for name, n in ignored.most_common(_MOST_NAMED)]
+        more = f" and {len(ignored) - len(names):,} more" if len(ignored) > len(names) else ""
+        said = ", ".join(names) + more
+        note(f"{path}: fields that are no parameters of vLLM's, and not sent, with how many lines: {said}")
     return _named(found)
 
 
@@ -249,7 +261,7 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
     ):
         raise PromptsError(f"{where}: messages is a list of objects with role and content")
     data_set = "conversations" in value  # whose other fields are no parameters
-    parameters = {} if data_set else _parameters(value, where, messages is not None)
+    parameters, ignored = ({}, ()) if data_set else _parameters(value, where, messages is not None)
     limit, stop = _first(value, "max_tokens", "max_completion_tokens"), value.get("stop")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise PromptsError(f"{where}: max_tokens is a number from 1 on")
@@ -264,12 +276,13 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
         max_tokens=limit,
         stop=tuple(stop) if stop else None,
         parameters=parameters,
+        ignored=ignored,
     )
 
 
-def _parameters(value: dict[str, Any], where: str, chat: bool) -> dict[str, Any]:
-    """Raises PromptsError for a field that no table has, and for what has no meaning here."""
-    found = {}
+def _parameters(value: dict[str, Any], where: str, chat: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(parameters, fields that are none). Raises PromptsError for a misspelt one, and for what has no meaning here."""
+    found, ignored = {}, []
     for name, asked in value.items():
         if asked is None or name in _OWN or name in IGNORED:
             continue
@@ -284,10 +297,12 @@ def _parameters(value: dict[str, Any], where: str, chat: bool) -> dict[str, Any]
         elif name in CHAT:
             raise PromptsError(f"{where}: {name} is a parameter of chats: write messages, or leave it out")
         else:
-            near = difflib.get_close_matches(name, [*_OWN, *SAMPLING, *REQUEST, *CHAT], 1)
-            hint = f" ({near[0]}?)" if near else ""
-            raise PromptsError(f"{where}: {name} is no parameter of vLLM's{hint}: leave it out, or move it to metadata")
-    return found
+            near = difflib.get_close_matches(name, [*_OWN, *SAMPLING, *REQUEST, *CHAT], 1, _NEAR)
+            if near:
+                raise PromptsError(f"{where}: {name} is no parameter of vLLM's ({near[0]}?): correct it, or move it to "
+                                   "metadata")  # fmt: skip
+            ignored.append(name[:_MOST_SHOWN] if name.isprintable() else "?")
+    return found, tuple(ignored)
 
 
 def _first(value: dict[str, Any], *keys: str) -> Any:
