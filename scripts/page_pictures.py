@@ -1,7 +1,7 @@
 """Pictures of compare.html's first screen, and how many clicks three tasks take on it.
 
     bash scripts/demo.sh demo-out
-    accprobe compare demo-out/golden demo-out/wrong --tokenizer MODEL -o demo-out/report
+    accprobe compare demo-out/golden demo-out/mine --tokenizer demo-out/model -o demo-out/report
     python scripts/page_pictures.py demo-out/report/compare.html --out docs/img/page [--large LARGE.html]
 
 The problem: whether a page decides on its first screen is seen, not asserted. The idea: headless Chromium takes the
