@@ -97,9 +97,11 @@ def compare_samples(
         evaluations.select(side, how.tasks, how.filters, how.metrics)
     matched = match(left, right)
     result = evaluations.evaluate(matched, rate)
-    if not result.contrasts:
+    if not result.contrasts and not result.texts:
         raise NothingThere(servers.nothing_compared(result, left, right))
     if how.csv is not None:
+        if result.texts:
+            raise CommandError(f"--csv has a row for each metric, and {golden} or {mine} has no scores")
         places.check_place(how.csv, option="--csv")
     if as_json:
         typer.echo(json.dumps(evaluations.to_json(result) | {"read": servers.read_json(left, right)}, indent=1))
@@ -111,12 +113,12 @@ def compare_samples(
     if how.csv is not None:
         servers.write_csv(result, how.csv)
     if how.prompts_out is not None:
-        prompts, without = evaluations.prompts(result.flips, left.prompts)
+        prompts, without = evaluations.prompts(result.flips)
         # Whole and only for its owner: these are an evaluation's questions, which others may not publish.
         write_private(how.prompts_out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
         more = f"; {without:,} have none in the files" if without else ""
         say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
-    raise typer.Exit(1 if result.verdict == "fail" else 0)
+    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
 
 
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
