@@ -116,7 +116,9 @@ def inspect(
 
         options.refuse("a list of tensors", of_size, of_tensor)
         dump = _needed(path, "DUMP")
-        run = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+        brought = not names and not any(options.used(group) for group in (chosen, of_list)) and _brought(dump)
+        listed = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+        run = brought or listed
     answered(name, what.as_json, run)
 
 
@@ -139,6 +141,21 @@ def _kind(
 
     opened = open_dump(what.path)
     return ("show" if is_tap(opened, what.names[0]) else "summary"), opened
+
+
+def _brought(path: Path) -> Any:
+    """What shows another tool's results, or a run of an evaluation; None for a dump and what is unknown."""
+    from vllm_accprobe.cli import compare_other
+    from vllm_accprobe.formats import DumpError
+    from vllm_accprobe.formats.common import result_tables, sniff
+
+    if path.is_file() and result_tables.kind_of(result_tables.header_of(path)):
+        return lambda: compare_other.show_results(path)
+    try:
+        sniff.find(path)
+    except DumpError:
+        return lambda: compare_other.show_evaluation(path) or sniff.find(path)
+    return None
 
 
 def _needed(path: Path | None, word: str) -> Path:

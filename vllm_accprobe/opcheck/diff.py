@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from vllm_accprobe.formats.common.sniff import result_table
+from vllm_accprobe.formats.common.result_tables import kind_of
 from vllm_accprobe.opcheck import plain_csv
 from vllm_accprobe.opcheck.compat.msprobe import SPELLINGS
 from vllm_accprobe.standards import UnknownStandard, built_in, find
@@ -133,8 +133,8 @@ class Sheet:
                 needed = {"op"}
         if needed or not self._at:
             lacking = f"it has no column {min(needed)!r}" if needed else "it has no column of measures"
-            if result := result_table(self._columns):
-                raise SheetError(f"{path} is {result}")
+            if kind := kind_of(self._columns):
+                raise SheetError(f"{path} is {kind.what}: {kind.then}; `accprobe inspect` says what is in it")
             raise SheetError(
                 f"{path}: {lacking}; tables that are compared are opcheck.csv, a generated test's --detail-csv and "
                 "msprobe's accuracy_checking_details_*.csv"

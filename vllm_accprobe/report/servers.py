@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import takewhile
@@ -358,7 +358,8 @@ def evaluation_lines(e: Evaluation, shown: int = MAX_CONTRASTS) -> list[str]:
         return _texts(e) + _not_compared(e)
     n, total = len(e.matched.pairs), count(len(e.contrasts), "comparison")
     head = "no difference beyond chance" if not beyond else f"{beyond} beyond chance"
-    out = [f"{str(e.verdict).upper()}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
+    word = "FAIL" if beyond else "PASS"
+    out = [f"{word}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
     ordered = sorted(e.contrasts, key=lambda c: (not c.beyond, not c.together, c.p))
     out += [f"  {sentence(c, len(e.contrasts), e.rate)}" for c in ordered[:shown]]
     out += [f"  {line}" for line in more(len(ordered), shown, "--verbose, --csv")]
@@ -470,6 +471,21 @@ def _evaluation_row(c: Contrast) -> tuple[object, ...]:
     kind = "right or wrong" if c.binary else "score"
     names, sides = (cell(c.task), cell(c.way), cell(c.metric), kind), (c.n, c.golden, c.mine)
     return (*names, *sides, c.difference, c.low, c.high, c.p, c.beyond, c.lost, c.won, c.needed, c.smallest, c.left_out)
+
+
+def side_lines(side: Side) -> list[str]:
+    """One run: its tasks and metrics, and what reads two."""
+    scores: dict[tuple[str, str, str], list[float | None]] = defaultdict(list)
+    for a in side.answers:
+        for metric, value in (a.scores or {"": None}).items():
+            scores[a.task, a.way, metric].append(value)
+    out = [f"{side.tool}: {count(len(side.answers), 'answer')}"]
+    for where, values in scores.items():
+        known = [v for v in values if v is not None]
+        mean = f"mean {num(sum(known) / len(known), 4)} of" if known else "no score of"
+        out.append(f"  {safe(label(*where)) or '?'}: {mean} {len(known or values):,}")
+    out += [f"left out: {n:,} {what}" for what, n in side.left_out.items()] + [f"note: {safe(n)}" for n in side.notes]
+    return [*out, "two runs are compared by `accprobe eval-diff A B`"]
 
 
 def read_lines(golden: Side, mine: Side) -> list[str]:
