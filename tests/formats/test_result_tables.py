@@ -185,7 +185,7 @@ HEAD = ",".join([*BASIC, "Result", "Err_message"])
 LINE = f"{MLP}.output.0,x,a,b,c,d,error,far"
 HOSTILE: dict[str, tuple[bytes, Sequence[str]]] = {
     "torn.csv": (f"{HEAD}\n{LINE}\n{LINE[:60]}".encode(), ("line 3 has", "is it whole?")),
-    "quote.csv": (f'{HEAD}\n{MLP},"{"y" * 2_000_000}'.encode(), ("no csv that can be read",)),
+    "quote.csv": (f'{HEAD}\n{MLP},"{"y" * 2_000_000}'.encode(), ("line 2 is no csv: field larger",)),
     "gbk.csv": (f"{HEAD}\n{LINE}余弦相似度".encode("gbk"), ("not UTF-8 text",)),
     "wide.csv": (f"{HEAD}\n{LINE},1,2,3".encode(), ("line 2 has 11 cells instead of 8",)),
     "torn.jsonl": (json.dumps(REPORT[0]).encode() + b'\n{"type": "compa', ("line 2 is no json",)),

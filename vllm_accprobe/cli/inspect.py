@@ -85,6 +85,7 @@ def inspect(
     inspect DUMP lists the tensors with their statistics, and the operators that were called. Of our own dumps no
     payload is read, so this is quick on any. Of another tool's, the format is printed first, and what is listed without
     statistics is read to compute them. Operators' tensors are listed where a GLOB has '::'.
+    Of another tool's results, or a run of an evaluation, it says what is in them.
     inspect DUMP TAP shows one tensor: statistics, histogram, chosen rows; --save keeps it.
     inspect MODEL_DIR --size is exact for Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and
     V3. Another decoder is counted by what its config.json has in common with these. Parameters come on top where they

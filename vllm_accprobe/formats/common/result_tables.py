@@ -28,6 +28,12 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.msprobe import place_of
 
 Columns = dict[str, str]
+
+
+class SheetError(DumpError):
+    """One line: which file, where, what is wrong, what to do."""
+
+
 BAD = frozenset({"error", "fail", "failed", "errored", "no", "different"})
 DOUBTFUL = frozenset({"warning", "unmatched"})
 GOOD = frozenset({"pass", "passed", "yes"})
@@ -91,6 +97,7 @@ _CELL = 1 << 20
 """Characters of a cell, at most."""
 _TEXTS, _SHEET = 1 << 28, 1 << 31
 """Bytes of an xlsx's list of texts and of its sheet, unpacked, at most. The sheet is not kept."""
+_NO_BOOK = (expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, RuntimeError, ValueError)
 
 
 def kind_of(columns: Iterable[str]) -> ResultKind | None:
@@ -103,7 +110,7 @@ def header_of(path: Path) -> list[str]:
     """The columns of a csv or xlsx, the keys and the type of a jsonl's first line; none of another file."""
     try:
         if path.suffix != ".jsonl":
-            return next(_lines(path, "replace"), [])
+            return next(lines_of(path, "replace"))[1] if path.suffix in (".csv", ".xlsx") else []
         with path.open("rb") as f:
             first = json.loads(f.readline(_HEAD))
         return [*first, f"type={first.get('type')}"] if isinstance(first, dict) else []
@@ -111,22 +118,31 @@ def header_of(path: Path) -> list[str]:
         return []
 
 
-def _lines(path: Path, errors: str = "strict") -> Iterator[list[str]]:
-    """The lines of a csv or xlsx, the header first; none of another file. errors: of decoding. Raises OSError,
-    DumpError."""
-    old = csv.field_size_limit(_CELL)
+def lines_of(path: Path, errors: str = "strict") -> Iterator[tuple[int, list[str]]]:
+    """(number, cells) of the lines of an xlsx or csv, all as wide as the first one. errors: of decoding. Raises
+    OSError, SheetError."""
+    old, width = csv.field_size_limit(_CELL), 0
     try:
-        if path.suffix == ".xlsx":
-            yield from _sheet(path)
-        elif path.suffix == ".csv":
-            with path.open(encoding="utf-8-sig", errors=errors, newline="") as f:
-                yield from filter(None, csv.reader(f))
+        with path.open(encoding="utf-8-sig", errors=errors, newline="") as f:
+            reader = csv.reader(f)
+            for number, cells in enumerate(_sheet(path) if path.suffix == ".xlsx" else reader, 1):
+                number = reader.line_num or number  # a cell may have several lines
+                if not width and not cells:
+                    raise SheetError(f"{path}: the first line is empty; a header is needed")
+                width = width or len(cells)
+                if len(cells) == width:
+                    yield number, cells
+                elif cells:
+                    what = f"line {number} has {len(cells)} cells instead of {width}"
+                    raise SheetError(f"{path}: {what}; is it whole?")
+        if not width:
+            raise SheetError(f"{path}: the file is empty")
     except UnicodeDecodeError as e:
-        raise DumpError(f"{path} is not UTF-8 text (byte {e.start}): save it as CSV UTF-8") from None
-    except (
-        csv.Error, expat.ExpatError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, RuntimeError, ValueError
-    ) as e:  # fmt: skip
-        raise DumpError(f"{path} is no {path.suffix[1:]} that can be read: {str(e)[:120]}") from None
+        raise SheetError(f"{path}: not UTF-8 text (byte {e.start}): is this a csv file?") from None
+    except csv.Error as e:
+        raise SheetError(f"{path}: line {reader.line_num} is no csv: {e}") from None
+    except _NO_BOOK as e:
+        raise SheetError(f"{path} is no xlsx that can be read: {str(e)[:120]}") from None
     finally:
         csv.field_size_limit(old)
 
@@ -190,13 +206,10 @@ def _elements(book: zipfile.ZipFile, name: str, outer: str, limit: int) -> Itera
 
 
 def _rows(path: Path) -> Iterator[Columns]:
-    """Of a csv or xlsx. Raises DumpError for a line with another number of cells than the header."""
-    lines = _lines(path)
-    header = [name.strip() for name in next(lines)]
-    for number, cells in enumerate(lines, 2):
-        if len(cells) != len(header):
-            what = f"line {number} has {len(cells)} cells instead of {len(header)}"
-            raise DumpError(f"{path}: {what}; is it whole?")
+    """Of a csv or xlsx. Raises SheetError."""
+    lines = lines_of(path)
+    header = [name.strip() for name in next(lines)[1]]
+    for _, cells in lines:
         yield {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
 
 
