@@ -630,8 +630,8 @@ def lines(diff: Diff, totals: DiffTotals, most: int | None = 10) -> list[str]:
         out += ["", "judged by: " + ", ".join(f"{name} {n:,}" for name, n in totals.algorithms.most_common())]
     for sheet in (diff.golden, diff.mine):
         if names := sheet.unparsed:
-            out.append(f"names in {safe(str(sheet.path))} that cannot be parsed, each its own operator: {len(names):,}, "
-                       f"the first {safe(names[0])!r}")  # fmt: skip
+            where = f"names in {safe(str(sheet.path))} that cannot be parsed, each its own operator"
+            out.append(f"{where}: {len(names):,}, the first {safe(names[0])!r}")
     return out + left_out(diff, totals)
 
 
