@@ -176,8 +176,9 @@ def compare(
         try:
             compare_dumps(golden, mine, what, judging, work, instead, printed)
         except (DumpError, CompareError):
-            for tool in filter(None, map(compare_other.evaluation_tool, (golden, mine))):
-                raise CommandError(f"answers of {tool} are no dumps: `accprobe eval-diff {golden} {mine}`") from None
+            for side in filter(None, map(compare_other.evaluation, (golden, mine))):
+                words = f"`accprobe eval-diff {golden} {mine}`"
+                raise CommandError(f"answers of {side.tool} are no dumps: {words}") from None
             raise
     run: Any
     if kind == "calibrate":

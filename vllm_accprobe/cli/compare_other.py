@@ -129,24 +129,21 @@ def show_results(path: Path | None, judge: bool = False) -> None:
         raise typer.Exit(code)
 
 
-def evaluation_tool(path: Path | None) -> str:
-    """Whose answers of an evaluation a path has, "" where it has none."""
+def evaluation(path: Path | None) -> Any:
+    """The answers of an evaluation's run (gate/evaluations.Side), None for another path."""
     from vllm_accprobe.gate import evaluations
 
     try:
-        return "" if path is None else evaluations.open_side(path).tool
+        return None if path is None else evaluations.open_side(path)
     except (evaluations.SamplesError, OSError):
-        return ""
+        return None
 
 
 def show_evaluation(path: Path) -> bool:
     """What a run of an evaluation says; whether ``path`` is one."""
-    from vllm_accprobe.gate import evaluations
     from vllm_accprobe.report import servers
 
-    try:
-        side = evaluations.open_side(path)
-    except (evaluations.SamplesError, OSError):
+    if (side := evaluation(path)) is None:
         return False
     lines = servers.side_lines(side)
     for line in lines:

@@ -243,11 +243,9 @@ def _opencompass_scores(item: Item) -> Scores:
 
 def _mean(value: Any) -> float | None:
     """A number, or the mean of a question's several runs."""
-    if not isinstance(value, list):
-        return number(value)
-    numbers = [number(v) for v in value]
-    known = [n for n in numbers if n is not None]
-    return sum(known) / len(known) if known and len(known) == len(numbers) else None
+    values = value if isinstance(value, list) else [value]
+    known = [n for n in map(number, values) if n is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _scores_at(path: str) -> Callable[[Item], Scores]:
@@ -255,10 +253,8 @@ def _scores_at(path: str) -> Callable[[Item], Scores]:
 
     def scores(item: Item) -> Scores:
         value = at(item, path)
-        if isinstance(value, dict):
-            return {str(k): number(v) for k, v in value.items()}
-        found = number(value)
-        return {} if found is None else {"correct": found}
+        found = value if isinstance(value, dict) else {} if number(value) is None else {"correct": value}
+        return {str(k): number(v) for k, v in found.items()}
 
     return scores
 
@@ -266,15 +262,17 @@ def _scores_at(path: str) -> Callable[[Item], Scores]:
 def _harness_hashes(line: Item) -> tuple[str, str, str]:
     """doc_hash as the harness makes it (without a document, of the number that the question has), and those of prompt
     and target."""
-    if "doc" in line:
-        document = digest(json.dumps(line["doc"], indent=2, ensure_ascii=False))
-    else:
-        document = digest(f"doc_id {line['doc_id']}")
-    texts = (document, digest(next(iter(_arguments(line)), [None])[0]), digest(str(line["target"])) if "target" in line
-             else "")  # fmt: skip
-    stored = (line.get(name) for name in ("doc_hash", "prompt_hash", "target_hash"))
-    document, prompt, target = (s if isinstance(s, str) and s else t for s, t in zip(stored, texts, strict=True))
-    return document, prompt, target
+
+    def stored(name: str, made: Callable[[], str]) -> str:
+        value = line.get(name)
+        return value if isinstance(value, str) and value else made()
+
+    document = lambda: json.dumps(line["doc"], indent=2, ensure_ascii=False)  # noqa: E731
+    return (
+        stored("doc_hash", lambda: digest(document() if "doc" in line else f"doc_id {line['doc_id']}")),
+        stored("prompt_hash", lambda: digest(at(_arguments(line), "0.0"))),
+        stored("target_hash", lambda: digest(str(line["target"]) if "target" in line else None)),
+    )
 
 
 @dataclass(frozen=True)
@@ -585,12 +583,13 @@ def _read(file: Path, side: Side, first: int = 0, task: str | None = None) -> in
             continue
         number_of = at(item, shape.name)
         name = str(first + number_of if first and isinstance(number_of, int) else number_of)
-        prompt, target = digest(_prompt(item, shape.prompt)), digest(at(item, shape.target))
-        key, way = prompt or digest(f"index {name}"), item.get(shape.way) if shape.way else ""
         if shape.hashes is not None:
             key, prompt, target = shape.hashes(item)
         else:
+            prompt, target = digest(_prompt(item, shape.prompt)), digest(at(item, shape.target))
+            key = prompt or digest(f"index {name}")
             side.by_index |= not prompt
+        way = item.get(shape.way) if shape.way else ""
         if not isinstance(way, str):
             seen[name + key] += 1  # before 0.4.8 the filters' lines follow one another, nameless
             way = "" if seen[name + key] == 1 else f"filter {seen[name + key]}"
