@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from vllm_accprobe.whole_file import write_text
 
 ALL_LABELS = "ACCPROBE_LABELS"
 """Environment variable for the command: 1 counts labels that no set_task_id precedes, too (vllm_accprobe/labels.py)."""
+_NAMES = 10_000
+"""Of files and folders, in a folder that is looked through for an evaluation."""
 ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
 """Directories of the caller's own environment are searched, too, as the library does."""
 
@@ -103,9 +106,10 @@ def show_results(path: Path | None, judge: bool = False) -> None:
     if path is None or (found := result_tables.read(path)) is None:
         return
     kind = found.kind
-    said = (f"{column}: " + ", ".join(f"{n:,} {safe(word, 40)}" for word, n in words.most_common())
-            for column, words in found.verdicts.items())  # fmt: skip
-    lines = ["; ".join((f"{kind.what}: {count(found.rows, 'row')}", *said)) + ("" if found.judged else ": no verdict")]
+    words = (f"{column}: " + ", ".join(f"{n:,} {safe(word, 40)}" for word, n in verdicts.most_common())
+             for column, verdicts in found.verdicts.items())  # fmt: skip
+    first = "; ".join((f"{kind.what}: {count(found.rows, 'row')}", *words))
+    lines = [first + ("" if found.judged else ": no verdict")]
     for number, name, row in found.bad:
         place = kind.place(name) if kind.place is not None else None
         where = f" (tap {' '.join(filter(None, place))})" if place else ""
@@ -130,11 +134,14 @@ def show_results(path: Path | None, judge: bool = False) -> None:
 
 
 def evaluation(path: Path | None) -> Any:
-    """The answers of an evaluation's run (gate/evaluations.Side), None for another path."""
+    """The answers of an evaluation's run (gate/evaluations.Side); None for another path, and for a folder with more
+    names than a run has."""
     from vllm_accprobe.gate import evaluations
 
+    if path is None or next(islice(path.rglob("*"), _NAMES, None), None) is not None:
+        return None
     try:
-        return None if path is None else evaluations.open_side(path)
+        return evaluations.open_side(path)
     except (evaluations.SamplesError, OSError):
         return None
 

@@ -280,8 +280,8 @@ class Shape:
     """How a tool writes one question. needs, name, prompt, target, response: paths, as ``at`` reads them.
 
     needs: all are there in such an item; way: where several lines have the same question, what tells them apart;
-    scores: None for answers that were not scored; none: what an item without a score is counted as; beside: the
-    folder that predictions/ lies next to, with more of the same question; hashes: of question, prompt and right answer,
+    scores: None for answers that were not scored; none: what an item without a score is counted as; mirrors: the
+    folder whose files have more of the same question in predictions/; hashes: of question, prompt and right answer,
     where the file has them.
     """
 
@@ -294,7 +294,7 @@ class Shape:
     scores: Callable[[Item], Scores] | None = None
     none: str = NO_METRIC
     way: str = ""
-    beside: str = ""
+    mirrors: str = ""
     hashes: Callable[[Item], tuple[str, str, str]] | None = None
 
     def fits(self, item: Any) -> bool:
@@ -302,14 +302,14 @@ class Shape:
 
 
 SCORED = Shape(OPENCOMPASS, ("idx", "details"), "idx", "prompt|origin_prompt", "answer|references|gold",
-               "prediction|origin_prediction|pred", _opencompass_scores, NO_SCORE, beside=RESULTS)  # fmt: skip
+               "prediction|origin_prediction|pred", _opencompass_scores, NO_SCORE, mirrors=RESULTS)  # fmt: skip
 """An item of OpenCompass' details, which has no key that all evaluators write."""
 PREDICTED = replace(SCORED, needs=("idx", "prediction|origin_prompt"), scores=None)
 SHAPES = (
     Shape(HARNESS, ("doc_id", "resps|doc|metrics"), "doc_id", "", "", "resps", _harness_scores, way="filter",
           hashes=_harness_hashes),
     Shape(EVALSCOPE, ("index", "sample_score"), "index", "messages|input", "target", "sample_score.score.prediction",
-          _scores_at("sample_score.score.value"), beside=REVIEWS),
+          _scores_at("sample_score.score.value"), mirrors=REVIEWS),
     Shape(EVALSCOPE, ("index", "model_output"), "index", "messages", "target",
           "model_output.choices.0.message.content"),
     # before 1.0
@@ -555,7 +555,7 @@ class Documents:
             f.seek(start)
             item = parse(f.readline().strip().removeprefix(_BOM))
         shape = next(shape for shape in SHAPES if shape.fits(item))
-        other = _beside(path, shape.beside)
+        other = _beside(path, shape.mirrors)
         for _, raw in _lines(other) if other != path and other.is_file() else ():
             try:
                 found = parse(raw)
@@ -577,8 +577,8 @@ def _read(file: Path, side: Side, first: int = 0, task: str | None = None) -> in
         side.tool = shape.tool
         questions += 1
         scores = {} if shape.scores is None else shape.scores(item)
-        said = at(item, shape.response)
-        if not scores and (shape.scores is not None or said is None):
+        text = at(item, shape.response)
+        if not scores and (shape.scores is not None or text is None):
             side.left_out[NO_TEXT if shape.scores is None else shape.none] += 1
             continue
         number_of = at(item, shape.name)
@@ -594,7 +594,7 @@ def _read(file: Path, side: Side, first: int = 0, task: str | None = None) -> in
             seen[name + key] += 1  # before 0.4.8 the filters' lines follow one another, nameless
             way = "" if seen[name + key] == 1 else f"filter {seen[name + key]}"
         of = task_of(file, shape) if task is None else task
-        side.answers.append(Answer(of, way, key, name, prompt, target, digest(said), scores, (file, start)))
+        side.answers.append(Answer(of, way, key, name, prompt, target, digest(text), scores, (file, start)))
     return questions
 
 

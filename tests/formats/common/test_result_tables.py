@@ -243,7 +243,9 @@ def test_words_of_a_file_are_printed_as_one_line(tmp_path: Path, capsys: pytest.
     assert "\x1b" not in out
 
 
-def test_answers_of_an_evaluation_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_of_an_evaluation_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for side in "ab":
         (tmp_path / side / "predictions/m").mkdir(parents=True)
         items = {str(i): {"origin_prompt": f"q {i}", "prediction": "p"} for i in range(3)}
@@ -253,3 +255,6 @@ def test_answers_of_an_evaluation_are_named(tmp_path: Path, capsys: pytest.Captu
     code, _, err = typed(capsys, "compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "o")
     assert (code, err.count("\n")) == (2, 1)
     assert "answers of OpenCompass are no dumps: `accprobe eval-diff" in err
+    monkeypatch.setattr("vllm_accprobe.cli.compare_other._NAMES", 2)  # a folder that is too large to be looked through
+    code, _, err = typed(capsys, "inspect", tmp_path / "a")
+    assert (code, "is no dump of a format that is known" in err) == (2, True)

@@ -266,14 +266,14 @@ def read(path: Path, most: int = 10) -> ResultTable | None:
         words = {c: row[c] for c in kind.verdicts if row.get(c)}
         for column, word in words.items():
             found.verdicts.setdefault(column, Counter())[word] += 1
-        said = {word.lower() for word in words.values()}
+        there = {word.lower() for word in words.values()}
         alone = bool(kind.partner) and row.get(kind.partner, "").lower() in ("", "n/a", "none", "nan")
         found.alone += alone
-        found.judged += not alone and bool(said & (BAD | DOUBTFUL | GOOD))
-        if said & BAD:
+        found.judged += not alone and bool(there & (BAD | DOUBTFUL | GOOD))
+        if there & BAD:
             found.errors += 1
             found.bad += [(found.rows, name, row)] * (found.errors <= most)
-        elif said & DOUBTFUL:
+        elif there & DOUBTFUL:
             found.warnings += 1
             doubtful += [(found.rows, name, row)] * (found.warnings <= most)
         if kind.place is not None and kind.place(name) is None:
