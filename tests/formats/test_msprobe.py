@@ -206,6 +206,16 @@ def test_payloads_outside_missing_and_wrong(tmp_path: Path) -> None:
         wrong.read(wrong.records[0])
 
 
+def test_names_that_cannot_be_parsed_are_counted(tmp_path: Path) -> None:
+    """Their tensors stay; what is no record is a counted skip."""
+    data = {"Module.a.Linear.forward.0": record(output=[tensor("a.pt")]), "free text": record(output=[tensor("b.pt")])}
+    write(tmp_path / "d", {**data, "Module.b.Linear.forward.0": 7}, {n: np.ones(2, "f4") for n in ("a.pt", "b.pt")})
+    dump = open_dump(tmp_path / "d")
+    assert [r.tap for r in dump.records] == ["a", "free text"]
+    assert [(s.tap, s.reason) for s in dump.skips] == [("Module.b.Linear.forward.0", "record that is no object")]
+    assert "1 of 3 names cannot be parsed and are taps of their own, the first 'free text'" in dump.problems
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"data": 3}', "[" * 100_000])
 def test_damaged_json_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "dump.json").write_text(text)

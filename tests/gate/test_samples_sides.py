@@ -19,7 +19,7 @@ def test_a_line_becomes_an_answer(tmp_path: Path) -> None:
     side = evaluations.open_side(path)
     assert [a.scores for a in side.answers] == [{"exact_match": 1.0}, {"exact_match": 0.0}, {"exact_match": 1.0}]
     assert {(a.task, a.way) for a in side.answers} == {("gsm8k_cot", "strict-match")}
-    assert side.prompts(side.answers[2].place) == [
+    assert evaluations.requests(side.answers[2].place) == [
         {"prompt": "Question: how much is 2 and 2?\nAnswer:", "max_tokens": 64, "stop": ["\n\n"]}
     ]
 
@@ -38,13 +38,13 @@ def test_older_files_have_no_hashes_no_metrics_and_no_filters(tmp_path: Path) ->
     assert [(a.way, a.scores["exact_match"]) for a in side.answers] == [("", 1), ("filter 2", 0)] * 2
     for a, b in zip(side.answers[::2], fresh.answers, strict=True):
         assert (a.key, a.prompt, a.target, a.response) == (b.key, b.prompt, b.target, b.response)
-        assert side.prompts(a.place) == fresh.prompts(b.place)
+        assert evaluations.requests(a.place) == evaluations.requests(b.place)
 
 
 def test_choices_are_prompts_with_their_continuations(tmp_path: Path) -> None:
     side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [choice(4, {"acc": 1.0, "acc_norm": 0.0})]))
     assert side.answers[0].scores == {"acc": 1.0, "acc_norm": 0.0}
-    assert side.prompts(side.answers[0].place) == [
+    assert evaluations.requests(side.answers[0].place) == [
         {"prompt": "4 is odd", "max_tokens": 1}, {"prompt": "4 is even", "max_tokens": 1}
     ]  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_a_chat_is_messages(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     line["arguments"]["gen_args_0"]["arg_0"] = [json.dumps(messages)]
     side = evaluations.open_side(write_samples(tmp_path / "s.jsonl", [line]))
-    assert side.prompts(side.answers[0].place) == [{"messages": messages, "max_tokens": 64, "stop": ["\n\n"]}]
+    assert evaluations.requests(side.answers[0].place) == [{"messages": messages, "max_tokens": 64, "stop": ["\n\n"]}]
 
 
 def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
     side = evaluations.open_side(path)
     assert len(side.answers) == 3
     assert side.left_out == {evaluations.NO_JSON: 5, evaluations.NO_SAMPLE: 1, evaluations.NO_METRIC: 1}
-    assert [side.prompts(a.place)[0]["max_tokens"] for a in side.answers] == [64] * 3
+    assert [evaluations.requests(a.place)[0]["max_tokens"] for a in side.answers] == [64] * 3
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_opencompass(form: str, parts: int, tmp_path: Path) -> None:
         assert {a.task for a in side.answers} == {"gsm8k"}
         assert not side.by_index
         assert len({a.key for a in side.answers}) == 3
-        assert side.prompts(side.answers[2].place) == [
+        assert evaluations.requests(side.answers[2].place) == [
             {"messages": [{"role": "user", "content": "how much is 2 and 2?"}]}
         ]
 
@@ -128,10 +128,10 @@ def test_evalscope(below: str, tmp_path: Path) -> None:
     side = evaluations.open_side(tmp_path / below)
     assert (side.tool, side.left_out) == (evaluations.EVALSCOPE, {evaluations.NO_SAMPLE: 1})
     assert [(a.task, a.name, a.scores["acc"]) for a in side.answers] == [("law", "1", 0.0), ("law", "2", 0.0)]
-    assert [side.prompts(a.place) for a in side.answers] == [
+    assert [evaluations.requests(a.place) for a in side.answers] == [
         [{"messages": [{"role": "user", "content": "question 1?"}]}], [{"prompt": "question 1"}]
     ]  # fmt: skip
-    with pytest.raises(SamplesError, match="predictions, without scores: name the file in reviews/"):
+    with pytest.raises(SamplesError, match="1 answers without a text"):
         evaluations.open_side(asked)
 
 
@@ -140,7 +140,7 @@ def test_opencompass_without_predictions_has_only_numbers(tmp_path: Path) -> Non
     (tmp_path / "predictions/tiny/t.json").unlink()
     side = evaluations.open_side(file)
     assert side.by_index
-    assert side.prompts(side.answers[0].place) == []
+    assert evaluations.requests(side.answers[0].place) == []
 
 
 def test_opencompass_of_several_runs_is_their_mean(tmp_path: Path) -> None:
@@ -156,10 +156,13 @@ WRONG = {
     "nowhere": (None, "does not exist"),
     "empty.jsonl": ("", "no answered question"),
     "text.txt": ("hello\nyou\n", "is no json"),
-    "unscored.jsonl": ('{"index": 0, "model_output": {}}\n', "predictions, without scores"),
+    "unscored.jsonl": ('{"index": 0, "model_output": {}}\n', "1 answers without a text"),
     "valueless.jsonl": ('{"index": 0, "sample_score": {"score": 7}}\n', "1 lines without a metric"),
     "results.json": ('{"results": {}, "configs": {}}', "name the samples_"),
-    "predictions.json": ('{"0": {"origin_prompt": "x", "prediction": "y"}}', "predictions without scores"),
+    "textless.json": ('{"0": {"origin_prompt": "x"}, "1": 7}', "1 answers without a text"),
+    "utf16.jsonl": ('{"doc_id": 1, "resps": []}\n'.encode("utf-16"), "lines that are no json"),
+    "torn.json": ('{"0": {"origin_prompt": "x", "predic', "is no json"),
+    "types.jsonl": ('{"choices": {"0": 1}, "raw_input": 1}\n{"idx": [], "gold": 1e999}\n', "2 lines that are no"),
     "other.json": ('{"hello": "you"}', "has no samples"),
     "list.json": ("[1, 2]", "has no samples"),
     "deep.json": ("[" * 200_000, "is no json"),
@@ -174,7 +177,7 @@ WRONG = {
 def test_what_has_no_answers_is_one_line(name: str, tmp_path: Path) -> None:
     text, says = WRONG[name]
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     elif name == "folder":
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.json").write_text("{")

@@ -217,6 +217,15 @@ def test_a_csv_without_some_identifying_columns(opdiff, tmp_path):
     assert "step" not in out.details[0]
 
 
+def test_names_that_cannot_be_parsed_are_counted(opdiff, tmp_path):
+    files = [details(tmp_path, name, CHINESE, 1) for name in ("a.csv", "b.csv")]
+    text = files[1].read_text(encoding="utf-8")
+    files[1].write_text(text.replace("Torch.sort.0.forward.output.1", "free text"), encoding="utf-8")
+    out = opdiff(*files)
+    assert f"names in {files[1]} that cannot be parsed, each its own operator: 1, the first 'free text'" in out.stdout
+    assert f"names in {files[0]} that cannot" not in out.stdout
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [

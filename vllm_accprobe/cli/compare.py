@@ -152,12 +152,16 @@ def compare(
     One dump whose tensors a program labelled with set_label: its pairs are compared; writes labels.csv and labels.json.
     Two csv tables (opcheck.csv, a generated test's, msprobe's accuracy_checking_details): both machines are judged
     against the same reference; writes details.csv, result.csv and opdiff.md.
+    One file of another tool's results (msprobe's compare_result and acc_check, SGLang's comparator_report.jsonl): what
+    it says, and which rows are wrong first.
     With --calibrate: what runs of golden's side, with another batching, chunking, dtype or number of ranks, differ by,
     a few numbers per tap that --floor reads on any machine.
 
     Exit code 0: pass, 1: differences beyond the limits, 2: unreadable input, 3: nothing could be compared.
     """
+    from vllm_accprobe.cli import compare_other
     from vllm_accprobe.comparison.result import CompareError
+    from vllm_accprobe.dump.files import DumpError
 
     golden = _named(what.golden, what.golden_path, "GOLDEN", "-gp")
     mine = _named(what.mine, what.my_path, "MINE", "-mp")
@@ -169,9 +173,13 @@ def compare(
         options.refuse("two dumps", calibrating, of_tables, of_labels)
         if what.further:
             raise CommandError(f"{what.further[0]}: two dumps are compared; several runs go with --calibrate OUT")
-        compare_dumps(golden, mine, what, judging, work, instead, printed)
-    from vllm_accprobe.cli import compare_other
-
+        try:
+            compare_dumps(golden, mine, what, judging, work, instead, printed)
+        except (DumpError, CompareError):
+            for side in filter(None, map(compare_other.evaluation, (golden, mine))):
+                words = f"`accprobe eval-diff {golden} {mine}`"
+                raise CommandError(f"answers of {side.tool} are no dumps: {words}") from None
+            raise
     run: Any
     if kind == "calibrate":
         options.refuse("--calibrate", instead, of_tables, of_labels, work, judging, but=("--weights",))
@@ -186,6 +194,9 @@ def compare(
             raise CompareError("labels are of one dump, and MINE is named as well")
         out = what.out or Path("accprobe-labels")
         run = lambda: compare_other.compare_labelled(golden, opened, of_labels, out, verbose)  # noqa: E731
+    elif kind == "results":
+        options.refuse("one file of results", instead, calibrating, of_tables, of_labels, work, judging)
+        run = lambda: compare_other.show_results(golden, judge=True)  # noqa: E731
     else:
         options.refuse("two tables", instead, calibrating, of_labels, work, judging, but=("--standard",))
         if what.further:
@@ -210,8 +221,8 @@ def _kind(
     name: str, golden: Path | None, mine: Path | None, instead: InsteadOptions, calibrating: CalibrateOptions,
     of_tables: TableOptions, of_labels: LabelOptions,
 ) -> tuple[str, Any]:  # fmt: skip
-    """(calibrate, labels, opdiff or pair; the dump where it was opened for that). name: of the command that was typed,
-    which is the kind itself where it is an older one."""
+    """(calibrate, labels, opdiff, results or pair; the dump where it was opened for that). name: of the command that
+    was typed, which is the kind itself where it is an older one."""
     if name != "compare":
         return name, None
     if options.used(calibrating):
@@ -224,7 +235,10 @@ def _kind(
         from vllm_accprobe.dump.files import DumpError
         from vllm_accprobe.dump.label_files import LABEL_TAP
         from vllm_accprobe.formats import open_dump
+        from vllm_accprobe.formats.common import result_tables
 
+        if result_tables.kind_of(result_tables.header_of(golden)):
+            return "results", None
         try:
             opened = open_dump(golden)
         except (DumpError, OSError):

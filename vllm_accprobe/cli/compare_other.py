@@ -1,7 +1,8 @@
-"""What `accprobe compare` does with what is no pair of dumps: one labelled dump, two tables, runs to calibrate by.
+"""What `accprobe compare` does with what is no pair of dumps: one labelled dump, tables, runs to calibrate by.
 
 One dump: the pairs that a program named with set_label, or run it first. Two tables (of `opcheck`, a generated test or
-msprobe's accuracy_checking_details): two machines, each against the same reference. Calibration: what runs of golden's
+msprobe's accuracy_checking_details): two machines, each against the same reference. One file of another tool's results
+(`inspect` shows it, too, and a run of an evaluation): what it says in its own words. Calibration: what runs of golden's
 side differ by, a few numbers per tap; with --profile how one dump's machine computes, operator by operator.
 
 Not here: which it is (compare.py), two dumps (compare_pair.py), measuring (comparison/labelled_pairs.py), judging
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -22,12 +24,10 @@ from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
 from vllm_accprobe.whole_file import write_text
 
-if TYPE_CHECKING:
-    pass
-
-
 ALL_LABELS = "ACCPROBE_LABELS"
 """Environment variable for the command: 1 counts labels that no set_task_id precedes, too (vllm_accprobe/labels.py)."""
+_NAMES = 10_000
+"""Of files and folders, in a folder that is looked through for an evaluation."""
 ENVS = ("ATB_OUTPUT_DIR", "ACLTRANSFORMER_HOME_PATH", "ASDOPS_LOG_TO_FILE_DIR")
 """Directories of the caller's own environment are searched, too, as the library does."""
 
@@ -95,6 +95,68 @@ def _run(line: str, place: str | None, types: str | None) -> tuple[int, Path]:
         raise CommandError(f"the command left {len(dumps)} dumps ({named}): compare each with `accprobe compare DUMP`")
     say(f"dump: {dumps[0]}")
     return ran.code, Path(dumps[0])
+
+
+def show_results(path: Path | None, judge: bool = False) -> None:
+    """What a file of another tool's results says; nothing of another file. judge: typer.Exit by its verdicts. Raises
+    DumpError."""
+    from vllm_accprobe.formats.common import result_tables
+    from vllm_accprobe.report.text import count, safe
+
+    if path is None or (found := result_tables.read(path)) is None:
+        return
+    kind = found.kind
+    words = (f"{column}: " + ", ".join(f"{n:,} {safe(word, 40)}" for word, n in verdicts.most_common())
+             for column, verdicts in found.verdicts.items())  # fmt: skip
+    first = "; ".join((f"{kind.what}: {count(found.rows, 'row')}", *words))
+    lines = [first + ("" if found.judged else ": no verdict")]
+    for number, name, row in found.bad:
+        place = kind.place(name) if kind.place is not None else None
+        where = f" (tap {' '.join(filter(None, place))})" if place else ""
+        cells = [f"{c} {row[c]}" for c in (*kind.verdicts, *kind.values, kind.message) if row.get(c)]
+        why = ", ".join(cells)
+        lines.append(safe(f"  row {number:,}: {name}{where}: {why}", 500))
+    if hidden := found.errors + found.warnings - len(found.bad):
+        lines.append(f"  ... {hidden:,} more in the file")
+    if found.alone:
+        lines.append(f"{count(found.alone, 'row')} without a {kind.partner}: nothing was compared there, whatever "
+                     f"{kind.verdicts[0]} says")  # fmt: skip
+    if found.unparsed:
+        lines.append(f"{count(found.unparsed, 'name')} that cannot be parsed, the first {safe(found.first_unparsed)!r}")
+    for line in (*lines, kind.then):
+        typer.echo(line)
+    code = 1 if found.errors else 0 if found.judged else 3
+    answer(kind=kind.what, verdict={0: "pass", 1: "fail", 3: None}[code], rows=found.rows, verdicts=found.verdicts,
+           bad=[{"row": number, "name": name, **row} for number, name, row in found.bad], without_partner=found.alone,
+           unparsed_names=found.unparsed, next=kind.then)  # fmt: skip
+    if judge:
+        raise typer.Exit(code)
+
+
+def evaluation(path: Path | None) -> Any:
+    """The answers of an evaluation's run (gate/evaluations.Side); None for another path, and for a folder with more
+    names than a run has."""
+    from vllm_accprobe.gate import evaluations
+
+    if path is None or next(islice(path.rglob("*"), _NAMES, None), None) is not None:
+        return None
+    try:
+        return evaluations.open_side(path)
+    except (evaluations.SamplesError, OSError):
+        return None
+
+
+def show_evaluation(path: Path) -> bool:
+    """What a run of an evaluation says; whether ``path`` is one."""
+    from vllm_accprobe.report import servers
+
+    if (side := evaluation(path)) is None:
+        return False
+    lines = servers.side_lines(side)
+    for line in lines:
+        typer.echo(line)
+    answer(kind=side.tool, answers=len(side.answers), about=lines, left_out=side.left_out)
+    return True
 
 
 def compare_tables(

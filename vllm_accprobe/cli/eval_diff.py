@@ -52,9 +52,10 @@ def eval_diff(runs: EvalDiffOptions, evaluation: EvaluationOptions, scoring: opt
     """Compare two runs of an evaluation, or a trainer's log-probabilities with a server's.
 
     Of samples of lm-evaluation-harness, reviews of evalscope and results of OpenCompass: for each metric whether the
-    difference is more than chance, and which questions flipped. A may be a trainer's jsonl with tokens and
-    log-probabilities; they are compared with B's of the same tokens.
-    Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired.
+    difference is more than chance, and which questions flipped. Of predictions without scores: which texts differ. A
+    may be a trainer's jsonl with tokens and log-probabilities; they are compared with B's of the same tokens.
+    Exit code 0: no difference beyond chance, 1: one beyond, 2: unreadable input, 3: nothing could be paired, or texts
+    without scores differ.
     """
     from vllm_accprobe.gate import trainer
 
@@ -97,9 +98,11 @@ def compare_samples(
         evaluations.select(side, how.tasks, how.filters, how.metrics)
     matched = match(left, right)
     result = evaluations.evaluate(matched, rate)
-    if not result.contrasts:
+    if not result.contrasts and not result.texts:
         raise NothingThere(servers.nothing_compared(result, left, right))
     if how.csv is not None:
+        if result.texts:
+            raise CommandError(f"--csv has a row for each metric, and {golden} or {mine} has no scores")
         places.check_place(how.csv, option="--csv")
     if as_json:
         typer.echo(json.dumps(evaluations.to_json(result) | {"read": servers.read_json(left, right)}, indent=1))
@@ -111,12 +114,12 @@ def compare_samples(
     if how.csv is not None:
         servers.write_csv(result, how.csv)
     if how.prompts_out is not None:
-        prompts, without = evaluations.prompts(result.flips, left.prompts)
+        prompts, without = evaluations.prompts(result.flips)
         # Whole and only for its owner: these are an evaluation's questions, which others may not publish.
         write_private(how.prompts_out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
         more = f"; {without:,} have none in the files" if without else ""
         say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
-    raise typer.Exit(1 if result.verdict == "fail" else 0)
+    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
 
 
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:

@@ -85,6 +85,7 @@ def inspect(
     inspect DUMP lists the tensors with their statistics, and the operators that were called. Of our own dumps no
     payload is read, so this is quick on any. Of another tool's, the format is printed first, and what is listed without
     statistics is read to compute them. Operators' tensors are listed where a GLOB has '::'.
+    Of another tool's results, or a run of an evaluation, it says what is in them.
     inspect DUMP TAP shows one tensor: statistics, histogram, chosen rows; --save keeps it.
     inspect MODEL_DIR --size is exact for Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and
     V3. Another decoder is counted by what its config.json has in common with these. Parameters come on top where they
@@ -116,7 +117,9 @@ def inspect(
 
         options.refuse("a list of tensors", of_size, of_tensor)
         dump = _needed(path, "DUMP")
-        run = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+        brought = not names and not any(options.used(group) for group in (chosen, of_list)) and _brought(dump)
+        listed = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+        run = brought or listed
     answered(name, what.as_json, run)
 
 
@@ -139,6 +142,21 @@ def _kind(
 
     opened = open_dump(what.path)
     return ("show" if is_tap(opened, what.names[0]) else "summary"), opened
+
+
+def _brought(path: Path) -> Any:
+    """What shows another tool's results, or a run of an evaluation; None for a dump and what is unknown."""
+    from vllm_accprobe.cli import compare_other
+    from vllm_accprobe.formats import DumpError
+    from vllm_accprobe.formats.common import result_tables, sniff
+
+    if path.is_file() and result_tables.kind_of(result_tables.header_of(path)):
+        return lambda: compare_other.show_results(path)
+    try:
+        sniff.find(path)
+    except DumpError:
+        return lambda: compare_other.show_evaluation(path) or sniff.find(path)
+    return None
 
 
 def _needed(path: Path | None, word: str) -> Path:

@@ -392,9 +392,18 @@ def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -
     parents = _parents(dump, directory / CONSTRUCT) if file.name == DUMP else {}
     data_dir = str(directory / DATA)
     stored = names_in(dump, data_dir)
-    places: list[PlacedRecord] = [
-        (key, record, place_of(key, parents)) for key, record in data.items() if isinstance(record, dict)
-    ]
+    places: list[PlacedRecord] = []
+    unnamed: list[str] = []
+    for key, record in data.items():
+        if not isinstance(record, dict):
+            dump.skip(key, "record that is no object", step)
+            continue
+        places.append((key, record, place_of(key, parents)))
+        if file.name == DUMP and not places[-1][2].cls:
+            unnamed.append(key)
+    if unnamed:
+        dump.problem(f"{len(unnamed):,} of {len(data):,} names cannot be parsed and are taps of their own, the first "
+                     f"{unnamed[0][:80]!r}")  # fmt: skip
     numbers: dict[str, tuple[int, int]] = {}
     for order, (key, place, leaf) in enumerate(in_order(places)):
         info = leaf.info

@@ -5,8 +5,9 @@ question only if no run was sharded or shuffled; and 26 right answers of 50 agai
 an `Answer` has hashes, scores and its place in the file; pairs have the same task, filter and hash of the question.
 Only questions that flipped count: McNemar's exact test for right or wrong, the sign-flip test (of which it is a case)
 for other scores, Holm's rule over all metrics. Each p comes with an interval and the number of questions that would be
-needed. Signs: mine - golden; lost: golden right and mine wrong; won: the reverse. Sources: lm_eval/evaluator.py,
-evaluation_tracker.py; opencompass/openicl/icl_evaluator, tasks/openicl_eval.py; evalscope's reviews.
+needed. Signs: mine - golden; lost: golden right and mine wrong; won: the reverse. What each tool writes is a `Shape` in
+one table; of answers without scores texts are compared. Sources: lm_eval/evaluator.py, evaluation_tracker.py;
+opencompass/openicl/icl_evaluator, icl_inferencer, tasks/openicl_eval.py; evalscope/api/evaluator/cache.py.
 
 Not here: sentences (report/servers.py).
 """
@@ -29,9 +30,7 @@ import numpy as np
 from vllm_accprobe.judge import distributions, statistic
 
 Place = tuple[Path, int]
-"""A file, and where in it: the byte at which a line begins, or the index of a question."""
-Prompts = Callable[[Place], list[dict[str, Any]]]
-"""What was asked at a place: lines of a jsonl as `accprobe send` takes it, without ids."""
+"""A file, and where in it: the byte at which a line begins, or -1 - the index of a question in a document."""
 
 
 class SamplesError(Exception):
@@ -65,8 +64,7 @@ class Side:
     by_index: whether questions have no other name than their number."""
 
     path: Path
-    tool: str
-    prompts: Prompts
+    tool: str = ""
     answers: list[Answer] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -186,8 +184,9 @@ def _named_alike(golden: list[Answer], mine: list[Answer], found: Matched) -> li
     return mine
 
 
-HARNESS = "lm-evaluation-harness"
-NAME = re.compile(r"samples_(?P<task>.+)_(?P<time>[^_]+)\.jsonl\Z", re.DOTALL)
+HARNESS, EVALSCOPE, OPENCOMPASS = "lm-evaluation-harness", "evalscope", "OpenCompass"
+REVIEWS, RESULTS, PREDICTIONS = "reviews", "results", "predictions"
+NAME = re.compile(r"samples_(?P<task>.+)_(?P<time>[^_]+)\.jsonl?\Z", re.DOTALL)
 _KNOWN = frozenset({
     "doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", "doc_hash", "prompt_hash",
     "target_hash",
@@ -195,61 +194,37 @@ _KNOWN = frozenset({
 NO_JSON = "lines that are no json"
 NO_SAMPLE = "lines that are no sample of a question"
 NO_METRIC = "lines without a metric"
+NO_TEXT = "answers without a text"
+NO_DETAILS = "files without details of each question"
+NO_SCORE = "questions without a score"
+NOT_RESULTS = "json files that are no results"
+SUMMARY = "summaries of lm-evaluation-harness, which writes its samples with --log_samples"
+RIGHT = ("correct", "is_correct", "cascade_correct")
+_NO_SCORES = frozenset({
+    "pred", "prediction", "predictions", "answer", "answers", "gold", "reference", "references", "origin_prediction",
+    "prompt", "origin_prompt", "type", "idx", "id", "index", "example_abbr", "res_length", "all_input_length",
+    "example_id", "problem_id",
+})  # fmt: skip
+_ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}
+Item = dict[str, Any]
+Scores = dict[str, float | None]
 
 
-def task_of(path: Path) -> str:
-    """The task that a file's name says, empty where it was renamed."""
-    found = NAME.match(path.name)
-    return found["task"] if found else ""
+def at(item: Any, paths: str) -> Any:
+    """What is at the first of these paths that leads to a value, e.g. ``choices.0.text|answer``; else None."""
+    for path in paths.split("|"):
+        value = item
+        for key in path.split("."):
+            if isinstance(value, list) and key.isdecimal():
+                value = value[int(key)] if int(key) < len(value) else None
+            else:
+                value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
 
 
-def is_sample(line: Any) -> bool:
-    return isinstance(line, dict) and "doc_id" in line and ("resps" in line or "doc" in line or "metrics" in line)
-
-
-def read_lines(path: Path, side: Side, tool: LineTool) -> None:
-    """Adds a file's answers to ``side``, and what is none to its counts. Raises OSError."""
-    seen = Counter[str]()
-    for at, raw in _lines(path):
-        try:
-            line = parse(raw)
-        except ValueError:  # UnicodeDecodeError is one
-            side.left_out[NO_JSON] += 1
-            continue
-        if not tool.is_line(line):
-            side.left_out[NO_SAMPLE] += 1
-            continue
-        answer = tool.answer(line, (path, at), seen)
-        if answer.scores:
-            side.answers.append(answer)
-        else:
-            side.left_out[NO_METRIC] += 1
-
-
-def _harness_answer(line: dict[str, Any], place: Place, seen: Counter[str]) -> Answer:
-    """seen: how often each question came before in the file."""
-    name, key = str(line["doc_id"]), _hash(line, "doc_hash") or _document(line)
-    scores, way = _scores(line), line.get("filter")
-    if scores and not isinstance(way, str):  # before 0.4.8 the filters' lines follow one another, nameless
-        seen[name + key] += 1
-        way = "" if seen[name + key] == 1 else f"filter {seen[name + key]}"
-    prompt = _hash(line, "prompt_hash") or digest(next(iter(_arguments(line)), [None])[0])
-    target = _hash(line, "target_hash") or (digest(str(line["target"])) if "target" in line else "")
-    response = digest(line["resps"]) if "resps" in line else ""
-    return Answer(task_of(place[0]), str(way), key, name, prompt, target, response, scores, place)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the line) of each that is not empty."""
-    at = 0
-    with path.open("rb") as f:
-        for raw in f:
-            if stripped := raw.strip():
-                yield at, stripped.removeprefix(b"\xef\xbb\xbf")
-            at += len(raw)
-
-
-def _scores(line: dict[str, Any]) -> dict[str, float | None]:
+def _harness_scores(line: Item) -> Scores:
     names = line.get("metrics")
     if isinstance(names, list):
         return {n: number(line.get(n)) for n in names if isinstance(n, str) and n in line}
@@ -257,19 +232,97 @@ def _scores(line: dict[str, Any]) -> dict[str, float | None]:
     return {n: v for n, v in found.items() if v is not None}
 
 
-def _hash(line: dict[str, Any], key: str) -> str:
-    value = line.get(key)
-    return value if isinstance(value, str) else ""
+def _opencompass_scores(item: Item) -> Scores:
+    for key in RIGHT:
+        if item.get(key) is not None:
+            value = _mean(item[key])
+            return {} if value is None else {"correct": value}
+    found = {k: _mean(v) for k, v in item.items() if k not in _NO_SCORES}
+    return {k: v for k, v in found.items() if v is not None}
 
 
-def _document(line: dict[str, Any]) -> str:
-    """doc_hash as the harness makes it; without a document, of the number that the question has."""
-    if "doc" not in line:
-        return digest(f"doc_id {line['doc_id']}")
-    return digest(json.dumps(line["doc"], indent=2, ensure_ascii=False))
+def _mean(value: Any) -> float | None:
+    """A number, or the mean of a question's several runs."""
+    values = value if isinstance(value, list) else [value]
+    known = [n for n in map(number, values) if n is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _arguments(line: dict[str, Any]) -> list[list[Any]]:
+def _scores_at(path: str) -> Callable[[Item], Scores]:
+    """Of a number, or of numbers by metric."""
+
+    def scores(item: Item) -> Scores:
+        value = at(item, path)
+        found = value if isinstance(value, dict) else {} if number(value) is None else {"correct": value}
+        return {str(k): number(v) for k, v in found.items()}
+
+    return scores
+
+
+def _harness_hashes(line: Item) -> tuple[str, str, str]:
+    """doc_hash as the harness makes it (without a document, of the number that the question has), and those of prompt
+    and target."""
+
+    def stored(name: str, made: Callable[[], str]) -> str:
+        value = line.get(name)
+        return value if isinstance(value, str) and value else made()
+
+    document = lambda: json.dumps(line["doc"], indent=2, ensure_ascii=False)  # noqa: E731
+    return (
+        stored("doc_hash", lambda: digest(document() if "doc" in line else f"doc_id {line['doc_id']}")),
+        stored("prompt_hash", lambda: digest(at(_arguments(line), "0.0"))),
+        stored("target_hash", lambda: digest(str(line["target"]) if "target" in line else None)),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a tool writes one question. needs, name, prompt, target, response: paths, as ``at`` reads them.
+
+    needs: all are there in such an item; way: where several lines have the same question, what tells them apart;
+    scores: None for answers that were not scored; none: what an item without a score is counted as; mirrors: the
+    folder whose files have more of the same question in predictions/; hashes: of question, prompt and right answer,
+    where the file has them.
+    """
+
+    tool: str
+    needs: tuple[str, ...]
+    name: str
+    prompt: str
+    target: str
+    response: str
+    scores: Callable[[Item], Scores] | None = None
+    none: str = NO_METRIC
+    way: str = ""
+    mirrors: str = ""
+    hashes: Callable[[Item], tuple[str, str, str]] | None = None
+
+    def fits(self, item: Any) -> bool:
+        return isinstance(item, dict) and all(at(item, path) is not None for path in self.needs)
+
+
+SCORED = Shape(OPENCOMPASS, ("idx", "details"), "idx", "prompt|origin_prompt", "answer|references|gold",
+               "prediction|origin_prediction|pred", _opencompass_scores, NO_SCORE, mirrors=RESULTS)  # fmt: skip
+"""An item of OpenCompass' details, which has no key that all evaluators write."""
+PREDICTED = replace(SCORED, needs=("idx", "prediction|origin_prompt"), scores=None)
+SHAPES = (
+    Shape(HARNESS, ("doc_id", "resps|doc|metrics"), "doc_id", "", "", "resps", _harness_scores, way="filter",
+          hashes=_harness_hashes),
+    Shape(EVALSCOPE, ("index", "sample_score"), "index", "messages|input", "target", "sample_score.score.prediction",
+          _scores_at("sample_score.score.value"), mirrors=REVIEWS),
+    Shape(EVALSCOPE, ("index", "model_output"), "index", "messages", "target",
+          "model_output.choices.0.message.content"),
+    # before 1.0
+    Shape(EVALSCOPE, ("raw_input", "choices.0.review"), "index|answer_id", "raw_input", "choices.0.review.gold",
+          "choices.0.message.content", _scores_at("choices.0.review.result")),
+    Shape(EVALSCOPE, ("raw_input", "choices.0.message"), "index|answer_id", "raw_input", "",
+          "choices.0.message.content"),
+    PREDICTED,
+)  # fmt: skip
+"""Tried in this order."""
+
+
+def _arguments(line: Item) -> list[list[Any]]:
     """The arguments of each request: ``{"gen_args_0": {"arg_0": ...}}``, or, in older files, lists."""
     args = line.get("arguments")
     requests = list(args.values()) if isinstance(args, dict) else args if isinstance(args, list) else []
@@ -277,10 +330,42 @@ def _arguments(line: dict[str, Any]) -> list[list[Any]]:
     return [r for r in rows if isinstance(r, list) and r]
 
 
-def harness_prompts(place: Place) -> list[dict[str, Any]]:
+def _messages(value: Any) -> Any:
+    """Messages without what no request has (ids, sources, the answer at the end); anything else as it is."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        return value
+    turns = [{"role": _ROLES.get(m["role"], m["role"].lower()), "content": at(m, "content|prompt")} for m in value]
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return [turn for turn in turns if turn["content"] is not None]
+
+
+def _prompt(item: Item, paths: str) -> Any:
+    found = (_messages(at(item, path)) for path in paths.split("|"))
+    return next((value for value in found if value), None)
+
+
+def requests(place: Place, documents: Documents | None = None) -> list[dict[str, Any]]:
+    """What was asked at a place, as lines of a jsonl that `accprobe send` takes, without ids."""
+    item, shape = (documents or Documents()).item(place)
+    if shape.tool == HARNESS:
+        return _harness_requests(item)
+    value = _prompt(item, shape.prompt)
+    if isinstance(value, str):
+        return [{"prompt": value}]
+    return [{"messages": value}] if isinstance(value, list) and all(isinstance(m, dict) for m in value) else []
+
+
+def response(place: Place, documents: Documents | None = None) -> str:
+    """The text that came back."""
+    item, shape = (documents or Documents()).item(place)
+    value = at(item, shape.response)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _harness_requests(line: Item) -> list[dict[str, Any]]:
     """A request that generates: its text or messages, with its limit and stops. A choice that was scored: context and
     continuation as one text, of which one more token is asked, because what was scored are the prompt's own tokens."""
-    line = _line_at(place)
     found: list[dict[str, Any]] = []
     for first, *others in _arguments(line):
         request = _asked(first)
@@ -295,13 +380,6 @@ def harness_prompts(place: Place) -> list[dict[str, Any]]:
         if request not in found:
             found.append(request)
     return found
-
-
-def _line_at(place: Place) -> Any:
-    path, at = place
-    with path.open("rb") as f:
-        f.seek(at)
-        return parse(f.readline().strip().removeprefix(b"\xef\xbb\xbf"))
 
 
 def _asked(first: Any) -> dict[str, Any] | None:
@@ -332,107 +410,70 @@ def _limits(how: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-EVALSCOPE = "evalscope"
-REVIEWS = "reviews"
+_HEAD = 1 << 24
+"""A first line, at most."""
+_BOM = b"\xef\xbb\xbf"
 
 
-def is_review(line: Any) -> bool:
-    """``{"index", "input", "target", "sample_score": {"score": {"value": {metric: number}, "prediction": ...}}}``."""
-    return isinstance(line, dict) and "index" in line and isinstance(line.get("sample_score"), dict)
+def _has_lines(path: Path) -> bool:
+    """Whether it is a file of lines of json, by the first line that is json: before it there may be others, which are
+    counted later. Anything else is one document."""
+    with path.open("rb") as f:
+        for _ in range(1000):
+            if not (raw := f.readline(_HEAD)):
+                break
+            line = raw.strip().removeprefix(_BOM)
+            if line in (b"{", b"["):
+                return False
+            try:
+                value = parse(line or b"!")
+            except ValueError:
+                continue
+            if path.suffix == ".jsonl":
+                return not isinstance(value, list) and not (isinstance(value, dict) and "details" in value)
+            return any(shape.fits(value) for shape in SHAPES)
+    return path.suffix == ".jsonl"
 
 
-def _review_answer(line: dict[str, Any], place: Place, _: Counter[str]) -> Answer:
-    score = line["sample_score"].get("score")
-    score = score if isinstance(score, dict) else {}
-    value = score.get("value")
-    scores = {str(k): number(v) for k, v in value.items()} if isinstance(value, dict) else {}
-    name, prompt = str(line["index"]), digest(line.get("input"))
-    target, said = digest(line.get("target")), digest(score.get("prediction"))
-    return Answer(place[0].stem, "", prompt or digest(f"index {name}"), name, prompt, target, said, scores, place)
-
-
-def review_prompts(place: Place) -> list[dict[str, Any]]:
-    """The messages of the same index in predictions/ beside reviews/, else the review's own input."""
-    line = _line_at(place)
-    for _, raw in _lines(predictions) if (predictions := _beside(place[0], REVIEWS)).is_file() else ():
-        try:
-            found = parse(raw)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and found.get("index") == line["index"]:
-            messages = found.get("messages")
-            if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-                return [{"messages": [{k: m[k] for k in ("role", "content") if k in m} for m in messages]}]
-    text = line.get("input")
-    return [{"prompt": text}] if isinstance(text, str) and text else []
-
-
-@dataclass(frozen=True)
-class LineTool:
-    """A tool that writes a line of json for each question. is_file: which files of a folder are."""
-
-    name: str
-    is_line: Callable[[Any], bool]
-    answer: Callable[[dict[str, Any], Place, Counter[str]], Answer]
-    prompts: Prompts
-    is_file: Callable[[Path], bool]
-
-
-LINE_TOOLS = (
-    LineTool(HARNESS, is_sample, _harness_answer, harness_prompts, lambda p: p.name.startswith("samples_")),
-    LineTool(EVALSCOPE, is_review, _review_answer, review_prompts, lambda p: p.absolute().parts[-3:-2] == (REVIEWS,)),
-)
-
-OPENCOMPASS = "OpenCompass"
-RESULTS, PREDICTIONS = "results", "predictions"
-RIGHT = ("correct", "is_correct", "cascade_correct")
-NO_DETAILS = "files without details of each question"
-NO_SCORE = "questions without a score"
-_NO_SCORES = frozenset({
-    "pred", "prediction", "predictions", "answer", "answers", "gold", "reference", "references", "origin_prediction",
-    "prompt", "origin_prompt", "type", "idx", "id", "index", "example_abbr", "res_length", "all_input_length",
-    "example_id", "problem_id",
-})  # fmt: skip
-_ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}
-
-
-def is_results(value: Any) -> bool:
-    """Of an evaluator: with details, or at least with numbers."""
+def _numbers_of(value: Any) -> bool:
+    """Whether it is what an evaluator of OpenCompass returned: with details, or at least with numbers."""
     if not isinstance(value, dict):
         return False
-    return "details" in value or (bool(value) and any(isinstance(v, (int, float)) for v in value.values()))
+    return "details" in value or any(isinstance(v, (int, float)) for v in value.values())
 
 
-def is_predictions(value: Any) -> bool:
-    if not isinstance(value, dict) or not value:
-        return False
-    first = next(iter(value.values()))
-    return isinstance(first, dict) and ("prediction" in first or "origin_prompt" in first)
-
-
-def read_opencompass(path: Path, side: Side) -> None:
-    """Adds the answers of a results file to ``side``. Raises OSError, SamplesError."""
-    questions = _details(load_opencompass(path))
-    if not questions:
-        side.left_out[NO_DETAILS] += 1
+def _items(path: Path, named: bool) -> Iterator[tuple[int, Item, Shape | str]]:
+    """(where it is, one question, its shape; or why it is none). named: by the user, not found in a folder. Raises
+    OSError, SamplesError."""
+    if not _has_lines(path):
+        value = _load(path)
+        found = _document(path, value)
+        yield from ((-1 - i, item, shape) for i, (item, shape) in found.items())
+        if not found and isinstance(value, dict) and "results" in value and ("configs" in value or "config" in value):
+            yield 0, {}, SUMMARY
+        elif not found:
+            yield 0, {}, NO_DETAILS if _numbers_of(value) and (named or RESULTS in path.parts) else NOT_RESULTS
         return
-    predictions = _predictions(path)
-    for index, item in questions.items():
-        scores = _opencompass_scores(item)
-        if not scores:
-            side.left_out[NO_SCORE] += 1
+    for start, raw in _lines(path):
+        try:
+            item = parse(raw)
+        except ValueError:  # UnicodeDecodeError is one
+            yield start, {}, NO_JSON
             continue
-        found = predictions.get(index, {})
-        prompt = digest(item.get("prompt", found.get("origin_prompt")))
-        target = next((item[k] for k in ("answer", "references", "gold") if item.get(k) is not None), found.get("gold"))
-        answered = found.get("prediction", item.get("origin_prediction", item.get("pred")))
-        side.by_index |= not prompt
-        side.answers.append(
-            Answer(path.stem, "", prompt, str(index), prompt, digest(target), digest(answered), scores, (path, index))
-        )
+        yield start, item, next((shape for shape in SHAPES if shape.fits(item)), NO_SAMPLE)
 
 
-def load_opencompass(path: Path) -> Any:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(where it begins, the line) of each that is not empty."""
+    start = 0
+    with path.open("rb") as f:
+        for raw in f:
+            if stripped := raw.strip():
+                yield start, stripped.removeprefix(_BOM)
+            start += len(raw)
+
+
+def _load(path: Path) -> Any:
     """Raises OSError, SamplesError for what is no json."""
     try:
         return parse(path.read_bytes())
@@ -440,52 +481,52 @@ def load_opencompass(path: Path) -> Any:
         raise SamplesError(f"{path} is no json: {e}") from None
 
 
-def _details(value: Any) -> dict[int, dict[str, Any]]:
-    """Each question's details by its index in the data set."""
-    details = value.get("details") if isinstance(value, dict) else None
-    if isinstance(details, dict):
-        items = [(int(k), v) for k, v in details.items() if re.fullmatch(r"\d{1,9}", k)]
-    else:
-        items = list(enumerate(details)) if isinstance(details, list) else []
-    found = {}
-    for index, item in items:
+def _document(path: Path, value: Any) -> dict[int, tuple[Item, Shape]]:
+    """The questions of one document by their index: a list of samples, OpenCompass' predictions, or its details with
+    the predictions next to them."""
+    if isinstance(value, list):
+        found = ((i, item, next((s for s in SHAPES if s.fits(item)), None)) for i, item in enumerate(value))
+        return {i: (item, shape) for i, item, shape in found if shape is not None}
+    if not isinstance(value, dict):
+        return {}
+    if "details" not in value:
+        items = {i: {"idx": i, **item} for i, item in _by_index(value).items()}
+        return {i: (item, PREDICTED) for i, item in items.items() if PREDICTED.fits(item)}
+    details = value["details"]
+    items = dict(enumerate(details)) if isinstance(details, list) else _by_index(details)
+    predictions = _predictions(path)
+    out: dict[int, tuple[Item, Shape]] = {}
+    for i, item in items.items():
         if isinstance(item, dict):
             named = re.search(r"_(\d{1,9})\Z", str(item.get("example_abbr", "")))
-            found[int(named[1]) if named else index] = item
-    return found
+            index = int(named[1]) if named else i
+            out[index] = ({"idx": index, **predictions.get(index, {}), **item}, SCORED)
+    return out
 
 
-def _opencompass_scores(item: dict[str, Any]) -> dict[str, float | None]:
-    for key in RIGHT:
-        if item.get(key) is not None:
-            value = _mean(item[key])
-            return {} if value is None else {"correct": value}
-    found = {k: _mean(v) for k, v in item.items() if k not in _NO_SCORES}
-    return {k: v for k, v in found.items() if v is not None}
-
-
-def _mean(value: Any) -> float | None:
-    """A number, or the mean of a question's several runs."""
-    if not isinstance(value, list):
-        return number(value)
-    numbers = [number(v) for v in value]
-    known = [n for n in numbers if n is not None]
-    return sum(known) / len(known) if known and len(known) == len(numbers) else None
-
-
-def _predictions(results: Path) -> dict[int, dict[str, Any]]:
-    """By index; empty where the folder of predictions is not beside that of results. Raises OSError, SamplesError."""
-    whole = _beside(results, RESULTS)
-    if whole == results:
+def _by_index(value: Any, first: int = 0) -> dict[int, Item]:
+    if not isinstance(value, dict):
         return {}
-    if whole.is_file():
-        return _by_index(load_opencompass(whole), 0)
-    found: dict[int, dict[str, Any]] = {}
-    part = whole.with_name(f"{whole.stem}_0{whole.suffix}")
-    while part.is_file():
-        found |= _by_index(load_opencompass(part), len(found))
-        part = whole.with_name(f"{whole.stem}_{int(part.stem.rsplit('_', 1)[1]) + 1}{whole.suffix}")
+    numbered = {k: v for k, v in value.items() if re.fullmatch(r"\d{1,9}", k) and isinstance(v, dict)}
+    return {first + int(k): v for k, v in numbered.items()}
+
+
+def _predictions(results: Path) -> dict[int, Item]:
+    """By index; empty where the folder of predictions is not next to that of results. Raises OSError, SamplesError."""
+    whole = _beside(results, RESULTS)
+    found: dict[int, Item] = {}
+    if whole != results:
+        for part in [whole] if whole.is_file() else _parts(whole):
+            found |= _by_index(_load(part), len(found))
     return found
+
+
+def _parts(whole: Path) -> list[Path]:
+    """The files that a run on several cards wrote: ``gsm8k_0.json``, ``gsm8k_1.json``."""
+    out: list[Path] = []
+    while (part := whole.with_name(f"{whole.stem}_{len(out)}{whole.suffix}")).is_file():
+        out.append(part)
+    return out
 
 
 def _beside(path: Path, folder: str) -> Path:
@@ -493,32 +534,76 @@ def _beside(path: Path, folder: str) -> Path:
     parts = list(path.parts)
     if folder not in parts:
         return path
-    at = len(parts) - 1 - parts[::-1].index(folder)
-    return Path(*parts[:at], PREDICTIONS, *parts[at + 1 :])
+    last = len(parts) - 1 - parts[::-1].index(folder)
+    return Path(*parts[:last], PREDICTIONS, *parts[last + 1 :])
 
 
-def _by_index(value: Any, first: int) -> dict[int, dict[str, Any]]:
-    if not isinstance(value, dict):
-        return {}
-    numbered = {k: v for k, v in value.items() if re.fullmatch(r"\d{1,9}", k) and isinstance(v, dict)}
-    return {first + int(k): v for k, v in numbered.items()}
+class Documents:
+    """Questions that are read again, a document once."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, dict[int, tuple[Item, Shape]]] = {}
+
+    def item(self, place: Place) -> tuple[Item, Shape]:
+        """The question at a place, with what predictions/ says of it."""
+        path, start = place
+        if start < 0:
+            if path not in self._read:
+                self._read[path] = _document(path, _load(path))
+            return self._read[path][-1 - start]
+        with path.open("rb") as f:
+            f.seek(start)
+            item = parse(f.readline().strip().removeprefix(_BOM))
+        shape = next(shape for shape in SHAPES if shape.fits(item))
+        other = _beside(path, shape.mirrors)
+        for _, raw in _lines(other) if other != path and other.is_file() else ():
+            try:
+                found = parse(raw)
+            except ValueError:
+                continue
+            if at(found, shape.name) == at(item, shape.name):
+                return {**found, **item}, shape
+        return item, shape
 
 
-def opencompass_prompts(place: Place) -> list[dict[str, Any]]:
-    """What was asked: a text, or messages where the prompt has roles."""
-    path, index = place
-    item = _details(load_opencompass(path)).get(index, {})
-    value = item.get("prompt") or _predictions(path).get(index, {}).get("origin_prompt")
-    if isinstance(value, str) and value:
-        return [{"prompt": value}]
-    if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        turns = [(_ROLES.get(m["role"], m["role"].lower()), m.get("prompt", m.get("content"))) for m in value]
-        return [{"messages": [{"role": role, "content": text} for role, text in turns if isinstance(text, str)]}]
-    return []
+def _read(file: Path, side: Side, first: int = 0, task: str | None = None) -> int:
+    """Adds a file's answers to ``side``, and what is none to its counts; how many questions it has. first: the number
+    of its first one; task: where the file's name does not say it. Raises OSError, SamplesError."""
+    seen, questions = Counter[str](), 0
+    for start, item, shape in _items(file, file == side.path):
+        if isinstance(shape, str) or shape.tool != (side.tool or shape.tool):
+            side.left_out[shape if isinstance(shape, str) else NO_SAMPLE] += 1
+            continue
+        side.tool = shape.tool
+        questions += 1
+        scores = {} if shape.scores is None else shape.scores(item)
+        text = at(item, shape.response)
+        if not scores and (shape.scores is not None or text is None):
+            side.left_out[NO_TEXT if shape.scores is None else shape.none] += 1
+            continue
+        number_of = at(item, shape.name)
+        name = str(first + number_of if first and isinstance(number_of, int) else number_of)
+        if shape.hashes is not None:
+            key, prompt, target = shape.hashes(item)
+        else:
+            prompt, target = digest(_prompt(item, shape.prompt)), digest(at(item, shape.target))
+            key = prompt or digest(f"index {name}")
+            side.by_index |= not prompt
+        way = item.get(shape.way) if shape.way else ""
+        if not isinstance(way, str):
+            seen[name + key] += 1  # before 0.4.8 the filters' lines follow one another, nameless
+            way = "" if seen[name + key] == 1 else f"filter {seen[name + key]}"
+        of = task_of(file, shape) if task is None else task
+        side.answers.append(Answer(of, way, key, name, prompt, target, digest(text), scores, (file, start)))
+    return questions
 
 
-_HEAD = 1 << 24
-"""A first line, at most."""
+def task_of(path: Path, shape: Shape) -> str:
+    """The task that a file's name says; of the harness empty where it was renamed."""
+    if shape.tool != HARNESS:
+        return path.stem.removeprefix("tmp_")
+    found = NAME.match(path.name)
+    return found["task"] if found else ""
 
 
 def open_side(path: Path) -> Side:
@@ -526,104 +611,74 @@ def open_side(path: Path) -> Side:
     if not path.exists():
         raise SamplesError(f"{path} does not exist: name a samples_*.jsonl of lm-evaluation-harness, evalscope's "
                            "reviews, OpenCompass's results, or a folder of one of them")  # fmt: skip
-    side = _folder(path) if path.is_dir() else _file(path)
+    side = Side(path)
+    if path.is_dir():
+        _folder(path, side)
+    else:
+        _read(path, side)
     if not side.answers:
-        why = "; ".join(f"{n:,} {what}" for what, n in side.left_out.items()) or "it is empty"
-        hint = ": run OpenCompass with --dump-eval-details" if NO_DETAILS in side.left_out else ""
-        raise SamplesError(f"{path} has no answered question ({why}){hint}")
+        raise SamplesError(_nothing(path, side))
     return side
 
 
-def _file(path: Path) -> Side:
-    if (tool := _line_tool(path)) is not None:
-        side = Side(path, tool.name, tool.prompts)
-        read_lines(path, side, tool)
-        return side
-    value = load_opencompass(path)
-    if isinstance(value, dict) and "results" in value and ("configs" in value or "config" in value):
-        raise SamplesError(f"{path} is the summary of lm-evaluation-harness: name the samples_*.jsonl beside it "
-                           "(lm_eval --log_samples)")  # fmt: skip
-    if is_predictions(value):
-        raise SamplesError(f"{path} has predictions without scores: name OpenCompass's results/MODEL/DATASET.json")
-    if not is_results(value):
-        raise SamplesError(f"{path} has no samples of lm-evaluation-harness, reviews of evalscope or "
-                           "results of OpenCompass")
-    side = Side(path, OPENCOMPASS, opencompass_prompts)
-    read_opencompass(path, side)
-    return side
+def _nothing(path: Path, side: Side) -> str:
+    if SUMMARY in side.left_out:
+        return (f"{path} is the summary of lm-evaluation-harness: name the samples_*.jsonl beside it "
+                "(lm_eval --log_samples)")  # fmt: skip
+    if set(side.left_out) == {NOT_RESULTS} and path.is_file():
+        return f"{path} has no samples of lm-evaluation-harness, reviews of evalscope or results of OpenCompass"
+    why = "; ".join(f"{n:,} {what}" for what, n in side.left_out.items()) or "it is empty"
+    hint = ": run OpenCompass with --dump-eval-details" if NO_DETAILS in side.left_out else ""
+    return f"{path} has no answered question ({why}){hint}"
 
 
-def _line_tool(path: Path) -> LineTool | None:
-    """Whose the first line that is json is: lines before it, which are none, are counted later. A .jsonl of nobody's is
-    read as the harness's. Raises SamplesError for answers that were not scored."""
-    with path.open("rb") as f:
-        for _ in range(1000):
-            line = f.readline(_HEAD)
-            if not line:
-                break
+SOURCES: tuple[Callable[[Path], bool], ...] = (
+    lambda p: p.name.startswith("samples_") and p.suffix == ".jsonl",
+    lambda p: REVIEWS in p.absolute().parts[-3:-1],
+    lambda p: p.suffix == ".json" and (PREDICTIONS not in p.parts or RESULTS in p.parts),
+    lambda p: PREDICTIONS in p.absolute().parts[:-1],
+    lambda p: p.suffix == ".jsonl",
+)
+"""Which files of a folder are read: the first of these that any answer comes from. Answers with scores come first."""
+
+
+def _folder(path: Path, side: Side) -> None:
+    """Reads the files of one model. Raises OSError, SamplesError."""
+    files = sorted(p for p in path.rglob("*.json*") if p.suffix in (".json", ".jsonl") and p.is_file())
+    for wanted in SOURCES:
+        chosen = [p for p in files if wanted(p)]
+        files = [p for p in files if not wanted(p)]
+        first = Counter[tuple[Path, str | None]]()
+        for file, task in _newest(path, chosen, side):
             try:
-                value = parse(line.strip().removeprefix(b"\xef\xbb\xbf") or b"!")
-            except ValueError:
-                if line.strip() in (b"{", b"["):  # a document of many lines
-                    return None
-                continue
-            if isinstance(value, dict) and "model_output" in value and "sample_score" not in value:
-                raise SamplesError(f"{path} has evalscope's predictions, without scores: name the file in {REVIEWS}/ "
-                                   "beside it, or the run's folder")  # fmt: skip
-            found = next((tool for tool in LINE_TOOLS if tool.is_line(value)), None)
-            return found or (LINE_TOOLS[0] if path.suffix == ".jsonl" and not is_results(value) else None)
-    return LINE_TOOLS[0] if path.suffix == ".jsonl" else None
+                first[file.parent, task] += _read(file, side, first[file.parent, task] if task else 0, task)
+            except SamplesError:
+                side.left_out["files that are no json"] += 1
+        if side.answers:
+            _one_model(path, [a.place[0] for a in side.answers])
+            return
+    if n := sum(1 for p in path.rglob("*.csv") if p.is_file()):
+        side.left_out["csv files of no tool that is read"] += n
 
 
-def _folder(path: Path) -> Side:
-    for tool in LINE_TOOLS:
-        if files := sorted(p for p in path.rglob("*.jsonl") if tool.is_file(p) and p.is_file()):
-            side = Side(path, tool.name, tool.prompts)
-            for file in _newest(path, files, side):
-                read_lines(file, side, tool)
-            return side
-    results = sorted(p for p in path.rglob("*.json") if p.is_file() and _of_results(p))
-    side = Side(path, OPENCOMPASS, opencompass_prompts)
-    found = [file for file in results if _has_details(file, side)]
-    _one_model(path, found)
-    for file in found:
-        read_opencompass(file, side)
-    if not found:
-        for what in ("csv", "jsonl"):
-            if n := sum(1 for p in path.rglob(f"*.{what}") if p.is_file()):
-                side.left_out[f"{what} files of no tool that is read"] += n
-    return side
-
-
-def _has_details(file: Path, side: Side) -> bool:
-    """What has none is counted: other programs' json files, too, because a folder may have any."""
-    try:
-        value = load_opencompass(file)
-    except SamplesError:
-        side.left_out["files that are no json"] += 1
-        return False
-    if isinstance(value, dict) and "details" in value:
-        return True
-    named = RESULTS in file.parts and is_results(value)
-    side.left_out[NO_DETAILS if named else "json files that are no results"] += 1
-    return False
-
-
-def _of_results(file: Path) -> bool:
-    return PREDICTIONS not in file.parts or RESULTS in file.parts
-
-
-def _newest(path: Path, files: list[Path], side: Side) -> Iterable[Path]:
-    """One file for each task, the last by the time in its name."""
-    _one_model(path, files)
-    by_task: dict[str, list[Path]] = {}
+def _newest(path: Path, files: list[Path], side: Side) -> Iterator[tuple[Path, str | None]]:
+    """(file, task where it is a part of one that was split). One file for each task: the last by the time in its name;
+    a finished one before what it was resumed from."""
+    names, by_task = set(files), dict[tuple[Path, str], list[Path]]()
     for file in files:
-        by_task.setdefault(task_of(file) or file.stem, []).append(file)
-    for task, several in by_task.items():
-        several.sort(key=lambda file: file.name)
+        found = NAME.match(file.name)
+        by_task.setdefault((file.parent, found["task"] if found else file.name), []).append(file)
+    for (parent, task), several in by_task.items():
+        file = max(several, key=lambda file: file.name)
         if len(several) > 1:
-            side.notes.append(f"{path}: of {len(several)} files of {task} the newest is taken, {several[-1].name}")
-        yield several[-1]
+            side.notes.append(f"{path}: of {len(several)} files of {task} the newest is taken, {file.name}")
+        part = re.fullmatch(r"(.+)_\d{1,6}", file.stem)
+        whole = parent / f"{part[1]}{file.suffix}" if part else file
+        parts = _parts(whole) if whole not in names else []
+        if file in parts:
+            yield from ((p, whole.stem) for p in parts if file == parts[0])
+        elif not (file.stem.startswith("tmp_") and parent / f"{file.stem[4:]}.json" in names):
+            yield file, None
 
 
 def _one_model(path: Path, files: list[Path]) -> None:
@@ -643,7 +698,7 @@ def select(side: Side, tasks: Sequence[str], ways: Sequence[str], metrics: Seque
     for a in side.answers:
         if wanted(a.task, tasks) and wanted(a.way, ways):
             scores = {m: v for m, v in a.scores.items() if wanted(m, metrics)}
-            if scores:
+            if scores or not (a.scores or metrics):
                 kept.append(replace(a, scores=scores) if len(scores) < len(a.scores) else a)
     side.answers = kept
 
@@ -836,7 +891,8 @@ class FlippedAnswer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What two runs say together. matched: the pairs and what is none; flips: by task, as golden has them."""
+    """What two runs say together. matched: the pairs and what is none; flips: by task, as golden has them; where no
+    pair has scores on both sides, the answers that are not the same text."""
 
     matched: Matched
     contrasts: tuple[Contrast, ...]
@@ -845,7 +901,15 @@ class Evaluation:
     rate: float
 
     @property
-    def verdict(self) -> str:
+    def texts(self) -> bool:
+        """Whether texts alone were compared."""
+        return bool(self.matched.pairs) and not any(a.scores and b.scores for a, b in self.matched.pairs)
+
+    @property
+    def verdict(self) -> str | None:
+        """None where texts differ: whether by more than rounding does, no text says."""
+        if self.texts:
+            return None if self.flips else "pass"
         return "fail" if any(c.beyond for c in self.contrasts) else "pass"
 
 
@@ -869,7 +933,12 @@ def evaluate(matched: Matched, rate: float = RATE) -> Evaluation:
     beyond = holm([c["p"] for c in found], rate)
     contrasts = tuple(Contrast(**c, beyond=b) for c, b in zip(found, beyond, strict=True))
     binary = {(c.task, c.way, c.metric) for c in contrasts if c.binary}
-    return Evaluation(matched, contrasts, tuple(_flips(matched.pairs, binary)), tuple(without.items()), rate)
+    found_flips = tuple(_flips(matched.pairs, binary))
+    result = Evaluation(matched, contrasts, found_flips, tuple(without.items()), rate)
+    if not result.texts:
+        return result
+    other = (FlippedAnswer(a, b, (), (), 0.0) for a, b in matched.pairs if a.response != b.response)
+    return replace(result, flips=tuple(other))
 
 
 def _together(known: Known) -> Known:
@@ -916,7 +985,8 @@ def _contrast(where: tuple[str, str, str], scores: np.ndarray, left: int, level:
 
 
 def _flips(pairs: Iterable[tuple[Answer, Answer]], binary: set[tuple[str, str, str]]) -> list[FlippedAnswer]:
-    """One for each pair that flipped by a metric of right or wrong; of tasks that have none, the WORST by any score."""
+    """Questions that flipped by a metric of right or wrong; of tasks that have none, the WORST by any score. A question
+    that flipped under several filters is one."""
     tasks = {task for task, _, _ in binary}
     found: list[FlippedAnswer] = []
     scored: list[FlippedAnswer] = []
@@ -934,23 +1004,26 @@ def _flips(pairs: Iterable[tuple[Answer, Answer]], binary: set[tuple[str, str, s
         flip = FlippedAnswer(a, b, lost, won, max(map(abs, counted.values())))
         (found if a.task in tasks else scored).append(flip)
     scored.sort(key=lambda flip: -flip.size)
-    return found + scored[:WORST]
+    by_question: dict[tuple[str, str, str], FlippedAnswer] = {}
+    for flip in found + scored[:WORST]:
+        question = flip.golden.task, flip.golden.key, flip.golden.name
+        if (same := by_question.get(question)) is not None:
+            flip = replace(same, lost=same.lost + flip.lost, won=same.won + flip.won, size=max(same.size, flip.size))
+        by_question[question] = flip
+    return list(by_question.values())
 
 
-def prompts(flips: Iterable[FlippedAnswer], of: Prompts) -> tuple[list[dict[str, Any]], int]:
-    """(lines for `accprobe send`, how many questions have no prompt in the files). A question that flipped under
-    several filters is one. ids are printable ASCII: they become the requests' ids."""
+def prompts(flips: Iterable[FlippedAnswer]) -> tuple[list[dict[str, Any]], int]:
+    """(lines for `accprobe send`, how many questions have no prompt in the files). ids are printable ASCII: they become
+    the requests' ids."""
     lines: dict[str, dict[str, Any]] = {}
-    without, seen = 0, set()
+    without, documents = 0, Documents()
     for flip in flips:
         a = flip.golden
-        if (a.task, a.key, a.name) in seen:
-            continue
-        seen.add((a.task, a.key, a.name))
-        requests = of(a.place)
-        without += not requests
-        for k, line in enumerate(requests):
-            base = "-".join(filter(None, (a.task, a.name, str(k) if len(requests) > 1 else "")))
+        lines_of = requests(a.place, documents)
+        without += not lines_of
+        for k, line in enumerate(lines_of):
+            base = "-".join(filter(None, (a.task, a.name, str(k) if len(lines_of) > 1 else "")))
             name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in base)[:120]
             unique, again = name, 1
             while unique in lines:

@@ -12,16 +12,16 @@ Elsewhere: the rules (standards/). Sources of msprobe's columns: its two documen
 
 from __future__ import annotations
 
-import csv
 import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 
-from vllm_accprobe.formats.common.sniff import result_table
+from vllm_accprobe.formats.common.result_tables import SheetError, kind_of, lines_of
 from vllm_accprobe.opcheck import plain_csv
 from vllm_accprobe.opcheck.compat.msprobe import SPELLINGS
 from vllm_accprobe.standards import UnknownStandard, built_in, find
@@ -41,15 +41,8 @@ ALL = (1 << len(Measures.FIELDS)) - 1
 _NOTHING = bytes(8 * len(Measures.FIELDS))
 _READ = ("status", "message", "measured", "allowed", "dtype", "shape", "DEVICE Dtype", "Shape", "Status", "Message",
          "min_val", "max_val")  # fmt: skip
-_LONGEST = 1 << 20
-"""Characters of one cell; longer ones are no csv of ours or msprobe's."""
-
 
 _IN_FOLDERS = ("opcheck.csv", "accuracy_checking_details_*.csv", "*.csv")
-
-
-class SheetError(ValueError):
-    """One line: which file, where, what is wrong, what to do."""
 
 
 def in_folder(path: Path) -> Path:
@@ -108,10 +101,11 @@ class Row:
 
 
 class Sheet:
-    """One csv file. kind: OURS or MSPROBE; keys: the columns that identify a row, of ours."""
+    """One csv file. kind: OURS or MSPROBE; keys: the columns that identify a row, of ours; unparsed: of msprobe's, the
+    names that are none of ``Kind.api.N``, as far as rows were read."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.unparsed = path, list[str]()
         self._columns = self._header()
         ours = next((n for n in Measures.FIELDS if n in self._columns), "")
         theirs = next((n for names in SPELLINGS.values() for n in names if n in self._columns), "")
@@ -133,8 +127,8 @@ class Sheet:
                 needed = {"op"}
         if needed or not self._at:
             lacking = f"it has no column {min(needed)!r}" if needed else "it has no column of measures"
-            if result := result_table(self._columns):
-                raise SheetError(f"{path} is {result}")
+            if kind := kind_of(self._columns):
+                raise SheetError(f"{path} is {kind.what}: {kind.then}; `accprobe inspect` says what is in it")
             raise SheetError(
                 f"{path}: {lacking}; tables that are compared are opcheck.csv, a generated test's --detail-csv and "
                 "msprobe's accuracy_checking_details_*.csv"
@@ -148,12 +142,7 @@ class Sheet:
     def rows(self, keys: Sequence[str] = ()) -> Iterator[Row]:
         """One at a time. keys: other columns that identify a row, of those that the sheet has. Raises SheetError."""
         keys = tuple(keys) or self.keys
-        width = len(self._columns)
-        lines = self._lines()
-        next(lines, None)  # the header
-        for number, cells in lines:
-            if len(cells) != width:
-                raise SheetError(f"{self.path}: line {number} has {len(cells)} cells instead of {width}; is it whole?")
+        for number, cells in islice(lines_of(self.path), 1, None):  # without the header
             cell = {name: cells[i].strip() for name, i in self._read}
             yield self._msprobe(cell, cells, number) if self.kind == MSPROBE else self._ours(cell, cells, keys, number)
 
@@ -163,36 +152,10 @@ class Sheet:
             return sum(block.count(b"\n") for block in iter(lambda: f.read(1 << 20), b""))
 
     def _header(self) -> dict[str, int]:
-        for _, cells in self._lines():
-            names = [c.strip() for c in cells]
-            double = next((n for n in names if n and names.count(n) > 1), None)
-            if double:
-                raise SheetError(f"{self.path}: two columns are called {double!r}")
-            return {n: i for i, n in enumerate(names)}
-        raise SheetError(f"{self.path}: the file is empty")
-
-    def _lines(self) -> Iterator[tuple[int, list[str]]]:
-        old = csv.field_size_limit(_LONGEST)
-        try:
-            with self.path.open(encoding="utf-8-sig", newline="") as f:
-                reader = csv.reader(f)
-                header = True
-                while True:
-                    try:
-                        cells = next(reader)
-                    except StopIteration:
-                        return
-                    if cells:
-                        yield (reader.line_num, cells)
-                    elif header:
-                        raise SheetError(f"{self.path}: the first line is empty; a header is needed")
-                    header = False
-        except UnicodeDecodeError as e:
-            raise SheetError(f"{self.path}: not UTF-8 text (byte {e.start}): is this a csv file?") from None
-        except csv.Error as e:
-            raise SheetError(f"{self.path}: line {reader.line_num} is no csv: {e}") from None
-        finally:
-            csv.field_size_limit(old)
+        names = [c.strip() for _, cells in islice(lines_of(self.path), 1) for c in cells]
+        if double := next((n for n in names if n and names.count(n) > 1), None):
+            raise SheetError(f"{self.path}: two columns are called {double!r}")
+        return {n: i for i, n in enumerate(names)}
 
     def _numbers(self, cells: Sequence[str], number: int) -> tuple[array[float], int]:
         numbers, missing = array("d", _NOTHING), ALL
@@ -229,6 +192,8 @@ class Sheet:
             call = name.partition(".backward")[0]
         parts = call.split(".")
         api = ".".join(parts[1:-1]) if len(parts) in (3, 4) else name
+        if api == name:
+            self.unparsed.append(name)
         return Row(
             (name,), (call,), backward, api, "", api, cell[_DTYPE].removeprefix("torch."), cell.get("Shape", ""),
             cell["Status"].lower(), cell.get("Message") or cell.get("message", ""), 0.0, numbers, missing,
@@ -663,6 +628,10 @@ def lines(diff: Diff, totals: DiffTotals, most: int | None = 10) -> list[str]:
         out.append(f"{safe(name, 36):<36} {sum(numbers):>8} " + " ".join(f"{n:>7}" for n in numbers))
     if totals.algorithms:
         out += ["", "judged by: " + ", ".join(f"{name} {n:,}" for name, n in totals.algorithms.most_common())]
+    for sheet in (diff.golden, diff.mine):
+        if names := sheet.unparsed:
+            where = f"names in {safe(str(sheet.path))} that cannot be parsed, each its own operator"
+            out.append(f"{where}: {len(names):,}, the first {safe(names[0])!r}")
     return out + left_out(diff, totals)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_accprobe.gate.evaluations import LEVEL, NO_NUMBER, POWER, label
+from vllm_accprobe.gate.evaluations import LEVEL, NO_NUMBER, POWER, Documents, digest, label, response
 from vllm_accprobe.gate.localize import Localized, LocalizePlan
 from vllm_accprobe.gate.sending.rendering import to_json
 from vllm_accprobe.report import facts
@@ -374,13 +375,38 @@ COLUMNS = (
 def evaluation_lines(e: Evaluation, shown: int = MAX_CONTRASTS) -> list[str]:
     """The verdict, what it rests on, each metric, what flipped, and what was not compared."""
     beyond = sum(c.beyond for c in e.contrasts)
+    if e.texts:
+        return _texts(e) + _not_compared(e)
     n, total = len(e.matched.pairs), count(len(e.contrasts), "comparison")
     head = "no difference beyond chance" if not beyond else f"{beyond} beyond chance"
-    out = [f"{e.verdict.upper()}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
+    word = "FAIL" if beyond else "PASS"
+    out = [f"{word}: {head} in {total}, {count(n, 'pair')} (rate of false alarms {num(e.rate)} in all)"]
     ordered = sorted(e.contrasts, key=lambda c: (not c.beyond, not c.together, c.p))
     out += [f"  {sentence(c, len(e.contrasts), e.rate)}" for c in ordered[:shown]]
     out += [f"  {line}" for line in more(len(ordered), shown, "--verbose, --csv")]
     return out + _flipped(e) + _not_compared(e)
+
+
+def _texts(e: Evaluation) -> list[str]:
+    """Of answers without scores: how many are not the same text, and where the first ones part."""
+    n, documents = count(len(e.matched.pairs), "answer"), Documents()
+    if not e.flips:
+        return [f"PASS: {n}, each the same text on both sides (no scores on both sides)"]
+    out = [f"UNDECIDED: {len(e.flips):,} of {n} are not the same text; without scores on both sides, whether mine is "
+           "worse is not tested"]  # fmt: skip
+    for f in e.flips[:MAX_FLIPS]:
+        golden, mine = (response(a.place, documents) for a in (f.golden, f.mine))
+        alike = takewhile(lambda both: both[0] == both[1], zip(golden, mine, strict=False))
+        same = sum(1 for _ in alike)
+        a, b = (safe(repr(text[same : same + 24])) for text in (golden, mine))
+        where = safe(" ".join(filter(None, (f.golden.task, f.golden.name))))
+        out.append(f"  {where}: equal up to character {same:,}, then golden {a}, mine {b}")
+    out += [f"  {line}" for line in more(len(e.flips), MAX_FLIPS, "--json; --prompts-out writes their prompts")]
+    empty = [sum(pair[side].response == digest("") for pair in e.matched.pairs) for side in (0, 1)]
+    if any(empty):
+        out.append(f"empty answers: golden {empty[0]:,}, mine {empty[1]:,}")
+    return [*out, "to test right and wrong, name the scored files: OpenCompass' results/ (--dump-eval-details), "
+            "evalscope's reviews/"]  # fmt: skip
 
 
 def sentence(c: Contrast, among: int, rate: float) -> str:
@@ -466,6 +492,21 @@ def _evaluation_row(c: Contrast) -> tuple[object, ...]:
     kind = "right or wrong" if c.binary else "score"
     names, sides = (cell(c.task), cell(c.way), cell(c.metric), kind), (c.n, c.golden, c.mine)
     return (*names, *sides, c.difference, c.low, c.high, c.p, c.beyond, c.lost, c.won, c.needed, c.smallest, c.left_out)
+
+
+def side_lines(side: Side) -> list[str]:
+    """One run: its tasks and metrics, and what reads two."""
+    scores: dict[tuple[str, str, str], list[float | None]] = defaultdict(list)
+    for a in side.answers:
+        for metric, value in (a.scores or {"": None}).items():
+            scores[a.task, a.way, metric].append(value)
+    out = [f"{side.tool}: {count(len(side.answers), 'answer')}"]
+    for where, values in scores.items():
+        known = [v for v in values if v is not None]
+        mean = f"mean {num(sum(known) / len(known), 4)} of" if known else "no score of"
+        out.append(f"  {safe(label(*where)) or '?'}: {mean} {len(known or values):,}")
+    out += [f"left out: {n:,} {what}" for what, n in side.left_out.items()] + [f"note: {safe(n)}" for n in side.notes]
+    return [*out, "two runs are compared by `accprobe eval-diff A B`"]
 
 
 def read_lines(golden: Side, mine: Side) -> list[str]:

@@ -26,6 +26,7 @@ from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.reader import open_dump as open_own
 from vllm_accprobe.dump.schema import JOURNAL, RUN_JSON
+from vllm_accprobe.formats.common import result_tables
 from vllm_accprobe.formats.common.foreign import ForeignDump
 from vllm_accprobe.formats.msprobe import CONSTRUCT, DATA, DUMP, STACK
 
@@ -217,61 +218,12 @@ def find(path: Path) -> tuple[Path, DumpFormat | None, list[str]]:
 
 
 def _unknown(path: Path) -> str:
-    if path.is_file() and (result := result_table(header_of(path))):
-        return f"{path} is no dump but {result}"
+    if path.is_file() and (kind := result_tables.kind_of(result_tables.header_of(path))):
+        return f"{path} is no dump but {kind.what}: {kind.then}; `accprobe inspect` says what is in it"
     what = "no file of a kind that is known" if path.is_file() else "no dump of a format that is known"
     if path.is_dir() and not os.listdir(path):
         what = "an empty directory, not a dump"
     return f"{path} is {what}: `accprobe inspect --formats` lists them and how each is recognised"
-
-
-RESULTS: tuple[tuple[frozenset[str], str], ...] = (
-    (frozenset({"NPU Name", "Bench Name", "NPU Dtype", "Bench Dtype"}),
-     "msprobe's compare_result, one line per tensor of two dumps and no tensor: compare its dumps themselves, "
-     "`accprobe compare BENCH_DUMP NPU_DUMP`"),
-    (frozenset({"Forward Test Success", "Backward Test Success", "Message"}),
-     "a result of msprobe's acc_check or api_precision_compare, pass or error per API and no number: "
-     "`accprobe compare GPU.csv NPU.csv` reads accuracy_checking_details_*.csv, which acc_check writes with it"),
-    (frozenset({"Bench Dtype", "Shape", "Status", "Message"}),
-     "msprobe's accuracy_checking_details, the errors of one machine's APIs: `accprobe compare GPU.csv NPU.csv` "
-     "compares two of them"),
-    (frozenset({"golden", "mine", "dtype_golden", "dtype_mine"}),
-     "a compare.csv of accprobe: `accprobe compare --rejudge DIR` judges the comparison in its folder again"),
-    (frozenset({"op", "tap", "role", "dtype", "status", "max_abs_err"}),
-     "an opcheck.csv of accprobe: `accprobe compare GOLDEN.csv MINE.csv` compares two machines' by them"),
-)  # fmt: skip
-"""Tables of results that people name in place of a dump: columns that one has, and what it is and what reads it."""
-_HEAD = 1 << 16
-
-
-def result_table(columns: Iterable[str]) -> str:
-    """What a table with this header is (RESULTS), "" for any other."""
-    there = frozenset(columns)
-    return next((what for needed, what in RESULTS if needed <= there), "")
-
-
-def header_of(path: Path) -> list[str]:
-    """The first line's cells of a csv, the texts at the beginning of an xlsx, none of what is neither."""
-    import csv
-    import zipfile
-    import zlib
-
-    try:
-        if path.suffix == ".csv":
-            with path.open("rb") as f:
-                line = f.read(_HEAD).decode("utf-8-sig", "replace").partition("\n")[0]
-            return [cell.strip() for cell in next(csv.reader([line]), [])]
-        if path.suffix != ".xlsx":
-            return []
-        with zipfile.ZipFile(path) as book:  # texts are in one list for all sheets, or in their cells
-            inside = [n for n in ("xl/sharedStrings.xml", "xl/worksheets/sheet1.xml") if n in book.namelist()]
-            heads = []
-            for name in inside:
-                with book.open(name) as member:
-                    heads.append(member.read(_HEAD).decode("utf-8", "replace"))
-        return re.findall(r"<t(?: [^>]*)?>([^<]*)</t>", "".join(heads))
-    except (OSError, csv.Error, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError):
-        return []
 
 
 def open_dump(path: str | Path) -> Dump:

@@ -1,0 +1,260 @@
+"""Other tools' tables of results that people bring in place of a dump: recognised, read, answered in their words."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import pytest
+
+from vllm_accprobe.cli import main
+
+Rows = list[list[str]]
+BASIC = ["NPU Name", "Bench Name", "NPU Dtype", "Bench Dtype", "NPU Tensor Shape", "Bench Tensor Shape"]
+MLP = "Module.model.layers.0.mlp.Qwen2MLP.forward.0"
+
+
+def compared(columns: str, *rows: str, name: str = "NPU Dtype") -> Rows:
+    """A compare_result: its header, and rows as ``name|further cells``; ``-name`` has no tensor on the other side."""
+    header = [*BASIC[:2], name, *BASIC[3:], *columns.split("|")]
+    out = [header]
+    for row in rows:
+        own, *cells = row.split("|")
+        bench = "N/A" if own.startswith("-") else own
+        out.append([own.removeprefix("-"), bench, "torch.bfloat16", "torch.bfloat16", "[1, 8]", "[1, 8]", *cells])
+    return out
+
+
+def table(text: str) -> Rows:
+    return [line.split("|") for line in text.strip().splitlines()]
+
+
+TENSORS = compared(
+    "Cosine|MaxAbsErr|Result|Err_message|NPU_Stack_Info",
+    f"{MLP}.input.0|1.0|0.0|pass|[]|File a, line 1,\n x",
+    "Functional.linear.3.forward.input.0|0.8|0.1|warning|cos|None",
+    f"{MLP}.output.0|0.9987|0.25|error|[ratio 0.033, too small]|None",
+    "-Tensor.add.7.forward.output.0|N/A|N/A|pass|[]|",
+    "free text|1.0|0|pass|[]|",
+)  # fmt: skip
+SAID = ("row 3: " + MLP + ".output.0 (tap model.layers.0.mlp output.0): Result error, Cosine 0.9987, MaxAbsErr 0.25, "
+        "Err_message [ratio 0.033, too small]")  # fmt: skip
+COUNTED = ("1 row without a Bench Name: nothing was compared there",
+           "1 name that cannot be parsed, the first 'free text'", "`accprobe compare BENCH_DUMP NPU_DUMP`")  # fmt: skip
+Case = tuple[Rows, int, str, tuple[str, ...]]
+TABLES: dict[str, Case] = {
+    "compare_result": (
+        TENSORS, 1, "msprobe's compare_result: 5 rows; Result: 3 pass, 1 warning, 1 error", (SAID, *COUNTED)
+    ),
+    "compare_result, of old": (
+        compared("Cosine|Accuracy Reached or Not|Err_message", f"{MLP}.output.0|0.5|No|", name="NPU Tensor Dtype"), 1,
+        "msprobe's compare_result: 1 row; Accuracy Reached or Not: 1 No", ("Accuracy Reached or Not No, Cosine 0.5",),
+    ),
+    "compare_result, md5": (
+        compared("NPU MD5|BENCH MD5|Result", f"{MLP}.output.0|0a|0b|Different", f"{MLP}.input.0|0a|0a|pass"),
+        1, "msprobe's compare_result: 2 rows; Result: 1 Different, 1 pass", ("NPU MD5 0a, BENCH MD5 0b",),
+    ),
+    "compare_result, nothing matched": (
+        compared("Cosine|Result|Err_message", f"-{MLP}.output.0|N/A|pass|[]"), 3,
+        "msprobe's compare_result: 1 row; Result: 1 pass: no verdict", ("1 row without a Bench Name",),
+    ),
+    "acc_check": (
+        table("API name|Forward Test Success|Backward Test Success|Message\nFunctional.linear.0|pass|SKIP|\n"
+              "Torch.mm.1|pass|error|far"),
+        1, "a result of msprobe's acc_check or api_precision_compare: 2 rows; Forward Test Success: 2 pass; Backward "
+        "Test Success: 1 SKIP, 1 error", ("row 2: Torch.mm.1 (tap Torch:mm): Forward Test Success pass, Backward",),
+    ),
+    "acc_check, details": (
+        table("API Name|Bench Dtype|DEVICE Dtype|Shape|余弦相似度|最大绝对误差|Status|Message\n"
+              "Functional.linear.0.forward.output.0|torch.float32|torch.float16|(1,)|1| |pass|\n"
+              "x|y|z||0.8|0.4|error|cos"),
+        1, "msprobe's accuracy_checking_details: 2 rows; Status: 1 pass, 1 error",
+        ("row 2: x: Status error, 余弦相似度 0.8, 最大绝对误差 0.4, Message cos", "1 name that cannot be parsed"),
+    ),
+    "api_precision_compare, details": (
+        table("API Name|比对结果|比对算法|Message\nTensor.add.0.forward.output.0|pass|标杆比对法|"), 0,
+        "msprobe's api_precision_compare_details: 1 row; 比对结果: 1 pass", (),
+    ),
+    "compare.csv": (
+        table("golden|mine|step|dtype_golden|dtype_mine|cosine|status|message\nx|x/out|0|f|f|0.5|fail|far"), 1,
+        "a compare.csv of accprobe: 1 row; status: 1 fail", ("row 1: x/out: status fail, cosine 0.5", "--rejudge DIR"),
+    ),
+}  # fmt: skip
+"""Name → (lines, exit code of compare, the first line, what further lines say)."""
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    path.write_text("\ufeff" + text.getvalue(), encoding="utf-8", newline="")
+
+
+def write_book(path: Path, rows: Rows, inline: bool = False, before: str = "") -> None:
+    """An xlsx, its texts in a shared list or in the cells; empty cells are left out, as all writers do."""
+    texts: list[str] = []
+
+    def cell(column: int, row: int, text: str) -> str:
+        at = f"{chr(65 + column)}{row}"
+        if inline:
+            return f'<c r="{at}" t="inlineStr"><is><t xml:space="preserve">{escape(text)}</t></is></c>'
+        texts.append(text)
+        return f'<c r="{at}" t="s"><v>{len(texts) - 1}</v></c>'
+
+    lines = (
+        f'<row r="{i}">{"".join(cell(c, i, text) for c, text in enumerate(row) if text)}</row>'
+        for i, row in enumerate(rows, 1)
+    )
+    sheet = f'<?xml version="1.0"?>{before}<worksheet><sheetData>{"".join(lines)}</sheetData></worksheet>'
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
+        book.writestr("xl/worksheets/sheet1.xml", sheet)
+        book.writestr("xl/sharedStrings.xml", f"<sst>{''.join(f'<si><t>{escape(t)}</t></si>' for t in texts)}</sst>")
+
+
+def typed(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_is_read_and_answered(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, code, first, more = TABLES[name]
+    write_csv(tmp_path / "a.csv", rows)
+    for inline in (False, True):
+        write_book(tmp_path / f"{inline}.xlsx", rows, inline)
+    for file in (tmp_path / "a.csv", tmp_path / "False.xlsx", tmp_path / "True.xlsx"):
+        seen, judged = typed(capsys, "inspect", file), typed(capsys, "compare", file)
+        assert (seen[0], judged[0], seen[2], judged[2]) == (0, code, "", ""), (seen, judged)
+        assert seen[1] == judged[1]
+        assert seen[1].splitlines()[0] == first
+        assert not [m for m in more if m not in seen[1]], seen[1]
+    found = json.loads(typed(capsys, "inspect", tmp_path / "a.csv", "--json")[1])
+    assert (found["rows"], found["verdict"]) == (len(rows) - 1, {0: "pass", 1: "fail", 3: None}[code])
+    write_csv(tmp_path / "b.csv", rows)
+    refused = typed(capsys, "compare", tmp_path / "a.csv", tmp_path / "b.csv", "--out", tmp_path / "o")
+    assert name == "acc_check, details" or (refused[0], refused[2].count("\n")) == (2, 1)
+
+
+def record(kind: str, name: str, step: int = 0, **more: Any) -> dict[str, Any]:
+    return {"errors": [], "infos": [], "location": {"step": step}, "type": kind, "name": name, **more}
+
+
+def diff(passed: bool, value: float) -> dict[str, Any]:
+    return {"rel_diff": value, "max_abs_diff": 1.0, "mean_abs_diff": 0.5, "passed": passed, "max_diff_coord": [0, 1]}
+
+
+REPORT: list[dict[str, Any]] = [
+    {"type": "config", "config": {"baseline_path": "/b", "target_path": "/t"}},
+    {"type": "rank_info", "label": "baseline", "rows": []},
+    record("comparison_tensor", "layers.0.attn", diff=diff(True, 1e-6), replicated_checks=[{"passed": True}]),
+    record("comparison_tensor", "layers.1.mlp", 2, diff=diff(False, 0.02)),
+    record("comparison_tensor", "layers.2.mlp", diff=diff(True, 0.0), replicated_checks=[{"passed": False}]),
+    record("comparison_tensor", "layers.3.mlp", shape_mismatch=True, diff=None),
+    record("comparison_skip", "topk_ids", reason="baseline_load_failed"),
+    record("comparison_non_tensor", "top_k", values_equal=True),
+    record("comparison_error", "logits", exception_type="ValueError"),
+    {"type": "summary", "total": 7, "passed": 2, "failed": 3, "skipped": 1, "errored": 1},
+]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_sglangs_report(earlier: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """earlier: the types were called comparison, skip and non_tensor, and errors warnings."""
+    names = {"comparison_tensor": "comparison", "comparison_skip": "skip", "comparison_non_tensor": "non_tensor"}
+    lines = [line | {"type": names.get(line["type"], line["type"])} if earlier else line for line in REPORT]
+    path = tmp_path / "comparator_report.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, err = typed(capsys, "compare", path)
+    assert (code, err) == (1, "")
+    first, *bad = out.splitlines()
+    assert first == "a report of SGLang's comparator: 7 rows; category: 3 failed, 2 passed, 1 skipped, 1 errored"
+    assert bad[0].startswith("  row 2: layers.1.mlp: category failed, step 2, rel_diff 0.02, max_abs_diff 1.0, mean")
+    assert [line.split(":")[1] for line in bad[:4]] == [" layers.1.mlp", " layers.2.mlp", " layers.3.mlp", " logits"]
+    assert bad[4] == "the dumps themselves are compared by `accprobe compare BASELINE_DUMP TARGET_DUMP`"
+
+
+BOMB = '<!DOCTYPE a [<!ENTITY b "&c;&c;"><!ENTITY c SYSTEM "file:///etc/passwd">]>'
+HEAD = ",".join([*BASIC, "Result", "Err_message"])
+LINE = f"{MLP}.output.0,x,a,b,c,d,error,far"
+HOSTILE: dict[str, tuple[bytes, Sequence[str]]] = {
+    "torn.csv": (f"{HEAD}\n{LINE}\n{LINE[:60]}".encode(), ("line 3 has", "is it whole?")),
+    "quote.csv": (f'{HEAD}\n{MLP},"{"y" * 2_000_000}'.encode(), ("line 2 is no csv: field larger",)),
+    "gbk.csv": (f"{HEAD}\n{LINE}余弦相似度".encode("gbk"), ("not UTF-8 text",)),
+    "wide.csv": (f"{HEAD}\n{LINE},1,2,3".encode(), ("line 2 has 11 cells instead of 8",)),
+    "torn.jsonl": (json.dumps(REPORT[0]).encode() + b'\n{"type": "compa', ("line 2 is no json",)),
+    "deep.jsonl": (json.dumps(REPORT[0]).encode() + b"\n" + b"[" * 100_000, ("line 2 is no json",)),
+    "empty.csv": (b"", ("no file of a kind that is known",)),
+    "empty.xlsx": (b"PK\x03\x04torn", ("no file of a kind that is known",)),
+    "utf16.csv": (HEAD.encode("utf-16"), ("no file of a kind that is known",)),
+    "bytes.xlsx": (bytes(range(256)), ("no file of a kind that is known",)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, says = HOSTILE[name]
+    (tmp_path / name).write_bytes(data)
+    code, out, err = typed(capsys, "inspect", tmp_path / name)
+    assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
+    assert name in err
+    assert not [s for s in says if s not in err], err
+
+
+@pytest.mark.parametrize("what", ["entities", "far cell", "index", "long row", "large cell", "torn", "bomb"])
+def test_hostile_books_are_one_line(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_accprobe.formats.common import result_tables
+
+    path, rows = tmp_path / "book.xlsx", [HEAD.split(","), LINE.split(",")]
+    write_book(path, rows * 3 if what == "bomb" else rows, True, BOMB if what == "entities" else "")
+    changes = {
+        "far cell": ('r="A2"', 'r="ZZZZZZ2"'), "index": ('r="A2" t="inlineStr"', 'r="A2" t="s"'),
+        "long row": ("</row></sheetData>", "<c><v>1</v></c></row></sheetData>"), "large cell": ("far", "x" * 1_100_000),
+        "torn": ("</sheetData>", ""),
+    }  # fmt: skip
+    if what == "bomb":
+        monkeypatch.setattr(result_tables, "_SHEET", 1500)
+    elif what in changes:
+        with zipfile.ZipFile(path) as book:
+            sheet = book.read("xl/worksheets/sheet1.xml").decode().replace(*changes[what])
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
+            book.writestr("xl/worksheets/sheet1.xml", sheet)
+    code, out, err = typed(capsys, "inspect", path)
+    assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
+    assert "is no xlsx that can be read" in err or "is no file of a kind" in err
+    assert "root:" not in err
+
+
+def test_words_of_a_file_are_printed_as_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "../../../etc/passwd\x1b[31m\nrow"
+    rows = compared("Cosine|Result|Err_message", f"{MLP}.output.0|1e999|error|x")
+    rows[1][0] = name
+    write_csv(tmp_path / "a.csv", rows)
+    code, out, err = typed(capsys, "inspect", tmp_path / "a.csv")
+    assert (code, err, out.count("\n")) == (0, "", 4), out
+    assert "\x1b" not in out
+
+
+def test_answers_of_an_evaluation_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side in "ab":
+        (tmp_path / side / "predictions/m").mkdir(parents=True)
+        items = {str(i): {"origin_prompt": f"q {i}", "prediction": "p"} for i in range(3)}
+        (tmp_path / side / "predictions/m/gsm8k.json").write_text(json.dumps(items))
+    code, out, _ = typed(capsys, "inspect", tmp_path / "a")
+    assert (code, out.splitlines()[:2]) == (0, ["OpenCompass: 3 answers", "  gsm8k: no score of 3"])
+    code, _, err = typed(capsys, "compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "o")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "answers of OpenCompass are no dumps: `accprobe eval-diff" in err
+    monkeypatch.setattr("vllm_accprobe.cli.compare_other._NAMES", 2)  # a folder that is too large to be looked through
+    code, _, err = typed(capsys, "inspect", tmp_path / "a")
+    assert (code, "is no dump of a format that is known" in err) == (2, True)
