@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, device_kernel, reference
+from vllm_accprobe.opcheck.references.parts import within_float32
 
 _MOVED = 2.0**-24
 _TABLE = 8191
@@ -192,8 +193,25 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
             continue
         if not found:
             raise Declined("its result holds no tensor")
-        return _expected(call, function, found, widened, real is torch.float32, cast)
+        return _computable(call, function, _expected(call, function, found, widened, real is torch.float32, cast))
     raise Declined(f"its own CPU kernel refuses: {why}")
+
+
+_SQUARING = {"layer_norm": 1, "native_layer_norm": 1, "rms_norm": 1, "_fused_rms_norm": 1, "group_norm": 1,
+             "native_group_norm": 6}  # fmt: skip
+"""Operators that square the rows of their first argument, and the place of the rows' dimensions or groups."""
+
+
+def _computable(call: Call, function: Any, found: dict[str, Expected]) -> dict[str, Expected]:
+    """``found`` without the rows that a norm's float32 kernels cannot compute."""
+    place = _SQUARING.get(getattr(function, "__name__", "").split(".")[0])
+    if place is None:
+        return found
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    cut = call.args[place] if len(call.args) > place else call.kwargs.get("normalized_shape", call.kwargs.get(
+        "num_groups", call.kwargs.get("group", 1)))  # fmt: skip
+    x = x.double().reshape(len(x), cut, -1) if isinstance(cut, int) else x.double().flatten(-len(cut))
+    return {role: within_float32(y, x) for role, y in found.items()}
 
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)

@@ -11,6 +11,7 @@ tensors; a vendor's kernel of the same name is taken where it is registered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -139,6 +140,23 @@ def param_if(call: Call, name: str) -> Any | None:
 def unit_of(*tensors: Any) -> float:
     """One rounding of the coarsest of these tensors' dtypes."""
     return max(unit(str(t.dtype).removeprefix("torch.")) for t in tensors)
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def within_float32(y: Expected, *squared: Any) -> Expected:
+    """``y`` without a reference for rows that no float32 kernel can compute, whose squares overflow its sum: 1 /
+    sqrt(inf) makes them 0, and what is wrong is what gave them such numbers. squared: what is squared and added up,
+    [rows, ..., n]."""
+    wide = [x.detach() for x in squared if x.dim() > 1 and x.numel()]
+    if all(float(max(b, -a)) * float(max(b, -a)) * x.shape[-1] < _LARGEST for x in wide for a, b in (x.aminmax(),)):
+        return y
+    sums = [x.square().sum(-1).reshape(len(x), -1).amax(1) for x in wide]
+    rows = torch.stack([~(s >= _LARGEST) for s in sums]).all(0)
+    if bool(rows.all()):
+        return y
+    return replace(y, rows=rows if y.rows is None else y.rows & rows, reason=y.reason or "its squares overflow float32")
 
 
 _LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if least > -126}

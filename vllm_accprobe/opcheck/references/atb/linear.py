@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, only, reference
 from vllm_accprobe.opcheck.references.activations import alone, gelu_tanh, silu
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.caches import coded as coded_in
@@ -34,15 +34,16 @@ _SLACK = 2.0**-9
 """Chosen: how much further than in caches.py a code may be from its number: x times 1 / scale instead of x / scale."""
 
 
-def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0) -> Expected:
+def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0, like: Expected | None = None) -> Expected:
     """What ``exact``, float64, may become in int8: mine's own codes where they are within half a step of it and
-    ``error``, else the nearest. Raises Declined."""
+    ``error``, else the nearest. like: what has a reference for the same rows. Raises Declined."""
     if mine.dtype != torch.int8:
         raise Declined(f"codes in {str(mine.dtype).removeprefix('torch.')} have no reference")
     if exact.numel() != mine.numel():
         raise Declined(f"codes for {list(exact.shape)} where {list(mine.shape)} was captured")
     error = error.reshape(mine.shape) if isinstance(error, torch.Tensor) else error
-    return equal(coded_in(exact.reshape(mine.shape).clamp(-128, 127), mine, torch.int8, error=error + _SLACK))
+    y = equal(coded_in(exact.reshape(mine.shape).clamp(-128, 127), mine, torch.int8, error=error + _SLACK))
+    return y if like is None else replace(y, rows=like.rows, reason=like.reason)
 
 
 def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Expected]:
@@ -73,7 +74,7 @@ def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Ex
         found[f"output.{first + 2}"] = reshaped(Expected(right, near, bound=near), shift.shape)
         exact = exact + own.unsqueeze(-1)
     found[f"output.{first}"] = coded(exact, mine, wide)
-    return found
+    return only(found, rows=y.rows, reason=y.reason)
 
 
 _PER_TOKEN, _EINSTEIN = 2, 1

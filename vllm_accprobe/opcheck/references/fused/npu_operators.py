@@ -34,8 +34,15 @@ from vllm_accprobe.opcheck.references.activations import (
 )
 from vllm_accprobe.opcheck.references.fused.fused_calls import FusedArguments, backward, fused
 from vllm_accprobe.opcheck.references.linear import biased, product
-from vllm_accprobe.opcheck.references.norms import group_normed, layer_normed, normed, reciprocal_root, rms_gradient
-from vllm_accprobe.opcheck.references.parts import reshaped, subnormal
+from vllm_accprobe.opcheck.references.norms import (
+    flat_last,
+    group_normed,
+    kept_shape,
+    layer_normed,
+    rms_and_root,
+    rms_gradient,
+)
+from vllm_accprobe.opcheck.references.parts import reshaped, subnormal, within_float32
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
 
 
@@ -167,46 +174,24 @@ def npu_linear_backward(g: FusedArguments) -> dict[str, Expected]:
     return {"output.0": replace(dx, value=dx.value.reshape(x.shape)), "output.1": product(rows.T, flat.T)}
 
 
-def _flat(x: Any, weight: Any) -> Any:
-    """x with the weight's dimensions as one, which is last. Raises Declined."""
-    dims = weight.dim()
-    if not dims or tuple(x.shape[x.dim() - dims :]) != tuple(weight.shape):
-        raise Declined(f"a weight {list(weight.shape)} does not fit an input {list(x.shape)}")
-    return x.flatten(-dims) if dims > 1 else x
-
-
-def _kept(x: Any, weight: Any) -> tuple[int, ...]:
-    """The shape of a number for each row of x."""
-    return (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
-
-
-def _weighed(x: Any, weight: Any, eps: float, unit: float, before: int = 0) -> tuple[Expected, Expected]:
-    """The RMSNorm of x over the weight's dimensions, in x's shape; and its reciprocal root, [..., 1, ...]."""
-    flat, w = _flat(x, weight), weight.flatten()
-    root = reciprocal_root(flat, eps, unit, before)
-    y = normed(flat * root.value * w, unit, flat.shape[-1], before=before, weight=w)
-    return reshaped(y, x.shape), reshaped(root, _kept(x, weight))
-
-
 @fused("npu_rms_norm(self/input/x, gamma/weight, epsilon/eps=1e-06)")
 def npu_rms_norm(g: FusedArguments) -> dict[str, Expected]:
-    y, root = _weighed(g.tensor("self"), g.tensor("gamma"), g.number("epsilon"), g.unit("self"))
+    y, root = rms_and_root(g.tensor("self"), g.tensor("gamma"), g.number("epsilon"), g.unit("self"))
     return {"output.0": y, "output.1": root}
 
 
 @fused("npu_add_rms_norm(x1, x2, gamma, epsilon=1e-06)")
 def npu_add_rms_norm(g: FusedArguments) -> dict[str, Expected]:
     total, unit = g.tensor("x1") + g.tensor("x2"), g.unit("x1")
-    y, root = _weighed(total, g.tensor("gamma"), g.number("epsilon"), unit, before=1)
+    y, root = rms_and_root(total, g.tensor("gamma"), g.number("epsilon"), unit, before=1)
     return {"output.0": y, "output.1": root, "output.2": sum_of_two(total, unit)}
 
 
 @fused("npu_rms_norm_backward(dy, self/x, gamma, rstd)")
 def npu_rms_norm_backward(g: FusedArguments) -> dict[str, Expected]:
-    x, weight = g.tensor("self"), g.tensor("gamma")
-    up, flat, w = _flat(g.tensor("dy"), weight), _flat(x, weight), weight.flatten()
-    dx, dw = rms_gradient(up, flat, w, g.tensor("rstd").reshape(*flat.shape[:-1], 1), g.unit("dy", "self"))
-    return {"output.0": reshaped(dx, x.shape), "output.1": reshaped(dw, weight.shape)}
+    operands = (g.tensor(n) for n in ("dy", "self", "gamma", "rstd"))
+    dx, dw = rms_gradient(*operands, g.unit("dy", "self"))
+    return {"output.0": dx, "output.1": dw}
 
 
 def _moments(x: Any, eps: float) -> tuple[Expected, Expected]:
@@ -218,7 +203,7 @@ def _moments(x: Any, eps: float) -> tuple[Expected, Expected]:
     # d log root = -centred dmean / variance, which is 0 in sum: of second order
     r = Expected(root, combined(2.0**-20 * root.abs(), (shift * root).square() * root),
                  bound=(APPROXIMATE + gamma(n + 8) + (gamma(n + 4) * size * root).square()) * root.abs())  # fmt: skip
-    return Expected(mean, shift, bound=gamma(n + 4) * size), r
+    return Expected(mean, shift, bound=gamma(n + 4) * size), within_float32(r, x)
 
 
 @fused("npu_layer_norm_eval(input/data/self, normalized_shape, weight=None, bias=None, eps=1e-05)")
@@ -234,7 +219,7 @@ def npu_layer_norm_eval(g: FusedArguments) -> Expected:
 def npu_deep_norm(g: FusedArguments) -> dict[str, Expected]:
     x, weight, eps = g.tensor("x"), g.tensor("gamma"), g.number("epsilon")
     total = g.number("alpha") * x + g.tensor("gx")
-    m, r = (reshaped(y, _kept(x, weight)) for y in _moments(_flat(total, weight), eps))
+    m, r = (reshaped(y, kept_shape(x, weight)) for y in _moments(flat_last(total, weight), eps))
     y = layer_normed(total, weight, g.tensor("beta"), eps, g.unit("x"), weight.dim(), before=1)
     return {"output.0": m, "output.1": r, "output.2": y}
 
@@ -246,7 +231,8 @@ def npu_group_norm_silu(g: FusedArguments) -> dict[str, Expected]:
     z = group_normed(x, groups, g.maybe("weight"), g.maybe("bias"), eps, unit)
     gate = torch.sigmoid(z.value)
     slope = (gate * (1.0 + z.value * (1.0 - gate))).abs()
-    out = Expected(z.value * gate, combined(slope * z.noise, ROUNDED * unit * (z.value * gate).abs()))
+    y = z.value * gate
+    out = replace(z, value=y, noise=combined(slope * z.noise, ROUNDED * unit * y.abs()), bound=None)
     # they have the input's dtype, which a kernel may round to
     m, r = (reshaped(y, y.value.shape[:-1]) for y in _moments(x.reshape(x.shape[0], groups, -1), eps))
     return {"output.0": out, "output.1": m, "output.2": r}
