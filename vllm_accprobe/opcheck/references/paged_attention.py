@@ -12,7 +12,7 @@ Elsewhere: layouts, and the numbers of 8-bit caches (caches.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
-from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import (
     CPU,
     HEADS_TURNED,
@@ -48,22 +48,6 @@ def past(rows: Tensor, table: Tensor, length: int) -> Tensor:
     return rows[blocks].flatten(0, 1)[:length]
 
 
-def attended(
-    q: Tensor, keys: Tensor, values: Tensor, bounds: Bounds, lengths: Tensor, table: Tensor, causal: bool, unit: float,
-    *, scale: Any, **settings: Any,
-) -> RowResults:  # fmt: skip
-    """q [tokens, heads, width], keys and values [blocks, slots, heads, ...], float64."""
-    found = RowResults(len(q), q.shape[1], values.shape[-1])
-    for n, (begin, end) in enumerate(bounds):
-        total = int(lengths.reshape(-1)[n])
-        if end <= begin or total < end - begin:
-            continue
-        k, v = (past(rows, table[n], total) for rows in (keys, values))
-        at = torch.arange(total - (end - begin), total) if causal else None
-        found.put(slice(begin, end), attend(q[begin:end], k, v, float(scale), at, step=unit, **settings))
-    return found
-
-
 @dataclass(frozen=True)
 class PagedBatch:
     """A batch of requests whose keys lie in blocks, whatever its operator calls it.
@@ -85,14 +69,12 @@ class PagedBatch:
     scales: tuple[Any, Any] = (None, None)
 
     def expected(self, call: Call) -> dict[str, Expected]:
-        mine = call.outputs.get(self.roles[0], self.like)
+        mine, q = call.outputs.get(self.roles[0], self.like), self.q.double()
         found = []
         for cache in self.caches:
             keys, values = (numbers(c, self.kind, s) for c, s in zip(cache, self.scales, strict=True))
-            found.append(
-                attended(self.q.double(), keys, values, self.bounds, self.lengths, self.table, self.causal, call.unit,
-                         **self.settings)
-            )  # fmt: skip
+            settings = {**self.settings, "scale": float(self.settings["scale"]), "step": call.unit}
+            found.append(attended(q, self._requests(keys, values), values.shape[-1], **settings))
 
         def distance(rows: RowResults) -> float:
             value = rows.parts[0]
@@ -101,6 +83,14 @@ class PagedBatch:
 
         nearest = min(found, key=distance) if len(found) > 1 else found[0]
         return dict.fromkeys(self.roles, nearest.expected(self.like, groups=self.q.shape[1]))
+
+    def _requests(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Any, ...]]:
+        for n, (begin, end) in enumerate(self.bounds):
+            total = int(self.lengths.reshape(-1)[n])
+            if begin < end <= begin + total:
+                at = torch.arange(total - (end - begin), total) if self.causal else None
+                past_ = (past(rows, self.table[n], total) for rows in (keys, values))
+                yield slice(begin, end), *past_, {"query_positions": at}
 
 
 def _one_row_each(q: Tensor) -> Bounds:
@@ -309,16 +299,10 @@ def _both(call: Call, f: Arguments, layouts: Sequence[BlockLayout], size: int) -
 _WRITES = "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale"
 
 
-@reference("torch.ops._C_cache_ops.reshape_and_cache_flash", "torch.ops.*.reshape_and_cache_flash")
-def flash(call: Call) -> dict[str, Expected]:
-    """key [tokens, heads, width], key_cache [blocks, slots, heads, width]."""
-    f = Arguments(call, _WRITES)
-    return _both(call, f, (TOKENS, TOKENS), f["key_cache"].shape[1])
-
-
-@reference("torch.ops._C_cache_ops.reshape_and_cache", "torch.ops.*.reshape_and_cache")
-def first_layout(call: Call) -> dict[str, Expected]:
-    """The same with key_cache [blocks, heads, width / x, slots, x] and value_cache [blocks, heads, width, slots]."""
+@reference(*(f"torch.ops.{home}.reshape_and_cache{more}" for home in ("_C_cache_ops", "*") for more in ("", "_flash")))
+def written(call: Call) -> dict[str, Expected]:
+    """key [tokens, heads, width], key_cache [blocks, slots, heads, width]; or, of the first layout, key_cache [blocks,
+    heads, width / x, slots, x] and value_cache [blocks, heads, width, slots]."""
     f = Arguments(call, _WRITES)
     keys = f["key_cache"]
     if keys.dim() != 5:

@@ -12,15 +12,16 @@ tests/test_attention.py, kv_cache_cast_to_fp8]. The best 512 of a row come as po
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, gamma, reference
-from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import coded
-from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, as_captured
+from vllm_accprobe.opcheck.references.parts import Arguments, as_captured
 
 Tensor = Any  # a torch.Tensor
 LARGE = "what lies where a row may not look, where nobody wrote, is larger than its scores"
@@ -105,19 +106,16 @@ def best_of_tokens(call: Call) -> dict[str, Expected]:
 
 
 @reference("torch.ops._flashmla_C.sparse_prefill_fwd", "torch.ops.*.flash_mla_sparse_fwd")
-def attended(call: Call) -> dict[str, Expected]:
+def of_chosen_keys(call: Call) -> dict[str, Expected]:
     """(q [tokens, heads, d], kv [rows, 1, d], indices [tokens, 1, k], scale, width of values): below 0 and beyond the
     rows there is no key."""
     f = Arguments(call, "q kv indices sm_scale d_v")
     q, kv = f.wide("q", "kv")
-    width, found = int(f["d_v"] or 512), RowResults(len(q))
-    for row in range(len(q)):
-        at = f["indices"][row].reshape(-1).long()
-        rows = kv[at[(at >= 0) & (at < len(kv))]]
-        one = slice(row, row + 1)
-        found.put(one, attend(q[one], rows, rows[..., :width], float(f["sm_scale"]), step=call.unit))
-    value, noise, bound = found.parts
-    return {"output.0": Expected(value, noise, bound=bound, groups=q.shape[1])}
+    width, places = int(f["d_v"] or 512), (at.reshape(-1).long() for at in f["indices"])
+    keys = (kv[at[(at >= 0) & (at < len(kv))]] for at in places)
+    one_each = ((slice(n, n + 1), rows, rows[..., :width], {}) for n, rows in enumerate(keys))
+    found = attended(q, one_each, width, scale=float(f["sm_scale"]), step=call.unit)
+    return {"output.0": found.expected(call.outputs["output.0"], q.shape[1], "")}
 
 
 @reference("torch.ops._C.flash_mla_with_kvcache_cpu")
@@ -128,19 +126,21 @@ def attended_in_pages(call: Call) -> dict[str, Expected]:
                         "compressed_block_size attn_sink scale")  # fmt: skip
     q, sinks = f.wide("q", "attn_sink")
     caches = {of: keys_of_bytes(f[f"{of}_cache"], int(f[f"{of}_block_size"])) for of in ("window", "compressed")}
-    found = RowResults(len(q))
-    for row in range(len(q)):
-        rows = []
-        for of, cache in caches.items():
-            at = f[f"{of}_slots"][row].reshape(-1).long()
-            at = at[at >= 0]
-            if len(at) and int(at.max()) >= len(cache):
-                raise Declined("a slot lies outside of the blocks that were captured")
-            rows.append(cache[at])
-        keys, one = torch.cat(rows).unsqueeze(1), slice(row, row + 1)
-        found.put(one, attend(q[one], keys, keys, float(f["scale"]), sinks=sinks, step=call.unit))
-    value, noise, bound = found.parts
-    return {f.role("out"): Expected(value, noise, bound=bound, groups=q.shape[1])}
+
+    def one_each() -> Iterator[tuple[Any, ...]]:
+        for row in range(len(q)):
+            rows = []
+            for of, cache in caches.items():
+                at = f[f"{of}_slots"][row].reshape(-1).long()
+                at = at[at >= 0]
+                if len(at) and int(at.max()) >= len(cache):
+                    raise Declined("a slot lies outside of the blocks that were captured")
+                rows.append(cache[at])
+            keys = torch.cat(rows).unsqueeze(1)
+            yield slice(row, row + 1), keys, keys, {}
+
+    found = attended(q, one_each(), q.shape[-1], scale=float(f["scale"]), sinks=sinks, step=call.unit)
+    return {f.role("out"): found.expected(f["out"], q.shape[1], "")}
 
 
 def keys_of_bytes(cache: Tensor, size: int) -> Tensor:

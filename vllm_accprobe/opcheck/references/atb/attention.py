@@ -25,10 +25,10 @@ from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
 from vllm_accprobe.opcheck.references.atb.moving import within
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import NZ, TOKENS
 from vllm_accprobe.opcheck.references.paged_attention import past
-from vllm_accprobe.opcheck.references.parts import RowResults, equal
+from vllm_accprobe.opcheck.references.parts import equal
 
 Tensor = Any  # a torch.Tensor
 (NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)
@@ -103,14 +103,15 @@ def _by_request(
     # with kernelType 0 products of float16 are float16 [ATB's declaration of KernelType]
     rounded = o.input_unit if o.tensor(0).dtype == torch.float16 and not o.param("kernelType", 0) else 0.0
     clamp = (o.param("clampMin", 0.0), o.param("clampMax", 0.0)) if o.param("clampType", 0) else None
-    out, i = RowResults(len(q), q.shape[1], width), 0
-    for r, n in enumerate(own):
-        if n and (found := one(r, n)) is not None:
-            k, v, added = found
-            y = attend(q[i : i + n], k, v, scale, step=o.input_unit, score_step=rounded, clamp=clamp, added=added)
-            out.put(slice(i, i + n), y)
-        i += n
-    return out.expected(o.output(), q.shape[1])
+    ends = [*accumulate(own)]
+
+    def requests() -> Iterator[tuple[Any, ...]]:
+        for r, (n, end) in enumerate(zip(own, ends, strict=True)):
+            if n and (found := one(r, n)) is not None:
+                yield slice(end - n, end), *found[:2], {"added": found[2]}
+
+    y = attended(q, requests(), width, scale=scale, step=o.input_unit, score_step=rounded, clamp=clamp)
+    return y.expected(o.output(), q.shape[1])
 
 
 def lengths(t: Tensor, rows: int) -> list[int]:

@@ -104,7 +104,9 @@ def masks_of(g: FusedArguments, names: tuple[str, str], varlen: bool, samples: i
     return AttentionMasks(mode, mask, none, before, after, g.integers("prefix"), varlen, samples)
 
 
-LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
+LAYOUTS = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3), "TND": (1, 0, 2)}
+"""Which dimensions, once H is cut into N and D, make [B, N, S, D]; of TND [N, T, D]."""
+_JOINED = ("BSH", "SBH")
 
 
 @dataclass(frozen=True)
@@ -135,17 +137,12 @@ def _runs(ends: Sequence[int], total: int) -> tuple[tuple[int, int], ...]:
 
 def by_head(x: Any, layout: str, heads: int) -> Any:
     """[B, N, S, D], or of TND [N, T, D]. Raises Declined."""
-    dims = 3 if layout in ("BSH", "SBH", "TND") else 4
-    if layout not in LAYOUTS or x.dim() != dims:
+    joined = layout in _JOINED
+    if layout not in LAYOUTS or x.dim() + joined != len(LAYOUTS[layout]):
         raise Declined(f"a tensor {list(x.shape)} in layout {layout!r}")
-    if layout in ("BSH", "SBH"):
-        x = x if layout == "BSH" else x.transpose(0, 1)
-        if not heads or x.shape[-1] % heads:
-            raise Declined(f"{heads} heads do not fit a width of {x.shape[-1]}")
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-    if layout == "BSND":
-        return x.transpose(1, 2)
-    return x if layout == "BNSD" else x.transpose(0, 1)
+    if joined and (not heads or x.shape[-1] % heads):
+        raise Declined(f"{heads} heads do not fit a width of {x.shape[-1]}")
+    return (x.unflatten(-1, (heads, -1)) if joined else x).permute(LAYOUTS[layout])
 
 
 def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths | None) -> Any:
@@ -156,21 +153,16 @@ def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths 
         if missing:
             whole.append(whole[0].new_zeros(missing, *whole[0].shape[1:]))
         return torch.cat(whole)
-    x = torch.stack(list(samples))
-    if layout == "BNSD":
-        return x
-    x = x.transpose(1, 2)
-    if layout == "BSND":
-        return x
-    x = x.flatten(2)
-    return x if layout == "BSH" else x.transpose(0, 1)
+    order = LAYOUTS[layout]
+    x = torch.stack(list(samples)).permute([order.index(k) for k in range(len(order))])
+    return x.flatten(2) if layout in _JOINED else x
 
 
 def heads_of_keys(query: Any, key: Any, layout: str, heads: int) -> int:
     """How many heads keys have. Raises Declined."""
     if layout not in LAYOUTS:
         raise Declined(f"a tensor {list(query.shape)} in layout {layout!r}")
-    if layout in ("BSH", "SBH"):
+    if layout in _JOINED:
         size = query.shape[-1] // heads if heads else 0
         found = key.shape[-1] // size if size else 0
     else:
