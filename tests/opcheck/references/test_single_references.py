@@ -14,7 +14,7 @@ from reference_calls import drawer, evaluated, same
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references import collectives
+from vllm_accprobe.opcheck.references import linear
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters
 
@@ -23,9 +23,9 @@ draw = drawer(5)
 
 def test_collectives_by_hand() -> None:
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
-    assert collectives.all_reduce(parts).value.tolist() == [11.0, 22.0]
-    assert collectives.all_gather(parts).value.tolist() == [1.0, 2.0, 10.0, 20.0]
-    assert collectives.reduce_scatter(parts, 1).value.tolist() == [22.0]
+    assert linear.all_reduce(parts).value.tolist() == [11.0, 22.0]
+    assert linear.all_gather(parts).value.tolist() == [1.0, 2.0, 10.0, 20.0]
+    assert linear.reduce_scatter(parts, 1).value.tolist() == [22.0]
 
 
 def test_the_best_logits_and_ties() -> None:

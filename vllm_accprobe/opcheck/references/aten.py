@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, device_kernel, reference
-from vllm_accprobe.opcheck.references.parts import within_float32
+from vllm_accprobe.opcheck.roundings import within_float32
 
 _MOVED = 2.0**-24
 _TABLE = 8191
@@ -38,8 +38,7 @@ def raised(value: Any, real: Any, imaginary: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _signs(lengths: tuple[int, ...]) -> Any:
-    """1 and -1 at random, float64, as many as the last of ``lengths``: what comes of drawing them one after the
-    other."""
+    """1 and -1 at random, float64, as many as the last of ``lengths``, as if drawn one after the other."""
     generator = torch.Generator().manual_seed(0)
     for n in lengths:
         drawn = torch.randint(0, 2, (n,), generator=generator)
@@ -48,8 +47,8 @@ def _signs(lengths: tuple[int, ...]) -> Any:
 
 def _moved(value: Any, lengths: tuple[int, ...]) -> Any:
     """Floats times 1 ± 2**-24 (float32: its next number), at random: signs from a table whose length is a prime, so
-    that no two rows share theirs; to draw one for each element would take longer than most operators. lengths: of the
-    tables that were drawn before, and of its own."""
+    that no two rows share theirs; one for each element would take too long. lengths: of the tables drawn before, and of
+    its own."""
     if value.dim() == 2 and not value.is_contiguous() and value.t().is_contiguous():
         return _moved(value.t(), lengths).t()
     flat = value.reshape(-1)
@@ -64,8 +63,7 @@ def _moved(value: Any, lengths: tuple[int, ...]) -> Any:
 
 
 class Widened:
-    """A call's arguments in wider dtypes, and moved ones; parameters that its calls share once, where ``function``
-    writes to none of its arguments."""
+    """A call's arguments in wider dtypes, and moved ones; shared parameters once, if ``function`` writes to none."""
 
     def __init__(self, call: Call, function: Any, real: Any, imaginary: Any):
         self._dtypes = real, imaginary
@@ -100,8 +98,7 @@ _ELSEWHERE = (
     "prim", "debugprims", "profiler", "debug_mode_ops", "c10d", "_c10d_functional", "_c10d_functional_autograd",
     "c10d_functional", "symm_mem", "inductor", "rpc", "export",
 )  # fmt: skip
-"""Operators, and namespaces of them, that reach for files, streams, other processes: a name comes from a dump, and a
-dump may come from a stranger."""
+"""Operators, and namespaces of them, that reach for files, streams, other processes: a dump may be a stranger's."""
 _CASTS = ("to", "_to_copy", "copy_", "copy", "type_as")
 """Rounding itself: what comes out is known to the bit."""
 _HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
@@ -111,8 +108,7 @@ _WIDER = 8.0
 
 
 def of(name: str) -> Any:
-    """The operator of ``aten.mm``, ``aten.mm.default`` or ``torch.ops.vendor.name``; raises Declined where this torch
-    does not have it."""
+    """The operator of ``aten.mm``, ``aten.mm.default``, ``torch.ops.vendor.name``. Raises Declined: torch has none."""
     parts = name.removeprefix("torch.ops.").split(".")
     if not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts):
         raise Declined(f"{name} is no operator's name")
@@ -225,8 +221,8 @@ def _called(call: Call, function: Any, change: Callable[[Any], Any]) -> dict[str
 
 
 def _check_size(call: Call, function: Any) -> None:
-    """Raises Declined where large numbers among the arguments would make more than what was captured: a number in a
-    dump must not be what decides how much memory is taken."""
+    """Raises Declined where numbers among the arguments would make far more than was captured: a dump must not decide
+    on memory."""
     values = [*call.args, *call.kwargs.values()]
     if max((_product(v) for v in values), default=0) <= _LARGE:
         return

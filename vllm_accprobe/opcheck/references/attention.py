@@ -22,18 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    device_kernel,
-    gamma,
-    reference,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, device_kernel, reference
 from vllm_accprobe.opcheck.references.aten import of
 from vllm_accprobe.opcheck.references.caches import (
     FAR,
@@ -43,7 +32,8 @@ from vllm_accprobe.opcheck.references.caches import (
     rounding_of,
     through_cache,
 )
-from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, once, reshaped, subnormal
+from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, reshaped
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, once, subnormal
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 _FIRST = 0.5
@@ -282,8 +272,7 @@ def cache_of(call: Call, missing: str = "which row belongs to which request was 
 
 
 def attended(q: Any, requests: Iterable[tuple[Any, ...]], width: int, **settings: Any) -> RowResults:
-    """`attend` of each request: (its rows of q [tokens, heads, d], keys, values, settings of its own). width: of a
-    value."""
+    """`attend` of each request: (its rows of q [tokens, heads, d], keys, values, own settings). width: of a value."""
     found = RowResults(len(q), q.shape[1], width)
     for at, k, v, own in requests:
         found.put(at, attend(q[at], k, v, **settings, **own))
@@ -293,8 +282,8 @@ def attended(q: Any, requests: Iterable[tuple[Any, ...]], width: int, **settings
 def by_request(
     cache: Any, n: int, one: Callable[[Any, Any, Any], tuple[Any, ...]], causal: bool = True
 ) -> tuple[list[Any], Any]:
-    """What ``one(rows, positions, past)`` gives for each request, put together to ``n`` rows, and which rows that are.
-    Raises Declined where it is none."""
+    """What ``one(rows, positions, past)`` gives for each request, put together to ``n`` rows; which. Raises
+    Declined."""
     found = RowResults(n)
     for at, positions, past in cache.requests(causal):
         found.put(at, one(at, positions, past))
@@ -305,8 +294,7 @@ def by_request(
 
 @reference("Attention", "EncoderOnlyAttention", "ChunkedLocalAttention", "CrossAttention")
 def paged_attention(call: Call) -> Expected:
-    """Rows of several requests; q [tokens, heads * d] or [tokens, heads, d]. Rows whose history is incomplete have no
-    reference."""
+    """Rows of several requests, [tokens, heads * d] or [tokens, heads, d]; none where a history is incomplete."""
     if call.cls in ("ChunkedLocalAttention", "CrossAttention"):
         raise Declined(f"no reference for {call.cls}")
     heads, kv, head = (int(call.attr(n)) for n in _SIZES)
@@ -344,8 +332,8 @@ def paged_attention(call: Call) -> Expected:
 
 @reference("MMEncoderAttention", "MultiHeadAttention")
 def encoder_attention(call: Call) -> Expected:
-    """Full attention within runs of rows; q, k, v [1, tokens, heads, d] or [1, tokens, heads * d], cu_seqlens the runs'
-    ends."""
+    """Full attention within runs of rows, whose ends cu_seqlens are; [1, tokens, heads, d] or [1, tokens, heads *
+    d]."""
     q, k, v = _by_heads(call)
     return _full_attention(q, k, v, call.inputs.get("cu_seqlens"), scale_of(call, q.shape[-1]), call)
 

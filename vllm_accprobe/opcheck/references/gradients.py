@@ -31,8 +31,7 @@ Outputs = Callable[[Call], Mapping[str, Any]]
 
 
 def called(call: Call) -> tuple[Call, Any]:
-    """(the call, its arguments as the function takes them; the function): of an operator, or of an API that msprobe
-    recorded. Raises Declined."""
+    """(the call as its function takes it; the function): an operator, or an API of msprobe's. Raises Declined."""
     if call.cls.rpartition(".")[0] in api.TORCH_HEADS:
         return api.ready(call), api.torch_function(call.cls)
     return call, of(call.cls)
@@ -156,9 +155,8 @@ def noise_of(exact: Any, moved: Any, step: float) -> Any:
 def derived(
     g: Any, forward: Callable[[Call], Any], names: Iterable[str], up: str, wanted: Sequence[str]
 ) -> dict[str, Expected]:  # fmt: skip
-    """What a fused operator's backward gives as ``output.k``: the gradient of ``wanted[k]``. g: its arguments;
-    forward: the reference that it belongs to; names: of forward's arguments; up: the gradient of its first output.
-    Raises Declined."""
+    """What a fused operator's backward gives as ``output.k``: the gradient of ``wanted[k]``. g: its arguments; forward:
+    its reference; names: of forward's arguments; up: the gradient of its first output. Raises Declined."""
     call = Call(g.call.name, "npu.forward", kwargs={name: g[name] for name in names})
 
     def outputs(wide: Call) -> Mapping[str, Any]:

@@ -19,19 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    Call,
-    Declined,
-    Expected,
-    device_kernel,
-    gamma,
-    reference,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.parts import Arguments, once, subnormal, unit_of
+from vllm_accprobe.opcheck.references.parts import Arguments, unit_of
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, gamma, once, subnormal
 
 _SOFTMAX, _SIGMOID = "softmax", "sigmoid"
 _OF_TYPE = {
@@ -178,8 +170,7 @@ def routed_experts(call: Call) -> dict[str, Expected]:
 
 
 def _routing_inside(call: Call, x: Any, w13: Any, w2: Any) -> Expected:
-    """Experts whose kernel chooses them itself, from ``router_logits`` (vLLM up to 0.11 and plugins of its time): a row
-    with a tie has no reference."""
+    """Experts that a kernel chooses, from ``router_logits`` (vLLM up to 0.11): a row with a tie has no reference."""
     logits, top_k = call.wide("router_logits"), call.parent.get("top_k", call.config.get("num_experts_per_tok"))
     if not top_k or logits.shape != (len(x), len(w13)):
         raise Declined("how its experts are chosen was not recorded")
@@ -246,13 +237,6 @@ def routing_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: value for name, value in named.items() if value is not None}
 
 
-def of_router(call: Call) -> dict[str, Any]:
-    """How a router of transformers chooses, whose weights hold the factor. Raises Declined where nobody says."""
-    found, bias = routing_settings(call.config), call.params.get("e_score_correction_bias")
-    corrected = bool(call.attrs.get("has_correction_bias", found.pop("corrected") or bias is not None))
-    return _complete(found, bias, corrected)
-
-
 def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> Expected:
     """What a router should return for the experts ``ids`` [tokens, k], in their order: one that should not be chosen
     has 0. step: one rounding of what it computes in; settings: of `route`."""
@@ -299,7 +283,9 @@ def router(call: Call) -> dict[str, Expected]:
     if weights is None or ids is None or weights.shape != ids.shape:
         return found
     try:
-        settings = of_router(call)
+        settings, bias = routing_settings(call.config), call.params.get("e_score_correction_bias")
+        corrected = call.attrs.get("has_correction_bias", settings.pop("corrected") or bias is not None)
+        settings = _complete(settings, bias, bool(corrected))
     except Declined as why:  # its logits are checked, what follows from them is not
         none = torch.zeros(len(weights), dtype=torch.bool)
         return found | {f"output.{k}": Expected(t, rows=none, reason=why.reason) for k, t in ((1, weights), (2, ids))}

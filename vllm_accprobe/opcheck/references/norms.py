@@ -22,28 +22,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, device_kernel, reference
+from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, vendor, weight_here
+from vllm_accprobe.opcheck.roundings import (
     APPROXIMATE,
     ROUNDED,
     SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    device_kernel,
     gamma,
-    reference,
-    sum_of_two,
-)
-from vllm_accprobe.opcheck.references.parts import (
-    Arguments,
     once,
-    param_if,
-    ranks_of,
-    reshaped,
     subnormal,
-    vendor,
-    weight_here,
+    sum_of_two,
     within_float32,
 )
 
@@ -292,9 +280,8 @@ def gated_rms(call: Call) -> Expected:
 
 
 def rms_gradient(up: Any, x: Any, weight: Any, rstd: Any, unit: float) -> tuple[Expected, Expected]:
-    """(dx, dweight) of y = x root weight, over the dimensions that the weight has: dx = root (g - x root mean(g x
-    root)) with g = up weight, dweight = sum up x root, a float32 sum over all rows. rstd: the root of each row. Raises
-    Declined."""
+    """(dx, dweight) of y = x root weight over the weight's dimensions: dx = root (g - x root mean(g x root)) with g =
+    up weight, dweight = sum up x root, a float32 sum over all rows. rstd: each row's root. Raises Declined."""
     flat, flat_up = flat_last(x, weight), flat_last(up, weight)
     root = rstd.reshape(*flat.shape[:-1], 1)
     g, normal, width = flat_up * weight.flatten(), flat * root, flat.shape[-1]
@@ -369,8 +356,8 @@ _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
 
 @reference("Mixer2RMSNormGated")
 def mamba_norm(call: Call) -> Expected:
-    """RMSNorm(x silu(gate)) by groups [the published Mamba 2 code]; x, gate [tokens, channels of this rank]; without a
-    weight it only gates."""
+    """RMSNorm(x silu(gate)) by groups [Mamba 2's published code], [tokens, channels of this rank]; no weight: x
+    silu(gate)."""
     x, gate = call.wide("x", "0"), call.wide("gate", "1")
     y = x * F.silu(gate)
     weight = param_if(call, "weight")

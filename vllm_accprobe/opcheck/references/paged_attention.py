@@ -189,8 +189,7 @@ def _npu_batch(call: Call) -> PagedBatch:
 
 
 def _latent_batch(call: Call) -> PagedBatch:
-    """query [requests, heads, latent + rope], kv_cache [blocks, slots, latent + rope]: the first part of a row is its
-    value as well."""
+    """query [requests, heads, latent + rope], kv_cache [blocks, slots, latent + rope]: its first part is the value."""
     f = Arguments(call, "out query kv_cache scale block_tables seq_lens")
     q, cache, out = f["query"], f["kv_cache"], f["out"]
     rows = cache.reshape(len(cache), -1, 1, cache.shape[-1])
@@ -377,8 +376,7 @@ _DEQUANT = "src_cache dst block_table cu_seq_lens token_to_seq num_tokens kv_cac
 
 @reference("torch.ops._C_cache_ops.cp_gather_cache", "torch.ops._C_cache_ops.gather_and_maybe_dequant_cache")
 def gathered(call: Call) -> dict[str, Expected]:
-    """(cache [blocks, slots, width], dst [tokens, width], block_table, cu_seq_lens, ...): the rows of each request, one
-    after the other, from ``seq_starts`` on."""
+    """(cache [blocks, slots, width], dst [tokens, width], block_table, ...): each request's rows from seq_starts on."""
     f = Arguments(call, _GATHER if "cp_gather" in call.cls else _DEQUANT)
     cache, out, table, kind = f["src_cache"], f["dst"], f["block_table"], str(f.get("kv_cache_dtype") or "auto")
     dtype, size = code_dtype(cache, kind), cache.shape[1]

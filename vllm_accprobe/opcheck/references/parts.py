@@ -11,21 +11,18 @@ tensors; a vendor's kernel of the same name is taken where it is registered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.kernels.float_formats import LOW, half_step, smallest
 from vllm_accprobe.opcheck.calls.case import mapped
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 
 
 class Arguments(dict[str, Any]):
-    """An operator's arguments, or a module's inputs, by the names of its signature in order; missing ones are None.
-    names: separated by spaces."""
+    """An operator's arguments, or a module's inputs, by ``names``, those of its signature in order; None: missing."""
 
     def __init__(self, call: Call, names: str):
         self._call, self._order = call, names.split()
@@ -112,8 +109,7 @@ def slots(indices: Any | None, count: int, states: int, null: int | None = None)
 
 
 def on(call: Call, device: Any) -> Call:
-    """``call`` with all its tensors on ``device``. A tensor without values (torch's device meta: an output, where
-    inputs are drawn) stays."""
+    """``call`` with all its tensors on ``device``; one without values (torch's device meta, an output) stays."""
     moved: Call = mapped(call, lambda t: t if t.is_meta else t.to(device))
     return moved
 
@@ -142,27 +138,6 @@ def unit_of(*tensors: Any) -> float:
     return max(unit(str(t.dtype).removeprefix("torch.")) for t in tensors)
 
 
-_LARGEST = torch.finfo(torch.float32).max
-
-
-def within_float32(y: Expected, *squared: Any) -> Expected:
-    """``y`` without a reference for rows that no float32 kernel can compute, whose squares overflow its sum: 1 /
-    sqrt(inf) makes them 0, and what is wrong is what gave them such numbers. squared: what is squared and added up,
-    [rows, ..., n]."""
-    wide = [x.detach() for x in squared if x.dim() > 1 and x.numel()]
-    if all(float(max(b, -a)) * float(max(b, -a)) * x.shape[-1] < _LARGEST for x in wide for a, b in (x.aminmax(),)):
-        return y
-    sums = [x.square().sum(-1).reshape(len(x), -1).amax(1) for x in wide]
-    rows = torch.stack([~(s >= _LARGEST) for s in sums]).all(0)
-    if bool(rows.all()):
-        return y
-    return replace(y, rows=rows if y.rows is None else y.rows & rows, reason=y.reason or "its squares overflow float32")
-
-
-_LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if least > -126}
-"""By unit, half the smallest subnormal number of the dtypes that have a narrow range."""
-
-
 def as_captured(t: Any) -> Any:
     """``t`` as `Expected.value`: float64, or int64 for integers and booleans."""
     return t.double() if t.is_floating_point() else t.long()
@@ -171,19 +146,6 @@ def as_captured(t: Any) -> Any:
 def equal(t: Any, **more: Any) -> Expected:
     """What is moved and not computed: equal to the bit. more: further fields of the Expected."""
     return Expected(as_captured(t), unit=0.0, **more)
-
-
-def once(size: Any, unit: float, times: Any = 1.0) -> Any:
-    """What rounding numbers of this ``size`` once to the grid of ``unit`` leaves at most in what they are multiplied
-    ``times`` for: u |x| + eta [Higham, ASNA, (2.8)]."""
-    return (unit * times) * size + subnormal(unit, times)
-
-
-def subnormal(unit: float, times: Any = 1.0) -> Any:
-    """The eta of `once`, half the smallest subnormal number: in float16 2**-25, and silu(-15) = -4.6e-6 lies 6e-8 from
-    its neighbours; 0.0 in dtypes that have bfloat16's range."""
-    least = _LEAST.get(unit, 0.0)
-    return least * times if least else 0.0
 
 
 def reshaped(y: Expected, shape: Sequence[int]) -> Expected:

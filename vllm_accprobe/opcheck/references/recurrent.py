@@ -21,26 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    gamma,
-    reference,
-)
-from vllm_accprobe.opcheck.references.parts import (
-    Arguments,
-    RowResults,
-    once,
-    reshaped,
-    runs,
-    slots,
-    unit_of,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, reshaped, runs, slots, unit_of
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, once
 
 SAMPLES = 8
 """Chosen: runs that the spread is taken from. The mean square of 8 is within a factor of 3 in all but 1 of 1,000; the
@@ -82,8 +65,8 @@ def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | N
 
 
 def read_noise(state: Tensor, weights: Tensor, unit: float, rounds: Rounds) -> Tensor | float:
-    """What rounding the entries of ``state`` [..., k, v] for one product with ``weights`` [..., k] adds to it,
-    [..., v]: 0 for the exact value."""
+    """What rounding ``state`` [..., k, v] for a product with ``weights`` [..., k] adds, [..., v]; 0 for the exact
+    one."""
     if rounds is _as_it_is:
         return 0.0
     size = torch.einsum("...k,...kv->...v", weights * weights, state * state).sqrt()
@@ -105,8 +88,7 @@ _CHANNELS = 32
 
 
 def in_order(packed: Tensor) -> Tensor:
-    """A weight [d, width] that was packed for AMX or AVX-512: 32 channels together, of each of them two neighbouring
-    taps, then the next two. Raises Declined."""
+    """A weight [d, width] packed for AMX or AVX-512: of 32 channels two neighbouring taps each, then the next two."""
     d, width = packed.shape[0], packed.numel() // max(packed.shape[0], 1)
     if d % _CHANNELS or width % 2:
         raise Declined(f"a packed weight of {list(packed.shape)} is not known here")
@@ -115,8 +97,8 @@ def in_order(packed: Tensor) -> Tensor:
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sums before the activation [t, d], their sizes, the last inputs [d, width - 1]) of one sequence: x [t, d],
-    weight [d, width], first [d, width - 1]."""
+    """(sums before the activation [t, d], their sizes, last inputs [d, width - 1]) of x [t, d], weight [d, width],
+    first."""
     width = weight.shape[1]
     whole = torch.cat((first.T, x))
     windows = whole.unfold(0, width, 1)[: len(x)]  # [t, d, width]
@@ -218,8 +200,7 @@ _UPDATES = {
 
 @reference(*(f"torch.ops._C.{name}" for name in _UPDATES), "torch.ops.*.causal_conv1d_update")
 def update(call: Call) -> dict[str, Expected]:
-    """(x [batch, d] or [batch, d, tokens], states [slots, d, width - 1], weight, bias, activation, ...): the next
-    tokens of each sequence."""
+    """(x [batch, d] or [batch, d, tokens], states [slots, d, width - 1], ...): the next tokens of each sequence."""
     short = call.cls.removeprefix("torch.ops.").split(".")[1]
     f = Arguments(call, _UPDATES.get(short, _UPDATES["causal_conv1d_update"]))
     if f.get("num_accepted") is not None:
@@ -249,9 +230,9 @@ def scan(
     rounds: Rounds, unit: float, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
     z: Tensor | None, state: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [..., t, heads, channels], last state [..., heads, channels, n]) of one sequence: x, z [..., t,
-    heads, channels], dt [..., t, heads, channels or 1], a [..., heads, channels or 1, n or 1], b, c [..., t, heads, n],
-    d [..., heads, channels or 1]."""
+    """(outputs [..., t, heads, channels], last state [..., heads, channels, n]) of one sequence: x, z [..., t, heads,
+    channels], dt [..., t, heads, channels or 1], a, d [..., heads, channels or 1, (n or 1)], b, c [..., t, heads,
+    n]."""
     b, c, fed = rounds(b, unit), rounds(c, unit), rounds(x * dt, unit)
     out = []
     for t in range(x.shape[-3]):
@@ -313,7 +294,7 @@ def _scan_output(found: RowResults, like: Tensor, heads: int) -> Expected:
     value, noise = found.parts
     rows = found.rows()
     if value.numel() != like.numel() or (rows is not None and like.shape[0] != len(rows)):
-        raise Declined("its output has another shape than its input")
+        raise Declined("its output has another shape than its input, or some of its rows belong to no sequence")
     return Expected(value.reshape(like.shape), noise.reshape(like.shape), rows=rows, reason="padding", groups=heads,
                     shared=True)  # fmt: skip
 
@@ -464,8 +445,8 @@ def _norm(x: Tensor, eps: float) -> Tensor:
 def rule(
     rounds: Rounds, unit: float, scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [..., t, h, v], last state [..., h, k, v]) of one sequence: q, k [..., t, h, k], v [..., t, h, v], g,
-    beta [..., t, h], state [..., h, k, v]."""
+    """(outputs [..., t, h, v], last state [..., h, k, v]): q, k [..., t, h, k], v [..., t, h, v], g, beta [..., t,
+    h]."""
     q, k = rounds(q * scale, unit), rounds(k, unit)
     out = []
     for t in range(q.shape[-3]):
@@ -525,13 +506,7 @@ def evaluated_delta_rule(
         part, last = _of_sequence(unit, scale, eps, [x[begin:end] for x in (q, k, v, g, beta)], first)
         found.put(slice(begin, end), part)
         new[at] = last if key_first else tuple(x.transpose(-1, -2) for x in last)
-    shape = call.outputs["output.0"].shape if "output.0" in call.outputs else v.shape
-    if v.numel() != math.prod(shape):
-        raise Declined("its output has another shape than its values")
-    if found.rows() is not None and shape[0] != len(v):
-        raise Declined("some of its rows belong to no sequence")
-    out, noise = (t.reshape(shape) for t in found.parts)
-    y = Expected(out, noise, rows=found.rows(), reason="padding", groups=heads, shared=True)
+    y = _scan_output(found, call.outputs.get("output.0", v), heads)
     if states is not None:
         return y, _states(*changed(states, new), heads)
     if not new:
@@ -549,8 +524,7 @@ _FLA = "q k v g beta scale initial_state inplace_final_state cu_seqlens ssm_stat
 )  # fmt: skip
 def flash_linear_attention(call: Call) -> dict[str, Expected]:
     """(q, k, v, g, beta, scale, initial_state, ...) of flash-linear-attention as vLLM 0.32 has it: states [sequences,
-    heads, v, k], changed where they lie if ``inplace_final_state``; the module ChunkGatedDeltaRule has the same names
-    without a scale."""
+    heads, v, k], changed where they lie if ``inplace_final_state``; ChunkGatedDeltaRule has no scale."""
     module = call.cls == "ChunkGatedDeltaRule"
     a = Arguments(call, "q k v g beta initial_state output_final_state cu_seqlens" if module else _FLA)
     if a.get("num_accepted_tokens") is not None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import SUM, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
 from vllm_accprobe.opcheck.references.parts import Arguments
+from vllm_accprobe.opcheck.roundings import SUM
 
 Tensor = Any  # a torch.Tensor
 _BORDER = 2.0**-14

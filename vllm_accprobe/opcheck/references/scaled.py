@@ -81,8 +81,7 @@ def scaled_product(call: Call) -> dict[str, Expected]:
 @reference("torch.ops._C.onednn_scaled_mm")
 def onednn(call: Call) -> dict[str, Expected]:
     """(out, a, scale of a or none, azp, azp_adj, bias, handle): the weight, its scale, and a static scale of a are
-    those of the module that called it; azp_adj [n] are the columns' sums times their scales, which a call without azp
-    has too and does not use."""
+    those of the module that called it; azp_adj [n]: the columns' sums times their scales, unused without azp."""
     f = Arguments(call, "out a scale_a azp azp_adj bias handler")
     weight, scale_b = call.params.get("weight"), call.params.get("weight_scale")
     if weight is None or not weight.numel() or scale_b is None:

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, gamma, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import coded
-from vllm_accprobe.opcheck.references.parts import Arguments, as_captured
+from vllm_accprobe.opcheck.references.parts import Arguments, equal
+from vllm_accprobe.opcheck.roundings import gamma
 
 Tensor = Any  # a torch.Tensor
 LARGE = "what lies where a row may not look, where nobody wrote, is larger than its scores"
@@ -29,8 +30,7 @@ LARGE = "what lies where a row may not look, where nobody wrote, is larger than 
 
 @reference("torch.ops.*.fp8_mqa_logits", "torch.ops.*.xpu_fp8_mqa_logits", "torch.ops.*.mqa_logits")
 def scores(call: Call) -> Expected:
-    """(q [queries, heads, d], k [keys, d], scale of each key, w [queries, heads], first and last + 1 key of each
-    query): minus infinity where a query may not look."""
+    """(q [queries, heads, d], k [keys, d], scales of keys, w [queries, heads], first and last + 1 key of each query)"""
     f = Arguments(call, "q k k_scale weights cu_seqlen_ks cu_seqlen_ke")
     if isinstance(f["k"], (list, tuple)):  # (codes, scales) as one argument
         f = Arguments(call, "q k weights cu_seqlen_ks cu_seqlen_ke")
@@ -52,8 +52,7 @@ def scores(call: Call) -> Expected:
 
 
 def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
-    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that does not clean and puts it
-    nowhere, what ``out`` has: memory as it was found."""
+    """Scores where a query may look, elsewhere minus infinity, or, if a kernel puts that nowhere, what ``out`` has."""
     clean = bool(seen.all()) or bool((out[~seen] == -torch.inf).any())
     return y.masked_fill(~seen, -torch.inf) if clean else torch.where(seen, y, out.double())
 
@@ -107,8 +106,7 @@ def best_of_tokens(call: Call) -> dict[str, Expected]:
 
 @reference("torch.ops._flashmla_C.sparse_prefill_fwd", "torch.ops.*.flash_mla_sparse_fwd")
 def of_chosen_keys(call: Call) -> dict[str, Expected]:
-    """(q [tokens, heads, d], kv [rows, 1, d], indices [tokens, 1, k], scale, width of values): below 0 and beyond the
-    rows there is no key."""
+    """(q [tokens, heads, d], kv [rows, 1, d], indices [tokens, 1, k], scale, width of values): below 0 is no key."""
     f = Arguments(call, "q kv indices sm_scale d_v")
     q, kv = f.wide("q", "kv")
     width, places = int(f["d_v"] or 512), (at.reshape(-1).long() for at in f["indices"])
@@ -163,8 +161,7 @@ _NEAR = 2.0**-20
 
 
 def parts(cache: Tensor, size: int, width: int) -> tuple[Tensor, Tensor]:
-    """(codes [blocks, size, width], scales float32 [blocks, size, width / quant]) of a cache of bytes. Raises
-    Declined."""
+    """(codes [blocks, size, width], scales float32 [blocks, size, width / quant]) of a cache of bytes, or Declined."""
     flat = cache.contiguous().view(torch.uint8).reshape(len(cache), -1)
     more = flat.shape[1] - size * width
     if more < 4 * size:
@@ -214,8 +211,7 @@ def _scored(
 
 @reference("torch.ops.*.fp8_paged_mqa_logits", "torch.ops.*.xpu_fp8_paged_mqa_logits")
 def indexer_scores(call: Call) -> Expected:
-    """(q [requests, n, heads, d], cache [blocks, size, 1, d + 4], weights [requests * n, heads], lengths, block_tables,
-    schedule, longest)"""
+    """(q [requests, n, heads, d], cache [blocks, size, 1, d + 4], weights [requests * n, heads], lengths, tables)"""
     f = Arguments(call, "q kv_cache weights context_lens block_tables schedule_metadata max_model_len")
     q, weights = f.wide("q", "weights")
     return _scored(call, q, f["kv_cache"], weights, f["context_lens"], f["block_tables"], f["kv_cache"].shape[1])
@@ -293,8 +289,7 @@ def written(call: Call) -> dict[str, Expected]:
 
 @reference("torch.ops._C_cache_ops.cp_gather_indexer_k_quant_cache", "torch.ops.*.cp_gather_indexer_k_quant_cache")
 def gathered(call: Call) -> dict[str, Expected]:
-    """(kv_cache, keys [tokens, d], scales [tokens, bytes or numbers], block_table, bounds of the sequences): bytes as
-    they lie in the cache."""
+    """(kv_cache, keys [tokens, d], scales [tokens, bytes or numbers], block_table, bounds): bytes as they lie there."""
     f = Arguments(call, "kv_cache dst_k dst_scale block_table cu_seq_lens")
     roles = [f.role(name) for name in ("dst_k", "dst_scale")]
     keys, by = (call.outputs.get(role, f[name]) for role, name in zip(roles, ("dst_k", "dst_scale"), strict=True))
@@ -310,8 +305,4 @@ def gathered(call: Call) -> dict[str, Expected]:
         for value, source in zip(values, (codes, scales), strict=True):
             value[first:stop] = source[at].contiguous().view(torch.uint8).reshape(stop - first, -1)
     found = zip(roles, values, (keys, by), strict=True)
-    return {role: Expected(_typed(value, like), unit=0.0) for role, value, like in found}
-
-
-def _typed(value: Tensor, like: Tensor) -> Tensor:
-    return as_captured(value.view(like.dtype).reshape(like.shape))
+    return {role: equal(value.view(like.dtype).reshape(like.shape)) for role, value, like in found}

@@ -244,8 +244,7 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
 
 
 def _rows_of(cache: Tensor, layer: int, r: int, m: int, kv: int) -> Tensor:
-    """The first m rows of request r, float64 [m, kv heads, d]; cache [layers, requests, most, kv * d], or without
-    layers."""
+    """The first m rows of request r, float64 [m, kv heads, d]; cache [layers or none, requests, most, kv * d]."""
     if (cache.dim() == 4 and layer >= len(cache)) or cache.dim() not in (3, 4):
         raise Declined(f"layer {layer} of a cache {list(cache.shape)} has no reference")
     rows = cache[layer] if cache.dim() == 4 else cache

@@ -14,13 +14,13 @@ Noise of a function: APPROXIMATE; of a sum: sum_of_two; errors of activations: r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated_along,
@@ -33,7 +33,8 @@ from vllm_accprobe.opcheck.references.activations import (
 from vllm_accprobe.opcheck.references.atb.linear import ASYMMETRIC, SYMMETRIC, coded, dynamic
 from vllm_accprobe.opcheck.references.atb.moving import axis_of
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.parts import RowResults, as_captured, equal, reshaped, subnormal
+from vllm_accprobe.opcheck.references.parts import RowResults, as_captured, equal, reshaped
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, subnormal, sum_of_two
 
 Tensor = Any  # a torch.Tensor
 RELU, GELU, FAST_GELU, SWISH, LOG, SWIGLU, SWIGLU_BACKWARD, SIGMOID, FASTER_GELU = range(1, 10)
@@ -60,7 +61,10 @@ def _single(o: Operands, kind: int, x: Tensor) -> Expected:
     if kind == RELU:
         return Expected(torch.relu(x), bound=torch.zeros((), dtype=torch.float64))
     if kind == GELU:
-        return alone(x, _gelu(o, x), o.unit)
+        if o.has("geluMode"):
+            return alone(x, gelu if o.param("geluMode", 0) == 1 else gelu_tanh, o.unit)
+        mine = torch.nan_to_num(o.output().double())  # not recorded, as in ATB's own json: the nearer counts
+        return alone(x, min((gelu_tanh, gelu), key=lambda f: float((f(x) - mine).norm())), o.unit)
     if kind in (FAST_GELU, FASTER_GELU):
         return alone(x, quick_gelu, o.unit)
     if kind == SWISH:
@@ -77,14 +81,6 @@ def _single(o: Operands, kind: int, x: Tensor) -> Expected:
         y = torch.sigmoid(x)
         return Expected(y, bound=APPROXIMATE * y)
     raise Declined(f"activationType {kind} is none that is known here")
-
-
-def _gelu(o: Operands, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Where none is recorded, as in ATB's own json, the one that mine's numbers are nearer to."""
-    if o.has("geluMode"):
-        return gelu if o.param("geluMode", 0) == 1 else gelu_tanh
-    mine = torch.nan_to_num(o.output().double())
-    return min((gelu_tanh, gelu), key=lambda f: float((f(x) - mine).norm()))
 
 
 def _other(o: Operands, x: Tensor, y: Tensor) -> str:
@@ -149,27 +145,16 @@ def _floats(o: Operands, what: str) -> None:
 @operator("ElewiseOperation")
 def elewise(o: Operands) -> Outputs:
     kind = o.param("elewiseType", 0)
-    if kind in _COMPARED:
-        return {"output.0": equal(_COMPARED[kind](o.tensor(0), o.tensor(1)))}
-    if kind == NOT:
-        return {"output.0": equal(~o.tensor(0).bool())}
-    if kind in _FUNCTIONS:
-        _floats(o, f"elewiseType {kind}")
-        return {"output.0": _function(o, kind)}
-    if kind in (ADD, SUB, MUL, DIV):
-        return {"output.0": _of_two(o, kind)}
     if kind in (QUANT, QUANT_CHANNEL, DEQUANT_CHANNEL, DYNAMIC_QUANT):
         return _codes(o, kind)
-    if kind == CAST:
-        return {"output.0": _cast(o)}
-    if kind == NEG:
-        return {"output.0": equal(-o.tensor(0))}
-    if kind == MULS:
-        return {"output.0": _scaled(o)}
-    raise Declined(f"elewiseType {kind} is none that is known here")
+    made = next((make for kinds, make in _KINDS if kind in kinds), None)
+    if made is None:
+        raise Declined(f"elewiseType {kind} is none that is known here")
+    return {"output.0": made(o, kind)}
 
 
 def _function(o: Operands, kind: int) -> Expected:
+    _floats(o, f"elewiseType {kind}")
     x = o.wide(0)
     y = _FUNCTIONS[kind](x)
     if kind == TANH:
@@ -192,26 +177,31 @@ def _of_two(o: Operands, kind: int) -> Expected:
     return Expected(y, common=0.5 * o.unit if min(a.numel(), b.numel()) == 1 else 0.0, bound=2.0 * SUM * y.abs())
 
 
-def _cast(o: Operands) -> Expected:
+def _cast(o: Operands, kind: int) -> Expected:
     x, out = o.tensor(0), o.output()
     wanted = o.param("outTensorType", UNDEFINED)
     # a float's numbers may lie on a coarser grid, and be taken for that (calls/grid.py)
     if wanted in ACL and ACL[wanted].is_floating_point != out.is_floating_point():
         raise Declined(f"outTensorType {wanted} is {ACL[wanted]}, and {out.dtype} was captured")
-    if out.is_floating_point():
-        return equal(x.to(out.dtype))
-    if not x.is_floating_point():
+    if out.is_floating_point() or not x.is_floating_point():
         return equal(x.to(out.dtype))
     wide, mine = x.double(), out.long()
     near = (mine == wide.trunc().long()) | (mine == wide.round().long())
     return equal(torch.where(near, mine, wide.trunc().long()))
 
 
-def _scaled(o: Operands) -> Expected:
+def _scaled(o: Operands, kind: int) -> Expected:
     factor = (o.part("mulsParam") if o.has("mulsParam") else o).param("varAttr", 0.0)
     y = o.wide(0) * factor
     # the factor may be rounded to the tensor's dtype first
     return Expected(y, common=o.unit, bound=(o.unit + SUM) * y.abs())
+
+
+_KINDS: tuple[tuple[Container[int], Callable[[Operands, int], Expected]], ...] = (
+    (_COMPARED, lambda o, kind: equal(_COMPARED[kind](o.tensor(0), o.tensor(1)))), (_FUNCTIONS, _function),
+    ((ADD, SUB, MUL, DIV), _of_two), ((CAST,), _cast), ((MULS,), _scaled),
+    ((NOT,), lambda o, kind: equal(~o.tensor(0).bool())), ((NEG,), lambda o, kind: equal(-o.tensor(0))),
+)  # fmt: skip
 
 
 def _codes(o: Operands, kind: int) -> Outputs:

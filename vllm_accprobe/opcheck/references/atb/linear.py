@@ -22,14 +22,14 @@ from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, 
 from vllm_accprobe.opcheck.references.activations import alone, gelu_tanh, silu
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.caches import coded as coded_in
-from vllm_accprobe.opcheck.references.linear import added, biased, by_batch, product, rounded
+from vllm_accprobe.opcheck.references.linear import biased, by_batch, product
 from vllm_accprobe.opcheck.references.parts import equal, reshaped, unit_of
+from vllm_accprobe.opcheck.roundings import added, rounded, summed
 
 Tensor = Any  # a torch.Tensor
 SYMMETRIC, ASYMMETRIC = 1, 2
 _SCALE = 2.0**-20
-"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row (as
-opcheck/references/scaled.py)."""
+"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row."""
 _SLACK = 2.0**-9
 """Chosen: how much further than in caches.py a code may be from its number: x times 1 / scale instead of x / scale."""
 
@@ -249,8 +249,7 @@ def linear_sparse(call: Call) -> Outputs:
 
 @operator("W8A16Operation")
 def w8a16(o: Operands) -> Outputs:
-    """(x, weight int8, scale, offset, bias where there is one): MindIE's node around aclnnWeightQuantBatchMatmulV2; a
-    weight [k, n], or [n, k] with transposeB."""
+    """(x, weight int8, [k, n] or turned, scale, offset, bias): MindIE's node around aclnnWeightQuantBatchMatmulV2."""
     x, codes = o.wide(0), o.wide(1)
     turned = o.param("transposeB", False)
     scale, offset = o.wide(2), o.maybe(3)
@@ -301,14 +300,6 @@ def _strided(flat: Tensor, start: int, lead: int, rows: int, columns: int) -> Te
     if min(start, lead, rows, columns) < 0 or (rows and start + lead * (rows - 1) + columns > len(flat)):
         raise Declined("its strides lead out of its tensors")
     return flat.as_strided((rows, columns), (lead, 1), start)
-
-
-def summed(parts: list[Expected], unit: float) -> Expected:
-    """The sum over ranks, each part and each sum rounded."""
-    total = rounded(parts[0], unit)
-    for part in parts[1:]:
-        total = added(rounded(total, unit), rounded(part, unit))
-    return total
 
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALONE = range(4)

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.parts import equal, subnormal
+from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, subnormal
 
 Tensor = Any  # a torch.Tensor
 

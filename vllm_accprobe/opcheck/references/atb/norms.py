@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected, sum_of_two
+from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.atb.linear import coded, dynamic
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.norms import layer_normed, rms_and_root, rms_gradient, rms_normed
 from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
+from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, sum_of_two
 
 Tensor = Any  # a torch.Tensor
 NORM, PRENORM, POSTNORM = 1, 2, 3

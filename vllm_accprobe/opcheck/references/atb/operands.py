@@ -100,8 +100,7 @@ class Operands:
         return any(name in self._param for name in names)
 
     def param(self, name: str, default: Any) -> Any:
-        """A parameter, ATB's ``default`` where the dump has others and not this one. Raises Declined where it has none
-        at all, or one of another kind than the default."""
+        """A parameter, ATB's ``default`` where others are there. Raises Declined: none is, or it is of another kind."""
         if not self._known:
             raise Declined(UNKNOWN)
         found = self._param.get(name, default)
@@ -134,8 +133,8 @@ class Operands:
             raise Declined(f"{len(self)} inputs, where its parameters ask for {count}")
 
     def fits(self, size: int) -> None:
-        """Raises Declined where ``size`` elements, which a parameter requires, are not those of output 0: a number of a
-        dump must not decide how much memory is taken."""
+        """Raises Declined where ``size``, which a parameter requires, is not output 0's: a dump must not decide on
+        memory."""
         if size != self.output().numel():
             raise Declined("its parameters do not fit the output that was captured")
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.roundings import APPROXIMATE
 
 Tensor = Any  # a torch.Tensor
 _TIED = "two of its groups or experts are tied"

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import SUM, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected
 from vllm_accprobe.opcheck.references.attention import COARSE, EXP, attend, score_sums
 from vllm_accprobe.opcheck.references.fused.fused_calls import RANDOM, FusedArguments, backward, fused
+from vllm_accprobe.opcheck.roundings import SUM
 
 COMPRESSED = {2: (2048, 2048), 3: (2048, 2048), 4: (2048, 2048), 6: (3072, 2048), 7: (2048, 2048), 8: (2048, 2048)}
 """The shape of a compressed mask, by mode."""
@@ -185,8 +186,7 @@ _WIDE_2 = ", ".join(f"{n}=2147483647" for n in _TOKENS_2)
 
 @dataclass(frozen=True)
 class _Sample:
-    """One sample: q [N, Sq, D], k, v [Nk, Skv, ...]; added to scores: float64, and masked: bool [1 or N, Sq, Skv], or
-    None; sink: [N] or None."""
+    """One sample: q [N, Sq, D], k, v [Nk, Skv, ...]; added to scores, masked: [1 or N, Sq, Skv] or None; sink: [N]."""
 
     q: Any
     k: Any
@@ -197,8 +197,7 @@ class _Sample:
     sink: Any | None
 
     def attended(self, unit: float, mine: Any | None) -> tuple[Any, Any]:
-        """(output, noise) [N, Sq, Dv]; without noise where gradients are wanted. mine: what was captured of it. Raises
-        Declined."""
+        """(output, noise) [N, Sq, Dv], no noise for gradients. mine: what was captured of it. Raises Declined."""
         heads, sq = self.q.shape[:2]
         if not sq or not self.k.shape[1]:
             return (self.v.new_zeros(heads, sq, self.v.shape[-1]),) * 2

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated,
@@ -42,8 +42,9 @@ from vllm_accprobe.opcheck.references.norms import (
     rms_and_root,
     rms_gradient,
 )
-from vllm_accprobe.opcheck.references.parts import reshaped, subnormal, within_float32
+from vllm_accprobe.opcheck.references.parts import reshaped
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, subnormal, sum_of_two, within_float32
 
 
 def _gelu_of(g: FusedArguments) -> Callable[[Any], Any]:
@@ -259,8 +260,8 @@ def _step(
     var: Any, change: tuple[Any, Any], m: tuple[Any, Any], v: tuple[Any, Any], beta: tuple[float, float],
     powers: tuple[float, float], unit: float,
 ) -> dict[str, Expected]:  # fmt: skip
-    """var - change, and the moments; of each its value, and the size of what was added up. What 1 - beta and 1 - power
-    lose in float32 all elements share."""
+    """var - change, and the moments; of each its value, and the size of its terms. All elements share what 1 - beta
+    loses."""
     lost = [SUM / (1.0 - b) for b in beta]
     rate = sum(SUM / (1.0 - p) for p in powers)
     total = var - change[0]
