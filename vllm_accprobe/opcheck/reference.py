@@ -38,6 +38,12 @@ class Declined(Exception):
         self.failed = failed
 
 
+def decline_if(condition: Any, reason: str) -> None:
+    """Raises Declined where this is true."""
+    if condition:
+        raise Declined(reason)
+
+
 @dataclass(frozen=True)
 class CacheRounding:
     """What an 8-bit cache alone does to an output. kind: the format; share: relative L2 error of the row that it moves

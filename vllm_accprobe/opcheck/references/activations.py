@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.parts import Arguments, vendor
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, once, subnormal
 
@@ -74,8 +74,7 @@ def gated(x: Any, f: Callable[[Any], Any], unit: float, gate_first: bool = True)
 
 def gated_along(x: Any, dim: int, f: Callable[[Any], Any], unit: float, gate_first: bool = True) -> Expected:
     """`gated` of the halves along another dimension than the last. Raises Declined."""
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
-        raise Declined(f"dim {dim} of {list(x.shape)} has no halves")
+    decline_if(not -x.dim() <= dim < x.dim() or x.shape[dim] % 2, f"dim {dim} of {list(x.shape)} has no halves")
     return gated(x.movedim(dim, -1), f, unit, gate_first).map(lambda t: t.movedim(-1, dim))
 
 
@@ -117,8 +116,7 @@ def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
 def by_tanh(call: Call) -> bool:
     """Which GELU a GeluAndMul has; where none was recorded, by config.json's hidden_act. Raises Declined."""
     kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    if kind not in (*_TANH, "none", "gelu", "geglu"):
-        raise Declined("attribute approximate was not recorded")
+    decline_if(kind not in (*_TANH, "none", "gelu", "geglu"), "attribute approximate was not recorded")
     return kind in _TANH
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.roundings import within_float32
 
 _MOVED = 2.0**-24
@@ -110,10 +110,8 @@ _WIDER = 8.0
 def of(name: str) -> Any:
     """The operator of ``aten.mm``, ``aten.mm.default``, ``torch.ops.vendor.name``. Raises Declined: torch has none."""
     parts = name.removeprefix("torch.ops.").split(".")
-    if not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts):
-        raise Declined(f"{name} is no operator's name")
-    if parts[0] in _ELSEWHERE or parts[1] in _OUTSIDE:
-        raise Declined("an operator that reaches outside of its tensors")
+    decline_if(not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts), f"{name} is no operator's name")
+    decline_if(parts[0] in _ELSEWHERE or parts[1] in _OUTSIDE, "an operator that reaches outside of its tensors")
     found = torch.ops
     try:
         for part in parts:
@@ -166,12 +164,9 @@ def each(value: Any, change: Callable[[Any], Any]) -> Any:
 def itself(call: Call) -> dict[str, Expected]:
     parts = call.cls.removeprefix("torch.ops.").split(".")
     base = parts[1]
-    if any(word in base for word in _RANDOM):
-        raise Declined("an operator that draws random numbers")
-    if base in _EMPTY:
-        raise Declined("an operator whose result has no defined values")
-    if base in _BITS or parts[1:] == ["view", "dtype"]:
-        raise Declined("an operator whose result depends on the dtype's bits")
+    decline_if(any(word in base for word in _RANDOM), "an operator that draws random numbers")
+    decline_if(base in _EMPTY, "an operator whose result has no defined values")
+    decline_if(base in _BITS or parts[1:] == ["view", "dtype"], "an operator whose result depends on the dtype's bits")
     return in_float64(call, of(call.cls), base in _CASTS)
 
 
@@ -187,8 +182,7 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
         except _REFUSALS as error:
             why = why or " ".join(str(error).split())[:80]
             continue
-        if not found:
-            raise Declined("its result holds no tensor")
+        decline_if(not found, "its result holds no tensor")
         return _computable(call, function, _expected(call, function, found, widened, real is torch.float32, cast))
     raise Declined(f"its own CPU kernel refuses: {why}")
 
@@ -201,9 +195,9 @@ _SQUARING = {"layer_norm": 1, "native_layer_norm": 1, "rms_norm": 1, "_fused_rms
 def _computable(call: Call, function: Any, found: dict[str, Expected]) -> dict[str, Expected]:
     """``found`` without the rows that a norm's float32 kernels cannot compute."""
     place = _SQUARING.get(getattr(function, "__name__", "").split(".")[0])
-    if place is None:
+    x: Any = call.args[0] if call.args else call.kwargs.get("input")
+    if place is None or not x.numel():
         return found
-    x = call.args[0] if call.args else call.kwargs.get("input")
     cut = call.args[place] if len(call.args) > place else call.kwargs.get("normalized_shape", call.kwargs.get(
         "num_groups", call.kwargs.get("group", 1)))  # fmt: skip
     x = x.double().reshape(len(x), cut, -1) if isinstance(cut, int) else x.double().flatten(-len(cut))
@@ -232,8 +226,7 @@ def _check_size(call: Call, function: Any) -> None:
         size = sum(t.numel() for role, t in made.items() if role.startswith("output."))
     except Exception as error:
         raise Declined(f"how much it would make is not known: {type(error).__name__}") from None
-    if size > _LARGE + 4 * captured_size:
-        raise Declined("it would make far more than was captured")
+    decline_if(size > _LARGE + 4 * captured_size, "it would make far more than was captured")
 
 
 _LARGE = 1 << 24
@@ -283,8 +276,7 @@ def _expected(
             same = (value == other).flatten(1).all(1) if value.dim() > 1 else value == other
             rows = None if bool(same.all()) else same
             expected[role] = Expected(value, rows=rows, reason="" if rows is None else "two of its values are tied")
-    if not expected:
-        raise Declined("its result holds no tensor")
+    decline_if(not expected, "its result holds no tensor")
     return expected
 
 
@@ -304,8 +296,7 @@ def _spread(value: Any, other: Any | None) -> Any:
 @device_kernel("*.*", "torch.ops.*")
 def operator_kernel(call: Call) -> dict[str, Any]:
     """An aten or vendor operator itself, on the device of its tensors."""
-    if any(word in call.cls for word in _HANDLES):
-        raise Declined("takes a handle of the process that was captured")
+    decline_if(any(word in call.cls for word in _HANDLES), "takes a handle of the process that was captured")
     function = of(call.cls)
     devices = [t.device for t in tensors_by_role(call.args, call.kwargs).values()]
     device = devices[0] if devices else torch.device("cpu")

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.aten import of
 from vllm_accprobe.opcheck.references.caches import (
     FAR,
@@ -137,12 +137,11 @@ def attend(
     With few keys the channels of a head share these errors: a row has as many independent ones as heads
     (``Expected.groups``). Of tensors that require gradients only the output is computed."""
     heads, kv = q.shape[1], k.shape[1]
-    if not kv or heads % kv:
-        raise Declined("query heads are no multiple of key heads")
+    decline_if(not kv or heads % kv, "query heads are no multiple of key heads")
     share, at_once = heads // kv, max(1, _KEYS // max(len(k) * (heads // kv) * max(k.shape[2], v.shape[2]), 1))
     by_score = {"score_noise": score_noise, "score_bound": score_bound, "hidden": hidden, "added": added}
     by_head = {"slopes": slopes, "sinks": sinks}
-    one = partial(_attend, step=step, score_step=score_step, **limits)
+    one: Any = partial(_attend, step=step, score_step=score_step, **limits)
     if kv <= at_once and heads * len(q) * len(k) <= _SCORES:
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
         return one(q, k, v, scale, query_positions, **by_score, **by_head)
@@ -295,8 +294,7 @@ def by_request(
 @reference("Attention", "EncoderOnlyAttention", "ChunkedLocalAttention", "CrossAttention")
 def paged_attention(call: Call) -> Expected:
     """Rows of several requests, [tokens, heads * d] or [tokens, heads, d]; none where a history is incomplete."""
-    if call.cls in ("ChunkedLocalAttention", "CrossAttention"):
-        raise Declined(f"no reference for {call.cls}")
+    decline_if(call.cls in ("ChunkedLocalAttention", "CrossAttention"), f"no reference for {call.cls}")
     heads, kv, head = (int(call.attr(n)) for n in _SIZES)
     causal, captured = call.cls != "EncoderOnlyAttention", call.outputs["output.0"]
     cache = cache_of(call)
@@ -318,8 +316,7 @@ def paged_attention(call: Call) -> Expected:
         return through_cache(eight, q[at], (k, v), p, plain[0], settings["scale"], again)
 
     (out, noise, bound, *more), rows = by_request(cache, len(q), one, causal)
-    if out.numel() != captured.numel():
-        raise Declined("its output has another shape than its queries")
+    decline_if(out.numel() != captured.numel(), "its output has another shape than its queries")
     mine = captured.double().reshape(out.shape)
     if (cut := cut_off(eight, out, noise, mine, rows)) is not None:
         other, _ = by_request(cache, len(q), partial(one, eight=cut), causal)
@@ -425,8 +422,7 @@ def fused_attention(call: Call) -> dict[str, Expected]:
     added, or, where it is bool, says what is seen. Second output: log-sum-exp of the scores, where a kernel gives it.
     The operators differ in the order of their arguments, which are named by the operator's schema. Where a kernel
     rounds scores (torch's ``_math``), noise has that, too; their bound is not known."""
-    if "backward" in call.cls:
-        raise Declined("a backward kernel of attention")
+    decline_if("backward" in call.cls, "a backward kernel of attention")
     found = of(call.cls)
     schema = getattr(found, "_schema", None) or found.default._schema
     given = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import CacheRounding, Declined
+from vllm_accprobe.opcheck.reference import CacheRounding, Declined, decline_if
 
 Tensor = Any  # a torch.Tensor
 _KINDS = {
@@ -89,8 +89,7 @@ def code_dtype(cache: Tensor, kind: str) -> Any | None:
         return None
     if cache.dtype not in (torch.uint8, torch.int8):
         return cache.dtype
-    if kind not in _KINDS or kind == "fp8_per_token_head":
-        raise Declined(f"a cache of kind {kind} has no reference")
+    decline_if(kind not in _KINDS or kind == "fp8_per_token_head", f"a cache of kind {kind} has no reference")
     return getattr(torch, _KINDS[kind])
 
 
@@ -194,15 +193,13 @@ def cache_format(attrs: Mapping[str, Any]) -> CacheFormat | None:
     kind = str(attrs.get("impl.kv_cache_dtype") or attrs.get("kv_cache_dtype") or "auto")
     if kind in _WHOLE:
         return None
-    if kind not in _KINDS:
-        raise Declined(f"what a cache of kind {kind} holds is not known")
+    decline_if(kind not in _KINDS, f"what a cache of kind {kind} holds is not known")
     dtype = getattr(torch, _KINDS[kind])
     if kind.endswith("_per_token_head"):
         return CacheFormat(kind, dtype, None)
     values = [attrs.get(f"_{x}_scale_float") for x in "kv"]
     scales = [float(s) for s in values if isinstance(s, (int, float)) and s > 0]
-    if len(scales) < 2:
-        raise Declined(f"the scales of its {kind} cache were not captured")
+    decline_if(len(scales) < 2, f"the scales of its {kind} cache were not captured")
     return CacheFormat(kind, dtype, (scales[0], scales[1]))
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, added, rounded, sum_of_two
@@ -40,8 +40,7 @@ UNSEEN = (
 def inside(call: Call) -> Inside:
     """(path below the block, role, record) in the order of execution. Raises Declined where there is none."""
     found: Inside = call.extra.get("children", ())
-    if not found:
-        raise Declined("nothing inside it was captured")
+    decline_if(not found, "nothing inside it was captured")
     return found
 
 
@@ -92,16 +91,14 @@ def routed_factor(call: Call) -> float:
     inner = math.prod(factors.values())
     if math.isclose(whole, inner) or ("routed_scaling_factor" not in {**call.attrs, **call.config} and factors):
         return 1.0
-    if not factors or not math.isclose(inner, 1.0):
-        raise Declined(WHERE_SCALED)
+    decline_if(not factors or not math.isclose(inner, 1.0), WHERE_SCALED)
     return float(whole)
 
 
 @reference("FusedMMInputNorm")
 def input_norm(call: Call) -> Expected:
     x, weight, bias = call.wide("pixel_values", "0"), call.param("weight"), call.param("bias")
-    if x.dim() != 2 or x.shape[1] % len(weight):
-        raise Declined("its pixels have an unknown form")
+    decline_if(x.dim() != 2 or x.shape[1] % len(weight), "its pixels have an unknown form")
     by_channel = x.reshape(len(x), len(weight), -1)
     y = by_channel * weight.reshape(1, -1, 1) + bias.reshape(1, -1, 1)
     noise = 2.0**-23 * ((by_channel * weight.reshape(1, -1, 1)).abs() + bias.abs().reshape(1, -1, 1))
@@ -116,8 +113,7 @@ def convolution(call: Call) -> Expected:
     kernel, grid = list(weight.shape[2:]), list(out.shape[2:])
     if x.dim() != dims + 2 or list(x.shape[2:]) != [g * k for g, k in zip(grid, kernel, strict=True)]:
         raise Declined("a convolution whose stride is not its kernel")
-    if weight.shape[1] != x.shape[1]:
-        raise Declined("a convolution in groups")
+    decline_if(weight.shape[1] != x.shape[1], "a convolution in groups")
     y = product(_patches(x, kernel), weight.flatten(1))
     y = biased(y, param_if(call, "bias"), call.unit)
     return y.map(lambda t: t.reshape(len(x), *grid, -1).movedim(-1, 1))
@@ -146,8 +142,7 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
             continue
         if role not in found and (value := child_value(call, role, child, child_role)) is not None:
             found[role] = value
-    if not found:
-        raise Declined(NOT_HANDED_ON)
+    decline_if(not found, NOT_HANDED_ON)
     return found
 
 
@@ -337,8 +332,7 @@ def vision_transformer(call: Call) -> dict[str, Expected]:
     """The merger's rows, perhaps in another order (windows are undone behind it): each of them once."""
     merged = child_output(call, "merger")
     out = call.outputs["output.0"]
-    if out.dim() != 2:
-        raise Declined(NOT_HANDED_ON)
+    decline_if(out.dim() != 2, NOT_HANDED_ON)
     rows: dict[tuple[float, ...], list[int]] = {}
     for k, row in enumerate(merged.value.tolist()):
         rows.setdefault(tuple(row), []).append(k)
@@ -369,8 +363,7 @@ def mixer(call: Call) -> dict[str, Expected]:
             found[role] = replace(value, unseen=UNSEEN)
         elif role == "inplace.output" and read is not None and kept.shape[1:] == out.shape[1:]:
             found[role] = replace(_padded(out, read(kept).double()), unseen=UNSEEN)
-    if not found:
-        raise Declined(NOT_HANDED_ON)
+    decline_if(not found, NOT_HANDED_ON)
     return found
 
 
@@ -394,8 +387,7 @@ _WRITES = ("cpu_attn_reshape_and_cache", "concat_and_cache_mla", "index_put_")
 
 def _buffer(call: Call) -> tuple[str, Any]:
     roles = [role for role in call.outputs if role.startswith("inplace.")]
-    if len(roles) != 1 or not len(call.outputs[roles[0]]):
-        raise Declined(_NOT_INSIDE)
+    decline_if(len(roles) != 1 or not len(call.outputs[roles[0]]), _NOT_INSIDE)
     return roles[0], call.outputs[roles[0]]
 
 
@@ -415,8 +407,7 @@ def _in_buffer(out: Any, rows: list[Any | None]) -> Expected:
     if not flat or any(f is None or f.dtype != out.dtype for f in flat):
         raise Declined(_NOT_INSIDE)
     value = torch.cat(flat).double()
-    if len(value) > len(out):
-        raise Declined(_NOT_INSIDE)
+    decline_if(len(value) > len(out), _NOT_INSIDE)
     return _padded(out, value)
 
 
@@ -459,8 +450,7 @@ def opaque_write(call: Call) -> dict[str, Expected]:
     if not any(f".{name}." in f".{op}." for name in _WRITES for op, _ in call.extra.get("inner", ())):
         raise Declined(_NOT_INSIDE)
     out = call.outputs["output.0"]
-    if out.numel():
-        raise Declined("its output has a content that no formula tells")
+    decline_if(out.numel(), "its output has a content that no formula tells")
     return {"output.0": equal(out)}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.activations import soft_cap
 from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, weight_here
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, cut_off, weight_of, widened
@@ -145,8 +145,7 @@ def column(call: Call) -> dict[str, Expected]:
 @reference("RowParallelLinear", by_rows=True)
 def row(call: Call) -> dict[str, Expected]:
     """This rank's partial sum, or with reduce_results the sum over the ranks (`summed`)."""
-    if call.extra.get("apart"):
-        raise Declined("whether it adds up over ranks was not recorded")
+    decline_if(call.extra.get("apart"), "whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1 or not call.attr("reduce_results", default=True):
         bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None
@@ -177,8 +176,7 @@ def logits(call: Call) -> Expected:
         raise Declined("the output of lm_head was not captured beside it")
     z = z.double()
     out = call.outputs["output.0"]
-    if z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0]:
-        raise Declined("the output of lm_head has another shape")
+    decline_if(z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0], "the output of lm_head has another shape")
     z = z[..., : out.shape[-1]]
     cap = float(call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping") or 0.0)
     scale = float(call.attr("scale", default=1.0))
@@ -213,8 +211,7 @@ class RowAdapters:
 @reference("*LinearWithLoRA", "*LinearWithShardedLoRA")
 def linear_with_adapters(call: Call) -> dict[str, Expected]:
     """All rows, those without an adapter too. x: [rows, inputs]."""
-    if int(call.attr("tp_size", default=1)) > 1:
-        raise Declined("an adapter that is cut over ranks")
+    decline_if(int(call.attr("tp_size", default=1)) > 1, "an adapter that is cut over ranks")
     rows: RowAdapters | None = call.extra.get("adapters")
     base = partial(call)
     bias = None if call.attr("skip_bias_add", default=False) else param_if(call, "bias")
@@ -236,8 +233,7 @@ def linear_with_adapters(call: Call) -> dict[str, Expected]:
             reasons.append(why)
             continue
         for part, found in rows.weights[name].items():
-            if len(found) < 3:
-                raise Declined(NOT_HERE)
+            decline_if(len(found) < 3, NOT_HERE)
             columns = _columns(call, part, len(found["lora_b"]), y.value.shape[-1])
             delta = _delta(x[here], found, call.unit)
             place = here.nonzero(), columns.unsqueeze(0)
@@ -307,15 +303,12 @@ def looked_up(ids: Any, table: Any, first: int = 0) -> Any:
 @reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
 def embedding(call: Call) -> Expected:
     ids = call.tensor(*_IDS)
-    if "Scaled" in call.cls:
-        raise Declined("attribute embed_scale was not recorded")
-    if call.extra.get("apart"):
-        raise Declined("whether it adds up over ranks was not recorded")
+    decline_if("Scaled" in call.cls, "attribute embed_scale was not recorded")
+    decline_if(call.extra.get("apart"), "whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1:
         table = call.stored("weight")
-        if int(ids.max()) >= table.shape[0] or int(ids.min()) < 0:
-            raise Declined("an id lies outside its table")
+        decline_if(int(ids.max()) >= table.shape[0] or int(ids.min()) < 0, "an id lies outside its table")
         return Expected(looked_up(ids, table), bound=torch.zeros((), dtype=torch.float64))
     total = torch.zeros((), dtype=torch.float64)
     for other in ranks_of(call, size):
@@ -345,8 +338,7 @@ def reduce_scatter(parts: Sequence[Any], rank: int, dim: int = -1, step: float =
 
 def _parts(call: Call) -> list[Any]:
     """Every rank's input, in the order of the group; ``attrs["rank"]`` is this one's place. Raises Declined."""
-    if not call.extra.get("ranks"):
-        raise Declined("a collective whose other ranks were not captured")
+    decline_if(not call.extra.get("ranks"), "a collective whose other ranks were not captured")
     return list(call.extra["ranks"])
 
 
@@ -386,6 +378,5 @@ def linear_kernel(call: Call) -> dict[str, Any]:
 
 @device_kernel("VocabParallelEmbedding", "Embedding", "*WordEmbedding")
 def embedding_kernel(call: Call) -> Any:
-    if int(call.attr("tp_size", default=1)) > 1:
-        raise Declined("adds up or gathers over ranks")
+    decline_if(int(call.attr("tp_size", default=1)) > 1, "adds up or gathers over ranks")
     return F.embedding(call.tensor(*_IDS).long(), weight_here(call))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 from vllm_accprobe.opcheck.references.linear import product
 from vllm_accprobe.opcheck.references.parts import Arguments, unit_of
@@ -146,8 +146,7 @@ def routed_experts(call: Call) -> dict[str, Expected]:
     w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
     if w13 is None or w2 is None:
         raise Declined("the experts' weights were packed by a kernel before they could be captured")
-    if "w13_bias" in call.params:
-        raise Declined("experts with biases have no reference")
+    decline_if("w13_bias" in call.params, "experts with biases have no reference")
     if call.parent.get("apply_router_weight_on_input"):
         raise Declined("experts whose inputs are weighed, and not their outputs, have no reference")
     if any(call.parent.get(f"swiglu_{name}") is not None for name in ("limit", "alpha", "beta")):
@@ -172,8 +171,7 @@ def routed_experts(call: Call) -> dict[str, Expected]:
 def _routing_inside(call: Call, x: Any, w13: Any, w2: Any) -> Expected:
     """Experts that a kernel chooses, from ``router_logits`` (vLLM up to 0.11): a row with a tie has no reference."""
     logits, top_k = call.wide("router_logits"), call.parent.get("top_k", call.config.get("num_experts_per_tok"))
-    if not top_k or logits.shape != (len(x), len(w13)):
-        raise Declined("how its experts are chosen was not recorded")
+    decline_if(not top_k or logits.shape != (len(x), len(w13)), "how its experts are chosen was not recorded")
     weights, clear = route(logits, int(top_k), tie=4 * unit_of(call.tensor("router_logits")), **choosing(call))
     found = expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)
     # Their weights may be numbers of the model's dtype, and are then off by a rounding for a whole row.
@@ -251,8 +249,7 @@ def _routing(call: Call, experts: int) -> Expected:
     logits, ids = call.extra.get("router_logits"), call.tensor("topk_ids")
     if logits is None:
         raise Declined("its router's logits were not captured")
-    if logits.shape != (len(ids), experts):
-        raise Declined("its router's logits are not those of its rows")
+    decline_if(logits.shape != (len(ids), experts), "its router's logits are not those of its rows")
     return routed(logits, ids, unit_of(logits), choosing(call))  # some routers work in the dtype of their logits
 
 
@@ -301,8 +298,7 @@ def router(call: Call) -> dict[str, Expected]:
 @reference("*Experts")
 def experts(call: Call) -> Expected:
     """transformers' experts, which have both halves of a gated MLP in one tensor."""
-    if "gate_up_proj" not in call.params or "down_proj" not in call.params:
-        raise Declined(f"no reference for {call.cls}")
+    decline_if("gate_up_proj" not in call.params or "down_proj" not in call.params, f"no reference for {call.cls}")
     x, w13, w2 = call.wide("hidden_states", "0"), call.params["gate_up_proj"], call.params["down_proj"]
     if w13.dim() != 3 or w13.shape[2] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, vendor, weight_here
 from vllm_accprobe.opcheck.roundings import (
     APPROXIMATE,
@@ -296,11 +296,6 @@ def rms_gradient(up: Any, x: Any, weight: Any, rstd: Any, unit: float) -> tuple[
     return reshaped(down, x.shape), reshaped(dw, weight.shape)
 
 
-def mean_over_deviation(flat: Any, eps: float) -> Any:
-    """mean |x| / sqrt(variance + eps) [..., 1]: the factor of a float32 mean's error in a LayerNorm."""
-    return flat.abs().mean(-1, keepdim=True) / (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
-
-
 def layer_normed(
     x: Any, weight: Any | None, bias: Any | None, eps: float, unit: float, dims: int = 1, before: int = 0
 ) -> Expected:  # fmt: skip
@@ -311,7 +306,8 @@ def layer_normed(
     flat, shape = x.flatten(-dims) if dims > 1 else x, x.shape[x.dim() - dims :]
     weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
     y, width = layer_norm(flat, None, None, eps).reshape(x.shape), flat.shape[-1]
-    size = mean_over_deviation(flat.detach(), eps).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
+    mean, variance = flat.detach().abs().mean(-1, keepdim=True), flat.detach().var(-1, correction=0, keepdim=True)
+    size = (mean / (variance + eps).sqrt()).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
     by = 1.0 if weight is None else weight.abs()
     scaled = y if weight is None else y * weight
     value = scaled if bias is None else scaled + bias
@@ -326,8 +322,7 @@ def layer_normed(
 
 def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps: float, unit: float) -> Expected:
     """x [n, channels, ...], weight and bias [channels]; float64. Raises Declined."""
-    if x.dim() < 2 or groups < 1 or x.shape[1] % groups:
-        raise Declined("its channels are no multiple of its groups")
+    decline_if(x.dim() < 2 or groups < 1 or x.shape[1] % groups, "its channels are no multiple of its groups")
     grouped = x.reshape(x.shape[0], groups, -1)
     y = layer_normed(grouped, None, None, eps, unit).map(lambda t: t.expand(grouped.shape).reshape(x.shape))
     shape = (1, -1, *[1] * (x.dim() - 2))
@@ -366,10 +361,8 @@ def mamba_norm(call: Call) -> Expected:
         return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
     groups = next((int(call.config[n]) for n in _GROUPS if n in call.config), 0)
     ranks = int(call.attr("tp_size", default=1))
-    if not groups:
-        raise Declined("the number of its groups was not recorded")
-    if groups % ranks:
-        raise Declined("its groups are cut over ranks")
+    decline_if(not groups, "the number of its groups was not recorded")
+    decline_if(groups % ranks, "its groups are cut over ranks")
     shape = (len(y), groups // ranks, -1)
     eps, by = float(call.attr("variance_epsilon")), weight.reshape(shape[1:])
     return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)

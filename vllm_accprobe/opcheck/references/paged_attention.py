@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import (
     CPU,
@@ -123,8 +123,7 @@ def _cpu_batch(call: Call) -> PagedBatch:
         except (Declined, RuntimeError):
             continue  # a size that this layout cannot have
         caches.append(both)
-    if not caches:
-        raise Declined("its blocks are in no known layout")
+    decline_if(not caches, "its blocks are in no known layout")
     return PagedBatch(
         q, caches, runs(f["query_start_loc"], len(q)), f["seq_lens"], f["block_table"], bool(f["causal"]), settings,
         (f.role("output"),), f["output"], kind, (f["k_scale"], f["v_scale"]),
@@ -163,8 +162,7 @@ def _flash_batch(call: Call) -> PagedBatch:
     if f["block_table"] is None or f["seqused_k"] is None or f["leftpad_k"] is not None:
         raise Declined("flash attention without a block table has no reference here")
     left, right = (int(f[n] if f[n] is not None else -1) for n in ("window_left", "window_right"))
-    if float(f["dropout"] or 0.0) or right > 0:
-        raise Declined("dropout, or a window to the right, has no reference here")
+    decline_if(float(f["dropout"] or 0.0) or right > 0, "dropout, or a window to the right, has no reference here")
     settings = {"scale": f["softmax_scale"], "window": left + 1 if left >= 0 else None,
                 "cap": float(f["softcap"] or 0.0) or None, "slopes": f.wide_or_none("alibi_slopes")}  # fmt: skip
     roles = tuple(role for role in ("output.0", f.role("out")) if role in call.outputs)
@@ -230,8 +228,7 @@ def _fused_batch(call: Call) -> PagedBatch:
             table[n, : b - a] = torch.arange(a, b)
     else:
         rows = [t.reshape(len(t), t.shape[1], kv, -1) for t in (keys, values)]
-    if len(lengths) != len(bounds) or bounds[-1][1] > len(q):
-        raise Declined("its requests are not as many everywhere")
+    decline_if(len(lengths) != len(bounds) or bounds[-1][1] > len(q), "its requests are not as many everywhere")
     return PagedBatch(
         q, [(rows[0], rows[1])], bounds, torch.tensor(lengths), table, mode == _CAUSAL,
         {"scale": 1.0 if f.get("scale") is None else float(f["scale"])}, ("output.0",),
@@ -270,8 +267,7 @@ def _written(
     flat = blocks.reshape(-1, *blocks.shape[2:])
     slots = slots.reshape(-1)[: len(rows)].long()
     at = slots >= 0
-    if len(slots) and int(slots.max()) >= len(flat):
-        raise Declined("a slot lies outside of the blocks that were captured")
+    decline_if(len(slots) and int(slots.max()) >= len(flat), "a slot lies outside of the blocks that were captured")
     dtype = code_dtype(cache, kind)
     if dtype is None:
         flat[slots[at]] = rows[: len(slots)][at].to(cache.dtype)
@@ -337,8 +333,7 @@ def write_latent(call: Call) -> dict[str, Expected]:
     f = Arguments(call, "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale")
     cache, kind = f["kv_cache"], str(f["kv_cache_dtype"] or "auto")
     parts = [t.reshape(len(t), -1) for t in (f["kv_c"], f["k_pe"])]
-    if sum(t.shape[-1] for t in parts) != cache.shape[-1]:
-        raise Declined(f"a cache of kind {kind} has no reference")
+    decline_if(sum(t.shape[-1] for t in parts) != cache.shape[-1], f"a cache of kind {kind} has no reference")
     role, rows = f.role("kv_cache"), torch.cat(parts, -1).unsqueeze(1)
     return {role: _written(call, role, cache, rows, f["slot_mapping"], TOKENS, cache.shape[1], kind, f["scale"])}
 

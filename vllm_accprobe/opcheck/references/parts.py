@@ -18,7 +18,7 @@ import torch
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.calls.case import mapped
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 
 
 class Arguments(dict[str, Any]):
@@ -156,6 +156,5 @@ def reshaped(y: Expected, shape: Sequence[int]) -> Expected:
 def ranks_of(call: Call, size: int) -> list[Call]:
     """The same call on all ``size`` ranks, whose results are added up. Raises Declined."""
     found: list[Call] = list(call.extra.get("ranks", ()))
-    if len(found) != size:
-        raise Declined("adds up over ranks, and not all of them were captured")
+    decline_if(len(found) != size, "adds up over ranks, and not all of them were captured")
     return found

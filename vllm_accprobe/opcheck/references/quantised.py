@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, decline_if
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_BLOCK, NV_BLOCK = 32, 16
@@ -193,8 +193,7 @@ def _packed(call: Call) -> Any:
         raise Declined(f"parameter {missing[0]} was not captured as the checkpoint has it")
     q, z, s = (call.params[n] for n in ("qweight", "qzeros", "scales"))
     outputs = s.shape[1]
-    if q.dtype != torch.int32 or z.shape[-1] * 8 != outputs:
-        raise Declined("its packed weight is not of 4 bits in int32")
+    decline_if(q.dtype != torch.int32 or z.shape[-1] * 8 != outputs, "its packed weight is not of 4 bits in int32")
     if q.shape[1] == outputs:
         return gptq(q, z, s, call.params.get("g_idx"))
     if q.shape[1] * 8 == outputs:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, reference
 from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, reshaped, runs, slots, unit_of
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, once
 
@@ -90,8 +90,7 @@ _CHANNELS = 32
 def in_order(packed: Tensor) -> Tensor:
     """A weight [d, width] packed for AMX or AVX-512: of 32 channels two neighbouring taps each, then the next two."""
     d, width = packed.shape[0], packed.numel() // max(packed.shape[0], 1)
-    if d % _CHANNELS or width % 2:
-        raise Declined(f"a packed weight of {list(packed.shape)} is not known here")
+    decline_if(d % _CHANNELS or width % 2, f"a packed weight of {list(packed.shape)} is not known here")
     whole = packed.contiguous().reshape(d // _CHANNELS, width // 2, _CHANNELS, 2)
     return whole.permute(0, 2, 1, 3).reshape(packed.shape)
 
@@ -257,8 +256,7 @@ def steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 def by_heads(x: Tensor, heads: int) -> Tensor:
     """B or C [tokens, groups, n] for each head."""
-    if heads % x.shape[1]:
-        raise Declined("its heads are no multiple of its groups")
+    decline_if(heads % x.shape[1], "its heads are no multiple of its groups")
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -312,8 +310,7 @@ def _by_chunks(
     heads, bounds = x.shape[1], runs(f["cu_seqlens"], len(x))
     if first is None:
         first = torch.zeros(len(bounds), heads, x.shape[-1], b.shape[-1])
-    if len(bounds) > len(first):
-        raise Declined("more sequences than states")
+    decline_if(len(bounds) > len(first), "more sequences than states")
     d, z = f.wide_or_none("D"), f.wide_or_none("z")
     tokens = {"x": x, "dt": dt.unsqueeze(-1), "b": by_heads(b, heads), "c": by_heads(c, heads),
               "z": None if z is None else z.reshape(x.shape)}  # fmt: skip
@@ -341,8 +338,7 @@ _VARLEN = (
 def chunk_scan_combined(call: Call) -> dict[str, Expected]:
     """(x [tokens, heads, channels], dt [tokens, heads], A [heads], B, C [tokens, groups, n], ...) of Mamba 2."""
     f = Arguments(call, _VARLEN)
-    if f["return_intermediate_states"]:
-        raise Declined("the states between chunks have no reference")
+    decline_if(f["return_intermediate_states"], "the states between chunks have no reference")
     (dt,) = f.wide("dt")
     dt = steps(dt, f.wide_or_none("dt_bias"), bool(f["dt_softplus"]))
     if f["dt_limit"] is not None:
@@ -554,8 +550,7 @@ def chunked_on_cpu(call: Call) -> dict[str, Expected]:
     """(query, key, value, g, beta, initial_state, output_final_state, cu_seqlens, head_first, use_qk_l2norm_in_kernel,
     initial_state_indices, eps): states [slots, heads, k, v], changed where they lie."""
     a = Arguments(call, _CHUNK)
-    if a["head_first"]:
-        raise Declined("heads before tokens have no reference")
+    decline_if(a["head_first"], "heads before tokens have no reference")
     a["state"] = a["initial_state"]
     eps = float(a["eps"] if a["eps"] is not None else 1e-5) if a["use_qk_l2norm_in_kernel"] else None
     indices = a["initial_state_indices"]
@@ -602,8 +597,7 @@ def fused_update(call: Call) -> dict[str, Expected]:
     a = Arguments(call, _DELTA_RULE_UPDATE)
     a_log, bias, x, b = a.wide("A_log", "dt_bias", "a", "b")
     count = a["a"].shape[0]
-    if math.prod(a["v"].shape[:-2]) != count:
-        raise Declined("more than one token of a sequence")
+    decline_if(math.prod(a["v"].shape[:-2]) != count, "more than one token of a sequence")
     g, beta = gates(a_log, x, b, bias, float(a["softplus_beta"] or 1.0))
     a |= {"g": g, "beta": beta, "state": a["initial_state_source"]}
     eps = 1e-5 if a["use_qk_l2norm_in_kernel"] else None

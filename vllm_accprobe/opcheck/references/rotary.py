@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.parts import Arguments, on, reshaped, unit_of
 from vllm_accprobe.opcheck.roundings import ROUNDED, subnormal
 
@@ -107,8 +107,7 @@ def rotate(x: Any, cos: Any, sin: Any, neox: bool) -> Any:
 def table_rotated(x: Any, cos: Any, sin: Any, turned: Any, unit: float) -> Expected:
     """x cos + turned sin with tables over the whole width; each product may be rounded. Raises Declined: no fit."""
     a, b = x * cos, turned * sin
-    if a.shape != x.shape or b.shape != x.shape:
-        raise Declined("its cosines do not fit its input")
+    decline_if(a.shape != x.shape or b.shape != x.shape, "its cosines do not fit its input")
     noise = ROUNDED * unit * (a * a + b * b).sqrt()
     return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()) + subnormal(unit, 2.0))
 
@@ -153,8 +152,7 @@ def _frequencies_of_transformers(call: Call) -> dict[str, Expected]:
         raise Declined("its frequencies were not captured")
     scale, out = float(call.attr("attention_scaling", default=1.0)), call.outputs["output.0"]
     angle = positions.double().unsqueeze(-1) * call.param("inv_freq")
-    if angle.dim() != out.dim():
-        raise Declined("its positions have an unknown form")
+    decline_if(angle.dim() != out.dim(), "its positions have an unknown form")
     if out.is_complex():
         return {"output.0": Expected(torch.polar(torch.full_like(angle, scale), angle))}
     noise = _both(scale * angle.abs() * 2.0**-23 + 2.0**-23, True)
@@ -168,9 +166,8 @@ def token_angles(call: Call, dim: int) -> tuple[Any, float]:
     angle = call.wide("positions", "0").unsqueeze(-1) * frequencies
     if angle.dim() == 3 and angle.shape[0] == 3:
         s = settings(call.config)
-        section = call.attrs.get("mrope_section") or s.get("mrope_section")
-        if not section or sum(section) != dim // 2:
-            raise Declined("mrope_section is neither recorded nor in config.json")
+        section: Any = call.attrs.get("mrope_section") or s.get("mrope_section")
+        decline_if(not section or sum(section) != dim // 2, "mrope_section is neither recorded nor in config.json")
         angle = sections(angle, list(section), bool(s.get("mrope_interleaved", False)))
     elif angle.dim() != 2:
         raise Declined("its positions have an unknown form")

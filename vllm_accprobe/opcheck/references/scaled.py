@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, only, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only, reference
 from vllm_accprobe.opcheck.references.caches import coded
 from vllm_accprobe.opcheck.references.linear import biased, by_batch, product
 from vllm_accprobe.opcheck.references.parts import Arguments, as_captured, equal, reshaped
@@ -88,8 +88,7 @@ def onednn(call: Call) -> dict[str, Expected]:
         raise Declined("the weight of the module that called it was packed or not captured")
     if weight.shape[1] == f["a"].shape[-1]:  # [outputs, inputs], as the checkpoint has it; a square one as well
         weight = weight.T
-    if weight.shape[0] != f["a"].shape[-1]:
-        raise Declined("the weight of the module that called it does not fit")
+    decline_if(weight.shape[0] != f["a"].shape[-1], "the weight of the module that called it does not fit")
     scale_a = f["scale_a"] if f["scale_a"] is not None else call.params.get("input_scale")
     f |= {"b": weight, "scale_b": scale_b, "scale_a": scale_a}
     sums = None if f["azp"] is None else f["azp_adj"].double().reshape(-1) / scale_b.double().reshape(-1)
@@ -241,8 +240,7 @@ _SHUFFLED = ("trtllm", "cute-dsl", "cake", "trtllm_low_latency")
 def batched_fp8(call: Call) -> Expected:
     """(A [batch, m, k] in 8 bits, B [batch, k, n], A_scale, B_scale: one number each, dtype, backend)"""
     a, b, scale_a, scale_b = Arguments(call, "A B A_scale B_scale").wide("A", "B", "A_scale", "B_scale")
-    if scale_a.numel() != 1 or scale_b.numel() != 1:
-        raise Declined("its scales are not one for each operand")
+    decline_if(scale_a.numel() != 1 or scale_b.numel() != 1, "its scales are not one for each operand")
     a, b = a * scale_a.reshape(()), b * scale_b.reshape(())
     if a.dim() != 3 or b.dim() != 3 or len(a) != len(b) or a.shape[2] != b.shape[1]:
         raise Declined(f"operands {list(a.shape)} and {list(b.shape)} do not fit")
@@ -271,8 +269,7 @@ def four_bits(call: Call) -> Expected:
     _refuse_shuffled(f)
     nv = f["use_nvfp4"] is None or bool(f["use_nvfp4"])
     size = int(f["block_size"] or NV_BLOCK)
-    if size != (NV_BLOCK if nv else MX_BLOCK):
-        raise Declined(f"blocks of {size} have no reference")
+    decline_if(size != (NV_BLOCK if nv else MX_BLOCK), f"blocks of {size} have no reference")
     left = _from_blocks(f["A"], f["A_scale"], size, nv)
     right = _from_blocks(f["B"].T, f["B_scale"].T, size, nv)
     alpha = f["g_scale"].double()

@@ -12,13 +12,13 @@ tests/test_attention.py, kv_cache_cast_to_fp8]. The best 512 of a row come as po
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import coded
 from vllm_accprobe.opcheck.references.parts import Arguments, equal
@@ -44,8 +44,7 @@ def scores(call: Call) -> Expected:
     place = torch.arange(len(k))
     seen = (place >= f["cu_seqlen_ks"].reshape(-1, 1)) & (place < f["cu_seqlen_ke"].reshape(-1, 1))
     out = call.outputs["output.0"]
-    if tuple(out.shape) != tuple(y.shape):
-        raise Declined("its scores have another shape than queries by keys")
+    decline_if(tuple(out.shape) != tuple(y.shape), "its scores have another shape than queries by keys")
     value = unseen_left(y, seen, out)
     bound, rows = bound.masked_fill(~seen, 0.0), rows_to_judge(value, seen)
     return Expected(value, bound / 3.0, bound=bound, rows=rows, reason=LARGE)
@@ -111,7 +110,7 @@ def of_chosen_keys(call: Call) -> dict[str, Expected]:
     q, kv = f.wide("q", "kv")
     width, places = int(f["d_v"] or 512), (at.reshape(-1).long() for at in f["indices"])
     keys = (kv[at[(at >= 0) & (at < len(kv))]] for at in places)
-    one_each = ((slice(n, n + 1), rows, rows[..., :width], {}) for n, rows in enumerate(keys))
+    one_each: Iterable[Any] = ((slice(n, n + 1), rows, rows[..., :width], {}) for n, rows in enumerate(keys))
     found = attended(q, one_each, width, scale=float(f["sm_scale"]), step=call.unit)
     return {"output.0": found.expected(call.outputs["output.0"], q.shape[1], "")}
 
@@ -146,8 +145,7 @@ def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
     then, of each slot, eight exponents, of which the first seven count, for 64 codes each [vLLM,
     deepseek_v4/common/ops/cache_utils.py]. Raises Declined."""
     flat = cache.contiguous().view(torch.uint8).reshape(len(cache), -1)
-    if flat.shape[1] < size * 584:
-        raise Declined(f"a block of {flat.shape[1]} bytes does not hold {size} keys of 584")
+    decline_if(flat.shape[1] < size * 584, f"a block of {flat.shape[1]} bytes does not hold {size} keys of 584")
     data = flat[:, : size * 576].reshape(-1, 576)
     exponents = flat[:, size * 576 : size * 584].reshape(-1, 8)[:, :7].int() - 127
     codes = data[:, :448].contiguous().view(torch.float8_e4m3fn).double()
@@ -180,11 +178,9 @@ def _scored(
     the kernel may put minus infinity behind a row's keys."""
     requests, many, heads, width = q.shape
     out = call.outputs["output.0"]
-    if len(out) != requests * many:
-        raise Declined("its scores have another shape than queries by keys")
+    decline_if(len(out) != requests * many, "its scores have another shape than queries by keys")
     codes, scales = parts(cache, size, width)
-    if scales.shape[-1] != 1:
-        raise Declined("keys with several scales each have no scores here")
+    decline_if(scales.shape[-1] != 1, "keys with several scales each have no scores here")
     lengths = lengths.reshape(requests, -1)
     value, bound = (torch.zeros(out.shape, dtype=torch.float64) for _ in range(2))
     seen = torch.zeros(out.shape, dtype=torch.bool)

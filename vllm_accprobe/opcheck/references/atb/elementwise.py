@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Declined, Expected, combined
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined, decline_if
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated_along,
@@ -98,8 +98,7 @@ def _other(o: Operands, x: Tensor, y: Tensor) -> str:
 
 
 def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
-        raise Declined(f"dim {dim} of {list(x.shape)} has no halves")
+    decline_if(not -x.dim() <= dim < x.dim() or x.shape[dim] % 2, f"dim {dim} of {list(x.shape)} has no halves")
     a, b = x.chunk(2, dim)
     return a, b
 
@@ -108,8 +107,7 @@ def _backward(o: Operands) -> Expected:
     """(dy, x)"""
     dim, unit = o.param("dim", -1), o.input_unit
     dy, (a, b) = o.wide(0), _halves(o.wide(1), dim)
-    if dy.shape != a.shape:
-        raise Declined(f"a gradient {list(dy.shape)} does not fit halves {list(a.shape)}")
+    decline_if(dy.shape != a.shape, f"a gradient {list(dy.shape)} does not fit halves {list(a.shape)}")
     s = torch.sigmoid(a)
     slope = s + a * s * (1.0 - s)
     y = torch.cat((dy * b * slope, dy * silu(a)), dim)
@@ -166,8 +164,7 @@ def _function(o: Operands, kind: int) -> Expected:
 def _of_two(o: Operands, kind: int) -> Expected:
     a, b = o.tensor(0), o.tensor(1)
     if not o.output().is_floating_point():
-        if kind == DIV:
-            raise Declined("a division of integers has no reference")
+        decline_if(kind == DIV, "a division of integers has no reference")
         a, b = a.long(), b.long()
         return equal(a + b if kind == ADD else a - b if kind == SUB else a * b)
     a, b = a.double(), b.double()
@@ -240,8 +237,7 @@ def fill(o: Operands) -> Outputs:
         x = o.tensor(0)
         return {"output.0": equal(x.masked_fill(o.tensor(1).bool().expand_as(x), value))}
     shape = [int(n) for n in o.numbers("outDim")]
-    if shape != list(out.shape):
-        raise Declined("its parameters do not fit the output that was captured")
+    decline_if(shape != list(out.shape), "its parameters do not fit the output that was captured")
     return {"output.0": equal(torch.full(shape, value, dtype=out.dtype))}
 
 
@@ -250,8 +246,7 @@ def onehot(o: Operands) -> Outputs:
     """(indices, one, zero): a new dimension ``axis`` of ``depth``."""
     x, depth, axis = o.tensor(0).long(), o.param("depth", 0), o.param("axis", 0)
     o.fits(x.numel() * depth)
-    if not -x.dim() - 1 <= axis <= x.dim():
-        raise Declined(f"axis {axis} is none of the output's")
+    decline_if(not -x.dim() - 1 <= axis <= x.dim(), f"axis {axis} is none of the output's")
     dim = axis if axis >= 0 else axis + x.dim() + 1
     y = (x.unsqueeze(dim) == torch.arange(depth).reshape(-1, *[1] * (x.dim() - dim))).long()
     one, zero = o.maybe(1), o.maybe(2)
@@ -274,8 +269,7 @@ def softmax(x: Tensor, unit: float) -> Expected:
 def softmax_of(o: Operands) -> Outputs:
     x = o.wide(0)
     axes = sorted(axis_of(int(a), x.dim()) for a in o.numbers("axes"))
-    if axes != list(range(axes[0], axes[-1] + 1)):
-        raise Declined(f"axes {axes} do not follow one another")
+    decline_if(axes != list(range(axes[0], axes[-1] + 1)), f"axes {axes} do not follow one another")
     others = [d for d in range(x.dim()) if d not in axes]
     turned = x.permute(*others, *axes)
     y = softmax(turned.flatten(len(others)), o.input_unit)
@@ -291,8 +285,7 @@ def reduce(o: Operands) -> Outputs:
         return {"output.0": equal(x.amax(axes))}
     if kind == 2:
         return {"output.0": equal(x.amin(axes))}
-    if kind != 3:
-        raise Declined(f"reduceType {kind} is none that is known here")
+    decline_if(kind != 3, f"reduceType {kind} is none that is known here")
     if not x.is_floating_point():
         return {"output.0": equal(x.long().sum(axes))}
     wide, n = x.double(), math.prod(x.shape[a] for a in axes)
@@ -320,8 +313,7 @@ def cumsum(o: Operands) -> Outputs:
 def sort(o: Operands) -> Outputs:
     x = o.tensor(0)
     num = int(o.numbers("num")[0])
-    if not 0 < num <= x.shape[-1]:
-        raise Declined(f"{num} of {x.shape[-1]} cannot be taken")
+    decline_if(not 0 < num <= x.shape[-1], f"{num} of {x.shape[-1]} cannot be taken")
     values, places = (t[..., :num] for t in torch.sort(as_captured(x), dim=-1, descending=True, stable=True))
     found: dict[str, Expected] = {"output.0": Expected(values, unit=0.0)}
     mine = o.call.outputs.get("output.1")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import coded, dynamic
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.norms import layer_normed, rms_and_root, rms_gradient, rms_normed
@@ -38,8 +38,7 @@ def _kind(o: Operands) -> tuple[int, Operands]:
     if not o.has("layerType") and o.has("epsilon", "rmsNormEps"):
         return NORM, o
     kind = o.param("layerType", 0)
-    if kind not in _PARTS:
-        raise Declined(f"layerType {kind} is none that is known here")
+    decline_if(kind not in _PARTS, f"layerType {kind} is none that is known here")
     return kind, o.part(_PARTS[kind])
 
 
@@ -62,8 +61,7 @@ def rms(o: Operands) -> Outputs:
     kind, p = _kind(o)
     quant, unit = p.param("quantType", 0), o.input_unit
     eps = p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
-    if quant not in (0, _INT8):
-        raise Declined(f"quantType {quant} is none that is known here")
+    decline_if(quant not in (0, _INT8), f"quantType {quant} is none that is known here")
     x, at, added = o.wide(0), 1, []
     if kind != NORM:
         count = 2 if not quant and p.param("hasBias", False) else 1
@@ -128,8 +126,7 @@ def gathered_rms(o: Operands) -> Outputs:
 def layer(o: Operands) -> Outputs:
     kind, p = _kind(o)
     quant, unit, eps, x = p.param("quantType", 0), o.input_unit, p.param("epsilon", 1e-5), o.wide(0)
-    if quant not in (0, _INT8):
-        raise Declined(f"quantType {quant} is none that is known here")
+    decline_if(quant not in (0, _INT8), f"quantType {quant} is none that is known here")
     at, terms = 1, [x]
     if kind != NORM:
         terms.append(o.wide(1) if quant else p.param("zoomScaleValue", 1.0) * o.wide(1))
@@ -156,8 +153,7 @@ def layer(o: Operands) -> Outputs:
 
 
 def _distance(y: Tensor, mine: Tensor) -> float:
-    if y.numel() != mine.numel():
-        raise Declined(f"codes for {list(y.shape)} where {list(mine.shape)} was captured")
+    decline_if(y.numel() != mine.numel(), f"codes for {list(y.shape)} where {list(mine.shape)} was captured")
     return float((y.clamp(-128, 127).reshape(-1) - mine.double().reshape(-1)).square().sum())
 
 
@@ -176,8 +172,7 @@ def rope(o: Operands) -> Outputs:
     d, parts = cos.shape[-1], o.param("rotaryCoeff", 4)
     if parts not in (2, 4, d) or d % parts or sin.shape != cos.shape:
         raise Declined(f"rotaryCoeff {parts} for cosines {list(cos.shape)} has no reference")
-    if o.param("cosFormat", 0):
-        raise Declined("cosFormat 1 has no public definition")
+    decline_if(o.param("cosFormat", 0), "cosFormat 1 has no public definition")
     found = {}
     for k in range(2):
         q = o.tensor(k)

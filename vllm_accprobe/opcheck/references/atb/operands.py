@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, decline_if, reference
 from vllm_accprobe.opcheck.references.parts import equal, unit_of
 
 Tensor = Any  # a torch.Tensor
@@ -101,8 +101,7 @@ class Operands:
 
     def param(self, name: str, default: Any) -> Any:
         """A parameter, ATB's ``default`` where others are there. Raises Declined: none is, or it is of another kind."""
-        if not self._known:
-            raise Declined(UNKNOWN)
+        decline_if(not self._known, UNKNOWN)
         found = self._param.get(name, default)
         kinds: dict[type, Any] = {bool: (bool, int), float: (int, float)}
         if not isinstance(found, kinds.get(type(default), type(default))):
@@ -135,8 +134,7 @@ class Operands:
     def fits(self, size: int) -> None:
         """Raises Declined where ``size``, which a parameter requires, is not output 0's: a dump must not decide on
         memory."""
-        if size != self.output().numel():
-            raise Declined("its parameters do not fit the output that was captured")
+        decline_if(size != self.output().numel(), "its parameters do not fit the output that was captured")
 
 
 def _only_known(param: Mapping[str, Any], depth: int = 0) -> None:

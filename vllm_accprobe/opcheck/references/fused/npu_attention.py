@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.attention import COARSE, EXP, attend, score_sums
 from vllm_accprobe.opcheck.references.fused.fused_calls import RANDOM, FusedArguments, backward, fused
 from vllm_accprobe.opcheck.roundings import SUM
@@ -69,8 +69,7 @@ class AttentionMasks:
             mask = mask.unsqueeze(0)
         if self.varlen and mask.shape[-2] >= sq and mask.shape[-1] >= skv:
             mask = mask[..., :sq, :skv]
-        if tuple(mask.shape[-2:]) != (sq, skv):
-            raise Declined(f"atten_mask {shape} does not fit {sq} queries and {skv} keys")
+        decline_if(tuple(mask.shape[-2:]) != (sq, skv), f"atten_mask {shape} does not fit {sq} queries and {skv} keys")
         return mask[sample if mask.shape[0] > 1 else 0]
 
     def _ruled(self, sample: int, i: Any, j: Any, sq: int, skv: int) -> Any:
@@ -141,8 +140,7 @@ def by_head(x: Any, layout: str, heads: int) -> Any:
     joined = layout in _JOINED
     if layout not in LAYOUTS or x.dim() + joined != len(LAYOUTS[layout]):
         raise Declined(f"a tensor {list(x.shape)} in layout {layout!r}")
-    if joined and (not heads or x.shape[-1] % heads):
-        raise Declined(f"{heads} heads do not fit a width of {x.shape[-1]}")
+    decline_if(joined and (not heads or x.shape[-1] % heads), f"{heads} heads do not fit a width of {x.shape[-1]}")
     return (x.unflatten(-1, (heads, -1)) if joined else x).permute(LAYOUTS[layout])
 
 
@@ -161,15 +159,13 @@ def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths 
 
 def heads_of_keys(query: Any, key: Any, layout: str, heads: int) -> int:
     """How many heads keys have. Raises Declined."""
-    if layout not in LAYOUTS:
-        raise Declined(f"a tensor {list(query.shape)} in layout {layout!r}")
+    decline_if(layout not in LAYOUTS, f"a tensor {list(query.shape)} in layout {layout!r}")
     if layout in _JOINED:
         size = query.shape[-1] // heads if heads else 0
         found = key.shape[-1] // size if size else 0
     else:
         found = key.shape[1 if layout in ("BNSD", "TND") else 2] if key.dim() > 2 else 0
-    if not found or heads % found:
-        raise Declined(f"{heads} heads of queries do not fit {found} of keys")
+    decline_if(not found or heads % found, f"{heads} heads of queries do not fit {found} of keys")
     return found
 
 
@@ -207,8 +203,7 @@ class _Sample:
         blind = self.masked.all(-1, keepdim=True)
         if not bool(blind.any()):
             return y, noise
-        if y.requires_grad:
-            raise Declined("a query that sees no key: its gradient is not in the documents")
+        decline_if(y.requires_grad, "a query that sees no key: its gradient is not in the documents")
         if mine is not None:
             every = self.v.mean(1, keepdim=True).repeat_interleave(heads // len(self.v), 0).expand_as(y)
             choices = torch.stack((torch.zeros_like(y), every, self._attend(unit, None)[0]))
@@ -269,8 +264,7 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
     rows = q.shape[-2]
     y, noise = (back([p[n] for p in parts], layout, rows, lengths) for n in (0, 1))
     drop = f"{RANDOM}: keep_prob {g.number('keep_prob'):g}" if dropped else ""
-    if dropped and y.requires_grad:
-        raise Declined(drop)
+    decline_if(dropped and y.requires_grad, drop)
     expected = {"output.0": Expected(y, noise, groups=1, only_measured=drop)}
     return expected | _statistics(g, q, k, found, lengths, sink)
 

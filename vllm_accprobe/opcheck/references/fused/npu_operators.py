@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Declined, Expected, combined
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined, decline_if
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated,
@@ -49,8 +49,7 @@ from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, su
 
 def _gelu_of(g: FusedArguments) -> Callable[[Any], Any]:
     kind = g["approximate"]
-    if kind not in ("none", "tanh"):
-        raise Declined(f"approximate {kind!r} is unknown")
+    decline_if(kind not in ("none", "tanh"), f"approximate {kind!r} is unknown")
     return gelu_tanh if kind == "tanh" else gelu
 
 
@@ -120,8 +119,7 @@ def _as_it_is(value: Any) -> Expected:
 @fused("npu_confusion_transpose(self/data, perm, shape, transpose_first)")
 def npu_confusion_transpose(g: FusedArguments) -> Expected:
     x, perm, shape = _moved(g, "self")
-    if len(perm) != (x.dim() if g["transpose_first"] else len(shape)):
-        raise Declined(f"perm {perm} does not fit")
+    decline_if(len(perm) != (x.dim() if g["transpose_first"] else len(shape)), f"perm {perm} does not fit")
     return _as_it_is(x.permute(perm).reshape(shape) if g["transpose_first"] else x.reshape(shape).permute(perm))
 
 
@@ -129,8 +127,7 @@ def npu_confusion_transpose(g: FusedArguments) -> Expected:
 def npu_confusion_transpose_backward(g: FusedArguments) -> Expected:
     """shape: with transpose_first the input's, else what it was reshaped to [msprobe's benchmark function]."""
     up, perm, shape = _moved(g, "grad")
-    if len(perm) != len(shape):
-        raise Declined(f"perm {perm} does not fit shape {shape}")
+    decline_if(len(perm) != len(shape), f"perm {perm} does not fit shape {shape}")
     back = [perm.index(k) for k in range(len(perm))]
     moved = [shape[p] for p in perm]
     return _as_it_is(up.reshape(moved).permute(back))
@@ -190,8 +187,8 @@ def npu_add_rms_norm(g: FusedArguments) -> dict[str, Expected]:
 
 @fused("npu_rms_norm_backward(dy, self/x, gamma, rstd)")
 def npu_rms_norm_backward(g: FusedArguments) -> dict[str, Expected]:
-    operands = (g.tensor(n) for n in ("dy", "self", "gamma", "rstd"))
-    dx, dw = rms_gradient(*operands, g.unit("dy", "self"))
+    up, x, weight, rstd = (g.tensor(n) for n in ("dy", "self", "gamma", "rstd"))
+    dx, dw = rms_gradient(up, x, weight, rstd, g.unit("dy", "self"))
     return {"output.0": dx, "output.1": dw}
 
 
@@ -274,8 +271,7 @@ def _step(
 
 
 def _powers(*values: float) -> tuple[float, float]:
-    if not all(0.0 <= p < 1.0 for p in values):
-        raise Declined("its betas or their powers are not below 1: nothing is defined")
+    decline_if(not all(0.0 <= p < 1.0 for p in values), "its betas or their powers are not below 1: nothing is defined")
     return values[0], values[1]
 
 
@@ -322,10 +318,8 @@ def npu_apply_adam_w(g: FusedArguments) -> dict[str, Expected]:
 def _rotated(g: FusedArguments, x: Any, cos: Any, sin: Any, unit: float) -> Expected:
     """x cos + rotate(x) sin: (-x2, x1) of the halves (``half``) or of adjacent channels (``interleave``)."""
     mode, parts = str(g["rotary_mode"]), {"half": 2, "interleave": x.shape[-1], "interleaved": x.shape[-1]}
-    if x.shape[-1] % 2:
-        raise Declined("an odd last dimension has no pairs")
-    if mode not in parts:
-        raise Declined(f"rotary_mode {mode!r} is unknown")
+    decline_if(x.shape[-1] % 2, "an odd last dimension has no pairs")
+    decline_if(mode not in parts, f"rotary_mode {mode!r} is unknown")
     return table_rotated(x, cos, sin, turn(x, parts[mode]), unit)
 
 
@@ -406,8 +400,7 @@ def _class_weights(g: FusedArguments, logits: Any, target: Any) -> tuple[Any, An
     weight = g.maybe("weight")
     weight = torch.ones(classes, dtype=g.dtype, device=logits.device) if weight is None else weight
     ignored = target == int(g.number("ignore_index"))
-    if not bool(((target >= 0) & (target < classes) | ignored).all()):
-        raise Declined("its targets are no classes")
+    decline_if(not bool(((target >= 0) & (target < classes) | ignored).all()), "its targets are no classes")
     rows = weight[torch.where(ignored, 0, target)] * ~ignored
     return weight, rows
 
@@ -417,8 +410,7 @@ def _check_loss(g: FusedArguments, logits: Any, target: Any) -> None:
         raise Declined("its logits and targets have an unknown form")
     if g["reduction"] not in ("mean", "sum", "none"):
         raise Declined(f"reduction {g['reduction']!r} is unknown")
-    if g.number("lse_square_scale_for_zloss"):
-        raise Declined("its z loss is not in the documents")
+    decline_if(g.number("lse_square_scale_for_zloss"), "its z loss is not in the documents")
 
 
 @fused(
@@ -484,8 +476,7 @@ def _chosen(g: FusedArguments, weights: Any, order: Any, k: int, unit: float) ->
 def _routed(g: FusedArguments, renorm: bool) -> tuple[Any, Any, Any, Any, int]:
     """(exact weights of the chosen, chosen experts, rows that are not finished, the whole softmax, k)"""
     x, k = g.tensor("x"), int(g.number("k"))
-    if x.dim() not in (2, 3) or not 0 < k <= x.shape[-1]:
-        raise Declined(f"k {k} does not fit an input {list(x.shape)}")
+    decline_if(x.dim() not in (2, 3) or not 0 < k <= x.shape[-1], f"k {k} does not fit an input {list(x.shape)}")
     p = torch.softmax(x, -1)
     y, order = torch.topk(p, k, -1)
     chosen = _chosen(g, p.detach(), order, k, g.unit("x"))
