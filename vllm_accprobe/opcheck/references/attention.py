@@ -426,8 +426,7 @@ def fused_attention(call: Call) -> dict[str, Expected]:
     found = of(call.cls)
     schema = getattr(found, "_schema", None) or found.default._schema
     given = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)
-    if given.get("dropout_p") or given.get("dropout_mask") is not None:
-        raise Declined("an operator that draws random numbers")
+    decline_if(given.get("dropout_p") or given.get("dropout_mask") is not None, "an operator that draws random numbers")
     q, k, v = (given[n].double() for n in ("query", "key", "value"))
     scale = q.shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"])
     lead, sizes = q.shape[:-3], (q.shape[-2], k.shape[-2])

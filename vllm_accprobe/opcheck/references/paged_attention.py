@@ -106,8 +106,7 @@ _CPU = (
 def _cpu_batch(call: Call) -> PagedBatch:
     """query [tokens, heads, width], caches [blocks, kv heads, slots, width]."""
     f = Arguments(call, _CPU)
-    if f["dynamic_causal"] is not None:
-        raise Declined("a mask that differs from request to request has no reference here")
+    decline_if(f["dynamic_causal"] is not None, "a mask that differs from request to request has no reference here")
     q, keys, values, kind = f["query"], f["key_cache"], f["value_cache"], str(f["kv_cache_dtype"] or "auto")
     _, kv, size, width = keys.shape
     if keys.dtype.itemsize == 1 and kind.startswith("fp8") and keys.dtype == torch.uint8 and size % 32:

@@ -79,8 +79,7 @@ class RowResults:
         if count > len(value):
             value, noise, bound = (torch.cat((t, t.new_zeros(count - len(t), *t.shape[1:]))) for t in self.parts)
             self.known = torch.cat((self.known, self.known.new_zeros(count - len(self.known))))
-        if self.rows() is not None and len(like) != count:
-            raise Declined("some of its rows belong to no request")
+        decline_if(self.rows() is not None and len(like) != count, "some of its rows belong to no request")
         return Expected(value, noise, bound=bound, rows=self.rows(), reason=reason, groups=groups).map(
             lambda t: t.reshape(like.shape)
         )

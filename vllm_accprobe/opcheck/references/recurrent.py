@@ -147,8 +147,7 @@ def evaluated_conv(
 def _convolution(found: RowResults, shape: Any, turned: bool) -> Expected:
     """turned: the output has channels first."""
     value, noise, bound = found.parts
-    if turned and found.rows() is not None:
-        raise Declined("some of its tokens belong to no sequence")
+    decline_if(turned and found.rows() is not None, "some of its tokens belong to no sequence")
     y = Expected(value, noise, bound=bound, rows=found.rows(), reason="padding")
     return y.map(lambda t: (t.T if turned else t).reshape(shape))
 
@@ -407,8 +406,7 @@ def selective_scan(call: Call) -> dict[str, Expected]:
     in z where there is one, else in delta; states [slots, channels, n] changed where they lie."""
     f = Arguments(call, _SELECTIVE)
     u, delta, a, b, c, states = f.wide("u", "delta", "A", "B", "C", "ssm_states")
-    if u.dim() != 2 or f["query_start_loc"] is None:
-        raise Declined("a batch of equal lengths has no reference here")
+    decline_if(u.dim() != 2 or f["query_start_loc"] is None, "a batch of equal lengths has no reference here")
     x = u.T.unsqueeze(-1)  # each channel is a head of one
     bias, d, z = map(f.wide_or_none, ("delta_bias", "D", "z"))
     dt = steps(delta.T.unsqueeze(-1), None if bias is None else bias.reshape(-1, 1), bool(f["delta_softplus"]))
@@ -421,8 +419,7 @@ def selective_scan(call: Call) -> dict[str, Expected]:
     places = list(slots(f["cache_indices"], len(bounds), len(states), f["null_block_id"]))
     y, new = scanned(unit_of(f["u"]), bounds, places, tokens, a.unsqueeze(1), d, states.unsqueeze(2),
                      f["has_initial_state"])  # fmt: skip
-    if y.rows() is not None:
-        raise Declined("some of its tokens belong to no sequence")
+    decline_if(y.rows() is not None, "some of its tokens belong to no sequence")
     value, noise = y.parts
     return {
         f.role("delta" if f["z"] is None else "z"): Expected(value.squeeze(-1).T, noise.squeeze(-1).T, shared=True),

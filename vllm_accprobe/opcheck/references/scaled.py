@@ -135,8 +135,7 @@ def dynamic(call: Call) -> dict[str, Expected]:
     """(out, input, scale, azp): the scale of each row, or of all for ``dynamic_scaled_fp8_quant``, and the codes."""
     f = Arguments(call, f"out input scale {'azp' if 'int8' in call.cls else 'scale_ub'}")
     x, role = f["input"].double(), f.role("out")
-    if f.get("scale_ub") is not None:
-        raise Declined("a scale with an upper limit has no reference")
+    decline_if(f.get("scale_ub") is not None, "a scale with an upper limit has no reference")
     mine, given_scale = call.outputs[role], call.outputs.get(f.role("scale"))
     if given_scale is None:
         raise Declined("the scale that it found was not captured")

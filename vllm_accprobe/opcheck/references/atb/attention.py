@@ -312,8 +312,7 @@ def paged_attention(o: Operands) -> Outputs:
         if not counts[r] or (status is not None and not bool(status.reshape(-1)[r])):
             return None
         added = add(r, n, counts[r])
-        if added is None and n > 1:
-            raise Declined("several queries of a request without a mask have no reference")
+        decline_if(added is None and n > 1, "several queries of a request without a mask have no reference")
         return (*(past(t, table[r], counts[r]).double() for t in (keys, values)), added)
 
     scale = o.param("qkScale", 1.0) * (o.param("qScale", 0.0) or 1.0)

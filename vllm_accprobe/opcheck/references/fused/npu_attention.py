@@ -237,11 +237,9 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
         k = torch.cat((k, by_head(g.tensor("key_rope"), layout, of_keys)), -1)
     if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1] or q.shape[-3] != heads:
         raise Declined("its query, key and value do not fit one another")
-    if g["padding_mask"] is not None:
-        raise Declined("padding_mask is not in the documents")
+    decline_if(g["padding_mask"] is not None, "padding_mask is not in the documents")
     kind = int(g.number("pse_type")) if second else 1
-    if g["pse"] is not None and kind not in (0, 1):
-        raise Declined(f"pse_type {kind} makes its own positions")
+    decline_if(g["pse"] is not None and kind not in (0, 1), f"pse_type {kind} makes its own positions")
     varlen = layout == "TND"
     lengths = lengths_of(g, q.shape[1], k.shape[1]) if varlen else None
     count = len(q) if lengths is None else len(lengths.queries)

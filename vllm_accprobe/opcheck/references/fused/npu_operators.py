@@ -303,8 +303,7 @@ def npu_apply_adam_w(g: FusedArguments) -> dict[str, Expected]:
     new_m, new_v = b1 * m + (1.0 - b1) * up, b2 * v + (1.0 - b2) * up * up
     largest = new_v
     if g["amsgrad"]:
-        if g["max_grad_norm"] is None:
-            raise Declined("max_grad_norm was not captured, and amsgrad needs it")
+        decline_if(g["max_grad_norm"] is None, "max_grad_norm was not captured, and amsgrad needs it")
         largest = torch.maximum(g.tensor("max_grad_norm"), new_v)
     beta = _powers(b1, b2)
     p1, p2 = _powers(g.number("beta1_power") * b1, g.number("beta2_power") * b2)
