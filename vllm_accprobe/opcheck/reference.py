@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_accprobe.judge.floor import unit
 
@@ -25,6 +25,7 @@ BACKWARD = "backward."
 """What the classes of calls begin with whose outputs are gradients (gradients.py)."""
 DIFFERENTIABLE = "__accprobe_differentiable__"
 """Attribute of references of operators whose outputs in float64 lead back to their arguments by torch's autograd."""
+T = TypeVar("T")
 Tensor = Any  # a torch.Tensor: this module can be read, and references be marked, where torch is not
 
 
@@ -42,6 +43,13 @@ def decline_if(condition: Any, reason: str) -> None:
     """Raises Declined where this is true."""
     if condition:
         raise Declined(reason)
+
+
+def required(value: T | None, reason: str) -> T:
+    """``value``; raises Declined where there is none."""
+    if value is None:
+        raise Declined(reason)
+    return value
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.case import mapped
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import each, in_float64, outputs_by_role
 
@@ -72,10 +72,7 @@ def torch_function(name: str) -> Any:
     head, function = split(name)
     if head == _MINDSPORES_OWN and function not in DUNDER:
         raise Declined("a method of MindSpore's tensors: torch's of the same name may be another")
-    found = _functions()[TORCH_HEADS[head]].get(function)
-    if found is None:
-        raise Declined(f"torch has no function on tensors for {name}")
-    return found
+    return required(_functions()[TORCH_HEADS[head]].get(function), f"torch has no function on tensors for {name}")
 
 
 def ready(call: Call) -> Call:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
 from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, added, rounded, sum_of_two
@@ -74,10 +74,7 @@ def first(call: Call, *children: str) -> Expected | None:
 
 def child_output(call: Call, child: str, child_role: str = "output.0") -> Expected:
     """output.0 as this child gave it. Raises Declined."""
-    found = child_value(call, "output.0", child, child_role)
-    if found is None:
-        raise Declined(NOT_HANDED_ON)
-    return found
+    return required(child_value(call, "output.0", child, child_role), NOT_HANDED_ON)
 
 
 WHERE_SCALED = "where the routed scaling factor is applied was not recorded"
@@ -346,10 +343,7 @@ def last_part(call: Call) -> dict[str, Expected]:
     """The output of the part that ended last."""
     _, role, record = inside(call)[-1]
     all_seen(call)
-    found = _given(call, record) if role == "output.0" else None
-    if found is None:
-        raise Declined(NOT_HANDED_ON)
-    return {"output.0": found}
+    return {"output.0": required(_given(call, record) if role == "output.0" else None, NOT_HANDED_ON)}
 
 
 @reference("MambaMixer2", "MambaMixer", "ShortConv", "*Mixer2", "*MambaMixer")

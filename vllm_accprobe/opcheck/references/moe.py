@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 from vllm_accprobe.opcheck.references.linear import product
 from vllm_accprobe.opcheck.references.parts import Arguments, unit_of
@@ -246,9 +246,8 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
 
 def _routing(call: Call, experts: int) -> Expected:
     """What the router should return. Raises Declined where what it did was not recorded."""
-    logits, ids = call.extra.get("router_logits"), call.tensor("topk_ids")
-    if logits is None:
-        raise Declined("its router's logits were not captured")
+    logits = required(call.extra.get("router_logits"), "its router's logits were not captured")
+    ids = call.tensor("topk_ids")
     decline_if(logits.shape != (len(ids), experts), "its router's logits are not those of its rows")
     return routed(logits, ids, unit_of(logits), choosing(call))  # some routers work in the dtype of their logits
 
@@ -262,9 +261,8 @@ def fused_experts(call: Call) -> dict[str, Expected]:
         raise Declined("experts with biases have no reference here; their module's call is checked")
     if w13 is None or w2 is None or w13.shape[-1] != x.shape[-1]:
         raise Declined("the experts' weights were packed by a kernel before they could be captured")
-    act = {"silu": silu, "gelu": gelu}.get(str(f["act"]))
-    if act is None:
-        raise Declined(f"experts with the activation {f['act']} have no reference")
+    why = f"experts with the activation {f['act']} have no reference"
+    act = required({"silu": silu, "gelu": gelu}.get(str(f["act"])), why)
     weights = dense(f.wide("topk_weights")[0], f["topk_ids"], len(w13))
     return {"inplace.input.0": expert_mlps(x, weights, w13, w2, act, call.unit)}
 

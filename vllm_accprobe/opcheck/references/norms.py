@@ -1,15 +1,13 @@
-"""Norms: RMSNorm, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first, and RMSNorm's
-gradient.
+"""Norms: RMSNorm and its gradient, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first.
 
 Formulas: RMSNorm y = x / sqrt(mean(x*x) + eps) * w [Zhang and Sennrich, arXiv 1910.07467]; Gemma's weighs with 1 + w
 [Gemma report, arXiv 2403.08295, and its published code]; LayerNorm [Ba et al., arXiv 1607.06450]; GroupNorm [Wu and He,
 arXiv 1803.08494]; gated: norm(x * silu(z)), or norm(x) * silu(z) with the norm first [Dao and Gu, arXiv 2405.21060,
-section 7]. A fused add gives the norm of x + residual, and the sum as second output; kernels take the norm before or
-after that sum is rounded. Bound: those roundings, a reciprocal root off by APPROXIMATE, and half of gamma_n for the
-mean of n squares. What is rounded before the norm counts twice: an element is off by u, and the root of the mean of
-squares by another u where the roundings of its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. A
-mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound.
-Elsewhere: the arguments of ATB's and torch_npu's norms (atb/norms.py, fused/npu_operators.py).
+section 7]. A fused add gives the norm of x + residual, before or after that sum is rounded, and the sum. Bound: those
+roundings, a reciprocal root off by APPROXIMATE, and half of gamma_n for the mean of n squares. What is rounded before
+the norm counts twice: an element is off by u, and the root of the mean of squares by another u where the roundings of
+its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. A mean and a variance are those of two passes,
+or Welford's: E x**2 - (E x)**2 has no such bound.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references.parts import Arguments, on, reshaped, unit_of
 from vllm_accprobe.opcheck.roundings import ROUNDED, subnormal
 
@@ -147,9 +147,7 @@ def sections(angle: Any, section: list[int], interleaved: bool) -> Any:
 
 def _frequencies_of_transformers(call: Call) -> dict[str, Expected]:
     """Cosines and sines of both halves, from the module's own frequencies; or one complex number a channel pair."""
-    positions = call.maybe("position_ids", "positions", "1")
-    if positions is None:
-        raise Declined("its frequencies were not captured")
+    positions = required(call.maybe("position_ids", "positions", "1"), "its frequencies were not captured")
     scale, out = float(call.attr("attention_scaling", default=1.0)), call.outputs["output.0"]
     angle = positions.double().unsqueeze(-1) * call.param("inv_freq")
     decline_if(angle.dim() != out.dim(), "its positions have an unknown form")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only, reference, required
 from vllm_accprobe.opcheck.references.caches import coded
 from vllm_accprobe.opcheck.references.linear import biased, by_batch, product
 from vllm_accprobe.opcheck.references.parts import Arguments, as_captured, equal, reshaped
@@ -136,9 +136,8 @@ def dynamic(call: Call) -> dict[str, Expected]:
     f = Arguments(call, f"out input scale {'azp' if 'int8' in call.cls else 'scale_ub'}")
     x, role = f["input"].double(), f.role("out")
     decline_if(f.get("scale_ub") is not None, "a scale with an upper limit has no reference")
-    mine, given_scale = call.outputs[role], call.outputs.get(f.role("scale"))
-    if given_scale is None:
-        raise Declined("the scale that it found was not captured")
+    mine = call.outputs[role]
+    given_scale = required(call.outputs.get(f.role("scale")), "the scale that it found was not captured")
     rows = x.reshape(-1, x.shape[-1])
     if given_scale.numel() == 1:
         rows = rows.reshape(1, -1)
@@ -147,9 +146,7 @@ def dynamic(call: Call) -> dict[str, Expected]:
     if f.get("azp") is not None:
         size = (rows.amax(1) - rows.amin(1)) / 255.0
         azp = f.role("azp")
-        zero = call.outputs.get(azp)
-        if zero is None:
-            raise Declined("the zero point that it found was not captured")
+        zero = required(call.outputs.get(azp), "the zero point that it found was not captured")
         exact = -128.0 - rows.amin(1) / size
         near = (zero.double().reshape(-1) - exact).abs() <= 0.5 + 2.0**-10
         found[azp] = Expected(torch.where(near, zero.reshape(-1).long(), exact.round().long()).reshape(zero.shape))

@@ -8,8 +8,7 @@ lengths, layer: caches [layers, requests, most, heads * d], to which key and val
 kvcacheCfg K_BYPASS_V_BYPASS there are no key and value. batchRunStatusEnable: requests whose status is 0 have no rows.
 Paged: query, key cache, value cache (not with mlaVHeadSize), block tables, lengths, mask, status of requests, scale and
 offset of keys, of values, lengths of queries (with CALC_TYPE_SPEC; else one query for each request). Blocks are
-[blocks, slots, kv heads, d], or NZ, [blocks, kv heads * d / 16, slots, 16]; int8 blocks are (code + offset) * scale of
-the channel.
+[blocks, slots, kv heads, d], or NZ, [blocks, kv heads * d / 16, slots, 16]; of int8 (code + offset) * channel's scale.
 """
 
 from __future__ import annotations

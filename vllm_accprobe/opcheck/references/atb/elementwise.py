@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Declined, Expected, combined, decline_if
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined, decline_if, required
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated_along,
@@ -146,9 +146,7 @@ def elewise(o: Operands) -> Outputs:
     if kind in (QUANT, QUANT_CHANNEL, DEQUANT_CHANNEL, DYNAMIC_QUANT):
         return _codes(o, kind)
     made = next((make for kinds, make in _KINDS if kind in kinds), None)
-    if made is None:
-        raise Declined(f"elewiseType {kind} is none that is known here")
-    return {"output.0": made(o, kind)}
+    return {"output.0": required(made, f"elewiseType {kind} is none that is known here")(o, kind)}
 
 
 def _function(o: Operands, kind: int) -> Expected:

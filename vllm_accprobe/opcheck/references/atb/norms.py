@@ -6,10 +6,9 @@ as well. With int8: NORM (x, gamma, beta, scale, offset), PRENORM (x, residual, 
 (x, residual, gamma, scale, offset): round((y + beta) / scale + offset). LayerNorm: NORM (x, gamma, beta) from
 beginNormAxis on, PRENORM and POSTNORM (x, residual, gamma, beta): of x + zoomScaleValue * residual; with int8 round(y /
 scale + offset) as ATB's published kernels have it, or round(y * scale + offset) as its tests have it: the nearer
-counts, for they differ by a factor. Rope: references/rotary.py's with tables: rotaryCoeff c cuts a head of d channels
-(the width of cos) into c parts, and turns part 2 i with part 2 i + 1. cos and sin have a row for each token, so that
-the lengths of sequences (input 4) do not matter. Any other rotaryCoeff, and cosFormat 1, whose meaning is not public,
-are declined.
+counts, for they differ by a factor. Rope: rotary.py's with tables of a row for each token: rotaryCoeff c cuts a head of
+d channels (the width of cos) into c parts, and turns part 2 i with part 2 i + 1. Any other, and cosFormat 1,
+whose meaning is not public, are declined.
 """
 
 from __future__ import annotations

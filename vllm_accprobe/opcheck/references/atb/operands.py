@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, decline_if, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, decline_if, reference, required
 from vllm_accprobe.opcheck.references.parts import equal, unit_of
 
 Tensor = Any  # a torch.Tensor
@@ -80,10 +80,7 @@ class Operands:
 
     def tensor(self, k: int) -> Tensor:
         """Input k in its own dtype; raises Declined."""
-        found = self.call.inputs.get(str(k))
-        if found is None:
-            raise Declined(f"input {k} was not captured")
-        return found
+        return required(self.call.inputs.get(str(k)), f"input {k} was not captured")
 
     def wide(self, k: int) -> Tensor:
         """Input k in float64."""
@@ -91,10 +88,7 @@ class Operands:
 
     def output(self, k: int = 0) -> Tensor:
         """What was captured as output k; raises Declined."""
-        found = self.call.outputs.get(f"output.{k}")
-        if found is None:
-            raise Declined(f"output {k} was not captured")
-        return found
+        return required(self.call.outputs.get(f"output.{k}"), f"output {k} was not captured")
 
     def has(self, *names: str) -> bool:
         return any(name in self._param for name in names)

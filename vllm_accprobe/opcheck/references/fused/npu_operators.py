@@ -9,7 +9,6 @@ lr * weight_decay of var away, and with amsgrad has max(max_grad_norm, v) in the
 -10000 in the place of what is masked; a row that is masked whole has equal shares or zeros, and the nearer counts.
 Routers: y, experts = topk(softmax(x), k); an expert is right if its weight is within rounding of the k-th largest, and
 no expert is named twice. Gradients: by autograd on the forward's formula (`backward`) where no formula is written out.
-Noise: of the formulas; an optimiser's some ten operations round what they add in float32 or the tensors' dtype.
 """
 
 from __future__ import annotations
