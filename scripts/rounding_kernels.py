@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.kernels.float_formats import FORMATS
-from vllm_accprobe.opcheck.reference import APPROXIMATE, Call
+from vllm_accprobe.opcheck.reference import Call
 from vllm_accprobe.opcheck.references.linear import RowAdapters
+from vllm_accprobe.opcheck.roundings import APPROXIMATE
 
 Tensor = Any  # a torch.Tensor
 NEAREST, ZERO = "nearest", "toward zero"

@@ -76,7 +76,7 @@ def test_roundings_before_a_norm_count_twice_and_those_behind_it_once() -> None:
     y = torch.ones(1, 4, dtype=torch.float64)
 
     def units(**more: int) -> float:
-        bound = norms.normed(y, U, 4, **more).bound
+        bound = norms.rms_normed(y, None, 0.0, U, **more).bound
         return float(bound[0, 0]) / U
 
     assert round(units(before=1) - units(), 6) == 2.0

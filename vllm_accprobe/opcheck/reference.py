@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_accprobe.judge.floor import unit
 
@@ -25,15 +25,7 @@ BACKWARD = "backward."
 """What the classes of calls begin with whose outputs are gradients (gradients.py)."""
 DIFFERENTIABLE = "__accprobe_differentiable__"
 """Attribute of references of operators whose outputs in float64 lead back to their arguments by torch's autograd."""
-ROUNDED = 3.0**-0.5
-"""Units: the standard error of a rounding to nearest, at most. Derived: step / sqrt(12), and a step is 2 units of the
-power of two below a number, so at most 2 units of it."""
-APPROXIMATE = 2.0**-10
-"""Chosen: relative error of an approximate exp, log, tanh, erf or rsqrt in a bound. PTX's tanh.approx.f32 is within
-2**-11 [PTX ISA, section tanh], ex2.approx and rsqrt.approx within 2**-22; half as exact again leaves room for another
-vendor's, and is a quarter of bfloat16's rounding. It widens bounds only: an error that all elements share is seen."""
-SUM = 2.0**-24
-"""Unit of the float32 accumulator that engines sum in; a lower one breaks the bound, which is what it is for."""
+T = TypeVar("T")
 Tensor = Any  # a torch.Tensor: this module can be read, and references be marked, where torch is not
 
 
@@ -45,6 +37,19 @@ class Declined(Exception):
         super().__init__(reason)
         self.reason = reason
         self.failed = failed
+
+
+def decline_if(condition: Any, reason: str) -> None:
+    """Raises Declined where this is true."""
+    if condition:
+        raise Declined(reason)
+
+
+def required(value: T | None, reason: str) -> T:
+    """``value``; raises Declined where there is none."""
+    if value is None:
+        raise Declined(reason)
+    return value
 
 
 @dataclass(frozen=True)
@@ -301,21 +306,6 @@ def combined(*noises: Tensor | None) -> Tensor | None:
     if not real:
         return None
     return functools.reduce(lambda a, b: (a * a + b * b).sqrt(), real)
-
-
-def gamma(n: float, unit: float = SUM) -> float:
-    """n u / (1 - n u): relative to the sum of absolute values, what summing n products in any order leaves at most
-    [Higham, lemma 3.1]; inf where n u reaches 1."""
-    return n * unit / (1.0 - n * unit) if n * unit < 1.0 else float("inf")
-
-
-def sum_of_two(total: Tensor, unit: float) -> Expected:
-    """The sum of two numbers on one grid, which is rounded once. Its last bits are few-valued: where the larger term's
-    step is twice the smaller's, half of all sums lie in the middle of two numbers, and a rounding's variance is step**2
-    / 8 instead of / 12. Derived: (step**2 / 12) (1 + 2 * 4**-k) for k bits between, k > 0; the half more is noise, and
-    a step is at most 2 units."""
-    size = total.abs()
-    return Expected(total, (2.0 / 24.0**0.5 * unit) * size, bound=SUM * size)
 
 
 def only(expected: Mapping[str, Expected], **changes: Any) -> dict[str, Expected]:

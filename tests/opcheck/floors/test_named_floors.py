@@ -11,8 +11,9 @@ import torch
 from vllm_accprobe.judge import statistic
 from vllm_accprobe.opcheck.floors import verdict
 from vllm_accprobe.opcheck.floors.pooled import COLUMN, COLUMN_SCALE, SCALE, TOGETHER, Pool, Pooled, moderated_t, unlike
-from vllm_accprobe.opcheck.reference import Call, Expected, gamma
+from vllm_accprobe.opcheck.reference import Call, Expected
 from vllm_accprobe.opcheck.registry import default_references
+from vllm_accprobe.opcheck.roundings import gamma
 
 U = 2.0**-8
 BUDGET = statistic.Budget()

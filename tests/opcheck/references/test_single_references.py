@@ -14,7 +14,7 @@ from reference_calls import drawer, evaluated, same
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import Call, Declined
-from vllm_accprobe.opcheck.references import collectives
+from vllm_accprobe.opcheck.references import linear
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters
 
@@ -23,9 +23,9 @@ draw = drawer(5)
 
 def test_collectives_by_hand() -> None:
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
-    assert collectives.all_reduce(parts).value.tolist() == [11.0, 22.0]
-    assert collectives.all_gather(parts).value.tolist() == [1.0, 2.0, 10.0, 20.0]
-    assert collectives.reduce_scatter(parts, 1).value.tolist() == [22.0]
+    assert linear.all_reduce(parts).value.tolist() == [11.0, 22.0]
+    assert linear.all_gather(parts).value.tolist() == [1.0, 2.0, 10.0, 20.0]
+    assert linear.reduce_scatter(parts, 1).value.tolist() == [22.0]
 
 
 def test_the_best_logits_and_ties() -> None:
@@ -73,14 +73,38 @@ def test_torchs_own_softmax_backward_is_right(captured: bool) -> None:
     assert not judged(exact, 1.1 * mine).passed
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_row_whose_squares_overflow_float32_has_no_reference(gated: bool) -> None:
-    x = torch.ones(3, 8, dtype=torch.bfloat16)
-    x[1] = 1e20
-    inputs = {"x": x, "gate": torch.full_like(x, 4.0)} if gated else {"x": x}
-    cls = "Mixer2RMSNormGated" if gated else "RMSNorm"
-    call = Call("norm", cls, inputs, attrs={"variance_epsilon": 1e-5}, params={"weight": torch.ones(8)},
-                config={"n_groups": 2}, outputs={"output.0": torch.zeros_like(x)})  # fmt: skip
-    found = evaluated(call)
-    assert found["output.0"].rows.tolist() == [True, False, True]
-    assert found["output.0"].reason == "its squares overflow float32"
+ROWS = torch.ones(3, 8, dtype=torch.bfloat16)
+ROWS[1] = 1e20
+W, ZERO = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+EPS = {"variance_epsilon": 1e-5, "eps": 1e-5}
+NORMS = {
+    **{cls: Call("n", cls, {"x": ROWS, **more}, attrs={**EPS, **attrs}, params={"weight": W}, config={"n_groups": 2},
+                 extra={"ranks": []}, outputs={"output.0": ROWS})
+       for cls, more, attrs in (
+           ("RMSNorm", {}, {}), ("GemmaRMSNorm", {"residual": ROWS}, {}), ("LayerNorm", {}, {}),
+           ("RMSNormGated", {"z": W.expand(3, 8)}, {"norm_before_gate": True}), ("FusedRMSNormGated", {}, {}),
+           ("Mixer2RMSNormGated", {"gate": W.expand(3, 8)}, {}), ("GroupNorm", {}, {"num_groups": 2}))},
+    **{name: Call("n", name, args=args, outputs={role: ROWS})
+       for name, role, args in (
+           ("torch.ops._C.rms_norm", "inplace.input.0", (ROWS, ROWS, W, 1e-5)),
+           ("aten.native_layer_norm.default", "output.0", (ROWS, [8], W, W, 1e-5)),
+           ("torch.ops.aten.group_norm.default", "output.0", (ROWS, 2, W, W)),
+           ("aten.native_group_norm", "output.0", (ROWS, W, W, 3, 8, 1, 2, 1e-5)),
+           ("Functional.layer_norm", "output.0", (ROWS, (8,))), ("Torch.rms_norm", "output.0", (ROWS, (8,))),
+           ("npu_rms_norm", "output.1", (ROWS, W)), ("npu_deep_norm", "output.2", (ROWS, ROWS, ZERO, W)),
+           ("npu_group_norm_silu", "output.0", (ROWS, W, W, 2)))},
+    **{f"{cls} {role}": Call("n", cls, dict(zip("0123", inputs, strict=False)), attrs={"param": param},
+                             outputs={"output.0": ROWS, "output.1": ROWS[:, :1].float()})
+       for cls, role, inputs, param in (
+           ("RmsNormOperation", "output.0", (ROWS, W), {"layerType": 1}),
+           ("RmsNormOperation", "output.1", (ROWS, W), {"layerType": 1, "normParam": {"rstd": True}}),
+           ("LayerNormOperation", "output.0", (ROWS, W, ZERO), {"layerType": 1, "normParam": {"beginNormAxis": 1}}),
+           ("CohereLayerNormOperation", "output.0", (ROWS, W), {}))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_row_whose_squares_overflow_float32_has_no_reference(name: str) -> None:
+    found = evaluated(NORMS[name])
+    one = found[name.split()[1] if " " in name else next(iter(NORMS[name].outputs))]
+    assert (one.rows.tolist(), one.reason) == ([True, False, True], "its squares overflow float32")

@@ -38,8 +38,9 @@ from vllm_accprobe.opcheck.calls.module_index import ModuleIndex, to_torch
 from vllm_accprobe.opcheck.calls.neighbours import SUMMED, Neighbours, Past
 from vllm_accprobe.opcheck.calls.operator_calls import LOST, STATISTICS, NotKept, op_call
 from vllm_accprobe.opcheck.compat.ait import globs_of
-from vllm_accprobe.opcheck.reference import BACKWARD, ROUNDED, UNROUNDED, Call, Params
+from vllm_accprobe.opcheck.reference import BACKWARD, UNROUNDED, Call, Params
 from vllm_accprobe.opcheck.references.norms import EPSILONS, NormParts, configured, is_norm, parts_of
+from vllm_accprobe.opcheck.roundings import ROUNDED
 
 _NAME = re.compile(r"(.+?)\.(?:forward|backward)\b(?:\.\d+)?")
 

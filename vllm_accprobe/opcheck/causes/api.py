@@ -28,8 +28,9 @@ from vllm_accprobe.opcheck.calls.records import Captured
 from vllm_accprobe.opcheck.causes.few_rows import few_of
 from vllm_accprobe.opcheck.floors.output_rows import OutputRows
 from vllm_accprobe.opcheck.floors.rounding import direction, middles
-from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, combined
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined
 from vllm_accprobe.opcheck.reference_table import References
+from vllm_accprobe.opcheck.roundings import ROUNDED
 
 SETTING, ADDRESS, PRECISION, FACTOR = "setting", "address", "precision", "factor"
 FAMILIES = (SETTING, ADDRESS, PRECISION, FACTOR)

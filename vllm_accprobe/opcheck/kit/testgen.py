@@ -26,7 +26,7 @@ from vllm_accprobe.opcheck.run import table
 KIT = "operator_kit"
 _PACKAGE = Path(__file__).parents[1]
 _FILES = (
-    "reference", "reference_table", "calls/case",
+    "reference", "reference_table", "roundings", "calls/case",
     "floors/verdict", "floors/rounding", "floors/output_rows", "kit/bench", "measures",
     "calls/random_inputs", "calls/views",
 )  # fmt: skip

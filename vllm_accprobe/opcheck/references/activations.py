@@ -1,15 +1,14 @@
 """Activations, alone and with the gate that is multiplied in.
 
 Formulas: SiLU [Elfwing et al., arXiv 1702.03118]; GELU, exact and by tanh, and quick GELU x * sigmoid(1.702 x)
-[Hendrycks and Gimpel, arXiv 1606.08415]; Mish [D. Misra, arXiv 1908.08681]; gated units GLU, GEGLU, SwiGLU [Shazeer,
-arXiv 2002.05202]; ReLU² [So et al., arXiv 2109.08668]; the clamped SwiGLU of gpt-oss (alpha 1.702, limit 7, gate and up
-interleaved) as its published code has it; soft capping [Gemma 2, arXiv 2408.00118]. The gate is the first half, except
-in MulAndSilu. Bound: an activation that is rounded before it is multiplied, and an exponential, tanh or erf off by
-APPROXIMATE: x * sigmoid(x) hands that on at most [d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for
-negative x, and are off by that much of x / 2, and by float32's own rounding of it. An activation alone is computed in
-operators of the dtype, too (vLLM's QuickGELU, its CUDA kernels of gelu_new and gelu_fast): the argument of sigmoid, erf
-or tanh is rounded as well, which x phi(z) hands on as x phi'(z) z: for x = -10, 17 units of quick GELU. Where a
-recorded dump does not say it, GeluAndMul's approximation is taken from config.json's hidden_act.
+[Hendrycks and Gimpel, arXiv 1606.08415]; Mish [D. Misra, arXiv 1908.08681]; gated units [Shazeer, arXiv 2002.05202];
+ReLU² [So et al., arXiv 2109.08668]; the clamped SwiGLU of gpt-oss (alpha 1.702, limit 7, gate and up interleaved) as
+its published code has it; soft capping [Gemma 2, arXiv 2408.00118]. The gate is the first half, except in MulAndSilu.
+Bound: an activation that is rounded before it is multiplied, and an exponential, tanh or erf off by APPROXIMATE: x *
+sigmoid(x) hands that on at most [d log sigmoid = 1 - sigmoid]; 1 + erf and 1 + tanh cancel for negative x, and are off
+by that much of x / 2, and by float32's own rounding of it. Alone, an activation is also computed in operators of the
+dtype (vLLM's QuickGELU, its CUDA kernels of gelu_new and gelu_fast): the argument of sigmoid, erf or tanh is rounded as
+well, which x phi(z) hands on as x phi'(z) z: for x = -10, 17 units of quick GELU.
 """
 
 from __future__ import annotations
@@ -21,17 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    device_kernel,
-    reference,
-)
-from vllm_accprobe.opcheck.references.parts import Arguments, once, subnormal, vendor
+from vllm_accprobe.opcheck.reference import Call, Expected, combined, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.references.parts import Arguments, vendor
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, once, subnormal
 
 _X = ("x", "input_", "input", "hidden_states", "0")
 _TANH = ("tanh", "gelu_pytorch_tanh", "gelu_tanh", "gelu_new", "gelu_fast")
@@ -83,8 +74,7 @@ def gated(x: Any, f: Callable[[Any], Any], unit: float, gate_first: bool = True)
 
 def gated_along(x: Any, dim: int, f: Callable[[Any], Any], unit: float, gate_first: bool = True) -> Expected:
     """`gated` of the halves along another dimension than the last. Raises Declined."""
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
-        raise Declined(f"dim {dim} of {list(x.shape)} has no halves")
+    decline_if(not -x.dim() <= dim < x.dim() or x.shape[dim] % 2, f"dim {dim} of {list(x.shape)} has no halves")
     return gated(x.movedim(dim, -1), f, unit, gate_first).map(lambda t: t.movedim(-1, dim))
 
 
@@ -95,8 +85,8 @@ def sigmoid_argument(x: Any, alpha: float = 1.0) -> Any:
 
 
 def _of_argument(f: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
-    """(at most, square of the standard error over ROUNDED) in units: what roundings of phi's argument leave in x
-    phi(z)."""
+    """In units, what roundings of phi's argument leave in x phi(z): (at most, square of the standard error by
+    ROUNDED)."""
     if f is quick_gelu:  # 1.702 x
         most = sigmoid_argument(x, 1.702)
         return most, most * most
@@ -112,8 +102,7 @@ def _of_argument(f: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
 
 
 def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
-    """f(x) = x * phi(z) in several roundings: of z, of phi, and, of 1 + erf and 1 + tanh, which cancel, of the size
-    before they do."""
+    """f(x) = x * phi(z) in several roundings: of z, of phi, and of the size of 1 + erf and 1 + tanh, which cancel."""
     y, half = f(x), 0.5 * x.abs()
     size = half if f in (gelu, gelu_tanh) else y.abs()
     most, square = _of_argument(f, x)
@@ -125,10 +114,9 @@ def alone(x: Any, f: Callable[[Any], Any], unit: float) -> Expected:
 
 
 def by_tanh(call: Call) -> bool:
-    """Which GELU a GeluAndMul has. Raises Declined."""
+    """Which GELU a GeluAndMul has; where none was recorded, by config.json's hidden_act. Raises Declined."""
     kind = call.attrs.get("approximate") or call.config.get("hidden_activation") or call.config.get("hidden_act")
-    if kind not in (*_TANH, "none", "gelu", "geglu"):
-        raise Declined("attribute approximate was not recorded")
+    decline_if(kind not in (*_TANH, "none", "gelu", "geglu"), "attribute approximate was not recorded")
     return kind in _TANH
 
 

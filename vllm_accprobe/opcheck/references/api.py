@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.case import mapped
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references import api
 from vllm_accprobe.opcheck.references.aten import each, in_float64, outputs_by_role
 
@@ -63,8 +63,7 @@ def _functions() -> Mapping[str, Mapping[str, Any]]:
 def split(name: str) -> tuple[str, str]:
     """(head, function) of ``Functional.linear``, ``mindspore.Tensor.__mul__``. Raises Declined."""
     head, _, function = name.rpartition(".")
-    if head not in TORCH_HEADS:
-        raise Declined(f"no reference for {name}")
+    decline_if(head not in TORCH_HEADS, f"no reference for {name}")
     return head, function
 
 
@@ -73,10 +72,7 @@ def torch_function(name: str) -> Any:
     head, function = split(name)
     if head == _MINDSPORES_OWN and function not in DUNDER:
         raise Declined("a method of MindSpore's tensors: torch's of the same name may be another")
-    found = _functions()[TORCH_HEADS[head]].get(function)
-    if found is None:
-        raise Declined(f"torch has no function on tensors for {name}")
-    return found
+    return required(_functions()[TORCH_HEADS[head]].get(function), f"torch has no function on tensors for {name}")
 
 
 def ready(call: Call) -> Call:
@@ -97,8 +93,7 @@ def function(call: Call) -> dict[str, Expected]:
     _, name = split(call.cls)
     if name in _RANDOM or (name.rstrip("_") in _DROPOUT and call.kwargs.get("training", True) is not False):
         raise Declined("an operator that draws random numbers")
-    if name in _UNDEFINED:
-        raise Declined("an operator whose result has no defined values")
+    decline_if(name in _UNDEFINED, "an operator whose result has no defined values")
     return in_float64(ready(call), torch_function(call.cls), name in _CASTS)
 
 
@@ -129,8 +124,7 @@ def installed() -> bool:
 
 @functools.cache
 def _mindspore() -> Any:
-    if not installed():
-        raise Declined(MISSING)
+    decline_if(not installed(), MISSING)
     try:
         import mindspore
     except Exception as error:  # a build for a device whose driver is missing raises whatever it likes

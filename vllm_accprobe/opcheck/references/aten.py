@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Params, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.roundings import within_float32
 
 _MOVED = 2.0**-24
 _TABLE = 8191
@@ -37,8 +38,7 @@ def raised(value: Any, real: Any, imaginary: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _signs(lengths: tuple[int, ...]) -> Any:
-    """1 and -1 at random, float64, as many as the last of ``lengths``: what comes of drawing them one after the
-    other."""
+    """1 and -1 at random, float64, as many as the last of ``lengths``, as if drawn one after the other."""
     generator = torch.Generator().manual_seed(0)
     for n in lengths:
         drawn = torch.randint(0, 2, (n,), generator=generator)
@@ -47,8 +47,8 @@ def _signs(lengths: tuple[int, ...]) -> Any:
 
 def _moved(value: Any, lengths: tuple[int, ...]) -> Any:
     """Floats times 1 ± 2**-24 (float32: its next number), at random: signs from a table whose length is a prime, so
-    that no two rows share theirs; to draw one for each element would take longer than most operators. lengths: of the
-    tables that were drawn before, and of its own."""
+    that no two rows share theirs; one for each element would take too long. lengths: of the tables drawn before, and of
+    its own."""
     if value.dim() == 2 and not value.is_contiguous() and value.t().is_contiguous():
         return _moved(value.t(), lengths).t()
     flat = value.reshape(-1)
@@ -63,8 +63,7 @@ def _moved(value: Any, lengths: tuple[int, ...]) -> Any:
 
 
 class Widened:
-    """A call's arguments in wider dtypes, and moved ones; parameters that its calls share once, where ``function``
-    writes to none of its arguments."""
+    """A call's arguments in wider dtypes, and moved ones; shared parameters once, if ``function`` writes to none."""
 
     def __init__(self, call: Call, function: Any, real: Any, imaginary: Any):
         self._dtypes = real, imaginary
@@ -99,8 +98,7 @@ _ELSEWHERE = (
     "prim", "debugprims", "profiler", "debug_mode_ops", "c10d", "_c10d_functional", "_c10d_functional_autograd",
     "c10d_functional", "symm_mem", "inductor", "rpc", "export",
 )  # fmt: skip
-"""Operators, and namespaces of them, that reach for files, streams, other processes: a name comes from a dump, and a
-dump may come from a stranger."""
+"""Operators, and namespaces of them, that reach for files, streams, other processes: a dump may be a stranger's."""
 _CASTS = ("to", "_to_copy", "copy_", "copy", "type_as")
 """Rounding itself: what comes out is known to the bit."""
 _HANDLES = ("onednn", "_mm_handler", "custom_ar", "quick_ar")
@@ -110,13 +108,10 @@ _WIDER = 8.0
 
 
 def of(name: str) -> Any:
-    """The operator of ``aten.mm``, ``aten.mm.default`` or ``torch.ops.vendor.name``; raises Declined where this torch
-    does not have it."""
+    """The operator of ``aten.mm``, ``aten.mm.default``, ``torch.ops.vendor.name``. Raises Declined: torch has none."""
     parts = name.removeprefix("torch.ops.").split(".")
-    if not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts):
-        raise Declined(f"{name} is no operator's name")
-    if parts[0] in _ELSEWHERE or parts[1] in _OUTSIDE:
-        raise Declined("an operator that reaches outside of its tensors")
+    decline_if(not 2 <= len(parts) <= 3 or not all(p.isidentifier() for p in parts), f"{name} is no operator's name")
+    decline_if(parts[0] in _ELSEWHERE or parts[1] in _OUTSIDE, "an operator that reaches outside of its tensors")
     found = torch.ops
     try:
         for part in parts:
@@ -169,12 +164,9 @@ def each(value: Any, change: Callable[[Any], Any]) -> Any:
 def itself(call: Call) -> dict[str, Expected]:
     parts = call.cls.removeprefix("torch.ops.").split(".")
     base = parts[1]
-    if any(word in base for word in _RANDOM):
-        raise Declined("an operator that draws random numbers")
-    if base in _EMPTY:
-        raise Declined("an operator whose result has no defined values")
-    if base in _BITS or parts[1:] == ["view", "dtype"]:
-        raise Declined("an operator whose result depends on the dtype's bits")
+    decline_if(any(word in base for word in _RANDOM), "an operator that draws random numbers")
+    decline_if(base in _EMPTY, "an operator whose result has no defined values")
+    decline_if(base in _BITS or parts[1:] == ["view", "dtype"], "an operator whose result depends on the dtype's bits")
     return in_float64(call, of(call.cls), base in _CASTS)
 
 
@@ -190,10 +182,26 @@ def in_float64(call: Call, function: Any, cast: bool = False) -> dict[str, Expec
         except _REFUSALS as error:
             why = why or " ".join(str(error).split())[:80]
             continue
-        if not found:
-            raise Declined("its result holds no tensor")
-        return _expected(call, function, found, widened, real is torch.float32, cast)
+        decline_if(not found, "its result holds no tensor")
+        return _computable(call, function, _expected(call, function, found, widened, real is torch.float32, cast))
     raise Declined(f"its own CPU kernel refuses: {why}")
+
+
+_SQUARING = {"layer_norm": 1, "native_layer_norm": 1, "rms_norm": 1, "_fused_rms_norm": 1, "group_norm": 1,
+             "native_group_norm": 6}  # fmt: skip
+"""Operators that square the rows of their first argument, and the place of the rows' dimensions or groups."""
+
+
+def _computable(call: Call, function: Any, found: dict[str, Expected]) -> dict[str, Expected]:
+    """``found`` without the rows that a norm's float32 kernels cannot compute."""
+    place = _SQUARING.get(getattr(function, "__name__", "").split(".")[0])
+    x: Any = call.args[0] if call.args else call.kwargs.get("input")
+    if place is None or not x.numel():
+        return found
+    cut = call.args[place] if len(call.args) > place else call.kwargs.get("normalized_shape", call.kwargs.get(
+        "num_groups", call.kwargs.get("group", 1)))  # fmt: skip
+    x = x.double().reshape(len(x), cut, -1) if isinstance(cut, int) else x.double().flatten(-len(cut))
+    return {role: within_float32(y, x) for role, y in found.items()}
 
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
@@ -207,8 +215,8 @@ def _called(call: Call, function: Any, change: Callable[[Any], Any]) -> dict[str
 
 
 def _check_size(call: Call, function: Any) -> None:
-    """Raises Declined where large numbers among the arguments would make more than what was captured: a number in a
-    dump must not be what decides how much memory is taken."""
+    """Raises Declined where numbers among the arguments would make far more than was captured: a dump must not decide
+    on memory."""
     values = [*call.args, *call.kwargs.values()]
     if max((_product(v) for v in values), default=0) <= _LARGE:
         return
@@ -218,8 +226,7 @@ def _check_size(call: Call, function: Any) -> None:
         size = sum(t.numel() for role, t in made.items() if role.startswith("output."))
     except Exception as error:
         raise Declined(f"how much it would make is not known: {type(error).__name__}") from None
-    if size > _LARGE + 4 * captured_size:
-        raise Declined("it would make far more than was captured")
+    decline_if(size > _LARGE + 4 * captured_size, "it would make far more than was captured")
 
 
 _LARGE = 1 << 24
@@ -269,8 +276,7 @@ def _expected(
             same = (value == other).flatten(1).all(1) if value.dim() > 1 else value == other
             rows = None if bool(same.all()) else same
             expected[role] = Expected(value, rows=rows, reason="" if rows is None else "two of its values are tied")
-    if not expected:
-        raise Declined("its result holds no tensor")
+    decline_if(not expected, "its result holds no tensor")
     return expected
 
 
@@ -290,8 +296,7 @@ def _spread(value: Any, other: Any | None) -> Any:
 @device_kernel("*.*", "torch.ops.*")
 def operator_kernel(call: Call) -> dict[str, Any]:
     """An aten or vendor operator itself, on the device of its tensors."""
-    if any(word in call.cls for word in _HANDLES):
-        raise Declined("takes a handle of the process that was captured")
+    decline_if(any(word in call.cls for word in _HANDLES), "takes a handle of the process that was captured")
     function = of(call.cls)
     devices = [t.device for t in tensors_by_role(call.args, call.kwargs).values()]
     device = devices[0] if devices else torch.device("cpu")

@@ -13,7 +13,7 @@ Elsewhere: blocks of a cache (paged_attention.py), sparse attention, ATB's and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,18 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    device_kernel,
-    gamma,
-    reference,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.aten import of
 from vllm_accprobe.opcheck.references.caches import (
     FAR,
@@ -43,7 +32,8 @@ from vllm_accprobe.opcheck.references.caches import (
     rounding_of,
     through_cache,
 )
-from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, once, subnormal
+from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, reshaped
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, once, subnormal
 
 _SIZES = ("num_heads", "num_kv_heads", "head_size")
 _FIRST = 0.5
@@ -130,16 +120,15 @@ def _beyond(distance: Any, window: int | None) -> Any:
 def attend(
     q: Any, k: Any, v: Any, scale: float, query_positions: Any | None = None, *, sinks: Any | None = None,
     step: float = 0.0, score_step: float = 0.0, score_noise: Any | None = None, score_bound: Any | None = None,
-    window: int | None = None, cap: float | None = None, slopes: Any | None = None, hidden: Any | None = None,
-    clamp: tuple[float, float] | None = None, added: Any | None = None,
+    hidden: Any | None = None, added: Any | None = None, slopes: Any | None = None, **limits: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """(output, noise, bound) of one sequence, float64 [n, heads, e]: q [n, heads, d], k [m, kv heads, d], v [m, kv
     heads, e]. Raises Declined.
 
     query_positions: int [n], keys being at 0 .. m - 1; None: each query sees each key. hidden: bool, and added:
-    float64, [n, m], or [heads or 1, n, m]; cap, clamp: of the scores. step: relative error of a rounded probability;
-    score_step: of a rounded score; score_noise, score_bound: standard error of the scores, [heads or 1, n, m], and
-    their largest.
+    float64, [n, m], or [heads or 1, n, m]; limits: window, and cap or clamp of the scores. step: relative error of a
+    rounded probability; score_step: of a rounded score; score_noise, score_bound: standard error of the scores, [heads
+    or 1, n, m], and their largest.
 
     Noise: probabilities rounded to the values' dtype before they meet them, p (v - o) each, or p v where a kernel
     divides by the sum of unrounded ones. Bound: with each p off by e of itself, sum p e |v - o| <= e (P|V| + |o|): its
@@ -148,28 +137,23 @@ def attend(
     With few keys the channels of a head share these errors: a row has as many independent ones as heads
     (``Expected.groups``). Of tensors that require gradients only the output is computed."""
     heads, kv = q.shape[1], k.shape[1]
-    if not kv or heads % kv:
-        raise Declined("query heads are no multiple of key heads")
+    decline_if(not kv or heads % kv, "query heads are no multiple of key heads")
     share, at_once = heads // kv, max(1, _KEYS // max(len(k) * (heads // kv) * max(k.shape[2], v.shape[2]), 1))
-    masks = {"window": window, "cap": cap, "clamp": clamp, "slopes": slopes, "hidden": hidden, "added": added}
-    errors = {"score_noise": score_noise, "score_bound": score_bound}
-    one = partial(_attend, step=step, score_step=score_step)
+    by_score = {"score_noise": score_noise, "score_bound": score_bound, "hidden": hidden, "added": added}
+    by_head = {"slopes": slopes, "sinks": sinks}
+    one: Any = partial(_attend, step=step, score_step=score_step, **limits)
     if kv <= at_once and heads * len(q) * len(k) <= _SCORES:
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
-        return one(q, k, v, scale, query_positions, sinks=sinks, masks=masks, score_noise=score_noise,
-                   score_bound=score_bound)  # fmt: skip
+        return one(q, k, v, scale, query_positions, **by_score, **by_head)
     parts = []
     for first in range(0, kv, at_once):
         some = slice(first * share, (first + at_once) * share)
         k_here, v_here = (x[:, first : first + at_once].repeat_interleave(share, 1) for x in (k, v))
-        slopes_here, sinks_here = (None if x is None else x[some] for x in (slopes, sinks))
+        own = {name: None if x is None else x[some] for name, x in by_head.items()}
         blocks = _blocks(len(q), k_here.shape[1] * len(k))
         done = []
         for rows in blocks:
-            cuts = {name: _cut(x, some, rows) for name, x in (*errors.items(), ("hidden", hidden), ("added", added))}
-            here = {**masks, "slopes": slopes_here, "hidden": cuts["hidden"], "added": cuts["added"]}
-            block = partial(one, sinks=sinks_here, masks=here, score_noise=cuts["score_noise"],
-                            score_bound=cuts["score_bound"])  # fmt: skip
+            block = partial(one, **own, **{name: _cut(x, some, rows) for name, x in by_score.items()})
             places = None if query_positions is None else query_positions[rows]
             operands = q[rows, some], k_here, v_here, scale, places
             again = len(blocks) > _CHECKPOINTS and _wants_gradient(q, k, v)
@@ -199,7 +183,7 @@ def _blocks(rows: int, scores: int) -> list[slice]:
 
 def _attend(
     q: Any, k: Any, v: Any, scale: float, positions: Any | None, *, sinks: Any | None, step: float, score_step: float,
-    score_noise: Any | None, score_bound: Any | None, masks: Mapping[str, Any],
+    score_noise: Any | None, score_bound: Any | None, **masks: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`attend` of some queries and heads, with a key head for each query head. masks: of `scores`."""
     p = probabilities(q, k, scale, positions, sinks=sinks, **masks)
@@ -216,10 +200,10 @@ def _attend(
     largest = abs(scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(0)
     if masks["added"] is not None:
         largest = largest + torch.where(p > 0, masks["added"], 0.0).abs().amax(-1).T
-    if masks["cap"] or score_step:
+    if masks.get("cap") or score_step:
         size = torch.where(p > 0, scores(q, k, scale, positions, **masks), 0.0).abs()
         variance = variance + (2.0 * (ROUNDED * score_step * size) ** 2 if score_step else 0.0)
-        if masks["cap"]:
+        if masks.get("cap"):
             variance, most = variance + (ROUNDED * TANH * size) ** 2, APPROXIMATE * size
             score_bound = most if score_bound is None else score_bound + most
     w = p * p * variance
@@ -262,34 +246,21 @@ def scale_of(call: Call, head: int) -> float:
     return float(head) ** -0.5
 
 
-def _window(call: Call) -> int | None:
-    found = call.attrs.get("sliding_window")
-    if isinstance(found, (list, tuple)):  # flash-attention's spelling: (left, right), -1 for none
-        found = int(found[0]) + 1 if found and int(found[0]) >= 0 else None
-    return int(found) if found else None
-
-
-def _slopes(call: Call, heads: int) -> Any | None:
-    if call.config.get("model_type") not in ("bloom", "mpt") and not call.config.get("alibi"):
-        return None
-    size, rank = int(call.parent.get("tp_size", 1)), int(call.parent.get("tp_rank", 0))
-    return alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads]
-
-
 def _cap(call: Call) -> float | None:
     return call.attrs.get("logits_soft_cap") or call.config.get("attn_logit_softcapping") or None
 
 
 def attention_settings(call: Call, heads: int, head: int) -> dict[str, Any]:
     """The keyword arguments of `attend` that a module's attributes and config.json have."""
-    return {
-        "scale": scale_of(call, head),
-        "window": _window(call),
-        "cap": _cap(call),
-        "slopes": _slopes(call, heads),
-        "sinks": call.param("sinks") if "sinks" in call.params else None,
-        "step": call.unit,
-    }
+    window, slopes = call.attrs.get("sliding_window"), None
+    if isinstance(window, (list, tuple)):  # flash-attention's spelling: (left, right), -1 for none
+        window = int(window[0]) + 1 if window and int(window[0]) >= 0 else None
+    if call.config.get("model_type") in ("bloom", "mpt") or call.config.get("alibi"):
+        size, rank = int(call.parent.get("tp_size", 1)), int(call.parent.get("tp_rank", 0))
+        slopes = alibi_slopes(heads * size)[rank * heads : (rank + 1) * heads]
+    sinks = call.param("sinks") if "sinks" in call.params else None
+    return {"scale": scale_of(call, head), "window": int(window) if window else None, "cap": _cap(call),
+            "slopes": slopes, "sinks": sinks, "step": call.unit}  # fmt: skip
 
 
 def cache_of(call: Call, missing: str = "which row belongs to which request was not captured") -> Any:
@@ -299,11 +270,19 @@ def cache_of(call: Call, missing: str = "which row belongs to which request was 
     return call.extra["cache"]
 
 
+def attended(q: Any, requests: Iterable[tuple[Any, ...]], width: int, **settings: Any) -> RowResults:
+    """`attend` of each request: (its rows of q [tokens, heads, d], keys, values, own settings). width: of a value."""
+    found = RowResults(len(q), q.shape[1], width)
+    for at, k, v, own in requests:
+        found.put(at, attend(q[at], k, v, **settings, **own))
+    return found
+
+
 def by_request(
     cache: Any, n: int, one: Callable[[Any, Any, Any], tuple[Any, ...]], causal: bool = True
 ) -> tuple[list[Any], Any]:
-    """What ``one(rows, positions, past)`` gives for each request, put together to ``n`` rows, and which rows that are.
-    Raises Declined where it is none."""
+    """What ``one(rows, positions, past)`` gives for each request, put together to ``n`` rows; which. Raises
+    Declined."""
     found = RowResults(n)
     for at, positions, past in cache.requests(causal):
         found.put(at, one(at, positions, past))
@@ -314,10 +293,8 @@ def by_request(
 
 @reference("Attention", "EncoderOnlyAttention", "ChunkedLocalAttention", "CrossAttention")
 def paged_attention(call: Call) -> Expected:
-    """Rows of several requests; q [tokens, heads * d] or [tokens, heads, d]. Rows whose history is incomplete have no
-    reference."""
-    if call.cls in ("ChunkedLocalAttention", "CrossAttention"):
-        raise Declined(f"no reference for {call.cls}")
+    """Rows of several requests, [tokens, heads * d] or [tokens, heads, d]; none where a history is incomplete."""
+    decline_if(call.cls in ("ChunkedLocalAttention", "CrossAttention"), f"no reference for {call.cls}")
     heads, kv, head = (int(call.attr(n)) for n in _SIZES)
     causal, captured = call.cls != "EncoderOnlyAttention", call.outputs["output.0"]
     cache = cache_of(call)
@@ -339,8 +316,7 @@ def paged_attention(call: Call) -> Expected:
         return through_cache(eight, q[at], (k, v), p, plain[0], settings["scale"], again)
 
     (out, noise, bound, *more), rows = by_request(cache, len(q), one, causal)
-    if out.numel() != captured.numel():
-        raise Declined("its output has another shape than its queries")
+    decline_if(out.numel() != captured.numel(), "its output has another shape than its queries")
     mine = captured.double().reshape(out.shape)
     if (cut := cut_off(eight, out, noise, mine, rows)) is not None:
         other, _ = by_request(cache, len(q), partial(one, eight=cut), causal)
@@ -348,13 +324,13 @@ def paged_attention(call: Call) -> Expected:
             (out, noise, bound, *more), eight = other, cut
     moved = None if eight is None else rounding_of(eight.label, (out, *more), rows)
     y = Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=heads, cache=moved)
-    return y.map(lambda t: t.reshape(captured.shape))
+    return reshaped(y, captured.shape)
 
 
 @reference("MMEncoderAttention", "MultiHeadAttention")
 def encoder_attention(call: Call) -> Expected:
-    """Full attention within runs of rows; q, k, v [1, tokens, heads, d] or [1, tokens, heads * d], cu_seqlens the runs'
-    ends."""
+    """Full attention within runs of rows, whose ends cu_seqlens are; [1, tokens, heads, d] or [1, tokens, heads *
+    d]."""
     q, k, v = _by_heads(call)
     return _full_attention(q, k, v, call.inputs.get("cu_seqlens"), scale_of(call, q.shape[-1]), call)
 
@@ -381,14 +357,10 @@ def _full_attention(q: Any, k: Any, v: Any, cu_seqlens: Any | None, scale: float
     ends = [int(e) for e in cu_seqlens] if cu_seqlens is not None else [0, q.shape[1]]
     if ends[0] != 0 or ends[-1] != q.shape[1] or sorted(ends) != ends:
         raise Declined("not all rows of its sequences were captured")
-    q, k, v = (t.double() for t in (q, k, v))
-    done = []
-    for b in range(len(q)):
-        parts = [attend(q[b, i:j], k[b, i:j], v[b, i:j], scale, step=call.unit) for i, j in pairwise(ends) if j > i]
-        done.append([torch.cat(t) for t in zip(*parts, strict=True)])
-    out, noise, bound = (torch.stack(t) for t in zip(*done, strict=True))
-    y = Expected(out, noise, bound=bound, groups=q.shape[2])
-    return y.map(lambda t: t.reshape(call.outputs["output.0"].shape))
+    n, (q, k, v) = q.shape[1], (t.double().flatten(0, 1) for t in (q, k, v))
+    each = (slice(b + i, b + j) for b in range(0, len(q), n) for i, j in pairwise(ends) if j > i)
+    found = attended(q, ((at, k[at], v[at], {}) for at in each), v.shape[-1], scale=scale, step=call.unit)
+    return found.expected(call.outputs["output.0"], q.shape[1], "")
 
 
 def _latent_matrices(call: Call, nope: int) -> tuple[Any, Any]:
@@ -441,7 +413,7 @@ def latent_attention(call: Call) -> Expected:
 
     (out, noise, bound), rows = by_request(cache, len(q), one)
     y = Expected(out, noise, rows=rows, reason=cache.why, bound=bound, groups=q.shape[1])
-    return y.map(lambda t: t.reshape(call.outputs["output.0"].shape))
+    return reshaped(y, call.outputs["output.0"].shape)
 
 
 @reference("aten.*scaled_dot_product*attention*", "torch.ops.aten.*scaled_dot_product*attention*")
@@ -450,13 +422,11 @@ def fused_attention(call: Call) -> dict[str, Expected]:
     added, or, where it is bool, says what is seen. Second output: log-sum-exp of the scores, where a kernel gives it.
     The operators differ in the order of their arguments, which are named by the operator's schema. Where a kernel
     rounds scores (torch's ``_math``), noise has that, too; their bound is not known."""
-    if "backward" in call.cls:
-        raise Declined("a backward kernel of attention")
+    decline_if("backward" in call.cls, "a backward kernel of attention")
     found = of(call.cls)
     schema = getattr(found, "_schema", None) or found.default._schema
     given = {a.name: v for a, v in zip(schema.arguments, call.args, strict=False)} | dict(call.kwargs)
-    if given.get("dropout_p") or given.get("dropout_mask") is not None:
-        raise Declined("an operator that draws random numbers")
+    decline_if(given.get("dropout_p") or given.get("dropout_mask") is not None, "an operator that draws random numbers")
     q, k, v = (given[n].double() for n in ("query", "key", "value"))
     scale = q.shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"])
     lead, sizes = q.shape[:-3], (q.shape[-2], k.shape[-2])
@@ -470,22 +440,21 @@ def fused_attention(call: Call) -> dict[str, Expected]:
         heads = mask.shape[-3] if mask.dim() > 2 else 1
         mask = mask.double().expand(*lead, heads, *sizes).reshape(-1, heads, *sizes)
     rounded = 2.0**0.5 * call.unit if "math" in call.cls else 0.0  # q and k scaled by a root each, and the scores
-    parts, sums = [], []
     mine = call.outputs.get("output.1")
-    wanted = mine is not None and mine.is_floating_point() and tuple(mine.shape) == (*q.shape[:-2], sizes[0])
-    for b, one in enumerate(zip(*(t.reshape(-1, *t.shape[max(t.dim() - 3, 0) :]) for t in (q, k, v)), strict=True)):
+    q_each, k_each, v_each = (t.reshape(-1, *t.shape[max(t.dim() - 3, 0) :]) for t in (q, k, v))
+    parts, sums = [], []
+    for b, one in enumerate(zip(q_each, k_each, v_each, strict=True)):
         q_b, k_b, v_b = (t.reshape(-1, *t.shape[-2:]).transpose(0, 1) for t in one)
         added = None if mask is None else mask[b]
         parts.append(attend(q_b, k_b, v_b, scale, step=call.unit, score_step=rounded, added=added))
-        if wanted:
+        if mine is not None and mine.is_floating_point() and tuple(mine.shape) == (*q.shape[:-2], sizes[0]):
             sums.append(score_sums(q_b, k_b, scale, added=added))
     value, noise = (torch.stack([p[n].transpose(0, 1) for p in parts]).reshape(*q.shape[:-1], -1) for n in (0, 1))
     expected = {"output.0": Expected(value, noise, groups=1)}
-    if mine is not None and wanted:
+    if mine is not None and sums:
         largest, total, size = (torch.stack([s[n] for s in sums]).reshape(mine.shape) for n in range(3))
         coarse = COARSE if call.unit > EXP else 0.0
-        noise = coarse + EXP * (1.0 + size)
-        expected["output.1"] = Expected(largest + total.log(), noise, common=coarse)
+        expected["output.1"] = Expected(largest + total.log(), coarse + EXP * (1.0 + size), common=coarse)
     return expected
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import CacheRounding, Declined
+from vllm_accprobe.opcheck.reference import CacheRounding, Declined, decline_if
 
 Tensor = Any  # a torch.Tensor
 _KINDS = {
@@ -33,8 +33,7 @@ _SLACK = 1.0 + 2.0**-8
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """name; shape: of a block's memory from slots, heads and width; order: of those dimensions, so that slots come
-    first, then heads, then width."""
+    """name; shape: of a block's memory, from slots, heads, width; order: of its dimensions, that makes them these."""
 
     name: str
     shape: Callable[[int, int, int], Sequence[int]]
@@ -76,8 +75,7 @@ def split_key(x: int) -> BlockLayout:
 
 
 def numbers(cache: Tensor, kind: str, scale: Any) -> Tensor:
-    """What a cache's entries stand for, float64: codes of 8 bits times ``scale`` (a number, or a tensor that
-    broadcasts)."""
+    """What a cache's entries stand for, float64: codes of 8 bits times ``scale``, a number or a tensor."""
     scale = scale.double() if isinstance(scale, torch.Tensor) else float(scale if scale is not None else 1.0)
     dtype = code_dtype(cache, kind)
     if dtype is None:
@@ -91,8 +89,7 @@ def code_dtype(cache: Tensor, kind: str) -> Any | None:
         return None
     if cache.dtype not in (torch.uint8, torch.int8):
         return cache.dtype
-    if kind not in _KINDS or kind == "fp8_per_token_head":
-        raise Declined(f"a cache of kind {kind} has no reference")
+    decline_if(kind not in _KINDS or kind == "fp8_per_token_head", f"a cache of kind {kind} has no reference")
     return getattr(torch, _KINDS[kind])
 
 
@@ -112,8 +109,7 @@ def half_step(exact: Tensor, dtype: Any) -> Tensor:
 
 def coded(exact: Tensor, mine: Tensor, dtype: Any, keep: bool = True, error: Tensor | float = 0.0) -> Tensor:
     """What ``exact``, float64, may become in ``dtype``: mine's own codes where they are within half a step and
-    ``error`` of it, since either neighbour may stand for a number in the middle (and where ``keep``), else the nearest;
-    in mine's dtype."""
+    ``error`` of it, as either neighbour may stand for a number in the middle (and where ``keep``), else the nearest."""
     if dtype == torch.int8:
         nearest = exact.round().clamp(-128, 127).to(torch.int8)
     else:
@@ -135,8 +131,7 @@ bfloat16: of a number so near to the middle of two codes either may stand there.
 _OUT = 2.0**-8
 """Derived: a rounding of bfloat16, the coarsest dtype that an output has."""
 _CLEARLY = 2.0
-"""Chosen: cutting off is tried where an output is off by more than this many of what is usual; the verdict decides
-whether it is right then."""
+"""Chosen: cutting off is tried where an output is off by more than this many of what is usual."""
 Attend = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Tensor, Tensor]"]
 """(keys, values, standard error of scores and what they are off by at most, or None) → (output, noise, bound)."""
 FAR = 30.0
@@ -194,32 +189,24 @@ def cut_off(eight: CacheFormat | None, out: Tensor, noise: Tensor, mine: Tensor,
 
 
 def cache_format(attrs: Mapping[str, Any]) -> CacheFormat | None:
-    """Of an attention's module; None for a cache of the model's own numbers. Raises Declined for one whose numbers are
-    not known."""
+    """Of an attention's module; None for the model's own numbers. Raises Declined where its numbers are not known."""
     kind = str(attrs.get("impl.kv_cache_dtype") or attrs.get("kv_cache_dtype") or "auto")
     if kind in _WHOLE:
         return None
-    if kind not in _KINDS:
-        raise Declined(f"what a cache of kind {kind} holds is not known")
+    decline_if(kind not in _KINDS, f"what a cache of kind {kind} holds is not known")
     dtype = getattr(torch, _KINDS[kind])
     if kind.endswith("_per_token_head"):
         return CacheFormat(kind, dtype, None)
     values = [attrs.get(f"_{x}_scale_float") for x in "kv"]
     scales = [float(s) for s in values if isinstance(s, (int, float)) and s > 0]
-    if len(scales) < 2:
-        raise Declined(f"the scales of its {kind} cache were not captured")
+    decline_if(len(scales) < 2, f"the scales of its {kind} cache were not captured")
     return CacheFormat(kind, dtype, (scales[0], scales[1]))
 
 
 def through_cache(
-    eight: CacheFormat,
-    q: Tensor,
-    written: tuple[Tensor, Tensor],
-    p: Tensor,
-    plain: Tensor,
-    scale: float,
+    eight: CacheFormat, q: Tensor, written: tuple[Tensor, Tensor], p: Tensor, plain: Tensor, scale: float,
     attend: Attend,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(output, noise, bound) of keys and values ``written`` [m, kv heads, d] that were read back from the cache; then
     ``plain``, the output without it, and what `by_format` gives. p: probabilities without it [heads, n, m]."""
     (k_read, k_doubt, k_half), (v_read, v_doubt, v_half) = (eight.read_back(x, i) for i, x in enumerate(written))

@@ -22,18 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    Call,
-    Declined,
-    Expected,
-    device_kernel,
-    reference,
-    sum_of_two,
-)
-from vllm_accprobe.opcheck.references.linear import added, biased, product, rounded
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
+from vllm_accprobe.opcheck.references.linear import biased, product
 from vllm_accprobe.opcheck.references.parts import equal, param_if, ranks_of, weight_here
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, added, rounded, sum_of_two
 
 Inside = Sequence[tuple[str, str, Any]]
 NOT_HANDED_ON = "a block whose parts do not tell what it hands on"
@@ -48,29 +40,30 @@ UNSEEN = (
 def inside(call: Call) -> Inside:
     """(path below the block, role, record) in the order of execution. Raises Declined where there is none."""
     found: Inside = call.extra.get("children", ())
-    if not found:
-        raise Declined("nothing inside it was captured")
+    decline_if(not found, "nothing inside it was captured")
     return found
 
 
 def all_seen(call: Call) -> None:
-    """Raises Declined where a part of this block ran that was not captured: what it added, or computed from the others'
-    results, nobody knows."""
+    """Raises Declined where a part of this block ran that was not captured: nobody knows what it added."""
     if unseen := call.extra.get("unseen"):
         more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         raise Declined(f"a block of which parts were not captured ({unseen[0]}{more})")
 
 
+def _given(call: Call, record: Any, role: str = "output.0") -> Expected | None:
+    """Output ``role`` as this record has it; None where that was not captured, or has another shape."""
+    read, out = call.extra.get("read"), call.outputs.get(role)
+    if read is None or out is None or tuple(record.shape) != tuple(out.shape):
+        return None
+    return Expected(read(record).double(), unit=0.0)
+
+
 def child_value(call: Call, role: str, child: str, child_role: str) -> Expected | None:
-    """The value of output ``role`` handed on from the last output of the child whose path ends so; None where it was
-    not captured."""
-    read = call.extra.get("read")
-    out = call.outputs.get(role)
+    """Output ``role`` handed on from the last output of the child whose path ends so; None where it was not kept."""
     for path, r, record in reversed(inside(call)):
         if r == child_role and (path == child or (child.startswith("*") and path.endswith(child[1:]))):
-            if read is None or out is None or tuple(record.shape) != tuple(out.shape):
-                return None
-            return Expected(read(record).double(), None, 0.0)
+            return _given(call, record, role)
     return None
 
 
@@ -81,10 +74,7 @@ def first(call: Call, *children: str) -> Expected | None:
 
 def child_output(call: Call, child: str, child_role: str = "output.0") -> Expected:
     """output.0 as this child gave it. Raises Declined."""
-    found = child_value(call, "output.0", child, child_role)
-    if found is None:
-        raise Declined(NOT_HANDED_ON)
-    return found
+    return required(child_value(call, "output.0", child, child_role), NOT_HANDED_ON)
 
 
 WHERE_SCALED = "where the routed scaling factor is applied was not recorded"
@@ -98,16 +88,14 @@ def routed_factor(call: Call) -> float:
     inner = math.prod(factors.values())
     if math.isclose(whole, inner) or ("routed_scaling_factor" not in {**call.attrs, **call.config} and factors):
         return 1.0
-    if not factors or not math.isclose(inner, 1.0):
-        raise Declined(WHERE_SCALED)
+    decline_if(not factors or not math.isclose(inner, 1.0), WHERE_SCALED)
     return float(whole)
 
 
 @reference("FusedMMInputNorm")
 def input_norm(call: Call) -> Expected:
     x, weight, bias = call.wide("pixel_values", "0"), call.param("weight"), call.param("bias")
-    if x.dim() != 2 or x.shape[1] % len(weight):
-        raise Declined("its pixels have an unknown form")
+    decline_if(x.dim() != 2 or x.shape[1] % len(weight), "its pixels have an unknown form")
     by_channel = x.reshape(len(x), len(weight), -1)
     y = by_channel * weight.reshape(1, -1, 1) + bias.reshape(1, -1, 1)
     noise = 2.0**-23 * ((by_channel * weight.reshape(1, -1, 1)).abs() + bias.abs().reshape(1, -1, 1))
@@ -122,8 +110,7 @@ def convolution(call: Call) -> Expected:
     kernel, grid = list(weight.shape[2:]), list(out.shape[2:])
     if x.dim() != dims + 2 or list(x.shape[2:]) != [g * k for g, k in zip(grid, kernel, strict=True)]:
         raise Declined("a convolution whose stride is not its kernel")
-    if weight.shape[1] != x.shape[1]:
-        raise Declined("a convolution in groups")
+    decline_if(weight.shape[1] != x.shape[1], "a convolution in groups")
     y = product(_patches(x, kernel), weight.flatten(1))
     y = biased(y, param_if(call, "bias"), call.unit)
     return y.map(lambda t: t.reshape(len(x), *grid, -1).movedim(-1, 1))
@@ -150,12 +137,9 @@ def _handed_on(call: Call, *places: tuple[str, str, str], last: bool = True) -> 
     for role, child, child_role in places:
         if last and role == "output.0" and ran_last != child and not ran_last.startswith(f"{child}."):
             continue
-        if role in call.outputs and role not in found:
-            value = child_value(call, role, child, child_role)
-            if value is not None:
-                found[role] = value
-    if not found:
-        raise Declined(NOT_HANDED_ON)
+        if role not in found and (value := child_value(call, role, child, child_role)) is not None:
+            found[role] = value
+    decline_if(not found, NOT_HANDED_ON)
     return found
 
 
@@ -184,12 +168,8 @@ def decoder_layer(call: Call) -> dict[str, Expected]:
         return residual_layer(call)
     if call.unit == unit("float16") and call.config.get("routed_scaling_factor") not in (None, 1, 1.0):
         raise Declined(WHERE_SCALED)  # some layers divide by it, so that float16 does not overflow
-    return _handed_on(
-        call,
-        ("output.0", inside(call)[-1][0].partition(".")[0], "output.0"),
-        ("output.1", "post_attention_layernorm", "output.1"),
-        ("output.1", "pre_feedforward_layernorm", "output.1"),
-    )
+    norms = (("output.1", f"{which}_layernorm", "output.1") for which in ("post_attention", "pre_feedforward"))
+    return _handed_on(call, ("output.0", inside(call)[-1][0].partition(".")[0], "output.0"), *norms)
 
 
 @reference("*Attention", "MultiHeadLatentAttentionWrapper")
@@ -259,7 +239,7 @@ def _sum(call: Call, routed: Any, shared: Any | None, factor: float) -> Expected
         routed = routed * factor
         scaled = routed.abs()
     if shared is None:
-        return Expected(routed, None, 0.0) if factor == 1.0 else Expected(routed)
+        return Expected(routed, unit=0.0) if factor == 1.0 else Expected(routed)
     y = routed + shared
     half = call.unit * 0.5 * y.abs()  # some kernels add in the experts' own sum
     scaled = call.unit * scaled
@@ -316,10 +296,8 @@ def _apart(call: Call) -> Expected:
 
 @reference("*Model")
 def model(call: Call) -> dict[str, Expected]:
-    names = ("norm", "final_layernorm")
-    return _handed_on(
-        call, *((role, n, "output.0") for n in names for role in ("output.0", "output.last_hidden_state"))
-    )  # fmt: skip
+    roles = ("output.0", "output.last_hidden_state")
+    return _handed_on(call, *((role, n, "output.0") for n in ("norm", "final_layernorm") for role in roles))
 
 
 @reference("*ForCausalLM", "*ForConditionalGeneration")
@@ -332,11 +310,10 @@ def causal_lm(call: Call) -> dict[str, Expected]:
 @reference("*VisionPatchEmbed", "*PatchEmbed")
 def patch_embed(call: Call) -> dict[str, Expected]:
     read, out = call.extra.get("read"), call.outputs.get("output.0")
-    for path, role, record in reversed(inside(call)):
-        if path == "proj" and role == "output.0" and read is not None and out is not None:
-            value = read(record).double()
-            if value.numel() == out.numel():
-                return {"output.0": Expected(value.reshape(out.shape), None, 0.0)}
+    if read is not None and out is not None:
+        for path, role, record in reversed(inside(call)):
+            if (path, role) == ("proj", "output.0") and math.prod(record.shape) == out.numel():
+                return {"output.0": Expected(read(record).double().reshape(out.shape), unit=0.0)}
     raise Declined(NOT_HANDED_ON)
 
 
@@ -352,47 +329,44 @@ def vision_transformer(call: Call) -> dict[str, Expected]:
     """The merger's rows, perhaps in another order (windows are undone behind it): each of them once."""
     merged = child_output(call, "merger")
     out = call.outputs["output.0"]
-    if out.dim() != 2:
-        raise Declined(NOT_HANDED_ON)
+    decline_if(out.dim() != 2, NOT_HANDED_ON)
     rows: dict[tuple[float, ...], list[int]] = {}
     for k, row in enumerate(merged.value.tolist()):
         rows.setdefault(tuple(row), []).append(k)
     order = [rows.get(tuple(row), [-1]).pop() if rows.get(tuple(row)) else -1 for row in out.double().tolist()]
     left = iter(sorted(set(range(len(order))) - set(order)))
-    return {"output.0": Expected(merged.value[[k if k >= 0 else next(left) for k in order]], None, 0.0)}
+    return {"output.0": Expected(merged.value[[k if k >= 0 else next(left) for k in order]], unit=0.0)}
 
 
 @reference("*PatchMerger", "Sequential")
 def last_part(call: Call) -> dict[str, Expected]:
     """The output of the part that ended last."""
-    read, out = call.extra.get("read"), call.outputs.get("output.0")
     _, role, record = inside(call)[-1]
     all_seen(call)
-    if read is None or out is None or role != "output.0" or tuple(record.shape) != tuple(out.shape):
-        raise Declined(NOT_HANDED_ON)
-    return {"output.0": Expected(read(record).double(), None, 0.0)}
+    return {"output.0": required(_given(call, record) if role == "output.0" else None, NOT_HANDED_ON)}
 
 
 @reference("MambaMixer2", "MambaMixer", "ShortConv", "*Mixer2", "*MambaMixer")
 def mixer(call: Call) -> dict[str, Expected]:
     """What ``out_proj`` gave."""
-    if inside(call)[-1][0] != "out_proj":
-        raise Declined(NOT_HANDED_ON)
-    read = call.extra.get("read")
-    found = {}
-    for role, out in call.outputs.items():
-        value = child_value(call, role, "out_proj", "output.0")
-        records = [r for path, r_role, r in inside(call) if path == "out_proj" and r_role == "output.0"]
-        if value is not None:
-            found[role] = value
-        elif role == "inplace.output" and read is not None and records[-1].shape[1:] == out.shape[1:]:
-            rows = torch.arange(len(out)) < len(read(records[-1]))
-            whole = torch.zeros(out.shape, dtype=torch.float64)
-            whole[rows] = read(records[-1]).double()
-            found[role] = Expected(whole, None, 0.0, rows=rows, reason="padding")
-    if not found:
-        raise Declined(NOT_HANDED_ON)
-    return {role: replace(expected, unseen=UNSEEN) for role, expected in found.items()}
+    read, found = call.extra.get("read"), {}
+    records = [record for path, role, record in inside(call) if (path, role) == ("out_proj", "output.0")]
+    for role, out in call.outputs.items() if inside(call)[-1][0] == "out_proj" and records else ():
+        kept = records[-1]
+        if (value := _given(call, kept, role)) is not None:
+            found[role] = replace(value, unseen=UNSEEN)
+        elif role == "inplace.output" and read is not None and kept.shape[1:] == out.shape[1:]:
+            found[role] = replace(_padded(out, read(kept).double()), unseen=UNSEEN)
+    decline_if(not found, NOT_HANDED_ON)
+    return found
+
+
+def _padded(out: Any, value: Any) -> Expected:
+    """These rows, and whatever lies behind them in the buffer ``out``."""
+    known = torch.arange(len(out)) < len(value)
+    whole = torch.zeros(out.shape, dtype=torch.float64)
+    whole[: len(value)] = value
+    return Expected(whole, unit=0.0, rows=known, reason="padding")
 
 
 _NOT_INSIDE = "what it runs inside was not captured"
@@ -407,8 +381,7 @@ _WRITES = ("cpu_attn_reshape_and_cache", "concat_and_cache_mla", "index_put_")
 
 def _buffer(call: Call) -> tuple[str, Any]:
     roles = [role for role in call.outputs if role.startswith("inplace.")]
-    if len(roles) != 1 or not len(call.outputs[roles[0]]):
-        raise Declined(_NOT_INSIDE)
+    decline_if(len(roles) != 1 or not len(call.outputs[roles[0]]), _NOT_INSIDE)
     return roles[0], call.outputs[roles[0]]
 
 
@@ -428,12 +401,8 @@ def _in_buffer(out: Any, rows: list[Any | None]) -> Expected:
     if not flat or any(f is None or f.dtype != out.dtype for f in flat):
         raise Declined(_NOT_INSIDE)
     value = torch.cat(flat).double()
-    if len(value) > len(out):
-        raise Declined(_NOT_INSIDE)
-    known = torch.arange(len(out)) < len(value)
-    whole = torch.zeros(out.shape, dtype=torch.float64)
-    whole[: len(value)] = value
-    return Expected(whole, None, 0.0, rows=known, reason="padding")
+    decline_if(len(value) > len(out), _NOT_INSIDE)
+    return _padded(out, value)
 
 
 @reference("torch.ops.vllm.short_conv")
@@ -475,8 +444,7 @@ def opaque_write(call: Call) -> dict[str, Expected]:
     if not any(f".{name}." in f".{op}." for name in _WRITES for op, _ in call.extra.get("inner", ())):
         raise Declined(_NOT_INSIDE)
     out = call.outputs["output.0"]
-    if out.numel():
-        raise Declined("its output has a content that no formula tells")
+    decline_if(out.numel(), "its output has a content that no formula tells")
     return {"output.0": equal(out)}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import BACKWARD, DIFFERENTIABLE, Call, Declined, Expected, reference
+from vllm_accprobe.opcheck.reference import BACKWARD, DIFFERENTIABLE, Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.reference_table import References
 from vllm_accprobe.opcheck.references import api, families
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
@@ -31,8 +31,7 @@ Outputs = Callable[[Call], Mapping[str, Any]]
 
 
 def called(call: Call) -> tuple[Call, Any]:
-    """(the call, its arguments as the function takes them; the function): of an operator, or of an API that msprobe
-    recorded. Raises Declined."""
+    """(the call as its function takes it; the function): an operator, or an API of msprobe's. Raises Declined."""
     if call.cls.rpartition(".")[0] in api.TORCH_HEADS:
         return api.ready(call), api.torch_function(call.cls)
     return call, of(call.cls)
@@ -47,8 +46,7 @@ def by_torch(call: Call) -> Mapping[str, Any]:
 def grad(pairs: Sequence[tuple[Any, Any]], leaves: Mapping[str, Any]) -> dict[str, Any]:
     """By leaf, the gradient of the sum of <output, gradient> over ``pairs``. Raises Declined."""
     pairs = [(y, up) for y, up in pairs if y.requires_grad]
-    if not pairs:
-        raise Declined("its output does not depend on a floating input")
+    decline_if(not pairs, "its output does not depend on a floating input")
     outputs = [y for y, _ in pairs]
     ups = [up.reshape(y.shape).to(y.dtype) for y, up in pairs]
     found = torch.autograd.grad(outputs, list(leaves.values()), ups, allow_unused=True)
@@ -76,8 +74,7 @@ def leaves_of(call: Call, dtype: Any, device: str, move: float) -> tuple[Call, d
     if "." in call.cls or call.args:
         args = tuple(leaf(f"input.{i}", a) for i, a in enumerate(call.args))
         kwargs = {k: leaf(f"input.{k}", v) for k, v in call.kwargs.items()}
-        if not tensors_by_role(args, kwargs):
-            raise Declined("it has no tensors")
+        decline_if(not tensors_by_role(args, kwargs), "it has no tensors")
         return replace(call, args=args, kwargs=kwargs), leaves
     rest = on(call, device)
     inputs = {k: leaf(f"input.{k}", v) for k, v in call.inputs.items()}
@@ -131,8 +128,7 @@ def exact_gradients(
             kept.made = made = outputs(wide)
         pairs = []
         for role, up in ups.items():
-            if role not in made:
-                raise Declined(f"no reference for {role} of {call.cls}")
+            decline_if(role not in made, f"no reference for {role} of {call.cls}")
             if made[role].numel() != up.numel():
                 raise Declined(f"a gradient {list(up.shape)} of an output {list(made[role].shape)}")
             sign = 2.0 * torch.randint(0, 2, up.shape, generator=generator, dtype=torch.int8) - 1.0
@@ -156,9 +152,8 @@ def noise_of(exact: Any, moved: Any, step: float) -> Any:
 def derived(
     g: Any, forward: Callable[[Call], Any], names: Iterable[str], up: str, wanted: Sequence[str]
 ) -> dict[str, Expected]:  # fmt: skip
-    """What a fused operator's backward gives as ``output.k``: the gradient of ``wanted[k]``. g: its arguments;
-    forward: the reference that it belongs to; names: of forward's arguments; up: the gradient of its first output.
-    Raises Declined."""
+    """What a fused operator's backward gives as ``output.k``: the gradient of ``wanted[k]``. g: its arguments; forward:
+    its reference; names: of forward's arguments; up: the gradient of its first output. Raises Declined."""
     call = Call(g.call.name, "npu.forward", kwargs={name: g[name] for name in names})
 
     def outputs(wide: Call) -> Mapping[str, Any]:
@@ -190,15 +185,13 @@ def _ours() -> References:
 def recorded(call: Call) -> dict[str, Expected]:
     """Gradients that a dump holds: ``output.k`` is that of argument k, or of the k-th tensor where there are as many as
     tensors. extra: ``up``, gradients of the forward call's outputs by role."""
-    ups = call.extra.get("up")
-    if not ups:
-        raise Declined("a gradient whose forward call was not captured")
+    ups: Any = call.extra.get("up")
+    decline_if(not ups, "a gradient whose forward call was not captured")
     rest = {k: v for k, v in call.extra.items() if k not in ("up", "saved")}
     forward = replace(call, cls=call.cls.removeprefix(BACKWARD), outputs=dict(ups), extra=rest)
     found = exact_gradients(forward, functools.partial(differentiated, _ours()), ups, call.extra.get("saved"))
     named = _roles(call, found)
-    if not named:
-        raise Declined("which arguments its gradients are of cannot be told")
+    decline_if(not named, "which arguments its gradients are of cannot be told")
     return {role: found[name] for role, name in named.items()}
 
 

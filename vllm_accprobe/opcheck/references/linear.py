@@ -1,4 +1,4 @@
-"""Weight matrices: products with them, with and without LoRA adapters, and rows looked up in them.
+"""Weight matrices: products with them, with and without LoRA adapters, and rows looked up in them; sums over ranks.
 
 Formula: y = x Wᵀ + b, whatever vLLM calls the module; with an adapter y = x Wᵀ + b + s (x Aᵀ) Bᵀ, A, B and s those of
 each row's request [Hu et al., arXiv 2106.09685, section 4.1]. Noise: float32 sums of K products, sqrt(K) roundings of
@@ -6,44 +6,24 @@ size 2**-24 of |x| |W| [Higham and Mary, SIAM J. Sci. Comput. 41 (2019) A2815, t
 |W|, so that this is the standard error at most]. Bound: gamma_K |x| |W| [Higham, ASNA, (3.5)]. A row-parallel module
 whose ranks' partial sums are added afterwards gets them from all ranks (``extra["ranks"]``). A rank of a sharded table
 gives zeros for tokens that are not its own, and the ranks' results are added.
-Elsewhere: quantised weights (quantised.py), adapters of experts and embeddings, which row has which adapter
-(calls/neighbours.py).
+Elsewhere: quantised weights (quantised.py), which row has which adapter (calls/neighbours.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    device_kernel,
-    gamma,
-    reference,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.activations import soft_cap
-from vllm_accprobe.opcheck.references.parts import (
-    Arguments,
-    once,
-    param_if,
-    ranks_of,
-    reshaped,
-    subnormal,
-    weight_here,
-)
+from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, weight_here
 from vllm_accprobe.opcheck.references.quantised import activation_noise, activation_step, cut_off, weight_of, widened
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, added, gamma, once, rounded, subnormal, summed
 
 _INPUT = ("input_", "x", "input", "hidden_states", "0")
 _BLOCK = 8
@@ -55,8 +35,7 @@ _TINY = 2.0**-126
 
 
 def product(x: Any, weight: Any, x_noise: Any | None = None, sizes: Any | None = None) -> Expected:
-    """x @ weight.T in float64 with the noise of a float32 sum, and of x where that was rounded. sizes: float32, of the
-    weight, where they are known."""
+    """x @ weight.T in float64 with the noise of a float32 sum and of x; sizes: float32, |weight|, where known."""
     sizes = weight.abs().float() if sizes is None else sizes
     size = in_blocks(x.abs().float(), sizes.T).double()  # how large an error may be need not be known exactly
     if not bool(torch.isfinite(size).all()):
@@ -148,18 +127,6 @@ def biased(y: Expected, bias: Any | None, unit: float | None = None) -> Expected
     return replace(y if unit is None else rounded(y, unit), value=y.value + bias)
 
 
-def rounded(y: Expected, unit: float) -> Expected:
-    """``y`` rounded once."""
-    size = once(y.value.abs(), unit)
-    return replace(y, noise=combined(y.noise, ROUNDED * size), bound=None if y.bound is None else y.bound + size)
-
-
-def added(a: Expected, b: Expected) -> Expected:
-    """The sum of two values with independent errors."""
-    bound = None if a.bound is None or b.bound is None else a.bound + b.bound
-    return Expected(a.value + b.value, combined(a.noise, b.noise), bound=bound)
-
-
 @reference(
     "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "ReplicatedLinear", "GateLinear",
     "MergedReplicatedLinear", "QKVCrossParallelLinear", "*ParallelLinear", "Linear", "*Linear", "ParallelLMHead",
@@ -177,23 +144,19 @@ def column(call: Call) -> dict[str, Expected]:
 
 @reference("RowParallelLinear", by_rows=True)
 def row(call: Call) -> dict[str, Expected]:
-    """This rank's partial sum, or with reduce_results the sum over the ranks, each of which may be rounded, and each
-    sum on the way."""
-    if call.extra.get("apart"):
-        raise Declined("whether it adds up over ranks was not recorded")
+    """This rank's partial sum, or with reduce_results the sum over the ranks (`summed`)."""
+    decline_if(call.extra.get("apart"), "whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1 or not call.attr("reduce_results", default=True):
         bias = _bias(call) if int(call.attr("tp_rank", default=0)) == 0 else None
         return {"output.0": _with_cause(call, biased(partial(call), bias, call.unit))}
     parts = (biased(partial(r), _bias(r) if r.attr("tp_rank", default=0) == 0 else None) for r in ranks_of(call, size))
-    each = (rounded(y, call.unit) for y in parts)
-    return {"output.0": reduce(lambda total, y: added(rounded(total, call.unit), y), each)}
+    return {"output.0": summed(parts, call.unit)}
 
 
 @reference("torch.ops._C.onednn_mm", "torch.ops._C.weight_packed_linear")
 def packed_product(call: Call) -> dict[str, Expected]:
-    """onednn_mm (out, input, bias, handle), weight_packed_linear (out, input, packed weight, bias, ...): the weight of
-    the module that called it."""
+    """onednn_mm (out, input, bias, handle), weight_packed_linear (out, input, packed, bias, ...): a module's weight."""
     f = Arguments(call, "out input bias" if "onednn" in call.cls else "out input packed bias")
     (x,), weight = f.wide("input"), weight_of(call).double()
     why = "the weight of the module that called it does not fit"
@@ -207,15 +170,13 @@ def packed_product(call: Call) -> dict[str, Expected]:
 
 @reference("LogitsProcessor")
 def logits(call: Call) -> Expected:
-    """lm_head's own output, scaled and capped: scale * z, or cap * tanh(scale * z / cap) [Gemma 2, arXiv
-    2408.00118]."""
+    """lm_head's own output: scale * z, or cap * tanh(scale * z / cap) [Gemma 2, arXiv 2408.00118]."""
     z = call.extra.get("lm_head")
     if z is None:
         raise Declined("the output of lm_head was not captured beside it")
     z = z.double()
     out = call.outputs["output.0"]
-    if z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0]:
-        raise Declined("the output of lm_head has another shape")
+    decline_if(z.shape[-1] < out.shape[-1] or z.shape[0] != out.shape[0], "the output of lm_head has another shape")
     z = z[..., : out.shape[-1]]
     cap = float(call.attrs.get("soft_cap") or call.config.get("final_logit_softcapping") or 0.0)
     scale = float(call.attr("scale", default=1.0))
@@ -250,8 +211,7 @@ class RowAdapters:
 @reference("*LinearWithLoRA", "*LinearWithShardedLoRA")
 def linear_with_adapters(call: Call) -> dict[str, Expected]:
     """All rows, those without an adapter too. x: [rows, inputs]."""
-    if int(call.attr("tp_size", default=1)) > 1:
-        raise Declined("an adapter that is cut over ranks")
+    decline_if(int(call.attr("tp_size", default=1)) > 1, "an adapter that is cut over ranks")
     rows: RowAdapters | None = call.extra.get("adapters")
     base = partial(call)
     bias = None if call.attr("skip_bias_add", default=False) else param_if(call, "bias")
@@ -273,8 +233,7 @@ def linear_with_adapters(call: Call) -> dict[str, Expected]:
             reasons.append(why)
             continue
         for part, found in rows.weights[name].items():
-            if len(found) < 3:
-                raise Declined(NOT_HERE)
+            decline_if(len(found) < 3, NOT_HERE)
             columns = _columns(call, part, len(found["lora_b"]), y.value.shape[-1])
             delta = _delta(x[here], found, call.unit)
             place = here.nonzero(), columns.unsqueeze(0)
@@ -344,21 +303,58 @@ def looked_up(ids: Any, table: Any, first: int = 0) -> Any:
 @reference("VocabParallelEmbedding", "Embedding", "*WordEmbedding", "*TextScaledWordEmbedding")
 def embedding(call: Call) -> Expected:
     ids = call.tensor(*_IDS)
-    if "Scaled" in call.cls:
-        raise Declined("attribute embed_scale was not recorded")
-    if call.extra.get("apart"):
-        raise Declined("whether it adds up over ranks was not recorded")
+    decline_if("Scaled" in call.cls, "attribute embed_scale was not recorded")
+    decline_if(call.extra.get("apart"), "whether it adds up over ranks was not recorded")
     size = int(call.attr("tp_size", default=1))
     if size == 1:
         table = call.stored("weight")
-        if int(ids.max()) >= table.shape[0] or int(ids.min()) < 0:
-            raise Declined("an id lies outside its table")
+        decline_if(int(ids.max()) >= table.shape[0] or int(ids.min()) < 0, "an id lies outside its table")
         return Expected(looked_up(ids, table), bound=torch.zeros((), dtype=torch.float64))
     total = torch.zeros((), dtype=torch.float64)
     for other in ranks_of(call, size):
         table = other.stored("weight")
         total = total + looked_up(ids, table, int(other.attr("tp_rank", default=0)) * table.shape[0])
     return Expected(total, bound=torch.zeros((), dtype=torch.float64))  # every rank but one adds zeros
+
+
+# --- over ranks: sum, concatenation, and the sum cut into equal parts [MPI 4.1, chapter 6] -------------------------
+
+
+def all_reduce(parts: Sequence[Any], step: float = 0.0) -> Expected:
+    """The sum; the partial sums of three ranks and more may be rounded, each to ``step`` of sum |x| at most."""
+    whole = torch.stack([p.double() for p in parts])
+    size, inner = step * whole.abs().sum(0), max(len(parts) - 2, 0)
+    return Expected(whole.sum(0), ROUNDED * inner**0.5 * size, bound=(inner + 2.0**-10) * size)
+
+
+def all_gather(parts: Sequence[Any], dim: int = -1) -> Expected:
+    return Expected(torch.cat([p.double() for p in parts], dim))
+
+
+def reduce_scatter(parts: Sequence[Any], rank: int, dim: int = -1, step: float = 0.0) -> Expected:
+    total = all_reduce(parts, step)
+    return total.map(lambda t: t.chunk(len(parts), dim)[rank])
+
+
+def _parts(call: Call) -> list[Any]:
+    """Every rank's input, in the order of the group; ``attrs["rank"]`` is this one's place. Raises Declined."""
+    decline_if(not call.extra.get("ranks"), "a collective whose other ranks were not captured")
+    return list(call.extra["ranks"])
+
+
+@reference("torch.ops.vllm.all_reduce", "vllm.all_reduce", "c10d_functional.all_reduce")
+def reduce_op(call: Call) -> Expected:
+    return all_reduce(_parts(call), call.unit)
+
+
+@reference("torch.ops.vllm.all_gather", "vllm.all_gather")
+def gather_op(call: Call) -> Expected:
+    return all_gather(_parts(call), int(call.attr("dim", default=-1)))
+
+
+@reference("torch.ops.vllm.reduce_scatter", "vllm.reduce_scatter")
+def scatter_op(call: Call) -> Expected:
+    return reduce_scatter(_parts(call), int(call.attr("rank")), int(call.attr("dim", default=-1)), call.unit)
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
@@ -382,6 +378,5 @@ def linear_kernel(call: Call) -> dict[str, Any]:
 
 @device_kernel("VocabParallelEmbedding", "Embedding", "*WordEmbedding")
 def embedding_kernel(call: Call) -> Any:
-    if int(call.attr("tp_size", default=1)) > 1:
-        raise Declined("adds up or gathers over ranks")
+    decline_if(int(call.attr("tp_size", default=1)) > 1, "adds up or gathers over ranks")
     return F.embedding(call.tensor(*_IDS).long(), weight_here(call))

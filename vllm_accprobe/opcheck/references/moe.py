@@ -19,19 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    Call,
-    Declined,
-    Expected,
-    device_kernel,
-    gamma,
-    reference,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
 from vllm_accprobe.opcheck.references.activations import gelu, silu
 from vllm_accprobe.opcheck.references.linear import product
-from vllm_accprobe.opcheck.references.parts import Arguments, once, subnormal, unit_of
+from vllm_accprobe.opcheck.references.parts import Arguments, unit_of
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, gamma, once, subnormal
 
 _SOFTMAX, _SIGMOID = "softmax", "sigmoid"
 _OF_TYPE = {
@@ -154,8 +146,7 @@ def routed_experts(call: Call) -> dict[str, Expected]:
     w13, w2 = (call.params.get(n) for n in ("w13_weight", "w2_weight"))
     if w13 is None or w2 is None:
         raise Declined("the experts' weights were packed by a kernel before they could be captured")
-    if "w13_bias" in call.params:
-        raise Declined("experts with biases have no reference")
+    decline_if("w13_bias" in call.params, "experts with biases have no reference")
     if call.parent.get("apply_router_weight_on_input"):
         raise Declined("experts whose inputs are weighed, and not their outputs, have no reference")
     if any(call.parent.get(f"swiglu_{name}") is not None for name in ("limit", "alpha", "beta")):
@@ -178,11 +169,9 @@ def routed_experts(call: Call) -> dict[str, Expected]:
 
 
 def _routing_inside(call: Call, x: Any, w13: Any, w2: Any) -> Expected:
-    """Experts whose kernel chooses them itself, from ``router_logits`` (vLLM up to 0.11 and plugins of its time): a row
-    with a tie has no reference."""
+    """Experts that a kernel chooses, from ``router_logits`` (vLLM up to 0.11): a row with a tie has no reference."""
     logits, top_k = call.wide("router_logits"), call.parent.get("top_k", call.config.get("num_experts_per_tok"))
-    if not top_k or logits.shape != (len(x), len(w13)):
-        raise Declined("how its experts are chosen was not recorded")
+    decline_if(not top_k or logits.shape != (len(x), len(w13)), "how its experts are chosen was not recorded")
     weights, clear = route(logits, int(top_k), tie=4 * unit_of(call.tensor("router_logits")), **choosing(call))
     found = expert_mlps(x, weights, w13, w2, activation_of(call), call.unit)
     # Their weights may be numbers of the model's dtype, and are then off by a rounding for a whole row.
@@ -246,13 +235,6 @@ def routing_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: value for name, value in named.items() if value is not None}
 
 
-def of_router(call: Call) -> dict[str, Any]:
-    """How a router of transformers chooses, whose weights hold the factor. Raises Declined where nobody says."""
-    found, bias = routing_settings(call.config), call.params.get("e_score_correction_bias")
-    corrected = bool(call.attrs.get("has_correction_bias", found.pop("corrected") or bias is not None))
-    return _complete(found, bias, corrected)
-
-
 def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> Expected:
     """What a router should return for the experts ``ids`` [tokens, k], in their order: one that should not be chosen
     has 0. step: one rounding of what it computes in; settings: of `route`."""
@@ -264,11 +246,9 @@ def routed(logits: Any, ids: Any, step: float, settings: Mapping[str, Any]) -> E
 
 def _routing(call: Call, experts: int) -> Expected:
     """What the router should return. Raises Declined where what it did was not recorded."""
-    logits, ids = call.extra.get("router_logits"), call.tensor("topk_ids")
-    if logits is None:
-        raise Declined("its router's logits were not captured")
-    if logits.shape != (len(ids), experts):
-        raise Declined("its router's logits are not those of its rows")
+    logits = required(call.extra.get("router_logits"), "its router's logits were not captured")
+    ids = call.tensor("topk_ids")
+    decline_if(logits.shape != (len(ids), experts), "its router's logits are not those of its rows")
     return routed(logits, ids, unit_of(logits), choosing(call))  # some routers work in the dtype of their logits
 
 
@@ -281,9 +261,8 @@ def fused_experts(call: Call) -> dict[str, Expected]:
         raise Declined("experts with biases have no reference here; their module's call is checked")
     if w13 is None or w2 is None or w13.shape[-1] != x.shape[-1]:
         raise Declined("the experts' weights were packed by a kernel before they could be captured")
-    act = {"silu": silu, "gelu": gelu}.get(str(f["act"]))
-    if act is None:
-        raise Declined(f"experts with the activation {f['act']} have no reference")
+    why = f"experts with the activation {f['act']} have no reference"
+    act = required({"silu": silu, "gelu": gelu}.get(str(f["act"])), why)
     weights = dense(f.wide("topk_weights")[0], f["topk_ids"], len(w13))
     return {"inplace.input.0": expert_mlps(x, weights, w13, w2, act, call.unit)}
 
@@ -299,7 +278,9 @@ def router(call: Call) -> dict[str, Expected]:
     if weights is None or ids is None or weights.shape != ids.shape:
         return found
     try:
-        settings = of_router(call)
+        settings, bias = routing_settings(call.config), call.params.get("e_score_correction_bias")
+        corrected = call.attrs.get("has_correction_bias", settings.pop("corrected") or bias is not None)
+        settings = _complete(settings, bias, bool(corrected))
     except Declined as why:  # its logits are checked, what follows from them is not
         none = torch.zeros(len(weights), dtype=torch.bool)
         return found | {f"output.{k}": Expected(t, rows=none, reason=why.reason) for k, t in ((1, weights), (2, ids))}
@@ -315,8 +296,7 @@ def router(call: Call) -> dict[str, Expected]:
 @reference("*Experts")
 def experts(call: Call) -> Expected:
     """transformers' experts, which have both halves of a gated MLP in one tensor."""
-    if "gate_up_proj" not in call.params or "down_proj" not in call.params:
-        raise Declined(f"no reference for {call.cls}")
+    decline_if("gate_up_proj" not in call.params or "down_proj" not in call.params, f"no reference for {call.cls}")
     x, w13, w2 = call.wide("hidden_states", "0"), call.params["gate_up_proj"], call.params["down_proj"]
     if w13.dim() != 3 or w13.shape[2] != x.shape[-1] or w13.shape[1] != 2 * w2.shape[2]:
         raise Declined("the experts' weights have an unknown form")

@@ -1,15 +1,13 @@
-"""Norms: RMSNorm, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first, and RMSNorm's
-gradient.
+"""Norms: RMSNorm and its gradient, Gemma's, LayerNorm, GroupNorm, with and without a residual that is added first.
 
 Formulas: RMSNorm y = x / sqrt(mean(x*x) + eps) * w [Zhang and Sennrich, arXiv 1910.07467]; Gemma's weighs with 1 + w
 [Gemma report, arXiv 2403.08295, and its published code]; LayerNorm [Ba et al., arXiv 1607.06450]; GroupNorm [Wu and He,
 arXiv 1803.08494]; gated: norm(x * silu(z)), or norm(x) * silu(z) with the norm first [Dao and Gu, arXiv 2405.21060,
-section 7]. A fused add gives the norm of x + residual, and the sum as second output; kernels take the norm before or
-after that sum is rounded. Bound: those roundings, a reciprocal root off by APPROXIMATE, and half of gamma_n for the
-mean of n squares. What is rounded before the norm counts twice: an element is off by u, and the root of the mean of
-squares by another u where the roundings of its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. A
-mean and a variance are those of two passes, or Welford's: E x**2 - (E x)**2 has no such bound.
-Elsewhere: the arguments of ATB's and torch_npu's norms (atb/norms.py, fused/npu_operators.py).
+section 7]. A fused add gives the norm of x + residual, before or after that sum is rounded, and the sum. Bound: those
+roundings, a reciprocal root off by APPROXIMATE, and half of gamma_n for the mean of n squares. What is rounded before
+the norm counts twice: an element is off by u, and the root of the mean of squares by another u where the roundings of
+its row go the other way [Cauchy and Schwarz: |sum t dt| <= u sum t t]. A mean and a variance are those of two passes,
+or Welford's: E x**2 - (E x)**2 has no such bound.
 """
 
 from __future__ import annotations
@@ -22,28 +20,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, device_kernel, reference
+from vllm_accprobe.opcheck.references.parts import Arguments, param_if, ranks_of, reshaped, vendor, weight_here
+from vllm_accprobe.opcheck.roundings import (
     APPROXIMATE,
     ROUNDED,
     SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    device_kernel,
     gamma,
-    reference,
-    sum_of_two,
-)
-from vllm_accprobe.opcheck.references.parts import (
-    Arguments,
     once,
-    param_if,
-    ranks_of,
-    reshaped,
     subnormal,
-    vendor,
-    weight_here,
+    sum_of_two,
+    within_float32,
 )
 
 EPSILONS = ("variance_epsilon", "eps")
@@ -60,14 +47,14 @@ _SHARED = 0.5
 
 def rms_norm(x: Any, weight: Any | None, eps: float) -> Any:
     """x / sqrt(mean(x*x) + eps) * weight over the last dimension; all float64."""
-    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    y = x * _root(x, eps)
     return y if weight is None else y * weight
 
 
 def layer_norm(x: Any, weight: Any | None, bias: Any | None, eps: float) -> Any:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, variance of the population."""
     centred = x - x.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    y = centred * _root(centred, eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -157,23 +144,9 @@ def fused(
     """RMSNorm of x + residual, and the sum, None where there is no residual; all float64. transformers and vLLM's
     native path round x / rms to the model's dtype before they weigh it."""
     if residual is None:
-        return normed(rms_norm(x, weight, eps), unit, x.shape[-1], weight=weight, note=note), None
+        return rms_normed(x, weight, eps, unit, note=note), None
     total = x + residual
-    y = normed(rms_norm(total, weight, eps), unit, x.shape[-1], before=1, weight=weight, note=note)
-    return y, sum_of_two(total, unit)
-
-
-def within_float32(y: Expected, *squared: Any) -> Expected:
-    """``y`` without a reference for rows whose squares overflow a kernel's float32 sum: 1 / sqrt(inf) makes them 0, and
-    what is wrong is what gave them such numbers. squared: what is squared, [rows, ..., n]."""
-    sums = [(x * x).sum(-1).reshape(len(x), -1).amax(1) for x in squared if x.dim() > 1]
-    if not sums or all(bool((s < _LARGEST).all()) for s in sums):
-        return y
-    rows = torch.stack([~(s >= _LARGEST) for s in sums]).all(0)
-    return replace(y, rows=rows if y.rows is None else y.rows & rows, reason=y.reason or "its squares overflow float32")
-
-
-_LARGEST = float(torch.finfo(torch.float32).max)
+    return rms_normed(total, weight, eps, unit, before=1, note=note), sum_of_two(total, unit)
 
 
 def offset_of(cls: str) -> float:
@@ -182,21 +155,57 @@ def offset_of(cls: str) -> float:
     return 1.0 if gemma or cls == "Qwen3NextRMSNorm" else 0.0
 
 
-def normed(
-    y: Any, unit: float, width: int, *, before: int = 0, behind: int = 1, weight: Any | None = None, note: str = ""
+def rms_normed(
+    x: Any, weight: Any | None, eps: float, unit: float, *, before: int = 0, behind: int = 1, note: str = ""
 ) -> Expected:  # fmt: skip
-    """A norm's result, with roundings ``before`` the norm (a sum) and ``behind`` it (x / rms, before it is weighed)."""
+    """RMSNorm with roundings ``before`` the norm (x is a sum) and ``behind`` it (x / rms, before it is weighed)."""
+    y = rms_norm(x, weight, eps)
     size = y.abs()
-    bound = ((behind + 2 * before) * unit + APPROXIMATE + 0.5 * gamma(width + 4)) * size
+    bound = ((behind + 2 * before) * unit + APPROXIMATE + 0.5 * gamma(x.shape[-1] + 4)) * size
     least = subnormal(unit, 1.0 if weight is None else weight.abs())
     noise = (ROUNDED * (before + behind) ** 0.5 * unit) * size + ROUNDED * least
-    return Expected(y, noise, common=_SHARED * unit, note=note, bound=bound + least)
+    return within_float32(Expected(y, noise, common=_SHARED * unit, note=note, bound=bound + least), x)
+
+
+def rms_and_root(x: Any, weight: Any, eps: float, unit: float, before: int = 0) -> tuple[Expected, Expected]:
+    """RMSNorm over the dimensions that the weight has; and 1 / sqrt(mean(x*x) + eps), [..., 1, ...], a float32 number.
+    before: roundings of x, which are independent of n terms, or of the few largest. Raises Declined."""
+    flat = flat_last(x, weight)
+    y, root = rms_normed(flat, weight.flatten(), eps, unit, before=before), _root(flat, eps)
+    squares = flat.detach().square()
+    size, width = root.detach().abs(), flat.shape[-1]
+    share = squares.square().sum(-1, keepdim=True).sqrt() / squares.sum(-1, keepdim=True).clamp(min=1e-300)
+    early = before * unit  # of all the same way, where they are toward zero
+    noise = combined(_ROOT * size, SUM * width**0.5 * size, early * ROUNDED * share * size)
+    r = Expected(root, noise, common=early, bound=(early + APPROXIMATE + gamma(width + 4)) * size)
+    return reshaped(y, x.shape), reshaped(within_float32(r, flat), kept_shape(x, weight))
+
+
+_ROOT = 2.0**-20
+"""Chosen: relative error of a reciprocal root in float32: some units, for the sum below it and the root itself."""
+
+
+def flat_last(x: Any, weight: Any) -> Any:
+    """x with the weight's dimensions, its last, as one. Raises Declined."""
+    dims = weight.dim()
+    if not dims or tuple(x.shape[x.dim() - dims :]) != tuple(weight.shape):
+        raise Declined(f"a weight {list(weight.shape)} does not fit an input {list(x.shape)}")
+    return x.flatten(-dims) if dims > 1 else x
+
+
+def kept_shape(x: Any, weight: Any) -> tuple[int, ...]:
+    """The shape of a number for each row of x."""
+    return (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
+
+
+def _root(x: Any, eps: float) -> Any:
+    return torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
 def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> Expected:
     """The norm over the last dimension of p = x * silu(gate). The gate and p may be rounded, each handed on again by
     the root mean square, and p / rms; silu is off by APPROXIMATE in p and in its mean, and the root itself."""
-    root = torch.rsqrt((p * p).mean(-1, keepdim=True) + eps)
+    root = _root(p, eps)
     by = root if weight is None else root * weight.abs()
     y = p * root if weight is None else p * root * weight
     size = y.abs()
@@ -207,7 +216,7 @@ def gate_first(p: Any, x: Any, weight: Any | None, eps: float, unit: float) -> E
         own = least * by + subnormal(unit, by / root) + least.square().mean(-1, keepdim=True).sqrt() * root * size
     noise = ROUNDED * (2.0**0.5 * unit * size + own)
     most = (5.0 * unit + 3.0 * APPROXIMATE + 0.5 * gamma(p.shape[-1] + 4)) * size + own
-    return Expected(y, noise, common=_SHARED * unit, bound=most)
+    return within_float32(Expected(y, noise, common=_SHARED * unit, bound=most), p)
 
 
 @reference("RMSNorm", "*RMSNorm", "*RMSNormFused", "GemmaRMSNorm", "Gemma*RMSNorm", "Qwen3NextRMSNorm", by_rows=True)
@@ -218,7 +227,6 @@ def rms(call: Call) -> dict[str, Expected]:
     weight = None if weight is None else weight + offset_of(call.cls)
     residual = None if residual is None else residual.double()
     y, total = fused(x, residual, weight, eps, call.unit, note)
-    y = within_float32(y, x if residual is None else x + residual)
     return {"output.0": _with_source(call, y)} | ({} if total is None else {"output.1": total})
 
 
@@ -234,7 +242,8 @@ def rms_over_ranks(call: Call) -> dict[str, Expected]:
     noise, bound = (None if e is None else e * factor for e in (y.noise, y.bound))
     value = y.value * factor
     least = None if bound is None else bound + gamma(size + 2) * value.abs()
-    return {"output.0": replace(y, value=value, noise=noise, bound=least, exact=None)}
+    whole = replace(y, value=value, noise=noise, bound=least, exact=None)
+    return {"output.0": within_float32(whole, *(one.wide("x") for one in ranks_of(call, size)))}
 
 
 @reference("torch.ops._C.rms_norm", "torch.ops._C.fused_add_rms_norm")
@@ -253,12 +262,12 @@ def gated_rms(call: Call) -> Expected:
     eps, weight = float(call.attr(*EPSILONS)), param_if(call, "weight")
     z = call.inputs.get("z", call.inputs.get("gate"))
     if z is None:
-        return Expected(rms_norm(x, weight, eps))
+        return within_float32(Expected(rms_norm(x, weight, eps)), x)
     if "norm_before_gate" not in call.attrs and call.cls == "RMSNormGated":
         raise Declined("attribute norm_before_gate was not recorded")
     gate = torch.nn.functional.silu(z.double())
     if not call.attr("norm_before_gate", default=True):
-        return within_float32(gate_first(x * gate, x, weight, eps, call.unit), x * gate)
+        return gate_first(x * gate, x, weight, eps, call.unit)
     normal = rms_norm(x, weight, eps)
     y = normal * gate
     # the gate, x / rms and the normed may be rounded
@@ -268,40 +277,21 @@ def gated_rms(call: Call) -> Expected:
     return within_float32(Expected(y, noise, common=_SHARED * call.unit, bound=bound), x)
 
 
-def reciprocal_root(x: Any, eps: float, unit: float = 0.0, before: int = 0) -> Expected:
-    """1 / sqrt(mean(x*x) + eps) [..., 1], a float32 number. before: roundings of x, which are independent of n terms,
-    or of the few largest."""
-    root = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-    size, width, squares = root.detach().abs(), x.shape[-1], x.detach().square()
-    share = squares.square().sum(-1, keepdim=True).sqrt() / squares.sum(-1, keepdim=True).clamp(min=1e-300)
-    early = before * unit  # of all the same way, where they are toward zero
-    noise = combined(_ROOT * size, SUM * width**0.5 * size, early * ROUNDED * share * size)
-    return Expected(root, noise, common=early, bound=(early + APPROXIMATE + gamma(width + 4)) * size)
-
-
-_ROOT = 2.0**-20
-"""Chosen: relative error of a reciprocal root in float32: some units, for the sum below it and the root itself."""
-
-
-def rms_gradient(up: Any, x: Any, weight: Any, root: Any, unit: float) -> tuple[Expected, Expected]:
-    """(dx, dweight) of y = x root weight: dx = root (g - x root mean(g x root)) with g = up weight, dweight = sum up x
-    root, a float32 sum over all rows. up, x: [..., n]; weight: [n]; root: [..., 1]."""
-    g, normal, width = up * weight, x * root, x.shape[-1]
+def rms_gradient(up: Any, x: Any, weight: Any, rstd: Any, unit: float) -> tuple[Expected, Expected]:
+    """(dx, dweight) of y = x root weight over the weight's dimensions: dx = root (g - x root mean(g x root)) with g =
+    up weight, dweight = sum up x root, a float32 sum over all rows. rstd: each row's root. Raises Declined."""
+    flat, flat_up = flat_last(x, weight), flat_last(up, weight)
+    root = rstd.reshape(*flat.shape[:-1], 1)
+    g, normal, width = flat_up * weight.flatten(), flat * root, flat.shape[-1]
     dx = (g - normal * (g * normal).mean(-1, keepdim=True)) * root
     size = (g.abs() + normal.abs() * (g * normal).abs().mean(-1, keepdim=True)) * root.abs()
-    terms = (up * normal).flatten(0, -2)
+    terms = (flat_up * normal).flatten(0, -2)
     count, sizes = len(terms), terms.abs().sum(0)
     spread = combined(ROUNDED * unit * terms.square().sum(0).sqrt(), SUM * count**0.5 * sizes)
     own, least = subnormal(unit, root.abs()), count * subnormal(unit)  # of differences, and of terms of the sum
-    return (
-        Expected(dx, ROUNDED * (unit * size + own), bound=(3.0 * unit + gamma(width + 8)) * size + own),
-        Expected(terms.sum(0), spread + ROUNDED * least, bound=(2.0 * unit + gamma(count + 8)) * sizes + least),
-    )
-
-
-def mean_over_deviation(flat: Any, eps: float) -> Any:
-    """mean |x| / sqrt(variance + eps) [..., 1]: the factor of a float32 mean's error in a LayerNorm."""
-    return flat.abs().mean(-1, keepdim=True) / (flat.var(-1, correction=0, keepdim=True) + eps).sqrt()
+    dw = Expected(terms.sum(0), spread + ROUNDED * least, bound=(2.0 * unit + gamma(count + 8)) * sizes + least)
+    down = Expected(dx, ROUNDED * (unit * size + own), bound=(3.0 * unit + gamma(width + 8)) * size + own)
+    return reshaped(down, x.shape), reshaped(dw, weight.shape)
 
 
 def layer_normed(
@@ -314,7 +304,8 @@ def layer_normed(
     flat, shape = x.flatten(-dims) if dims > 1 else x, x.shape[x.dim() - dims :]
     weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
     y, width = layer_norm(flat, None, None, eps).reshape(x.shape), flat.shape[-1]
-    size = mean_over_deviation(flat.detach(), eps).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
+    mean, variance = flat.detach().abs().mean(-1, keepdim=True), flat.detach().var(-1, correction=0, keepdim=True)
+    size = (mean / (variance + eps).sqrt()).reshape(*x.shape[: x.dim() - dims], *[1] * dims)
     by = 1.0 if weight is None else weight.abs()
     scaled = y if weight is None else y * weight
     value = scaled if bias is None else scaled + bias
@@ -324,21 +315,18 @@ def layer_normed(
     if before:
         more = before * unit * torch.maximum(scaled.abs(), value.abs())
         noise, bound = noise + ROUNDED * more, bound + 2.0 * more
-    return Expected(value, noise, bound=bound)
+    return within_float32(Expected(value, noise, bound=bound), flat)
 
 
 def group_normed(x: Any, groups: int, weight: Any | None, bias: Any | None, eps: float, unit: float) -> Expected:
     """x [n, channels, ...], weight and bias [channels]; float64. Raises Declined."""
-    if x.dim() < 2 or groups < 1 or x.shape[1] % groups:
-        raise Declined("its channels are no multiple of its groups")
+    decline_if(x.dim() < 2 or groups < 1 or x.shape[1] % groups, "its channels are no multiple of its groups")
     grouped = x.reshape(x.shape[0], groups, -1)
     y = layer_normed(grouped, None, None, eps, unit).map(lambda t: t.expand(grouped.shape).reshape(x.shape))
     shape = (1, -1, *[1] * (x.dim() - 2))
     value = y.value if weight is None else y.value * weight.reshape(shape)
     by = 1.0 if weight is None else weight.abs().reshape(shape)
-    assert y.noise is not None
-    assert y.bound is not None
-    return Expected(value if bias is None else value + bias.reshape(shape), y.noise * by, bound=y.bound * by)
+    return replace(y.map(lambda t: t * by), value=value if bias is None else value + bias.reshape(shape))
 
 
 @reference("LayerNorm", "*LayerNorm", by_rows=True)
@@ -361,8 +349,8 @@ _GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups", "ssm_n_groups")
 
 @reference("Mixer2RMSNormGated")
 def mamba_norm(call: Call) -> Expected:
-    """RMSNorm(x silu(gate)) by groups [the published Mamba 2 code]; x, gate [tokens, channels of this rank]; without a
-    weight it only gates."""
+    """RMSNorm(x silu(gate)) by groups [Mamba 2's published code], [tokens, channels of this rank]; no weight: x
+    silu(gate)."""
     x, gate = call.wide("x", "0"), call.wide("gate", "1")
     y = x * F.silu(gate)
     weight = param_if(call, "weight")
@@ -371,14 +359,11 @@ def mamba_norm(call: Call) -> Expected:
         return Expected(y, ROUNDED * early, bound=early + APPROXIMATE * y.abs())
     groups = next((int(call.config[n]) for n in _GROUPS if n in call.config), 0)
     ranks = int(call.attr("tp_size", default=1))
-    if not groups:
-        raise Declined("the number of its groups was not recorded")
-    if groups % ranks:
-        raise Declined("its groups are cut over ranks")
+    decline_if(not groups, "the number of its groups was not recorded")
+    decline_if(groups % ranks, "its groups are cut over ranks")
     shape = (len(y), groups // ranks, -1)
     eps, by = float(call.attr("variance_epsilon")), weight.reshape(shape[1:])
-    found = gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit)
-    return reshaped(within_float32(found, y.reshape(shape)), y.shape)
+    return reshaped(gate_first(y.reshape(shape), x.reshape(shape), by, eps, call.unit), y.shape)
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

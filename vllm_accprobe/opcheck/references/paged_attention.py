@@ -12,7 +12,7 @@ Elsewhere: layouts, and the numbers of 8-bit caches (caches.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, reference
-from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, reference
+from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import (
     CPU,
     HEADS_TURNED,
@@ -48,22 +48,6 @@ def past(rows: Tensor, table: Tensor, length: int) -> Tensor:
     return rows[blocks].flatten(0, 1)[:length]
 
 
-def attended(
-    q: Tensor, keys: Tensor, values: Tensor, bounds: Bounds, lengths: Tensor, table: Tensor, causal: bool, unit: float,
-    *, scale: Any, **settings: Any,
-) -> RowResults:  # fmt: skip
-    """q [tokens, heads, width], keys and values [blocks, slots, heads, ...], float64."""
-    found = RowResults(len(q), q.shape[1], values.shape[-1])
-    for n, (begin, end) in enumerate(bounds):
-        total = int(lengths.reshape(-1)[n])
-        if end <= begin or total < end - begin:
-            continue
-        k, v = (past(rows, table[n], total) for rows in (keys, values))
-        at = torch.arange(total - (end - begin), total) if causal else None
-        found.put(slice(begin, end), attend(q[begin:end], k, v, float(scale), at, step=unit, **settings))
-    return found
-
-
 @dataclass(frozen=True)
 class PagedBatch:
     """A batch of requests whose keys lie in blocks, whatever its operator calls it.
@@ -85,14 +69,12 @@ class PagedBatch:
     scales: tuple[Any, Any] = (None, None)
 
     def expected(self, call: Call) -> dict[str, Expected]:
-        mine = call.outputs.get(self.roles[0], self.like)
+        mine, q = call.outputs.get(self.roles[0], self.like), self.q.double()
         found = []
         for cache in self.caches:
             keys, values = (numbers(c, self.kind, s) for c, s in zip(cache, self.scales, strict=True))
-            found.append(
-                attended(self.q.double(), keys, values, self.bounds, self.lengths, self.table, self.causal, call.unit,
-                         **self.settings)
-            )  # fmt: skip
+            settings = {**self.settings, "scale": float(self.settings["scale"]), "step": call.unit}
+            found.append(attended(q, self._requests(keys, values), values.shape[-1], **settings))
 
         def distance(rows: RowResults) -> float:
             value = rows.parts[0]
@@ -101,6 +83,14 @@ class PagedBatch:
 
         nearest = min(found, key=distance) if len(found) > 1 else found[0]
         return dict.fromkeys(self.roles, nearest.expected(self.like, groups=self.q.shape[1]))
+
+    def _requests(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Any, ...]]:
+        for n, (begin, end) in enumerate(self.bounds):
+            total = int(self.lengths.reshape(-1)[n])
+            if begin < end <= begin + total:
+                at = torch.arange(total - (end - begin), total) if self.causal else None
+                past_ = (past(rows, self.table[n], total) for rows in (keys, values))
+                yield slice(begin, end), *past_, {"query_positions": at}
 
 
 def _one_row_each(q: Tensor) -> Bounds:
@@ -116,8 +106,7 @@ _CPU = (
 def _cpu_batch(call: Call) -> PagedBatch:
     """query [tokens, heads, width], caches [blocks, kv heads, slots, width]."""
     f = Arguments(call, _CPU)
-    if f["dynamic_causal"] is not None:
-        raise Declined("a mask that differs from request to request has no reference here")
+    decline_if(f["dynamic_causal"] is not None, "a mask that differs from request to request has no reference here")
     q, keys, values, kind = f["query"], f["key_cache"], f["value_cache"], str(f["kv_cache_dtype"] or "auto")
     _, kv, size, width = keys.shape
     if keys.dtype.itemsize == 1 and kind.startswith("fp8") and keys.dtype == torch.uint8 and size % 32:
@@ -133,8 +122,7 @@ def _cpu_batch(call: Call) -> PagedBatch:
         except (Declined, RuntimeError):
             continue  # a size that this layout cannot have
         caches.append(both)
-    if not caches:
-        raise Declined("its blocks are in no known layout")
+    decline_if(not caches, "its blocks are in no known layout")
     return PagedBatch(
         q, caches, runs(f["query_start_loc"], len(q)), f["seq_lens"], f["block_table"], bool(f["causal"]), settings,
         (f.role("output"),), f["output"], kind, (f["k_scale"], f["v_scale"]),
@@ -173,8 +161,7 @@ def _flash_batch(call: Call) -> PagedBatch:
     if f["block_table"] is None or f["seqused_k"] is None or f["leftpad_k"] is not None:
         raise Declined("flash attention without a block table has no reference here")
     left, right = (int(f[n] if f[n] is not None else -1) for n in ("window_left", "window_right"))
-    if float(f["dropout"] or 0.0) or right > 0:
-        raise Declined("dropout, or a window to the right, has no reference here")
+    decline_if(float(f["dropout"] or 0.0) or right > 0, "dropout, or a window to the right, has no reference here")
     settings = {"scale": f["softmax_scale"], "window": left + 1 if left >= 0 else None,
                 "cap": float(f["softcap"] or 0.0) or None, "slopes": f.wide_or_none("alibi_slopes")}  # fmt: skip
     roles = tuple(role for role in ("output.0", f.role("out")) if role in call.outputs)
@@ -199,8 +186,7 @@ def _npu_batch(call: Call) -> PagedBatch:
 
 
 def _latent_batch(call: Call) -> PagedBatch:
-    """query [requests, heads, latent + rope], kv_cache [blocks, slots, latent + rope]: the first part of a row is its
-    value as well."""
+    """query [requests, heads, latent + rope], kv_cache [blocks, slots, latent + rope]: its first part is the value."""
     f = Arguments(call, "out query kv_cache scale block_tables seq_lens")
     q, cache, out = f["query"], f["kv_cache"], f["out"]
     rows = cache.reshape(len(cache), -1, 1, cache.shape[-1])
@@ -241,8 +227,7 @@ def _fused_batch(call: Call) -> PagedBatch:
             table[n, : b - a] = torch.arange(a, b)
     else:
         rows = [t.reshape(len(t), t.shape[1], kv, -1) for t in (keys, values)]
-    if len(lengths) != len(bounds) or bounds[-1][1] > len(q):
-        raise Declined("its requests are not as many everywhere")
+    decline_if(len(lengths) != len(bounds) or bounds[-1][1] > len(q), "its requests are not as many everywhere")
     return PagedBatch(
         q, [(rows[0], rows[1])], bounds, torch.tensor(lengths), table, mode == _CAUSAL,
         {"scale": 1.0 if f.get("scale") is None else float(f["scale"])}, ("output.0",),
@@ -281,8 +266,7 @@ def _written(
     flat = blocks.reshape(-1, *blocks.shape[2:])
     slots = slots.reshape(-1)[: len(rows)].long()
     at = slots >= 0
-    if len(slots) and int(slots.max()) >= len(flat):
-        raise Declined("a slot lies outside of the blocks that were captured")
+    decline_if(len(slots) and int(slots.max()) >= len(flat), "a slot lies outside of the blocks that were captured")
     dtype = code_dtype(cache, kind)
     if dtype is None:
         flat[slots[at]] = rows[: len(slots)][at].to(cache.dtype)
@@ -309,16 +293,10 @@ def _both(call: Call, f: Arguments, layouts: Sequence[BlockLayout], size: int) -
 _WRITES = "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale"
 
 
-@reference("torch.ops._C_cache_ops.reshape_and_cache_flash", "torch.ops.*.reshape_and_cache_flash")
-def flash(call: Call) -> dict[str, Expected]:
-    """key [tokens, heads, width], key_cache [blocks, slots, heads, width]."""
-    f = Arguments(call, _WRITES)
-    return _both(call, f, (TOKENS, TOKENS), f["key_cache"].shape[1])
-
-
-@reference("torch.ops._C_cache_ops.reshape_and_cache", "torch.ops.*.reshape_and_cache")
-def first_layout(call: Call) -> dict[str, Expected]:
-    """The same with key_cache [blocks, heads, width / x, slots, x] and value_cache [blocks, heads, width, slots]."""
+@reference(*(f"torch.ops.{home}.reshape_and_cache{more}" for home in ("_C_cache_ops", "*") for more in ("", "_flash")))
+def written(call: Call) -> dict[str, Expected]:
+    """key [tokens, heads, width], key_cache [blocks, slots, heads, width]; or, of the first layout, key_cache [blocks,
+    heads, width / x, slots, x] and value_cache [blocks, heads, width, slots]."""
     f = Arguments(call, _WRITES)
     keys = f["key_cache"]
     if keys.dim() != 5:
@@ -354,8 +332,7 @@ def write_latent(call: Call) -> dict[str, Expected]:
     f = Arguments(call, "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale")
     cache, kind = f["kv_cache"], str(f["kv_cache_dtype"] or "auto")
     parts = [t.reshape(len(t), -1) for t in (f["kv_c"], f["k_pe"])]
-    if sum(t.shape[-1] for t in parts) != cache.shape[-1]:
-        raise Declined(f"a cache of kind {kind} has no reference")
+    decline_if(sum(t.shape[-1] for t in parts) != cache.shape[-1], f"a cache of kind {kind} has no reference")
     role, rows = f.role("kv_cache"), torch.cat(parts, -1).unsqueeze(1)
     return {role: _written(call, role, cache, rows, f["slot_mapping"], TOKENS, cache.shape[1], kind, f["scale"])}
 
@@ -393,8 +370,7 @@ _DEQUANT = "src_cache dst block_table cu_seq_lens token_to_seq num_tokens kv_cac
 
 @reference("torch.ops._C_cache_ops.cp_gather_cache", "torch.ops._C_cache_ops.gather_and_maybe_dequant_cache")
 def gathered(call: Call) -> dict[str, Expected]:
-    """(cache [blocks, slots, width], dst [tokens, width], block_table, cu_seq_lens, ...): the rows of each request, one
-    after the other, from ``seq_starts`` on."""
+    """(cache [blocks, slots, width], dst [tokens, width], block_table, ...): each request's rows from seq_starts on."""
     f = Arguments(call, _GATHER if "cp_gather" in call.cls else _DEQUANT)
     cache, out, table, kind = f["src_cache"], f["dst"], f["block_table"], str(f.get("kv_cache_dtype") or "auto")
     dtype, size = code_dtype(cache, kind), cache.shape[1]

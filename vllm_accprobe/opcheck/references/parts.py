@@ -17,14 +17,12 @@ from typing import Any
 import torch
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.kernels.float_formats import LOW, half_step, smallest
 from vllm_accprobe.opcheck.calls.case import mapped
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if
 
 
 class Arguments(dict[str, Any]):
-    """An operator's arguments, or a module's inputs, by the names of its signature in order; missing ones are None.
-    names: separated by spaces."""
+    """An operator's arguments, or a module's inputs, by ``names``, those of its signature in order; None: missing."""
 
     def __init__(self, call: Call, names: str):
         self._call, self._order = call, names.split()
@@ -81,8 +79,7 @@ class RowResults:
         if count > len(value):
             value, noise, bound = (torch.cat((t, t.new_zeros(count - len(t), *t.shape[1:]))) for t in self.parts)
             self.known = torch.cat((self.known, self.known.new_zeros(count - len(self.known))))
-        if self.rows() is not None and len(like) != count:
-            raise Declined("some of its rows belong to no request")
+        decline_if(self.rows() is not None and len(like) != count, "some of its rows belong to no request")
         return Expected(value, noise, bound=bound, rows=self.rows(), reason=reason, groups=groups).map(
             lambda t: t.reshape(like.shape)
         )
@@ -111,8 +108,7 @@ def slots(indices: Any | None, count: int, states: int, null: int | None = None)
 
 
 def on(call: Call, device: Any) -> Call:
-    """``call`` with all its tensors on ``device``. A tensor without values (torch's device meta: an output, where
-    inputs are drawn) stays."""
+    """``call`` with all its tensors on ``device``; one without values (torch's device meta, an output) stays."""
     moved: Call = mapped(call, lambda t: t if t.is_meta else t.to(device))
     return moved
 
@@ -141,10 +137,6 @@ def unit_of(*tensors: Any) -> float:
     return max(unit(str(t.dtype).removeprefix("torch.")) for t in tensors)
 
 
-_LEAST = {half_step(n): 0.5 * smallest(n) for n, (_, least) in LOW.items() if least > -126}
-"""By unit, half the smallest subnormal number of the dtypes that have a narrow range."""
-
-
 def as_captured(t: Any) -> Any:
     """``t`` as `Expected.value`: float64, or int64 for integers and booleans."""
     return t.double() if t.is_floating_point() else t.long()
@@ -155,19 +147,6 @@ def equal(t: Any, **more: Any) -> Expected:
     return Expected(as_captured(t), unit=0.0, **more)
 
 
-def once(size: Any, unit: float, times: Any = 1.0) -> Any:
-    """What rounding numbers of this ``size`` once to the grid of ``unit`` leaves at most in what they are multiplied
-    ``times`` for: u |x| + eta [Higham, ASNA, (2.8)]."""
-    return (unit * times) * size + subnormal(unit, times)
-
-
-def subnormal(unit: float, times: Any = 1.0) -> Any:
-    """The eta of `once`, half the smallest subnormal number: in float16 2**-25, and silu(-15) = -4.6e-6 lies 6e-8 from
-    its neighbours; 0.0 in dtypes that have bfloat16's range."""
-    least = _LEAST.get(unit, 0.0)
-    return least * times if least else 0.0
-
-
 def reshaped(y: Expected, shape: Sequence[int]) -> Expected:
     """``y`` in the shape that was captured."""
     return y.map(lambda t: t.reshape(shape))
@@ -176,6 +155,5 @@ def reshaped(y: Expected, shape: Sequence[int]) -> Expected:
 def ranks_of(call: Call, size: int) -> list[Call]:
     """The same call on all ``size`` ranks, whose results are added up. Raises Declined."""
     found: list[Call] = list(call.extra.get("ranks", ()))
-    if len(found) != size:
-        raise Declined("adds up over ranks, and not all of them were captured")
+    decline_if(len(found) != size, "adds up over ranks, and not all of them were captured")
     return found

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, decline_if
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_BLOCK, NV_BLOCK = 32, 16
@@ -69,9 +69,8 @@ _EXPLAINED = 0.05
 
 def cut_off(a: Tensor, b: Tensor, left: Tensor, right: Tensor, exact: Tensor, mine: Tensor) -> str:
     """Why mine [m, n] is off: without VNNI, oneDNN adds two products (a + 128) b in 16 bits, which end at 32767 [oneDNN
-    documentation, Nuances of int8 Computations]. "" where that does not explain the numbers that are furthest off. Of
-    codes a int8 [m, k] and b int8 [k, n] with scales left [m] and right [n], float64; exact: their product (and a
-    bias)."""
+    documentation, Nuances of int8 Computations]. "" where that does not explain the numbers that are furthest off.
+    Codes a int8 [m, k], b int8 [k, n]; scales left [m], right [n], float64; exact: their product (and a bias)."""
     if a.dtype != torch.int8 or b.dtype != torch.int8 or a.shape[1] % 2 or not mine.numel():
         return ""
     numbers = mine.double()
@@ -98,8 +97,7 @@ def name_of(tensor: Any) -> str:
 
 
 WIDE = 1 << 24
-"""Chosen: elements of a weight that is turned into float64 whole, and kept so for all calls of its module: 192 MiB with
-its float32 sizes."""
+"""Chosen: elements of a weight that is widened whole, and kept so for its module's calls: 192 MiB with its sizes."""
 COLUMNS = 1 << 19
 """Chosen: elements of a larger weight that are widened at a time: 4 MiB of float64, which a processor's caches hold."""
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -154,16 +152,14 @@ def scaled(weight: Any, scale: Any) -> Any:
 
 
 def block_size(size: int, count: int) -> int:
-    """The block size that cuts ``size`` into ``count``: a power of two where one does, as all published formats have
-    it; the last block may be cut."""
+    """The block size that cuts ``size`` into ``count``, the last perhaps short: a power of two where one does."""
     least = math.ceil(size / count)
     power = 1 << max(least - 1, 0).bit_length()
     return power if math.ceil(size / power) == count else least
 
 
 def unpack_columns(packed: Any, order: tuple[int, ...] = tuple(range(8))) -> Any:
-    """int32 [n, m] of eight 4-bit numbers each along dimension 1, number i of each in place order[i]: int64 [n, 8
-    m]."""
+    """int32 [n, m] of eight 4-bit numbers along dimension 1, number i in place order[i]: int64 [n, 8 m]."""
     shifts = torch.arange(0, 32, 4).reshape(1, 1, 8)
     numbers = (packed.long().unsqueeze(2) >> shifts) & 15
     places = torch.empty_like(numbers)
@@ -178,8 +174,8 @@ def gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any | None = None) -> An
 
 
 def awq(qweight: Any, qzeros: Any, scales: Any) -> Any:
-    """float64 [outputs, inputs] from AWQ's 4-bit checkpoint: qweight int32 [inputs, outputs / 8], qzeros int32 [groups,
-    outputs / 8], scales [groups, outputs]."""
+    """float64 [outputs, inputs] from AWQ's: qweight int32 [inputs, outputs / 8], qzeros [groups, outputs / 8],
+    scales."""
     return _from_groups(unpack_columns(qweight, _AWQ_ORDER), unpack_columns(qzeros, _AWQ_ORDER), scales)
 
 
@@ -197,8 +193,7 @@ def _packed(call: Call) -> Any:
         raise Declined(f"parameter {missing[0]} was not captured as the checkpoint has it")
     q, z, s = (call.params[n] for n in ("qweight", "qzeros", "scales"))
     outputs = s.shape[1]
-    if q.dtype != torch.int32 or z.shape[-1] * 8 != outputs:
-        raise Declined("its packed weight is not of 4 bits in int32")
+    decline_if(q.dtype != torch.int32 or z.shape[-1] * 8 != outputs, "its packed weight is not of 4 bits in int32")
     if q.shape[1] == outputs:
         return gptq(q, z, s, call.params.get("g_idx"))
     if q.shape[1] * 8 == outputs:

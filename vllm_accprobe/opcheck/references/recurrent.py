@@ -21,26 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_accprobe.opcheck.reference import (
-    APPROXIMATE,
-    ROUNDED,
-    SUM,
-    Call,
-    Declined,
-    Expected,
-    combined,
-    gamma,
-    reference,
-)
-from vllm_accprobe.opcheck.references.parts import (
-    Arguments,
-    RowResults,
-    once,
-    reshaped,
-    runs,
-    slots,
-    unit_of,
-)
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, reference
+from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, reshaped, runs, slots, unit_of
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, once
 
 SAMPLES = 8
 """Chosen: runs that the spread is taken from. The mean square of 8 is within a factor of 3 in all but 1 of 1,000; the
@@ -82,8 +65,8 @@ def scattered(evaluate: Callable[..., tuple[Tensor, ...]], *operands: Tensor | N
 
 
 def read_noise(state: Tensor, weights: Tensor, unit: float, rounds: Rounds) -> Tensor | float:
-    """What rounding the entries of ``state`` [..., k, v] for one product with ``weights`` [..., k] adds to it,
-    [..., v]: 0 for the exact value."""
+    """What rounding ``state`` [..., k, v] for a product with ``weights`` [..., k] adds, [..., v]; 0 for the exact
+    one."""
     if rounds is _as_it_is:
         return 0.0
     size = torch.einsum("...k,...kv->...v", weights * weights, state * state).sqrt()
@@ -105,18 +88,16 @@ _CHANNELS = 32
 
 
 def in_order(packed: Tensor) -> Tensor:
-    """A weight [d, width] that was packed for AMX or AVX-512: 32 channels together, of each of them two neighbouring
-    taps, then the next two. Raises Declined."""
+    """A weight [d, width] packed for AMX or AVX-512: of 32 channels two neighbouring taps each, then the next two."""
     d, width = packed.shape[0], packed.numel() // max(packed.shape[0], 1)
-    if d % _CHANNELS or width % 2:
-        raise Declined(f"a packed weight of {list(packed.shape)} is not known here")
+    decline_if(d % _CHANNELS or width % 2, f"a packed weight of {list(packed.shape)} is not known here")
     whole = packed.contiguous().reshape(d // _CHANNELS, width // 2, _CHANNELS, 2)
     return whole.permute(0, 2, 1, 3).reshape(packed.shape)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sums before the activation [t, d], their sizes, the last inputs [d, width - 1]) of one sequence: x [t, d],
-    weight [d, width], first [d, width - 1]."""
+    """(sums before the activation [t, d], their sizes, last inputs [d, width - 1]) of x [t, d], weight [d, width],
+    first."""
     width = weight.shape[1]
     whole = torch.cat((first.T, x))
     windows = whole.unfold(0, width, 1)[: len(x)]  # [t, d, width]
@@ -166,8 +147,7 @@ def evaluated_conv(
 def _convolution(found: RowResults, shape: Any, turned: bool) -> Expected:
     """turned: the output has channels first."""
     value, noise, bound = found.parts
-    if turned and found.rows() is not None:
-        raise Declined("some of its tokens belong to no sequence")
+    decline_if(turned and found.rows() is not None, "some of its tokens belong to no sequence")
     y = Expected(value, noise, bound=bound, rows=found.rows(), reason="padding")
     return y.map(lambda t: (t.T if turned else t).reshape(shape))
 
@@ -218,8 +198,7 @@ _UPDATES = {
 
 @reference(*(f"torch.ops._C.{name}" for name in _UPDATES), "torch.ops.*.causal_conv1d_update")
 def update(call: Call) -> dict[str, Expected]:
-    """(x [batch, d] or [batch, d, tokens], states [slots, d, width - 1], weight, bias, activation, ...): the next
-    tokens of each sequence."""
+    """(x [batch, d] or [batch, d, tokens], states [slots, d, width - 1], ...): the next tokens of each sequence."""
     short = call.cls.removeprefix("torch.ops.").split(".")[1]
     f = Arguments(call, _UPDATES.get(short, _UPDATES["causal_conv1d_update"]))
     if f.get("num_accepted") is not None:
@@ -249,9 +228,9 @@ def scan(
     rounds: Rounds, unit: float, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
     z: Tensor | None, state: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [..., t, heads, channels], last state [..., heads, channels, n]) of one sequence: x, z [..., t,
-    heads, channels], dt [..., t, heads, channels or 1], a [..., heads, channels or 1, n or 1], b, c [..., t, heads, n],
-    d [..., heads, channels or 1]."""
+    """(outputs [..., t, heads, channels], last state [..., heads, channels, n]) of one sequence: x, z [..., t, heads,
+    channels], dt [..., t, heads, channels or 1], a, d [..., heads, channels or 1, (n or 1)], b, c [..., t, heads,
+    n]."""
     b, c, fed = rounds(b, unit), rounds(c, unit), rounds(x * dt, unit)
     out = []
     for t in range(x.shape[-3]):
@@ -276,8 +255,7 @@ def steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 def by_heads(x: Tensor, heads: int) -> Tensor:
     """B or C [tokens, groups, n] for each head."""
-    if heads % x.shape[1]:
-        raise Declined("its heads are no multiple of its groups")
+    decline_if(heads % x.shape[1], "its heads are no multiple of its groups")
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -313,7 +291,7 @@ def _scan_output(found: RowResults, like: Tensor, heads: int) -> Expected:
     value, noise = found.parts
     rows = found.rows()
     if value.numel() != like.numel() or (rows is not None and like.shape[0] != len(rows)):
-        raise Declined("its output has another shape than its input")
+        raise Declined("its output has another shape than its input, or some of its rows belong to no sequence")
     return Expected(value.reshape(like.shape), noise.reshape(like.shape), rows=rows, reason="padding", groups=heads,
                     shared=True)  # fmt: skip
 
@@ -331,8 +309,7 @@ def _by_chunks(
     heads, bounds = x.shape[1], runs(f["cu_seqlens"], len(x))
     if first is None:
         first = torch.zeros(len(bounds), heads, x.shape[-1], b.shape[-1])
-    if len(bounds) > len(first):
-        raise Declined("more sequences than states")
+    decline_if(len(bounds) > len(first), "more sequences than states")
     d, z = f.wide_or_none("D"), f.wide_or_none("z")
     tokens = {"x": x, "dt": dt.unsqueeze(-1), "b": by_heads(b, heads), "c": by_heads(c, heads),
               "z": None if z is None else z.reshape(x.shape)}  # fmt: skip
@@ -360,8 +337,7 @@ _VARLEN = (
 def chunk_scan_combined(call: Call) -> dict[str, Expected]:
     """(x [tokens, heads, channels], dt [tokens, heads], A [heads], B, C [tokens, groups, n], ...) of Mamba 2."""
     f = Arguments(call, _VARLEN)
-    if f["return_intermediate_states"]:
-        raise Declined("the states between chunks have no reference")
+    decline_if(f["return_intermediate_states"], "the states between chunks have no reference")
     (dt,) = f.wide("dt")
     dt = steps(dt, f.wide_or_none("dt_bias"), bool(f["dt_softplus"]))
     if f["dt_limit"] is not None:
@@ -430,8 +406,7 @@ def selective_scan(call: Call) -> dict[str, Expected]:
     in z where there is one, else in delta; states [slots, channels, n] changed where they lie."""
     f = Arguments(call, _SELECTIVE)
     u, delta, a, b, c, states = f.wide("u", "delta", "A", "B", "C", "ssm_states")
-    if u.dim() != 2 or f["query_start_loc"] is None:
-        raise Declined("a batch of equal lengths has no reference here")
+    decline_if(u.dim() != 2 or f["query_start_loc"] is None, "a batch of equal lengths has no reference here")
     x = u.T.unsqueeze(-1)  # each channel is a head of one
     bias, d, z = map(f.wide_or_none, ("delta_bias", "D", "z"))
     dt = steps(delta.T.unsqueeze(-1), None if bias is None else bias.reshape(-1, 1), bool(f["delta_softplus"]))
@@ -444,8 +419,7 @@ def selective_scan(call: Call) -> dict[str, Expected]:
     places = list(slots(f["cache_indices"], len(bounds), len(states), f["null_block_id"]))
     y, new = scanned(unit_of(f["u"]), bounds, places, tokens, a.unsqueeze(1), d, states.unsqueeze(2),
                      f["has_initial_state"])  # fmt: skip
-    if y.rows() is not None:
-        raise Declined("some of its tokens belong to no sequence")
+    decline_if(y.rows() is not None, "some of its tokens belong to no sequence")
     value, noise = y.parts
     return {
         f.role("delta" if f["z"] is None else "z"): Expected(value.squeeze(-1).T, noise.squeeze(-1).T, shared=True),
@@ -464,8 +438,8 @@ def _norm(x: Tensor, eps: float) -> Tensor:
 def rule(
     rounds: Rounds, unit: float, scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [..., t, h, v], last state [..., h, k, v]) of one sequence: q, k [..., t, h, k], v [..., t, h, v], g,
-    beta [..., t, h], state [..., h, k, v]."""
+    """(outputs [..., t, h, v], last state [..., h, k, v]): q, k [..., t, h, k], v [..., t, h, v], g, beta [..., t,
+    h]."""
     q, k = rounds(q * scale, unit), rounds(k, unit)
     out = []
     for t in range(q.shape[-3]):
@@ -525,13 +499,7 @@ def evaluated_delta_rule(
         part, last = _of_sequence(unit, scale, eps, [x[begin:end] for x in (q, k, v, g, beta)], first)
         found.put(slice(begin, end), part)
         new[at] = last if key_first else tuple(x.transpose(-1, -2) for x in last)
-    shape = call.outputs["output.0"].shape if "output.0" in call.outputs else v.shape
-    if v.numel() != math.prod(shape):
-        raise Declined("its output has another shape than its values")
-    if found.rows() is not None and shape[0] != len(v):
-        raise Declined("some of its rows belong to no sequence")
-    out, noise = (t.reshape(shape) for t in found.parts)
-    y = Expected(out, noise, rows=found.rows(), reason="padding", groups=heads, shared=True)
+    y = _scan_output(found, call.outputs.get("output.0", v), heads)
     if states is not None:
         return y, _states(*changed(states, new), heads)
     if not new:
@@ -549,8 +517,7 @@ _FLA = "q k v g beta scale initial_state inplace_final_state cu_seqlens ssm_stat
 )  # fmt: skip
 def flash_linear_attention(call: Call) -> dict[str, Expected]:
     """(q, k, v, g, beta, scale, initial_state, ...) of flash-linear-attention as vLLM 0.32 has it: states [sequences,
-    heads, v, k], changed where they lie if ``inplace_final_state``; the module ChunkGatedDeltaRule has the same names
-    without a scale."""
+    heads, v, k], changed where they lie if ``inplace_final_state``; ChunkGatedDeltaRule has no scale."""
     module = call.cls == "ChunkGatedDeltaRule"
     a = Arguments(call, "q k v g beta initial_state output_final_state cu_seqlens" if module else _FLA)
     if a.get("num_accepted_tokens") is not None:
@@ -580,8 +547,7 @@ def chunked_on_cpu(call: Call) -> dict[str, Expected]:
     """(query, key, value, g, beta, initial_state, output_final_state, cu_seqlens, head_first, use_qk_l2norm_in_kernel,
     initial_state_indices, eps): states [slots, heads, k, v], changed where they lie."""
     a = Arguments(call, _CHUNK)
-    if a["head_first"]:
-        raise Declined("heads before tokens have no reference")
+    decline_if(a["head_first"], "heads before tokens have no reference")
     a["state"] = a["initial_state"]
     eps = float(a["eps"] if a["eps"] is not None else 1e-5) if a["use_qk_l2norm_in_kernel"] else None
     indices = a["initial_state_indices"]
@@ -628,8 +594,7 @@ def fused_update(call: Call) -> dict[str, Expected]:
     a = Arguments(call, _DELTA_RULE_UPDATE)
     a_log, bias, x, b = a.wide("A_log", "dt_bias", "a", "b")
     count = a["a"].shape[0]
-    if math.prod(a["v"].shape[:-2]) != count:
-        raise Declined("more than one token of a sequence")
+    decline_if(math.prod(a["v"].shape[:-2]) != count, "more than one token of a sequence")
     g, beta = gates(a_log, x, b, bias, float(a["softplus_beta"] or 1.0))
     a |= {"g": g, "beta": beta, "state": a["initial_state_source"]}
     eps = 1e-5 if a["use_qk_l2norm_in_kernel"] else None

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import ROUNDED, Call, Declined, Expected, device_kernel, reference
-from vllm_accprobe.opcheck.references.parts import Arguments, on, reshaped, subnormal, unit_of
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference, required
+from vllm_accprobe.opcheck.references.parts import Arguments, on, reshaped, unit_of
+from vllm_accprobe.opcheck.roundings import ROUNDED, subnormal
 
 
 def plain_frequencies(dim: int, base: float) -> Any:
@@ -104,27 +105,22 @@ def rotate(x: Any, cos: Any, sin: Any, neox: bool) -> Any:
 
 
 def table_rotated(x: Any, cos: Any, sin: Any, turned: Any, unit: float) -> Expected:
-    """x cos + turned sin, element by element, with tables over the whole width; each product may be rounded. Raises
-    Declined where the tables do not fit."""
+    """x cos + turned sin with tables over the whole width; each product may be rounded. Raises Declined: no fit."""
     a, b = x * cos, turned * sin
-    if a.shape != x.shape or b.shape != x.shape:
-        raise Declined("its cosines do not fit its input")
+    decline_if(a.shape != x.shape or b.shape != x.shape, "its cosines do not fit its input")
     noise = ROUNDED * unit * (a * a + b * b).sqrt()
     return Expected(a + b, noise, bound=2.0 * unit * (a.abs() + b.abs()) + subnormal(unit, 2.0))
 
 
-def rotation_noise(x: Any, angle: Any, neox: bool, step: float) -> Any:
-    """Standard error of each element: rounded cosines and products, and the float32 angle: x1 (cos + e) - x2 (sin + f)
-    with e of the size of cos and f of that of sin, so at most of 1."""
+def rotation_errors(x: Any, angle: Any, neox: bool, step: float) -> tuple[Any, Any]:
+    """(noise, bound) of each element, by rounded cosines and products, and the float32 angle: x1 (cos + e) - x2 (sin +
+    f) with e of the size of cos and f of that of sin, so at most of 1. Bound: a rounded cosine and a rounded product
+    each of x1 and x2, and the angle's three float32 roundings."""
+    root, size = _pairs(x, neox)
     relative = (2.0 * (ROUNDED * step) ** 2 + (angle.abs() * 2.0**-23) ** 2 + 2.0**-46).sqrt()
-    return _pairs(x, neox)[0] * _both(relative, neox)
-
-
-def rotation_bound(x: Any, angle: Any, neox: bool, step: float) -> Any:
-    """At most: a rounded cosine and a rounded product each of x1 and x2, and the angle's three float32 roundings."""
-    size = _pairs(x, neox)[1]
     least = subnormal(step, 2.0 + size)  # subnormal products, and cosines
-    return size * _both(2.0 * step + angle.abs() * 2.0**-22 + 2.0**-22, neox) + least
+    bound = size * _both(2.0 * step + angle.abs() * 2.0**-22 + 2.0**-22, neox) + least
+    return root * _both(relative, neox), bound
 
 
 def _pairs(x: Any, neox: bool) -> tuple[Any, Any]:
@@ -151,13 +147,10 @@ def sections(angle: Any, section: list[int], interleaved: bool) -> Any:
 
 def _frequencies_of_transformers(call: Call) -> dict[str, Expected]:
     """Cosines and sines of both halves, from the module's own frequencies; or one complex number a channel pair."""
-    positions = call.maybe("position_ids", "positions", "1")
-    if positions is None:
-        raise Declined("its frequencies were not captured")
+    positions = required(call.maybe("position_ids", "positions", "1"), "its frequencies were not captured")
     scale, out = float(call.attr("attention_scaling", default=1.0)), call.outputs["output.0"]
     angle = positions.double().unsqueeze(-1) * call.param("inv_freq")
-    if angle.dim() != out.dim():
-        raise Declined("its positions have an unknown form")
+    decline_if(angle.dim() != out.dim(), "its positions have an unknown form")
     if out.is_complex():
         return {"output.0": Expected(torch.polar(torch.full_like(angle, scale), angle))}
     noise = _both(scale * angle.abs() * 2.0**-23 + 2.0**-23, True)
@@ -171,9 +164,8 @@ def token_angles(call: Call, dim: int) -> tuple[Any, float]:
     angle = call.wide("positions", "0").unsqueeze(-1) * frequencies
     if angle.dim() == 3 and angle.shape[0] == 3:
         s = settings(call.config)
-        section = call.attrs.get("mrope_section") or s.get("mrope_section")
-        if not section or sum(section) != dim // 2:
-            raise Declined("mrope_section is neither recorded nor in config.json")
+        section: Any = call.attrs.get("mrope_section") or s.get("mrope_section")
+        decline_if(not section or sum(section) != dim // 2, "mrope_section is neither recorded nor in config.json")
         angle = sections(angle, list(section), bool(s.get("mrope_interleaved", False)))
     elif angle.dim() != 2:
         raise Declined("its positions have an unknown form")
@@ -215,11 +207,10 @@ def turned(
     x: Any, cos: Any, sin: Any, neox: bool, step: float, angle: Any, *, offset: int = 0, size: float = 1.0
 ) -> Expected:
     """x [..., d] with the channels from ``offset`` on turned, so far as cos and sin go; the others pass through. step:
-    one rounding of cosines and products; angle: as in `rotation_noise`; size: of cos and sin."""
+    one rounding of cosines and products; angle: as in `rotation_errors`; size: of cos and sin."""
     end = offset + 2 * cos.shape[-1]
     turn = x[..., offset:end]
-    errors = (f(turn, angle, neox, step) for f in (rotation_noise, rotation_bound))
-    parts = rotate(turn, cos, sin, neox), *errors
+    parts = rotate(turn, cos, sin, neox), *rotation_errors(turn, angle, neox, step)
     y, noise, bound = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
     for whole, part in zip((y, noise, bound), parts, strict=True):
         whole[..., offset:end] = size * part

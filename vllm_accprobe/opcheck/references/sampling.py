@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import SUM, Call, Declined, Expected, device_kernel, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, device_kernel, reference
 from vllm_accprobe.opcheck.references.parts import Arguments
+from vllm_accprobe.opcheck.roundings import SUM
 
 Tensor = Any  # a torch.Tensor
 _BORDER = 2.0**-14
@@ -158,8 +159,7 @@ def sampler(call: Call) -> dict[str, Expected]:
     best = call.outputs.get("output.top_logits")
     found = _by_request(call)
     if logits is None or best is None or logits.shape[0] != best.shape[0]:
-        if not found:
-            raise Declined("the logits of its rows were not captured beside it")
+        decline_if(not found, "the logits of its rows were not captured beside it")
         return found
     k = best.shape[1]
     top = logits.double().topk(min(k + 1, logits.shape[1]), -1)

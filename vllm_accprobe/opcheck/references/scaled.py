@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, only, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only, reference, required
 from vllm_accprobe.opcheck.references.caches import coded
 from vllm_accprobe.opcheck.references.linear import biased, by_batch, product
 from vllm_accprobe.opcheck.references.parts import Arguments, as_captured, equal, reshaped
@@ -81,16 +81,14 @@ def scaled_product(call: Call) -> dict[str, Expected]:
 @reference("torch.ops._C.onednn_scaled_mm")
 def onednn(call: Call) -> dict[str, Expected]:
     """(out, a, scale of a or none, azp, azp_adj, bias, handle): the weight, its scale, and a static scale of a are
-    those of the module that called it; azp_adj [n] are the columns' sums times their scales, which a call without azp
-    has too and does not use."""
+    those of the module that called it; azp_adj [n]: the columns' sums times their scales, unused without azp."""
     f = Arguments(call, "out a scale_a azp azp_adj bias handler")
     weight, scale_b = call.params.get("weight"), call.params.get("weight_scale")
     if weight is None or not weight.numel() or scale_b is None:
         raise Declined("the weight of the module that called it was packed or not captured")
     if weight.shape[1] == f["a"].shape[-1]:  # [outputs, inputs], as the checkpoint has it; a square one as well
         weight = weight.T
-    if weight.shape[0] != f["a"].shape[-1]:
-        raise Declined("the weight of the module that called it does not fit")
+    decline_if(weight.shape[0] != f["a"].shape[-1], "the weight of the module that called it does not fit")
     scale_a = f["scale_a"] if f["scale_a"] is not None else call.params.get("input_scale")
     f |= {"b": weight, "scale_b": scale_b, "scale_a": scale_a}
     sums = None if f["azp"] is None else f["azp_adj"].double().reshape(-1) / scale_b.double().reshape(-1)
@@ -137,11 +135,9 @@ def dynamic(call: Call) -> dict[str, Expected]:
     """(out, input, scale, azp): the scale of each row, or of all for ``dynamic_scaled_fp8_quant``, and the codes."""
     f = Arguments(call, f"out input scale {'azp' if 'int8' in call.cls else 'scale_ub'}")
     x, role = f["input"].double(), f.role("out")
-    if f.get("scale_ub") is not None:
-        raise Declined("a scale with an upper limit has no reference")
-    mine, given_scale = call.outputs[role], call.outputs.get(f.role("scale"))
-    if given_scale is None:
-        raise Declined("the scale that it found was not captured")
+    decline_if(f.get("scale_ub") is not None, "a scale with an upper limit has no reference")
+    mine = call.outputs[role]
+    given_scale = required(call.outputs.get(f.role("scale")), "the scale that it found was not captured")
     rows = x.reshape(-1, x.shape[-1])
     if given_scale.numel() == 1:
         rows = rows.reshape(1, -1)
@@ -150,9 +146,7 @@ def dynamic(call: Call) -> dict[str, Expected]:
     if f.get("azp") is not None:
         size = (rows.amax(1) - rows.amin(1)) / 255.0
         azp = f.role("azp")
-        zero = call.outputs.get(azp)
-        if zero is None:
-            raise Declined("the zero point that it found was not captured")
+        zero = required(call.outputs.get(azp), "the zero point that it found was not captured")
         exact = -128.0 - rows.amin(1) / size
         near = (zero.double().reshape(-1) - exact).abs() <= 0.5 + 2.0**-10
         found[azp] = Expected(torch.where(near, zero.reshape(-1).long(), exact.round().long()).reshape(zero.shape))
@@ -242,8 +236,7 @@ _SHUFFLED = ("trtllm", "cute-dsl", "cake", "trtllm_low_latency")
 def batched_fp8(call: Call) -> Expected:
     """(A [batch, m, k] in 8 bits, B [batch, k, n], A_scale, B_scale: one number each, dtype, backend)"""
     a, b, scale_a, scale_b = Arguments(call, "A B A_scale B_scale").wide("A", "B", "A_scale", "B_scale")
-    if scale_a.numel() != 1 or scale_b.numel() != 1:
-        raise Declined("its scales are not one for each operand")
+    decline_if(scale_a.numel() != 1 or scale_b.numel() != 1, "its scales are not one for each operand")
     a, b = a * scale_a.reshape(()), b * scale_b.reshape(())
     if a.dim() != 3 or b.dim() != 3 or len(a) != len(b) or a.shape[2] != b.shape[1]:
         raise Declined(f"operands {list(a.shape)} and {list(b.shape)} do not fit")
@@ -272,8 +265,7 @@ def four_bits(call: Call) -> Expected:
     _refuse_shuffled(f)
     nv = f["use_nvfp4"] is None or bool(f["use_nvfp4"])
     size = int(f["block_size"] or NV_BLOCK)
-    if size != (NV_BLOCK if nv else MX_BLOCK):
-        raise Declined(f"blocks of {size} have no reference")
+    decline_if(size != (NV_BLOCK if nv else MX_BLOCK), f"blocks of {size} have no reference")
     left = _from_blocks(f["A"], f["A_scale"], size, nv)
     right = _from_blocks(f["B"].T, f["B_scale"].T, size, nv)
     alpha = f["g_scale"].double()

@@ -12,15 +12,17 @@ tests/test_attention.py, kv_cache_cast_to_fp8]. The best 512 of a row come as po
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, gamma, reference
-from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, decline_if, reference
+from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import coded
-from vllm_accprobe.opcheck.references.parts import Arguments, RowResults, as_captured
+from vllm_accprobe.opcheck.references.parts import Arguments, equal
+from vllm_accprobe.opcheck.roundings import gamma
 
 Tensor = Any  # a torch.Tensor
 LARGE = "what lies where a row may not look, where nobody wrote, is larger than its scores"
@@ -28,8 +30,7 @@ LARGE = "what lies where a row may not look, where nobody wrote, is larger than 
 
 @reference("torch.ops.*.fp8_mqa_logits", "torch.ops.*.xpu_fp8_mqa_logits", "torch.ops.*.mqa_logits")
 def scores(call: Call) -> Expected:
-    """(q [queries, heads, d], k [keys, d], scale of each key, w [queries, heads], first and last + 1 key of each
-    query): minus infinity where a query may not look."""
+    """(q [queries, heads, d], k [keys, d], scales of keys, w [queries, heads], first and last + 1 key of each query)"""
     f = Arguments(call, "q k k_scale weights cu_seqlen_ks cu_seqlen_ke")
     if isinstance(f["k"], (list, tuple)):  # (codes, scales) as one argument
         f = Arguments(call, "q k weights cu_seqlen_ks cu_seqlen_ke")
@@ -43,16 +44,14 @@ def scores(call: Call) -> Expected:
     place = torch.arange(len(k))
     seen = (place >= f["cu_seqlen_ks"].reshape(-1, 1)) & (place < f["cu_seqlen_ke"].reshape(-1, 1))
     out = call.outputs["output.0"]
-    if tuple(out.shape) != tuple(y.shape):
-        raise Declined("its scores have another shape than queries by keys")
+    decline_if(tuple(out.shape) != tuple(y.shape), "its scores have another shape than queries by keys")
     value = unseen_left(y, seen, out)
     bound, rows = bound.masked_fill(~seen, 0.0), rows_to_judge(value, seen)
     return Expected(value, bound / 3.0, bound=bound, rows=rows, reason=LARGE)
 
 
 def unseen_left(y: Tensor, seen: Tensor, out: Tensor) -> Tensor:
-    """Scores where a query may look, elsewhere minus infinity, or, of a kernel that does not clean and puts it
-    nowhere, what ``out`` has: memory as it was found."""
+    """Scores where a query may look, elsewhere minus infinity, or, if a kernel puts that nowhere, what ``out`` has."""
     clean = bool(seen.all()) or bool((out[~seen] == -torch.inf).any())
     return y.masked_fill(~seen, -torch.inf) if clean else torch.where(seen, y, out.double())
 
@@ -105,19 +104,15 @@ def best_of_tokens(call: Call) -> dict[str, Expected]:
 
 
 @reference("torch.ops._flashmla_C.sparse_prefill_fwd", "torch.ops.*.flash_mla_sparse_fwd")
-def attended(call: Call) -> dict[str, Expected]:
-    """(q [tokens, heads, d], kv [rows, 1, d], indices [tokens, 1, k], scale, width of values): below 0 and beyond the
-    rows there is no key."""
+def of_chosen_keys(call: Call) -> dict[str, Expected]:
+    """(q [tokens, heads, d], kv [rows, 1, d], indices [tokens, 1, k], scale, width of values): below 0 is no key."""
     f = Arguments(call, "q kv indices sm_scale d_v")
     q, kv = f.wide("q", "kv")
-    width, found = int(f["d_v"] or 512), RowResults(len(q))
-    for row in range(len(q)):
-        at = f["indices"][row].reshape(-1).long()
-        rows = kv[at[(at >= 0) & (at < len(kv))]]
-        one = slice(row, row + 1)
-        found.put(one, attend(q[one], rows, rows[..., :width], float(f["sm_scale"]), step=call.unit))
-    value, noise, bound = found.parts
-    return {"output.0": Expected(value, noise, bound=bound, groups=q.shape[1])}
+    width, places = int(f["d_v"] or 512), (at.reshape(-1).long() for at in f["indices"])
+    keys = (kv[at[(at >= 0) & (at < len(kv))]] for at in places)
+    one_each: Iterable[Any] = ((slice(n, n + 1), rows, rows[..., :width], {}) for n, rows in enumerate(keys))
+    found = attended(q, one_each, width, scale=float(f["sm_scale"]), step=call.unit)
+    return {"output.0": found.expected(call.outputs["output.0"], q.shape[1], "")}
 
 
 @reference("torch.ops._C.flash_mla_with_kvcache_cpu")
@@ -128,19 +123,21 @@ def attended_in_pages(call: Call) -> dict[str, Expected]:
                         "compressed_block_size attn_sink scale")  # fmt: skip
     q, sinks = f.wide("q", "attn_sink")
     caches = {of: keys_of_bytes(f[f"{of}_cache"], int(f[f"{of}_block_size"])) for of in ("window", "compressed")}
-    found = RowResults(len(q))
-    for row in range(len(q)):
-        rows = []
-        for of, cache in caches.items():
-            at = f[f"{of}_slots"][row].reshape(-1).long()
-            at = at[at >= 0]
-            if len(at) and int(at.max()) >= len(cache):
-                raise Declined("a slot lies outside of the blocks that were captured")
-            rows.append(cache[at])
-        keys, one = torch.cat(rows).unsqueeze(1), slice(row, row + 1)
-        found.put(one, attend(q[one], keys, keys, float(f["scale"]), sinks=sinks, step=call.unit))
-    value, noise, bound = found.parts
-    return {f.role("out"): Expected(value, noise, bound=bound, groups=q.shape[1])}
+
+    def one_each() -> Iterator[tuple[Any, ...]]:
+        for row in range(len(q)):
+            rows = []
+            for of, cache in caches.items():
+                at = f[f"{of}_slots"][row].reshape(-1).long()
+                at = at[at >= 0]
+                if len(at) and int(at.max()) >= len(cache):
+                    raise Declined("a slot lies outside of the blocks that were captured")
+                rows.append(cache[at])
+            keys = torch.cat(rows).unsqueeze(1)
+            yield slice(row, row + 1), keys, keys, {}
+
+    found = attended(q, one_each(), q.shape[-1], scale=float(f["scale"]), sinks=sinks, step=call.unit)
+    return {f.role("out"): found.expected(f["out"], q.shape[1], "")}
 
 
 def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
@@ -148,8 +145,7 @@ def keys_of_bytes(cache: Tensor, size: int) -> Tensor:
     then, of each slot, eight exponents, of which the first seven count, for 64 codes each [vLLM,
     deepseek_v4/common/ops/cache_utils.py]. Raises Declined."""
     flat = cache.contiguous().view(torch.uint8).reshape(len(cache), -1)
-    if flat.shape[1] < size * 584:
-        raise Declined(f"a block of {flat.shape[1]} bytes does not hold {size} keys of 584")
+    decline_if(flat.shape[1] < size * 584, f"a block of {flat.shape[1]} bytes does not hold {size} keys of 584")
     data = flat[:, : size * 576].reshape(-1, 576)
     exponents = flat[:, size * 576 : size * 584].reshape(-1, 8)[:, :7].int() - 127
     codes = data[:, :448].contiguous().view(torch.float8_e4m3fn).double()
@@ -163,8 +159,7 @@ _NEAR = 2.0**-20
 
 
 def parts(cache: Tensor, size: int, width: int) -> tuple[Tensor, Tensor]:
-    """(codes [blocks, size, width], scales float32 [blocks, size, width / quant]) of a cache of bytes. Raises
-    Declined."""
+    """(codes [blocks, size, width], scales float32 [blocks, size, width / quant]) of a cache of bytes, or Declined."""
     flat = cache.contiguous().view(torch.uint8).reshape(len(cache), -1)
     more = flat.shape[1] - size * width
     if more < 4 * size:
@@ -183,11 +178,9 @@ def _scored(
     the kernel may put minus infinity behind a row's keys."""
     requests, many, heads, width = q.shape
     out = call.outputs["output.0"]
-    if len(out) != requests * many:
-        raise Declined("its scores have another shape than queries by keys")
+    decline_if(len(out) != requests * many, "its scores have another shape than queries by keys")
     codes, scales = parts(cache, size, width)
-    if scales.shape[-1] != 1:
-        raise Declined("keys with several scales each have no scores here")
+    decline_if(scales.shape[-1] != 1, "keys with several scales each have no scores here")
     lengths = lengths.reshape(requests, -1)
     value, bound = (torch.zeros(out.shape, dtype=torch.float64) for _ in range(2))
     seen = torch.zeros(out.shape, dtype=torch.bool)
@@ -214,8 +207,7 @@ def _scored(
 
 @reference("torch.ops.*.fp8_paged_mqa_logits", "torch.ops.*.xpu_fp8_paged_mqa_logits")
 def indexer_scores(call: Call) -> Expected:
-    """(q [requests, n, heads, d], cache [blocks, size, 1, d + 4], weights [requests * n, heads], lengths, block_tables,
-    schedule, longest)"""
+    """(q [requests, n, heads, d], cache [blocks, size, 1, d + 4], weights [requests * n, heads], lengths, tables)"""
     f = Arguments(call, "q kv_cache weights context_lens block_tables schedule_metadata max_model_len")
     q, weights = f.wide("q", "weights")
     return _scored(call, q, f["kv_cache"], weights, f["context_lens"], f["block_tables"], f["kv_cache"].shape[1])
@@ -293,8 +285,7 @@ def written(call: Call) -> dict[str, Expected]:
 
 @reference("torch.ops._C_cache_ops.cp_gather_indexer_k_quant_cache", "torch.ops.*.cp_gather_indexer_k_quant_cache")
 def gathered(call: Call) -> dict[str, Expected]:
-    """(kv_cache, keys [tokens, d], scales [tokens, bytes or numbers], block_table, bounds of the sequences): bytes as
-    they lie in the cache."""
+    """(kv_cache, keys [tokens, d], scales [tokens, bytes or numbers], block_table, bounds): bytes as they lie there."""
     f = Arguments(call, "kv_cache dst_k dst_scale block_table cu_seq_lens")
     roles = [f.role(name) for name in ("dst_k", "dst_scale")]
     keys, by = (call.outputs.get(role, f[name]) for role, name in zip(roles, ("dst_k", "dst_scale"), strict=True))
@@ -310,8 +301,4 @@ def gathered(call: Call) -> dict[str, Expected]:
         for value, source in zip(values, (codes, scales), strict=True):
             value[first:stop] = source[at].contiguous().view(torch.uint8).reshape(stop - first, -1)
     found = zip(roles, values, (keys, by), strict=True)
-    return {role: Expected(_typed(value, like), unit=0.0) for role, value, like in found}
-
-
-def _typed(value: Tensor, like: Tensor) -> Tensor:
-    return as_captured(value.view(like.dtype).reshape(like.shape))
+    return {role: equal(value.view(like.dtype).reshape(like.shape)) for role, value, like in found}

@@ -8,8 +8,7 @@ lengths, layer: caches [layers, requests, most, heads * d], to which key and val
 kvcacheCfg K_BYPASS_V_BYPASS there are no key and value. batchRunStatusEnable: requests whose status is 0 have no rows.
 Paged: query, key cache, value cache (not with mlaVHeadSize), block tables, lengths, mask, status of requests, scale and
 offset of keys, of values, lengths of queries (with CALC_TYPE_SPEC; else one query for each request). Blocks are
-[blocks, slots, kv heads, d], or NZ, [blocks, kv heads * d / 16, slots, 16]; int8 blocks are (code + offset) * scale of
-the channel.
+[blocks, slots, kv heads, d], or NZ, [blocks, kv heads * d / 16, slots, 16]; of int8 (code + offset) * channel's scale.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import from_nz, scale_of
 from vllm_accprobe.opcheck.references.atb.moving import within
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.attention import attend
+from vllm_accprobe.opcheck.references.attention import attended
 from vllm_accprobe.opcheck.references.caches import NZ, TOKENS
 from vllm_accprobe.opcheck.references.paged_attention import past
-from vllm_accprobe.opcheck.references.parts import RowResults, equal
+from vllm_accprobe.opcheck.references.parts import equal
 
 Tensor = Any  # a torch.Tensor
 (NONE, NORM, ALIBI, NORM_COMPRESS, ALIBI_COMPRESS, ALIBI_SQRT, ALIBI_LEFT, WINDOW, WINDOW_COMPRESS, CAUSAL) = range(10)
@@ -54,19 +53,16 @@ def mask_of(o: Operands, kind: int, tensor: Tensor | None, heads: int, batch: in
     if kind in (NORM_COMPRESS, CAUSAL):
         return lambda i, n, m: causal(n, m)
     if kind in (WINDOW, WINDOW_COMPRESS):
-        if window <= 0:
-            raise Declined("windowSize was not recorded")
+        decline_if(window <= 0, "windowSize was not recorded")
         return lambda i, n, m: causal(n, m, window)
-    if kind not in (NORM, ALIBI):
-        raise Declined(f"maskType {kind} has no reference")
+    decline_if(kind not in (NORM, ALIBI), f"maskType {kind} has no reference")
     if tensor is None:
         raise Declined("its mask was not captured")
     added = tensor.double()
     if added.dim() == 4 and added.shape[-1] == 16 and added.shape[1] * 16 >= added.shape[2] > 16:
         added = from_nz(added)
     if kind == NORM and bool((added > 0).any()):
-        if bool((added < 0).any()):
-            raise Declined("its mask both adds and takes away")
+        decline_if(bool((added < 0).any()), "its mask both adds and takes away")
         added = torch.where(added > 0, -math.inf, 0.0)
     return lambda i, n, m: _cut(added, kind, heads, batch, i, n, m)
 
@@ -103,14 +99,15 @@ def _by_request(
     # with kernelType 0 products of float16 are float16 [ATB's declaration of KernelType]
     rounded = o.input_unit if o.tensor(0).dtype == torch.float16 and not o.param("kernelType", 0) else 0.0
     clamp = (o.param("clampMin", 0.0), o.param("clampMax", 0.0)) if o.param("clampType", 0) else None
-    out, i = RowResults(len(q), q.shape[1], width), 0
-    for r, n in enumerate(own):
-        if n and (found := one(r, n)) is not None:
-            k, v, added = found
-            y = attend(q[i : i + n], k, v, scale, step=o.input_unit, score_step=rounded, clamp=clamp, added=added)
-            out.put(slice(i, i + n), y)
-        i += n
-    return out.expected(o.output(), q.shape[1])
+    ends = [*accumulate(own)]
+
+    def requests() -> Iterator[tuple[Any, ...]]:
+        for r, (n, end) in enumerate(zip(own, ends, strict=True)):
+            if n and (found := one(r, n)) is not None:
+                yield slice(end - n, end), *found[:2], {"added": found[2]}
+
+    y = attended(q, requests(), width, scale=scale, step=o.input_unit, score_step=rounded, clamp=clamp)
+    return y.expected(o.output(), q.shape[1])
 
 
 def lengths(t: Tensor, rows: int) -> list[int]:
@@ -124,8 +121,7 @@ def lengths(t: Tensor, rows: int) -> list[int]:
 def _decline(o: Operands, **whats: str) -> None:
     """Raises Declined where one of these parameters is set."""
     for name, what in whats.items():
-        if o.param(name, 0):
-            raise Declined(f"{what} has no reference")
+        decline_if(o.param(name, 0), f"{what} has no reference")
 
 
 def _calc(o: Operands) -> int:
@@ -150,16 +146,14 @@ def self_attention(o: Operands) -> Outputs:
 def _heads(o: Operands) -> tuple[int, int]:
     heads = o.param("headNum", 0)
     kv = o.param("kvHeadNum", 0) or heads
-    if heads <= 0 or kv <= 0:
-        raise Declined(f"headNum {heads}, kvHeadNum {kv}")
+    decline_if(heads <= 0 or kv <= 0, f"headNum {heads}, kvHeadNum {kv}")
     return heads, kv
 
 
 def _split(t: Tensor, heads: int) -> Tensor:
     """[tokens, heads * d], [tokens, heads, d] or [batch, tokens, heads, d] as float64 [tokens, heads, d]."""
     tokens = t.shape[:2].numel() if t.dim() == 4 else len(t)
-    if t.numel() % (tokens * heads or 1):
-        raise Declined(f"{list(t.shape)} is not cut by {heads} heads")
+    decline_if(t.numel() % (tokens * heads or 1), f"{list(t.shape)} is not cut by {heads} heads")
     return t.double().reshape(tokens, heads, -1)
 
 
@@ -199,8 +193,7 @@ def _prefix(o: Operands) -> Expected:
         raise Declined(f"maskType {kind} of a prefix has no reference")
 
     def one(r: int, n: int) -> tuple[Any, ...]:
-        if n > theirs[r]:
-            raise Declined("more queries than keys")
+        decline_if(n > theirs[r], "more queries than keys")
         k, v = (past(t, table[r], theirs[r]).reshape(theirs[r], kv, -1) for t in (keys, values))
         return k, v, causal(n, theirs[r])
 
@@ -219,8 +212,7 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
     offsets, q = [int(n) for n in o.tensor(at).reshape(-1)], _split(o.tensor(0), heads)
     own, layer = lengths(o.tensor(at + 1), len(q)), int(o.tensor(at + 2).reshape(-1)[0])
     o.exactly(at + 3 + o.param("batchRunStatusEnable", False))
-    if len(offsets) != len(own):
-        raise Declined("as many lengths with the past as without were expected")
+    decline_if(len(offsets) != len(own), "as many lengths with the past as without were expected")
     active = [True] * len(own)
     if o.param("batchRunStatusEnable", False):
         active = [bool(n) for n in o.tensor(at + 3).reshape(-1)][: len(own)]
@@ -233,8 +225,7 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
     def one(r: int, n: int) -> tuple[Any, ...] | None:
         if not active[r]:
             return None
-        if offsets[r] < n:
-            raise Declined("fewer keys than queries")
+        decline_if(offsets[r] < n, "fewer keys than queries")
         return (*(_rows_of(c, layer, r, offsets[r], kv) for c in (keys, values)), add(r, n, offsets[r]))
 
     scale = o.param("qkScale", 1.0) * (o.param("qScale", 1.0) or 1.0)
@@ -243,13 +234,11 @@ def _with_cache(o: Operands, calc: int) -> Outputs:
 
 
 def _rows_of(cache: Tensor, layer: int, r: int, m: int, kv: int) -> Tensor:
-    """The first m rows of request r, float64 [m, kv heads, d]; cache [layers, requests, most, kv * d], or without
-    layers."""
+    """The first m rows of request r, float64 [m, kv heads, d]; cache [layers or none, requests, most, kv * d]."""
     if (cache.dim() == 4 and layer >= len(cache)) or cache.dim() not in (3, 4):
         raise Declined(f"layer {layer} of a cache {list(cache.shape)} has no reference")
     rows = cache[layer] if cache.dim() == 4 else cache
-    if r >= len(rows) or m > rows.shape[1] or rows.shape[2] % kv:
-        raise Declined("a request is longer than its cache")
+    decline_if(r >= len(rows) or m > rows.shape[1] or rows.shape[2] % kv, "a request is longer than its cache")
     return rows[r, :m].double().reshape(m, kv, -1)
 
 
@@ -260,8 +249,7 @@ def _written(cache: Tensor, new: Tensor, layer: int, offsets: list[int], own: li
     rows = new.reshape(-1, cache.shape[-1])
     found, i = cache.clone(), 0
     for r, (m, n) in enumerate(zip(offsets, own, strict=True)):
-        if n < 0 or m < n or m > cache.shape[2] or i + n > len(rows):
-            raise Declined("a request is longer than its cache")
+        decline_if(n < 0 or m < n or m > cache.shape[2] or i + n > len(rows), "a request is longer than its cache")
         if active[r]:
             found[layer, r, m - n : m] = rows[i : i + n].to(cache.dtype)
         i += n
@@ -275,8 +263,7 @@ _MASKS = {0: NONE, _NORM: NORM, _ALIBI: ALIBI, _SPEC: NORM}
 
 def _blocks(cache: Tensor, kv: int, width: int | None = None) -> Tensor:
     """[blocks, slots, kv heads, d]"""
-    if cache.dim() != 4:
-        raise Declined(f"blocks {list(cache.shape)} are in no layout that is known here")
+    decline_if(cache.dim() != 4, f"blocks {list(cache.shape)} are in no layout that is known here")
     if cache.shape[2] == kv and (width is None or cache.shape[3] == width):
         return cache
     if cache.shape[3] != 16 or (cache.shape[1] * 16) % kv:
@@ -324,8 +311,7 @@ def paged_attention(o: Operands) -> Outputs:
         if not counts[r] or (status is not None and not bool(status.reshape(-1)[r])):
             return None
         added = add(r, n, counts[r])
-        if added is None and n > 1:
-            raise Declined("several queries of a request without a mask have no reference")
+        decline_if(added is None and n > 1, "several queries of a request without a mask have no reference")
         return (*(past(t, table[r], counts[r]).double() for t in (keys, values)), added)
 
     scale = o.param("qkScale", 1.0) * (o.param("qScale", 0.0) or 1.0)
@@ -339,13 +325,11 @@ def reshape_and_cache(o: Operands) -> Outputs:
     alone, kind = o.param("kvCacheCfg", 0) == 1, o.param("compressType", 0)
     pairs = [(0, 1)] if alone else [(0, 2), (1, 3)]
     slots = o.tensor(2 if alone else 4).reshape(-1).long()
-    if kind not in (0, 1):
-        raise Declined(f"compressType {kind} has no reference")
+    decline_if(kind not in (0, 1), f"compressType {kind} has no reference")
     found: dict[str, Expected] = {}
     for place, (new, cache) in enumerate(pairs):
         rows, blocks = o.tensor(new), o.tensor(cache)
-        if rows.dim() != 3:
-            raise Declined(f"{list(rows.shape)} is not [tokens, heads, d]")
+        decline_if(rows.dim() != 3, f"{list(rows.shape)} is not [tokens, heads, d]")
         y = _compressed(o, rows, blocks, slots) if kind else _put(rows, blocks, slots, o.param("kvCacheCfg", 0) == 2)
         found |= dict.fromkeys((f"output.{place}", f"inplace.{cache}"), equal(y))
     return found
@@ -368,8 +352,7 @@ def _compressed(o: Operands, rows: Tensor, cache: Tensor, slots: Tensor) -> Tens
     """Each head's own rows: slots and wins [requests * heads], blocks [blocks, slots, 1, d]."""
     heads = rows.shape[1]
     wins, ends = o.tensor(5).reshape(-1).long(), o.tensor(6).reshape(-1).long().cumsum(0)
-    if len(wins) != len(slots) or len(slots) != len(ends) * heads:
-        raise Declined("its windows do not fit its slots")
+    decline_if(len(wins) != len(slots) or len(slots) != len(ends) * heads, "its windows do not fit its slots")
     found = cache.clone()
     flat = found.reshape(-1, *cache.shape[2:])
     for i, (slot, win) in enumerate(zip(slots.tolist(), wins.tolist(), strict=True)):
@@ -387,8 +370,7 @@ def kv_cache(o: Operands) -> Outputs:
     """(new, layer, cache, lengths with the past, lengths), in place."""
     offsets, own = ([int(n) for n in o.tensor(k).reshape(-1)] for k in (3, 4))
     layer, cache = int(o.tensor(1).reshape(-1)[0]), o.tensor(2)
-    if layer < 0 or len(offsets) < len(own):
-        raise Declined(f"a cache {list(cache.shape)} has no reference")
+    decline_if(layer < 0 or len(offsets) < len(own), f"a cache {list(cache.shape)} has no reference")
     cache = _written(cache, o.tensor(0), layer, offsets[: len(own)], own, [True] * len(own))
     return dict.fromkeys(("inplace.2", "output.0"), equal(cache))
 

@@ -14,13 +14,13 @@ Noise of a function: APPROXIMATE; of a sum: sum_of_two; errors of activations: r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined, decline_if, required
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated_along,
@@ -33,7 +33,8 @@ from vllm_accprobe.opcheck.references.activations import (
 from vllm_accprobe.opcheck.references.atb.linear import ASYMMETRIC, SYMMETRIC, coded, dynamic
 from vllm_accprobe.opcheck.references.atb.moving import axis_of
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.parts import RowResults, as_captured, equal, reshaped, subnormal
+from vllm_accprobe.opcheck.references.parts import RowResults, as_captured, equal, reshaped
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, subnormal, sum_of_two
 
 Tensor = Any  # a torch.Tensor
 RELU, GELU, FAST_GELU, SWISH, LOG, SWIGLU, SWIGLU_BACKWARD, SIGMOID, FASTER_GELU = range(1, 10)
@@ -60,7 +61,10 @@ def _single(o: Operands, kind: int, x: Tensor) -> Expected:
     if kind == RELU:
         return Expected(torch.relu(x), bound=torch.zeros((), dtype=torch.float64))
     if kind == GELU:
-        return alone(x, _gelu(o, x), o.unit)
+        if o.has("geluMode"):
+            return alone(x, gelu if o.param("geluMode", 0) == 1 else gelu_tanh, o.unit)
+        mine = torch.nan_to_num(o.output().double())  # not recorded, as in ATB's own json: the nearer counts
+        return alone(x, min((gelu_tanh, gelu), key=lambda f: float((f(x) - mine).norm())), o.unit)
     if kind in (FAST_GELU, FASTER_GELU):
         return alone(x, quick_gelu, o.unit)
     if kind == SWISH:
@@ -79,14 +83,6 @@ def _single(o: Operands, kind: int, x: Tensor) -> Expected:
     raise Declined(f"activationType {kind} is none that is known here")
 
 
-def _gelu(o: Operands, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Where none is recorded, as in ATB's own json, the one that mine's numbers are nearer to."""
-    if o.has("geluMode"):
-        return gelu if o.param("geluMode", 0) == 1 else gelu_tanh
-    mine = torch.nan_to_num(o.output().double())
-    return min((gelu_tanh, gelu), key=lambda f: float((f(x) - mine).norm()))
-
-
 def _other(o: Operands, x: Tensor, y: Tensor) -> str:
     """A note for a failure: the other function whose numbers mine's are."""
     mine = o.output().double()
@@ -102,8 +98,7 @@ def _other(o: Operands, x: Tensor, y: Tensor) -> str:
 
 
 def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    if not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
-        raise Declined(f"dim {dim} of {list(x.shape)} has no halves")
+    decline_if(not -x.dim() <= dim < x.dim() or x.shape[dim] % 2, f"dim {dim} of {list(x.shape)} has no halves")
     a, b = x.chunk(2, dim)
     return a, b
 
@@ -112,8 +107,7 @@ def _backward(o: Operands) -> Expected:
     """(dy, x)"""
     dim, unit = o.param("dim", -1), o.input_unit
     dy, (a, b) = o.wide(0), _halves(o.wide(1), dim)
-    if dy.shape != a.shape:
-        raise Declined(f"a gradient {list(dy.shape)} does not fit halves {list(a.shape)}")
+    decline_if(dy.shape != a.shape, f"a gradient {list(dy.shape)} does not fit halves {list(a.shape)}")
     s = torch.sigmoid(a)
     slope = s + a * s * (1.0 - s)
     y = torch.cat((dy * b * slope, dy * silu(a)), dim)
@@ -149,27 +143,14 @@ def _floats(o: Operands, what: str) -> None:
 @operator("ElewiseOperation")
 def elewise(o: Operands) -> Outputs:
     kind = o.param("elewiseType", 0)
-    if kind in _COMPARED:
-        return {"output.0": equal(_COMPARED[kind](o.tensor(0), o.tensor(1)))}
-    if kind == NOT:
-        return {"output.0": equal(~o.tensor(0).bool())}
-    if kind in _FUNCTIONS:
-        _floats(o, f"elewiseType {kind}")
-        return {"output.0": _function(o, kind)}
-    if kind in (ADD, SUB, MUL, DIV):
-        return {"output.0": _of_two(o, kind)}
     if kind in (QUANT, QUANT_CHANNEL, DEQUANT_CHANNEL, DYNAMIC_QUANT):
         return _codes(o, kind)
-    if kind == CAST:
-        return {"output.0": _cast(o)}
-    if kind == NEG:
-        return {"output.0": equal(-o.tensor(0))}
-    if kind == MULS:
-        return {"output.0": _scaled(o)}
-    raise Declined(f"elewiseType {kind} is none that is known here")
+    made = next((make for kinds, make in _KINDS if kind in kinds), None)
+    return {"output.0": required(made, f"elewiseType {kind} is none that is known here")(o, kind)}
 
 
 def _function(o: Operands, kind: int) -> Expected:
+    _floats(o, f"elewiseType {kind}")
     x = o.wide(0)
     y = _FUNCTIONS[kind](x)
     if kind == TANH:
@@ -181,8 +162,7 @@ def _function(o: Operands, kind: int) -> Expected:
 def _of_two(o: Operands, kind: int) -> Expected:
     a, b = o.tensor(0), o.tensor(1)
     if not o.output().is_floating_point():
-        if kind == DIV:
-            raise Declined("a division of integers has no reference")
+        decline_if(kind == DIV, "a division of integers has no reference")
         a, b = a.long(), b.long()
         return equal(a + b if kind == ADD else a - b if kind == SUB else a * b)
     a, b = a.double(), b.double()
@@ -192,26 +172,31 @@ def _of_two(o: Operands, kind: int) -> Expected:
     return Expected(y, common=0.5 * o.unit if min(a.numel(), b.numel()) == 1 else 0.0, bound=2.0 * SUM * y.abs())
 
 
-def _cast(o: Operands) -> Expected:
+def _cast(o: Operands, kind: int) -> Expected:
     x, out = o.tensor(0), o.output()
     wanted = o.param("outTensorType", UNDEFINED)
     # a float's numbers may lie on a coarser grid, and be taken for that (calls/grid.py)
     if wanted in ACL and ACL[wanted].is_floating_point != out.is_floating_point():
         raise Declined(f"outTensorType {wanted} is {ACL[wanted]}, and {out.dtype} was captured")
-    if out.is_floating_point():
-        return equal(x.to(out.dtype))
-    if not x.is_floating_point():
+    if out.is_floating_point() or not x.is_floating_point():
         return equal(x.to(out.dtype))
     wide, mine = x.double(), out.long()
     near = (mine == wide.trunc().long()) | (mine == wide.round().long())
     return equal(torch.where(near, mine, wide.trunc().long()))
 
 
-def _scaled(o: Operands) -> Expected:
+def _scaled(o: Operands, kind: int) -> Expected:
     factor = (o.part("mulsParam") if o.has("mulsParam") else o).param("varAttr", 0.0)
     y = o.wide(0) * factor
     # the factor may be rounded to the tensor's dtype first
     return Expected(y, common=o.unit, bound=(o.unit + SUM) * y.abs())
+
+
+_KINDS: tuple[tuple[Container[int], Callable[[Operands, int], Expected]], ...] = (
+    (_COMPARED, lambda o, kind: equal(_COMPARED[kind](o.tensor(0), o.tensor(1)))), (_FUNCTIONS, _function),
+    ((ADD, SUB, MUL, DIV), _of_two), ((CAST,), _cast), ((MULS,), _scaled),
+    ((NOT,), lambda o, kind: equal(~o.tensor(0).bool())), ((NEG,), lambda o, kind: equal(-o.tensor(0))),
+)  # fmt: skip
 
 
 def _codes(o: Operands, kind: int) -> Outputs:
@@ -250,8 +235,7 @@ def fill(o: Operands) -> Outputs:
         x = o.tensor(0)
         return {"output.0": equal(x.masked_fill(o.tensor(1).bool().expand_as(x), value))}
     shape = [int(n) for n in o.numbers("outDim")]
-    if shape != list(out.shape):
-        raise Declined("its parameters do not fit the output that was captured")
+    decline_if(shape != list(out.shape), "its parameters do not fit the output that was captured")
     return {"output.0": equal(torch.full(shape, value, dtype=out.dtype))}
 
 
@@ -260,8 +244,7 @@ def onehot(o: Operands) -> Outputs:
     """(indices, one, zero): a new dimension ``axis`` of ``depth``."""
     x, depth, axis = o.tensor(0).long(), o.param("depth", 0), o.param("axis", 0)
     o.fits(x.numel() * depth)
-    if not -x.dim() - 1 <= axis <= x.dim():
-        raise Declined(f"axis {axis} is none of the output's")
+    decline_if(not -x.dim() - 1 <= axis <= x.dim(), f"axis {axis} is none of the output's")
     dim = axis if axis >= 0 else axis + x.dim() + 1
     y = (x.unsqueeze(dim) == torch.arange(depth).reshape(-1, *[1] * (x.dim() - dim))).long()
     one, zero = o.maybe(1), o.maybe(2)
@@ -284,8 +267,7 @@ def softmax(x: Tensor, unit: float) -> Expected:
 def softmax_of(o: Operands) -> Outputs:
     x = o.wide(0)
     axes = sorted(axis_of(int(a), x.dim()) for a in o.numbers("axes"))
-    if axes != list(range(axes[0], axes[-1] + 1)):
-        raise Declined(f"axes {axes} do not follow one another")
+    decline_if(axes != list(range(axes[0], axes[-1] + 1)), f"axes {axes} do not follow one another")
     others = [d for d in range(x.dim()) if d not in axes]
     turned = x.permute(*others, *axes)
     y = softmax(turned.flatten(len(others)), o.input_unit)
@@ -301,8 +283,7 @@ def reduce(o: Operands) -> Outputs:
         return {"output.0": equal(x.amax(axes))}
     if kind == 2:
         return {"output.0": equal(x.amin(axes))}
-    if kind != 3:
-        raise Declined(f"reduceType {kind} is none that is known here")
+    decline_if(kind != 3, f"reduceType {kind} is none that is known here")
     if not x.is_floating_point():
         return {"output.0": equal(x.long().sum(axes))}
     wide, n = x.double(), math.prod(x.shape[a] for a in axes)
@@ -330,8 +311,7 @@ def cumsum(o: Operands) -> Outputs:
 def sort(o: Operands) -> Outputs:
     x = o.tensor(0)
     num = int(o.numbers("num")[0])
-    if not 0 < num <= x.shape[-1]:
-        raise Declined(f"{num} of {x.shape[-1]} cannot be taken")
+    decline_if(not 0 < num <= x.shape[-1], f"{num} of {x.shape[-1]} cannot be taken")
     values, places = (t[..., :num] for t in torch.sort(as_captured(x), dim=-1, descending=True, stable=True))
     found: dict[str, Expected] = {"output.0": Expected(values, unit=0.0)}
     mine = o.call.outputs.get("output.1")

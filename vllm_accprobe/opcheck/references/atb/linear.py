@@ -18,42 +18,40 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, combined, decline_if, only, reference
 from vllm_accprobe.opcheck.references.activations import alone, gelu_tanh, silu
 from vllm_accprobe.opcheck.references.atb.operands import ACL, UNDEFINED, Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.caches import coded as coded_in
-from vllm_accprobe.opcheck.references.linear import added, biased, by_batch, product, rounded
+from vllm_accprobe.opcheck.references.linear import biased, by_batch, product
 from vllm_accprobe.opcheck.references.parts import equal, reshaped, unit_of
+from vllm_accprobe.opcheck.roundings import added, rounded, summed
 
 Tensor = Any  # a torch.Tensor
 SYMMETRIC, ASYMMETRIC = 1, 2
 _SCALE = 2.0**-20
-"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row (as
-opcheck/references/scaled.py)."""
+"""Chosen: relative error of a scale, a quotient in float32 of the largest of a row."""
 _SLACK = 2.0**-9
 """Chosen: how much further than in caches.py a code may be from its number: x times 1 / scale instead of x / scale."""
 
 
-def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0) -> Expected:
+def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0, like: Expected | None = None) -> Expected:
     """What ``exact``, float64, may become in int8: mine's own codes where they are within half a step of it and
-    ``error``, else the nearest. Raises Declined."""
+    ``error``, else the nearest. like: what has a reference for the same rows. Raises Declined."""
     if mine.dtype != torch.int8:
         raise Declined(f"codes in {str(mine.dtype).removeprefix('torch.')} have no reference")
-    if exact.numel() != mine.numel():
-        raise Declined(f"codes for {list(exact.shape)} where {list(mine.shape)} was captured")
+    decline_if(exact.numel() != mine.numel(), f"codes for {list(exact.shape)} where {list(mine.shape)} was captured")
     error = error.reshape(mine.shape) if isinstance(error, torch.Tensor) else error
-    return equal(coded_in(exact.reshape(mine.shape).clamp(-128, 127), mine, torch.int8, error=error + _SLACK))
+    y = equal(coded_in(exact.reshape(mine.shape).clamp(-128, 127), mine, torch.int8, error=error + _SLACK))
+    return y if like is None else replace(y, rows=like.rows, reason=like.reason)
 
 
 def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Expected]:
     """Codes, scale and, asymmetric, offset of each row of ``y``, from output ``first`` on."""
-    if kind not in (SYMMETRIC, ASYMMETRIC):
-        raise Declined(f"dynamicQuantType {kind} is none that is known here")
+    decline_if(kind not in (SYMMETRIC, ASYMMETRIC), f"dynamicQuantType {kind} is none that is known here")
     x, mine = y.value, o.output(first)
     error = torch.zeros_like(x) if y.bound is None else y.bound.expand_as(x)
     scale, found = o.output(first + 1), {}
-    if scale.numel() != x.shape[:-1].numel():
-        raise Declined("its scales are not those of rows")
+    decline_if(scale.numel() != x.shape[:-1].numel(), "its scales are not those of rows")
     high, low = x.amax(-1), x.amin(-1)
     size = (high - low) / 255.0 if kind == ASYMMETRIC else x.abs().amax(-1) / 127.0
     off = error.amax(-1) / (255.0 if kind == ASYMMETRIC else 127.0) * (2.0 if kind == ASYMMETRIC else 1.0)
@@ -73,7 +71,7 @@ def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Ex
         found[f"output.{first + 2}"] = reshaped(Expected(right, near, bound=near), shift.shape)
         exact = exact + own.unsqueeze(-1)
     found[f"output.{first}"] = coded(exact, mine, wide)
-    return found
+    return only(found, rows=y.rows, reason=y.reason)
 
 
 _PER_TOKEN, _EINSTEIN = 2, 1
@@ -161,8 +159,7 @@ def linear(o: Operands) -> Outputs:
     if out_type == UNDEFINED and not (x.is_floating_point() and weight.is_floating_point()):
         raise Declined("codes without an outDataType have no reference")
     if o.param("matmulType", 0) == _EINSTEIN:
-        if x.dim() != 3:
-            raise Declined("an einstein sum of another form than m b k")
+        decline_if(x.dim() != 3, "an einstein sum of another form than m b k")
         batches = x.transpose(0, 1)
         each = weight if weight.dim() == 3 else weight.expand(len(batches), *weight.shape)
         y = multiplied(batches, each).map(lambda t: t.transpose(0, 1))
@@ -176,10 +173,8 @@ def linear(o: Operands) -> Outputs:
                 more = more.unsqueeze(1)  # one for each batch
             y = biased(y, more, None if accum else unit_of(o.tensor(2)))
     else:
-        if out_type not in ACL:
-            raise Declined(f"outDataType {out_type} is none that is known here")
-        if bias and token_scales:
-            raise Declined("a bias beside scales of tokens has no reference")
+        decline_if(out_type not in ACL, f"outDataType {out_type} is none that is known here")
+        decline_if(bias and token_scales, "a bias beside scales of tokens has no reference")
         token = o.tensor(3) if token_scales else None
         scale = o.tensor(3 if bias else 2)
         y = dequantised(o, x, weight, o.tensor(2) if bias else None, scale, token)
@@ -188,8 +183,7 @@ def linear(o: Operands) -> Outputs:
 
 def _activated(o: Operands, y: Expected) -> Expected:
     kind = o.param("activationFuncType", 0)
-    if kind not in _ACTIVATED:
-        raise Declined(f"activationFuncType {kind} has no reference behind a product")
+    decline_if(kind not in _ACTIVATED, f"activationFuncType {kind} has no reference behind a product")
     if kind == 1:
         return replace(y, value=torch.relu(y.value))
     if y.noise is None or y.bound is None:
@@ -239,8 +233,7 @@ def linear_sparse(call: Call) -> Outputs:
     o = Operands(call)
     x, weight = o.tensor(0), o.tensor(1)
     whole = weight.dim() >= 2 and o.maybe(4) is None
-    if not whole:
-        raise Declined("its weight was compressed, and the layout of that is not public")
+    decline_if(not whole, "its weight was compressed, and the layout of that is not public")
     x, weight = matrices(o, o.param("transposeA", False), o.param("transposeB", True))
     y = dequantised(o, x, weight, o.maybe(2), o.tensor(3), None)
     return {"output.0": _fitted(y, o.output())}
@@ -248,8 +241,7 @@ def linear_sparse(call: Call) -> Outputs:
 
 @operator("W8A16Operation")
 def w8a16(o: Operands) -> Outputs:
-    """(x, weight int8, scale, offset, bias where there is one): MindIE's node around aclnnWeightQuantBatchMatmulV2; a
-    weight [k, n], or [n, k] with transposeB."""
+    """(x, weight int8, [k, n] or turned, scale, offset, bias): MindIE's node around aclnnWeightQuantBatchMatmulV2."""
     x, codes = o.wide(0), o.wide(1)
     turned = o.param("transposeB", False)
     scale, offset = o.wide(2), o.maybe(3)
@@ -302,14 +294,6 @@ def _strided(flat: Tensor, start: int, lead: int, rows: int, columns: int) -> Te
     return flat.as_strided((rows, columns), (lead, 1), start)
 
 
-def summed(parts: list[Expected], unit: float) -> Expected:
-    """The sum over ranks, each part and each sum rounded."""
-    total = rounded(parts[0], unit)
-    for part in parts[1:]:
-        total = added(rounded(total, unit), rounded(part, unit))
-    return total
-
-
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALONE = range(4)
 _UNQUANTISED, _PER_TENSOR, _PER_CHANNEL = -1, 0, 1
 
@@ -336,25 +320,25 @@ def _whole(t: Tensor) -> Expected:
 @operator("AllReduceOperation")
 def all_reduce(o: Operands) -> Outputs:
     kind = o.param("allReduceType", "sum")
-    if o.param("quantType", 0):
-        raise Declined("a quantised sum over ranks has no reference")
+    decline_if(o.param("quantType", 0), "a quantised sum over ranks has no reference")
     parts = [p.tensor(0) for p in ranks(o)]
-    if len({p.shape for p in parts}) != 1:
-        raise Declined("its ranks gave tensors of several shapes")
-    if kind in ("max", "min"):
-        stack = torch.stack(parts)
-        return {"output.0": equal(stack.amax(0) if kind == "max" else stack.amin(0))}
-    if not parts[0].is_floating_point():
+    decline_if(len({p.shape for p in parts}) != 1, "its ranks gave tensors of several shapes")
+    if kind in ("sum", "prod") and not parts[0].is_floating_point():
         stack = torch.stack(parts).long()
         return {"output.0": Expected(stack.sum(0) if kind == "sum" else stack.prod(0), unit=0.0)}
-    if kind == "sum":
-        return {"output.0": summed([_whole(p) for p in parts], o.unit)}
     if kind == "prod":
         y = torch.stack(parts).double().prod(0)
-        return {
-            "output.0": Expected(y, o.unit * (len(parts) - 1) ** 0.5 * y.abs(), bound=o.unit * len(parts) * y.abs())
-        }
-    raise Declined(f"allReduceType {kind[:20]!r} has no reference")
+        noise, bound = (o.unit * times * y.abs() for times in ((len(parts) - 1) ** 0.5, len(parts)))
+        return {"output.0": Expected(y, noise, bound=bound)}
+    return {"output.0": _reduced("allReduceType", kind, parts, o.unit)}
+
+
+def _reduced(name: str, kind: str, parts: list[Tensor], unit: float) -> Expected:
+    if kind in ("max", "min"):
+        stack = torch.stack(parts)
+        return equal(stack.amax(0) if kind == "max" else stack.amin(0))
+    decline_if(kind != "sum", f"{name} {kind[:20]!r} has no reference")
+    return summed([_whole(p) for p in parts], unit)
 
 
 @operator("AllGatherOperation")
@@ -365,15 +349,9 @@ def all_gather(o: Operands) -> Outputs:
 
 @operator("ReduceScatterOperation")
 def reduce_scatter(o: Operands) -> Outputs:
-    kind = o.param("reduceType", "sum")
     each = ranks(o)
     parts = [p.tensor(0).chunk(len(each))[o.param("rank", 0)] for p in each]
-    if kind == "sum":
-        return {"output.0": summed([_whole(p) for p in parts], o.unit)}
-    if kind not in ("max", "min"):
-        raise Declined(f"reduceType {kind[:20]!r} has no reference")
-    stack = torch.stack(parts)
-    return {"output.0": equal(stack.amax(0) if kind == "max" else stack.amin(0))}
+    return {"output.0": _reduced("reduceType", o.param("reduceType", "sum"), parts, o.unit)}
 
 
 @operator("BroadcastOperation")

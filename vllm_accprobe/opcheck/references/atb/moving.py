@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.parts import equal, subnormal
+from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, subnormal
 
 Tensor = Any  # a torch.Tensor
 
@@ -69,11 +70,9 @@ def split(o: Operands) -> Outputs:
     x, count, sizes = o.tensor(0), o.param("splitNum", 2), [int(n) for n in o.numbers("splitSizes", [])]
     dim = axis_of(o.param("splitDim", 0), x.dim())
     if not sizes:
-        if count < 1 or x.shape[dim] % count:
-            raise Declined(f"{x.shape[dim]} cannot be cut into {count} equal parts")
+        decline_if(count < 1 or x.shape[dim] % count, f"{x.shape[dim]} cannot be cut into {count} equal parts")
         sizes = [x.shape[dim] // count] * count
-    if sum(sizes) != x.shape[dim] or min(sizes) < 0:
-        raise Declined(f"splitSizes {sizes} do not fit {x.shape[dim]}")
+    decline_if(sum(sizes) != x.shape[dim] or min(sizes) < 0, f"splitSizes {sizes} do not fit {x.shape[dim]}")
     return {f"output.{k}": equal(part) for k, part in enumerate(x.split(sizes, dim))}
 
 
@@ -81,13 +80,11 @@ def split(o: Operands) -> Outputs:
 def slice_of(o: Operands) -> Outputs:
     y = o.tensor(0)
     offsets, sizes = ([int(n) for n in o.numbers(name)] for name in ("offsets", "size"))
-    if not len(offsets) == len(sizes) <= y.dim():
-        raise Declined("its offsets and sizes do not fit its input")
+    decline_if(not len(offsets) == len(sizes) <= y.dim(), "its offsets and sizes do not fit its input")
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         first = offset if offset >= 0 else offset + y.shape[dim]
         count = size if size != -1 else y.shape[dim] - first
-        if first < 0 or count < 0 or first + count > y.shape[dim]:
-            raise Declined("it cuts beyond its input")
+        decline_if(first < 0 or count < 0 or first + count > y.shape[dim], "it cuts beyond its input")
         y = y.narrow(dim, first, count)
     return {"output.0": equal(y)}
 
@@ -105,8 +102,7 @@ def as_strided(o: Operands) -> Outputs:
     x = o.tensor(0).contiguous()
     size, stride = ([int(n) for n in o.numbers(name)] for name in ("size", "stride"))
     (offset,) = [int(n) for n in o.numbers("offset", [0])][:1] or [0]
-    if len(size) != len(stride) or min([offset, *size, *stride]) < 0:
-        raise Declined("its size and stride do not fit together")
+    decline_if(len(size) != len(stride) or min([offset, *size, *stride]) < 0, "its size and stride do not fit together")
     o.fits(math.prod(size))
     if offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) >= max(x.numel(), 1):
         raise Declined("its strides lead out of its input")
@@ -131,11 +127,9 @@ def set_value(o: Operands) -> Outputs:
         raise Declined("its starts, ends and strides do not fit")
     part = dst
     for dim, (begin, end) in enumerate(zip(starts, ends, strict=True)):
-        if not 0 <= begin <= end <= dst.shape[dim]:
-            raise Declined("it writes beyond its input")
+        decline_if(not 0 <= begin <= end <= dst.shape[dim], "it writes beyond its input")
         part = part.narrow(dim, begin, end - begin)
-    if part.shape != src.shape:
-        raise Declined(f"{list(src.shape)} does not fit between its starts and ends")
+    decline_if(part.shape != src.shape, f"{list(src.shape)} does not fit between its starts and ends")
     part.copy_(src)
     return dict.fromkeys(("inplace.0", "output.0"), equal(dst))
 
@@ -144,15 +138,13 @@ def set_value(o: Operands) -> Outputs:
 def transdata(o: Operands) -> Outputs:
     x, kind = o.tensor(0), o.param("transdataType", 0)
     if kind == 1:
-        if x.dim() != 4:
-            raise Declined(f"{list(x.shape)} is not FRACTAL_NZ")
+        decline_if(x.dim() != 4, f"{list(x.shape)} is not FRACTAL_NZ")
         b, n1, m, n0 = x.shape
         rows, columns = (int(n) for n in o.numbers("outCrops", [0, 0]))
         if not (0 < rows <= m and 0 < columns <= n1 * n0):
             raise Declined(f"outCrops {rows}, {columns} do not fit {list(x.shape)}")
         return {"output.0": equal(x.transpose(1, 2).reshape(b, m, n1 * n0)[:, :rows, :columns])}
-    if kind != 2 or x.dim() not in (2, 3):
-        raise Declined(f"transdataType {kind} of {list(x.shape)} has no reference")
+    decline_if(kind != 2 or x.dim() not in (2, 3), f"transdataType {kind} of {list(x.shape)} has no reference")
     x = x.reshape(-1, *x.shape[-2:])
     wide = 32 if x.dtype == torch.int8 else 16
     b, m, n = x.shape
@@ -163,8 +155,7 @@ def transdata(o: Operands) -> Outputs:
 
 def _lengths(o: Operands, k: int, most: int) -> list[int]:
     found = [int(n) for n in o.tensor(k).reshape(-1)]
-    if any(not 0 <= n <= most for n in found):
-        raise Declined("a length is beyond its tensor")
+    decline_if(any(not 0 <= n <= most for n in found), "a length is beyond its tensor")
     return found
 
 
@@ -174,8 +165,7 @@ def unpad(o: Operands) -> Outputs:
     ids = o.tensor(0)
     batch, most = ids.shape
     lengths, sums = _lengths(o, 3, most), [int(n) for n in o.tensor(1).reshape(-1)]
-    if len(lengths) != batch or len(sums) != batch:
-        raise Declined("its lengths do not fit its batch")
+    decline_if(len(lengths) != batch or len(sums) != batch, "its lengths do not fit its batch")
     kept = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
     before = [0, *sums[:-1]]
     own = [off for off, n in zip(before, lengths, strict=True) for _ in range(n)]
@@ -206,8 +196,7 @@ def unpad_rows(o: Operands) -> Outputs:
 def pad_rows(o: Operands) -> Outputs:
     x, most = o.tensor(0), o.param("maxSeqLen", 0)
     lengths = [int(n) for n in o.numbers("qSeqLen")]
-    if sum(lengths) != len(x) or any(not 0 <= n <= most for n in lengths):
-        raise Declined("qSeqLen does not fit its input")
+    decline_if(sum(lengths) != len(x) or any(not 0 <= n <= most for n in lengths), "qSeqLen does not fit its input")
     o.fits(len(lengths) * most * x.shape[-1])
     y = torch.zeros(len(lengths), most, x.shape[-1], dtype=x.dtype)
     for row, part in zip(y, x.split(lengths), strict=True):

@@ -6,10 +6,9 @@ as well. With int8: NORM (x, gamma, beta, scale, offset), PRENORM (x, residual, 
 (x, residual, gamma, scale, offset): round((y + beta) / scale + offset). LayerNorm: NORM (x, gamma, beta) from
 beginNormAxis on, PRENORM and POSTNORM (x, residual, gamma, beta): of x + zoomScaleValue * residual; with int8 round(y /
 scale + offset) as ATB's published kernels have it, or round(y * scale + offset) as its tests have it: the nearer
-counts, for they differ by a factor. Rope: references/rotary.py's with tables: rotaryCoeff c cuts a head of d channels
-(the width of cos) into c parts, and turns part 2 i with part 2 i + 1. cos and sin have a row for each token, so that
-the lengths of sequences (input 4) do not matter. Any other rotaryCoeff, and cosFormat 1, whose meaning is not public,
-are declined.
+counts, for they differ by a factor. Rope: rotary.py's with tables of a row for each token: rotaryCoeff c cuts a head of
+d channels (the width of cos) into c parts, and turns part 2 i with part 2 i + 1. Any other, and cosFormat 1,
+whose meaning is not public, are declined.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import ROUNDED, SUM, Declined, Expected, sum_of_two
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.linear import coded, dynamic
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
-from vllm_accprobe.opcheck.references.norms import layer_normed, normed, reciprocal_root, rms_gradient, rms_norm
+from vllm_accprobe.opcheck.references.norms import layer_normed, rms_and_root, rms_gradient, rms_normed
 from vllm_accprobe.opcheck.references.parts import reshaped, unit_of
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
+from vllm_accprobe.opcheck.roundings import ROUNDED, SUM, sum_of_two
 
 Tensor = Any  # a torch.Tensor
 NORM, PRENORM, POSTNORM = 1, 2, 3
@@ -37,8 +37,7 @@ def _kind(o: Operands) -> tuple[int, Operands]:
     if not o.has("layerType") and o.has("epsilon", "rmsNormEps"):
         return NORM, o
     kind = o.param("layerType", 0)
-    if kind not in _PARTS:
-        raise Declined(f"layerType {kind} is none that is known here")
+    decline_if(kind not in _PARTS, f"layerType {kind} is none that is known here")
     return kind, o.part(_PARTS[kind])
 
 
@@ -61,8 +60,7 @@ def rms(o: Operands) -> Outputs:
     kind, p = _kind(o)
     quant, unit = p.param("quantType", 0), o.input_unit
     eps = p.param("rmsNormEps" if p.has("rmsNormEps") and not p.has("epsilon") else "epsilon", 1e-5)
-    if quant not in (0, _INT8):
-        raise Declined(f"quantType {quant} is none that is known here")
+    decline_if(quant not in (0, _INT8), f"quantType {quant} is none that is known here")
     x, at, added = o.wide(0), 1, []
     if kind != NORM:
         count = 2 if not quant and p.param("hasBias", False) else 1
@@ -72,15 +70,15 @@ def rms(o: Operands) -> Outputs:
     whole = sum(terms[1:], terms[0])
     weight = o.wide(at)
     if kind == NORM and p.param("rstd", False):
-        return _with_rstd(o, whole, weight, eps)
+        y, root = rms_and_root(whole, weight, eps, unit)  # the training form: as many dimensions as gamma has
+        return {"output.0": y, "output.1": root}
     weight = weight.reshape(-1)
     if weight.numel() != x.shape[-1]:
         raise Declined(f"gamma {list(o.tensor(at).shape)} does not fit an input of width {x.shape[-1]}")
     if kind == NORM and p.param("modelType", 0) == 1:
         weight = weight + 1.0
     half = kind == NORM and p.param("precisionMode", 0) == 1
-    y = normed(rms_norm(whole, weight, eps), unit, x.shape[-1], before=1 if added else 0, behind=3 if half else 1,
-               weight=weight)  # fmt: skip
+    y = rms_normed(whole, weight, eps, unit, before=1 if added else 0, behind=3 if half else 1)
     if not quant:
         return {"output.0": y} | ({"output.1": _total(terms, unit)} if kind == PRENORM else {})
     return _rms_codes(o, kind, p, y, at + 1, terms)
@@ -94,37 +92,22 @@ def _rms_codes(o: Operands, kind: int, p: Operands, y: Expected, at: int, terms:
         at += 1
         if beta is not None:
             y = replace(y, value=y.value + _flat(beta))
-            bound = bound + SUM * y.value.abs() if bound is not None else None
+            bound = bound + SUM * y.value.abs()
     if kind == NORM and (how := p.param("dynamicQuantType", 0)):
         return dynamic(o, replace(y, bound=bound), how)
     scale, offset = _flat(o.tensor(at)), _flat(o.tensor(at + 1))
-    codes = coded(y.value / scale + offset, o.output(0), None if bound is None else bound / scale.abs() + 2.0**-10)
+    codes = coded(y.value / scale + offset, o.output(0), bound / scale.abs() + 2.0**-10, like=y)
     if kind == NORM:
         return {"output.0": codes}
     return {"output.0": codes, "output.1": _total(terms, unit_of(o.output(1))) if kind == PRENORM else y}
-
-
-def _rows_and_weight(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x with as many last dimensions as the weight has as one, and the weight so."""
-    return x.reshape(*x.shape[: x.dim() - weight.dim()], -1), weight.reshape(-1)
-
-
-def _with_rstd(o: Operands, x: Tensor, weight: Tensor, eps: float) -> Outputs:
-    """The training form: over as many last dimensions as gamma has, and the reciprocal root itself."""
-    flat, w = _rows_and_weight(x, weight)
-    root = reciprocal_root(flat, eps)
-    y = reshaped(normed(flat * root.value * w, o.input_unit, len(w), weight=w), x.shape)
-    kept = (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
-    return {"output.0": y, "output.1": reshaped(root, kept)}
 
 
 @operator("RmsNormBackwardOperation")
 def rms_backward(o: Operands) -> Outputs:
     """(dy, x, rstd, gamma) → (dx, dgamma)"""
     dy, x, rstd, weight = (o.wide(k) for k in range(4))
-    (up, w), (flat, _) = _rows_and_weight(dy, weight), _rows_and_weight(x, weight)
-    dx, dw = rms_gradient(up, flat, w, rstd.reshape(*flat.shape[:-1], 1), o.input_unit)
-    return {"output.0": reshaped(dx, x.shape), "output.1": reshaped(dw, weight.shape)}
+    dx, dw = rms_gradient(dy, x, weight, rstd, o.input_unit)
+    return {"output.0": dx, "output.1": dw}
 
 
 @operator("GatherPreRmsNormOperation")
@@ -134,9 +117,7 @@ def gathered_rms(o: Operands) -> Outputs:
     if len(at) != len(x) or (len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(rows)):
         raise Declined("its indices lie outside of its rows")
     terms = [x, rows[at]]
-    weight = _flat(o.tensor(3))
-    total = rms_norm(x + rows[at], weight, o.param("epsilon", 1e-5))
-    y = normed(total, o.input_unit, x.shape[-1], before=1, weight=weight)
+    y = rms_normed(x + rows[at], _flat(o.tensor(3)), o.param("epsilon", 1e-5), o.input_unit, before=1)
     return {"output.0": y, "output.1": _total(terms, unit_of(o.output(1)))}
 
 
@@ -144,8 +125,7 @@ def gathered_rms(o: Operands) -> Outputs:
 def layer(o: Operands) -> Outputs:
     kind, p = _kind(o)
     quant, unit, eps, x = p.param("quantType", 0), o.input_unit, p.param("epsilon", 1e-5), o.wide(0)
-    if quant not in (0, _INT8):
-        raise Declined(f"quantType {quant} is none that is known here")
+    decline_if(quant not in (0, _INT8), f"quantType {quant} is none that is known here")
     at, terms = 1, [x]
     if kind != NORM:
         terms.append(o.wide(1) if quant else p.param("zoomScaleValue", 1.0) * o.wide(1))
@@ -167,13 +147,12 @@ def layer(o: Operands) -> Outputs:
     mine = o.output(place)
     factor = min((1.0 / scale, scale), key=lambda f: _distance(y.value * f + offset, mine))
     error = (y.bound + unit * y.value.abs()) * factor.abs() + unit * (y.value * factor).abs() + 2.0**-10
-    codes = coded(y.value * factor + offset, mine, error)
+    codes = coded(y.value * factor + offset, mine, error, like=y)
     return {f"output.{place}": codes} | ({} if kind == NORM else {"output.0": y})
 
 
 def _distance(y: Tensor, mine: Tensor) -> float:
-    if y.numel() != mine.numel():
-        raise Declined(f"codes for {list(y.shape)} where {list(mine.shape)} was captured")
+    decline_if(y.numel() != mine.numel(), f"codes for {list(y.shape)} where {list(mine.shape)} was captured")
     return float((y.clamp(-128, 127).reshape(-1) - mine.double().reshape(-1)).square().sum())
 
 
@@ -182,8 +161,7 @@ def cohere(o: Operands) -> Outputs:
     """(x [..., heads, width], gamma [heads, width])"""
     x, weight = o.wide(0), o.wide(1)
     y = layer_normed(x, None, None, o.param("epsilon", 1e-5), o.input_unit)
-    size = weight.abs()
-    return {"output.0": Expected(y.value * weight, y.noise * size, bound=y.bound * size)}
+    return {"output.0": replace(y.map(lambda t: t * weight.abs()), value=y.value * weight)}
 
 
 @operator("RopeOperation")
@@ -193,8 +171,7 @@ def rope(o: Operands) -> Outputs:
     d, parts = cos.shape[-1], o.param("rotaryCoeff", 4)
     if parts not in (2, 4, d) or d % parts or sin.shape != cos.shape:
         raise Declined(f"rotaryCoeff {parts} for cosines {list(cos.shape)} has no reference")
-    if o.param("cosFormat", 0):
-        raise Declined("cosFormat 1 has no public definition")
+    decline_if(o.param("cosFormat", 0), "cosFormat 1 has no public definition")
     found = {}
     for k in range(2):
         q = o.tensor(k)

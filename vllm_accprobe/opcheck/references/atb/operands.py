@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, reference
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected, Reference, decline_if, reference, required
 from vllm_accprobe.opcheck.references.parts import equal, unit_of
 
 Tensor = Any  # a torch.Tensor
@@ -80,10 +80,7 @@ class Operands:
 
     def tensor(self, k: int) -> Tensor:
         """Input k in its own dtype; raises Declined."""
-        found = self.call.inputs.get(str(k))
-        if found is None:
-            raise Declined(f"input {k} was not captured")
-        return found
+        return required(self.call.inputs.get(str(k)), f"input {k} was not captured")
 
     def wide(self, k: int) -> Tensor:
         """Input k in float64."""
@@ -91,19 +88,14 @@ class Operands:
 
     def output(self, k: int = 0) -> Tensor:
         """What was captured as output k; raises Declined."""
-        found = self.call.outputs.get(f"output.{k}")
-        if found is None:
-            raise Declined(f"output {k} was not captured")
-        return found
+        return required(self.call.outputs.get(f"output.{k}"), f"output {k} was not captured")
 
     def has(self, *names: str) -> bool:
         return any(name in self._param for name in names)
 
     def param(self, name: str, default: Any) -> Any:
-        """A parameter, ATB's ``default`` where the dump has others and not this one. Raises Declined where it has none
-        at all, or one of another kind than the default."""
-        if not self._known:
-            raise Declined(UNKNOWN)
+        """A parameter, ATB's ``default`` where others are there. Raises Declined: none is, or it is of another kind."""
+        decline_if(not self._known, UNKNOWN)
         found = self._param.get(name, default)
         kinds: dict[type, Any] = {bool: (bool, int), float: (int, float)}
         if not isinstance(found, kinds.get(type(default), type(default))):
@@ -134,10 +126,9 @@ class Operands:
             raise Declined(f"{len(self)} inputs, where its parameters ask for {count}")
 
     def fits(self, size: int) -> None:
-        """Raises Declined where ``size`` elements, which a parameter requires, are not those of output 0: a number of a
-        dump must not decide how much memory is taken."""
-        if size != self.output().numel():
-            raise Declined("its parameters do not fit the output that was captured")
+        """Raises Declined where ``size``, which a parameter requires, is not output 0's: a dump must not decide on
+        memory."""
+        decline_if(size != self.output().numel(), "its parameters do not fit the output that was captured")
 
 
 def _only_known(param: Mapping[str, Any], depth: int = 0) -> None:

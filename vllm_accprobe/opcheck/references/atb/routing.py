@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.atb.operands import Operands, Outputs, operator
 from vllm_accprobe.opcheck.references.parts import equal
+from vllm_accprobe.opcheck.roundings import APPROXIMATE
 
 Tensor = Any  # a torch.Tensor
 _TIED = "two of its groups or experts are tied"
@@ -83,13 +84,11 @@ def group_topk(o: Operands) -> Outputs:
 def fused_topk(o: Operands) -> Outputs:
     """(x, bias, copies of each expert, where they are) → (weights, experts)"""
     x, k = torch.sigmoid(o.wide(0)), o.param("k", 0)
-    if o.param("activationType", 8) != 8:
-        raise Declined("an activation that is no SIGMOID has no reference")
+    decline_if(o.param("activationType", 8) != 8, "an activation that is no SIGMOID has no reference")
     total = x + o.wide(1)
     out, clear = _left_out(total, o.param("groupNum", 1), o.param("groupTopk", 0), o.param("n", 1))
     kept = total.masked_fill(out, 0.0)
-    if not 0 < k <= kept.shape[-1]:
-        raise Declined(f"{k} of {kept.shape[-1]} experts cannot be chosen")
+    decline_if(not 0 < k <= kept.shape[-1], f"{k} of {kept.shape[-1]} experts cannot be chosen")
     order = torch.argsort(kept, descending=True, stable=True)
     sorted_ = kept.gather(1, order)[:, : k + 1]
     gaps = sorted_[:, :-1] - sorted_[:, 1:]
@@ -117,8 +116,7 @@ _AT_LIMIT = "a sum of probabilities lies at its limit, or two quotients are tied
 
 def _sorted(o: Operands) -> tuple[Tensor, Tensor]:
     p = o.wide(0)
-    if p.dim() != 2:
-        raise Declined(f"probabilities {list(p.shape)} are no rows")
+    decline_if(p.dim() != 2, f"probabilities {list(p.shape)} are no rows")
     return torch.sort(p, dim=-1, descending=True, stable=True)
 
 

@@ -56,8 +56,7 @@ def spelled(name: str) -> tuple[str, ...]:
 
 
 class FusedArguments:
-    """The arguments of one call. dtype: what floating tensors are computed in. Raises Declined where the call has
-    arguments that the schema does not know."""
+    """The arguments of one call. dtype: of floating tensors. Raises Declined where the schema does not know one."""
 
     def __init__(self, parameters: Sequence[Parameter], call: Call, dtype: Any = torch.float64):
         if len(call.args) > len(parameters):
@@ -130,9 +129,8 @@ FusedReference = Callable[[FusedArguments], "Expected | Mapping[str, Expected]"]
 
 
 def backward(schema: str, forward: Any, up: str, wanted: Sequence[str], *more: str) -> Any:
-    """The reference of a fused operator's gradient: by autograd on ``forward``, a function that `fused` marked, the
-    gradient of ``wanted[k]`` as output k. up: the gradient of the forward's first output. Arguments of forward's that
-    ``schema`` has, too, have the same names."""
+    """The reference of a fused operator's gradient: by autograd on ``forward``, which `fused` marked, the gradient of
+    ``wanted[k]`` as output k. up: the gradient of the forward's first output. Arguments of both have the same names."""
     here = {p.names[0] for p in parsed(schema)[1]}
     names = [p.names[0] for p in forward.parameters if p.names[0] in here]
 

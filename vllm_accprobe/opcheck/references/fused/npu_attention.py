@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import SUM, Declined, Expected
+from vllm_accprobe.opcheck.reference import Declined, Expected, decline_if
 from vllm_accprobe.opcheck.references.attention import COARSE, EXP, attend, score_sums
 from vllm_accprobe.opcheck.references.fused.fused_calls import RANDOM, FusedArguments, backward, fused
+from vllm_accprobe.opcheck.roundings import SUM
 
 COMPRESSED = {2: (2048, 2048), 3: (2048, 2048), 4: (2048, 2048), 6: (3072, 2048), 7: (2048, 2048), 8: (2048, 2048)}
 """The shape of a compressed mask, by mode."""
@@ -68,8 +69,7 @@ class AttentionMasks:
             mask = mask.unsqueeze(0)
         if self.varlen and mask.shape[-2] >= sq and mask.shape[-1] >= skv:
             mask = mask[..., :sq, :skv]
-        if tuple(mask.shape[-2:]) != (sq, skv):
-            raise Declined(f"atten_mask {shape} does not fit {sq} queries and {skv} keys")
+        decline_if(tuple(mask.shape[-2:]) != (sq, skv), f"atten_mask {shape} does not fit {sq} queries and {skv} keys")
         return mask[sample if mask.shape[0] > 1 else 0]
 
     def _ruled(self, sample: int, i: Any, j: Any, sq: int, skv: int) -> Any:
@@ -104,7 +104,9 @@ def masks_of(g: FusedArguments, names: tuple[str, str], varlen: bool, samples: i
     return AttentionMasks(mode, mask, none, before, after, g.integers("prefix"), varlen, samples)
 
 
-LAYOUTS = ("BSH", "SBH", "BSND", "BNSD", "TND")
+LAYOUTS = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD": (0, 1, 2, 3), "TND": (1, 0, 2)}
+"""Which dimensions, once H is cut into N and D, make [B, N, S, D]; of TND [N, T, D]."""
+_JOINED = ("BSH", "SBH")
 
 
 @dataclass(frozen=True)
@@ -135,17 +137,11 @@ def _runs(ends: Sequence[int], total: int) -> tuple[tuple[int, int], ...]:
 
 def by_head(x: Any, layout: str, heads: int) -> Any:
     """[B, N, S, D], or of TND [N, T, D]. Raises Declined."""
-    dims = 3 if layout in ("BSH", "SBH", "TND") else 4
-    if layout not in LAYOUTS or x.dim() != dims:
+    joined = layout in _JOINED
+    if layout not in LAYOUTS or x.dim() + joined != len(LAYOUTS[layout]):
         raise Declined(f"a tensor {list(x.shape)} in layout {layout!r}")
-    if layout in ("BSH", "SBH"):
-        x = x if layout == "BSH" else x.transpose(0, 1)
-        if not heads or x.shape[-1] % heads:
-            raise Declined(f"{heads} heads do not fit a width of {x.shape[-1]}")
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-    if layout == "BSND":
-        return x.transpose(1, 2)
-    return x if layout == "BNSD" else x.transpose(0, 1)
+    decline_if(joined and (not heads or x.shape[-1] % heads), f"{heads} heads do not fit a width of {x.shape[-1]}")
+    return (x.unflatten(-1, (heads, -1)) if joined else x).permute(LAYOUTS[layout])
 
 
 def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths | None) -> Any:
@@ -156,27 +152,20 @@ def back(samples: Sequence[Any], layout: str, rows: int, lengths: SampleLengths 
         if missing:
             whole.append(whole[0].new_zeros(missing, *whole[0].shape[1:]))
         return torch.cat(whole)
-    x = torch.stack(list(samples))
-    if layout == "BNSD":
-        return x
-    x = x.transpose(1, 2)
-    if layout == "BSND":
-        return x
-    x = x.flatten(2)
-    return x if layout == "BSH" else x.transpose(0, 1)
+    order = LAYOUTS[layout]
+    x = torch.stack(list(samples)).permute([order.index(k) for k in range(len(order))])
+    return x.flatten(2) if layout in _JOINED else x
 
 
 def heads_of_keys(query: Any, key: Any, layout: str, heads: int) -> int:
     """How many heads keys have. Raises Declined."""
-    if layout not in LAYOUTS:
-        raise Declined(f"a tensor {list(query.shape)} in layout {layout!r}")
-    if layout in ("BSH", "SBH"):
+    decline_if(layout not in LAYOUTS, f"a tensor {list(query.shape)} in layout {layout!r}")
+    if layout in _JOINED:
         size = query.shape[-1] // heads if heads else 0
         found = key.shape[-1] // size if size else 0
     else:
         found = key.shape[1 if layout in ("BNSD", "TND") else 2] if key.dim() > 2 else 0
-    if not found or heads % found:
-        raise Declined(f"{heads} heads of queries do not fit {found} of keys")
+    decline_if(not found or heads % found, f"{heads} heads of queries do not fit {found} of keys")
     return found
 
 
@@ -193,8 +182,7 @@ _WIDE_2 = ", ".join(f"{n}=2147483647" for n in _TOKENS_2)
 
 @dataclass(frozen=True)
 class _Sample:
-    """One sample: q [N, Sq, D], k, v [Nk, Skv, ...]; added to scores: float64, and masked: bool [1 or N, Sq, Skv], or
-    None; sink: [N] or None."""
+    """One sample: q [N, Sq, D], k, v [Nk, Skv, ...]; added to scores, masked: [1 or N, Sq, Skv] or None; sink: [N]."""
 
     q: Any
     k: Any
@@ -205,8 +193,7 @@ class _Sample:
     sink: Any | None
 
     def attended(self, unit: float, mine: Any | None) -> tuple[Any, Any]:
-        """(output, noise) [N, Sq, Dv]; without noise where gradients are wanted. mine: what was captured of it. Raises
-        Declined."""
+        """(output, noise) [N, Sq, Dv], no noise for gradients. mine: what was captured of it. Raises Declined."""
         heads, sq = self.q.shape[:2]
         if not sq or not self.k.shape[1]:
             return (self.v.new_zeros(heads, sq, self.v.shape[-1]),) * 2
@@ -216,8 +203,7 @@ class _Sample:
         blind = self.masked.all(-1, keepdim=True)
         if not bool(blind.any()):
             return y, noise
-        if y.requires_grad:
-            raise Declined("a query that sees no key: its gradient is not in the documents")
+        decline_if(y.requires_grad, "a query that sees no key: its gradient is not in the documents")
         if mine is not None:
             every = self.v.mean(1, keepdim=True).repeat_interleave(heads // len(self.v), 0).expand_as(y)
             choices = torch.stack((torch.zeros_like(y), every, self._attend(unit, None)[0]))
@@ -251,11 +237,9 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
         k = torch.cat((k, by_head(g.tensor("key_rope"), layout, of_keys)), -1)
     if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1] or q.shape[-3] != heads:
         raise Declined("its query, key and value do not fit one another")
-    if g["padding_mask"] is not None:
-        raise Declined("padding_mask is not in the documents")
+    decline_if(g["padding_mask"] is not None, "padding_mask is not in the documents")
     kind = int(g.number("pse_type")) if second else 1
-    if g["pse"] is not None and kind not in (0, 1):
-        raise Declined(f"pse_type {kind} makes its own positions")
+    decline_if(g["pse"] is not None and kind not in (0, 1), f"pse_type {kind} makes its own positions")
     varlen = layout == "TND"
     lengths = lengths_of(g, q.shape[1], k.shape[1]) if varlen else None
     count = len(q) if lengths is None else len(lengths.queries)
@@ -278,8 +262,7 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
     rows = q.shape[-2]
     y, noise = (back([p[n] for p in parts], layout, rows, lengths) for n in (0, 1))
     drop = f"{RANDOM}: keep_prob {g.number('keep_prob'):g}" if dropped else ""
-    if dropped and y.requires_grad:
-        raise Declined(drop)
+    decline_if(dropped and y.requires_grad, drop)
     expected = {"output.0": Expected(y, noise, groups=1, only_measured=drop)}
     return expected | _statistics(g, q, k, found, lengths, sink)
 

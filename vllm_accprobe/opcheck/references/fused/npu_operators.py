@@ -9,7 +9,6 @@ lr * weight_decay of var away, and with amsgrad has max(max_grad_norm, v) in the
 -10000 in the place of what is masked; a row that is masked whole has equal shares or zeros, and the nearer counts.
 Routers: y, experts = topk(softmax(x), k); an expert is right if its weight is within rounding of the k-th largest, and
 no expert is named twice. Gradients: by autograd on the forward's formula (`backward`) where no formula is written out.
-Noise: of the formulas; an optimiser's some ten operations round what they add in float32 or the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.opcheck.reference import APPROXIMATE, ROUNDED, SUM, Declined, Expected, combined, gamma, sum_of_two
+from vllm_accprobe.opcheck.reference import Declined, Expected, combined, decline_if
 from vllm_accprobe.opcheck.references.activations import (
     alone,
     gated,
@@ -34,15 +33,22 @@ from vllm_accprobe.opcheck.references.activations import (
 )
 from vllm_accprobe.opcheck.references.fused.fused_calls import FusedArguments, backward, fused
 from vllm_accprobe.opcheck.references.linear import biased, product
-from vllm_accprobe.opcheck.references.norms import group_normed, layer_normed, normed, reciprocal_root, rms_gradient
-from vllm_accprobe.opcheck.references.parts import reshaped, subnormal
+from vllm_accprobe.opcheck.references.norms import (
+    flat_last,
+    group_normed,
+    kept_shape,
+    layer_normed,
+    rms_and_root,
+    rms_gradient,
+)
+from vllm_accprobe.opcheck.references.parts import reshaped
 from vllm_accprobe.opcheck.references.rotary import table_rotated, turn
+from vllm_accprobe.opcheck.roundings import APPROXIMATE, ROUNDED, SUM, gamma, subnormal, sum_of_two, within_float32
 
 
 def _gelu_of(g: FusedArguments) -> Callable[[Any], Any]:
     kind = g["approximate"]
-    if kind not in ("none", "tanh"):
-        raise Declined(f"approximate {kind!r} is unknown")
+    decline_if(kind not in ("none", "tanh"), f"approximate {kind!r} is unknown")
     return gelu_tanh if kind == "tanh" else gelu
 
 
@@ -112,8 +118,7 @@ def _as_it_is(value: Any) -> Expected:
 @fused("npu_confusion_transpose(self/data, perm, shape, transpose_first)")
 def npu_confusion_transpose(g: FusedArguments) -> Expected:
     x, perm, shape = _moved(g, "self")
-    if len(perm) != (x.dim() if g["transpose_first"] else len(shape)):
-        raise Declined(f"perm {perm} does not fit")
+    decline_if(len(perm) != (x.dim() if g["transpose_first"] else len(shape)), f"perm {perm} does not fit")
     return _as_it_is(x.permute(perm).reshape(shape) if g["transpose_first"] else x.reshape(shape).permute(perm))
 
 
@@ -121,8 +126,7 @@ def npu_confusion_transpose(g: FusedArguments) -> Expected:
 def npu_confusion_transpose_backward(g: FusedArguments) -> Expected:
     """shape: with transpose_first the input's, else what it was reshaped to [msprobe's benchmark function]."""
     up, perm, shape = _moved(g, "grad")
-    if len(perm) != len(shape):
-        raise Declined(f"perm {perm} does not fit shape {shape}")
+    decline_if(len(perm) != len(shape), f"perm {perm} does not fit shape {shape}")
     back = [perm.index(k) for k in range(len(perm))]
     moved = [shape[p] for p in perm]
     return _as_it_is(up.reshape(moved).permute(back))
@@ -167,46 +171,24 @@ def npu_linear_backward(g: FusedArguments) -> dict[str, Expected]:
     return {"output.0": replace(dx, value=dx.value.reshape(x.shape)), "output.1": product(rows.T, flat.T)}
 
 
-def _flat(x: Any, weight: Any) -> Any:
-    """x with the weight's dimensions as one, which is last. Raises Declined."""
-    dims = weight.dim()
-    if not dims or tuple(x.shape[x.dim() - dims :]) != tuple(weight.shape):
-        raise Declined(f"a weight {list(weight.shape)} does not fit an input {list(x.shape)}")
-    return x.flatten(-dims) if dims > 1 else x
-
-
-def _kept(x: Any, weight: Any) -> tuple[int, ...]:
-    """The shape of a number for each row of x."""
-    return (*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim())
-
-
-def _weighed(x: Any, weight: Any, eps: float, unit: float, before: int = 0) -> tuple[Expected, Expected]:
-    """The RMSNorm of x over the weight's dimensions, in x's shape; and its reciprocal root, [..., 1, ...]."""
-    flat, w = _flat(x, weight), weight.flatten()
-    root = reciprocal_root(flat, eps, unit, before)
-    y = normed(flat * root.value * w, unit, flat.shape[-1], before=before, weight=w)
-    return reshaped(y, x.shape), reshaped(root, _kept(x, weight))
-
-
 @fused("npu_rms_norm(self/input/x, gamma/weight, epsilon/eps=1e-06)")
 def npu_rms_norm(g: FusedArguments) -> dict[str, Expected]:
-    y, root = _weighed(g.tensor("self"), g.tensor("gamma"), g.number("epsilon"), g.unit("self"))
+    y, root = rms_and_root(g.tensor("self"), g.tensor("gamma"), g.number("epsilon"), g.unit("self"))
     return {"output.0": y, "output.1": root}
 
 
 @fused("npu_add_rms_norm(x1, x2, gamma, epsilon=1e-06)")
 def npu_add_rms_norm(g: FusedArguments) -> dict[str, Expected]:
     total, unit = g.tensor("x1") + g.tensor("x2"), g.unit("x1")
-    y, root = _weighed(total, g.tensor("gamma"), g.number("epsilon"), unit, before=1)
+    y, root = rms_and_root(total, g.tensor("gamma"), g.number("epsilon"), unit, before=1)
     return {"output.0": y, "output.1": root, "output.2": sum_of_two(total, unit)}
 
 
 @fused("npu_rms_norm_backward(dy, self/x, gamma, rstd)")
 def npu_rms_norm_backward(g: FusedArguments) -> dict[str, Expected]:
-    x, weight = g.tensor("self"), g.tensor("gamma")
-    up, flat, w = _flat(g.tensor("dy"), weight), _flat(x, weight), weight.flatten()
-    dx, dw = rms_gradient(up, flat, w, g.tensor("rstd").reshape(*flat.shape[:-1], 1), g.unit("dy", "self"))
-    return {"output.0": reshaped(dx, x.shape), "output.1": reshaped(dw, weight.shape)}
+    up, x, weight, rstd = (g.tensor(n) for n in ("dy", "self", "gamma", "rstd"))
+    dx, dw = rms_gradient(up, x, weight, rstd, g.unit("dy", "self"))
+    return {"output.0": dx, "output.1": dw}
 
 
 def _moments(x: Any, eps: float) -> tuple[Expected, Expected]:
@@ -218,7 +200,7 @@ def _moments(x: Any, eps: float) -> tuple[Expected, Expected]:
     # d log root = -centred dmean / variance, which is 0 in sum: of second order
     r = Expected(root, combined(2.0**-20 * root.abs(), (shift * root).square() * root),
                  bound=(APPROXIMATE + gamma(n + 8) + (gamma(n + 4) * size * root).square()) * root.abs())  # fmt: skip
-    return Expected(mean, shift, bound=gamma(n + 4) * size), r
+    return Expected(mean, shift, bound=gamma(n + 4) * size), within_float32(r, x)
 
 
 @fused("npu_layer_norm_eval(input/data/self, normalized_shape, weight=None, bias=None, eps=1e-05)")
@@ -234,7 +216,7 @@ def npu_layer_norm_eval(g: FusedArguments) -> Expected:
 def npu_deep_norm(g: FusedArguments) -> dict[str, Expected]:
     x, weight, eps = g.tensor("x"), g.tensor("gamma"), g.number("epsilon")
     total = g.number("alpha") * x + g.tensor("gx")
-    m, r = (reshaped(y, _kept(x, weight)) for y in _moments(_flat(total, weight), eps))
+    m, r = (reshaped(y, kept_shape(x, weight)) for y in _moments(flat_last(total, weight), eps))
     y = layer_normed(total, weight, g.tensor("beta"), eps, g.unit("x"), weight.dim(), before=1)
     return {"output.0": m, "output.1": r, "output.2": y}
 
@@ -246,7 +228,8 @@ def npu_group_norm_silu(g: FusedArguments) -> dict[str, Expected]:
     z = group_normed(x, groups, g.maybe("weight"), g.maybe("bias"), eps, unit)
     gate = torch.sigmoid(z.value)
     slope = (gate * (1.0 + z.value * (1.0 - gate))).abs()
-    out = Expected(z.value * gate, combined(slope * z.noise, ROUNDED * unit * (z.value * gate).abs()))
+    y = z.value * gate
+    out = replace(z, value=y, noise=combined(slope * z.noise, ROUNDED * unit * y.abs()), bound=None)
     # they have the input's dtype, which a kernel may round to
     m, r = (reshaped(y, y.value.shape[:-1]) for y in _moments(x.reshape(x.shape[0], groups, -1), eps))
     return {"output.0": out, "output.1": m, "output.2": r}
@@ -273,8 +256,8 @@ def _step(
     var: Any, change: tuple[Any, Any], m: tuple[Any, Any], v: tuple[Any, Any], beta: tuple[float, float],
     powers: tuple[float, float], unit: float,
 ) -> dict[str, Expected]:  # fmt: skip
-    """var - change, and the moments; of each its value, and the size of what was added up. What 1 - beta and 1 - power
-    lose in float32 all elements share."""
+    """var - change, and the moments; of each its value, and the size of its terms. All elements share what 1 - beta
+    loses."""
     lost = [SUM / (1.0 - b) for b in beta]
     rate = sum(SUM / (1.0 - p) for p in powers)
     total = var - change[0]
@@ -287,8 +270,7 @@ def _step(
 
 
 def _powers(*values: float) -> tuple[float, float]:
-    if not all(0.0 <= p < 1.0 for p in values):
-        raise Declined("its betas or their powers are not below 1: nothing is defined")
+    decline_if(not all(0.0 <= p < 1.0 for p in values), "its betas or their powers are not below 1: nothing is defined")
     return values[0], values[1]
 
 
@@ -320,8 +302,7 @@ def npu_apply_adam_w(g: FusedArguments) -> dict[str, Expected]:
     new_m, new_v = b1 * m + (1.0 - b1) * up, b2 * v + (1.0 - b2) * up * up
     largest = new_v
     if g["amsgrad"]:
-        if g["max_grad_norm"] is None:
-            raise Declined("max_grad_norm was not captured, and amsgrad needs it")
+        decline_if(g["max_grad_norm"] is None, "max_grad_norm was not captured, and amsgrad needs it")
         largest = torch.maximum(g.tensor("max_grad_norm"), new_v)
     beta = _powers(b1, b2)
     p1, p2 = _powers(g.number("beta1_power") * b1, g.number("beta2_power") * b2)
@@ -335,10 +316,8 @@ def npu_apply_adam_w(g: FusedArguments) -> dict[str, Expected]:
 def _rotated(g: FusedArguments, x: Any, cos: Any, sin: Any, unit: float) -> Expected:
     """x cos + rotate(x) sin: (-x2, x1) of the halves (``half``) or of adjacent channels (``interleave``)."""
     mode, parts = str(g["rotary_mode"]), {"half": 2, "interleave": x.shape[-1], "interleaved": x.shape[-1]}
-    if x.shape[-1] % 2:
-        raise Declined("an odd last dimension has no pairs")
-    if mode not in parts:
-        raise Declined(f"rotary_mode {mode!r} is unknown")
+    decline_if(x.shape[-1] % 2, "an odd last dimension has no pairs")
+    decline_if(mode not in parts, f"rotary_mode {mode!r} is unknown")
     return table_rotated(x, cos, sin, turn(x, parts[mode]), unit)
 
 
@@ -419,8 +398,7 @@ def _class_weights(g: FusedArguments, logits: Any, target: Any) -> tuple[Any, An
     weight = g.maybe("weight")
     weight = torch.ones(classes, dtype=g.dtype, device=logits.device) if weight is None else weight
     ignored = target == int(g.number("ignore_index"))
-    if not bool(((target >= 0) & (target < classes) | ignored).all()):
-        raise Declined("its targets are no classes")
+    decline_if(not bool(((target >= 0) & (target < classes) | ignored).all()), "its targets are no classes")
     rows = weight[torch.where(ignored, 0, target)] * ~ignored
     return weight, rows
 
@@ -430,8 +408,7 @@ def _check_loss(g: FusedArguments, logits: Any, target: Any) -> None:
         raise Declined("its logits and targets have an unknown form")
     if g["reduction"] not in ("mean", "sum", "none"):
         raise Declined(f"reduction {g['reduction']!r} is unknown")
-    if g.number("lse_square_scale_for_zloss"):
-        raise Declined("its z loss is not in the documents")
+    decline_if(g.number("lse_square_scale_for_zloss"), "its z loss is not in the documents")
 
 
 @fused(
@@ -497,8 +474,7 @@ def _chosen(g: FusedArguments, weights: Any, order: Any, k: int, unit: float) ->
 def _routed(g: FusedArguments, renorm: bool) -> tuple[Any, Any, Any, Any, int]:
     """(exact weights of the chosen, chosen experts, rows that are not finished, the whole softmax, k)"""
     x, k = g.tensor("x"), int(g.number("k"))
-    if x.dim() not in (2, 3) or not 0 < k <= x.shape[-1]:
-        raise Declined(f"k {k} does not fit an input {list(x.shape)}")
+    decline_if(x.dim() not in (2, 3) or not 0 < k <= x.shape[-1], f"k {k} does not fit an input {list(x.shape)}")
     p = torch.softmax(x, -1)
     y, order = torch.topk(p, k, -1)
     chosen = _chosen(g, p.detach(), order, k, g.unit("x"))
