@@ -16,7 +16,8 @@ import typer
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, hidden, option
-from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
+from vllm_accprobe.cli.output import answer, say_notes, say_written, show, size
+from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import whole
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
             raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
         with _new(out) as path:
             lines = onnx(dump, path, level, wanted.steps, wanted.ranks or "")
-        for line in lines:
-            typer.echo(line)
+        show(lines)
         say_written(out, about=size(out.stat().st_size))
         answer(dump=dump, to=kind, about=lines)
         return

@@ -43,6 +43,15 @@ class NothingThere(CommandError):
     """One line: what there was nothing of to work on. Exit code 3."""
 
 
+CODES = {"pass": 0, "fail": 1, None: 3}
+"""Of a verdict."""
+_UNREADABLE = {
+    "ArmFileError", "BisectError", "CommandError", "CompareError", "CompatError", "ConfigError", "DumpError",
+    "ErrcheckError", "FolderError", "LaunchError", "PatchError", "PromptsError", "RunError", "SamplesError",
+    "SendError", "SheetError", "SideError", "SizeError", "TeacherForcingError", "Unavailable", "WheelError",
+}  # fmt: skip
+"""What rooms raise whose text is the line; by name, so that none of them is imported for it."""
+_NOTHING = {"NothingCompared", "NothingReadable", "NothingThere", "NotComparable", "OtherIds"}
 _WHOLE = {"h5py", "llvmlite", "numba"}
 """What the distribution vllm-accprobe-capture does without (scripts/two_wheels.py)."""
 
@@ -55,10 +64,8 @@ def explain(error: Exception) -> tuple[str, int]:
         command = usage.ctx.command_path if getattr(usage, "ctx", None) else "accprobe"
         line = one_line(usage.format_message()).replace(" Value error, ", " ")
         return f"{line} (see `{command} --help`)", 2
-    if kinds & {"NothingCompared", "NothingReadable", "NothingThere"}:
-        return one_line(error), 3
-    if kinds & {"DumpError", "CompareError", "ConfigError", "CommandError", "CompatError"}:
-        return one_line(error), 2
+    if kinds & (_NOTHING | _UNREADABLE):
+        return one_line(error), 3 if kinds & _NOTHING else 2
     if (code := no_space(error)) is not None:
         return full_disk(error, code), 2
     if isinstance(error, OSError):

@@ -86,11 +86,8 @@ def gate(
         compare_trainer(Path(golden), mine, settings, out, sides.as_json)
     if localizing.heal and not localizing.localize:
         raise CommandError("--heal heals what --localize names: give both")
-    from vllm_accprobe.cli import gate_heal, gate_run
+    from vllm_accprobe.cli import gate_run
 
     if sides.prompts != "default" and Path(golden).is_dir():
         raise CommandError("--prompts: GOLDEN is a folder, and golden's own prompts are sent: leave --prompts away")
-    floors = gate_run.Floors(tuple(sides.floor), sides.floor_dtype, sides.no_floor)
-    gate_run.run(golden, mine, out, floors, settings, rate, sides.as_json,
-                 localizing.localize_gb if localizing.localize else None,
-                 gate_heal.heal if localizing.heal else None)  # fmt: skip
+    gate_run.run(sides, localizing, settings)

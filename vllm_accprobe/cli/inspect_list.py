@@ -21,13 +21,14 @@ from vllm_accprobe.cli import inspect_tensor, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.inspect_tensor import print_lines, shape_text
 from vllm_accprobe.cli.options import SelectionOptions
-from vllm_accprobe.cli.output import answer, print_table, progress, say_written, size, wanted
+from vllm_accprobe.cli.output import answer, print_table, say_written, size, wanted
 from vllm_accprobe.dump.journal import inputs, tensors
 from vllm_accprobe.dump.reader import Dump, Selection, matches, row_space, within
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import ForeignDump, open_dump
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.report.text import count, num, safe
+from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import whole
 
 COLUMNS = ("index", "step", "rank", "tap", "role", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf")

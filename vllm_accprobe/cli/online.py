@@ -91,8 +91,6 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     check_out(out, None, [])
     from vllm_accprobe.online.serving import Serving
     from vllm_accprobe.opcheck.compat.msprobe import write_by_rank
-    from vllm_accprobe.opcheck.run.process_pool import RunError
-    from vllm_accprobe.opcheck.run.result_row import Unavailable
 
     standard = what.standard or ("operator" if keys is None else "msprobe")
     job = _job(out, weights, globs, standard, what.against)
@@ -101,8 +99,6 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     try:
         serving.wait(what.wait)
         found = serving.finish(what.jobs)
-    except (RunError, Unavailable) as why:
-        raise CommandError(str(why)) from None
     finally:
         serving.close()
     if found is None:

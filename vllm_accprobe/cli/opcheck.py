@@ -21,8 +21,9 @@ import typer
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, hidden, option
-from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
+from vllm_accprobe.cli.output import answer, say_notes, say_written, show
 from vllm_accprobe.dump.decode import object_at, object_in
+from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     here = _here(machine)
     runs_here = bool(here["repeat"] or here["batch"] or here["named"])
     require_torch("opcheck", threads=runs_here)
-    from vllm_accprobe.opcheck.run.process_pool import PART, RunError, run
-    from vllm_accprobe.opcheck.run.result_row import Unavailable
+    from vllm_accprobe.opcheck.run.process_pool import PART, run
 
     if check.devices and (checking.against != _EXACT or checking.rerun or runs_here):
         raise CommandError("--device runs the calls here: not with --against, --rerun, --repeat, --rows or --op")
@@ -152,12 +152,9 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
         def begin(taps: int) -> None:
             tick[0] = bars.enter_context(progress("opcheck", taps))
 
-        try:
-            with files.begun(out, out / PART):
-                found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=begin,
-                            done=lambda: tick[0]())  # fmt: skip
-        except (RunError, Unavailable) as why:
-            raise CommandError(str(why)) from None
+        with files.begun(out, out / PART):
+            found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=begin,
+                        done=lambda: tick[0]())  # fmt: skip
     say_notes(check.notes)
     conclude(found, check.dump or Path(machine.op), job, out, standard, bool(checking.ops or checking.ids),
              checking.verbose, lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
@@ -300,8 +297,7 @@ def conclude(
         reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
         near = "" if found.rows or not chosen else near_names(dump, job.ops)
         raise NothingThere(f"{dump}: nothing could be checked: {reason}{near}")
-    for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
-        typer.echo(line)
+    show(table.lines(checked, totals, most=None if verbose else 10, machine=machine))
     failed = [(max(group, key=lambda r: r.severity), len(group)) for group in table.failures(checked)]
     wrong = bool(totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR))
     answer(
@@ -321,7 +317,7 @@ def conclude(
         write_text(written[-1], computes.to_json())
     written += more(out)
     say_written(*written)
-    raise typer.Exit(1 if wrong else 0)
+    raise typer.Exit(int(wrong))
 
 
 def near_names(dump: Path, globs: Sequence[str]) -> str:
@@ -404,8 +400,7 @@ def _say_here(job: Job, found: CheckedRun, out: Path, most: int | None) -> None:
         raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
     mode = render.mode_of(job.repeat, job.batch)
     lines = render.lines(rows, counted, mode, most)
-    for line in lines:
-        typer.echo(line)
+    show(lines)
     answer(**render.to_json(rows, counted, mode))
     if found.lost is not None:
         raise found.lost

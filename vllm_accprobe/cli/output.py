@@ -30,7 +30,6 @@ from typing import Any, TextIO
 
 import typer
 
-from vllm_accprobe.waiting import USUAL, Pace, on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, whole
 
 
@@ -66,8 +65,7 @@ def add_notes(lines: Iterable[str]) -> None:
 
 def say_written(*paths: Path, about: str = "", err: bool = False) -> None:
     """``wrote PATH (about)`` for each of them, the one form that all commands have."""
-    for path in paths:
-        typer.echo(f"wrote {path}" + (f" ({about})" if about else ""), err=err)
+    show((f"wrote {path}" + (f" ({about})" if about else "") for path in paths), err)
     if (fields := _FIELDS.get()) is not None:
         fields["written"] += [str(path) for path in paths]
 
@@ -136,31 +134,18 @@ def say_notes(lines: Iterable[str], err: bool = True) -> None:
     """A line each for what a reader of a result should know of its dump."""
     lines = list(lines)
     add_notes(lines)
+    show((f"note: {line}" for line in lines), err)
+
+
+def show(lines: Iterable[str], err: bool = False) -> None:
+    """A line each."""
     for line in lines:
-        typer.echo(f"note: {line}", err=err)
+        typer.echo(line, err=err)
 
 
-@contextlib.contextmanager
-def progress(title: str, total: int, steps: bool = False, pace: Pace = USUAL) -> Iterator[Any]:
-    """A function that counts one more done, or with ``steps`` gets how many are: with a bar where stderr is a
-    terminal, with lines at their pace in a pipe."""
-    now = 0
-
-    def step(done: int | None = None) -> None:
-        nonlocal now
-        now = now + 1 if done is None else done
-
-    if not on_terminal() or total < 2:
-        with waiting(lambda: f"{title}: {now:,} of {total:,}" if total > 1 else title, pace):
-            yield step
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield (lambda done: bar.update(task, completed=done)) if steps else (lambda: bar.advance(task))
+def report(as_json: bool, fields: Any, lines: Iterable[str], indent: int | None = 1) -> None:
+    """A result that has an object of its own: with ``as_json`` that, else its lines for people."""
+    show([json.dumps(fields, indent=indent)] if as_json else lines)
 
 
 def print_table(
@@ -173,8 +158,6 @@ def print_table(
     """A table for the eye, whose last two columns count NaN and Inf: a row that has any is red. texts: the columns
     that are no numbers; folded: those that may take several lines. path: written there instead. In a pipe and in a file
     nothing is folded or cut; on a terminal that is too narrow, a row takes several lines."""
-    import sys
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -27,7 +27,6 @@ from typing import Any
 from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
 from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.opcheck import run_json
-from vllm_accprobe.cli.output import progress
 from vllm_accprobe.comparison.coverage import with_covers
 from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.notes import with_effects
@@ -37,7 +36,7 @@ from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_text
 
 SECONDS = 60.0

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.endings import CODES, CommandError, going_on
 from vllm_accprobe.cli.options import argument
+from vllm_accprobe.cli.output import report
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import SendSettings
@@ -74,10 +75,6 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
     rate = paths.RATE if rate is None else rate
     result = paths.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
     fields = servers.self_check_json(result)
-    if as_json:
-        typer.echo(json.dumps(fields, indent=1))
-    else:
-        for line in servers.self_check_lines(result):
-            typer.echo(line)
+    report(as_json, fields, servers.self_check_lines(result))
     write_text(out / "self.json", json.dumps(fields, indent=1) + "\n")
-    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
+    raise typer.Exit(CODES[result.verdict])

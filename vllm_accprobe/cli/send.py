@@ -12,8 +12,8 @@ import typer
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, option
-from vllm_accprobe.cli.output import answer, progress, say_written
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.cli.output import answer, say_written
+from vllm_accprobe.waiting import progress, waiting
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     """
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
+    from vllm_accprobe.gate.sending.client import NotServed, Sender
     from vllm_accprobe.report.text import count
 
     url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
@@ -96,12 +96,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
             tell = stack.enter_context(progress("send", total, steps=True, pace=of.say()))
             made = passes.made_by(what.prompts if along is None else along.name)
             done = passes.send(sender, server, lines, arrivals, concurrency, out, made, tell, plan)
-    except OtherIds as e:
-        raise NothingThere(str(e)) from None
     except NotServed as e:
         raise CommandError(f"--engine: {e}") from None
-    except (SendError, prompts_file.PromptsError, replies.FolderError, passes.TeacherForcingError) as e:
-        raise CommandError(str(e)) from None
     if not done.answered:
         raise NothingThere(f"no prompt was answered: {passes.refusals(done.reasons)} ({out})")
     again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"
