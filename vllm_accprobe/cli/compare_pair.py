@@ -16,12 +16,13 @@ import typer
 
 from vllm_accprobe.cli import places, replay
 from vllm_accprobe.cli.endings import going_on
-from vllm_accprobe.cli.output import Format, say_notes, say_written, show, size
+from vllm_accprobe.cli.output import Format, say_notes, say_written, show
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.opcheck.compat import xray
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
+from vllm_accprobe.report.text import size
 from vllm_accprobe.waiting import on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, write_text
 

@@ -16,7 +16,7 @@ import typer
 from vllm_accprobe.cli import options, places
 from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
 from vllm_accprobe.cli.options import argument, hidden, option
-from vllm_accprobe.cli.output import answer, say_notes, say_written, show, size
+from vllm_accprobe.cli.output import answer, say_notes, say_written, show
 from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import whole
 
@@ -50,6 +50,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.io import containers
+    from vllm_accprobe.report.text import size
 
     named = what.out or what.place
     if what.out is not None and what.place is not None:  # then what follows DUMP are globs

@@ -51,7 +51,7 @@ _UNREADABLE = {
     "SendError", "SheetError", "SideError", "SizeError", "TeacherForcingError", "Unavailable", "WheelError",
 }  # fmt: skip
 """What rooms raise whose text is the line; by name, so that none of them is imported for it."""
-_NOTHING = {"NothingCompared", "NothingReadable", "NothingThere", "NotComparable", "OtherIds"}
+_NOTHING = {"NoPrompt", "NothingCompared", "NothingReadable", "NothingThere", "NotComparable", "OtherIds"}
 _WHOLE = {"h5py", "llvmlite", "numba"}
 """What the distribution vllm-accprobe-capture does without (scripts/two_wheels.py)."""
 

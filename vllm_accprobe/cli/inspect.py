@@ -104,13 +104,13 @@ def inspect(
             raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
         run: Any = (lambda: _formats(path)) if kind == "formats" else (lambda: _repair(_needed(path, "DUMP")))
     elif kind == "show":
-        from vllm_accprobe.cli.inspect_tensor import show
+        from vllm_accprobe.cli.inspect_tensor import show_tap
 
         options.refuse("one TAP", of_size, of_list)
         if len(names) > 1:
             raise CommandError(f"one TAP is shown in detail, and {len(names)} are named")
         tap = names[0] if names else ""
-        run = lambda: show(_needed(path, "DUMP"), opened, tap, chosen, of_tensor)  # noqa: E731
+        run = lambda: show_tap(_needed(path, "DUMP"), opened, tap, chosen, of_tensor)  # noqa: E731
     else:
         from vllm_accprobe.cli.inspect_list import summary
 

@@ -193,15 +193,6 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]], folded: 
     return sum(least) + 2 * len(least)
 
 
-def size(nbytes: float) -> str:
-    """``1.4 GB``: decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _COMMAND = re.compile(r"\s+(?:[A-Z_]+=\S+ +)*(?:accprobe|pytest|vllm|python3?|pip|bash) ")
 _WORD = re.compile(r"\s*(?:\[\d+(?:, \d+)*\]\S*|\S+)")

@@ -19,8 +19,8 @@ from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
 from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, flag, hidden, option
-from vllm_accprobe.cli.output import answer, size
-from vllm_accprobe.report.text import count
+from vllm_accprobe.cli.output import answer
+from vllm_accprobe.report.text import count, size
 
 if TYPE_CHECKING:
     from vllm_accprobe.config import ProbeConfig
