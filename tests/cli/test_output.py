@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 import typer
-from cli.test_replay import GAIN, dump
 from cli_dumps import TAPS, make
 from odd_server import completion, odd
 from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
+from opcheck.proof.test_replay_process import GAIN, dump
 
 from vllm_accprobe import labels as label_calls
 from vllm_accprobe import waiting

@@ -7,11 +7,11 @@ import pytest
 from cli.cli_dumps import TAPS, make
 
 from vllm_accprobe.cli import main
-from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Request, RowSpace, Segment, hash_tokens
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.report.prompt import NoPrompt, load_tokenizer, prompt_lines
+from vllm_accprobe.refusals import CommandError, NothingThere
+from vllm_accprobe.report.prompt import load_tokenizer, prompt_lines
 
 PROMPT = [7, 1, 2, 300, 5]
 
@@ -55,9 +55,9 @@ def test_what_is_missing_and_what_to_set_so_that_it_is_not():
     for probe, said in kept:
         run = {"tool": "accprobe", "probe": {"task": "tensor"} | probe}
         assert said in prompt_lines(of(cached, run=run), [], None)[2]
-        with pytest.raises(NoPrompt, match="no id of it is recorded"):
+        with pytest.raises(NothingThere, match="no id of it is recorded"):
             prompt_lines(of(GENERATED, run=run), [], None)
-    with pytest.raises(NoPrompt, match="only in a capture of accprobe"):
+    with pytest.raises(NothingThere, match="only in a capture of accprobe"):
         prompt_lines(of(run={"tool": "msprobe"}), [], None)
 
 
@@ -69,9 +69,9 @@ def test_ids_that_are_not_the_prompt_by_its_hash():
 def test_a_request_has_to_be_one():
     dump = of(WHOLE)
     dump.requests[0, 9] = replace(dump.requests[0, 4], req=9, id="b", internal_id="b-0", prompt="0" * 32, prompt_len=2)
-    with pytest.raises(DumpError, match=r"2 match \(a\\x1b\[2J, b\)"):
+    with pytest.raises(CommandError, match=r"2 match \(a\\x1b\[2J, b\)"):
         prompt_lines(dump, [], None)
-    with pytest.raises(NoPrompt, match="no request of DUMP matches c: it has "):
+    with pytest.raises(NothingThere, match="no request of DUMP matches c: it has "):
         prompt_lines(dump, ["c"], None)
     assert prompt_lines(dump, ["b"], None)[1] == "       0  11 12"
     dump.requests[1, 3] = replace(dump.requests[0, 4], req=3)  # the same request on another rank
@@ -83,7 +83,7 @@ def test_a_row_map_without_ids_or_of_an_image_says_nothing():
     image = RowSpace(0, "vision/1", 5, (Segment(4, 0, 5, 0, image=0),), (1, 2, 3, 4, 5))
     dump = of()
     dump.rows = {(0, 0, "tokens"): empty, (0, 0, "vision/1"): image}
-    with pytest.raises(NoPrompt):
+    with pytest.raises(NothingThere):
         prompt_lines(dump, [], None)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import typer
 
+from vllm_accprobe import refusals
 from vllm_accprobe.cli import aliases, endings
 from vllm_accprobe.cli.options import Command, expanded
 from vllm_accprobe.cli.output import folded, without_reader
@@ -119,9 +120,9 @@ def _answered(words: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted) as end:
         if isinstance(end.__cause__, EOFError):  # typer takes a file that ends too soon for Ctrl-D
-            print(f"accprobe: {endings.explain(end.__cause__)[0]}", file=sys.stderr)
+            print(f"accprobe: {refusals.explain(end.__cause__)[0]}", file=sys.stderr)
             return 2
-        print(f"accprobe: {endings.one_line(endings.interrupted(words))}", file=sys.stderr)
+        print(f"accprobe: {refusals.one_line(endings.interrupted(words))}", file=sys.stderr)
         return 130
     except typer.Exit as e:
         return e.exit_code
@@ -129,8 +130,8 @@ def _answered(words: list[str]) -> int:
         why = error.__context__ if isinstance(error, SystemExit) else error  # click exits where a connection broke
         if not isinstance(why, BrokenPipeError if isinstance(error, SystemExit) else Exception):
             raise
-        message, code = endings.explain(why)
+        message, code = refusals.explain(why)
         print(f"accprobe: {message}", file=sys.stderr)
-        if os.environ.get(endings.TRACEBACK) == "1":
+        if os.environ.get(refusals.TRACEBACK) == "1":
             raise
         return code

@@ -9,9 +9,9 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
+from vllm_accprobe.refusals import CommandError
 
 
 @dataclass(frozen=True)

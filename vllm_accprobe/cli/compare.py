@@ -11,9 +11,9 @@ from typing import Any
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import Format, answered
+from vllm_accprobe.refusals import CommandError
 
 
 @dataclass(frozen=True)

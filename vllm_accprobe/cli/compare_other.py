@@ -18,8 +18,8 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import places
-from vllm_accprobe.cli.endings import CODES, CommandError, NothingThere
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import write_text
 

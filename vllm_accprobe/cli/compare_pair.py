@@ -1,6 +1,6 @@
 """Two dumps compared as ``accprobe compare`` does it: replayed where that decides, printed, and written to a folder.
 
-Not here: what is compared (compare.py), the measuring (comparison/), the replay (replay.py)."""
+Not here: what is compared (compare.py), the measuring (comparison/), the replay (opcheck/proof/replay_process.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 
 import typer
 
-from vllm_accprobe.cli import places, replay
+from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import Format, say_notes, say_written, show
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.opcheck.compat import xray
+from vllm_accprobe.opcheck.proof import replay_process as replay
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
 from vllm_accprobe.report.text import size
 from vllm_accprobe.waiting import on_terminal, waiting

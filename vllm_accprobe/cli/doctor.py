@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import report
 from vllm_accprobe.cli.places import check_place
+from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.doctor.checks import Finding
@@ -127,7 +127,8 @@ def _wheels(paths: list[Path], json: bool) -> int:
 
 def _dump(path: Path, json: bool) -> int:
     """Checks one capture, prints what is wrong and what was checked, and gives the exit code."""
-    from vllm_accprobe.cli.opcheck import model_of, require_torch
+    from vllm_accprobe.cli.opcheck import require_torch
+    from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 

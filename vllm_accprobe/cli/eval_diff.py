@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CODES, CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import report, say_written
+from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import SendSettings

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from vllm_accprobe.cli import aliases, options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.eval_diff import EvaluationOptions
 from vllm_accprobe.cli.options import argument, hidden, option
+from vllm_accprobe.refusals import CommandError
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import typer
 
 from vllm_accprobe.cli import places
-from vllm_accprobe.cli.endings import CODES, CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import report, show
 from vllm_accprobe.gate import localize as by_hand
 from vllm_accprobe.gate import preflight, sides
@@ -28,6 +28,7 @@ from vllm_accprobe.gate.sending.client import NotServed, SendError
 from vllm_accprobe.gate.sending.passes import TeacherForcingError, digest
 from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, SendSettings, ServerSide, SideError
+from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 from vllm_accprobe.waiting import Pace, progress, waiting
 
 RESULT = "gate.json"

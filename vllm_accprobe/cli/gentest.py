@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.opcheck import ids_of, near_names, opened_calls, require_torch
 from vllm_accprobe.cli.options import hidden, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written
+from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.whole_file import NoSpace, no_space
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import SelectionOptions, argument, option
 from vllm_accprobe.cli.output import answer, answered, report, say_notes, show
+from vllm_accprobe.refusals import CommandError, NothingThere
 
 
 @dataclass(frozen=True)

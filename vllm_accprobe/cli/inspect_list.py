@@ -16,13 +16,13 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import places
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import SelectionOptions
 from vllm_accprobe.cli.output import answer, print_table, say_written, show, wanted
 from vllm_accprobe.dump.reader import Dump, Selection, matches, within
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import ForeignDump, open_dump
 from vllm_accprobe.formats.common import foreign
+from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.report.tensors import COLUMNS, CSV, OPERATORS, about, cells, csv_rows, operator_cells, operator_table
 from vllm_accprobe.report.text import count
 from vllm_accprobe.waiting import progress

@@ -15,13 +15,13 @@ import numpy as np
 import typer
 
 from vllm_accprobe.cli import places
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import SelectionOptions, ranges
 from vllm_accprobe.cli.output import answer, say_written, show
 from vllm_accprobe.dump.reader import Dump, Ranges, row_space, rows_of
 from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.formats.io import containers
+from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.report import tensors
 from vllm_accprobe.report.tensors import brief
 from vllm_accprobe.report.text import count, safe

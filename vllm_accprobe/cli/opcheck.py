@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
-from vllm_accprobe.dump.decode import object_at, object_in
+from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import write_text
 
@@ -164,6 +164,7 @@ def _job(
     checking: OpcheckOptions, dump: Path | None, standard: str, save: Path | None, fields: dict[str, Any], ait: Any
 ) -> Job:
     """ait: its words (opcheck/compat/ait.py). Raises CommandError."""
+    from vllm_accprobe.dump.reader import model_of, run_json
     from vllm_accprobe.opcheck.run.worker import AGAIN, Job
 
     places.require_directory(checking.weights, "--weights")
@@ -258,20 +259,13 @@ def require_torch(command: str, threads: bool = False) -> None:
 
 def opened_calls(dump: Path, model: Path | None) -> Calls:
     """The calls of a dump. Raises CommandError and DumpError."""
+    from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
 
     places.require_directory(model, "--weights")
     opened = open_dump(dump)
     return Calls(opened, model or model_of(opened.run))
-
-
-def model_of(run: object) -> Path | None:
-    """The model's directory by run.json, where it is on this machine."""
-    path = (object_at(run, "model") or {}).get("path")
-    if not isinstance(path, str) or not path or "\0" in path:
-        return None
-    return Path(path) if Path(path).is_dir() else None
 
 
 # --- the report ---
@@ -283,6 +277,7 @@ def conclude(
 ) -> None:  # fmt: skip
     """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were chosen; more:
     writes further files. Raises typer.Exit with the exit code."""
+    from vllm_accprobe.dump.reader import run_json
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.run import result_row, table
@@ -333,11 +328,6 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     names = {name for r in opened.records if r.step is not None for name in (r.tap, r.cls) if name}
     found = nearest(globs, names | {op.op for op in opened.ops})
     return f"; the nearest names: {', '.join(found)}" if found else ""
-
-
-def run_json(dump: Path) -> dict[str, Any]:
-    """run.json of a directory; {} where it has none that can be read (opening the dump tells why)."""
-    return object_in(dump / "run.json", 1 << 24)
 
 
 # --- this machine's own kernels ---

@@ -25,8 +25,9 @@ import typer
 import typer.core
 
 from vllm_accprobe.cli import aliases
-from vllm_accprobe.cli.endings import CommandError, CommandInterrupted
+from vllm_accprobe.cli.endings import CommandInterrupted
 from vllm_accprobe.cli.output import answered
+from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Ranges, Selection

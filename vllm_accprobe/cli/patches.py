@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.cli.places import require_directory
+from vllm_accprobe.refusals import CommandError, NothingThere
 
 if TYPE_CHECKING:
     from vllm_accprobe.patching.schema import Target

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.refusals import CommandError
 
 
 def require_directory(path: Path | None, option: str) -> None:

@@ -17,9 +17,9 @@ import typer
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, flag, hidden, option
 from vllm_accprobe.cli.output import answer
+from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.report.text import count, size
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CODES, CommandError, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument
 from vllm_accprobe.cli.output import report
+from vllm_accprobe.refusals import CODES, CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import SendSettings

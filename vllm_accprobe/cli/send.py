@@ -10,9 +10,10 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer, say_written
+from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.waiting import progress, waiting
 
 

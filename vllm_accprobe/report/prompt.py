@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.dump.decode import object_at
-from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.reader import Dump, names_request
 from vllm_accprobe.dump.schema import Request, hash_tokens
+from vllm_accprobe.refusals import CommandError, NothingThere
 from vllm_accprobe.report.html.data import tokenizer_at
 from vllm_accprobe.report.text import count, safe
-
-
-class NoPrompt(DumpError):
-    """One line: no such request, or none of its prompt is recorded. Exit code 3."""
-
 
 _A_LINE = 16
 _SPANS = 10
@@ -30,14 +25,14 @@ _MOST = 1 << 22
 
 
 def prompt_lines(dump: Dump, globs: Sequence[str], tokenizer: Path | None) -> list[str]:
-    """The lines for the one request that ``globs`` name. Raises DumpError, NoPrompt, and CompareError for a tokenizer
-    that cannot be read."""
+    """The lines for the one request that ``globs`` name. Raises CommandError, NothingThere, and CompareError for a
+    tokenizer that cannot be read."""
     request, keys = _chosen(dump, globs)
     ids = _ids(dump, keys, min(request.prompt_len, _MOST))
     what = f"request {safe(request.id, 80)}: a prompt of {count(request.prompt_len, 'token')}"
     missing = [p for p in range(min(request.prompt_len, _MOST)) if p not in ids]
     if not ids:
-        raise NoPrompt(f"{what}, and no id of it is recorded: {_why(dump.run)}")
+        raise NothingThere(f"{what}, and no id of it is recorded: {_why(dump.run)}")
     texts = None if tokenizer is None else load_tokenizer(tokenizer)
     lines = [what + ("" if not missing else f", of which {len(ids):,} are recorded") + _same(request, ids, missing)]
     for first, last in _stretches(sorted(ids)):
@@ -71,8 +66,8 @@ def _chosen(dump: Dump, globs: Sequence[str]) -> tuple[Request, list[tuple[int, 
     names += f" and {len(known) - _SPANS:,} more" if len(known) > _SPANS else ""
     if not by_name:
         there = f"it has {names}" if known else "it names no requests"
-        raise NoPrompt(f"no request of {dump.path} matches {safe(' '.join(globs), 80) or 'anything'}: {there}")
-    raise DumpError(f"--prompt shows one request, and {len(by_name):,} match ({names}): name one with --requests")
+        raise NothingThere(f"no request of {dump.path} matches {safe(' '.join(globs), 80) or 'anything'}: {there}")
+    raise CommandError(f"--prompt shows one request, and {len(by_name):,} match ({names}): name one with --requests")
 
 
 def _ids(dump: Dump, keys: Sequence[tuple[int, int]], length: int) -> dict[int, int]:
