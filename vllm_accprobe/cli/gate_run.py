@@ -45,9 +45,9 @@ class Opened:
     gate: gating.Gate
 
 
-def run(what: Any, localizing: Any, sending: SendSettings) -> NoReturn:
+def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., list[dict[str, Any]]]) -> NoReturn:
     """Compares, prints, writes OUT/gate.json, and ends with compare's exit codes. what, localizing: gate.GateOptions,
-    gate.LocalizeOptions."""
+    gate.LocalizeOptions; heal: gate_heal.heal."""
     from vllm_accprobe.report import servers
 
     out, as_json, gigabytes = what.out, what.as_json, localizing.localize_gb
@@ -66,8 +66,6 @@ def run(what: Any, localizing: Any, sending: SendSettings) -> NoReturn:
         found = localize(failed, out, sending, gigabytes, tell)
         fields |= {} if found is None else {"dig": found.to_json()}
         if localizing.heal:
-            from vllm_accprobe.cli.gate_heal import heal
-
             fields["heal"] = heal(what, opened, found, sending, gigabytes, tell)
         if out is not None:
             write(out / RESULT, fields)

@@ -7,6 +7,7 @@ dump that a killed run left behind is finished first. Not here: two dumps (compa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def inspect(
         options.refuse(f"--{kind}", of_size, chosen, of_list, of_tensor)
         if names:
             raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
-        run: Any = (lambda: _formats(path)) if kind == "formats" else (lambda: _repair(_needed(path, "DUMP")))
+        run: Any = partial(_formats, path) if kind == "formats" else partial(_repair, path)
     elif kind == "show":
         from vllm_accprobe.cli.inspect_tensor import show_tap
 
@@ -110,13 +111,12 @@ def inspect(
         if len(names) > 1:
             raise CommandError(f"one TAP is shown in detail, and {len(names)} are named")
         tap = names[0] if names else ""
-        run = lambda: show_tap(_needed(path, "DUMP"), opened, tap, chosen, of_tensor)  # noqa: E731
+        run = partial(show_tap, _needed(path, "DUMP"), opened, tap, chosen, of_tensor)
     else:
         from vllm_accprobe.cli.inspect_list import summary
 
         options.refuse("a list of tensors", of_size, of_tensor)
-        dump = _needed(path, "DUMP")
-        run = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+        run = partial(summary, _needed(path, "DUMP"), opened, names, chosen, of_list, named=name == "inspect")
     answered(name, what.as_json, run)
 
 
@@ -166,13 +166,13 @@ def _formats(path: Path | None) -> None:
     say_notes(problems)
 
 
-def _repair(dump: Path) -> None:
+def _repair(dump: Path | None) -> None:
     """Finishes what a killed run left (dump/repair.py)."""
     from vllm_accprobe.dump.repair import repair
     from vllm_accprobe.formats.common.sniff import own
     from vllm_accprobe.report.text import count
 
-    place, note = own(dump)
+    place, note = own(_needed(dump, "DUMP"))
     say_notes([note] if note else [])
     done = repair(place)
     answer(dump=place, ranks=done)

@@ -111,11 +111,9 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     from vllm_accprobe.opcheck.compat import ait as ait_words
     from vllm_accprobe.opcheck.compat import msprobe as msprobe_words
 
-    ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
-                         from_ait.card, checking.rerun)  # fmt: skip
+    ait = ait_words.read(checking, from_ait)
     say_notes(ait.notes)
-    check = msprobe_words.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
-                                       msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
+    check = msprobe_words.read_options(ait.dump, msprobe)
     out, standard, save = check.out or checking.out, checking.standard or "operator", checking.save or check.save
     if check.msprobe and not checking.standard:  # its own limits where its own words were used
         mindspore = msprobe_words.framework_of(check.dump) == "mindspore"
@@ -137,8 +135,8 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     elif here["load"]:
         raise CommandError("--load goes with --repeat, --rows and --op")
     fields = here | ait.job() | {
-        "devices": check.devices, "once": check.once, "white": check.config.white_list if check.config else (),
-        "black": check.config.black_list if check.config else (), "jit": check.jit, "ops": tuple(ait.ops),
+        "devices": check.devices, "once": check.once, "white": check.config.white_list,
+        "black": check.config.black_list, "jit": check.jit, "ops": ait.ops,
     }  # fmt: skip
     if msprobe.api_info is not None and not runs_here:  # acc_check runs every API forward and backward
         fields["backward"] = True

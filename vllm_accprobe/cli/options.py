@@ -289,7 +289,3 @@ def ranges(text: str, option: str) -> Ranges:
         found.append((low, high))
     return tuple(found)
 
-
-def flag(value: bool | None) -> str | None:
-    """An option that is on or off as an environment variable has it."""
-    return None if value is None else str(int(value))

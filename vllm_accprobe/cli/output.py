@@ -255,14 +255,22 @@ def stacked(columns: Sequence[str], row: Sequence[str], texts: Sequence[str]) ->
     return ["  ".join(first), "    " + "  ".join(rest)]
 
 
-class FoldingStdout:
-    """A terminal's stdout that folds whole lines; everything else is the stream's own."""
+class _Stream:
+    """Another stream, but for what a subclass writes otherwise."""
 
-    def __init__(self, stream: TextIO, width: int):
-        self._stream, self._width, self._begun = stream, width, ""
+    def __init__(self, stream: TextIO):
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class FoldingStdout(_Stream):
+    """A terminal's stdout that folds whole lines."""
+
+    def __init__(self, stream: TextIO, width: int):
+        super().__init__(stream)
+        self._width, self._begun = width, ""
 
     def write(self, text: str) -> int:
         if not self._begun and text.startswith(("{", "[")):  # a program may read it later, from the screen
@@ -278,15 +286,9 @@ class FoldingStdout:
         self._stream.flush()
 
 
-class PipeStream:
+class PipeStream(_Stream):
     """stdout or stderr whose reader may leave, as `head` does: what is printed from then on goes nowhere, and the
     command goes on, so that its files and its exit code are those of the whole run."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         try:

@@ -93,6 +93,14 @@ def check(out: Path, ours: Mapping[str, Ours], *, dumps: Iterable[Path] = (), op
     writable(out, option)
 
 
+def check_begun(out: Path, begun: bool, what: str) -> None:
+    """Raises CommandError where ``out`` is no place for answers, or has other files and is not ``begun`` by ``what``. A
+    server's logs may be there: it may not have come so far as to answer."""
+    check(out, {})
+    if out.is_dir() and not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
+        raise CommandError(f"--out {out} has other files: name a new directory, or one that a {what} began")
+
+
 def check_place(path: Path, dumps: Iterable[Path] = (), option: str = "--out") -> None:
     """The same for what is new anyway, a file or a directory: raises CommandError where it would lie in a dump."""
     if (found := enclosing_dump(path, dumps)) is not None:

@@ -17,7 +17,7 @@ import typer
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
-from vllm_accprobe.cli.options import argument, flag, hidden, option
+from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.report.text import count, size
@@ -86,12 +86,8 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     words = [what.exec] if what.exec else list(what.command)
     if not words:
         raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
-    settings = {
-        "dir": what.dir, "task": what.task, "tokens": wanted.tokens, "steps": wanted.steps, "ranks": what.ranks,
-        "modules": wanted.modules, "parts": what.parts, "requests": wanted.requests,
-        "max_gb": None if what.max_gb is None else f"{what.max_gb:.12g}", "config": what.config,
-        "ops": flag(what.ops), "graphs": flag(what.graphs), "heal": what.heal,
-    } | _settings(what.settings)  # fmt: skip
+    named = vars(what) | vars(wanted)
+    settings = {name: _word(named[name]) for name in _NAMED} | _settings(what.settings)
     if settings.get("heal") and not any(
         settings.get(name) is not None or os.environ.get(f"VLLM_ACCPROBE_{name.upper()}") for name in _CHOOSE
     ):
@@ -113,6 +109,15 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
 
 _CHOOSE = ("tokens", "steps", "modules", "requests", "parts", "task", "armed")
 """Settings that say what a capture takes, or when."""
+_NAMED = (*_CHOOSE[:-1], "dir", "ranks", "max_gb", "config", "ops", "graphs", "heal")
+"""Settings that have an option."""
+
+
+def _word(value: str | bool | float | None) -> str | None:
+    """An option as an environment variable has it."""
+    if value is None or isinstance(value, str):
+        return value
+    return f"{value:.12g}" if isinstance(value, float) else str(int(value))
 
 
 def _truth(word: str | None) -> bool | None:
@@ -185,9 +190,7 @@ def launched(
             environ["LD_PRELOAD"] = library
         else:
             notes.append(why)
-    place = root
-    while not place.exists():
-        place = place.parent
+    place = next(p for p in (root, *root.parents) if p.exists())
     for finding in free_space(place, settings.budget_bytes if settings.armed else 0):
         if finding.level == ERROR:
             raise CommandError(f"{finding.text}: {finding.todo}")

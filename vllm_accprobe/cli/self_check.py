@@ -59,10 +59,7 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
 
     if out is None:
         raise CommandError("self-check: name a folder for the answers with --out DIR")
-    places.check(out, {})
-    begun = not out.is_dir() or (out / "alone").is_dir()
-    if not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
-        raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
+    places.check_begun(out, (out / "alone").is_dir(), "self-check")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
     how = paths.PathSettings(out, made_by(settings.prompts) | {"side": paths.digest(side)}, settings, say)

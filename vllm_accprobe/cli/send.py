@@ -65,13 +65,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         raise CommandError(f"--arrive: {e}") from None
     except (passes.TeacherForcingError, replies.FolderError) as e:
         raise CommandError(f"--teacher-force: {e}") from None
-    places.check(out, {})
-    if (
-        out.is_dir()
-        and not replies.exists(out)
-        and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir())
-    ):
-        raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
+    places.check_begun(out, replies.exists(out), "send")
     going_on("the answers are", out)
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
     how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
