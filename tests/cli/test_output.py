@@ -344,7 +344,7 @@ def test_a_line_while_something_waits(
     monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)
     monkeypatch.setattr(waiting, "TERMINAL_S" if terminal else "PIPE_S", 0.1)
     for seconds, least in ((0.0, 0), (0.5, 2)):
-        with output.progress("send", total, steps=True) as tell:
+        with waiting.progress("send", total, steps=True) as tell:
             tell(3)
             time.sleep(seconds)
         said = capfd.readouterr()

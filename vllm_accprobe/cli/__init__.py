@@ -4,7 +4,7 @@ The problem: ``accprobe --help`` must answer at once, and no user should ever re
 modules import typer and nothing heavier; a command's body imports what it needs; ``main`` turns every exception into
 one line and an exit code: 0 done or pass, 1 differences, 2 bad usage or unreadable input, 3 nothing to compare or show,
 130 interrupted. Not here: what the commands do (one file each, with a function of the same name); the lines
-(endings.py)."""
+(refusals.py, and endings.py after Ctrl-C)."""
 
 from __future__ import annotations
 

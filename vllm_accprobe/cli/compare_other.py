@@ -20,6 +20,7 @@ import typer
 from vllm_accprobe.cli import places
 from vllm_accprobe.cli.output import answer, say_notes, say_written, show
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
+from vllm_accprobe.waiting import USUAL as say
 from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import write_text
 
@@ -72,7 +73,7 @@ def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbos
 def _run(line: str, place: str | None, types: str | None) -> tuple[int, Path]:
     """(the command's exit code, the dump with its labels). ATB writes, too, where ``types`` or the environment of its
     ancestor requires it. Raises CommandError."""
-    from vllm_accprobe.cli.run import launched, say
+    from vllm_accprobe.cli.run import launched
     from vllm_accprobe.run.atb import ANCESTOR, options_of
 
     atb = None

@@ -30,6 +30,7 @@ from vllm_accprobe.gate.sending.replies import FolderError, Sent
 from vllm_accprobe.gate.sides import COMMAND, FOLDER, SendSettings, ServerSide, SideError
 from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 from vllm_accprobe.waiting import Pace, progress, waiting
+from vllm_accprobe.whole_file import write_private
 
 RESULT = "gate.json"
 
@@ -56,8 +57,12 @@ def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., l
     opened = compare(what, sending, localizing.localize)
     result = opened.gate
     fields = servers.gap_json(result, opened.names)
-    if out is not None:
-        write(out / RESULT, fields)
+
+    def keep() -> None:
+        if out is not None:
+            write_private(out / RESULT, json.dumps(fields, indent=1))
+
+    keep()
     if not as_json:
         show(servers.gap_lines(result, opened.names))
     if localizing.localize and result.verdict == "fail":
@@ -67,8 +72,7 @@ def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., l
         fields |= {} if found is None else {"dig": found.to_json()}
         if localizing.heal:
             fields["heal"] = heal(what, opened, found, sending, gigabytes, tell)
-        if out is not None:
-            write(out / RESULT, fields)
+        keep()
     report(as_json, fields, ())
     raise typer.Exit(CODES[result.verdict])
 
@@ -159,13 +163,6 @@ def _own_floor(
 def bars(sending: SendSettings) -> by_hand.Progress:
     """How far the sending is, at the pace of the settings."""
     return partial(progress, steps=True, pace=sending.say)
-
-
-def write(path: Path, value: object) -> None:
-    """json, whole, only for its owner."""
-    from vllm_accprobe.whole_file import write_private
-
-    write_private(path, json.dumps(value, indent=1))
 
 
 # --- what follows a failure ---

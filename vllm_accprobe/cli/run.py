@@ -21,6 +21,7 @@ from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.refusals import CommandError
 from vllm_accprobe.report.text import count, size
+from vllm_accprobe.waiting import USUAL as say  # on stderr: stdout is the command's
 
 if TYPE_CHECKING:
     from vllm_accprobe.config import ProbeConfig
@@ -350,8 +351,3 @@ class _Status:
 def _summary(found: Progress) -> str:
     steps, tensors, ranks = count(found.steps, "step"), count(found.tensors, "tensor"), count(found.ranks, "rank")
     return f"{steps}, {tensors}, {ranks}, {size(found.nbytes)}"
-
-
-def say(line: str) -> None:
-    """On stderr: stdout is the command's."""
-    typer.echo(f"accprobe: {line}", err=True)
