@@ -73,7 +73,8 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     floors = [replies.read(Path(path)) for path in what.floor]
     there = edits.options_offered(target)
     vendors = edits.read_vendor(what.switches, target) if what.switches else ()
-    found = edits.axes(target, there, vendors, _pairs(what.plain))
+    plain = options.pairs(what.plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
+    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in plain})
     axes = _chosen(found, what.only, what.hold)
     prompts, folder = _prompts(what.golden, what.prompts or "", serving)
     _check_golden(what.golden, target)
@@ -125,16 +126,6 @@ def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> lis
             known = ", ".join(names) or "there are none"
             raise CommandError(f"{name!r} is no setting that can be varied here: {known}")
     return [a for a in found if (not only or a.name in only) and a.name not in hold]
-
-
-def _pairs(texts: list[str]) -> dict[str, str]:
-    made = {}
-    for text in texts:
-        name, has, value = text.partition("=")
-        if not has or not value:
-            raise CommandError(f"--plain {text}: write SETTING=VALUE, for example attention=TRITON_ATTN")
-        made[name.strip()] = value
-    return made
 
 
 def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tuple[TrialPrompts, Sent | None]:

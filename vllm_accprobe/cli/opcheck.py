@@ -363,10 +363,7 @@ def _named_operator(machine: KernelOptions) -> dict[str, Any] | None:
 
 def _values(more: Sequence[str]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for text in more:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"--with {text!r}: NAME=VALUE, e.g. eps=1e-6")
+    for name, value in options.pairs(more, "--with {!r}: NAME=VALUE, e.g. eps=1e-6"):
         try:
             found[name] = json.loads(value)
         except ValueError:

@@ -88,7 +88,8 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     if not words:
         raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
     named = vars(what) | vars(wanted)
-    settings = {name: _word(named[name]) for name in _NAMED} | _settings(what.settings)
+    more = options.pairs(what.settings, "--set {}: write NAME=VALUE, for example ops_mode=dedup")
+    settings = {name: _word(named[name]) for name in _NAMED} | {name.lower(): value for name, value in more}
     if settings.get("heal") and not any(
         settings.get(name) is not None or os.environ.get(f"VLLM_ACCPROBE_{name.upper()}") for name in _CHOOSE
     ):
@@ -128,17 +129,6 @@ def _truth(word: str | None) -> bool | None:
     if word.lower() not in ("false", "0", "no", "f", "n"):
         raise CommandError(f"--save-operation-child {word}: write True or False")
     return False
-
-
-def _settings(words: list[str]) -> dict[str, str | None]:
-    """``ops_mode=dedup`` as a setting. Raises CommandError; an unknown name is refused where all are read."""
-    found: dict[str, str | None] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"--set {word}: write NAME=VALUE, for example ops_mode=dedup")
-        found[name.lower()] = value
-    return found
 
 
 # --- a command with the probe on, watched to its end; `compare --exec`, too ---
