@@ -233,7 +233,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dump(home / "golden", noise=0)
     dump(home / "mine", GAIN)
     make(home / "plain")
-    from cli.test_inspect_list import dump_of_operators
+    from cli.test_inspect_dump import dump_of_operators
 
     dump_of_operators(home / "ops")
     build_calls(home / "calls", "layers.0.norm")

@@ -1,8 +1,8 @@
 """``accprobe inspect PATH``: what there is at a path, as tables for the eye, csv or JSON.
 
-A dump's tensors and operators (inspect_list.py); one of its taps in detail, or a request's prompt (inspect_tensor.py);
-of another tool's dump, which format it is, too. With --size how large a capture of a model will be; with --repair a
-dump that a killed run left behind is finished first. Not here: two dumps (compare.py)."""
+A dump's tensors and operators, one of its taps in detail, or a request's prompt (inspect_dump.py); of another tool's
+dump, which format it is, too. With --size how large a capture of a model will be; with --repair a dump that a killed
+run left behind is finished first. Not here: two dumps (compare.py)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def inspect(
             raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
         run: Any = partial(_formats, path) if kind == "formats" else partial(_repair, path)
     elif kind == "show":
-        from vllm_accprobe.cli.inspect_tensor import show_tap
+        from vllm_accprobe.cli.inspect_dump import show_tap
 
         options.refuse("one TAP", of_size, of_list)
         if len(names) > 1:
@@ -113,7 +113,7 @@ def inspect(
         tap = names[0] if names else ""
         run = partial(show_tap, _needed(path, "DUMP"), opened, tap, chosen, of_tensor)
     else:
-        from vllm_accprobe.cli.inspect_list import summary
+        from vllm_accprobe.cli.inspect_dump import summary
 
         options.refuse("a list of tensors", of_size, of_tensor)
         run = partial(summary, _needed(path, "DUMP"), opened, names, chosen, of_list, named=name == "inspect")
@@ -134,7 +134,7 @@ def _kind(
         return "show", None
     if len(what.names) != 1 or options.used(of_list) or what.path is None:
         return "summary", None
-    from vllm_accprobe.cli.inspect_tensor import is_tap
+    from vllm_accprobe.cli.inspect_dump import is_tap
     from vllm_accprobe.formats import open_dump
 
     opened = open_dump(what.path)

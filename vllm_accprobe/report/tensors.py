@@ -5,7 +5,7 @@ functions. One row per record, for the eye or for a csv. Hundreds of operator ca
 per operator, with its calls, how many kept their tensors, from how many modules, in how many forms (shapes and dtypes
 of what went in), the commonest of them, and the range of what came out. One tensor is a header, a histogram over the
 finite values, and rows cut in the middle with what is left out counted. Not here: what is chosen and printed
-(cli/inspect_list.py, cli/inspect_tensor.py), a prompt (prompt.py), what a finding is (judge/weights, dump/journal).
+(cli/inspect_dump.py), a prompt (prompt.py), what a finding is (judge/weights, dump/journal).
 """
 
 from __future__ import annotations
