@@ -204,8 +204,6 @@ def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
         config, width = dump_size.read_config(model)
         chooses = (lambda path, cls: words_choose(words.modules, path, path, cls)) if words.modules_left else None
         token, logits = dump_size.per_token(config, tp, width, chooses, words.parts)
-    except dump_size.SizeError:
-        raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as why:
         what = f"no {why} in it" if isinstance(why, KeyError) else "its numbers are no decoder's"
         raise CommandError(f"{model}: {what}; capture one token, and accprobe inspect says its size") from None
