@@ -35,7 +35,7 @@ _UNREADABLE = {
     "SendError", "SheetError", "SideError", "TeacherForcingError", "Unavailable", "WheelError",
 }  # fmt: skip
 """What rooms raise whose text is the line; by name, so that none of them is imported for it."""
-_NOTHING = {"NothingCompared", "NothingReadable", "NothingThere", "NotComparable", "OtherIds"}
+_NOTHING = {"NothingCompared", "NothingReadable", "NothingThere", "NotComparable"}
 _WHOLE = {"h5py", "llvmlite", "numba"}
 """What the distribution vllm-accprobe-capture does without (scripts/two_wheels.py)."""
 

@@ -109,10 +109,9 @@ def test_a_glob_for_each_cause() -> None:
 
 def test_what_cannot_be_started_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    opened: Any = None
     for mine, what in (("http://x:1", "a URL"), (str(tmp_path), "a folder")):
-        sides = GateOptions("serve it", mine, out=tmp_path)
-        assert heal(sides, opened, located(DOWN), SendSettings(), 1.0, said.append) == []
+        sides: Any = GateOptions("serve it", mine, out=tmp_path), None, located(DOWN)
+        assert heal(*sides, SendSettings(), 1.0, said.append) == []
         assert said.pop().startswith(f"heal: {what} cannot be started with a healed operator")
     assert main(["gate", "a b", "c d", "--heal"]) == 2
     assert "--heal heals what --localize names: give both" in capsys.readouterr().err

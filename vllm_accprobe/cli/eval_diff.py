@@ -122,7 +122,6 @@ def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
 def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
     from vllm_accprobe.gate import trainer
-    from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import NotServed, SendError
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
@@ -151,7 +150,7 @@ def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path |
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
     except NotServed as e:
         raise CommandError(f"MINE: {e}") from None
-    except (SendError, replies.FolderError) as e:
+    except SendError as e:
         raise CommandError(str(e).replace("--url:", "MINE:")) from None
     except trainer.RatioError as e:
         raise NothingThere(f"{e} ({golden}, {mine if not asks else 'the server'})") from None

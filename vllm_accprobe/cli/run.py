@@ -161,10 +161,9 @@ def launched(
     from vllm_accprobe.formats.common.sniff import is_own
     from vllm_accprobe.gate import preflight
     from vllm_accprobe.gate.bisect.edits import ServeCommand
-    from vllm_accprobe.gate.sending.client import NotServed
     from vllm_accprobe.gate.served_run import serves
     from vllm_accprobe.run import atb as atb_room
-    from vllm_accprobe.run.launcher import REGISTER, LaunchError, command_line, environment
+    from vllm_accprobe.run.launcher import REGISTER, command_line, environment
     from vllm_accprobe.run.launcher import run as launch
     from vllm_accprobe.run.watcher import Watcher
 
@@ -187,26 +186,23 @@ def launched(
             raise CommandError(f"{finding.text}: {finding.todo}")
         if finding.level == WARNING and not quiet:
             notes.append(f"{finding.text}: {finding.todo}")
-    try:
-        if serves(command):
-            line = ServeCommand(tuple(command), base=environ)
-            preflight.check(line, captured=True)
-            command, added = preflight.prepared(line)
-            notes += [added] if added else []
-        command_line(command, environ)  # a mistake says nothing of the disk
-        for note in notes:
-            say(note)
-        if atb is not None:
-            output.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
-            environ[REGISTER] = register.name
-            watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
-            before = _killed_for_memory()
-            code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
-            status.clear()
-            watcher.settle()
-    except (LaunchError, NotServed) as error:
-        raise CommandError(str(error)) from None
+    if serves(command):
+        line = ServeCommand(tuple(command), base=environ)
+        preflight.check(line, captured=True)
+        command, added = preflight.prepared(line)
+        notes += [added] if added else []
+    command_line(command, environ)  # a mistake says nothing of the disk
+    for note in notes:
+        say(note)
+    if atb is not None:
+        output.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
+        environ[REGISTER] = register.name
+        watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
+        before = _killed_for_memory()
+        code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
+        status.clear()
+        watcher.settle()
     files = 0
     if atb is not None:
         files, nbytes = atb_room.collect(root, environ, began, output.name)

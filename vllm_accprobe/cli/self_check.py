@@ -51,7 +51,6 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
     """side: a URL or a command. Raises typer.Exit."""
     from vllm_accprobe.gate import self_check as paths
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import NotServed, SendError
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
@@ -68,7 +67,7 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
         found = paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except NotServed as e:
         raise CommandError(f"CMD: {e}") from None
-    except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
+    except SendError as e:
         raise CommandError(str(e).replace("--url:", "URL:")) from None
     rate = paths.RATE if rate is None else rate
     result = paths.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))

@@ -47,7 +47,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     """
     from vllm_accprobe.gate.sending import passes, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending.client import NotServed, Sender
+    from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender
     from vllm_accprobe.report.text import count
 
     url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
@@ -91,6 +91,8 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
             tell = stack.enter_context(progress("send", total, steps=True, pace=of.say()))
             made = passes.made_by(what.prompts if along is None else along.name)
             done = passes.send(sender, server, lines, arrivals, concurrency, out, made, tell, plan)
+    except OtherIds as e:
+        raise NothingThere(str(e)) from None
     except NotServed as e:
         raise CommandError(f"--engine: {e}") from None
     if not done.answered:
