@@ -27,7 +27,7 @@ from opcheck.proof.test_replay_process import GAIN, dump
 
 from vllm_accprobe import labels as label_calls
 from vllm_accprobe import waiting
-from vllm_accprobe.cli import COMMANDS, build, main, output
+from vllm_accprobe.cli import COMMANDS, build, main
 from vllm_accprobe.cli.output import fold, plain, stacked, width_of
 
 TAP = TAPS[0][0]
@@ -340,7 +340,6 @@ def test_a_line_while_something_waits(
 ) -> None:
     """On stderr alone, at the pace of a terminal or of a pipe; where there are steps, a terminal has a bar instead."""
     assert (waiting.TERMINAL_S, waiting.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
-    monkeypatch.setattr(output, "on_terminal", lambda: terminal)
     monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)
     monkeypatch.setattr(waiting, "TERMINAL_S" if terminal else "PIPE_S", 0.1)
     for seconds, least in ((0.0, 0), (0.5, 2)):
