@@ -219,7 +219,7 @@ def forking(root: Path, wanted: bool) -> Iterator[Path | None]:
 def operator_alone(one: CauseCase, mine: Path) -> tuple[str, list[dict[str, Any]]]:
     """The verdict and the origins where the planted operator alone is checked, in this process and without a golden,
     which is quicker. What a comparison finds elsewhere, and whether it finds the operator, is not seen."""
-    from vllm_accprobe.cli.opcheck import model_of
+    from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
     from vllm_accprobe.opcheck.causes.examine import explained_by

@@ -173,8 +173,8 @@ def around(result: Any, module: str) -> str:
 
 def compared(golden: Path, mine: Path, replay: bool) -> Any:
     """The Comparison, or what went wrong in one line: the other cases still count."""
-    from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed
     from vllm_accprobe.comparison.engine import compare
+    from vllm_accprobe.opcheck.proof.replay_process import ReplayRequest, begun, replayed
 
     try:
         asked = ReplayRequest(golden.resolve(), mine.resolve(), None if replay else False, None, None)

@@ -31,9 +31,9 @@ from support.engine_worker import DEFAULTS  # noqa: E402
 from lab.gate_lab import GateBench  # noqa: E402
 from lab.gate_pairs import BASE, FAULTS, WAYS, GateCase  # noqa: E402
 from vllm_accprobe.cli import gate_run  # noqa: E402
-from vllm_accprobe.cli.endings import CommandError, NothingThere  # noqa: E402
 from vllm_accprobe.gate.sending import replies  # noqa: E402
 from vllm_accprobe.gate.sides import COMMAND, SendSettings, ServerSide  # noqa: E402
+from vllm_accprobe.refusals import CommandError, NothingThere  # noqa: E402
 
 GIGABYTES = 4.0
 _NO_WORDS = {"disable_log_stats", "distributed_executor_backend"}

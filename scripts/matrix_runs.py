@@ -164,10 +164,10 @@ class _Runner:
 def compared(golden: Path, mine: Path) -> dict[str, Any]:
     """One comparison, in numbers. problems: of mine's dump, in its reader's words; replayed: whether the verdict is
     that of a replay, as the command makes one where comparing alone fails."""
-    from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed
     from vllm_accprobe.comparison.engine import compare
     from vllm_accprobe.comparison.result import CompareError
     from vllm_accprobe.dump.reader import open_dump
+    from vllm_accprobe.opcheck.proof.replay_process import ReplayRequest, begun, replayed
 
     dump = open_dump(mine)
     try:

@@ -31,9 +31,9 @@ from mode_servers import ServedRuns  # noqa: E402
 from mode_table import MODES, Mode, Way  # noqa: E402
 from support.engine import TP2_ENV, V2_ENV, EngineError, EngineHost, Run  # noqa: E402
 
-from vllm_accprobe.cli.replay import ReplayRequest, begun, replayed  # noqa: E402
 from vllm_accprobe.comparison.engine import CompareError, compare  # noqa: E402
 from vllm_accprobe.dump.reader import open_dump  # noqa: E402
+from vllm_accprobe.opcheck.proof.replay_process import ReplayRequest, begun, replayed  # noqa: E402
 
 _ONE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _HOSTS = {

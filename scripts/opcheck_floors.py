@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from vllm_accprobe.cli.opcheck import model_of
-from vllm_accprobe.dump.reader import DumpError
+from vllm_accprobe.dump.reader import DumpError, model_of
 from vllm_accprobe.formats import open_dump
 from vllm_accprobe.opcheck.calls.records import Calls
 from vllm_accprobe.opcheck.floors import output_rows, pooled

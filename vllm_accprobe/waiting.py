@@ -3,8 +3,7 @@
 The problem: a server starts for minutes and a comparison reads for hours; whoever sees no line believes that it hangs,
 and a log with a line every second cannot be read. The idea: `waiting` says one line every 5 s on a terminal and every
 30 s in a pipe or a file, from a thread, so that a call that never returns is seen too. What ends sooner says nothing.
-
-Not here: bars (cli/output.py).
+`progress` is a bar on a terminal, of what can be counted.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 TERMINAL_S, PIPE_S = 5.0, 30.0
 """Chosen: seconds between two lines."""
@@ -60,3 +60,26 @@ def waiting(text: Callable[[], str], pace: Pace = USUAL) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def progress(title: str, total: int, steps: bool = False, pace: Pace = USUAL) -> Iterator[Any]:
+    """A function that counts one more done, or with ``steps`` gets how many are: with a bar where stderr is a
+    terminal, with lines at their pace in a pipe."""
+    now = 0
+
+    def step(done: int | None = None) -> None:
+        nonlocal now
+        now = now + 1 if done is None else done
+
+    if not on_terminal() or total < 2:
+        with waiting(lambda: f"{title}: {now:,} of {total:,}" if total > 1 else title, pace):
+            yield step
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield (lambda done: bar.update(task, completed=done)) if steps else (lambda: bar.advance(task))

@@ -4,7 +4,7 @@ The problem: whoever reads a result while it is written, or after a full disk, m
 idea: what is written lies next to its place, under a name of its own, and is renamed when it is complete; after an
 error it is removed. A full disk is `NoSpace`, whoever wrote, with the path; one that is met while rows are computed
 (`GrowingCsv`) ends the file and not the computing. Not here: a dump, whose every block counts (dump/writer.py); the
-line that a user reads (cli/endings.py).
+line that a user reads (refusals.py).
 """
 
 from __future__ import annotations

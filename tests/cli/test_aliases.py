@@ -11,7 +11,7 @@ from cli_dumps import TAPS, make
 
 from vllm_accprobe.cli import COMMANDS, aliases, build, main
 from vllm_accprobe.cli.aliases import INSTEAD, MOVED, OTHERS, SAME, is_quiet, of_today
-from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.refusals import CommandError
 
 ALL: dict[str, Any] = typer.main.get_command(build()).commands  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ RUN = {"tool": "accprobe", "model": {"path": "MODEL", "dtype": "bfloat16"}, "eng
 
 def test_each_line_finds_what_the_line_before_it_left(tmp_path, monkeypatch, capsys):
     """Whatever serves the model is played by a capture of the same synthetic model into the same folder; a replay of
-    that needs more than it has, and is left to tests/cli.test_replay.py."""
+    that needs more than it has, and is left to tests/opcheck/proof/test_replay_process.py."""
     monkeypatch.chdir(tmp_path)
     one = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
     sides = {

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from cli.test_killed_commands import marked, names, until
-from cli.test_replay import GAIN, dump
 from cli_dumps import make
 from opcheck.layer_dumps import build
+from opcheck.proof.test_replay_process import GAIN, dump
 from support.interrupts import in_the_foreground
 
 from vllm_accprobe.cli import endings, main

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_accprobe.cli import gate_heal, gate_run, main
+from vllm_accprobe.cli.gate import GateOptions
 from vllm_accprobe.cli.gate_heal import covered, heal, with_cause
 from vllm_accprobe.gate.sides import SendSettings
 from vllm_accprobe.heal.outcome import HealOutcome
@@ -29,10 +30,11 @@ class Servers:
         self.left, self.unhealable, self.verdict, self.gap = list(faults), unhealable, verdict, gap
         self.commands: list[str] = []
 
-    def compare(self, golden: str, mine: str, out: Path, floors: Any, sending: Any, rate: Any) -> Any:
-        assert (golden, floors) == ("golden-folder", gate_run.Floors(("floor-folder",), "", True))
-        self.commands.append(mine)
-        words = dict(w.split("=", 1) for w in mine.split() if "=" in w)
+    def compare(self, what: GateOptions, sending: Any) -> Any:
+        assert (what.golden, what.floor, what.floor_dtype, what.no_floor) == (
+            "golden-folder", ["floor-folder"], "", True)  # fmt: skip
+        self.commands.append(what.mine)
+        words = dict(w.split("=", 1) for w in what.mine.split() if "=" in w)
         globs = words["VLLM_ACCPROBE_HEAL"].strip("'").split(",")
         outcome = HealOutcome(0)
         for one in globs:
@@ -58,7 +60,7 @@ def run(servers: Servers, found: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     opened: Any = SimpleNamespace(golden=SimpleNamespace(path=Path("golden-folder")),
                                   floors=[SimpleNamespace(path=Path("floor-folder"))])  # fmt: skip
     said: list[str] = []
-    rounds = heal(*COMMANDS, opened, found, tmp_path, SendSettings(), None, 1.0, said.append)
+    rounds = heal(GateOptions(*COMMANDS, out=tmp_path), opened, found, SendSettings(), 1.0, said.append)
     return rounds, said
 
 
@@ -107,9 +109,9 @@ def test_a_glob_for_each_cause() -> None:
 
 def test_what_cannot_be_started_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    opened: Any = None
     for mine, what in (("http://x:1", "a URL"), (str(tmp_path), "a folder")):
-        assert heal("serve it", mine, opened, located(DOWN), tmp_path, SendSettings(), None, 1.0, said.append) == []
+        sides: Any = GateOptions("serve it", mine, out=tmp_path), None, located(DOWN)
+        assert heal(*sides, SendSettings(), 1.0, said.append) == []
         assert said.pop().startswith(f"heal: {what} cannot be started with a healed operator")
     assert main(["gate", "a b", "c d", "--heal"]) == 2
     assert "--heal heals what --localize names: give both" in capsys.readouterr().err

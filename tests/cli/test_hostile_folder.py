@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.test_replay import GAIN, dump
+from opcheck.proof.test_replay_process import GAIN, dump
 
 MODULES = (
     "numpy", "torch", "json", "typing", "dataclasses", "pathlib", "typer", "click", "rich", "yaml", "numba", "llvmlite",

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.test_replay import GAIN, dump
+from opcheck.proof.test_replay_process import GAIN, dump
 from support.interrupts import in_the_foreground
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc")

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 import torch
 import typer
-from cli.test_replay import GAIN, dump
 from cli_dumps import TAPS, make
 from odd_server import completion, odd
 from opcheck.layer_dumps import build as build_calls
 from opcheck.opcheck_dumps import Maker
+from opcheck.proof.test_replay_process import GAIN, dump
 
 from vllm_accprobe import labels as label_calls
 from vllm_accprobe import waiting
-from vllm_accprobe.cli import COMMANDS, build, main, output
+from vllm_accprobe.cli import COMMANDS, build, main
 from vllm_accprobe.cli.output import fold, plain, stacked, width_of
 
 TAP = TAPS[0][0]
@@ -233,7 +233,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dump(home / "golden", noise=0)
     dump(home / "mine", GAIN)
     make(home / "plain")
-    from cli.test_inspect_list import dump_of_operators
+    from cli.test_inspect_dump import dump_of_operators
 
     dump_of_operators(home / "ops")
     build_calls(home / "calls", "layers.0.norm")
@@ -340,11 +340,10 @@ def test_a_line_while_something_waits(
 ) -> None:
     """On stderr alone, at the pace of a terminal or of a pipe; where there are steps, a terminal has a bar instead."""
     assert (waiting.TERMINAL_S, waiting.PIPE_S) == (5.0, 30.0)  # docs/gate.md names them
-    monkeypatch.setattr(output, "on_terminal", lambda: terminal)
     monkeypatch.setattr(waiting, "on_terminal", lambda: terminal)
     monkeypatch.setattr(waiting, "TERMINAL_S" if terminal else "PIPE_S", 0.1)
     for seconds, least in ((0.0, 0), (0.5, 2)):
-        with output.progress("send", total, steps=True) as tell:
+        with waiting.progress("send", total, steps=True) as tell:
             tell(3)
             time.sleep(seconds)
         said = capfd.readouterr()

@@ -13,8 +13,8 @@ from cli.cli_dumps import make
 from support.peer_dumps import unpack
 
 from vllm_accprobe.cli import main, places
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.places import is_same
+from vllm_accprobe.refusals import CommandError
 
 THEIRS = "name,value\ncosts,12\n"
 

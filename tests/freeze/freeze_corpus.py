@@ -33,8 +33,6 @@ import picture_runs  # noqa: E402
 import synthetic_model  # noqa: E402
 import torch  # noqa: E402
 from cli import cli_dumps  # noqa: E402
-from cli.test_replay import GAIN  # noqa: E402
-from cli.test_replay import dump as two_norms  # noqa: E402
 from comparison.plan.test_operators import Model  # noqa: E402
 from dump.errcheck_reports import FOUND, report  # noqa: E402
 from formats import test_atb, test_msit, test_msprobe, test_sglang, test_torchair  # noqa: E402
@@ -45,6 +43,8 @@ from labels import atb_file  # noqa: E402
 from opcheck import opdiff_files  # noqa: E402
 from opcheck.layer_dumps import build as layer_calls  # noqa: E402
 from opcheck.operator_dumps import OpMaker, W, X, Y  # noqa: E402
+from opcheck.proof.test_replay_process import GAIN  # noqa: E402
+from opcheck.proof.test_replay_process import dump as two_norms  # noqa: E402
 from support.peer_dumps import unpack  # noqa: E402
 from synthetic_model import capture, scaled, write  # noqa: E402
 

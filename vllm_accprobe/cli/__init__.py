@@ -4,7 +4,7 @@ The problem: ``accprobe --help`` must answer at once, and no user should ever re
 modules import typer and nothing heavier; a command's body imports what it needs; ``main`` turns every exception into
 one line and an exit code: 0 done or pass, 1 differences, 2 bad usage or unreadable input, 3 nothing to compare or show,
 130 interrupted. Not here: what the commands do (one file each, with a function of the same name); the lines
-(endings.py)."""
+(refusals.py, and endings.py after Ctrl-C)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import typer
 
+from vllm_accprobe import refusals
 from vllm_accprobe.cli import aliases, endings
 from vllm_accprobe.cli.options import Command, expanded
 from vllm_accprobe.cli.output import folded, without_reader
@@ -119,9 +120,9 @@ def _answered(words: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort, endings.CommandInterrupted) as end:
         if isinstance(end.__cause__, EOFError):  # typer takes a file that ends too soon for Ctrl-D
-            print(f"accprobe: {endings.explain(end.__cause__)[0]}", file=sys.stderr)
+            print(f"accprobe: {refusals.explain(end.__cause__)[0]}", file=sys.stderr)
             return 2
-        print(f"accprobe: {endings.one_line(endings.interrupted(words))}", file=sys.stderr)
+        print(f"accprobe: {refusals.one_line(endings.interrupted(words))}", file=sys.stderr)
         return 130
     except typer.Exit as e:
         return e.exit_code
@@ -129,8 +130,8 @@ def _answered(words: list[str]) -> int:
         why = error.__context__ if isinstance(error, SystemExit) else error  # click exits where a connection broke
         if not isinstance(why, BrokenPipeError if isinstance(error, SystemExit) else Exception):
             raise
-        message, code = endings.explain(why)
+        message, code = refusals.explain(why)
         print(f"accprobe: {message}", file=sys.stderr)
-        if os.environ.get(endings.TRACEBACK) == "1":
+        if os.environ.get(refusals.TRACEBACK) == "1":
             raise
         return code

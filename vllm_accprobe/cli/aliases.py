@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.cli.endings import CommandError
+from vllm_accprobe.refusals import CommandError
 
 # --- commands ---
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
+from vllm_accprobe.refusals import CommandError
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,7 @@ def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
     found = watcher.poll()
     if found.ranks and not watcher.writing():
         raise CommandError(f"{dump}: no server writes into this dump any more")
-    try:
-        selection = arm_file.parse_selection({"on": not server.off, **chosen})
-    except arm_file.ArmFileError as e:
-        raise CommandError(str(e)) from None
-    path = arm_file.write(dump, selection)
+    path = arm_file.write(dump, arm_file.parse_selection({"on": not server.off, **chosen}))
     when = "before its next step" if found.ranks else "at its first step, once it has one"
     answer(armed=not server.off, file=path, selection=chosen, running=bool(found.ranks))
     typer.echo(f"{'disarmed' if server.off else 'armed'}: the server reads {path} {when}")

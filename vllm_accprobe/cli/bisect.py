@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
+from vllm_accprobe.cli.output import report, show
+from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.bisect.edits import ServeCommand, ServerSetting
@@ -58,10 +59,7 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     from vllm_accprobe.gate.bisect import edits, trials
     from vllm_accprobe.gate.bisect.search import expected
     from vllm_accprobe.gate.sending import replies
-    from vllm_accprobe.gate.sending.client import SendError
     from vllm_accprobe.gate.sending.passes import made_by
-    from vllm_accprobe.gate.sending.prompts import PromptsError
-    from vllm_accprobe.gate.sending.replies import FolderError
     from vllm_accprobe.gate.served_run import checked
     from vllm_accprobe.report import servers
 
@@ -70,37 +68,32 @@ def bisect(what: BisectOptions, serving: options.ServingOptions) -> None:
     if not 0 <= share < 1:
         raise CommandError(f"--share: {share} is no number from 0 to below 1")
     places.check(out, {})
-    try:
-        target = edits.command(what.command, os.environ)
-        checked(target)
-        floors = [replies.read(Path(path)) for path in what.floor]
-        there = edits.options_offered(target)
-        found = edits.axes(
-            target, there, edits.read_vendor(what.switches, target) if what.switches else (), _pairs(what.plain)
-        )
-        axes = _chosen(found, what.only, what.hold)
-        prompts, folder = _prompts(what.golden, what.prompts or "", serving)
-        _check_golden(what.golden, target)
-        versions = {"vllm": there.version, "accprobe": __version__}
-        variables = [name for a in found for name, _ in a.edit.environ]
-        runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
-        kept = sum(1 for p in (out / "trials").glob("*/sent/send.json")) if (out / "trials").is_dir() else 0
-        usual, most = expected(axes, bool(what.golden))
-        for line in servers.plan_lines(axes, usual, most, kept):
-            typer.echo(line, err=as_json)
-        if what.plan or not axes:
-            if as_json:
-                typer.echo(json.dumps(servers.plan_json(axes, usual, most, kept), indent=1))
-            raise typer.Exit(0)
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
-        going_on("the runs are", out)
-        against = folder or _golden(what.golden, prompts, out, runs)
-        rate = trials.rate_each(usual, len(prompts.lines))
-        trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
-        trier.expected, trier.floors = usual, floors
-        _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
-    except (edits.BisectError, PromptsError, FolderError, SendError) as e:
-        raise CommandError(str(e)) from None
+    target = edits.command(what.command, os.environ)
+    checked(target)
+    floors = [replies.read(Path(path)) for path in what.floor]
+    there = edits.options_offered(target)
+    vendors = edits.read_vendor(what.switches, target) if what.switches else ()
+    plain = options.pairs(what.plain, "--plain {}: write SETTING=VALUE, for example attention=TRITON_ATTN", False)
+    found = edits.axes(target, there, vendors, {name.strip(): value for name, value in plain})
+    axes = _chosen(found, what.only, what.hold)
+    prompts, folder = _prompts(what.golden, what.prompts or "", serving)
+    _check_golden(what.golden, target)
+    versions = {"vllm": there.version, "accprobe": __version__}
+    variables = [name for a in found for name, _ in a.edit.environ]
+    runs = trials.Trials(out, prompts, versions, made_by(prompts.source), variables)
+    kept = sum(1 for p in (out / "trials").glob("*/sent/send.json"))
+    usual, most = expected(axes, bool(what.golden))
+    show(servers.plan_lines(axes, usual, most, kept), err=as_json)
+    if what.plan or not axes:
+        report(as_json, servers.plan_json(axes, usual, most, kept), ())
+        raise typer.Exit(0)
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    going_on("the runs are", out)
+    against = folder or _golden(what.golden, prompts, out, runs)
+    rate = trials.rate_each(usual, len(prompts.lines))
+    trier = trials.Trier(target, axes, runs, against, rate, share, lambda line: typer.echo(line, err=True))
+    trier.expected, trier.floors = usual, floors
+    _go(trier, bool(what.golden), what.repeat - 1, what.narrow, as_json)
 
 
 def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> None:
@@ -110,9 +103,8 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
 
     first = trier.first()
     if not first.kept:
-        trier.say(
-            f"the first run took {first.seconds:.0f} s: about {trier.left(trier.expected - 1) / 60:.0f} min to go"
-        )
+        left = trier.left(trier.expected - 1) / 60
+        trier.say(f"the first run took {first.seconds:.0f} s: about {left:.0f} min to go")
     search = Search(
         trier.axes, trier.attempt, golden=golden, again=again, narrow=narrow, equal=trier.equal, parts=trier.parts,
         lengths=lambda: trier.length, say=trier.say,
@@ -122,11 +114,8 @@ def _go(trier: Trier, golden: bool, again: int, narrow: bool, as_json: bool) -> 
     def line(cause: Cause, what: str) -> str:
         return trier.line(found, cause, what)
 
-    if as_json:
-        typer.echo(json.dumps(servers.bisect_json(found, trier.rows, trier.seconds, line), indent=1))
-    else:
-        for text in servers.bisect_lines(found, trier.rows, trier.seconds, line):
-            typer.echo(text)
+    results = found, trier.rows, trier.seconds, line
+    report(as_json, servers.bisect_json(*results), servers.bisect_lines(*results))
     raise typer.Exit({None: 3, "same": 0}.get(found.verdict, 1))
 
 
@@ -134,20 +123,9 @@ def _chosen(found: list[ServerSetting], only: list[str], hold: list[str]) -> lis
     names = [a.name for a in found]
     for name in [*only, *hold]:
         if name not in names:
-            raise CommandError(
-                f"{name!r} is no setting that can be varied here: {', '.join(names) or 'there are none'}"
-            )
+            known = ", ".join(names) or "there are none"
+            raise CommandError(f"{name!r} is no setting that can be varied here: {known}")
     return [a for a in found if (not only or a.name in only) and a.name not in hold]
-
-
-def _pairs(texts: list[str]) -> dict[str, str]:
-    made = {}
-    for text in texts:
-        name, has, value = text.partition("=")
-        if not has or not value:
-            raise CommandError(f"--plain {text}: write SETTING=VALUE, for example attention=TRITON_ATTN")
-        made[name.strip()] = value
-    return made
 
 
 def _prompts(golden: str, prompts: str, serving: options.ServingOptions) -> tuple[TrialPrompts, Sent | None]:
@@ -200,10 +178,8 @@ def _golden(golden: str, prompts: TrialPrompts, out: Path, trials: Any) -> Sent 
     if golden.startswith(("http://", "https://")):
         how: dict[str, Any] = {"timeout": prompts.timeout, "top": prompts.top, "max_tokens": prompts.max_tokens}
         sender, server = Sender(golden, os.environ.get("VLLM_API_KEY", ""), **how).introduced()
-        about = passes.made_by(prompts.source)
-        passes.send(
-            sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden", about
-        )
+        passes.send(sender, server, list(prompts.lines), list(prompts.arrive), prompts.concurrency, out / "golden",
+                    passes.made_by(prompts.source))  # fmt: skip
         return replies.read(out / "golden")
     tried = trials.run(edits.command([golden], os.environ))
     if tried.sent is None:

@@ -6,14 +6,15 @@ What is compared is recognised: two dumps, one dump whose tensors a program labe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, hidden, option
 from vllm_accprobe.cli.output import Format, answered
+from vllm_accprobe.refusals import CommandError
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ def compare(
         options.refuse("two dumps", calibrating, of_tables, of_labels)
         if what.further:
             raise CommandError(f"{what.further[0]}: two dumps are compared; several runs go with --calibrate OUT")
+        from vllm_accprobe.cli import compare_other
+
         try:
             compare_dumps(golden, mine, what, judging, work, instead, printed)
         except (DumpError, CompareError):
@@ -180,6 +183,8 @@ def compare(
                 words = f"`accprobe eval-diff {golden} {mine}`"
                 raise CommandError(f"answers of {side.tool} are no dumps: {words}") from None
             raise
+    from vllm_accprobe.cli import compare_other
+
     run: Any
     if kind == "calibrate":
         options.refuse("--calibrate", instead, of_tables, of_labels, work, judging, but=("--weights",))
@@ -187,24 +192,22 @@ def compare(
             raise CommandError("--profile and --accept-failing go with --calibrate OUT")
         others = [d for d in (mine, what.sheet, *what.further) if d is not None]
         out = calibrating.calibrate or what.out or Path("accprobe-floor")
-        run = lambda: compare_other.calibrate(golden, others, calibrating, judging.weights, out)  # noqa: E731
+        run = partial(compare_other.calibrate, golden, others, calibrating, judging.weights, out)
     elif kind == "labels":
         options.refuse("one labelled dump", instead, calibrating, of_tables, work, judging)
         if mine is not None:
             raise CompareError("labels are of one dump, and MINE is named as well")
         out = what.out or Path("accprobe-labels")
-        run = lambda: compare_other.compare_labelled(golden, opened, of_labels, out, verbose)  # noqa: E731
+        run = partial(compare_other.compare_labelled, golden, opened, of_labels, out, verbose)
     elif kind == "results":
         options.refuse("one file of results", instead, calibrating, of_tables, of_labels, work, judging)
-        run = lambda: compare_other.show_results(golden, judge=True)  # noqa: E731
+        run = partial(compare_other.show_results, golden, judge=True)
     else:
         options.refuse("two tables", instead, calibrating, of_labels, work, judging, but=("--standard",))
         if what.further:
             raise CompareError("two tables are compared: leave out what follows RESULT.csv")
         out, standard = what.out or Path("accprobe-opdiff"), judging.standard
-        run = lambda: compare_other.compare_tables(  # noqa: E731
-            golden, mine, what.sheet, of_tables, standard, out, verbose
-        )
+        run = partial(compare_other.compare_tables, golden, mine, what.sheet, of_tables, standard, out, verbose)
     answered(name, as_json, run)
 
 

@@ -20,8 +20,10 @@ from typing import Any
 import typer
 
 from vllm_accprobe.cli import places
-from vllm_accprobe.cli.endings import CommandError, NothingThere
-from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
+from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.refusals import CODES, CommandError, NothingThere
+from vllm_accprobe.waiting import USUAL as say
+from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import write_text
 
 ALL_LABELS = "ACCPROBE_LABELS"
@@ -62,21 +64,20 @@ def compare_labelled(dump: Path | None, opened: Any, how: Any, out: Path, verbos
     if not found.pairs and not found.unpaired:
         why = "; ".join(f"{n} x {reason}" for reason, n in found.skipped.items()) or "set_label was never called in it"
         raise NothingThere(f"{dump} holds no labels: {why}")
-    for line in report.lines(found, None if verbose else 10):
-        typer.echo(line)
+    show(report.lines(found, None if verbose else 10))
     answer(**report.to_json(found))
     out.mkdir(parents=True, exist_ok=True)
     say_written(*report.write(found, out))
     verdict = report.verdict(found)
     if verdict is None:
         typer.echo(f"accprobe: {dump}: no pair of {LABEL_TAP}* could be compared", err=True)
-    raise typer.Exit({"pass": code, "fail": 1, None: 3}[verdict])
+    raise typer.Exit(CODES[verdict] or code)
 
 
 def _run(line: str, place: str | None, types: str | None) -> tuple[int, Path]:
     """(the command's exit code, the dump with its labels). ATB writes, too, where ``types`` or the environment of its
     ancestor requires it. Raises CommandError."""
-    from vllm_accprobe.cli.run import launched, say
+    from vllm_accprobe.cli.run import launched
     from vllm_accprobe.run.atb import ANCESTOR, options_of
 
     atb = None
@@ -168,7 +169,7 @@ def compare_tables(
     from vllm_accprobe.opcheck.compat.msprobe import CompareFiles
     from vllm_accprobe.opcheck.compat.xray import SUMMARY_COLUMNS as SUMMARY
     from vllm_accprobe.opcheck.compat.xray import SummaryFile
-    from vllm_accprobe.opcheck.diff import DiffTotals, SheetError, open_diff
+    from vllm_accprobe.opcheck.diff import DiffTotals, open_diff
     from vllm_accprobe.standards.finding import ERROR
 
     theirs = how.gpu is not None or how.npu is not None
@@ -179,9 +180,8 @@ def compare_tables(
         raise CommandError("two files are needed: GOLDEN.csv MINE.csv, or -gpu FILE -npu FILE")
     for path in (golden, mine):
         if not path.exists():
-            raise CommandError(
-                f"{path} does not exist: name an opcheck.csv, a generated test's csv or msprobe's details"
-            )
+            kinds = "an opcheck.csv, a generated test's csv or msprobe's details"
+            raise CommandError(f"{path} does not exist: name {kinds}")
     standard = standard or ("msprobe" if joined is None else "xray")
     if joined is not None:
         places.check_table(joined, "RESULT.csv", SUMMARY[:4])
@@ -191,30 +191,23 @@ def compare_tables(
         "opdiff.md": places.matching(r"\A# [^\n]*\n\nGolden: `"),
     }
     places.check(out, ours)
-    try:
-        diff, totals = open_diff(golden, mine, standard, how.algorithm, how.by), DiffTotals()
-        places.refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
-        out.mkdir(parents=True, exist_ok=True)
-        with progress("opdiff", diff.mine.count() // lines.STEP) as done:
-            msprobes = CompareFiles(out, time.strftime("%Y%m%d%H%M%S"))
-            written = theirs or lines.is_msprobe(diff)
-            table = SummaryFile(joined) if joined is not None else None
-            gathering = [*([msprobes.add] if written else []), *([table.add] if table is not None else [])]
+    diff, totals = open_diff(golden, mine, standard, how.algorithm, how.by), DiffTotals()
+    places.refuse_same(("GOLDEN", diff.golden.path), ("MINE", diff.mine.path), "file")
+    out.mkdir(parents=True, exist_ok=True)
+    more: list[Any] = [CompareFiles(out, time.strftime("%Y%m%d%H%M%S"))] if theirs or lines.is_msprobe(diff) else []
+    more += [] if joined is None else [SummaryFile(joined)]
 
-            def also(compared: object) -> None:
-                for add in gathering:
-                    add(compared)
+    def also(compared: object) -> None:
+        for one in more:
+            one.add(compared)
 
-            lost = lines.write_details(diff, out / "details.csv", totals, done, also)
-    except SheetError as e:
-        raise CommandError(str(e)) from None
+    with progress("opdiff", diff.mine.count() // lines.STEP) as done:
+        lost = lines.write_details(diff, out / "details.csv", totals, done, also)
     if not totals.judged:
-        for line in lines.left_out(diff, totals):
-            typer.echo(line)
+        show(lines.left_out(diff, totals))
         why = next(iter(totals.skipped), "no output is in both files" if totals.alone else "the files have no rows")
         raise NothingThere(f"nothing could be judged: {lines.safe(why)} ({golden}, {mine})")
-    for line in lines.lines(diff, totals, None if verbose else 10):
-        typer.echo(line)
+    show(lines.lines(diff, totals, None if verbose else 10))
     answer(
         verdict="fail" if totals.statuses[ERROR] else "pass", standard=diff.standard, judged=totals.judged,
         statuses=totals.statuses, operators=dict(lines.operators(totals)), skipped=totals.skipped, alone=totals.alone,
@@ -227,9 +220,9 @@ def compare_tables(
         raise lost
     lines.write_result(diff, out / "result.csv", totals)
     write_text(out / "opdiff.md", lines.markdown(diff, totals))
-    more = [*(msprobes.write(totals) if written else ()), *([table.write()] if table is not None else [])]
-    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *more)
-    raise typer.Exit(1 if totals.statuses[ERROR] else 0)
+    further = [path for one in more for path in one.write(totals)]
+    say_written(out / "result.csv", out / "details.csv", out / "opdiff.md", *further)
+    raise typer.Exit(int(bool(totals.statuses[ERROR])))
 
 
 def calibrate(golden: Path | None, others: list[Path], how: Any, weights: Path | None, out: Path) -> None:
@@ -284,8 +277,7 @@ def _profile(dump: Path, model: Path | None, out: Path) -> None:
     _, found = decided.settle(side.rows)
     if not found.habits:
         raise NothingThere(f"{dump}: nothing of how its machine computes could be measured")
-    for line in table.computes(found):
-        typer.echo(line)
+    show(table.computes(found))
     out.mkdir(parents=True, exist_ok=True)
     path = out / NAME
     write_text(path, Profile(found.habits, host_of(calls.dump.run), found.units).to_json())

@@ -1,6 +1,6 @@
 """Two dumps compared as ``accprobe compare`` does it: replayed where that decides, printed, and written to a folder.
 
-Not here: what is compared (compare.py), the measuring (comparison/), the replay (replay.py)."""
+Not here: what is compared (compare.py), the measuring (comparison/), the replay (opcheck/proof/replay_process.py)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from typing import Any, NoReturn
 
 import typer
 
-from vllm_accprobe.cli import places, replay
+from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import going_on
-from vllm_accprobe.cli.output import Format, say_notes, say_written, size
+from vllm_accprobe.cli.output import Format, say_notes, say_written, show
 from vllm_accprobe.comparison import engine, store
 from vllm_accprobe.comparison.pair import COLUMNS
 from vllm_accprobe.comparison.result import FALSE_ALARM_RATE, PASS, CompareError, Comparison, NothingCompared
 from vllm_accprobe.opcheck.compat import xray
+from vllm_accprobe.opcheck.proof import replay_process as replay
 from vllm_accprobe.report.html.data import Vocabulary, token_texts
+from vllm_accprobe.report.text import size
 from vllm_accprobe.waiting import on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, write_text
 
@@ -30,7 +32,7 @@ DEFAULT = "accprobe-report"
 
 def compare_dumps(
     golden: Any, mine: Any, what: Any, judging: Any, work: Any, instead: Any, printed: Any
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Two dumps (paths or None), or a saved comparison. The groups are those of compare.py: CompareOptions,
     JudgeOptions, WorkOptions, InsteadOptions, PrintOptions. Raises typer.Exit."""
     # Records, pairs and what hangs on them stay until the end, and looking through all of them now and then for what
@@ -98,7 +100,7 @@ def compare_dumps(
         typer.echo(xray.order(golden, mine), err=True)
     if printed.verbosity > 0:
         say_written(*written, err=form is not Format.terminal)
-    raise typer.Exit(0 if result.verdict == PASS else 1)
+    raise typer.Exit(int(result.verdict != PASS))
 
 
 def _beside(home: Path) -> Path:
@@ -127,9 +129,7 @@ def _again(judging: Any, standard: str, rate: float) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _write(
-    result: Comparison, out: Path, measured: bool, vocabulary: Vocabulary | None
-) -> list[Path]:  # fmt: skip
+def _write(result: Comparison, out: Path, measured: bool, vocabulary: Vocabulary | None) -> list[Path]:
     """compare.csv, .json, .html, mine's tokens as text where there is a vocabulary; and measured.npz, where this is
     what was ``measured`` just now. Raises OSError."""
     from vllm_accprobe.report import html, table
@@ -187,13 +187,8 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
@@ -212,9 +207,7 @@ def _print(comparison: Comparison, form: Format, verbosity: int) -> None:
     else:
         from vllm_accprobe.report import markdown
 
-        lines = markdown.markdown_lines if form is Format.markdown else markdown.github_lines
-        for line in lines(comparison):
-            typer.echo(line)
+        show((markdown.markdown_lines if form is Format.markdown else markdown.github_lines)(comparison))
         if form is Format.github:
             markdown.write_summary(comparison)
 

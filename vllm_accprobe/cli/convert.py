@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, hidden, option
-from vllm_accprobe.cli.output import answer, progress, say_notes, say_written, size
+from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.refusals import CommandError, NothingThere
+from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import whole
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     dump, names, to, level = what.dump, what.names, what.to, what.level
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.formats.io import containers
+    from vllm_accprobe.report.text import size
 
     named = what.out or what.place
     if what.out is not None and what.place is not None:  # then what follows DUMP are globs
@@ -71,8 +74,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
             raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
         with _new(out) as path:
             lines = onnx(dump, path, level, wanted.steps, wanted.ranks or "")
-        for line in lines:
-            typer.echo(line)
+        show(lines)
         say_written(out, about=size(out.stat().st_size))
         answer(dump=dump, to=kind, about=lines)
         return

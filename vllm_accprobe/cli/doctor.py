@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, option
+from vllm_accprobe.cli.output import report
 from vllm_accprobe.cli.places import check_place
+from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.doctor.checks import Finding
-    from vllm_accprobe.doctor.graph_proof import TapProof
 
 _COLOUR = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
 _ERROR = "error"
@@ -71,13 +71,12 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
     cannot be read.
     """
     json, quick, timeout = here.as_json, here.quick, here.timeout
+    alone = "--wheel" if here.wheel else "--dump" if here.dump is not None else ""
+    if alone and (of_graphs.command or of_graphs.graphs or quick):
+        raise CommandError(f"{alone} goes with --json only")
     if here.wheel:
-        if of_graphs.command or of_graphs.graphs or quick:
-            raise CommandError("--wheel goes with --json only")
         raise typer.Exit(_wheels(here.wheel, json))
     if here.dump is not None:
-        if of_graphs.command or of_graphs.graphs or quick:
-            raise CommandError("--dump goes with --json only")
         raise typer.Exit(_dump(here.dump, json))
     if of_graphs.graphs:
         raise typer.Exit(_graphs(of_graphs, json, timeout or _RUN_S))
@@ -89,24 +88,18 @@ def doctor(here: DoctorOptions, of_graphs: GraphProofOptions) -> None:
 
     findings = examine(quick=quick, timeout=timeout or 180.0)
     errors = sum(f.level == ERROR for f in findings)
-    if json:
-        report = {"schema": 1, "ok": not errors, "findings": [f.to_json() for f in findings]}
-        typer.echo(json_.dumps(report, indent=2))
-    else:
-        for finding in findings:
-            for line in lines(finding):
-                typer.echo(line)
-        typer.echo(summary(findings))
-    raise typer.Exit(1 if errors else 0)
+    fields = {"schema": 1, "ok": not errors, "findings": [f.to_json() for f in findings]}
+    report(json, fields, [*lines(findings), summary(findings)], indent=2)
+    raise typer.Exit(int(bool(errors)))
 
 
-def lines(finding: Finding) -> list[str]:
-    """The finding's line, its level coloured (typer drops colours outside a terminal), and what to do below it."""
-    level = typer.style(f"{finding.level:<9}", fg=_COLOUR[finding.level])
-    out = [f"{level}{finding.check:<16} {_one_line(finding.text)}"]
-    if finding.todo:
-        out.append(f"{'':25} → {_one_line(finding.todo)}")
-    return out
+def lines(findings: Iterable[Finding]) -> Iterator[str]:
+    """A finding's line, its level coloured (typer drops colours outside a terminal), and what to do below it."""
+    for finding in findings:
+        level = typer.style(f"{finding.level:<9}", fg=_COLOUR[finding.level])
+        yield f"{level}{finding.check:<16} {_one_line(finding.text)}"
+        if finding.todo:
+            yield f"{'':25} → {_one_line(finding.todo)}"
 
 
 def summary(findings: list[Finding]) -> str:
@@ -125,24 +118,17 @@ def _wheels(paths: list[Path], json: bool) -> int:
     """Reads the wheels, prints what is there and what is not, and gives the exit code."""
     from vllm_accprobe.doctor import wheel
 
-    try:
-        wheels = wheel.wheel_pair([wheel.read(path) for path in paths])
-        found, modes = wheel.checked_places(wheels), wheel.modes_found(wheels)
-    except wheel.WheelError as error:
-        raise CommandError(str(error)) from None
-    if json:
-        typer.echo(json_.dumps(wheel.to_json(wheels, found, modes), indent=2))
-    else:
-        for finding in wheel.findings(wheels, found, modes):
-            for line in lines(finding):
-                typer.echo(line)
-        typer.echo(wheel.summary(found))
+    wheels = wheel.wheel_pair([wheel.read(path) for path in paths])
+    found, modes = wheel.checked_places(wheels), wheel.modes_found(wheels)
+    said = [*lines(wheel.findings(wheels, found, modes)), wheel.summary(found)]
+    report(json, wheel.to_json(wheels, found, modes), said, indent=2)
     return 1 if wheel.lacks(found) else 0
 
 
 def _dump(path: Path, json: bool) -> int:
     """Checks one capture, prints what is wrong and what was checked, and gives the exit code."""
-    from vllm_accprobe.cli.opcheck import model_of, require_torch
+    from vllm_accprobe.cli.opcheck import require_torch
+    from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import count, safe
 
@@ -152,16 +138,12 @@ def _dump(path: Path, json: bool) -> int:
     dump = open_dump(path)
     found = own_findings(dump, model_of(dump.run))
     wrong, checked = [row.message for row in found.rows()], found.lines()
-    if json:
-        report = {"schema": 1, "ok": not wrong, "findings": wrong, "checked": checked,
-                  "unchecked": dict(found.built.unchecked)}  # fmt: skip
-        typer.echo(json_.dumps(report, indent=2))
-    else:
-        for line in wrong:
-            typer.echo(f"{typer.style(f'{_ERROR:<9}', fg=_COLOUR[_ERROR])}{safe(line, 1000)}")
-        for line in checked:
-            typer.echo(f"{'':9}{safe(line, 1000)}")
-        typer.echo(count(len(wrong), "finding") if wrong else "nothing is wrong in what was checked")
+    fields = {"schema": 1, "ok": not wrong, "findings": wrong, "checked": checked,
+              "unchecked": dict(found.built.unchecked)}  # fmt: skip
+    error = typer.style(f"{_ERROR:<9}", fg=_COLOUR[_ERROR])
+    said = [*(f"{error}{safe(line, 1000)}" for line in wrong), *(f"{'':9}{safe(line, 1000)}" for line in checked),
+            count(len(wrong), "finding") if wrong else "nothing is wrong in what was checked"]  # fmt: skip
+    report(json, fields, said, indent=2)
     return int(bool(wrong))
 
 
@@ -174,24 +156,19 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     from vllm_accprobe.doctor.graph_proof import CHANGED, SAME, Prover, Runs
     from vllm_accprobe.gate import preflight
     from vllm_accprobe.gate.bisect.edits import ServeCommand
-    from vllm_accprobe.gate.sending.client import SendError
-    from vllm_accprobe.gate.sending.prompts import PromptsError
     from vllm_accprobe.gate.served_run import server_command, serves
     from vllm_accprobe.report.text import safe
-    from vllm_accprobe.run.launcher import LaunchError, command_line
+    from vllm_accprobe.run.launcher import command_line
 
     out = Path(os.path.abspath(how.out))
-    try:
-        words, note = tuple(how.command), ""
-        if serves(words):
-            served = ServeCommand(words, base=os.environ)
-            preflight.check(served, captured=True)
-            words, note = preflight.prepared(served)
-        what = server_command(words, os.environ, how.port)
-        command_line(what.words, os.environ)
-        prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
-    except (SendError, LaunchError, PromptsError) as error:
-        raise CommandError(str(error)) from None
+    words, note = tuple(how.command), ""
+    if serves(words):
+        served = ServeCommand(words, base=os.environ)
+        preflight.check(served, captured=True)
+        words, note = preflight.prepared(served)
+    what = server_command(words, os.environ, how.port)
+    command_line(what.words, os.environ)
+    prompts = graph_proof.PROMPTS if how.prompts is None else graph_proof.read_prompts(Path(how.prompts))
     runs = Runs(os.environ, out)
     check_place(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -204,17 +181,9 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     if note:
         say(note)
     say(f"{kind}; its runs: off, off again, on, selected{', full' * how.full}; dumps and logs: {out}")
-    try:
-        proof: TapProof = Prover(
-            runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout), say,
-            time.monotonic,
-        ).prove(full=how.full, bisect=how.bisect)  # fmt: skip
-    except SendError as error:
-        raise CommandError(str(error)) from None
-    if json:
-        typer.echo(json_.dumps(graph_proof.to_json(proof), indent=2))
-    else:
-        for line in graph_proof.lines(proof):
-            for part in line.split("\n"):
-                typer.echo(safe(part, 1000))
+    proof = Prover(
+        runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout), say, time.monotonic
+    ).prove(full=how.full, bisect=how.bisect)
+    said = [safe(part, 1000) for line in graph_proof.lines(proof) for part in line.split("\n")]
+    report(json, graph_proof.to_json(proof), said, indent=2)
     return {SAME: 0, CHANGED: 1}.get(proof.verdict, 3)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.options import argument, option
-from vllm_accprobe.cli.output import answer
+from vllm_accprobe.cli.output import answer, show
 from vllm_accprobe.cli.places import check_place, require_directory
+from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.findings import RankReport
@@ -45,14 +45,11 @@ def errcheck(what: ErrcheckOptions) -> None:
     Exit code 0: nothing bad, 1: something bad was found, 2: it could not be started, 3: nothing was watched; where
     nothing bad was found and the command failed, the command's own.
     """
-    from vllm_accprobe.dump.findings import ErrcheckError, alive, lines, remove_clean
+    from vllm_accprobe.dump.findings import alive, remove_clean
     from vllm_accprobe.dump.findings import read as read_reports
 
     def reports(root: Path) -> list[RankReport]:
-        try:
-            return read_reports(root) or read_reports(root / "errcheck")
-        except ErrcheckError as error:
-            raise CommandError(str(error)) from None
+        return read_reports(root) or read_reports(root / "errcheck")
 
     command, read = _command(what.command, what.exec), what.read
     if read is not None:
@@ -62,7 +59,7 @@ def errcheck(what: ErrcheckOptions) -> None:
         found = reports(read)
         if not found:
             raise CommandError(f"--read: {read} holds no findings of errcheck: name the --dir of that run")
-        _print(lines(found))
+        show(_lines(found))
         answer(findings=found, dir=read)
         raise typer.Exit(_code(found, 0))
     if not command:
@@ -75,7 +72,7 @@ def errcheck(what: ErrcheckOptions) -> None:
 
     from vllm_accprobe.children import HOME
     from vllm_accprobe.config import ENV, PREFIX, ProbeConfig, default_dir
-    from vllm_accprobe.run.launcher import LaunchError, allow_plugin
+    from vllm_accprobe.run.launcher import allow_plugin
     from vllm_accprobe.run.launcher import run as launch
 
     environ = dict(os.environ)
@@ -102,12 +99,9 @@ def errcheck(what: ErrcheckOptions) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)  # the launcher passes it on
                 seen[:] = [time.monotonic()]
 
-    try:
-        code = launch(command, environ, tick=tick, busy=lambda: alive(reports(root)))
-    except LaunchError as error:
-        raise CommandError(str(error)) from None
+    code = launch(command, environ, tick=tick, busy=lambda: alive(reports(root)))
     found = reports(root)
-    _print(lines(found))
+    show(_lines(found))
     answer(findings=found, dir=root, command_exit_code=code)
     for place in (root / "errcheck", root):
         remove_clean(place)
@@ -138,11 +132,11 @@ def _command(command: list[str] | None, line: str | None) -> list[str]:
     return words
 
 
-def _print(text: list[str]) -> None:
+def _lines(found: list[RankReport]) -> list[str]:
+    from vllm_accprobe.dump.findings import lines
     from vllm_accprobe.report.text import safe
 
-    for line in text:
-        typer.echo(f"errcheck: {safe(line)}")
+    return [f"errcheck: {safe(line)}" for line in lines(found)]
 
 
 def _code(found: list[RankReport], code: int) -> int:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
-from vllm_accprobe.cli.output import say_written
+from vllm_accprobe.cli.output import report, say_written
+from vllm_accprobe.refusals import CODES, CommandError, NothingThere
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import SendSettings
@@ -79,7 +80,6 @@ def compare_samples(
 ) -> NoReturn:  # fmt: skip
     """Raises typer.Exit."""
     from vllm_accprobe.gate import evaluations
-    from vllm_accprobe.gate.evaluations import SamplesError, match
     from vllm_accprobe.report import servers
     from vllm_accprobe.whole_file import write_private
 
@@ -87,30 +87,22 @@ def compare_samples(
     for path, name in ((how.prompts_out, "--prompts-out"), (how.csv, "--csv")):
         if path is not None:
             _check_file(path, name, (golden, mine))
-    try:
-        left, right = evaluations.open_side(golden), evaluations.open_side(mine)
-        places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
-    except SamplesError as e:
-        raise CommandError(str(e)) from None
+    left, right = evaluations.open_side(golden), evaluations.open_side(mine)
+    places.refuse_same(("GOLDEN", golden), ("MINE", mine), "file")
     if left.tool != right.tool:
         raise CommandError(f"{golden} is of {left.tool}, {mine} of {right.tool}: their questions have no common name")
     for side in (left, right):
         evaluations.select(side, how.tasks, how.filters, how.metrics)
-    matched = match(left, right)
-    result = evaluations.evaluate(matched, rate)
+    result = evaluations.evaluate(evaluations.match(left, right), rate)
     if not result.contrasts and not result.texts:
         raise NothingThere(servers.nothing_compared(result, left, right))
     if how.csv is not None:
         if result.texts:
             raise CommandError(f"--csv has a row for each metric, and {golden} or {mine} has no scores")
         places.check_place(how.csv, option="--csv")
-    if as_json:
-        typer.echo(json.dumps(evaluations.to_json(result) | {"read": servers.read_json(left, right)}, indent=1))
-    else:
-        for line in servers.evaluation_lines(result, len(result.contrasts) if verbose else servers.MAX_CONTRASTS):
-            typer.echo(line)
-        for line in servers.read_lines(left, right):
-            typer.echo(line)
+    lines = servers.evaluation_lines(result, len(result.contrasts) if verbose else servers.MAX_CONTRASTS)
+    fields = evaluations.to_json(result) | {"read": servers.read_json(left, right)}
+    report(as_json, fields, [*lines, *servers.read_lines(left, right)])
     if how.csv is not None:
         servers.write_csv(result, how.csv)
     if how.prompts_out is not None:
@@ -119,7 +111,7 @@ def compare_samples(
         write_private(how.prompts_out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in prompts))
         more = f"; {without:,} have none in the files" if without else ""
         say_written(how.prompts_out, about=f"{len(prompts):,} prompts of the questions that flipped{more}", err=as_json)
-    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
+    raise typer.Exit(CODES[result.verdict])
 
 
 def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
@@ -133,7 +125,6 @@ def _check_file(path: Path, option: str, inputs: tuple[Path, ...]) -> None:
 def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path | None, as_json: bool) -> NoReturn:
     """mine: a folder of send, a jsonl (the same one where it has both), a URL, or a command."""
     from vllm_accprobe.gate import trainer
-    from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import NotServed, SendError
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
@@ -162,13 +153,9 @@ def compare_trainer(golden: Path, mine: str, settings: SendSettings, out: Path |
         raise CommandError(f"{e}; answers of an evaluation are compared by `accprobe eval-diff A B`") from None
     except NotServed as e:
         raise CommandError(f"MINE: {e}") from None
-    except (SendError, replies.FolderError) as e:
+    except SendError as e:
         raise CommandError(str(e).replace("--url:", "MINE:")) from None
     except trainer.RatioError as e:
         raise NothingThere(f"{e} ({golden}, {mine if not asks else 'the server'})") from None
-    if as_json:
-        typer.echo(json.dumps(servers.ratio_json(found), indent=1))
-    else:
-        for line in servers.ratio_lines(found):
-            typer.echo(line)
-    raise typer.Exit({"pass": 0, "fail": 1}[found.verdict])
+    report(as_json, servers.ratio_json(found), servers.ratio_lines(found))
+    raise typer.Exit(CODES[found.verdict])

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from vllm_accprobe.cli import aliases, options
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.cli.eval_diff import EvaluationOptions
 from vllm_accprobe.cli.options import argument, hidden, option
+from vllm_accprobe.refusals import CommandError
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,9 @@ def gate(
         compare_trainer(Path(golden), mine, settings, out, sides.as_json)
     if localizing.heal and not localizing.localize:
         raise CommandError("--heal heals what --localize names: give both")
-    from vllm_accprobe.cli import gate_heal, gate_run
+    from vllm_accprobe.cli import gate_run
+    from vllm_accprobe.cli.gate_heal import heal
 
     if sides.prompts != "default" and Path(golden).is_dir():
         raise CommandError("--prompts: GOLDEN is a folder, and golden's own prompts are sent: leave --prompts away")
-    floors = gate_run.Floors(tuple(sides.floor), sides.floor_dtype, sides.no_floor)
-    gate_run.run(golden, mine, out, floors, settings, rate, sides.as_json,
-                 localizing.localize_gb if localizing.localize else None,
-                 gate_heal.heal if localizing.heal else None)  # fmt: skip
+    gate_run.run(sides, localizing, settings, heal)

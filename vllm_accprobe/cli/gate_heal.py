@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_accprobe.cli import gate_run
@@ -42,14 +41,11 @@ class HealRound:
 
 @dataclass(frozen=True)
 class Healing:
-    """What all rounds have in common. golden, mine: as typed; opened: the gate that has failed."""
+    """What all rounds have in common. what: gate.GateOptions; opened: the gate that has failed."""
 
-    golden: str
-    mine: str
+    what: Any
     opened: gate_run.Opened
-    out: Path
     sending: SendSettings
-    rate: float | None
     gigabytes: float
     say: Callable[[str], None]
 
@@ -73,12 +69,13 @@ class Healing:
         return done
 
     def _round(self, healed: tuple[str, ...], number: int) -> HealRound:
-        place = self.out / f"heal-{number}"
+        place = self.what.out / f"heal-{number}"
         assignment = f"VLLM_ACCPROBE_HEAL={shlex.quote(','.join(healed))}"
         report = f"VLLM_ACCPROBE_DIR={shlex.quote(str((place / 'mine-healed').absolute()))}"
-        floors = gate_run.Floors(tuple(str(f.path) for f in self.opened.floors), "", True)
-        golden = str(self.opened.golden.path)
-        again = gate_run.compare(golden, f"{assignment} {report} {self.mine}", place, floors, self.sending, self.rate)
+        golden, floor = str(self.opened.golden.path), [str(f.path) for f in self.opened.floors]
+        what = replace(self.what, golden=golden, mine=f"{assignment} {report} {self.what.mine}", out=place, floor=floor,
+                       floor_dtype="", no_floor=True)  # fmt: skip
+        again = gate_run.compare(what, self.sending)
         outcomes = outcome.read(place / "mine-healed")
         for line in outcome.lines(outcomes):
             self.say(f"  {safe(line, 400)}")
@@ -93,7 +90,7 @@ class Healing:
         if verdict is None:  # these prompts showed the fault, and could show less only if there were more of them
             why = f"with {it} healed no difference is seen: {causes}, as far as these prompts show"
             return HealRound(healed, verdict, "", why)
-        commands = ServerSide(COMMAND, self.golden), ServerSide(COMMAND, f"{assignment} {self.mine}")
+        commands = ServerSide(COMMAND, self.what.golden), ServerSide(COMMAND, f"{assignment} {self.what.mine}")
         failed = gate_run.FailedGate(again.golden, again.mine, again.gate.worst, commands)
         found = gate_run.localize(failed, place, self.sending, self.gigabytes, self.say)
         module, why = ("", "no single token is beyond its limit") if found is None else culprit(found)
@@ -131,16 +128,15 @@ def covered(module: str, healed: Sequence[str]) -> bool:
 
 
 def heal(
-    golden: str, mine: str, opened: gate_run.Opened, found: Localized | None, out: Path | None, sending: SendSettings,
-    rate: float | None, gigabytes: float, say: Callable[[str], None],
+    what: Any, opened: gate_run.Opened, found: Localized | None, sending: SendSettings, gigabytes: float,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The ``heal`` of gate's json. Raises CommandError, NothingThere."""
-    if found is None or out is None:
+    """The ``heal`` of gate's json. what: gate.GateOptions. Raises CommandError, NothingThere."""
+    if found is None or what.out is None:
         return []
-    kinds = {side(golden).kind, side(mine).kind}
+    kinds = {side(what.golden).kind, side(what.mine).kind}
     if kinds != {COMMAND}:
-        what = "a folder" if FOLDER in kinds else "a URL"
-        say(f"heal: {what} cannot be started with a healed operator: name commands, or use `accprobe run --heal`")
+        kind = "a folder" if FOLDER in kinds else "a URL"
+        say(f"heal: {kind} cannot be started with a healed operator: name commands, or use `accprobe run --heal`")
         return []
-    return [asdict(one) for one in
-            Healing(golden, mine, opened, out, sending, rate, gigabytes, say).rounds(found)]  # fmt: skip
+    return [asdict(one) for one in Healing(what, opened, sending, gigabytes, say).rounds(found)]

@@ -1,21 +1,22 @@
 """``accprobe inspect PATH``: what there is at a path, as tables for the eye, csv or JSON.
 
-A dump's tensors and operators (inspect_list.py); one of its taps in detail, or a request's prompt (inspect_tensor.py);
-of another tool's dump, which format it is, too. With --size how large a capture of a model will be; with --repair a
-dump that a killed run left behind is finished first. Not here: two dumps (compare.py)."""
+A dump's tensors and operators, one of its taps in detail, or a request's prompt (inspect_dump.py); of another tool's
+dump, which format it is, too. With --size how large a capture of a model will be; with --repair a dump that a killed
+run left behind is finished first. Not here: two dumps (compare.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import SelectionOptions, argument, option
-from vllm_accprobe.cli.output import answer, answered, say_notes
+from vllm_accprobe.cli.output import answer, answered, report, say_notes, show
+from vllm_accprobe.refusals import CommandError, NothingThere
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,22 @@ def inspect(
         options.refuse(f"--{kind}", of_size, chosen, of_list, of_tensor)
         if names:
             raise CommandError(f"--{kind} takes one path: leave {names[0]} out")
-        run: Any = (lambda: _formats(path)) if kind == "formats" else (lambda: _repair(_needed(path, "DUMP")))
+        run: Any = partial(_formats, path) if kind == "formats" else partial(_repair, path)
     elif kind == "show":
-        from vllm_accprobe.cli.inspect_tensor import show
+        from vllm_accprobe.cli.inspect_dump import show_tap
 
         options.refuse("one TAP", of_size, of_list)
         if len(names) > 1:
             raise CommandError(f"one TAP is shown in detail, and {len(names)} are named")
         tap = names[0] if names else ""
-        run = lambda: show(_needed(path, "DUMP"), opened, tap, chosen, of_tensor)  # noqa: E731
+        run = partial(show_tap, _needed(path, "DUMP"), opened, tap, chosen, of_tensor)
     else:
-        from vllm_accprobe.cli.inspect_list import summary
+        from vllm_accprobe.cli.inspect_dump import summary
 
         options.refuse("a list of tensors", of_size, of_tensor)
         dump = _needed(path, "DUMP")
         brought = not names and not any(options.used(group) for group in (chosen, of_list)) and _brought(dump)
-        listed = lambda: summary(dump, opened, names, chosen, of_list, named=name == "inspect")  # noqa: E731
+        listed = partial(summary, dump, opened, names, chosen, of_list, named=name == "inspect")
         run = brought or listed
     answered(name, what.as_json, run)
 
@@ -137,7 +138,7 @@ def _kind(
         return "show", None
     if len(what.names) != 1 or options.used(of_list) or what.path is None:
         return "summary", None
-    from vllm_accprobe.cli.inspect_tensor import is_tap
+    from vllm_accprobe.cli.inspect_dump import is_tap
     from vllm_accprobe.formats import open_dump
 
     opened = open_dump(what.path)
@@ -180,42 +181,34 @@ def _formats(path: Path | None) -> None:
     rows = [(sniff.OWN, sniff.OWN_HOW), *((f.name, f.how + (f" ({f.package})" if f.package else "")) for f in known)]
     answer(formats=[{"name": name, "recognised_by": how} for name, how in rows])
     width = max(len(name) for name, _ in rows)
-    for name, how in rows:
-        typer.echo(f"{name:<{width}}  {how}")
+    show(f"{name:<{width}}  {how}" for name, how in rows)
     say_notes(problems)
 
 
-def _repair(dump: Path) -> None:
+def _repair(dump: Path | None) -> None:
     """Finishes what a killed run left (dump/repair.py)."""
     from vllm_accprobe.dump.repair import repair
     from vllm_accprobe.formats.common.sniff import own
     from vllm_accprobe.report.text import count
 
-    place, note = own(dump)
+    place, note = own(_needed(dump, "DUMP"))
     say_notes([note] if note else [])
     done = repair(place)
     answer(dump=place, ranks=done)
     for r in done:
-        if not r.needed:
-            what = "nothing can be brought back" if r.lost else "nothing to do"
-            typer.echo(f"rank {r.rank}: closed in order, {what}")
-            for line in r.lost:
-                typer.echo(line)
-            continue
-        extra = [f"{r.cut} bytes of a torn line cut off"] if r.cut else []
+        extra = [f"{count(r.segments, 'segment file')} finished"]
+        extra += [f"{r.cut} bytes of a torn line cut off"] if r.cut else []
         extra += [f"{count(r.dropped, 'segment file')} without a whole tensor removed"] if r.dropped else []
-        extra = [f"{count(r.segments, 'segment file')} finished", *extra]
-        typer.echo(f"rank {r.rank}: {r.tensors} tensors readable; {', '.join(extra)}")
-        for line in r.lost:
-            typer.echo(line)
+        what = f"{r.tensors} tensors readable; {', '.join(extra)}"
+        if not r.needed:
+            what = f"closed in order, {'nothing can be brought back' if r.lost else 'nothing to do'}"
+        show([f"rank {r.rank}: {what}", *r.lost])
     if not done:
         raise NothingThere(f"{place}: no rank has written anything")
 
 
 def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
     """How large a capture will be (run/dump_size.py)."""
-    import json
-
     from vllm_accprobe.config import ConfigError, ProbeConfig, words_choose
     from vllm_accprobe.run import dump_size
 
@@ -231,8 +224,6 @@ def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
         chooses = (lambda path, cls: words_choose(words.modules, path, path, cls)) if words.modules_left else None
         token, logits = dump_size.per_token(config, tp, width, chooses, words.parts)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as why:
-        if isinstance(why, dump_size.SizeError):
-            raise CommandError(str(why)) from None
         what = f"no {why} in it" if isinstance(why, KeyError) else "its numbers are no decoder's"
         raise CommandError(f"{model}: {what}; capture one token, and accprobe inspect says its size") from None
     total = token * tokens + logits * answers
@@ -240,16 +231,14 @@ def _size(model: Path, of_size: SizeOptions, as_json: bool) -> None:
         raise CommandError("--modules: no module of a decoder is chosen")
     kind = str(config.get("model_type"))
     known = kind in dump_size.MEASURED
-    if as_json:
-        fields = {"bytes_per_token": token, "bytes_per_logits": logits, "tokens": tokens, "bytes": total, "ranks": tp}
-        more = {"bytes_per_rank": total // tp, "model_type": kind, "exact": known}
-        typer.echo(json.dumps({"schema": 1} | fields | more))
-        return
-    on = f"{tp} rank{'s' * (tp > 1)}"
-    typer.echo(f"{token / 1e6:.3g} MB for a token on {on}, {logits / 1e6:.3g} MB of logits for each that is sampled")
-    typer.echo(f"{total / 1e9:.3g} GB for {tokens:,} tokens, {answers:,} of them sampled; parameters come on top")
-    each, budget = total / tp / 1e9, words.max_gb
+    fields = {"schema": 1, "bytes_per_token": token, "bytes_per_logits": logits, "tokens": tokens, "bytes": total,
+              "ranks": tp, "bytes_per_rank": total // tp, "model_type": kind, "exact": known}  # fmt: skip
+    on, each, budget = f"{tp} rank{'s' * (tp > 1)}", total / tp / 1e9, words.max_gb
     ends = "" if each <= budget else ": capture ends before all of it is there"
-    typer.echo(f"{each:.3g} GB a rank; its budget is {budget:g} (VLLM_ACCPROBE_MAX_GB){ends}")
-    if not known:
-        typer.echo(f"note: {kind} was not compared with a capture; it is counted as a decoder of the kinds that were")
+    lines = [
+        f"{token / 1e6:.3g} MB for a token on {on}, {logits / 1e6:.3g} MB of logits for each that is sampled",
+        f"{total / 1e9:.3g} GB for {tokens:,} tokens, {answers:,} of them sampled; parameters come on top",
+        f"{each:.3g} GB a rank; its budget is {budget:g} (VLLM_ACCPROBE_MAX_GB){ends}",
+        f"note: {kind} was not compared with a capture; it is counted as a decoder of the kinds that were",
+    ]
+    report(as_json, fields, lines[: 3 if known else 4], indent=None)

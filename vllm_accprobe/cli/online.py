@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.opcheck import against, check_out, check_standard, conclude, require_torch
 from vllm_accprobe.cli.options import Command, argument, option, ranges
 from vllm_accprobe.cli.output import answer, say_notes
 from vllm_accprobe.cli.places import require_directory
+from vllm_accprobe.refusals import CommandError, NothingThere
 
 if TYPE_CHECKING:
     from vllm_accprobe.online.keys import Endpoint, Keys
@@ -91,8 +92,6 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     check_out(out, None, [])
     from vllm_accprobe.online.serving import Serving
     from vllm_accprobe.opcheck.compat.msprobe import write_by_rank
-    from vllm_accprobe.opcheck.run.process_pool import RunError
-    from vllm_accprobe.opcheck.run.result_row import Unavailable
 
     standard = what.standard or ("operator" if keys is None else "msprobe")
     job = _job(out, weights, globs, standard, what.against)
@@ -101,8 +100,6 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     try:
         serving.wait(what.wait)
         found = serving.finish(what.jobs)
-    except (RunError, Unavailable) as why:
-        raise CommandError(str(why)) from None
     finally:
         serving.close()
     if found is None:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, hidden, option
-from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
-from vllm_accprobe.dump.decode import object_at, object_in
+from vllm_accprobe.cli.output import answer, say_notes, say_written, show
+from vllm_accprobe.refusals import CommandError, NothingThere
+from vllm_accprobe.waiting import progress
 from vllm_accprobe.whole_file import write_text
 
 if TYPE_CHECKING:
@@ -110,11 +111,9 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     from vllm_accprobe.opcheck.compat import ait as ait_words
     from vllm_accprobe.opcheck.compat import msprobe as msprobe_words
 
-    ait = ait_words.read(checking.dump, from_ait.same, from_ait.table, checking.ops, checking.ids, from_ait.metric,
-                         from_ait.card, checking.rerun)  # fmt: skip
+    ait = ait_words.read(checking, from_ait)
     say_notes(ait.notes)
-    check = msprobe_words.read_options(ait.dump, msprobe.api_info, msprobe.config, msprobe.once, msprobe.device,
-                                       msprobe.csv_path, msprobe.save_error, msprobe.jit)  # fmt: skip
+    check = msprobe_words.read_options(ait.dump, msprobe)
     out, standard, save = check.out or checking.out, checking.standard or "operator", checking.save or check.save
     if check.msprobe and not checking.standard:  # its own limits where its own words were used
         mindspore = msprobe_words.framework_of(check.dump) == "mindspore"
@@ -122,8 +121,7 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     here = _here(machine)
     runs_here = bool(here["repeat"] or here["batch"] or here["named"])
     require_torch("opcheck", threads=runs_here)
-    from vllm_accprobe.opcheck.run.process_pool import PART, RunError, run
-    from vllm_accprobe.opcheck.run.result_row import Unavailable
+    from vllm_accprobe.opcheck.run.process_pool import PART, run
 
     if check.devices and (checking.against != _EXACT or checking.rerun or runs_here):
         raise CommandError("--device runs the calls here: not with --against, --rerun, --repeat, --rows or --op")
@@ -137,8 +135,8 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
     elif here["load"]:
         raise CommandError("--load goes with --repeat, --rows and --op")
     fields = here | ait.job() | {
-        "devices": check.devices, "once": check.once, "white": check.config.white_list if check.config else (),
-        "black": check.config.black_list if check.config else (), "jit": check.jit, "ops": tuple(ait.ops),
+        "devices": check.devices, "once": check.once, "white": check.config.white_list,
+        "black": check.config.black_list, "jit": check.jit, "ops": ait.ops,
     }  # fmt: skip
     if msprobe.api_info is not None and not runs_here:  # acc_check runs every API forward and backward
         fields["backward"] = True
@@ -152,12 +150,9 @@ def opcheck(checking: OpcheckOptions, machine: KernelOptions, msprobe: MsprobeOp
         def begin(taps: int) -> None:
             tick[0] = bars.enter_context(progress("opcheck", taps))
 
-        try:
-            with files.begun(out, out / PART):
-                found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=begin,
-                            done=lambda: tick[0]())  # fmt: skip
-        except (RunError, Unavailable) as why:
-            raise CommandError(str(why)) from None
+        with files.begun(out, out / PART):
+            found = run(job, out, processes=checking.jobs, resume=checking.resume or check.resumed, plan=begin,
+                        done=lambda: tick[0]())  # fmt: skip
     say_notes(check.notes)
     conclude(found, check.dump or Path(machine.op), job, out, standard, bool(checking.ops or checking.ids),
              checking.verbose, lambda out: [*ait_words.write_table(ait, out), *files.write(out)])  # fmt: skip
@@ -167,6 +162,7 @@ def _job(
     checking: OpcheckOptions, dump: Path | None, standard: str, save: Path | None, fields: dict[str, Any], ait: Any
 ) -> Job:
     """ait: its words (opcheck/compat/ait.py). Raises CommandError."""
+    from vllm_accprobe.dump.reader import model_of, run_json
     from vllm_accprobe.opcheck.run.worker import AGAIN, Job
 
     places.require_directory(checking.weights, "--weights")
@@ -261,20 +257,13 @@ def require_torch(command: str, threads: bool = False) -> None:
 
 def opened_calls(dump: Path, model: Path | None) -> Calls:
     """The calls of a dump. Raises CommandError and DumpError."""
+    from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.records import Calls
 
     places.require_directory(model, "--weights")
     opened = open_dump(dump)
     return Calls(opened, model or model_of(opened.run))
-
-
-def model_of(run: object) -> Path | None:
-    """The model's directory by run.json, where it is on this machine."""
-    path = (object_at(run, "model") or {}).get("path")
-    if not isinstance(path, str) or not path or "\0" in path:
-        return None
-    return Path(path) if Path(path).is_dir() else None
 
 
 # --- the report ---
@@ -286,6 +275,7 @@ def conclude(
 ) -> None:  # fmt: skip
     """The report of a check whose opcheck.csv is written, with its files. chosen: not all calls were chosen; more:
     writes further files. Raises typer.Exit with the exit code."""
+    from vllm_accprobe.dump.reader import run_json
     from vllm_accprobe.judge import profile
     from vllm_accprobe.opcheck.habits import decided
     from vllm_accprobe.opcheck.run import result_row, table
@@ -300,8 +290,7 @@ def conclude(
         reason = next(iter(totals.skipped), "no call matches" if chosen else "the dump holds no call")
         near = "" if found.rows or not chosen else near_names(dump, job.ops)
         raise NothingThere(f"{dump}: nothing could be checked: {reason}{near}")
-    for line in table.lines(checked, totals, most=None if verbose else 10, machine=machine):
-        typer.echo(line)
+    show(table.lines(checked, totals, most=None if verbose else 10, machine=machine))
     failed = [(max(group, key=lambda r: r.severity), len(group)) for group in table.failures(checked)]
     wrong = bool(totals.statuses.get(result_row.FAIL) or totals.statuses.get(result_row.ERROR))
     answer(
@@ -321,7 +310,7 @@ def conclude(
         write_text(written[-1], computes.to_json())
     written += more(out)
     say_written(*written)
-    raise typer.Exit(1 if wrong else 0)
+    raise typer.Exit(int(wrong))
 
 
 def near_names(dump: Path, globs: Sequence[str]) -> str:
@@ -337,11 +326,6 @@ def near_names(dump: Path, globs: Sequence[str]) -> str:
     names = {name for r in opened.records if r.step is not None for name in (r.tap, r.cls) if name}
     found = nearest(globs, names | {op.op for op in opened.ops})
     return f"; the nearest names: {', '.join(found)}" if found else ""
-
-
-def run_json(dump: Path) -> dict[str, Any]:
-    """run.json of a directory; {} where it has none that can be read (opening the dump tells why)."""
-    return object_in(dump / "run.json", 1 << 24)
 
 
 # --- this machine's own kernels ---
@@ -379,10 +363,7 @@ def _named_operator(machine: KernelOptions) -> dict[str, Any] | None:
 
 def _values(more: Sequence[str]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    for text in more:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"--with {text!r}: NAME=VALUE, e.g. eps=1e-6")
+    for name, value in options.pairs(more, "--with {!r}: NAME=VALUE, e.g. eps=1e-6"):
         try:
             found[name] = json.loads(value)
         except ValueError:
@@ -404,8 +385,7 @@ def _say_here(job: Job, found: CheckedRun, out: Path, most: int | None) -> None:
         raise NothingThere(f"{job.dump or 'opcheck'}: nothing could be run: {reason}")
     mode = render.mode_of(job.repeat, job.batch)
     lines = render.lines(rows, counted, mode, most)
-    for line in lines:
-        typer.echo(line)
+    show(lines)
     answer(**render.to_json(rows, counted, mode))
     if found.lost is not None:
         raise found.lost

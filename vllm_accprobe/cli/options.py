@@ -25,8 +25,9 @@ import typer
 import typer.core
 
 from vllm_accprobe.cli import aliases
-from vllm_accprobe.cli.endings import CommandError, CommandInterrupted
+from vllm_accprobe.cli.endings import CommandInterrupted
 from vllm_accprobe.cli.output import answered
+from vllm_accprobe.refusals import CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.dump.reader import Ranges, Selection
@@ -277,6 +278,16 @@ def check_rate(rate: float | None) -> None:
         raise CommandError(f"--false-alarm-rate: {rate} is no probability between 0 and 1")
 
 
+def pairs(texts: Sequence[str], wrong: str, named: bool = True) -> list[tuple[str, str]]:
+    """``NAME=VALUE`` of each. wrong: what is said of one that is none, ``{}`` is its text; named: names are identifiers
+    and values may be empty. Raises CommandError."""
+    found = [text.partition("=") for text in texts]
+    for text, (name, _, value) in zip(texts, found, strict=True):
+        if "=" not in text or not (name.isidentifier() if named else value):
+            raise CommandError(wrong.format(text))
+    return [(name, value) for name, _, value in found]
+
+
 def ranges(text: str, option: str) -> Ranges:
     """``0-4,7`` as ((0, 4), (7, 7)). Raises CommandError naming the option."""
     found = []
@@ -288,7 +299,3 @@ def ranges(text: str, option: str) -> Ranges:
         found.append((low, high))
     return tuple(found)
 
-
-def flag(value: bool | None) -> str | None:
-    """An option that is on or off as an environment variable has it."""
-    return None if value is None else str(int(value))

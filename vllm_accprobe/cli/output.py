@@ -30,7 +30,6 @@ from typing import Any, TextIO
 
 import typer
 
-from vllm_accprobe.waiting import USUAL, Pace, on_terminal, waiting
 from vllm_accprobe.whole_file import NoSpace, whole
 
 
@@ -66,8 +65,7 @@ def add_notes(lines: Iterable[str]) -> None:
 
 def say_written(*paths: Path, about: str = "", err: bool = False) -> None:
     """``wrote PATH (about)`` for each of them, the one form that all commands have."""
-    for path in paths:
-        typer.echo(f"wrote {path}" + (f" ({about})" if about else ""), err=err)
+    show((f"wrote {path}" + (f" ({about})" if about else "") for path in paths), err)
     if (fields := _FIELDS.get()) is not None:
         fields["written"] += [str(path) for path in paths]
 
@@ -136,31 +134,18 @@ def say_notes(lines: Iterable[str], err: bool = True) -> None:
     """A line each for what a reader of a result should know of its dump."""
     lines = list(lines)
     add_notes(lines)
+    show((f"note: {line}" for line in lines), err)
+
+
+def show(lines: Iterable[str], err: bool = False) -> None:
+    """A line each."""
     for line in lines:
-        typer.echo(f"note: {line}", err=err)
+        typer.echo(line, err=err)
 
 
-@contextlib.contextmanager
-def progress(title: str, total: int, steps: bool = False, pace: Pace = USUAL) -> Iterator[Any]:
-    """A function that counts one more done, or with ``steps`` gets how many are: with a bar where stderr is a
-    terminal, with lines at their pace in a pipe."""
-    now = 0
-
-    def step(done: int | None = None) -> None:
-        nonlocal now
-        now = now + 1 if done is None else done
-
-    if not on_terminal() or total < 2:
-        with waiting(lambda: f"{title}: {now:,} of {total:,}" if total > 1 else title, pace):
-            yield step
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield (lambda done: bar.update(task, completed=done)) if steps else (lambda: bar.advance(task))
+def report(as_json: bool, fields: Any, lines: Iterable[str], indent: int | None = 1) -> None:
+    """A result that has an object of its own: with ``as_json`` that, else its lines for people."""
+    show([json.dumps(fields, indent=indent)] if as_json else lines)
 
 
 def print_table(
@@ -173,8 +158,6 @@ def print_table(
     """A table for the eye, whose last two columns count NaN and Inf: a row that has any is red. texts: the columns
     that are no numbers; folded: those that may take several lines. path: written there instead. In a pipe and in a file
     nothing is folded or cut; on a terminal that is too narrow, a row takes several lines."""
-    import sys
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -208,15 +191,6 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]], folded: 
     widths = [max(len(c) for c in cells) for cells in zip(columns, *rows, strict=True)]
     least = [min(w, 24) if name in folded else w for name, w in zip(columns, widths, strict=True)]
     return sum(least) + 2 * len(least)
-
-
-def size(nbytes: float) -> str:
-    """``1.4 GB``: decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    raise AssertionError
 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -281,14 +255,22 @@ def stacked(columns: Sequence[str], row: Sequence[str], texts: Sequence[str]) ->
     return ["  ".join(first), "    " + "  ".join(rest)]
 
 
-class FoldingStdout:
-    """A terminal's stdout that folds whole lines; everything else is the stream's own."""
+class _Stream:
+    """Another stream, but for what a subclass writes otherwise."""
 
-    def __init__(self, stream: TextIO, width: int):
-        self._stream, self._width, self._begun = stream, width, ""
+    def __init__(self, stream: TextIO):
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class FoldingStdout(_Stream):
+    """A terminal's stdout that folds whole lines."""
+
+    def __init__(self, stream: TextIO, width: int):
+        super().__init__(stream)
+        self._width, self._begun = width, ""
 
     def write(self, text: str) -> int:
         if not self._begun and text.startswith(("{", "[")):  # a program may read it later, from the screen
@@ -304,15 +286,9 @@ class FoldingStdout:
         self._stream.flush()
 
 
-class PipeStream:
+class PipeStream(_Stream):
     """stdout or stderr whose reader may leave, as `head` does: what is printed from then on goes nowhere, and the
     command goes on, so that its files and its exit code are those of the whole run."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         try:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_accprobe.cli import options
-from vllm_accprobe.cli.endings import CommandError, NothingThere
 from vllm_accprobe.cli.options import argument, option
 from vllm_accprobe.cli.output import answer
 from vllm_accprobe.cli.places import require_directory
+from vllm_accprobe.refusals import CommandError, NothingThere
 
 if TYPE_CHECKING:
     from vllm_accprobe.patching.schema import Target
@@ -37,15 +37,12 @@ def patches(wanted: PatchesOptions) -> None:
     """
     action, source, verbose = wanted.action, wanted.source, wanted.verbose
     from vllm_accprobe.patching.install import ABSENT, FITS, REFUSED, check, package_root, package_version
-    from vllm_accprobe.patching.schema import PatchError, choose
+    from vllm_accprobe.patching.schema import choose
     from vllm_accprobe.report.text import count
 
     if action not in ("list", "check"):
         raise CommandError(f"patches {action}: write list or check")
-    try:
-        chosen = choose(wanted.which or ["all"])
-    except PatchError as error:
-        raise CommandError(str(error)) from None
+    chosen = choose(wanted.which or ["all"])
     if action == "list":
         answer(patches=[{"name": p.name, "about": p.about, "places": [_place(t) for t in p.targets]} for p in chosen])
         width = max(len(p.name) for p in chosen)
@@ -61,9 +58,8 @@ def patches(wanted: PatchesOptions) -> None:
         roots[source.resolve().name] = source.resolve()
     packages = dict.fromkeys(t.module.partition(".")[0] for p in chosen for t in p.targets)
     if source is not None and not roots.keys() & packages.keys():
-        raise CommandError(
-            f"--source: {source} is not called {' or '.join(packages)}: name that package's own directory"
-        )
+        named = " or ".join(packages)
+        raise CommandError(f"--source: {source} is not called {named}: name that package's own directory")
     found = {name: roots.get(name) or package_root(name) for name in packages}
     for name, root in found.items():
         if root is not None:
@@ -86,7 +82,7 @@ def patches(wanted: PatchesOptions) -> None:
             if o.status == REFUSED or (verbose and o.status != ABSENT) or (verbose and o.why):
                 typer.echo(f"  {o.target.function}: {o.status}" + (f": {o.why}" if o.why else ""))
     answer(patches=checked)
-    raise typer.Exit(1 if refused else 0)
+    raise typer.Exit(int(bool(refused)))
 
 
 def _place(target: Target) -> dict[str, object]:

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from vllm_accprobe.cli.endings import CommandError
 from vllm_accprobe.dump.decode import object_in
+from vllm_accprobe.refusals import CommandError
 
 
 def require_directory(path: Path | None, option: str) -> None:
@@ -91,6 +91,14 @@ def check(out: Path, ours: Mapping[str, Ours], *, dumps: Iterable[Path] = (), op
             raise CommandError(f"{option} {out} has a {name} that is not of this command: nothing is overwritten; name "
                                "another directory")  # fmt: skip
     writable(out, option)
+
+
+def check_begun(out: Path, begun: bool, what: str) -> None:
+    """Raises CommandError where ``out`` is no place for answers, or has other files and is not ``begun`` by ``what``. A
+    server's logs may be there: it may not have come so far as to answer."""
+    check(out, {})
+    if out.is_dir() and not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
+        raise CommandError(f"--out {out} has other files: name a new directory, or one that a {what} began")
 
 
 def check_place(path: Path, dumps: Iterable[Path] = (), option: str = "--out") -> None:

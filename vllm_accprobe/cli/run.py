@@ -17,10 +17,11 @@ import typer
 
 from vllm_accprobe.cli import options
 from vllm_accprobe.cli.aliases import is_quiet
-from vllm_accprobe.cli.endings import CommandError
-from vllm_accprobe.cli.options import argument, flag, hidden, option
-from vllm_accprobe.cli.output import answer, size
-from vllm_accprobe.report.text import count
+from vllm_accprobe.cli.options import argument, hidden, option
+from vllm_accprobe.cli.output import answer
+from vllm_accprobe.refusals import CommandError
+from vllm_accprobe.report.text import count, size
+from vllm_accprobe.waiting import USUAL as say  # on stderr: stdout is the command's
 
 if TYPE_CHECKING:
     from vllm_accprobe.config import ProbeConfig
@@ -86,12 +87,9 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     words = [what.exec] if what.exec else list(what.command)
     if not words:
         raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
-    settings = {
-        "dir": what.dir, "task": what.task, "tokens": wanted.tokens, "steps": wanted.steps, "ranks": what.ranks,
-        "modules": wanted.modules, "parts": what.parts, "requests": wanted.requests,
-        "max_gb": None if what.max_gb is None else f"{what.max_gb:.12g}", "config": what.config,
-        "ops": flag(what.ops), "graphs": flag(what.graphs), "heal": what.heal,
-    } | _settings(what.settings)  # fmt: skip
+    named = vars(what) | vars(wanted)
+    more = options.pairs(what.settings, "--set {}: write NAME=VALUE, for example ops_mode=dedup")
+    settings = {name: _word(named[name]) for name in _NAMED} | {name.lower(): value for name, value in more}
     if settings.get("heal") and not any(
         settings.get(name) is not None or os.environ.get(f"VLLM_ACCPROBE_{name.upper()}") for name in _CHOOSE
     ):
@@ -113,6 +111,15 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
 
 _CHOOSE = ("tokens", "steps", "modules", "requests", "parts", "task", "armed")
 """Settings that say what a capture takes, or when."""
+_NAMED = (*_CHOOSE[:-1], "dir", "ranks", "max_gb", "config", "ops", "graphs", "heal")
+"""Settings that have an option."""
+
+
+def _word(value: str | bool | float | None) -> str | None:
+    """An option as an environment variable has it."""
+    if value is None or isinstance(value, str):
+        return value
+    return f"{value:.12g}" if isinstance(value, float) else str(int(value))
 
 
 def _truth(word: str | None) -> bool | None:
@@ -122,17 +129,6 @@ def _truth(word: str | None) -> bool | None:
     if word.lower() not in ("false", "0", "no", "f", "n"):
         raise CommandError(f"--save-operation-child {word}: write True or False")
     return False
-
-
-def _settings(words: list[str]) -> dict[str, str | None]:
-    """``ops_mode=dedup`` as a setting. Raises CommandError; an unknown name is refused where all are read."""
-    found: dict[str, str | None] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"--set {word}: write NAME=VALUE, for example ops_mode=dedup")
-        found[name.lower()] = value
-    return found
 
 
 # --- a command with the probe on, watched to its end; `compare --exec`, too ---
@@ -165,10 +161,9 @@ def launched(
     from vllm_accprobe.formats.common.sniff import is_own
     from vllm_accprobe.gate import preflight
     from vllm_accprobe.gate.bisect.edits import ServeCommand
-    from vllm_accprobe.gate.sending.client import NotServed
     from vllm_accprobe.gate.served_run import serves
     from vllm_accprobe.run import atb as atb_room
-    from vllm_accprobe.run.launcher import REGISTER, LaunchError, command_line, environment
+    from vllm_accprobe.run.launcher import REGISTER, command_line, environment
     from vllm_accprobe.run.launcher import run as launch
     from vllm_accprobe.run.watcher import Watcher
 
@@ -185,34 +180,29 @@ def launched(
             environ["LD_PRELOAD"] = library
         else:
             notes.append(why)
-    place = root
-    while not place.exists():
-        place = place.parent
+    place = next(p for p in (root, *root.parents) if p.exists())
     for finding in free_space(place, settings.budget_bytes if settings.armed else 0):
         if finding.level == ERROR:
             raise CommandError(f"{finding.text}: {finding.todo}")
         if finding.level == WARNING and not quiet:
             notes.append(f"{finding.text}: {finding.todo}")
-    try:
-        if serves(command):
-            line = ServeCommand(tuple(command), base=environ)
-            preflight.check(line, captured=True)
-            command, added = preflight.prepared(line)
-            notes += [added] if added else []
-        command_line(command, environ)  # a mistake says nothing of the disk
-        for note in notes:
-            say(note)
-        if atb is not None:
-            output.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
-            environ[REGISTER] = register.name
-            watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
-            before = _killed_for_memory()
-            code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
-            status.clear()
-            watcher.settle()
-    except (LaunchError, NotServed) as error:
-        raise CommandError(str(error)) from None
+    if serves(command):
+        line = ServeCommand(tuple(command), base=environ)
+        preflight.check(line, captured=True)
+        command, added = preflight.prepared(line)
+        notes += [added] if added else []
+    command_line(command, environ)  # a mistake says nothing of the disk
+    for note in notes:
+        say(note)
+    if atb is not None:
+        output.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="accprobe-run-") as register:
+        environ[REGISTER] = register.name
+        watcher, status, began = Watcher(root, Path(register.name)), _Status(settings, quiet), time.time()
+        before = _killed_for_memory()
+        code = launch(command, environ, tick=lambda: status.show(watcher.poll()), busy=watcher.writing)
+        status.clear()
+        watcher.settle()
     files = 0
     if atb is not None:
         files, nbytes = atb_room.collect(root, environ, began, output.name)
@@ -347,8 +337,3 @@ class _Status:
 def _summary(found: Progress) -> str:
     steps, tensors, ranks = count(found.steps, "step"), count(found.tensors, "tensor"), count(found.ranks, "rank")
     return f"{steps}, {tensors}, {ranks}, {size(found.nbytes)}"
-
-
-def say(line: str) -> None:
-    """On stderr: stdout is the command's."""
-    typer.echo(f"accprobe: {line}", err=True)

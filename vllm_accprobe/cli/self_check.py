@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument
+from vllm_accprobe.cli.output import report
+from vllm_accprobe.refusals import CODES, CommandError
 
 if TYPE_CHECKING:
     from vllm_accprobe.gate.sides import SendSettings
@@ -49,7 +51,6 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
     """side: a URL or a command. Raises typer.Exit."""
     from vllm_accprobe.gate import self_check as paths
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending import replies
     from vllm_accprobe.gate.sending.client import NotServed, SendError
     from vllm_accprobe.gate.sending.passes import made_by
     from vllm_accprobe.report import servers
@@ -57,10 +58,7 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
 
     if out is None:
         raise CommandError("self-check: name a folder for the answers with --out DIR")
-    places.check(out, {})
-    begun = not out.is_dir() or (out / "alone").is_dir()
-    if not begun and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir()):
-        raise CommandError(f"--out {out} has other files: name a new directory, or one that a self-check began")
+    places.check_begun(out, (out / "alone").is_dir(), "self-check")
     say = (lambda line: typer.echo(f"sending: {line}", err=True)) if sys.stderr.isatty() else (lambda line: None)
     going_on("the answers are", out)
     how = paths.PathSettings(out, made_by(settings.prompts) | {"side": paths.digest(side)}, settings, say)
@@ -69,15 +67,11 @@ def check_server(side: str, settings: SendSettings, out: Path | None, rate: floa
         found = paths.ask(side, os.environ.get("VLLM_API_KEY", ""), os.environ, lines, how)
     except NotServed as e:
         raise CommandError(f"CMD: {e}") from None
-    except (SendError, prompts_file.PromptsError, replies.FolderError) as e:
+    except SendError as e:
         raise CommandError(str(e).replace("--url:", "URL:")) from None
     rate = paths.RATE if rate is None else rate
     result = paths.judge(found.paths, found.answers, rate, found.missing, tuple(found.notes))
     fields = servers.self_check_json(result)
-    if as_json:
-        typer.echo(json.dumps(fields, indent=1))
-    else:
-        for line in servers.self_check_lines(result):
-            typer.echo(line)
+    report(as_json, fields, servers.self_check_lines(result))
     write_text(out / "self.json", json.dumps(fields, indent=1) + "\n")
-    raise typer.Exit({"pass": 0, "fail": 1, None: 3}[result.verdict])
+    raise typer.Exit(CODES[result.verdict])

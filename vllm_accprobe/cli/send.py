@@ -11,10 +11,11 @@ from pathlib import Path
 import typer
 
 from vllm_accprobe.cli import options, places
-from vllm_accprobe.cli.endings import CommandError, NothingThere, going_on
+from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.options import argument, option
-from vllm_accprobe.cli.output import answer, progress, say_notes, say_written
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.cli.output import answer, say_notes, say_written
+from vllm_accprobe.refusals import CommandError, NothingThere
+from vllm_accprobe.waiting import progress, waiting
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
     """
     from vllm_accprobe.gate.sending import passes, rendering, replies
     from vllm_accprobe.gate.sending import prompts as prompts_file
-    from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender, SendError
+    from vllm_accprobe.gate.sending.client import NotServed, OtherIds, Sender
     from vllm_accprobe.report.text import count
 
     url, engine, out, along, of = what.url, what.engine, what.out, what.along, server_options
@@ -65,13 +66,7 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         raise CommandError(f"--arrive: {e}") from None
     except (passes.TeacherForcingError, replies.FolderError) as e:
         raise CommandError(f"--teacher-force: {e}") from None
-    places.check(out, {})
-    if (
-        out.is_dir()
-        and not replies.exists(out)
-        and any(not p.name.startswith(("engine-", "steps-")) for p in out.iterdir())
-    ):
-        raise CommandError(f"--out {out} has other files: name a new directory, or one that a send began")
+    places.check_begun(out, replies.exists(out), "send")
     going_on("the answers are", out)
     key, how = os.environ.get("VLLM_API_KEY", ""), {"timeout": of.timeout, "max_tokens": of.max_tokens}
     how |= {"top": what.top or was["top"], "score_tokens": what.score_tokens}
@@ -103,8 +98,6 @@ def send(what: SendOptions, server_options: options.ScoringOptions) -> None:
         raise NothingThere(str(e)) from None
     except NotServed as e:
         raise CommandError(f"--engine: {e}") from None
-    except (SendError, prompts_file.PromptsError, replies.FolderError, passes.TeacherForcingError) as e:
-        raise CommandError(str(e)) from None
     if not done.answered:
         raise NothingThere(f"no prompt was answered: {passes.refusals(done.reasons)} ({out})")
     again = "" if done.sent == done.of else f", {done.of - done.sent:,} of them before"

@@ -31,7 +31,7 @@ import orjson
 
 from vllm_accprobe.dump import journal
 from vllm_accprobe.dump import schema as image_calls
-from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.decode import object_at, object_in
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import (
     MISSING,
@@ -495,6 +495,19 @@ def _read_run(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 Ranges = tuple[tuple[int, int], ...]
+
+
+def run_json(dump: Path) -> dict[str, Any]:
+    """run.json of a directory; {} where it has none that can be read (opening the dump tells why)."""
+    return object_in(dump / "run.json", 1 << 24)
+
+
+def model_of(run: object) -> Path | None:
+    """The model's directory by run.json, where it is on this machine."""
+    path = (object_at(run, "model") or {}).get("path")
+    if not isinstance(path, str) or not path or "\0" in path:
+        return None
+    return Path(path) if Path(path).is_dir() else None
 
 
 @dataclass(frozen=True)

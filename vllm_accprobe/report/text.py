@@ -48,6 +48,15 @@ def count(n: int, one: str, many: str | None = None) -> str:
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
+def size(nbytes: float) -> str:
+    """``1.4 GB``: decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.refusals import CommandError
+
 CLASSES = {
     "qkv_proj": "QKVParallelLinear", "o_proj": "RowParallelLinear", "down_proj": "RowParallelLinear",
     "gate_up_proj": "MergedColumnParallelLinear", "act_fn": "SiluAndMul", "attn": "Attention", "norm": "RMSNorm",
@@ -191,10 +193,6 @@ MEASURED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3
 DeepSeek-V3 is V2)."""
 
 
-class SizeError(ValueError):
-    """The model is not known, or not so; the message is one line."""
-
-
 def per_token(
     c: Mapping[str, Any], tp: int = 1, size: int = 2, chooses: Chooses | None = None, parts: Sequence[str] = ()
 ) -> tuple[int, int]:
@@ -230,7 +228,7 @@ def _rotary(c: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
-    """(a config.json's text model, bytes of a number). path: the file, or the model's folder. Raises SizeError."""
+    """(a config.json's text model, bytes of a number). path: the file, or the model's folder. Raises CommandError."""
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -243,4 +241,4 @@ def read_config(path: Path) -> tuple[dict[str, Any], int]:
         what = f"its dtype is {why}"
     except (ValueError, AttributeError, TypeError, RecursionError):
         what = "not the JSON object it should be"
-    raise SizeError(f"{path}: {what}: the config.json of a model is needed")
+    raise CommandError(f"{path}: {what}: the config.json of a model is needed")

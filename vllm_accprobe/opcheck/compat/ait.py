@@ -53,21 +53,19 @@ class AitWords:
         return {"operations": self.operations, "op_csv": table, "within": "abs" in self.metrics}
 
 
-def read(
-    dump: Path | None, same: Path | None, table: Path | None, ops: Sequence[str], ids: str, metrics: Sequence[str],
-    device: int | None, rerun: bool,
-) -> AitWords:  # fmt: skip
-    """The options, read together. Raises CompatError."""
+def read(checking: Any, own: Any) -> AitWords:
+    """The options, read together: cli/opcheck.OpcheckOptions and AitOptions. Raises CompatError."""
     from vllm_accprobe.formats import atb
 
+    dump, same, table = checking.dump, own.same, own.table
     if dump is not None and same is not None and dump != same:
         raise CompatError(f"--input: {same}, and {dump} is named as well: choose one")
     dump = dump if dump is not None else same
     is_atb = dump is not None and dump.is_dir() and atb.recognise(dump)
-    words = tuple(w for text in ops for part in text.replace("\uff0c", ",").split(",") if (w := part.strip()))
-    listed = [part.strip() for part in ids.replace("\uff0c", ",").split(",") if part.strip()]
+    words = tuple(w for text in checking.ops for part in text.replace("\uff0c", ",").split(",") if (w := part.strip()))
+    listed = [part.strip() for part in checking.ids.replace("\uff0c", ",").split(",") if part.strip()]
     operations = tuple(i for i in listed if is_id(i))
-    chosen = _metrics(metrics)
+    chosen = _metrics(own.metric)
     used_words = [
         ("--csv-path", table is not None),
         ("-metric", bool(chosen)),
@@ -76,7 +74,7 @@ def read(
     for name, used in () if is_atb else used_words:
         if used:
             raise CompatError(f"{name} belongs to dumps of ATB, and {dump or 'what is checked'} is none")
-    if is_atb and rerun:
+    if is_atb and checking.rerun:
         raise CompatError(
             "--rerun: ATB's operators run on an Ascend card with CANN and ATB only: leave it out, and the dump's own "
             "outputs are checked"
@@ -84,8 +82,8 @@ def read(
     if table is not None and not table.is_file():
         raise CompatError(f"--csv-path: {table} is no file: name ATB's operation_tensors_N.csv")
     notes: tuple[str, ...] = ()
-    if device is not None:
-        notes = (f"-device {device}: no card is used, references are computed on the CPU",)
+    if own.card is not None:
+        notes = (f"-device {own.card}: no card is used, references are computed on the CPU",)
     calls = ",".join(i for i in listed if not is_id(i))
     return AitWords(dump, table, words, calls, operations, chosen, is_atb, notes)
 
@@ -104,7 +102,6 @@ def write_table(words: AitWords, out: Path) -> list[Path]:
 
 
 def _metrics(texts: Sequence[str]) -> tuple[str, ...]:
-
     words = [w for text in texts for w in text.replace(",", " ").split()]
     if unknown := [w for w in words if w not in METRICS]:
         raise CompatError(f"-metric: {unknown[0]!r} is none of {', '.join(METRICS)}")

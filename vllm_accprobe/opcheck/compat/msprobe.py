@@ -49,20 +49,17 @@ class Precheck:
     out: Path | None = None
     save: Path | None = None
     jit: bool = False
-    config: CheckConfig | None = None
-    notes: tuple[str, ...] = field(default=())
+    config: CheckConfig = field(default_factory=lambda: CheckConfig())
+    notes: tuple[str, ...] = ()
 
     @property
     def resumed(self) -> bool:
         return self.out is not None
 
 
-def read_options(
-    dump: Path | None, api_info: Path | None, config: Path | None, once: bool, device: str, csv_path: Path | None,
-    save: bool, jit: bool,
-) -> Precheck:  # fmt: skip
-    """Raises CompatError."""
-
+def read_options(dump: Path | None, words: Any) -> Precheck:
+    """words: cli/opcheck.MsprobeOptions. Raises CompatError."""
+    api_info, csv_path = words.api_info, words.csv_path
     if api_info is not None:
         if dump is not None:
             raise CompatError("-api_info and DUMP: name the dump once")
@@ -75,16 +72,11 @@ def read_options(
         if not csv_path.is_file():
             raise CompatError(f"-csv_path: {csv_path} does not exist")
         stamp, out = found, csv_path.parent
-    try:
-        found_config = read_config(config) if config is not None else None
-    except CheckConfigError as why:
-        raise CompatError(str(why)) from None
-    where = None
-    if save:
-        where = Path(found_config.error_data_path if found_config else "./") / f"ut_error_data{stamp}"
-    notes = [f"-config: {note}" for note in (found_config.notes if found_config else ())]
+    config = read_config(words.config) if words.config is not None else CheckConfig()
+    where = Path(config.error_data_path) / f"ut_error_data{stamp}" if words.save_error else None
+    notes = tuple(f"-config: {note}" for note in config.notes)
     msprobe = api_info is not None or csv_path is not None
-    return Precheck(dump, msprobe, _devices(device), once, stamp, out, where, jit, found_config, tuple(notes))
+    return Precheck(dump, msprobe, _devices(words.device), words.once, stamp, out, where, words.jit, config, notes)
 
 
 def _devices(text: str) -> tuple[str, ...]:
@@ -172,7 +164,7 @@ DIGITS = 14
 """msprobe's default of ``precision``."""
 
 
-class CheckConfigError(ValueError):
+class CheckConfigError(CompatError):
     """One line: which file, which key, what is wrong. Exit code 2."""
 
 
@@ -563,7 +555,7 @@ def of(check: Any, standard: str, dump: str) -> PrecheckFiles:
     """check: cli/spelling/precheck_options.Precheck; dump: the dump's path, "" where there is none."""
     if standard not in STANDARDS or not dump:
         return PrecheckFiles()
-    digits = check.config.precision if check.config is not None else DIGITS
+    digits = check.config.precision
     return PrecheckFiles(dump, check.stamp, digits, standard == "mindspore")
 
 

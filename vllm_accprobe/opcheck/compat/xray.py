@@ -83,7 +83,7 @@ class SummaryFile:
         self._rows.append([inert(x) if isinstance(x, str) and x not in (low, high) else x
                            for x in (*cells, *largest, *counts)])  # fmt: skip
 
-    def write(self) -> Path:
-        """Raises OSError."""
+    def write(self, totals: object = None) -> list[Path]:
+        """The file, as msprobe.CompareFiles has its. Raises OSError."""
         write_csv_lines(self.path, SUMMARY_COLUMNS, self._rows)
-        return self.path
+        return [self.path]

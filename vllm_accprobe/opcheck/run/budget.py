@@ -11,7 +11,7 @@ every tap is reached. Each tap is checked once, with all rows that were chosen f
 statistics are of all rows together; they are of the rows that were drawn for all taps alike, whatever their errors are.
 What a comparison has not said yet is not waited for where everything fits. What is still left when the time is not
 over is checked without statistics.
-Not here: the check, and the end of the time (pair.py), the words for people (cli/replay/).
+Not here: the check, and the end of the time (pair.py), the words for people (proof/replay_process.py).
 """
 
 from __future__ import annotations

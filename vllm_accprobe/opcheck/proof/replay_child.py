@@ -8,8 +8,8 @@ weighs mine against golden, splits the errors of those who are blamed, and write
 ``{"plan": ...}``, ``{"done": n, "of": m}`` on the way and ``{"proof": ...}`` at the end. Anything more on its standard
 input ends the replay early, as the end of its time does: what was replayed until then is used. No command of its own:
 `accprobe opcheck` is what people use.
-Not here: when it is wanted (replay.py), what is planned (opcheck/run/budget.py), what a proof is
-(opcheck/proof/decide.py), how the work is shared (opcheck/run/pair.py).
+Not here: when it is wanted (replay_process.py), what is planned (opcheck/run/budget.py), what a proof is (decide.py),
+how the work is shared (opcheck/run/pair.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Exit code 0 when the proof is written, else 2 and one line on stderr."""
-    parser = argparse.ArgumentParser(prog="vllm_accprobe.cli.prove")
+    parser = argparse.ArgumentParser(prog="vllm_accprobe.opcheck.proof.replay_child")
     parser.add_argument("golden", type=Path)
     parser.add_argument("mine", type=Path)
     parser.add_argument("--ops", action="append", default=[])
@@ -58,7 +58,7 @@ def main() -> int:
     try:
         say(proof=_proof(arguments, say))
     except Exception as error:
-        from vllm_accprobe.cli.endings import explain
+        from vllm_accprobe.refusals import explain
 
         print(explain(error)[0], file=sys.stderr)
         return 2
@@ -91,11 +91,11 @@ class _Ends:
 
 
 def _proof(arguments: argparse.Namespace, say: Any) -> str:
-    from vllm_accprobe.cli.opcheck import model_of
     from vllm_accprobe.comparison.engine import find_mapping
     from vllm_accprobe.comparison.notes import other_values
     from vllm_accprobe.comparison.plan.units import make_plan
     from vllm_accprobe.dump.decode import parse
+    from vllm_accprobe.dump.reader import model_of
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.opcheck.calls.neighbours import lend
     from vllm_accprobe.opcheck.calls.records import Calls

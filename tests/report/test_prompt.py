@@ -4,13 +4,14 @@ import sys
 from dataclasses import replace
 
 import pytest
-from cli_dumps import TAPS, make
+from cli.cli_dumps import TAPS, make
 
-from vllm_accprobe.cli import inspect_tensor, main
-from vllm_accprobe.cli.inspect_tensor import load_tokenizer
+from vllm_accprobe.cli import main
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Request, RowSpace, Segment, hash_tokens
 from vllm_accprobe.formats import open_dump
+from vllm_accprobe.refusals import CommandError, NothingThere
+from vllm_accprobe.report.prompt import load_tokenizer, prompt_lines
 
 PROMPT = [7, 1, 2, 300, 5]
 
@@ -28,19 +29,19 @@ GENERATED = (Segment(4, 5, 1, 0, "decode"),), [99]
 
 
 def test_ids_of_the_prompt_alone_in_order_of_positions():
-    assert inspect_tensor.prompt_lines(of(WHOLE, GENERATED), [], None) == [
+    assert prompt_lines(of(WHOLE, GENERATED), [], None) == [
         "request a\\x1b[2J: a prompt of 5 tokens",
         "       0  7 1 2 300 5",
         "as text: --tokenizer DIR, the model's directory with its tokenizer.json",
     ]
     long = list(range(40))
-    lines = inspect_tensor.prompt_lines(of(((Segment(4, 0, 40, 0),), long), ids=long), ["a*"], None)
+    lines = prompt_lines(of(((Segment(4, 0, 40, 0),), long), ids=long), ["a*"], None)
     assert [line.split()[0] for line in lines[1:4]] == ["0", "16", "32"]
 
 
 def test_what_is_missing_and_what_to_set_so_that_it_is_not():
     cached = ((Segment(4, 3, 2, 0),), PROMPT[3:])
-    lines = inspect_tensor.prompt_lines(of(cached, GENERATED), [], None)
+    lines = prompt_lines(of(cached, GENERATED), [], None)
     assert lines[0] == "request a\\x1b[2J: a prompt of 5 tokens, of which 2 are recorded"
     assert lines[1] == "       3  300 5"
     assert lines[2].startswith("missing: positions 0-2: ")
@@ -53,28 +54,28 @@ def test_what_is_missing_and_what_to_set_so_that_it_is_not():
     )
     for probe, said in kept:
         run = {"tool": "accprobe", "probe": {"task": "tensor"} | probe}
-        assert said in inspect_tensor.prompt_lines(of(cached, run=run), [], None)[2]
-        with pytest.raises(inspect_tensor.NothingThere, match="no id of it is recorded"):
-            inspect_tensor.prompt_lines(of(GENERATED, run=run), [], None)
-    with pytest.raises(inspect_tensor.NothingThere, match="only in a capture of accprobe"):
-        inspect_tensor.prompt_lines(of(run={"tool": "msprobe"}), [], None)
+        assert said in prompt_lines(of(cached, run=run), [], None)[2]
+        with pytest.raises(NothingThere, match="no id of it is recorded"):
+            prompt_lines(of(GENERATED, run=run), [], None)
+    with pytest.raises(NothingThere, match="only in a capture of accprobe"):
+        prompt_lines(of(run={"tool": "msprobe"}), [], None)
 
 
 def test_ids_that_are_not_the_prompt_by_its_hash():
     other = ((Segment(4, 0, 5, 0),), [0, 0, 0, 0, 1 << 40])
-    assert "the dump's hash of the prompt is another" in inspect_tensor.prompt_lines(of(other), [], None)[0]
+    assert "the dump's hash of the prompt is another" in prompt_lines(of(other), [], None)[0]
 
 
 def test_a_request_has_to_be_one():
     dump = of(WHOLE)
     dump.requests[0, 9] = replace(dump.requests[0, 4], req=9, id="b", internal_id="b-0", prompt="0" * 32, prompt_len=2)
-    with pytest.raises(inspect_tensor.CommandError, match=r"2 match \(a\\x1b\[2J, b\)"):
-        inspect_tensor.prompt_lines(dump, [], None)
-    with pytest.raises(inspect_tensor.NothingThere, match="no request of DUMP matches c: it has "):
-        inspect_tensor.prompt_lines(dump, ["c"], None)
-    assert inspect_tensor.prompt_lines(dump, ["b"], None)[1] == "       0  11 12"
+    with pytest.raises(CommandError, match=r"2 match \(a\\x1b\[2J, b\)"):
+        prompt_lines(dump, [], None)
+    with pytest.raises(NothingThere, match="no request of DUMP matches c: it has "):
+        prompt_lines(dump, ["c"], None)
+    assert prompt_lines(dump, ["b"], None)[1] == "       0  11 12"
     dump.requests[1, 3] = replace(dump.requests[0, 4], req=3)  # the same request on another rank
-    assert inspect_tensor.prompt_lines(dump, ["a*"], None)[1] == "       0  7 1 2 300 5"
+    assert prompt_lines(dump, ["a*"], None)[1] == "       0  7 1 2 300 5"
 
 
 def test_a_row_map_without_ids_or_of_an_image_says_nothing():
@@ -82,8 +83,8 @@ def test_a_row_map_without_ids_or_of_an_image_says_nothing():
     image = RowSpace(0, "vision/1", 5, (Segment(4, 0, 5, 0, image=0),), (1, 2, 3, 4, 5))
     dump = of()
     dump.rows = {(0, 0, "tokens"): empty, (0, 0, "vision/1"): image}
-    with pytest.raises(inspect_tensor.NothingThere):
-        inspect_tensor.prompt_lines(dump, [], None)
+    with pytest.raises(NothingThere):
+        prompt_lines(dump, [], None)
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_text_where_a_tokenizer_is_given_also_of_characters_in_parts(tokenizer, 
     ]
     cut = load_tokenizer(tmp_path)([*tokenizer.encode("世").ids[:1], 1 << 20])
     assert cut[1] == "<1048576>"
-    lines = inspect_tensor.prompt_lines(of(((Segment(4, 0, len(ids), 0),), ids), ids=ids), [], tmp_path)
+    lines = prompt_lines(of(((Segment(4, 0, len(ids), 0),), ids), ids=ids), [], tmp_path)
     assert lines[-1] == f"text, positions 0-{len(ids) - 1}: hello 世界 the 🙂\\n\\x1b[31m"
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from opcheck.opcheck_dumps import Maker
 
-from vllm_accprobe.cli import main, replay
+from vllm_accprobe.cli import main
+from vllm_accprobe.opcheck.proof import replay_process as replay
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayFinding, ReplayResult
 
 ROWS, WIDTH, GAIN = 24, 256, 1.006

@@ -6,8 +6,8 @@ found. Its process begins in parallel with the comparison; a small pair fits int
 once, a large one when the comparison's result is there. There is none where torch or the values are missing. It runs in
 a process of its own: `compare` imports no torch, and a replay that dies leaves the comparison as it was, with a note.
 Ctrl-C ends the replay alone, and what it has is used; once more ends all. What it proved is kept next to the
-comparison, for `--rejudge`. Not here: the replay (prove.py), what it takes first (opcheck/run/budget.py), what it means
-(opcheck/proof/decide.py).
+comparison, for `--rejudge`. Not here: the replay (replay_child.py), what it takes first (opcheck/run/budget.py), what
+it means (decide.py).
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_accprobe.children import BLOCKS_REUSED, ONE_THREAD, Child
-from vllm_accprobe.cli.endings import CommandError
-from vllm_accprobe.cli.opcheck import run_json
-from vllm_accprobe.cli.output import progress
 from vllm_accprobe.comparison.coverage import with_covers
 from vllm_accprobe.comparison.gaps import suspects_of
 from vllm_accprobe.comparison.notes import with_effects
 from vllm_accprobe.comparison.result import FAIL, PARTLY, WHOLE, Comparison
 from vllm_accprobe.comparison.store import MEASURED
 from vllm_accprobe.dump.decode import object_at
+from vllm_accprobe.dump.reader import run_json
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 from vllm_accprobe.opcheck.proof.decide import NAME, ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import place_of
-from vllm_accprobe.waiting import waiting
+from vllm_accprobe.refusals import CommandError
+from vllm_accprobe.waiting import progress, waiting
 from vllm_accprobe.whole_file import write_text
 
 SECONDS = 60.0
@@ -81,8 +80,9 @@ class Replay:
         more += ["--rate", repr(request.rate), *([] if request.replay else ["--seconds", repr(request.seconds)])]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  no pipe: nobody reads it while the comparison runs
         self._process: Child = Child(
-            "vllm_accprobe.cli.prove", *more, "--", str(request.golden), str(request.mine), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._stderr, env={**BLOCKS_REUSED, **os.environ, **ONE_THREAD},
+            "vllm_accprobe.opcheck.proof.replay_child", *more, "--", str(request.golden), str(request.mine),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+            env={**BLOCKS_REUSED, **os.environ, **ONE_THREAD},
         )  # fmt: skip
         self._stopped = False
 
