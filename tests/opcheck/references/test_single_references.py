@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from opcheck.samples.sample import Draw
 from reference_calls import drawer, evaluated, same
 
 from vllm_accprobe.judge.floor import unit
-from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.references import linear
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters
+from vllm_accprobe.opcheck.roundings import within_float32
 
 draw = drawer(5)
 
@@ -108,3 +110,10 @@ def test_a_row_whose_squares_overflow_float32_has_no_reference(name: str) -> Non
     found = evaluated(NORMS[name])
     one = found[name.split()[1] if " " in name else next(iter(NORMS[name].outputs))]
     assert (one.rows.tolist(), one.reason) == ([True, False, True], "its squares overflow float32")
+
+
+def test_a_group_that_overflows_beside_one_with_nan() -> None:
+    x = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1e20, 1.0], [math.nan, 1.0]]], dtype=torch.float64)
+    found = within_float32(Expected(x), x)
+    assert found.rows is not None
+    assert found.rows.tolist() == [True, False]
