@@ -247,6 +247,11 @@ def test_parameters_are_refused_before_anything_starts(served: Path, capsys: Any
     assert starts("golden") == 0
 
 
-def test_a_server_needs_a_place(served: Path, capsys: Any) -> None:
-    assert main(["gate", "vllm serve M", "vllm serve M -x"]) == 2
-    assert "--out DIR" in capsys.readouterr().err
+def test_a_server_without_a_place_gets_one(served: Path, capsys: Any) -> None:
+    assert main(["gate", "vllm serve M", "vllm serve M -x", "--prompts", "nowhere.jsonl"]) == 2
+    assert not Path("accprobe-gate").exists()
+    capsys.readouterr()
+    assert main(["gate", "vllm serve M --dtype=bfloat16", "vllm serve M --dtype=float32", "--prompts", "prompts.jsonl"]) == 0
+    (place,) = Path("accprobe-gate").iterdir()
+    assert (place / "gate.json").is_file()
+    assert f"the answers are in {place}" in capsys.readouterr().err

@@ -23,7 +23,8 @@ class GateOptions:
     golden: str = argument("GOLDEN", "The machine that is trusted: a folder of accprobe send, a URL, or a command.", "")
     mine: str = argument("MINE", "The other one.", "")
     prompts: str | None = options.prompts("default")
-    out: Path | None = options.out("gate.json, folders of the servers; one begun is continued", None)
+    out: Path | None = options.out("gate.json, folders of the servers; one begun is continued. Default: "
+                                   "accprobe-gate/<UTC time>, for servers", None)  # fmt: skip
     floor: list[str] = options.floors()
     floor_dtype: str = option("--floor-dtype", "", "Dtype of the floor that golden's command serves. Default: see "
                               "docs/gate.md.", metavar="DTYPE")  # fmt: skip

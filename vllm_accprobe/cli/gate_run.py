@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ import typer
 from vllm_accprobe.cli import places
 from vllm_accprobe.cli.endings import going_on
 from vllm_accprobe.cli.output import report, say_notes, show
+from vllm_accprobe.config import default_dir
 from vllm_accprobe.gate import localize as by_hand
 from vllm_accprobe.gate import preflight, sides
 from vllm_accprobe.gate.localize import Localization, Localized, LocalizeError, LocalizePlan, Recapturing, Token
@@ -51,10 +52,15 @@ def run(what: Any, localizing: Any, sending: SendSettings, heal: Callable[..., l
     gate.LocalizeOptions; heal: gate_heal.heal."""
     from vllm_accprobe.report import servers
 
+    unnamed = what.out is None and not all(Path(side).is_dir() for side in (what.golden, what.mine, *what.floor))
+    if unnamed:
+        what = replace(what, out=Path("accprobe-gate") / Path(default_dir()).name)
     out, as_json, gigabytes = what.out, what.as_json, localizing.localize_gb
     if localizing.localize and out is not None:
         _check_room(out, gigabytes)
     opened = compare(what, sending, localizing.localize)
+    if unnamed:
+        to_stderr(f"the answers are in {out}")
     result = opened.gate
     fields = servers.gap_json(result, opened.names)
 
@@ -95,17 +101,16 @@ def compare(what: Any, sending: SendSettings, captured: bool = False) -> Opened:
         raise CommandError(f"--floor-dtype: {dtype} is none of {', '.join(sides.DTYPES)}")
     if dtype and left.kind != COMMAND:
         raise CommandError("--floor-dtype is for a GOLDEN that is a command; name a server or a folder with --floor")
-    if out is None and any(side.kind != FOLDER for side in (left, right, *floor_sides)):
-        raise CommandError("a server's answers need a place: name one with --out DIR")
     if out is not None:
         places.check(out, {RESULT: places.SCHEMA_AND_VERDICT})
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
-        going_on("the answers are", out)
     place = out if out is not None else Path()  # of folders nothing is written
     environ, tell = dict(os.environ), bars(sending)
     named = {"golden": (left, place / "golden"), "mine": (right, place / "mine")}
     named |= {f"floor {i}": (side, place / f"floor-{i}") for i, side in enumerate(floor_sides)}
     sides.check(named, sending, environ, captured, lambda line: say_notes([line]))
+    if out is not None:
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        going_on("the answers are", out)
     first = sides.made("golden", left, place / "golden", sending, None, tell, environ)
     second = sides.made("mine", right, place / "mine", sending, first, tell, environ)
     made = []
