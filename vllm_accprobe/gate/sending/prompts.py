@@ -183,7 +183,7 @@ def to_text(lines: list[PromptLine]) -> str:
 
 
 def read(source: str, note: Callable[[str], object] | None = None) -> list[PromptLine]:
-    """``default``, or the path of a file. note: is told which fields are not sent. Raises PromptsError, OSError."""
+    """``default``, or the path of a file. note: gets a line on fields that are not sent. Raises PromptsError, OSError."""
     path = Path(source)
     if source == NAME and not path.exists():
         return _named([_line(line, "the shipped set", Path()) for line in shipped_lines()])
@@ -283,17 +283,17 @@ def _line(value: Any, where: str, folder: Path) -> PromptLine:
 def _parameters(value: dict[str, Any], where: str, chat: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(parameters, fields that are none). Raises PromptsError for a misspelt one, and for what has no meaning here."""
     found, ignored = {}, []
-    for name, asked in value.items():
-        if asked is None or name in _OWN or name in IGNORED:
+    for name, setting in value.items():
+        if setting is None or name in _OWN or name in IGNORED:
             continue
         if name in NEUTRAL:
             neutral, why = NEUTRAL[name]
-            if asked not in neutral:
+            if setting not in neutral:
                 raise PromptsError(f"{where}: {name} does not go with a comparison: {why}")
         elif name in SAMPLING or name in REQUEST or (chat and name in CHAT):
-            if not isinstance(asked, _KINDS.get(name, object)):
+            if not isinstance(setting, _KINDS.get(name, object)):
                 raise PromptsError(f"{where}: {name} is {'a number' if _KINDS[name] is int else 'an object'}")
-            found[name] = asked
+            found[name] = setting
         elif name in CHAT:
             raise PromptsError(f"{where}: {name} is a parameter of chats: write messages, or leave it out")
         else:

@@ -2,7 +2,7 @@
 
 The problem: mine is sent golden's token ids, so that only numbers are compared; a chat template, a system prompt that a
 template adds, or a tokenizer that is another one on mine's side then stays unseen, and costs more of a benchmark than
-any kernel. The idea: before its first pass each server is asked at its own /tokenize, with all that changes a chat's
+any kernel. The idea: before its first pass each server renders them at its own /tokenize, with all that changes a chat's
 tokens, and the ids are kept in OUT/rendered.jsonl, a line for each prompt. `compare` names the first token that
 differs; where both sides' pieces make one text, it is the tokenizer that differs.
 
@@ -110,7 +110,7 @@ def render(sender: Sender, lines: Sequence[PromptLine], out: Path) -> str:
         return ""
     with closing(replies.LineWriter(path)) as writer:
         for line in left:
-            status, answer = sender.exchange("POST", "/tokenize", asked(line, sender.model))
+            status, answer = sender.exchange("POST", "/tokenize", request_body(line, sender.model))
             ids = ids_in(answer) if status == 200 else None
             if ids is not None:
                 writer.write({"name": line.name, "token_ids": ids, "pieces": answer.get("token_strs")})
@@ -121,7 +121,7 @@ def render(sender: Sender, lines: Sequence[PromptLine], out: Path) -> str:
     return ""
 
 
-def asked(line: PromptLine, model: str) -> dict[str, Any]:
+def request_body(line: PromptLine, model: str) -> dict[str, Any]:
     """What is sent to /tokenize."""
     parameters = line.only(RENDERING)
     kwargs = {k: parameters.pop(k) for k in _KWARGS if k in parameters}
