@@ -251,7 +251,8 @@ def test_a_server_without_a_place_gets_one(served: Path, capsys: Any) -> None:
     assert main(["gate", "vllm serve M", "vllm serve M -x", "--prompts", "nowhere.jsonl"]) == 2
     assert not Path("accprobe-gate").exists()
     capsys.readouterr()
-    assert main(["gate", "vllm serve M --dtype=bfloat16", "vllm serve M --dtype=float32", "--prompts", "prompts.jsonl"]) == 0
+    words = ["gate", "vllm serve M --dtype=bfloat16", "vllm serve M --dtype=float32", "--prompts", "prompts.jsonl"]
+    assert main(words) == 0
     (place,) = Path("accprobe-gate").iterdir()
     assert (place / "gate.json").is_file()
     assert f"the answers are in {place}" in capsys.readouterr().err

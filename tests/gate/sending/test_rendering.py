@@ -53,10 +53,10 @@ def test_a_format_of_answers_is_refused_where_it_cannot_be_sent() -> None:
     assert whys == [None, "response_format is not sent by trace replay: write structured_outputs", None]
 
 
-def test_what_tokenize_is_asked() -> None:
+def test_what_tokenize_gets() -> None:
     """Only what changes tokens; what vLLM gives to the template beside its own arguments is among these."""
     how = HOW | {"reasoning_effort": "none", "documents": [{"text": "d"}], "chat_template_kwargs": {"end": 1}}
-    assert rendering.asked(PromptLine("q", messages=CHAT, parameters=how), "m") == {
+    assert rendering.request_body(PromptLine("q", messages=CHAT, parameters=how), "m") == {
         "model": "m", "messages": list(CHAT), "return_token_strs": True, "tools": TOOLS,
         "chat_template_kwargs": {
             "reasoning_effort": "none", "documents": [{"text": "d"}], "enable_thinking": False, "end": 1

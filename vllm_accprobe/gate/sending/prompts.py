@@ -183,7 +183,8 @@ def to_text(lines: list[PromptLine]) -> str:
 
 
 def read(source: str, note: Callable[[str], object] | None = None) -> list[PromptLine]:
-    """``default``, or the path of a file. note: gets a line on fields that are not sent. Raises PromptsError, OSError."""
+    """``default``, or the path of a file. note: gets a line on fields that are not sent.
+    Raises PromptsError, OSError."""
     path = Path(source)
     if source == NAME and not path.exists():
         return _named([_line(line, "the shipped set", Path()) for line in shipped_lines()])

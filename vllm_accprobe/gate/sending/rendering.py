@@ -2,9 +2,9 @@
 
 The problem: mine is sent golden's token ids, so that only numbers are compared; a chat template, a system prompt that a
 template adds, or a tokenizer that is another one on mine's side then stays unseen, and costs more of a benchmark than
-any kernel. The idea: before its first pass each server renders them at its own /tokenize, with all that changes a chat's
-tokens, and the ids are kept in OUT/rendered.jsonl, a line for each prompt. `compare` names the first token that
-differs; where both sides' pieces make one text, it is the tokenizer that differs.
+any kernel. The idea: before its first pass each server renders them at its own /tokenize, with all that changes
+a chat's tokens, and the ids are kept in OUT/rendered.jsonl, a line for each prompt. `compare` names the first token
+that differs; where both sides' pieces make one text, it is the tokenizer that differs.
 
 Not here: the numbers, which are compared along golden's ids for both (measure/).
 """
