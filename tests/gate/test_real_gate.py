@@ -80,7 +80,8 @@ ASKED: list[dict[str, Any]] = [
                                  (("system", "be short"), ("user", "one"), ("assistant", "two"), ("user", "three"))]},
     {"id": "tools", "messages": [{"role": "user", "content": "rain?"}], "tools": TOOLS,
      "chat_template_kwargs": {"unused": True}},
-    {"id": "hot", "messages": [{"role": "user", "content": "again and again and again"}], "temperature": 0.7, "seed": 3,
+    # greedy: vLLM 0.32 on a CPU ends where a request with a generator is computed in chunks (_bookkeeping_sync)
+    {"id": "punished", "messages": [{"role": "user", "content": "again and again and again"}],
      "repetition_penalty": 1.5, "min_tokens": 6},
     {"custom_id": "biased", "url": "/v1/completions",
      "body": {"prompt": "the tokens go by", "logit_bias": {"65": 100}, "model": "other"}},
@@ -117,7 +118,7 @@ def test_another_chat_template(
         f"FAIL: prompt chat: golden renders {len(ours)} tokens, mine {len(theirs)}: they differ first at position {k}: "
         f"golden {ours[k]} ('\\n'), mine {theirs[k]} (' '): chat template or tokenizer"
     )
-    assert said[1] == "4 of 4 chats differ: also turns, tools, hot"
+    assert said[1] == "4 of 4 chats differ: also turns, tools, punished"
     assert said[2].startswith("with golden's token ids for both: ")
     written = json.loads((out / "gate.json").read_text())
     assert (written["verdict"], written["rendering"]["prompts"], written["notes"]) == ("fail", 4, [])
@@ -133,5 +134,5 @@ def test_another_chat_template(
     assert biased.token_ids == [65] * 6
     assert biased.logprobs == pytest.approx((scored["biased"].logprobs or [])[-6:], abs=1e-4)
     assert all(value < best[1][0] for value, best in zip(biased.logprobs or [], biased.top or [], strict=True))
-    assert first["hot"].logprobs == pytest.approx(golden.passes[0]["hot"].logprobs, abs=1e-4)
+    assert first["punished"].logprobs == pytest.approx(golden.passes[0]["punished"].logprobs, abs=1e-4)
     assert min(first["choice"].top[0][1] if first["choice"].top else [0.0]) < -1000  # what the grammar forbids
