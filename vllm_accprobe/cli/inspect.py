@@ -151,7 +151,7 @@ def _brought(path: Path) -> Any:
     from vllm_accprobe.formats import DumpError
     from vllm_accprobe.formats.common import result_tables, sniff
 
-    if path.is_file() and result_tables.kind_of(result_tables.header_of(path)):
+    if result_tables.kind_of(result_tables.header_of(path)):
         return lambda: compare_other.show_results(path)
     try:
         sniff.find(path)

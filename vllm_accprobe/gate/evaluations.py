@@ -614,8 +614,10 @@ def open_side(path: Path) -> Side:
     side = Side(path)
     if path.is_dir():
         _folder(path, side)
-    else:
+    elif path.is_file():
         _read(path, side)
+    else:
+        raise SamplesError(f"{path} is no plain file: a pipe or device is read twice; write it to a file first")
     if not side.answers:
         raise SamplesError(_nothing(path, side))
     return side

@@ -108,6 +108,8 @@ def kind_of(columns: Iterable[str]) -> ResultKind | None:
 
 def header_of(path: Path) -> list[str]:
     """The columns of a csv or xlsx, the keys and the type of a jsonl's first line; none of another file."""
+    if not path.is_file():
+        return []
     try:
         if path.suffix != ".jsonl":
             return next(lines_of(path, "replace"))[1] if path.suffix in (".csv", ".xlsx") else []

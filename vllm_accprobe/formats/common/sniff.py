@@ -218,7 +218,7 @@ def find(path: Path) -> tuple[Path, DumpFormat | None, list[str]]:
 
 
 def _unknown(path: Path) -> str:
-    if path.is_file() and (kind := result_tables.kind_of(result_tables.header_of(path))):
+    if kind := result_tables.kind_of(result_tables.header_of(path)):
         return f"{path} is no dump but {kind.what}: {kind.then}; `accprobe inspect` says what is in it"
     what = "no file of a kind that is known" if path.is_file() else "no dump of a format that is known"
     if path.is_dir() and not os.listdir(path):
