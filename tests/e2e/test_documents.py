@@ -121,7 +121,7 @@ NOT_RUN = {
     'accprobe gate "vllm serve MODEL" "MY_SWITCH=1 vllm serve MODEL" --prompts prompts.jsonl --out OUT --localize': (
         "four or five servers; test_digging.py has two of them"
     ),
-    'accprobe gate "vllm serve A" "vllm serve B" --out OUT --localize': "A and B are to be filled in; test_digging.py",
+    'accprobe gate "vllm serve A" "vllm serve B" --localize': "A and B are to be filled in; test_digging.py",
     'accprobe gate "vllm serve A" "vllm serve B" --prompts flipped.jsonl --out OUT --localize': "the same",
     "python scripts/tiny_model.py qwen2 model": "test_tutorial.py types the tutorial's first part, with real servers",
     """accprobe gate "vllm serve model --enforce-eager" "ACCPROBE_FAULT='$FAULT' vllm serve model --enforce-eager" """
