@@ -350,5 +350,6 @@ def test_a_line_while_something_waits(
         assert said.out == ""
         if not (terminal and total > 1):
             assert len(said.err.splitlines()) >= least
-            assert set(said.err.splitlines()) <= {f"accprobe: {line} (0 s)"}
-            assert bool(said.err) == bool(least)
+            lines = said.err.splitlines()  # on a busy machine more than 0 s
+            assert all(re.fullmatch(rf"accprobe: {line} \(\d+ s\)", one) for one in lines)
+            assert bool(said.err) or not least
