@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -103,7 +104,10 @@ def test_a_server_that_dies_in_the_middle_keeps_what_it_said(word: str, tmp_path
             go(url, out, word)
         said = str(e.value)
         assert said.startswith("pass 0, request p")
-        assert "3 of 6 answers are kept in" in said
+        found = re.search(r"([0-3]) of 6 answers are kept in", said)
+        assert found is not None, said
+        kept = int(found[1])
+        assert kept == 3 or word == "all"  # an answer on its way when another one failed may be cut off
         assert "\n" not in said
         assert SECRET not in said
         assert not replies.read_about(out)["complete"]
@@ -112,7 +116,7 @@ def test_a_server_that_dies_in_the_middle_keeps_what_it_said(word: str, tmp_path
         alive.set()
         seen.clear()
         done = go(url, out, word)
-        assert (done.answered, done.sent, len(seen)) == (6, 3, 3)
+        assert (done.answered, done.sent, len(seen)) == (6, 6 - kept, 6 - kept)
     about = replies.read_about(out)
     assert (about["complete"], about["passes"][0]["resumed"]) == (True, 1)
 
