@@ -346,7 +346,7 @@ def _prompt(item: Item, paths: str) -> Any:
 
 
 def requests(place: Place, documents: Documents | None = None) -> list[dict[str, Any]]:
-    """What was asked at a place, as lines of a jsonl that `accprobe send` takes, without ids."""
+    """The requests of a question, as lines of a jsonl that `accprobe send` takes, without ids."""
     item, shape = (documents or Documents()).item(place)
     if shape.tool == HARNESS:
         return _harness_requests(item)

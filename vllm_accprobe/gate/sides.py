@@ -200,7 +200,7 @@ def check(
                 lines = passes.forced_lines(golden)
             if not i and (of.kind == FOLDER or _complete(done, of, lines, sending, None)):
                 golden = replies.read(done)
-                lines = _prompts(done)
+                lines = replies.prompts_of(done)
             elif i and golden is not None and of.kind != FOLDER:
                 _complete(done, of, lines, sending, golden)
     if (other := preflight.other_model(*list(commands.values())[:2]) if len(commands) > 1 else "") and (
@@ -212,17 +212,11 @@ def check(
 def _check_prompts(folder: Path, golden: list[PromptLine]) -> None:
     """Raises FolderError where none of the folder's prompts is one of golden's."""
     replies.read_about(folder)
-    own = {line.name: line.text for line in _prompts(folder)}
+    own = {line.name: line.text for line in replies.prompts_of(folder)}
     if own and golden and not any(
         line.name in own and (None in (line.text, own[line.name]) or line.text == own[line.name]) for line in golden
     ):
         raise replies.FolderError(f"{folder} has answers to other prompts than golden's: send it golden's")
-
-
-def _prompts(folder: Path) -> list[PromptLine]:
-    """What a folder was sent; [] where it does not say."""
-    path = folder / replies.PROMPTS
-    return prompts_file.read(str(path)) if path.is_file() and path.stat().st_size else []
 
 
 def _complete(out: Path, of: ServerSide, lines: list[PromptLine], sending: SendSettings, golden: Sent | None) -> bool:

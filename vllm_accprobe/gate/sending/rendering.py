@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending import replies
 from vllm_accprobe.gate.sending.client import Sender, ids_in, refusal
-from vllm_accprobe.gate.sending.prompts import RENDERING, PromptLine
+from vllm_accprobe.gate.sending.prompts import RENDERING, PromptLine, PromptsError
 from vllm_accprobe.gate.sending.replies import Sent
 
 RENDERED = "rendered.jsonl"
@@ -92,10 +91,9 @@ def chats(lines: Iterable[PromptLine]) -> list[PromptLine]:
 
 def sent_chats(folder: Path) -> list[PromptLine]:
     """Those that a folder was sent. Raises FolderError, OSError."""
-    path = folder / replies.PROMPTS
     try:
-        return chats(prompts_file.read(str(path))) if path.is_file() and path.stat().st_size else []
-    except prompts_file.PromptsError as e:
+        return chats(replies.prompts_of(folder))
+    except PromptsError as e:
         raise replies.FolderError(str(e)) from None
 
 

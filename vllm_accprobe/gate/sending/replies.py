@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.gate.sending import prompts
 from vllm_accprobe.gate.sending.client import Reply
+from vllm_accprobe.gate.sending.prompts import PromptLine
 from vllm_accprobe.whole_file import write_private
 
 Row = tuple[int, int, int, int]
@@ -116,6 +118,12 @@ def exists(out: Path) -> bool:
 def begun(out: Path) -> dict[str, Any] | None:
     """send.json, None where nothing was begun. Raises FolderError, OSError."""
     return read_about(out) if exists(out) else None
+
+
+def prompts_of(folder: Path) -> list[PromptLine]:
+    """What a folder was sent; [] where it does not say. Raises PromptsError, OSError."""
+    path = folder / PROMPTS
+    return prompts.read(str(path)) if path.is_file() and path.stat().st_size else []
 
 
 def read(out: Path) -> Sent:

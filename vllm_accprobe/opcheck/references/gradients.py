@@ -191,7 +191,7 @@ def recorded(call: Call) -> dict[str, Expected]:
     forward = replace(call, cls=call.cls.removeprefix(BACKWARD), outputs=dict(ups), extra=rest)
     found = exact_gradients(forward, functools.partial(differentiated, _ours()), ups, call.extra.get("saved"))
     named = _roles(call, found)
-    decline_if(not named, "which arguments its gradients are of cannot be told")
+    decline_if(not named, "its gradients do not name their arguments")
     return {role: found[name] for role, name in named.items()}
 
 
