@@ -318,6 +318,7 @@ class Tiny:
     def _sample(self, batch: Any, h: np.ndarray, logit_rows: list[int]) -> None:
         self._put("logits_processor", "input.hidden_states", h, rows="logits")
         logits = self._out("logits_processor", self._product(h, self.weights["lm_head"]), rows="logits", at=logit_rows)
+        logits = self._faulty("compute_logits", logits, logit_rows)  # the model's own code behind its head
         order = np.argsort(-logits, axis=1, kind="stable")[:, :5]
         self._put("sampler", "output.top_logits", np.take_along_axis(logits, order, 1), dtype="float32", rows="logits")
         self._put("sampler", "output.top_ids", order, dtype="int32", rows="logits")

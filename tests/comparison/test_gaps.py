@@ -77,6 +77,12 @@ def test_an_operator_whose_input_is_wrong_is_not_in_the_gap(golden):
     assert (right["module"], right["gap"]) == (f"{L1}.mlp.down_proj", None)
 
 
+def test_what_compute_logits_returns_is_not_the_samplers_work(golden):
+    origin = compare(golden, capture(chunk=4, faults={"compute_logits": scaled(1.5)})).origins[0]
+    assert origin["gap"] == {"after": "logits_processor", "before": "sampler", "contains": ["<root>"]}
+    assert origin["module"] == "<root>"
+
+
 def test_a_norm_vouches_for_nothing_in_front_of_it(golden):
     """A scaled embedding comes out of the first norm as it should, and shows behind the first residual sum."""
     origin = compare(golden, compiled({"model.embed_tokens": scaled(3.0)})).origins[0]

@@ -36,6 +36,7 @@ from vllm_accprobe.align.data_flow import (
 )
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison.plan.relations import STEPS, Makers
+from vllm_accprobe.comparison.plan.unit import TOP_LOGITS
 from vllm_accprobe.dump.decode import Where, decode, object_at
 from vllm_accprobe.dump.schema import ROOT_TAP, Record
 from vllm_accprobe.judge.origins import Origin
@@ -223,12 +224,16 @@ class GapFinder:
         if sink.kind == PARAM:
             return None
         open_ = sink.kind == OUTPUT and self._leaf(sink.tap) and not self._fed(sink)
-        if sink.kind == OUTPUT and self._leaf(sink.tap) and not open_:
+        returned = sink.role == TOP_LOGITS
+        if sink.kind == OUTPUT and self._leaf(sink.tap) and not open_ and not returned:
             return None
         if sink.key in self.untapped.flow:
             after, inside = self._by_flow(c, sink.key)
         else:
             after, inside = self._by_tree(sink)
+        if returned and not inside:
+            # The best logits are those of ``compute_logits``, not the sampler's work: the model's own code made them.
+            return Gap(after or self._after(self._front(sink.key).ends, sink), sink.tap, (ROOT_TAP,))
         if not inside:
             return None
         return Gap(after, sink.tap, (*inside, sink.tap) if open_ else inside)

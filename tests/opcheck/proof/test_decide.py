@@ -11,7 +11,7 @@ from vllm_accprobe.comparison.row_table import RowTable
 from vllm_accprobe.judge.profile import Habit
 from vllm_accprobe.judge.statistic import PROVED, SIBLING_OUTLIER
 from vllm_accprobe.opcheck.floors.pooled import OutlierLayer, Pooled
-from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide
+from vllm_accprobe.opcheck.proof.decide import ReplayResult, decide, narrowed
 from vllm_accprobe.opcheck.proof.explained import Explained
 from vllm_accprobe.opcheck.proof.prove import prove
 from vllm_accprobe.opcheck.run.result_row import COLUMNS, CheckResult
@@ -98,6 +98,14 @@ def test_the_parameters_that_explain_a_sampler_are_its_cause(message: str, text:
     wrong = replace(checked("first"), tap="sampler", cls="Sampler", message=message)
     (origin,) = [o for o in judged(comparison(), [], [wrong]).origins if o["module"] == "sampler"]
     assert (origin["cause"] or {}).get("text") == text
+
+
+@pytest.mark.parametrize(("role", "module"), [("output.top_logits", "<root>"), ("output.token", "sampler")])
+def test_wrong_best_logits_are_a_gap_in_front_of_the_sampler(role: str, module: str) -> None:
+    result = judged(comparison(), [], [replace(checked("sampler"), role=role)])
+    gap = None if module == "sampler" else {"after": "third", "before": "sampler", "contains": ["<root>"]}
+    assert [(o["module"], o["gap"]) for o in result.origins] == [(module, gap)]
+    assert narrowed(result, {"sampler"}, set()).origins == result.origins
 
 
 def test_what_rounds_toward_zero_is_said_once_for_its_class_and_side() -> None:

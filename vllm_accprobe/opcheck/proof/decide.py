@@ -23,8 +23,9 @@ import numpy as np
 from vllm_accprobe.align.names import enclosing
 from vllm_accprobe.comparison import messages
 from vllm_accprobe.comparison.coverage import ModuleCover, to_plain
+from vllm_accprobe.comparison.gaps import Gap, entry_of
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair
-from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
+from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN, TOP_IDS, TOP_LOGITS
 from vllm_accprobe.comparison.result import Comparison
 from vllm_accprobe.dump.decode import keys, one_of, parse
 from vllm_accprobe.dump.schema import ROOT_TAP
@@ -115,7 +116,7 @@ def narrowed(result: Comparison, wrong: Collection[str], right: Collection[str])
 
 
 def _found_in(origin: Mapping[str, Any], wrong: Collection[str]) -> bool:
-    gap = origin.get("gap")
+    gap = origin.get("gap") if origin.get("evidence") != "replay" else None
     return gap is not None and any(m in wrong for m in (*gap["contains"], gap["before"]))
 
 
@@ -243,7 +244,7 @@ def decide(result: Comparison, proof: ReplayResult) -> Comparison:
         (b for b in proof.blamed if b.tap in proved),
         key=lambda b: (b.tier == SIBLING_OUTLIER, order.get(b.tap, 1 << 60), b.seq),
     )
-    first = [_entry(b, known.get(b.tap)) for b in blamed]
+    first = [_before_sampler(_entry(b, known.get(b.tap)), result.pairs) for b in blamed]
     excused = {o["module"] for o in result.origins if _truncation_alone(o, proof)}
     right, shared, only = proof.right, proof.shared, proof.only_golden
     rows = _Rows(result, proof, excused)
@@ -438,6 +439,17 @@ def _acquitted(
     pairs = [replace(p, status=PASS, message=message) if p.status == FAIL else p for p in result.pairs]
     notes = [said, *(n for n in result.notes if n != messages.NOBODY)]
     return replace(result, pairs=pairs, verdict=PASS, first_divergence=None, notes=notes)
+
+
+def _before_sampler(entry: dict[str, Any], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """``entry``, as one of the gap in front of the sampler where it is about the best logits: those are what the
+    model's ``compute_logits`` returned, and the sampler's own work begins behind them."""
+    if entry["module"] != SAMPLER or entry["role"] not in (TOP_LOGITS, TOP_IDS):
+        return entry
+    made = [p for p in pairs if p.status != SKIP and p.role.startswith("output") and p.tap not in (SAMPLER, ROOT_TAP)]
+    last = max(made, key=lambda p: p.order, default=None)
+    classes = {p.tap: p.cls for p in pairs if p.tap == ROOT_TAP}
+    return entry_of(entry, Gap(last.tap if last else "", SAMPLER, (ROOT_TAP,)), classes, {})
 
 
 def _modules(n: int) -> str:
