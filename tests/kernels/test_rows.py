@@ -55,7 +55,7 @@ def test_equals_the_oracle_on_close_values(dtype):
 
 
 @pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
-@pytest.mark.parametrize("gd, smallest", [("bfloat16", 2.0**-22), ("float16", 2.0**-22), ("float32", 1.2e-7)])
+@pytest.mark.parametrize(("gd", "smallest"), [("bfloat16", 2.0**-22), ("float16", 2.0**-22), ("float32", 1.2e-7)])
 @pytest.mark.parametrize("tiny", [1.0, 2.0**-23, 0.0])
 def test_blocks_with_and_without_magnitudes_that_are_left_out(gd, smallest, tiny, width):
     """Blocks of which all |g| are above TINY run through loops of their own."""
