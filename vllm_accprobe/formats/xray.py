@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_accprobe.dump.journal import MODULE, OP
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
@@ -80,7 +81,7 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
     for d in hdf5.datasets(file, dump.problem):
         step = d.group.strip("/").rpartition("/")[2]
         tap, cls, role, call = dataset_place(d.name)
-        noted = containers.record(d.notes) if d.notes else None
+        noted = containers.read_note(containers.NOTED, d.notes) if d.notes else None
         if noted is not None:
             tap, cls, role, call = noted.tap, noted.cls, noted.role, noted.call
         if d.problem:
@@ -92,4 +93,5 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
             Tensor(d.name, tap, role, d.dtype, d.shape, d.read, cls, number, rank, call, layout=layout)
         )  # fmt: skip
         if record is not None:
-            dump.noted(rank, containers.module(d.notes.get("module")), containers.op(rank, d.notes.get("op")), record)
+            module = containers.read_note(MODULE, d.notes.get("module"))
+            dump.noted(rank, module, containers.read_note(OP, d.notes.get("op"), rank=rank), record)
