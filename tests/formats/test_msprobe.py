@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.peer_dumps import FIELDS, expected, unpack
+from support.peer_dumps import check_row, expected, unpack
 
 from vllm_accprobe.align import without_row_maps
 from vllm_accprobe.comparison.engine import compare
@@ -42,10 +42,7 @@ def test_metrics_and_culprit(peers: Path) -> None:
     by_name = {p.golden: p for p in found.pairs}
     wanted = expected("a_msprobe_tensor", "expected_plain.json")["tensors"]
     for t in wanted:
-        row = by_name[t["name"].removeprefix("step0/")]
-        for f in FIELDS:
-            value = None if t[f] is None else pytest.approx(t[f], rel=1e-6, abs=1e-15)
-            assert getattr(row, f) == value, (t["name"], f)
+        check_row(by_name[t["name"].removeprefix("step0/")], t)
     assert len(wanted) == 8
     assert (found.coverage["pairs"], found.coverage["skipped"]) == (357, {})
     assert found.notes[0].startswith("different weights: 1 of 27 parameters differ, first model.layers.1.mlp.down_proj")

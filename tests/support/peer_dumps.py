@@ -44,10 +44,16 @@ def check_metrics(wanted: dict[str, Any], comparison: Any, golden: str, mine: st
         assert pair.dtype_golden == t["golden_dtype"], t["name"]
         if isinstance(t["mine_file"], str):  # a sum over ranks is told as what its parts were
             assert pair.dtype_mine == t["mine_dtype"], t["name"]
-        for field in FIELDS:
-            if field in t:
-                _equal(getattr(pair, field), t[field], f"{t['name']}: {field}")
+        check_row(pair, t)
     return len(wanted["tensors"])
+
+
+def check_row(row: Any, wanted: dict[str, Any]) -> None:
+    """Those of FIELDS that are ``wanted``, to 1e-6 relative."""
+    for field in set(FIELDS) & wanted.keys():
+        got, want, what = getattr(row, field), wanted[field], f"{wanted['name']}: {field}"
+        assert (got is None) == (want is None), what
+        assert want is None or math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-15), (what, got, want)
 
 
 def _first(files: str | list[str]) -> str:
@@ -56,11 +62,3 @@ def _first(files: str | list[str]) -> str:
 
 def _is(name: str, file: str) -> bool:
     return name == file or name.startswith(f"{file}:")
-
-
-def _equal(got: float | None, want: float | None, what: str) -> None:
-    if want is None:
-        assert got is None, what
-    else:
-        assert got is not None, what
-        assert math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-15), (what, got, want)
