@@ -15,7 +15,6 @@ from vllm_accprobe.dump.journal import (
     FINDING,
     KINDS,
     OP,
-    WEIGHT,
     CachedPrefix,
     CachedRows,
     StateFinding,
@@ -130,12 +129,9 @@ LINES = [
 ]  # fmt: skip
 
 
-ALL = {**KINDS, "weight": WEIGHT, "op": OP}
-
-
 @pytest.mark.parametrize(("value", "text"), LINES)
 def test_there_and_back(value: Any, text: str) -> None:
-    kind = next(k for k in ALL.values() if k.type is type(value))
+    kind = next(k for k in KINDS.values() if k.type is type(value))
     assert encode(kind.to_line(value)).decode() == text + "\n"
     given = {name: getattr(value, name) for name in kind.external}
     assert kind.from_line(json.loads(text), **given) == value
@@ -152,7 +148,7 @@ def test_an_error_and_what_the_writer_does_not_know_of_it() -> None:
 
 
 def test_every_kind_is_here() -> None:
-    assert {type(value) for value, _ in LINES} == {kind.type for kind in ALL.values()} - {OP.type}
+    assert {type(value) for value, _ in LINES} == {kind.type for kind in KINDS.values()} - {OP.type}
 
 
 def tensor(role: str, *shape: int, **more: Any) -> dict[str, Any]:
@@ -227,7 +223,7 @@ REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
 def test_what_does_not_hold_has_a_reason(type_of: Any, change: dict[str, Any], why: str) -> None:
     texts = (text for value, text in LINES if type(value) is type_of and (change.keys() != {"ids"} or value.ids))
     line = OP_LINE if type_of is OpCall else json.loads(next(texts))
-    kind = ALL[line["event"]]
+    kind = KINDS[line["event"]]
     given = dict.fromkeys(kind.external, 0)
     kind.from_line(line, **given)
     with pytest.raises(ValueError, match=why):

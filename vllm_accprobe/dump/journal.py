@@ -877,10 +877,10 @@ _WITHIN: dict[Any, LineKind] = {
 KINDS = {
     kind.event: kind
     for kind in (
-        REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE,
+        REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE, OP, WEIGHT,
     )
 }  # fmt: skip
-"""Besides ``start``, ``tensor``, ``param``, OP, WEIGHT, and ``error``, which is read as it is."""
+"""Besides ``start``, ``tensor`` and ``param``, and ``error``, which is read as it is."""
 
 
 def where(found: StateFinding) -> str:
