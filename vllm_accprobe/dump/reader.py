@@ -258,8 +258,9 @@ class RankReader:
         self.directory = dump.path / rank_dir(rank)
         self.records: list[Record] = []
         self.ops: list[OpCall] = []
-        lives = dump.lives
-        self.lists: dict[str, list[Any]] = {"op": self.ops, "skip": dump.skips, "life": lives.events, "weight": lives.prints}
+        self.lists: dict[str, list[Any]] = {
+            "op": self.ops, "skip": dump.skips, "life": dump.lives.events, "weight": dump.lives.prints,
+        }  # fmt: skip
         self.bad: list[str] = []
         self.unknown: Counter[str] = Counter()
         self.layouts: dict[str, Layout] = {}
