@@ -8,6 +8,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 DATA = Path(__file__).parents[1] / "formats" / "data"
 FIELDS = ("cosine", "max_abs_err", "mean_abs_err", "rmse", "rel_l2", "max_rel_err", "nonfinite", "nonfinite_mismatch")
 """Defined in float64 over all elements of both tensors, flattened; see docs/formats.md."""
@@ -54,6 +56,27 @@ def check_row(row: Any, wanted: dict[str, Any]) -> None:
         got, want, what = getattr(row, field), wanted[field], f"{wanted['name']}: {field}"
         assert (got is None) == (want is None), what
         assert want is None or math.isclose(got, want, rel_tol=1e-6, abs_tol=1e-15), (what, got, want)
+
+
+def tensor(name: str, **more: Any) -> dict[str, Any]:
+    """What msprobe's dump.json says of a tensor."""
+    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "data_name": name, **more}
+
+
+def write(directory: Path, data: Any, values: dict[str, np.ndarray], construct: Any = None, **head: Any) -> Path:
+    """A rank's directory of msprobe. data: its records; values: by the name of their file."""
+    import torch
+
+    (directory / "dump_tensor_data").mkdir(parents=True)
+    (directory / "dump.json").write_text(json.dumps({"task": "tensor", "data": data, **head}))
+    if construct is not None:
+        (directory / "construct.json").write_text(json.dumps(construct))
+    for name, value in values.items():
+        if name.endswith(".npy"):
+            np.save(directory / "dump_tensor_data" / name, value)
+        else:
+            torch.save(torch.from_numpy(value), directory / "dump_tensor_data" / name)
+    return directory
 
 
 def _first(files: str | list[str]) -> str:
