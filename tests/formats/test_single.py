@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +105,27 @@ def test_npy_that_holds_no_numbers(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array, allow_pickle=True)
     with pytest.raises(DumpError, match="not numbers"):
         open_dump(tmp_path / "x.npy")
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(("header", "said"), [
+    ("[1]", r"header: it is \[1\], not an object"), ("{", "header: it is not JSON"),
+    ("[" * 9000, "header: it is nested too deep"), ({"a": 3}, "header: a is 3, not an object"),
+    *(({"a": ENTRY | change}, f"header: {why}") for change, why in (
+        ({"dtype": 3}, "a.dtype is 3"), ({"shape": [-2]}, r"a.shape\[0\] is -2"), ({"shape": [1] * 65}, "a.shape is"),
+        ({"shape": [True, 2]}, r"a.shape\[0\] is True"), ({"shape": [1 << 62]}, r"a.shape\[0\] is"),
+        ({"data_offsets": [0]}, "a.data_offsets is"), ({"data_offsets": [0, 8.0]}, r"a.data_offsets\[1\] is 8.0"))),
+    ({"a": {"dtype": "F32", "shape": [2]}}, "header: a has no data_offsets"),
+    ({"\x1b[2J": ENTRY | {"shape": 1}}, r"header: '\\x1b\[2J'.shape is 1"),
+    ({"__metadata__": {"accprobe.dtypes": 3}, "a": ENTRY}, "header: __metadata__.accprobe.dtypes is 3"),
+    *(({"a": ENTRY | change}, "does not lie where its header says") for change in (
+        {"data_offsets": [8, 0]}, {"data_offsets": [4, 12]}, {"shape": [1 << 61]}, {"data_offsets": [0, 1 << 60]})),
+    ({"a": ENTRY, "b": ENTRY}, "does not lie where its header says"),
+])  # fmt: skip
+def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: object, said: str) -> None:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(DumpError, match=said):
+        open_dump(tmp_path / "x.safetensors")
