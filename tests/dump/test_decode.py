@@ -72,6 +72,7 @@ def test_all_of_it_is_read() -> None:
         ({"name": "x", "inner": {"name": "y", "inner": 3}}, "inner.inner is 3, not an object"),
         ({"name": "x", "by_name": []}, "by_name is [], not an object"),
         ({"name": "x", "by_name": {"k": None}}, "by_name.k is None, not a whole number"),
+        ({"name": "x", "by_name": {"\x1b[2J": None}}, r"by_name.'\x1b[2J' is None, not a whole number"),
         ({"name": "x", "by_number": {"a": 1}}, "a key of by_number is 'a', not a whole number"),
         ({"name": "x", "by_place": {}}, "by_place is {}, not a list"),
         ({"name": "x", "by_place": [[["a"], 1]]}, "by_place[0][0] is ['a'], not a list of 2"),

@@ -21,18 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cli.cli_dumps import make
-from support.peer_dumps import unpack
+from support.peer_dumps import RunsCode, unpack
 
 from vllm_accprobe.cli import main
 from vllm_accprobe.formats import open_dump
 
 UNREADABLE = "file that cannot be read"
 REPOSITORY = Path(__file__).parents[2]
-
-
-class _Run:
-    def __reduce__(self) -> Any:
-        return (exec, ("import os; open(os.environ['ACCPROBE_MARKER'], 'w').close()",))
 
 
 def truncated(path: Path) -> None:
@@ -58,7 +53,7 @@ def pipe(path: Path) -> None:
 
 
 def runs_code(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"value": _Run(), "meta": {}}))
+    path.write_bytes(pickle.dumps({"value": RunsCode(), "meta": {}}))
 
 
 def promises(path: Path) -> None:

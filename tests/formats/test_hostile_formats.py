@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.peer_dumps import unpack
+from support.peer_dumps import RunsCode, unpack
 
 from vllm_accprobe import user_cache
 
@@ -56,11 +56,6 @@ NOTHING_LEFT = (
 """Dumps that are recognised, and whose one file cannot be read: exit code 3, of the others 2."""
 
 
-class _Run:
-    def __reduce__(self) -> Any:
-        return (exec, ("import os; open(os.environ['ACCPROBE_MARKER'], 'w').close()",))
-
-
 def _more(root: Path) -> None:
     """What the archive does not have. Pickles of code are only written here, never loaded."""
     import pickle
@@ -81,7 +76,7 @@ def _more(root: Path) -> None:
     file("ge_deep", ge, struct.pack("<Q", len(inner)) + inner)
     file("atb_long_header", "0_Op/after/outtensor0.bin", b"key=value\n" * 100_000)
     file("atb_shape", "0_Op/after/outtensor0.bin", b"dtype=0\ndims=1000000,1000000,1000\n$End=1\n")
-    evil = pickle.dumps({"value": _Run(), "meta": {}})
+    evil = pickle.dumps({"value": RunsCode(), "meta": {}})
     file("sglang_pickle", "step=0___rank=0___dump_index=1___name=x.pt", evil)
     file("msit_pickle", "torch_tensors/0_1/0/root.a/output.pth", evil)
     (root / "link_out/0_Op/after").mkdir(parents=True)

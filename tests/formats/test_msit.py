@@ -12,7 +12,7 @@ from support.peer_dumps import check_metrics, expected, unpack
 
 from vllm_accprobe.comparison.engine import compare
 from vllm_accprobe.dump.files import DumpError
-from vllm_accprobe.formats import open_dump
+from vllm_accprobe.formats import msit, open_dump
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +128,29 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
         _module(tmp_path / run, "0_1", 0, "root.a", output=torch.ones(2))
     with pytest.raises(DumpError, match=r"holds 2 dumps .*: name one of them"):
         open_dump(tmp_path)
+
+
+# --- the order in which modules ran, where nobody wrote it down ---
+
+
+def test_order_without_statistics() -> None:
+    declared = ["h", "h.0", "h.0.attn", "h.0.mlp", "h.0.ln_1", "h.0.ln_2", "wte"]
+    places = msit.execution_order(declared, declared, {})
+    order = sorted(declared, key=lambda m: places[m][1])
+    assert order == ["wte", "h.0.ln_1", "h.0.attn", "h.0.ln_2", "h.0.mlp", "h.0", "h"]
+
+
+def test_who_hands_on_runs_first() -> None:
+    """Names that tell nothing: b takes what c gives, a takes what b gives."""
+    row = {k: ("float32", (2,), float(k)) for k in range(4)}
+    tables = {"root.a": {"input.0": row[2], "output.0": row[3]}, "root.b": {"input.0": row[1], "output.0": row[2]},
+              "root.c": {"input.0": row[0], "output.0": row[1]}}  # fmt: skip
+    places = msit.execution_order(list(tables), list(tables), tables)
+    assert sorted(tables, key=lambda m: places[m]) == ["root.c", "root.b", "root.a"]
+
+
+def test_a_circle_of_equal_values_ends() -> None:
+    same = ("float32", (2,), 0.0)
+    tables = {m: {"input.0": same, "output.0": same} for m in ("root.a", "root.b", "root.c")}
+    places = msit.execution_order(list(tables), list(tables), tables)
+    assert sorted(tables, key=lambda m: places[m]) == list(tables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.peer_dumps import FIELDS, expected, unpack
+from support.peer_dumps import check_row, expected, tensor, unpack, write
 
 from vllm_accprobe.align import without_row_maps
 from vllm_accprobe.comparison.engine import compare
@@ -42,10 +41,7 @@ def test_metrics_and_culprit(peers: Path) -> None:
     by_name = {p.golden: p for p in found.pairs}
     wanted = expected("a_msprobe_tensor", "expected_plain.json")["tensors"]
     for t in wanted:
-        row = by_name[t["name"].removeprefix("step0/")]
-        for f in FIELDS:
-            value = None if t[f] is None else pytest.approx(t[f], rel=1e-6, abs=1e-15)
-            assert getattr(row, f) == value, (t["name"], f)
+        check_row(by_name[t["name"].removeprefix("step0/")], t)
     assert len(wanted) == 8
     assert (found.coverage["pairs"], found.coverage["skipped"]) == (357, {})
     assert found.notes[0].startswith("different weights: 1 of 27 parameters differ, first model.layers.1.mlp.down_proj")
@@ -100,23 +96,6 @@ def test_order_of_execution(peers: Path) -> None:
 
 def record(**sections: Any) -> dict[str, Any]:
     return sections
-
-
-def tensor(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2], "data_name": name, **more}
-
-
-def write(directory: Path, data: Any, values: dict[str, np.ndarray], construct: Any = None, **head: Any) -> Path:
-    (directory / "dump_tensor_data").mkdir(parents=True)
-    (directory / "dump.json").write_text(json.dumps({"task": "tensor", "data": data, **head}))
-    if construct is not None:
-        (directory / "construct.json").write_text(json.dumps(construct))
-    for name, value in values.items():
-        if name.endswith(".npy"):
-            np.save(directory / "dump_tensor_data" / name, value)
-        else:
-            torch.save(torch.from_numpy(value), directory / "dump_tensor_data" / name)
-    return directory
 
 
 def one(value: float, **head: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

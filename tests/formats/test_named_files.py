@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from support.peer_dumps import tensor, write
 
 from vllm_accprobe.align.without_row_maps import take_names
 from vllm_accprobe.cli import main
@@ -91,28 +92,25 @@ def convert(dump: Path, out: Path, kind: str) -> Path:
 
 
 def msprobe(root: Path, rank: int, step: int, weight: float) -> None:
-    where = root / f"step{step}" / f"rank{rank}" / "dump_tensor_data"
-    where.mkdir(parents=True)
     module, api = "Module.up.Linear.forward.0", "Functional.silu.0.forward"
+    values: dict[str, np.ndarray] = {}
 
-    def tensor(name: str, value: float) -> dict[str, object]:
-        torch.save(torch.full((2, 3), float(value)), where / f"{name}.pt")
-        return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2, 3], "data_name": f"{name}.pt"}
+    def full(name: str, value: float) -> dict[str, Any]:
+        values[f"{name}.pt"] = np.full((2, 3), value, np.float32)
+        return tensor(f"{name}.pt", shape=[2, 3])
 
     data = {
         module: {
-            "input_args": [tensor(f"{module}.input.0", 1 + rank)], "input_kwargs": {},
-            "output": [tensor(f"{module}.output.0", 2 + rank)],
-            "parameters": {"weight": tensor(f"{module}.parameters.weight", weight)},
+            "input_args": [full(f"{module}.input.0", 1 + rank)], "input_kwargs": {},
+            "output": [full(f"{module}.output.0", 2 + rank)],
+            "parameters": {"weight": full(f"{module}.parameters.weight", weight)},
         },
         api: {
-            "input_args": [tensor(f"{api}.input.0", 2 + rank)], "input_kwargs": {},
-            "output": [tensor(f"{api}.output.0", 3 + rank + step)],
+            "input_args": [full(f"{api}.input.0", 2 + rank)], "input_kwargs": {},
+            "output": [full(f"{api}.output.0", 3 + rank + step)],
         },
     }  # fmt: skip
-    head = {"task": "tensor", "level": "mix", "framework": "pytorch", "dump_data_dir": None, "data": data}
-    (where.parent / "dump.json").write_text(json.dumps(head))
-    (where.parent / "construct.json").write_text(json.dumps({module: None, api: None}))
+    write(root / f"step{step}/rank{rank}", data, values, {module: None, api: None}, level="mix", framework="pytorch")
 
 
 def test_api_records_of_several_ranks_are_compared(tmp_path: Path) -> None:
@@ -165,14 +163,9 @@ def test_files_differ_and_create_nothing(tmp_path: Path) -> None:
 def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -> None:
     name = "Module.up.Linear.forward.0"
     for side, norm in (("golden", 4.0), ("mine", 5.0)):
-        where = tmp_path / side / "step0" / "rank0"
-        where.mkdir(parents=True)
-        info = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [2, 3]}
-        weight = info | {"Max": norm, "Min": 0.0, "Mean": 1.0, "Norm": norm}
+        weight = tensor("", shape=[2, 3], Max=norm, Min=0.0, Mean=1.0, Norm=norm)
         data = {name: {"input_args": [], "input_kwargs": {}, "output": [], "parameters": {"weight": weight}}}
-        head = {"task": "statistics", "level": "L0", "framework": "pytorch", "dump_data_dir": None, "data": data}
-        (where / "dump.json").write_text(json.dumps(head))
-        (where / "construct.json").write_text(json.dumps({name: None}))
+        write(tmp_path / side / "step0/rank0", data, {}, {name: None}, task="statistics", level="L0")
     found = compare(tmp_path / "golden", tmp_path / "mine")
     assert found.first_divergence is not None
     assert (found.first_divergence["metric"], found.first_divergence["value"]) == ("statistics", 0.25)
@@ -186,22 +179,13 @@ def test_statistics_of_a_weight_say_how_far_off_it_is_at_least(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["h5", "npz", "safetensors"])
 def test_outputs_with_names_do_not_take_the_place_of_numbered_ones(tmp_path: Path, kind: str) -> None:
     """A backward run's record lists the gradients of weights, which have names, before or after its outputs."""
-    where = tmp_path / "dump" / "step0" / "rank0" / "dump_tensor_data"
-    where.mkdir(parents=True)
-
-    def tensor(name: str, value: float) -> dict[str, object]:
-        torch.save(torch.full((4,), value), where / f"{name}.pt")
-        return {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [4], "data_name": f"{name}.pt"}
-
     norm = "Module.norm.LayerNorm"
-    data = {
-        f"{norm}.parameters_grad": {p: [tensor(f"{norm}.parameters_grad.{p}", v)] for p, v in (("w", 1.0), ("b", 2.0))},
-        f"{norm}.backward.0": {"input": [tensor(f"{norm}.backward.0.input.0", 3.0)],
-                               "output": [tensor(f"{norm}.backward.0.output.0", 4.0)]},
-    }  # fmt: skip
-    head = {"task": "tensor", "level": "L0", "framework": "pytorch", "dump_data_dir": None, "data": data}
-    (where.parent / "dump.json").write_text(json.dumps(head))
-    (where.parent / "construct.json").write_text(json.dumps(dict.fromkeys(data)))
+    parts = ("parameters_grad.w", "parameters_grad.b", "backward.0.input.0", "backward.0.output.0")
+    names = [f"{norm}.{part}" for part in parts]
+    w, b, x, y = (tensor(f"{name}.pt", shape=[4]) for name in names)
+    data = {f"{norm}.parameters_grad": {"w": [w], "b": [b]}, f"{norm}.backward.0": {"input": [x], "output": [y]}}
+    values = {f"{name}.pt": np.full(4, value, np.float32) for value, name in enumerate(names, 1)}
+    write(tmp_path / "dump/step0/rank0", data, values, dict.fromkeys(data), level="L0", framework="pytorch")
     found = compare(tmp_path / "dump", convert(tmp_path / "dump", tmp_path / "out", kind))
     assert found.verdict == "pass"
     assert len(found.pairs) == 4

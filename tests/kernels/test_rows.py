@@ -55,6 +55,26 @@ def test_equals_the_oracle_on_close_values(dtype):
 
 
 @pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
+@pytest.mark.parametrize(("gd", "smallest"), [("bfloat16", 2.0**-22), ("float16", 2.0**-22), ("float32", 1.2e-7)])
+@pytest.mark.parametrize("tiny", [1.0, 2.0**-23, 0.0])
+def test_blocks_with_and_without_magnitudes_that_are_left_out(gd, smallest, tiny, width):
+    """Blocks of which all |g| are above TINY run through loops of their own."""
+    rng = np.random.default_rng(width)
+    g = np.abs(rng.standard_normal((70, width))).astype(np.float32) + np.float32(0.01)
+    g[:, ::2] *= -1
+    g[:, 5], g[:, 6] = smallest, tiny
+    m = g * (1 + 2**-9 * rng.standard_normal(g.shape).astype(np.float32))
+    m[:, 6] += 3  # the largest |d| and the largest ratio lie where they are left out, or not
+    g, m = ((x.view(np.uint32) >> 16).astype(np.uint16) if gd == "bfloat16" else x.astype(gd) for x in (g, m))
+    at = np.arange(70)
+    sums = np.zeros((2, len(definition.ELEMENT_FIELDS)))
+    got, want = (rows.rows(g, gd, at, m, gd, at, widen, elements=sums[i], compiled=not i) for i in (0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12, atol=0)
+    assert (sums[0, definition.TOP_ABS] < 2) == (tiny <= 2.0**-23)
+
+
+@pytest.mark.parametrize("width", [8, 64, 72, 2048, 2056, 4096])
 @pytest.mark.parametrize("md", ["bfloat16", "float32"])
 def test_rows_of_whole_vectors(width, md):
     """Rows next to each other, of which some have positions left out, some are 0 on one side or on both."""

@@ -131,7 +131,10 @@ def path_of(where: Where) -> str:
     above, part = path_of(where[0]), where[1]
     if part is None:
         return f"a key of {above or 'it'}"
-    return f"{above}[{part}]" if isinstance(part, int) else f"{above}.{part[:60]}" if above else part[:60]
+    if isinstance(part, int):
+        return f"{above}[{part}]"
+    name = part[:60] if part.isprintable() else repr(part[:60])
+    return f"{above}.{name}" if above else name
 
 
 _PLAIN: dict[Any, tuple[type, str]] = {

@@ -40,15 +40,16 @@ import functools
 import math
 import operator
 import sys
+import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from vllm_accprobe.dump import decode
-from vllm_accprobe.dump.decode import Count
+from vllm_accprobe.dump.decode import Count, Read, Where
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.label_files import Label
 from vllm_accprobe.dump.schema import (
@@ -82,15 +83,15 @@ MAX_DIMS = 32
 MAX_INT = 1 << 53
 
 Event = Mapping[str, Any]
-Reader = Callable[[Event, str], Any]
-"""(line, key) → the value."""
+Write = Callable[[Any], Any]
+"""A field's value → what stands in the line."""
 
 
-def integer(e: Event, key: str, default: int | None = None, top: int = MAX_INT) -> int:
-    """A whole number from 0 to ``top``. Raises ValueError."""
+def integer(e: Event, key: str, default: int | None = None) -> int:
+    """A whole number from 0 to MAX_INT. Raises ValueError."""
     value = e.get(key, default)
-    if type(value) is not int or not 0 <= value <= top:
-        raise ValueError(f"{key} is {short(value)}, not a number from 0 to {top}")
+    if type(value) is not int or not 0 <= value <= MAX_INT:
+        raise ValueError(f"{key} is {short(value)}, not a number from 0 to {MAX_INT}")
     return value
 
 
@@ -105,11 +106,6 @@ def string(e: Event, key: str, default: str | None = None) -> str:
 def optional_string(e: Event, key: str) -> str | None:
     """Text or None. Raises ValueError."""
     return None if e.get(key) is None else string(e, key)
-
-
-def optional_integer(e: Event, key: str) -> int | None:
-    """A whole number or None. Raises ValueError."""
-    return None if e.get(key) is None else integer(e, key)
 
 
 def short(value: Any) -> str:
@@ -197,25 +193,18 @@ def replaced(records: list[Record], ops: Sequence[OpCall]) -> list[Record]:
     return [r for r in records if (r.step, r.tap, r.call) not in gone] if gone else records
 
 
-def typed(kind: Any) -> Reader:
-    """Reads a key as decode.py reads ``kind``, a list or an object; what is not there is an empty one."""
-    read = decode.reader(kind)
-    empty: Any = {} if typing.get_origin(kind) is dict else []
-    return lambda e, key: read(e.get(key) or empty, key)
-
-
-def _values(e: Event, key: str) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = _anything(e, key)
-    for value in values:
+def _values(values: Any, where: Where) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = decode.reader(tuple[Any, ...])(values, where)
+    for value in found:
         _check(value)
-    return values
+    return found
 
 
-def _named_values(e: Event, key: str) -> dict[str, Any]:
-    values: dict[str, Any] = _mapping(e, key)
-    for value in values.values():
+def _named_values(values: Any, where: Where) -> dict[str, Any]:
+    found: dict[str, Any] = decode.reader(dict[str, Any])(values, where)
+    for value in found.values():
         _check(value)
-    return values
+    return found
 
 
 def _check(value: Any, depth: int = 0) -> None:
@@ -262,7 +251,7 @@ def _check_tensor(t: Any) -> None:
     blocks = t.get("blocks")
     if blocks is not None:
         where = f"blocks of {t['role'][:60]}"
-        string(_plain_object(blocks, where), "ids")
+        string(decode.reader(dict[str, Any])(blocks, where), "ids")
         _units(blocks.get("by"), where)
     after = t.get("after")
     if after is not None and not isinstance(after, dict):
@@ -327,8 +316,8 @@ class WeightPrint:
     undone: str = ""
     block: int = 0
     parts: tuple[Range, ...] = ()
-    written: tuple[tuple[int, int, int], ...] | None = None
     raw: bool = False
+    written: tuple[tuple[int, int, int], ...] | None = None
     rows: str | None = None
 
     @property
@@ -381,50 +370,29 @@ NO_LIVES = Lives()
 """Of dumps that say nothing of their weights. Not to be added to."""
 
 
-def print_line(p: WeightPrint) -> dict[str, Any]:
-    """The line of a print; what is 0 or empty is no key."""
-    line: dict[str, Any] = {
-        "event": "weight", "life": p.life, "tap": p.tap, "class": p.cls, "name": p.name, "form": p.form,
-        "dtype": p.dtype, "shape": list(p.shape), "order": p.order, "bag": p.bag,
-    }  # fmt: skip
-    more: Mapping[str, Any] = {
-        "zeros": p.zeros, "nan": p.nan, "undone": p.undone, "block": p.block, "parts": [list(x) for x in p.parts],
-        "raw": p.raw, "rows": p.rows,
-    }  # fmt: skip
-    line |= {k: v for k, v in more.items() if v}
-    if p.written is not None:
-        line["written"] = [list(x) for x in p.written]
-    return line
-
-
 _WORD = 300
 _HEX = frozenset("0123456789abcdef")
 
 
-def _word(e: Event, key: str, default: str | None = "") -> str:
-    return string(e, key, default)[:_WORD]
-
-
-def _shape(e: Event, key: str) -> tuple[int, ...]:
-    shape: tuple[int, ...] = _sizes(e.get(key), key)
+def _shape(value: Any, where: Where) -> tuple[int, ...]:
+    shape: tuple[int, ...] = decode.reader(Annotated[tuple[Count, ...], decode.at_most(MAX_DIMS)])(value, where)
     if row_count(shape) > MAX_INT:
-        raise ValueError(f"{key} is {short(shape)}")
+        raise decode.refused(value, where, "the shape of a tensor")
     return shape
 
 
-def _runs_of_rows(e: Event, key: str) -> tuple[tuple[int, ...], ...] | None:
-    return None if e.get(key) is None else tuple((*run, 0, 0, 0)[:3] for run in _runs(e, key))
+def _runs_of_rows(value: Any, where: Where) -> tuple[tuple[int, ...], ...]:
+    return tuple((*run, 0, 0, 0)[:3] for run in decode.reader(tuple[tuple[Count, ...], ...])(value, where))
 
 
-def _parts(e: Event, key: str) -> tuple[Range, ...]:
-    return tuple((name[:_WORD], first, end) for name, first, end in _ranges(e, key))
+def _parts(value: Any, where: Where) -> tuple[Range, ...]:
+    ranges = decode.reader(tuple[tuple[str, Count, Count], ...])(value, where)
+    return tuple((name[:_WORD], first, end) for name, first, end in ranges)
 
 
-def _sum(e: Event, key: str) -> str:
-    value = string(e, key)
-    if len(value) != 16 or not _HEX.issuperset(value):
-        raise ValueError(f"{key} is {short(value)}, not 16 hex digits")
-    return value
+def _hex_sum(value: str) -> str:
+    """A condition."""
+    return "" if len(value) == 16 and _HEX.issuperset(value) else "16 hex digits"
 
 
 class TensorHead(NamedTuple):
@@ -507,7 +475,7 @@ def record(rank: int, e: Event, layouts: dict[str, Layout]) -> Record:
         row_dim=row_dim,
         stats=_stats(e.get("stats")),
         hash=optional_string(e, "hash"),
-        layout=_layout(e.get("layout"), layouts),
+        layout=layout_of(e.get("layout"), layouts),
         payload=payload,
         sample=optional_string(e, "sample"),
         mutated=bool(e.get("mutated", False)),
@@ -543,26 +511,24 @@ def _finite(value: Any) -> float | None:
     return float(value) if type(value) is int and abs(value) <= MAX_INT else None
 
 
-def _layout(e: Any, known: dict[str, Layout]) -> Layout:
+def layout_of(e: Any, known: dict[str, Layout] | None = None) -> Layout:
+    """The layout that stands in a line. known: those read before. Raises ValueError for what is none."""
     if not e:
         return REPLICATED
-    key = repr(e)
-    found = known.get(key)
-    if found is None:
-        found = known[key] = _new_layout(e)
-    return found
+    key = "" if known is None else repr(e)
+    if known is None or key not in known:
+        found = _new_layout(e)
+        if known is not None:
+            known[key] = found
+        return found
+    return known[key]
 
 
 def _new_layout(e: Any) -> Layout:
-    if not isinstance(e, dict):
+    found: Layout = LAYOUT.read(e, "layout")
+    if not 0 <= found.index < max(found.size, 1):
         raise ValueError(f"layout is {short(e)}")
-    string(e, "kind")
-    index, size = integer(e, "index", 0), integer(e, "size", 1)
-    _pairs(e.get("parts") or [], "layout.parts")
-    if type(e.get("dim") or 0) is not int or not 0 <= index < max(size, 1):
-        raise ValueError(f"layout is {short(e)}")
-    optional_integer(e, "valid")
-    return Layout.from_event(e)
+    return found
 
 
 MAX_ROWS = 1 << 26
@@ -575,7 +541,7 @@ MAX_LISTED = 1 << 16
 """Tokens of one list of a request's sampling parameters: more than any vocabulary's part that capture writes down."""
 _MASK_WORD = 200
 """Characters of a word that says what masked logits: it stands in sentences."""
-_EMPTY: dict[str, Any] = {"int": 0, "str": ""}
+_EMPTY: dict[Any, Any] = {int: 0, str: "", float: 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -583,20 +549,22 @@ class LineKind:
     """One kind of line, or of an object within a line.
 
     event: its name, "" for an object within a line; type: its dataclass, whose field ``cls`` is the key ``class``.
-    needs: keys that must be there; others have their field's default, or 0 and "". external: fields that no line has.
-    readers, writers: of fields of which the type does not say enough. left_out: values that are no key. order: the
-    fields' in a line, where it is another one. whole: reads a line whose keys depend on each other, in place of these.
+    needs: keys that must be there; others, and those that are null, have their field's default, or an empty value.
+    external: fields that no line has. readers, writers: of fields of which the type does not say enough. left_out:
+    values that are no key; sparse: neither are defaults, and left_out holds only where there is one. order: the fields'
+    in a line, where it is another one. whole: completes a value whose fields depend on each other, or refuses it.
     """
 
     event: str
-    type: Callable[..., Any]
+    type: Any
     needs: tuple[str, ...] = ()
     external: tuple[str, ...] = ()
-    readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
-    writers: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    readers: Mapping[str, Read] = dataclasses.field(default_factory=dict)
+    writers: Mapping[str, Write] = dataclasses.field(default_factory=dict)
     left_out: tuple[Any, ...] = (None, ())
     order: tuple[str, ...] = ()
-    whole: Callable[[Event], Any] | None = None
+    whole: Callable[[Any], Any] | None = None
+    sparse: bool = False
 
     def to_line(self, value: Any, *unknown: str) -> dict[str, Any]:
         """The line of ``value``; the dataclasses in it are plain dicts, too. unknown: keys of which nobody can say
@@ -604,8 +572,8 @@ class LineKind:
         keys, values, irregular = self._written
         line: dict[str, Any] = {"event": self.event} if self.event else {}
         line.update(zip(keys, values(value), strict=True))
-        for key, write in irregular:
-            if line[key] in self.left_out:
+        for key, write, left_out in irregular:
+            if line[key] in left_out:
                 del line[key]
             else:
                 line[key] = write(line[key])
@@ -614,43 +582,74 @@ class LineKind:
         return line
 
     def from_line(self, e: Event, **external: Any) -> Any:
-        """The value of a line. external: fields that no line has. Raises ValueError."""
-        if self.whole is not None:
-            return self.whole(e)
-        return self.type(**{name: read(e, key) for name, key, read in self._read}, **external)
+        """The value of a line. external: fields that no line has. Raises ValueError, which has the path in the line."""
+        return self._value(e, "", external)
+
+    def read(self, e: Any, where: Where) -> Any:
+        """The value of an object that stands at ``where`` in a line, for decode.py."""
+        return self._value(decode.reader(dict[str, Any])(e, where), where, {})
+
+    def all(self, values: Any, where: Where) -> tuple[Any, ...]:
+        """The values of a list of such objects."""
+        return tuple(self.read(e, (where, i)) for i, e in enumerate(decode.reader(list[Any])(values, where)))
+
+    def _value(self, e: Event, where: Where, fields: dict[str, Any]) -> Any:
+        for name, key, read, default in self._read:
+            value = e.get(key)
+            if value is not None:
+                fields[name] = read(value, (where, key) if where else key)
+            elif default is not None:
+                fields[name] = default()
+            else:
+                raise decode.DecodeError(f"{decode.path_of(where) or 'it'} has no {key}")
+        found = self.type(**fields)
+        return found if self.whole is None else self.whole(found)
 
     @functools.cached_property
     def _fields(self) -> list[dataclasses.Field[Any]]:
-        return [f for f in dataclasses.fields(self.type) if f.name not in self.external]  # type: ignore[arg-type]
+        return [f for f in dataclasses.fields(self.type) if f.name not in self.external]
 
     @functools.cached_property
-    def _written(self) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Callable[[Any], Any]]]]:
-        """Keys, what gives their values, and (key, writer) of those whose value is not always written as it is."""
-        types = {f.name: str(f.type) for f in self._fields}
-        names = self.order or tuple(types)
+    def _written(self) -> tuple[list[str], Callable[[Any], tuple[Any, ...]], list[tuple[str, Write, tuple[Any, ...]]]]:
+        """Keys, what gives their values, and (key, writer, values that are no key) of those whose value is not always
+        written as it is."""
+        fields = {f.name: f for f in self._fields}
+        names = self.order or tuple(fields)
         as_it_is = {"int", "float", "str"} - {type(no).__name__ for no in self.left_out}
-        irregular = [n for n in names if n in self.writers or types[n] not in as_it_is]
-        return (
-            [_key(n) for n in names],
-            operator.attrgetter(*names),
-            [(_key(n), self.writers.get(n, _plain)) for n in irregular],
-        )
+        irregular = []
+        for name in names:
+            default, left_out = fields[name].default, self.left_out
+            if self.sparse:
+                left_out = () if default is dataclasses.MISSING else (*left_out, default)
+            if name in self.writers or self.sparse or str(fields[name].type) not in as_it_is:
+                irregular.append((_key(name), self.writers.get(name, _plain), left_out))
+        return [_key(n) for n in names], operator.attrgetter(*names), irregular
 
     @functools.cached_property
-    def _read(self) -> list[tuple[str, str, Reader]]:
-        """(field, key, what reads it)."""
-        return [(f.name, _key(f.name), self.readers.get(f.name) or self._reader(f)) for f in self._fields]
+    def _read(self) -> list[tuple[str, str, Read, Callable[[], Any] | None]]:
+        """(field, key, what reads it, what makes it where it is not there; None of one that must be)."""
+        hints, found = typing.get_type_hints(self.type), []
+        for f in self._fields:
+            hint, default = hints[f.name], f.default
+            if default is dataclasses.MISSING:
+                default = None if type(None) in typing.get_args(hint) else _EMPTY.get(hint, ())
+            made: Any = dict if typing.get_origin(hint) is Mapping else (lambda default=default: default)
+            read = self.readers.get(f.name) or _reader(hint)
+            found.append((f.name, _key(f.name), read, None if _key(f.name) in self.needs else made))
+        return found
 
-    def _reader(self, f: dataclasses.Field[Any]) -> Reader:
-        if f.type == "int | None":
-            return optional_integer
-        if f.type == "str | None":
-            return optional_string
-        if str(f.type).startswith("Mapping"):
-            return _mapping
-        default = f.default if f.default is not dataclasses.MISSING else _EMPTY[str(f.type)]
-        read = integer if f.type == "int" else string
-        return functools.partial(read, default=None if _key(f.name) in self.needs else default)
+
+def _reader(hint: Any) -> Read:
+    """What reads a value as a field's type says, which is never null; a line's numbers are from 0 on."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+    if hint is str:
+        return _text
+    return decode.reader({int: Count, Mapping[str, int]: dict[str, Count]}.get(hint, hint))
+
+
+def _text(value: Any, where: Where) -> str:
+    return sys.intern(decode.reader(str)(value, where))
 
 
 def _key(field: str) -> str:
@@ -667,124 +666,90 @@ def _plain(value: Any) -> Any:
     return value if within is None else within.to_line(value)
 
 
-def _time(e: Event, key: str) -> float:
-    value = e.get(key, 0.0)
+def _time(value: Any, where: Where) -> float:
     return float(value) if type(value) in (int, float) else 0.0
 
 
-def _phase(e: Event, key: str) -> str:
-    phase = string(e, key, PREFILL)
-    if phase not in (PREFILL, DECODE):
-        raise ValueError(f"{key} is {short(phase)}")
-    return phase
+def _cut(most: int, entries: int | None = None) -> Read:
+    """Text of at most so many characters, or, with entries, that many texts: longer ones are cut."""
+    read = decode.reader(str if entries is None else tuple[str, ...])
+    if entries is None:
+        return lambda value, where: sys.intern(read(value, where)[:most])
+    return lambda value, where: tuple(sys.intern(text[:most]) for text in read(value, where)[:entries])
 
 
-def _ending(e: Event, key: str) -> str:
-    ending = string(e, key, "")
-    if e.get("file") is not None and ending not in LABEL_ENDINGS:
-        raise ValueError(f"{key} is {short(ending)}")
-    return ending
+def _masked(values: Any, where: Where) -> dict[int, Mask]:
+    lines = decode.reader(list[dict[str, Any]])(values, where)
+    return {integer(line, "req"): MASK.read(line, (where, i)) for i, line in enumerate(lines)}
 
 
-def _sampling(e: Event, key: str) -> SamplingParameters | None:
-    """Of keys that are not there the defaults hold."""
-    line = e.get(key)
-    if line is None:
-        return None
-    if not isinstance(line, dict):
-        raise ValueError(f"{key} is {short(line)}")
-    names = [f.name for f in dataclasses.fields(SamplingParameters) if line.get(f.name) is not None]
-    values = {name: _SAMPLING[name](line[name], name) for name in names}
-    for name, cut in (("digest", _cut), ("also", _all_cut), ("bad_words", lambda found: tuple(filter(None, found)))):
-        if name in values:
-            values[name] = cut(values[name])
-    return SamplingParameters(**values)
+def _token_ids(ids: tuple[Any, ...]) -> str:
+    """A condition; ids are many: no function is called for each."""
+    return "" if all(type(i) is int and abs(i) <= MAX_INT for i in ids) else "a list of token ids"
 
 
-def _cut(word: str) -> str:
-    return sys.intern(word[:_MASK_WORD])
-
-
-def _all_cut(words: Iterable[str]) -> tuple[str, ...]:
-    return tuple(map(_cut, words))
-
-
-def _sampling_words(sampling: SamplingParameters) -> dict[str, Any]:
-    usual = SamplingParameters()
-    values = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-    return {name: _plain(value) for name, value in values.items() if value != getattr(usual, name)}
-
-
-def _row_space(e: Event) -> RowSpace:
-    segments = tuple(SEGMENT.from_line(s) for s in _dicts(e, "segments"))
-    padding = _ROWS(e, "padding") if e.get("padding") is not None else None
-    total = sum(s.n for s in segments) + (padding or 0)
+def _row_space(space: RowSpace) -> RowSpace:
+    total = space.n
     if total > MAX_ROWS:
         raise ValueError(f"{total} rows in one step")
-    ids = _anything(e, "ids")
-    if not all(type(i) is int and abs(i) <= MAX_INT for i in ids):  # many: no function is called for each
-        raise ValueError("ids is not a list of token ids")
-    if ids and len(ids) != total:
-        raise ValueError(f"{len(ids)} token ids for {total} rows")
-    return RowSpace(
-        integer(e, "step"), string(e, "space"), integer(e, "src_rows", total), segments, ids, padding
-    )
+    if space.ids and len(space.ids) != total:
+        raise ValueError(f"{len(space.ids)} token ids for {total} rows")
+    return space if space.src_rows else dataclasses.replace(space, src_rows=total)
 
 
-_anything, _mapping, _counts = typed(tuple[Any, ...]), typed(dict[str, Any]), typed(dict[str, int])
-_strings, _dicts = typed(tuple[str, ...]), typed(list[dict[str, Any]])
-_runs, _ranges = typed(tuple[tuple[Count, ...], ...]), typed(tuple[tuple[str, Count, Count], ...])
-_pairs = decode.reader(tuple[tuple[Count, Count], ...])
-_plain_object = decode.reader(dict[str, Any])
-_sizes = decode.reader(Annotated[tuple[Count, ...], decode.at_most(MAX_DIMS)])
+def _label(label: Label) -> Label:
+    if label.file is not None and label.ending not in LABEL_ENDINGS:
+        raise ValueError(f"ending is {short(label.ending)}")
+    return label
+
+
 _units = decode.reader(tuple[tuple[str, Annotated[int, decode.between(1, MAX_INT)]], ...])
 _Number = Annotated[float, decode.between(-MAX_NUMBER, MAX_NUMBER)]
+_Whole = Annotated[int, decode.between(-(2.0**64), 2.0**64)]
 _Tokens = Annotated[tuple[Count, ...], decode.at_most(MAX_LISTED)]
-_OF_TYPE: dict[str, Any] = {"float": _Number, "str": str, "tuple[str, ...]": tuple[str, ...]}
-_OF_SAMPLING: dict[str, Any] = {
-    "bias": Annotated[tuple[tuple[Count, _Number], ...], decode.at_most(MAX_LISTED)],
-    "bad_words": Annotated[tuple[_Tokens, ...], decode.at_most(MAX_LISTED)],
-    **dict.fromkeys(("allowed", "stop", "prompt"), _Tokens),
-}
-_SAMPLING = {
-    f.name: decode.reader(
-        _OF_SAMPLING.get(f.name) or _OF_TYPE.get(str(f.type)) or Annotated[int, decode.between(-(2.0**64), 2.0**64)]
-    )
-    for f in dataclasses.fields(SamplingParameters)
-}
-"""What reads each field of a request's parameters. A seed may be any number."""
-_ROWS = functools.partial(integer, top=MAX_ROWS)
-IMAGE = LineKind("", Image, readers={"n": functools.partial(_ROWS, default=0)})
-SEGMENT = LineKind("", Segment, needs=("req", "pos"), readers={"n": _ROWS, "phase": _phase})
-MASK = LineKind("", Mask, readers={"by": lambda e, key: _all_cut(_strings(e, key))}, left_out=(None,))
-REQUEST = LineKind(
-    "request", Request, needs=("req", "id"),
-    readers={"images": lambda e, key: tuple(map(IMAGE.from_line, _dicts(e, key))), "sampling": _sampling},
-    writers={"sampling": _sampling_words},
-)  # fmt: skip
-ROWS = LineKind("rows", RowSpace, order=("step", "space", "src_rows", "ids", "segments", "padding"), whole=_row_space)
-STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _ROWS})
-STEP = LineKind("step", Step, needs=("step",), readers={
-    "time": _time, "graph": lambda e, key: STEP_GRAPH.from_line(found) if (found := _mapping(e, key)) else None,
+_Words = Annotated[tuple[_Tokens, ...], decode.at_most(MAX_LISTED)]
+_rows = decode.reader(Annotated[int, decode.between(0, MAX_ROWS)])
+_phase = decode.reader(Annotated[str, decode.one_of((PREFILL, DECODE))])
+LAYOUT = LineKind("", Layout, needs=("kind",), readers={
+    "dim": decode.reader(int), "parts": decode.reader(tuple[tuple[Count, Count], ...]),
 })  # fmt: skip
+IMAGE = LineKind("", Image, readers={"n": _rows})
+SEGMENT = LineKind("", Segment, needs=("req", "pos", "n"), readers={"n": _rows, "phase": _phase})
+SAMPLING = LineKind(
+    "", SamplingParameters, left_out=(), sparse=True,
+    readers={
+        **{f.name: decode.reader(_Number) for f in dataclasses.fields(SamplingParameters) if f.type == "float"},
+        **dict.fromkeys(("top_k", "seed", "min_tokens"), decode.reader(_Whole)),  # a seed may be any number
+        **dict.fromkeys(("allowed", "stop", "prompt"), decode.reader(_Tokens)),
+        "bias": decode.reader(Annotated[tuple[tuple[Count, _Number], ...], decode.at_most(MAX_LISTED)]),
+        "bad_words": lambda value, where: tuple(filter(None, decode.reader(_Words)(value, where))),
+        "also": _cut(_MASK_WORD, MAX_LISTED), "digest": _cut(_MASK_WORD),
+    },
+)  # fmt: skip
+MASK = LineKind("", Mask, readers={"by": _cut(_MASK_WORD, MAX_LISTED)}, left_out=(None,))
+REQUEST = LineKind(
+    "request", Request, needs=("req", "id"), readers={"images": IMAGE.all, "sampling": SAMPLING.read},
+)  # fmt: skip
+ROWS = LineKind(
+    "rows", RowSpace, needs=("step", "space"), order=("step", "space", "src_rows", "ids", "segments", "padding"),
+    readers={"segments": SEGMENT.all, "ids": decode.reader(Annotated[tuple[Any, ...], _token_ids]), "padding": _rows},
+    whole=_row_space,
+)  # fmt: skip
+STEP_GRAPH = LineKind("", StepGraph, needs=("mode", "size"), readers={"size": _rows})
+STEP = LineKind("step", Step, needs=("step",), readers={"time": _time, "graph": STEP_GRAPH.read})
 MODULE = LineKind("module", Module, needs=("tap",))
 MASKS = LineKind(
-    "masks", Masks, needs=("step",),
-    readers={"masked": lambda e, key: {integer(m, "req"): MASK.from_line(m) for m in _dicts(e, key)}},
+    "masks", Masks, needs=("step",), readers={"masked": _masked},
     writers={"masked": lambda masked: [{"req": req, **MASK.to_line(mask)} for req, mask in masked.items()]},
 )  # fmt: skip
 SKIP = LineKind("skip", Skip, needs=("reason",), order=("tap", "reason", "step", "count", "role"))
 ARMED = LineKind("armed", Armed, needs=("step", "on"), left_out=(None,))
 STOP = LineKind("stop", Stop, needs=("reason",), left_out=())
 ERROR = LineKind("error", Failure, left_out=())
-END = LineKind("end", End, readers={"skipped": _counts})
+END = LineKind("end", End)
 LABEL = LineKind(
-    "label", Label, needs=("step", "tap", "role", "path"), external=("rank",), readers={"ending": _ending},
-    left_out=(None, ""),
+    "label", Label, needs=("step", "tap", "role", "path"), external=("rank",), left_out=(None, ""), whole=_label,
 )  # fmt: skip
-_WITHIN: dict[Any, LineKind] = {Image: IMAGE, Segment: SEGMENT, StepGraph: STEP_GRAPH}
-
-
 FREED, STALE, OTHER, LATE, CHANGED, METADATA, STRANGE, FOREIGN, UNWRITTEN = (
     "freed", "stale", "other", "late", "changed", "metadata", "strange", "foreign", "unwritten",
 )  # fmt: skip
@@ -878,60 +843,44 @@ class StateTotals:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
 
-def _kind(e: Event, key: str) -> str:
-    kind = e.get(key)
-    if kind not in KINDS_OF_FINDINGS:
-        raise ValueError(f"{key} is {short(kind)}")
-    return str(kind)
-
-
-def _owner(e: Event, key: str) -> int:
-    value = e.get(key)
-    if type(value) is not int or not -1 <= value <= MAX_INT:
-        raise ValueError(f"{key} is {short(value)}")
-    return value
-
-
 FINDING = LineKind(
-    "state", StateFinding, needs=("step", "kind", "block"),
-    readers={"kind": _kind, "between": lambda e, key: tuple(v[:200] for v in _strings(e, key)[:8])},
-    left_out=(None, (), ""),
+    "state", StateFinding, needs=("step", "kind", "block"), left_out=(None, (), ""),
+    readers={"kind": decode.reader(Annotated[str, decode.one_of(KINDS_OF_FINDINGS)]), "between": _cut(200, 8)},
 )  # fmt: skip
-TOTALS = LineKind("states", StateTotals, needs=("mode",), readers={"events": _counts, "skipped": _counts})
-RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={"owner": _owner})
-CACHED = LineKind(
-    "cached", CachedPrefix, needs=("step", "req"), left_out=(None, (), ""),
-    readers={"runs": lambda e, key: tuple(map(RUN.from_line, _dicts(e, key)))},
-    writers={"runs": lambda runs: [RUN.to_line(run) for run in runs]},
-)  # fmt: skip
+TOTALS = LineKind("states", StateTotals, needs=("mode",))
+RUN = LineKind("", CachedRows, needs=("low", "n", "owner"), readers={
+    "owner": decode.reader(Annotated[int, decode.between(-1, MAX_INT)]),
+})  # fmt: skip
+CACHED = LineKind("cached", CachedPrefix, needs=("step", "req"), left_out=(None, (), ""), readers={"runs": RUN.all})
 LIFE = LineKind(
-    "life", WeightEvent, needs=("number",), external=("rank",), left_out=(None, ""),
-    readers={"kind": functools.partial(_word, default=None), "name": _word, "detail": _word, "seconds": _time},
+    "life", WeightEvent, needs=("number", "kind"), external=("rank",), left_out=(None, ""),
+    readers={**dict.fromkeys(("kind", "name", "detail"), _cut(_WORD)), "seconds": _time},
     writers={"seconds": lambda seconds: round(seconds, 6)},
     order=("number", "kind", "step", "name", "slot", "detail", "seconds", "nbytes"),
 )  # fmt: skip
 OP = LineKind(
     "op", OpCall, needs=("tap", "op"), external=("rank",),
-    readers={
-        "args": _values, "kwargs": _named_values, "outputs": _values, "mutates": _strings,
-    },
+    readers={"args": _values, "kwargs": _named_values, "outputs": _values},
 )  # fmt: skip
-"""Is read by this; `op_line` writes it."""
+"""`op_line` writes it."""
 WEIGHT = LineKind(
-    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype"), external=("rank",),
+    "weight", WeightPrint, needs=("life", "tap", "name", "form", "dtype", "order", "bag"), external=("rank",),
+    left_out=(0, ""), sparse=True,
     readers={
-        "shape": _shape, "order": _sum, "bag": _sum, "parts": _parts, "written": _runs_of_rows,
-        "raw": lambda e, key: bool(e.get(key, False)),
+        "shape": _shape, "parts": _parts, "written": _runs_of_rows, "raw": decode.reader(bool),
+        **dict.fromkeys(("order", "bag"), decode.reader(Annotated[str, _hex_sum])),
     },
 )  # fmt: skip
-"""Is read by this; `print_line` writes it."""
+_WITHIN: dict[Any, LineKind] = {
+    kind.type: kind for kind in (IMAGE, SEGMENT, STEP_GRAPH, SAMPLING, RUN)
+}  # fmt: skip
 KINDS = {
     kind.event: kind
     for kind in (
-        REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE,
+        REQUEST, ROWS, STEP, MODULE, MASKS, SKIP, ARMED, STOP, END, LABEL, FINDING, TOTALS, CACHED, LIFE, OP, WEIGHT,
     )
 }  # fmt: skip
-"""Besides ``start``, ``tensor``, ``param``, OP, WEIGHT, and ``error``, which is read as it is."""
+"""Besides ``start``, ``tensor`` and ``param``, and ``error``, which is read as it is."""
 
 
 def where(found: StateFinding) -> str:

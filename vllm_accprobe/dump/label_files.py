@@ -65,9 +65,9 @@ def locate(label: Label, roots: Sequence[Path]) -> tuple[Path | None, str]:
     if found:
         return found[0], ""
     places = _once([(root, front) for root in roots for front in _fronts(root, wanted)], wanted)
-    for names in (_names_task, _names_process):
-        chosen = [p for p in places if any(names(label, part) for part in p[1].parts)]
-        if chosen:
+    process = str(label.pid)
+    for named in (lambda part: label.task and part == label.task, lambda part: part.split("_")[-1] == process):
+        if chosen := [p for p in places if any(map(named, p[1].parts))]:
             return _of_execution(label, chosen, wanted)
     if any(_OWNED.fullmatch(part) for _, front in places for part in front.parts):
         return None, f"only other processes than {label.pid} have written such a file"
@@ -90,14 +90,6 @@ def _once(places: Sequence[tuple[Path, Path]], wanted: PurePosixPath) -> list[tu
 
 _OWNED = re.compile(r"\d+_\d+")
 """``device_pid`` or ``pid_task``."""
-
-
-def _names_task(label: Label, part: str) -> bool:
-    return bool(label.task) and part == label.task
-
-
-def _names_process(label: Label, part: str) -> bool:
-    return part == str(label.pid) or part.endswith(f"_{label.pid}")
 
 
 def _of_execution(label: Label, places: Sequence[tuple[Path, Path]], wanted: PurePosixPath) -> tuple[Path | None, str]:

@@ -44,8 +44,6 @@ from vllm_accprobe.dump.files import (
 )
 from vllm_accprobe.dump.journal import (
     KINDS,
-    OP,
-    WEIGHT,
     CachedPrefix,
     Lives,
     StateFinding,
@@ -229,6 +227,8 @@ _KEYED = {
 """By kind of line: the dump's dict, and the fields that follow the rank in its keys."""
 _LISTED = {"state": "states", "cached": "cached", "armed": "armed"}
 """By kind of line: the dump's list of (rank, value)."""
+_LATEST = {"states": "state_totals", "end": "ends"}
+"""By kind of line: the dump's dict by rank, in which a later line replaces an earlier one."""
 LOST = "payload that is not in its file"
 """The reason under which they are counted; their statistics and hashes are there still."""
 
@@ -258,6 +258,9 @@ class RankReader:
         self.directory = dump.path / rank_dir(rank)
         self.records: list[Record] = []
         self.ops: list[OpCall] = []
+        self.lists: dict[str, list[Any]] = {
+            "op": self.ops, "skip": dump.skips, "life": dump.lives.events, "weight": dump.lives.prints,
+        }  # fmt: skip
         self.bad: list[str] = []
         self.unknown: Counter[str] = Counter()
         self.layouts: dict[str, Layout] = {}
@@ -304,12 +307,6 @@ class RankReader:
         if kind in ("tensor", "param"):
             self.records.append(record(rank, e, self.layouts))
             return
-        if kind == "op":
-            self.ops.append(OP.from_line(e, rank=rank))
-            return
-        if kind == "weight":
-            dump.lives.prints.append(WEIGHT.from_line(e, rank=rank))
-            return
         if kind == "error":
             dump.errors.append({**e, "rank": rank})
             return
@@ -325,20 +322,16 @@ class RankReader:
             getattr(dump, name)[(rank, *(getattr(value, key) for key in keys))] = value
         elif kind in _LISTED:
             getattr(dump, _LISTED[kind]).append((rank, value))
+        elif kind in _LATEST:
+            getattr(dump, _LATEST[kind])[rank] = value
+        elif kind in self.lists:
+            self.lists[kind].append(value)
         elif kind == "module":
             dump.modules.setdefault(rank, []).append(value)
         elif kind == "masks":
             dump.masks.update({(rank, value.step, req): by for req, by in value.masked.items()})
-        elif kind == "skip":
-            dump.skips.append(value)
-        elif kind == "life":
-            dump.lives.events.append(value)
-        elif kind == "states":
-            dump.state_totals[rank] = value
         elif kind == "stop":
             dump.stops.setdefault(rank, value)
-        elif kind == "end":
-            dump.ends[rank] = value
 
     def _check_payloads(self) -> None:
         """Only a payload that its file really holds stays with its record."""

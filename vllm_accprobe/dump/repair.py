@@ -106,16 +106,21 @@ def _finish(directory: Path, index: int, records: list[Record]) -> bool:
         header = build_header(entries, end, data.start - 8)
     except ValueError as e:
         raise DumpError(f"cannot write the header of {part}: {e}") from None
-    os.close(open_regular(part))  # no link
-    fd = os.open(part, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+    _overwrite(part, data.start + end, header, 8)
+    os.rename(part, target)
+    return True
+
+
+def _overwrite(path: Path, keep: int, data: bytes, at: int) -> None:
+    """Cuts a file to ``keep`` bytes, then writes ``data`` at ``at``."""
+    os.close(open_regular(path))  # no link
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
-        write_all(fd, header, 8)
-        os.ftruncate(fd, data.start + end)
+        os.ftruncate(fd, keep)
+        write_all(fd, data, at)
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(part, target)
-    return True
 
 
 def _entry(r: Record) -> HeaderEntry:
@@ -140,12 +145,5 @@ def _close_journal(dump: Dump, rank: int, records: list[Record]) -> int:
     tensors = sum(1 for r in (*dump.records, *dump.padding) if r.rank == rank)
     nbytes = whole + sum(n for _, n in {(r.payload, r.payload.nbytes) for r in records if r.payload})
     end = End("repaired", steps, tensors, nbytes, skipped)
-    os.close(open_regular(path))
-    fd = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        os.ftruncate(fd, whole)
-        write_all(fd, encode(END.to_line(end)), whole)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _overwrite(path, whole, encode(END.to_line(end)), whole)
     return cut

@@ -54,21 +54,6 @@ class Layout:
                 event["valid"] = self.valid
         return event
 
-    @classmethod
-    def from_event(cls, e: Mapping[str, Any] | None) -> Layout:
-        """The layout of a line. Raises KeyError, TypeError and ValueError for what is none."""
-        if not e:
-            return REPLICATED
-        return cls(
-            kind=str(e["kind"]),
-            group=str(e.get("group", "tp")),
-            index=int(e.get("index", 0)),
-            size=int(e.get("size", 1)),
-            dim=None if e.get("dim") is None else int(e["dim"]),
-            parts=tuple((int(n), int(r)) for n, r in e.get("parts", ())),
-            valid=None if e.get("valid") is None else int(e["valid"]),
-        )
-
 
 REPLICATED = Layout("replicated")
 OWN = "own"

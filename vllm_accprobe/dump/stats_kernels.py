@@ -12,6 +12,7 @@ making of arrays would cost more than the sums. Not here: names, dtypes' tables,
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,130 +60,87 @@ def _sum_clean(x: np.ndarray) -> tuple[float, float]:
     return s, q
 
 
-@_compile
-def _float16(bits: np.ndarray, brain: bool) -> tuple[int, int, int, float, float, int, int]:
-    infinity = 0x7F80 if brain else 0x7C00
-    scratch = np.empty(_BLOCK, np.uint32)
-    wide = scratch.view(np.float32)
-    low, high = 0x7FFF, -0x8000
-    n, total, squares, nan, inf = 0, 0.0, 0.0, 0, 0
-    for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
-        lo, hi = np.int16(0x7FFF), np.int16(-0x8000)
+_Sums = tuple[int, int, int, float, float, int, int]
+"""(finite, min, max, sum, sum of squares, NaN, Inf); the extremes are ordered bits."""
+
+
+def _adds_blocks(word: Any, infinity: int) -> Callable[[np.ndarray, np.ndarray, _Sums], _Sums]:
+    """What takes a block into such sums. word: of the signed integers that its bits are; infinity: as one of them."""
+    top, shift = int(np.iinfo(word).max), np.iinfo(word).bits - 1
+
+    @_compile
+    def add(block: np.ndarray, wide: np.ndarray, sums: Any) -> Any:
+        n, low, high, total, squares, nan, inf = sums
+        lo, hi = word(top), word(-top - 1)
         for i in range(block.size):
             b = block[i]
-            key = np.int16(b ^ np.int16(np.int16(b >> 15) & np.int16(0x7FFF)))
+            key = word(b ^ word(word(b >> word(shift)) & word(top)))
             lo = key if key < lo else lo
             hi = key if key > hi else hi
+        if hi < infinity and lo > -infinity - 1:
+            s, q = _sum_clean(wide)
+            return n + block.size, min(low, np.int64(lo)), max(high, np.int64(hi)), total + s, squares + q, nan, inf
+        for i in range(block.size):
+            b = block[i]
+            magnitude = word(b & word(top))
+            if magnitude > infinity:
+                nan += 1
+            elif magnitude == infinity:
+                inf += 1
+            else:
+                key64 = np.int64(word(b ^ word(word(b >> word(shift)) & word(top))))
+                low, high = min(low, key64), max(high, key64)
+                v = np.float64(wide[i])
+                n += 1
+                total += v
+                squares += v * v
+        return n, low, high, total, squares, nan, inf
+
+    return add
+
+
+_HIGHEST = np.iinfo(np.int64).max
+_EMPTY = (0, _HIGHEST, -_HIGHEST - 1, 0.0, 0.0, 0, 0)
+_add_bfloat16, _add_float16 = _adds_blocks(np.int16, 0x7F80), _adds_blocks(np.int16, 0x7C00)
+_add_float32, _add_float64 = _adds_blocks(np.int32, 0x7F800000), _adds_blocks(np.int64, 0x7FF0000000000000)
+
+
+@_compile
+def _float16(bits: np.ndarray, brain: bool) -> Any:
+    scratch = np.empty(_BLOCK, np.uint32)
+    wide = scratch.view(np.float32)
+    sums = _EMPTY
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
         if brain:
             for i in range(block.size):
-                scratch[i] = np.uint32(np.uint32(np.uint16(block[i])) << np.uint32(16))
+                scratch[i] = np.uint32(np.uint16(block[i])) << np.uint32(16)
+            sums = _add_bfloat16(block, wide[: block.size], sums)
         else:
-            # Exponent and fraction in the place of float32's, then the exponent's bias is made up for by a factor of
-            # 2**112, which also gives the subnormal numbers their value. Exact.
             for i in range(block.size):
                 u = np.uint32(np.uint16(block[i]))
                 magnitude, sign = u & np.uint32(0x7FFF), u & np.uint32(0x8000)
                 scratch[i] = np.uint32((magnitude << np.uint32(13)) | (sign << np.uint32(16)))
             for i in range(block.size):
                 wide[i] = wide[i] * np.float32(2.0**112)
-        if hi < infinity and lo > -infinity - 1:
-            s, q = _sum_clean(wide[: block.size])
-            total += s
-            squares += q
-            n += block.size
-            low, high = min(low, int(lo)), max(high, int(hi))
-        else:
-            for i in range(block.size):
-                b = block[i]
-                size = int(b) & 0x7FFF
-                if size > infinity:
-                    nan += 1
-                elif size == infinity:
-                    inf += 1
-                else:
-                    key64 = int(np.int16(b ^ np.int16(np.int16(b >> 15) & np.int16(0x7FFF))))
-                    low, high = min(low, key64), max(high, key64)
-                    v = np.float64(wide[i])
-                    n += 1
-                    total += v
-                    squares += v * v
-    return n, low, high, total, squares, nan, inf
+            sums = _add_float16(block, wide[: block.size], sums)
+    return sums
 
 
 @_compile
-def _float32(bits: np.ndarray, floats: np.ndarray) -> tuple[int, int, int, float, float, int, int]:
-    infinity = 0x7F800000
-    low, high = 0x7FFFFFFF, -0x80000000
-    n, total, squares, nan, inf = 0, 0.0, 0.0, 0, 0
+def _float32(bits: np.ndarray, floats: np.ndarray) -> Any:
+    sums = _EMPTY
     for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
-        lo, hi = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
-        for i in range(block.size):
-            b = block[i]
-            key = np.int32(b ^ np.int32(np.int32(b >> 31) & np.int32(0x7FFFFFFF)))
-            lo = key if key < lo else lo
-            hi = key if key > hi else hi
-        if hi < infinity and lo > -infinity - 1:
-            s, q = _sum_clean(floats[start : start + _BLOCK])
-            total += s
-            squares += q
-            n += block.size
-            low, high = min(low, int(lo)), max(high, int(hi))
-        else:
-            for i in range(block.size):
-                b64 = int(block[i])
-                magnitude = b64 & 0x7FFFFFFF
-                if magnitude > infinity:
-                    nan += 1
-                elif magnitude == infinity:
-                    inf += 1
-                else:
-                    key64 = b64 if b64 >= 0 else -magnitude - 1
-                    low, high = min(low, key64), max(high, key64)
-                    v = np.float64(floats[start + i])
-                    n += 1
-                    total += v
-                    squares += v * v
-    return n, low, high, total, squares, nan, inf
+        sums = _add_float32(bits[start : start + _BLOCK], floats[start : start + _BLOCK], sums)
+    return sums
 
 
 @_compile
 def _float64(bits: np.ndarray, floats: np.ndarray) -> Any:
-    infinity = np.int64(0x7FF0000000000000)
-    mask = np.int64(0x7FFFFFFFFFFFFFFF)
-    low, high = np.int64(0x7FFFFFFFFFFFFFFF), np.int64(-0x8000000000000000)
-    n, total, squares, nan, inf = 0, 0.0, 0.0, 0, 0
+    sums = _EMPTY
     for start in range(0, bits.size, _BLOCK):
-        block = bits[start : start + _BLOCK]
-        lo, hi = mask, -mask - np.int64(1)
-        for i in range(block.size):
-            b = block[i]
-            key = b ^ ((b >> np.int64(63)) & mask)
-            lo = key if key < lo else lo
-            hi = key if key > hi else hi
-        if hi < infinity and lo > -infinity - np.int64(1):
-            s, q = _sum_clean(floats[start : start + _BLOCK])
-            total += s
-            squares += q
-            n += block.size
-            low, high = min(low, lo), max(high, hi)
-        else:
-            for i in range(block.size):
-                b = block[i]
-                magnitude = b & mask
-                if magnitude > infinity:
-                    nan += 1
-                elif magnitude == infinity:
-                    inf += 1
-                else:
-                    key = b ^ ((b >> np.int64(63)) & mask)
-                    low, high = min(low, key), max(high, key)
-                    v = floats[start + i]
-                    n += 1
-                    total += v
-                    squares += v * v
-    return n, low, high, total, squares, nan, inf
+        sums = _add_float64(bits[start : start + _BLOCK], floats[start : start + _BLOCK], sums)
+    return sums
 
 
 @_compile

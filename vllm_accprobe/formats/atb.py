@@ -14,8 +14,6 @@ Not here: what a parameter means (opcheck/references/atb), the files (io/atb_fil
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -31,7 +29,7 @@ from vllm_accprobe.dump.schema import Record
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.io import plain_file
 from vllm_accprobe.formats.io.atb_file import number, read_header, read_tensor, stats_of
-from vllm_accprobe.formats.io.plain_file import read_json, read_text
+from vllm_accprobe.formats.io.plain_file import read_json, read_rows
 
 FILE = "op_param.json"
 TABLE = re.compile(r"operation_tensors_(\d{1,9})\.csv", re.ASCII)
@@ -60,31 +58,16 @@ class AtbParameters:
     def add_table(self, path: Path, execution: int | None = None) -> int:
         """Reads a table of operators; execution: that it belongs to, None for all. Gives how many operators it has.
         Raises DumpError where it is none."""
-        try:
-            text = read_text(path)
-        except (OSError, ValueError) as e:
-            why = e.strerror or e if isinstance(e, OSError) else e
-            raise DumpError(f"{path} cannot be read: {why}") from None
-        head = text.partition("\n")[0]
-        cut = "|" if "|" in head else ","
-        rows = csv.reader(io.StringIO(text), delimiter=cut, quoting=csv.QUOTE_NONE if cut == "|" else csv.QUOTE_MINIMAL)
-        try:
-            names = [n.strip() for n in next(rows, [])]
-            if _NAME not in names or _PARAM not in names:
-                raise DumpError(f"{path} is no table of ATB's operators: it has no columns {_NAME} and {_PARAM}")
-            at, param = names.index(_NAME), names.index(_PARAM)
-            count, bad = 0, 0
-            for row in rows:
-                if not any(cell.strip() for cell in row):
-                    continue
-                found = self._row(row, at, param, execution)
-                count, bad = count + found, bad + (not found)
-        except csv.Error as e:
-            raise DumpError(f"{path} is no table of ATB's operators: {e}") from None
-        if bad:
+        head, *rows = read_rows(path) or [[]]
+        names = [n.strip() for n in head]
+        if _NAME not in names or _PARAM not in names:
+            raise DumpError(f"{path} is no table of ATB's operators: it has no columns {_NAME} and {_PARAM}")
+        at, param = names.index(_NAME), names.index(_PARAM)
+        found = [self._row(row, at, param, execution) for row in rows if any(cell.strip() for cell in row)]
+        if bad := found.count(False):
             self.problems.append(f"{path.name}: {bad} lines are not understood")
         self._known.clear()
-        return count
+        return found.count(True)
 
     def _row(self, row: list[str], at: int, param: int, execution: int | None) -> bool:
         if len(row) <= max(at, param):
@@ -124,8 +107,8 @@ class AtbParameters:
         if path is not None:
             try:
                 value = read_json(path, _LARGEST)
-            except (OSError, ValueError) as e:
-                self.problems.append(f"{path}: no parameters can be read from it ({str(e)[:80]})")
+            except DumpError as e:
+                self.problems.append(f"{e}: no parameters")
                 return None
             return value if isinstance(value, dict) else None
         ids, kind = id_of(tap), tap.rpartition(".")[2].partition("_")[2]
@@ -183,8 +166,8 @@ def load_topology(taps: set[str], path: Path, problem: Callable[[str], None]) ->
     for file in files:
         try:
             data = read_json(file, _MAX_JSON)
-        except (OSError, ValueError) as e:
-            problem(f"{file.name}: no topology can be read from it ({str(e)[:80]})")
+        except DumpError as e:
+            problem(f"{e}: no topology")
             continue
         found: dict[str, Mapping[str, Any]] = {}
         if isinstance(data, Mapping):
@@ -485,10 +468,9 @@ def _add_table(dump: AtbDump, f: plain_file.FoundFile) -> None:
     """``statistic.csv``: Device and PID, Execution Count, Op Name, Op Type, Op Id, Input/Output, Tensor Index, Dtype,
     Format, Shape, Max, Min, Mean, Norm, Tensor Path."""
     try:
-        rows = list(csv.reader(io.StringIO(read_text(f.path))))
-    except (OSError, ValueError, csv.Error) as e:
-        why = e.strerror or e if isinstance(e, OSError) else e
-        dump.unreadable(f"{f.name} cannot be read: {why}", f.name)
+        rows = read_rows(f.path)
+    except DumpError as e:
+        dump.unreadable(e, f.name)
         return
     processes = number_ranks([(*f.parts[:-1], r[0]) for r in rows[1:] if len(r) >= _COLUMNS - 1])
     bad = 0

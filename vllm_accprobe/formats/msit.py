@@ -12,8 +12,6 @@ Not here: .pth files (torchfile.py), ATB dumps of the same tools (atb.py).
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ from vllm_accprobe.formats.atb import number_ranks, one_run
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor, torch_dtype
 from vllm_accprobe.formats.io import plain_file, torchfile
 from vllm_accprobe.formats.io.atb_file import number, stats_of
-from vllm_accprobe.formats.io.plain_file import read_json, read_text
+from vllm_accprobe.formats.io.plain_file import read_json, read_rows
 
 NAME = "msit"
 HOW = "a directory torch_tensors/<device>_<pid>/<token>/<module>/ with input_<k>.pth, output.pth (ait, msit)"
@@ -180,8 +178,8 @@ def _read_tree(dump: ForeignDump, f: plain_file.FoundFile) -> dict[str, str]:
     """module → class, in the order of declaration."""
     try:
         root = read_json(f.path, _MAX_TREE)
-    except (OSError, ValueError) as e:
-        dump.problem(f"{f.name} cannot be read ({str(e)[:80]}): classes are not known")
+    except DumpError as e:
+        dump.problem(f"{e}: classes are not known")
         return {}
     out: dict[str, str] = {}
     waiting = [root]
@@ -206,14 +204,15 @@ def _read_statistics(dump: ForeignDump, files: list[plain_file.FoundFile]) -> di
         return {}
     out: dict[str, _Row] = {}
     try:
-        for row in csv.DictReader(io.StringIO(read_text(f.path))):
+        head, *rows = read_rows(f.path) or [[]]
+        for row in (dict(zip(head, cells, strict=False)) for cells in rows):
             role = f"{str(row.get('InputOutput', '')).strip().lower()}.{str(row.get('Index', '')).strip() or 0}"
             shape = tuple(int(d) for d in re.findall(r"\d{1,15}", row.get("Shape") or ""))
             stats = stats_of(shape, *(number(row.get(k)) for k in ("Min", "Max", "Mean", "L2Norm")))
             if role_of(role.replace(".", "_") + ".pth") is not None:
                 out[role] = (torch_dtype(row.get("DataType") or ""), shape, stats)
-    except (OSError, ValueError, csv.Error) as e:
-        dump.problem(f"{f.name} cannot be read: {str(e)[:80]}")
+    except DumpError as e:
+        dump.problem(str(e))
     return out
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_accprobe.dump.decode import DecodeError, decode
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.dump.schema import ROOT_TAP, OpCall, Stats
@@ -382,7 +383,7 @@ def _rank(names: list[str], processes: dict[str, int]) -> int:
 
 
 def _add(dump: ForeignDump, file: Path, directory: Path, step: int, rank: int) -> None:
-    head = _read(file)
+    head = read_json(file, _MAX_JSON)
     data = head.get("data") if isinstance(head, dict) else None
     if not isinstance(data, dict):
         raise DumpError(f"{file} is no dump of msprobe: it has no records under 'data'")
@@ -441,25 +442,14 @@ def _add_calls(
         dump.ops.append(OpCall(rank, step, place.tap, name, call, seq, place.inside or None, args, kwargs, ()))
 
 
-def _read(file: Path) -> Any:
-    try:
-        return read_json(file, _MAX_JSON)
-    except OSError as e:
-        raise DumpError(f"cannot read {file}: {e.strerror or e}") from None
-    except ValueError as e:
-        raise DumpError(f"{file} is damaged: {str(e)[:120]}") from None
-
-
 def _parents(dump: ForeignDump, file: Path) -> dict[str, str]:
     """Record → the record that called it."""
     if not file.is_file():
         dump.problem(f"{CONSTRUCT} is missing: API calls are not placed in the modules that made them")
         return {}
     try:
-        found = _read(file)
-        if not isinstance(found, dict):
-            raise DumpError(f"{file} is damaged: not the JSON object it should be")
-    except DumpError as e:
+        found = decode(dict[str, Any], read_json(file, _MAX_JSON), file.name)
+    except (DumpError, DecodeError) as e:
         dump.problem(f"{e}: API calls are not placed in the modules that made them")
         return {}
     return {k: (v[0] if isinstance(v, list) and v else v) for k, v in found.items()}

@@ -12,8 +12,6 @@ Not here: GE's binary format (ge_dump.py), which operator pairs with which (alig
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from pathlib import Path
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common.foreign import ForeignDump, Tensor
 from vllm_accprobe.formats.io import ge_dump, plain_file, tensor_file
-from vllm_accprobe.formats.io.plain_file import read_text
+from vllm_accprobe.formats.io.plain_file import read_rows, read_text
 
 NAME = "torchair"
 HOW = "files <OpType>.<OpName>.<task>.<stream>.<time> (GE), or <node>-<aten op>.INPUT|OUTPUT.<k>.<time>.npy (FX)"
@@ -131,8 +129,8 @@ def _open_ge(path: Path, listed: list[plain_file.FoundFile]) -> GeDump:
                 dump.fx.update(fx)
                 dump.inputs.update(inputs)
                 dump.known.update(inputs)
-            except (OSError, ValueError) as e:
-                dump.problem(f"{graph.name} cannot be read ({str(e)[:80]}): FX names are not known")
+            except DumpError as e:
+                dump.problem(f"{e}: FX names are not known")
     return dump
 
 
@@ -150,11 +148,11 @@ def _long_names(dump: GeDump, tables: Iterable[plain_file.FoundFile]) -> dict[tu
     out = {}
     for f in tables:
         try:
-            for row in csv.reader(io.StringIO(read_text(f.path))):
+            for row in read_rows(f.path):
                 if len(row) >= 2:
                     out[(f.parts[:-1], row[0].strip())] = row[1].strip()
-        except (OSError, ValueError, csv.Error) as e:
-            dump.problem(f"{f.name} cannot be read: {str(e)[:80]}")
+        except DumpError as e:
+            dump.problem(str(e))
     return out
 
 

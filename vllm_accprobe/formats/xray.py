@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_accprobe.dump.journal import MODULE, OP
 from vllm_accprobe.dump.reader import DumpError
 from vllm_accprobe.formats.common import foreign
 from vllm_accprobe.formats.common.foreign import UNKNOWN, ForeignDump, Tensor
@@ -29,17 +30,18 @@ ORDER, STRICT = 10, True
 def recognise(path: Path) -> bool:
     if path.is_file():
         return path.suffix.lower() in hdf5.SUFFIXES or hdf5.is_hdf5(path)
-    return bool(_files(path))
+    return not all(_listed(path).values())
 
 
 def open(path: Path) -> ForeignDump:
     """path: one file or the directory of all ranks' files. Raises DumpError."""
     dump = ForeignDump(path, NAME)
-    files = [path] if path.is_file() else _files(path)
+    listed = {path: ""} if path.is_file() else _listed(path)
     ranks: dict[int, Path] = {}
-    for name, why in _not_files(path):
-        dump.unreadable(f"{path / name}: {why}", name, rank=_rank(name))
-    for i, file in enumerate(files):
+    for file, why in listed.items():
+        if why:
+            dump.unreadable(f"{file}: {why}", file.name, rank=_rank(file.name))
+    for i, file in enumerate(file for file, why in listed.items() if not why):
         rank = _rank(file.name, i)
         if rank in ranks:
             raise DumpError(f"{path} has two files of rank {rank}, {ranks[rank].name} and {file.name}: keep one")
@@ -54,20 +56,13 @@ def open(path: Path) -> ForeignDump:
     return dump
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return []
-    return sorted(p for p in path.iterdir() if H5_FILE.fullmatch(p.name) and not p.is_symlink() and p.is_file())
-
-
-def _not_files(path: Path) -> list[tuple[str, str]]:
-    """(name, why) of what has the name of a rank's file and is none."""
-    found = []
+def _listed(path: Path) -> dict[Path, str]:
+    """What has the name of a rank's file, in order of names, and why it is none: "" where it is one."""
+    found = {}
     for p in sorted(p for p in path.iterdir() if H5_FILE.fullmatch(p.name)) if path.is_dir() else ():
-        if p.is_symlink():
-            found.append((p.name, "a link, not followed (a dump's files lie in the dump)"))
-        elif not p.is_file():
-            found.append((p.name, "a directory in place of a file" if p.is_dir() else "not a plain file"))
+        no_file = "a directory in place of a file" if p.is_dir() else "not a plain file"
+        link = "a link, not followed (a dump's files lie in the dump)"
+        found[p] = link if p.is_symlink() else "" if p.is_file() else no_file
     return found
 
 
@@ -80,7 +75,7 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
     for d in hdf5.datasets(file, dump.problem):
         step = d.group.strip("/").rpartition("/")[2]
         tap, cls, role, call = dataset_place(d.name)
-        noted = containers.record(d.notes) if d.notes else None
+        noted = containers.read_note(containers.NOTED, d.notes) if d.notes else None
         if noted is not None:
             tap, cls, role, call = noted.tap, noted.cls, noted.role, noted.call
         if d.problem:
@@ -92,4 +87,5 @@ def _add(dump: ForeignDump, file: Path, rank: int) -> None:
             Tensor(d.name, tap, role, d.dtype, d.shape, d.read, cls, number, rank, call, layout=layout)
         )  # fmt: skip
         if record is not None:
-            dump.noted(rank, containers.module(d.notes.get("module")), containers.op(rank, d.notes.get("op")), record)
+            module = containers.read_note(MODULE, d.notes.get("module"))
+            dump.noted(rank, module, containers.read_note(OP, d.notes.get("op"), rank=rank), record)

@@ -44,34 +44,41 @@ def extreme_of(name: str) -> Any:
     return extreme
 
 
+_TINY = 0x34000000
+"""The float32 bits of formulas.TINY."""
 larger = extreme_of("llvm.maxnum")
 smaller = extreme_of("llvm.minnum")
 
 
 @compiled
 def load(row: Any, kind: int, table: Any, out: Any) -> Any:
-    """Bits of one block into float32 bits; whether all of them are finite numbers (if not, ``out`` is not filled).
+    """Bits of one block into float32 bits: 0 where not all of them are finite numbers (``out`` is then not filled), 2
+    where all of their magnitudes are above TINY, else 1.
     kind: 0 bfloat16, 1 float16, 2 float32, 3 eight bits that ``table`` turns into float32's."""
-    top = np.uint32(0)
+    top, least = np.uint32(0), np.uint32(0x7FFFFFFF)
     if kind == 0:
         half = row.view(np.uint16)
-        high = np.uint16(0)
+        high, low = np.uint16(0), np.uint16(0x7FFF)
         for i in range(half.size):
             b = np.uint16(half[i] & np.uint16(0x7FFF))
             high = b if b > high else high
+            low = b if b < low else low
         if high >= 0x7F80:
-            return False
+            return 0
+        finite = 2 if low > 0x3400 else 1
         for i in range(half.size):
             out[i] = np.uint32(half[i]) << np.uint32(16)
-        return True
+        return finite
     if kind == 1:
         half = row.view(np.uint16)
-        high = np.uint16(0)
+        high, low = np.uint16(0), np.uint16(0x7FFF)
         for i in range(half.size):
             b = np.uint16(half[i] & np.uint16(0x7FFF))
             high = b if b > high else high
+            low = b if b < low else low
         if high >= 0x7C00:
-            return False
+            return 0
+        finite = 2 if low > 2 else 1
         # Exponent and fraction in the place of float32's; the factor makes up for the bias, exact for subnormals too.
         wide = out.view(np.float32)
         for i in range(half.size):
@@ -79,7 +86,7 @@ def load(row: Any, kind: int, table: Any, out: Any) -> Any:
             out[i] = ((u & np.uint32(0x7FFF)) << np.uint32(13)) | ((u & np.uint32(0x8000)) << np.uint32(16))
         for i in range(half.size):
             wide[i] = wide[i] * np.float32(2.0**112)
-        return True
+        return finite
     if kind == 2:
         word = row.view(np.uint32)
         for i in range(word.size):
@@ -87,13 +94,15 @@ def load(row: Any, kind: int, table: Any, out: Any) -> Any:
             out[i] = w
             u = np.uint32(w & np.uint32(0x7FFFFFFF))
             top = u if u > top else top
-        return top < 0x7F800000
+            least = u if u < least else least
+        return 0 if top >= 0x7F800000 else 2 if least > _TINY else 1
     for i in range(row.size):
         w = table[row[i]]
         out[i] = w
         u = np.uint32(w & np.uint32(0x7FFFFFFF))
         top = u if u > top else top
-    return top < 0x7F800000
+        least = u if u < least else least
+    return 0 if top >= 0x7F800000 else 2 if least > _TINY else 1
 
 
 @compiled

@@ -149,7 +149,7 @@ def rows(
             g_bits, m_bits = g8[g_at : g_at + n * gs], m8[m_at : m_at + n * ms]
             gw, mw = gb[:n], mb[:n]
             clean_g, clean_m = load(g_bits, gk, gt, gw), load(m_bits, mk, mt, mw)
-            clean = clean_g and clean_m
+            clean, large = clean_g > 0 and clean_m > 0, clean_g == 2 and clean_m > 0
             if not clean:
                 load_any(g_bits, gk, gt, gw)
                 load_any(m_bits, mk, mt, mw)
@@ -160,7 +160,8 @@ def rows(
                     _leave_out(out[r + k], gf[k * part : (k + 1) * part], mf[k * part : (k + 1) * part])
             qs, rels = q[start : start + n], rel[start : start + n]
             if part % LANES == 0:
-                add_rows(gf, mf, qs, rels, out, r, run, part, part == width, eps, elements, g_bits, gs, m_bits, ms)
+                whole = part == width
+                add_rows(gf, mf, qs, rels, out, r, run, part, whole, large, eps, elements, g_bits, gs, m_bits, ms)
             else:
                 for k in range(run):
                     here, there = k * part, (k + 1) * part
@@ -178,7 +179,7 @@ def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
     """One row into ``out`` (uint32, its width), block by block; whether all of it is finite."""
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
-        if not load(bits[start * size : stop * size], kind, table, out[start:stop]):
+        if load(bits[start * size : stop * size], kind, table, out[start:stop]) == 0:
             return False
     return True
 

@@ -4,8 +4,9 @@ The problem: rows may be short. What a compiler puts around each loop (arguments
 overlap, four vectors per sum to be folded) costs more than 64 elements do. The idea: one function for all rows of a
 block, whose loops are LLVM's own instructions: sums and maxima of a row in one vector each, folded once, then the peak
 while the row is still in the nearest cache; meanwhile the next block is on its way there, which is worth a quarter of
-the speed. LLVM cuts the vectors into what the processor has. Measured against the loops of loops.py for all rows: 1.4
-to 2.0 times as fast on AVX-512; on AVX2 1.0 to 1.4 times, the most for short rows and for float32.
+the speed. LLVM cuts the vectors into what the processor has. A block of which no |g| is small enough to be left out
+has loops of its own (measured: 1.15 times as fast on AVX-512, 1.3 times on AVX2). Arithmetic limits the speed: without
+ELEMENT_FIELDS the other loops ran 1.7 times as fast on AVX-512, 1.4 times on AVX2.
 Not here: what is not finite, and rows or parts of rows that are no multiple of a vector (loops.py).
 """
 
@@ -23,28 +24,30 @@ LANES = 8
 """Numbers in a vector: one of AVX-512's registers in float64, several of a smaller processor's."""
 _WIDTH = 11
 """Columns of a row table."""
-_DIGITS = 14
-"""Bits of a count: three of them fit into a float64, so that all sums fit into the processor's registers. Counts go up
-to BLOCK."""
+_DIGITS = 16
+"""Bits of a count: three of them fit into a word, so that all sums fit into the processor's registers. Counts go up to
+BLOCK."""
 _SUMS = ("contract", "nsz", "reassoc")
 _WORD, _ONE = ir.IntType(64), ir.DoubleType()
 _WIDE, _NARROW = ir.VectorType(_ONE, LANES), ir.VectorType(ir.FloatType(), LANES)
+_COUNTS = ir.VectorType(_WORD, LANES)
 _ZERO, _INFINITE = ir.Constant(_WIDE, [0.0] * LANES), ir.Constant(_WIDE, [float("inf")] * LANES)
+_NONE = ir.Constant(_COUNTS, [0] * LANES)
 
 
 @intrinsic
 def add_rows(
-    typing: Any, g: Any, m: Any, q: Any, rel: Any, out: Any, first: Any, n: Any, width: Any, whole: Any, eps: Any,
-    elements: Any, g_bits: Any, g_size: Any, m_bits: Any, m_size: Any,
+    typing: Any, g: Any, m: Any, q: Any, rel: Any, out: Any, first: Any, n: Any, width: Any, whole: Any, large: Any,
+    eps: Any, elements: Any, g_bits: Any, g_size: Any, m_bits: Any, m_size: Any,
 ) -> Any:  # fmt: skip
     """Takes n rows of ``width`` finite numbers into the row table ``out`` from row ``first`` on.
 
     g, m: float32, the rows one after the other, ``width`` a multiple of LANES. q, rel: float64, become |d| and
     |d| / |g|, inf where g is 0. out: float64 [rows, 11], n is right: gg, mm, gm, dd, abs_d, max_d and max_rel take the
-    rows in. whole: these are whole rows and not parts: max_rel and peak are finished too. elements: float64 [10], takes
-    in definition.ELEMENT_FIELDS with ``eps``. g_bits, m_bits: uint8, what the numbers were built from, g_size and
-    m_size bytes each; as many that lie behind them are on their way to the cache afterwards. At most BLOCK numbers.
-    None of it is checked.
+    rows in. whole: these are whole rows and not parts: max_rel and peak are finished too. large: all |g| are above
+    TINY, so that nothing is left out of any sum. elements: float64 [10], takes in definition.ELEMENT_FIELDS with
+    ``eps``. g_bits, m_bits: uint8, what the numbers were built from, g_size and m_size bytes each; as many that lie
+    behind them are on their way to the cache afterwards. At most BLOCK numbers. None of it is checked.
     """
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -54,29 +57,36 @@ def add_rows(
             if isinstance(t, types.Array)
         ]
         *sides, table, total, g_bits, m_bits = arrays
-        start, rows, size, done, eps = values[5:10]
+        start, rows, size, done, large, eps = values[5:11]
         every = builder.mul(rows, size)
-        ahead = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in ((g_bits, values[12]), (m_bits, values[14]))]
+        ahead = [(builder.gep(b, [builder.mul(every, s)]), s) for b, s in ((g_bits, values[13]), (m_bits, values[15]))]
 
         def places(row: Any, of: Sequence[Any]) -> list[Any]:
             """Where the row begins in each array and in the table."""
             at, line = builder.mul(row, size), builder.mul(builder.add(start, row), ir.Constant(_WORD, _WIDTH))
             return [*(builder.gep(a, [at]) for a in of), builder.gep(table, [line])]
 
-        with _Counted(builder, rows, 1, [_ZERO] * 6) as loop:
-            *both, d, r, line = places(loop.at, sides)
-            at = builder.mul(loop.at, size)
-            following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in ahead]
-            found, loop.following = _sums(builder, both, d, r, size, _spread(builder, eps), loop.sums, following)
-            _take_in(builder, builder.gep(line, [ir.Constant(_WORD, 1)]), found, (5, 6))
+        with builder.if_else(large) as branches:
+            for branch, all_seen in zip(branches, (True, False), strict=True):
+                with branch:
+                    begin = [*[_NONE] * 2, *[_ZERO] * (1 if all_seen else 4)]
+                    with _Counted(builder, rows, 1, begin) as loop:
+                        *both, d, r, line = places(loop.at, sides)
+                        at = builder.mul(loop.at, size)
+                        following = [(builder.gep(b, [builder.mul(at, s)]), s) for b, s in ahead]
+                        wide = _spread(builder, eps)
+                        found, loop.following = _sums(builder, both, d, r, size, wide, loop.sums, following, all_seen)
+                        _take_in(builder, builder.gep(line, [ir.Constant(_WORD, 1)]), found, (5, 6))
+                        if all_seen:
+                            _take_in(builder, total, [None] * 6 + [found[6], found[4], found[5]], (6, 8))
+                    _take_in(builder, total, _unpacked(builder, loop.following), (6, 8))
         # Apart, so that one row's root and quotient are on their way while the others are added up.
         with builder.if_then(done), _Counted(builder, rows, 1, []) as again:
             d, r, line = places(again.at, sides[2:])
             _finish(builder, d, r, line, size)
-        _take_in(builder, total, _unpacked(builder, loop.following), (6, 8))
         return context.get_dummy_value()
 
-    numbers = types.int64, types.int64, types.int64, types.boolean, types.float64
+    numbers = types.int64, types.int64, types.int64, types.boolean, types.boolean, types.float64
     bits = g_bits, types.int64, m_bits, types.int64
     return types.void(g, m, q, rel, out, *numbers, elements, *bits), build
 
@@ -94,7 +104,7 @@ class _Counted:
         self.builder.position_at_end(self.loop)
         self.at = self.builder.phi(_WORD)
         self.at.add_incoming(ir.Constant(_WORD, 0), before)
-        self.sums = [self.builder.phi(_WIDE) for _ in self.begin]
+        self.sums = [self.builder.phi(value.type) for value in self.begin]
         for s, value in zip(self.sums, self.begin, strict=True):
             s.add_incoming(value, before)
         self.following: Sequence[Any] = self.sums
@@ -111,7 +121,7 @@ class _Counted:
 
 
 def _sums(
-    builder: Any, both: Sequence[Any], q: Any, rel: Any, size: Any, eps: Any, elements: Any, ahead: Any
+    builder: Any, both: Sequence[Any], q: Any, rel: Any, size: Any, eps: Any, elements: Any, ahead: Any, all_seen: bool
 ) -> tuple[Any, Any]:
     """Of one row: (sums of g*g, m*m, g*m, d*d, |d|, the largest |d| and |d| / |g|; elements with those of the row)."""
     with _Counted(builder, size, LANES, [*[_ZERO] * 7, *elements]) as loop:
@@ -119,18 +129,20 @@ def _sums(
             _prefetch(builder, builder.gep(bits, [builder.mul(loop.at, width)]))
         x, y = (builder.fpext(_load(builder, a, loop.at, _NARROW, 4), _WIDE) for a in both)
         d, a = (_call(builder, "fabs", v) for v in (builder.fsub(y, x), x))
-        ratio, some = builder.fdiv(d, a), builder.fcmp_ordered(">", a, _ZERO)
-        for value, array in ((d, q), (builder.select(some, ratio, _INFINITE), rel)):
+        ratio = known = kept = builder.fdiv(d, a)
+        if not all_seen:
+            some = builder.fcmp_ordered(">", a, _ZERO)
+            known, kept = builder.select(some, ratio, _INFINITE), builder.select(some, ratio, _ZERO)
+        for value, array in ((d, q), (known, rel)):
             builder.store(value, builder.bitcast(builder.gep(array, [loop.at]), _WIDE.as_pointer()), align=8)
         products = [builder.fmul(*pair, flags=_SUMS) for pair in ((x, x), (y, y), (x, y), (d, d))]
         new = [builder.fadd(s, v, flags=_SUMS) for s, v in zip(loop.sums[:5], (*products, d), strict=True)]
-        tops = d, builder.select(some, ratio, _ZERO)
-        new += [_call(builder, "maxnum", s, v) for s, v in zip(loop.sums[5:7], tops, strict=True)]
-        loop.following = new + _elements(builder, a, d, ratio, eps, loop.sums[7:])
+        new += [_call(builder, "maxnum", s, v) for s, v in zip(loop.sums[5:7], (d, kept), strict=True)]
+        loop.following = new + _elements(builder, a, d, ratio, eps, loop.sums[7:], all_seen)
     return [_fold(builder, v, largest=i >= 5) for i, v in enumerate(loop.following[:7])], loop.following[7:]
 
 
-def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence[Any]) -> list[Any]:
+def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence[Any], all_seen: bool) -> list[Any]:
     """The sums behind definition.ELEMENT_FIELDS with one vector more: two of three counts each (_DIGITS), then sums
     and maxima of ratio and d. a: |g|; d: |d|; ratio: d / a."""
     bound = builder.fadd(a, eps)
@@ -140,8 +152,10 @@ def _elements(builder: Any, a: Any, d: Any, ratio: Any, eps: Any, sums: Sequence
     within.append(builder.fcmp_ordered(">", d, _ZERO))
     new = list(sums[:2])
     for i, h in enumerate(within):
-        count = new[i // 3]
-        new[i // 3] = builder.select(h, builder.fadd(count, _all(float(1 << _DIGITS * (i % 3)))), count)
+        one = ir.Constant(_COUNTS, [1 << _DIGITS * (i % 3)] * LANES)
+        new[i // 3] = builder.add(new[i // 3], builder.select(h, one, _NONE))
+    if all_seen:
+        return [*new, builder.fadd(sums[2], ratio, flags=_SUMS)]
     seen = builder.fcmp_ordered(">", a, _all(2.0**-23))
     for i, value in enumerate((ratio, d)):
         kept = builder.select(seen, value, _ZERO)
@@ -153,17 +167,19 @@ def _unpacked(builder: Any, sums: Sequence[Any]) -> list[Any]:
     """definition.ELEMENT_FIELDS of what `_elements` has added up."""
     counts = []
     for vector in sums[:2]:
-        packed = builder.fptosi(_fold(builder, vector, largest=False), _WORD)
+        packed = _fold(builder, vector, largest=False)
         for k in range(3):
             one = builder.lshr(packed, ir.Constant(_WORD, _DIGITS * k))
             counts.append(builder.sitofp(builder.and_(one, ir.Constant(_WORD, (1 << _DIGITS) - 1)), _ONE))
     others = [_fold(builder, v, largest=i % 2 == 1) for i, v in enumerate(sums[2:])]
-    return [*counts[:5], *others, counts[5]]
+    return [*counts[:5], *others, *[None] * (4 - len(others)), counts[5]]
 
 
 def _take_in(builder: Any, cells: Any, values: Sequence[Any], tops: Sequence[int]) -> None:
     """Adds values to cells one after the other; of those in ``tops`` the larger stays."""
     for i, value in enumerate(values):
+        if value is None:
+            continue
         cell = builder.gep(cells, [ir.Constant(_WORD, i)])
         old = builder.load(cell)
         builder.store(_call(builder, "maxnum", old, value) if i in tops else builder.fadd(old, value), cell)
@@ -196,7 +212,10 @@ def _fold(builder: Any, vector: Any, *, largest: bool) -> Any:
         n //= 2
         masks = [ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(k, k + n))) for k in (0, n)]
         low, high = (builder.shuffle_vector(vector, vector, mask) for mask in masks)
-        vector = _call(builder, "maxnum", low, high) if largest else builder.fadd(low, high, flags=_SUMS)
+        if vector.type.element == _WORD:
+            vector = builder.add(low, high)
+        else:
+            vector = _call(builder, "maxnum", low, high) if largest else builder.fadd(low, high, flags=_SUMS)
     return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
 

@@ -10,8 +10,6 @@ of ait and msit does (0 is the whole model). The package ``onnx`` is an extra (`
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from bisect import bisect_left
@@ -23,7 +21,7 @@ from typing import Any
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common.foreign import torch_dtype
-from vllm_accprobe.formats.io.plain_file import read_json, read_text
+from vllm_accprobe.formats.io.plain_file import read_json, read_rows
 from vllm_accprobe.whole_file import whole
 
 
@@ -260,10 +258,7 @@ def atb_json_to_onnx(
 
 def atb_graph(path: Path, level: int | None = None) -> ModelGraph:
     """The graph of a json file of ATB's. Raises DumpError for what is none."""
-    try:
-        data = read_json(path, MAX_JSON)
-    except (OSError, ValueError, RecursionError) as e:
-        raise DumpError(f"{path}: no topology can be read from it ({str(e)[:120]})") from None
+    data = read_json(path, MAX_JSON)
     if not isinstance(data, Mapping) or not ("nodes" in data or "opType" in data):
         raise DumpError(f"{path} is no topology of ATB's: it has no nodes (write it with --atb-type model or layer)")
     name = str(data.get("modelName") or data.get("opName") or path.stem)
@@ -341,10 +336,11 @@ def _table(path: Path) -> dict[str, _Kinds]:
     files = sorted(f for f in where.glob("operation*.csv") if f.is_file() and not f.is_symlink())
     for file in files[:1]:
         try:
-            for row in csv.DictReader(io.StringIO(read_text(file)), delimiter="|"):
+            head, *rows = read_rows(file) or [[]]
+            for row in (dict(zip(head, cells, strict=False)) for cells in rows):
                 sides = [_kinds(row.get(f"{side}DType"), row.get(f"{side}Shape")) for side in ("In", "Out")]
                 out.setdefault(str(row.get("OpName", "")), (sides[0], sides[1]))
-        except (OSError, ValueError, csv.Error):
+        except DumpError:
             return {}
     return out
 

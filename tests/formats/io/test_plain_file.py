@@ -44,10 +44,10 @@ def test_text_and_json(tmp_path: Path) -> None:
     found = read_json(path, 100)
     assert found["b"] == "\ufffd"
     assert (found["a"][0], math.isnan(found["a"][1]), found["a"][2]) == (1, True, math.inf)
-    with pytest.raises(ValueError, match="larger than 0 MiB"):
+    with pytest.raises(DumpError, match="larger than 0 MiB"):
         read_text(path, 10)
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="recursion"):
+    with pytest.raises(DumpError, match="recursion"):
         read_json(path, 1 << 20)
 
 

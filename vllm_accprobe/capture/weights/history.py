@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,11 @@ from vllm_accprobe.dump.journal import (
     LOAD,
     LOADED,
     PACKED,
+    WEIGHT,
     Range,
     WeightEvent,
     WeightPrint,
     pack_rows,
-    print_line,
     row_count,
 )
 from vllm_accprobe.dump.journal import MAX_WEIGHT_ROWS as MAX_ROWS
@@ -389,7 +390,7 @@ class WeightLife:
 
     def _slot(self, path: str, cls: str, name: str, form: str, tensor: torch.Tensor) -> None:
         sums = self._sums(tensor)
-        self._line(print_line(_made(self._rank, self._number, path, cls, name, form, tensor.dtype, sums)))
+        self._line(WEIGHT.to_line(_made(self._rank, self._number, path, cls, name, form, tensor.dtype, sums)))
 
     def _sums(self, tensor: torch.Tensor) -> RowSums:
         start = time.perf_counter()
@@ -419,7 +420,7 @@ class WeightLife:
         if len(sums.order) <= MAX_ROWS and self._said.get((path, f"{name} {form}")) != made.order:
             rows = pack_rows(sums.short)
             self._said[path, f"{name} {form}"] = made.order
-        self._line(print_line(made) | ({} if rows is None else {"rows": rows}))
+        self._line(WEIGHT.to_line(made if rows is None else replace(made, rows=rows)))
 
 
 def tap_path(path: str) -> str:

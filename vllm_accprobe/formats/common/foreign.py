@@ -18,7 +18,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -141,15 +141,6 @@ class ForeignRecord(Record):
         return self.label
 
 
-@dataclass
-class _Taken:
-    """What is numbered while tensors are added."""
-
-    places: set[tuple[Any, ...]] = field(default_factory=set)
-    calls: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    seq: dict[tuple[int, int | None], int] = field(default_factory=dict)
-
-
 class ForeignDump(Dump):
     """A dump of another tool. kind: the format's NAME; run: what the tool wrote about the run, if anything.
 
@@ -159,8 +150,9 @@ class ForeignDump(Dump):
         super().__init__(path, {"format": kind, **(run or {})})
         self.kind = kind
         self._reads: list[Read] = []
-        self._taken = _Taken()
-        self._odd: dict[tuple[str, str], int] = {}
+        self._places: set[tuple[Any, ...]] = set()
+        self._calls: dict[tuple[Any, ...], int] = {}
+        self._seq: dict[tuple[int, int | None], int] = {}
         self._modules_seen: set[tuple[int, str]] = set()
 
     def add(self, t: Tensor) -> ForeignRecord | None:
@@ -178,8 +170,9 @@ class ForeignDump(Dump):
         if t.read is not None:
             payload = Payload(FOREIGN, len(self._reads), prod(t.shape) * DTYPES[t.dtype].itemsize)
             self._reads.append(t.read)
-        seq = self._taken.seq.get((t.rank, step), 0) if t.order is None else t.order
-        self._taken.seq[t.rank, step] = max(seq, self._taken.seq.get((t.rank, step), 0)) + 1
+        before = self._seq.get((t.rank, step), 0)
+        seq = before if t.order is None else t.order
+        self._seq[t.rank, step] = max(seq, before) + 1
         record = ForeignRecord(
             t.rank, step, t.tap, t.cls, t.role, call, seq, t.dtype, tuple(t.shape), None, 0, t.stats, t.hash,
             t.layout, payload, label=t.name,
@@ -226,11 +219,11 @@ class ForeignDump(Dump):
 
     def _call(self, t: Tensor, step: int | None) -> int:
         place = (t.rank, step, t.tap, t.role)
-        call = self._taken.calls.get(place, 0) if t.call is None else t.call
-        while (*place, call) in self._taken.places:
+        call = self._calls.get(place, 0) if t.call is None else t.call
+        while (*place, call) in self._places:
             call += 1
-        self._taken.places.add((*place, call))
-        self._taken.calls[place] = call + 1
+        self._places.add((*place, call))
+        self._calls[place] = call + 1
         return call
 
     def _has_rank(self, rank: int) -> None:

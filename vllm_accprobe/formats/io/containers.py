@@ -25,13 +25,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vllm_accprobe.dump import dtypes, journal
 from vllm_accprobe.dump.decode import DecodeError, parse
 from vllm_accprobe.dump.dtypes import DTYPES, widen
 from vllm_accprobe.dump.files import HeaderEntry, build_header, entry_room
-from vllm_accprobe.dump.journal import MODULE
+from vllm_accprobe.dump.journal import MODULE, OP, LineKind, layout_of
 from vllm_accprobe.dump.reader import Dump
-from vllm_accprobe.dump.schema import ROOT_TAP, Layout, Module, OpCall, Record
+from vllm_accprobe.dump.schema import REPLICATED, ROOT_TAP, Layout, Module, OpCall, Record
 from vllm_accprobe.whole_file import whole
 
 RANK_FILE = re.compile(r"globalrank-(\d{1,9})_localrank-\d{1,9}", re.ASCII)
@@ -192,8 +191,8 @@ class Noted:
     role: str
     call: int
     cls: str
-    dtype: str
-    layout: Layout
+    dtype: str = ""
+    layout: Layout = REPLICATED
 
 
 def note_of_record(r: Record) -> dict[str, Any]:
@@ -201,16 +200,8 @@ def note_of_record(r: Record) -> dict[str, Any]:
     return found | ({} if r.layout.kind == "replicated" and r.layout.size == 1 else {"layout": r.layout.to_event()})
 
 
-def note_of_module(m: Module) -> dict[str, Any]:
-    return {key: value for key, value in MODULE.to_line(m).items() if key != "event"}
-
-
-def note_of_op(op: OpCall) -> dict[str, Any]:
-    return {
-        "step": op.step, "tap": op.tap, "op": op.op, "call": op.call, "seq": op.seq, "module": op.module,
-        "args": list(op.args), "kwargs": dict(op.kwargs), "outputs": list(op.outputs), "mutates": list(op.mutates),
-        "module_call": op.module_call,
-    } | ({} if op.inside is None else {"inside": op.inside})  # fmt: skip
+def _noted(kind: LineKind, value: Module | OpCall) -> dict[str, Any]:
+    return {key: value for key, value in kind.to_line(value).items() if key != "event"}
 
 
 def narrow(dtype: str) -> bool:
@@ -230,31 +221,17 @@ def parsed_note(data: bytes) -> Mapping[str, Any]:
         return {}
 
 
-def record(e: Any) -> Noted | None:
-    """The note of a record; None for what is none."""
-    try:
-        dtype = journal.string(e, "dtype", "")
-        return Noted(
-            journal.string(e, "tap"), journal.string(e, "role"), journal.integer(e, "call", 0),
-            journal.string(e, "class", ""), dtype if dtype in dtypes.DTYPES else "", Layout.from_event(e.get("layout")),
-        )  # fmt: skip
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+NOTED = LineKind(
+    "", Noted, needs=("tap", "role"),
+    readers={"layout": lambda e, _: layout_of(e), "dtype": lambda name, _: name if str(name) in DTYPES else ""},
+)  # fmt: skip
 
 
-def module(e: Any) -> Module | None:
-    """A module as of_module wrote it; None for what is none."""
+def read_note(kind: LineKind, e: Any, **external: Any) -> Any:
+    """What an export noted: a `Noted`, a `Module` or an `OpCall`, by its kind; None for what is none."""
     try:
-        return MODULE.from_line(e)  # type: ignore[no-any-return]
+        return kind.from_line(e, **external)
     except (ValueError, TypeError, AttributeError):
-        return None
-
-
-def op(rank: int, e: Any) -> OpCall | None:
-    """A call as of_op wrote it; None for what is none."""
-    try:
-        return journal.OP.from_line(e, rank=rank)
-    except (ValueError, TypeError, AttributeError, KeyError):
         return None
 
 
@@ -346,7 +323,7 @@ def h5_names(dump: Dump, records: list[Record]) -> list[tuple[Record, str, str]]
 def _note(data: Any, r: Record, module: Module | None, op: OpCall | None) -> bool:
     """Whether all of it was noted."""
     found = note_of_record(r)
-    more = ({"module": note_of_module(module)} if module else {}) | ({"op": note_of_op(op)} if op else {})
+    more = ({"module": _noted(MODULE, module)} if module else {}) | ({"op": _noted(OP, op)} if op else {})
     text = note_text(found | more)
     whole = len(text) <= LONGEST_NOTE
     data.attrs[NOTE_NAME] = np.bytes_(text if whole else note_text(found))

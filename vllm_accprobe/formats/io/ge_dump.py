@@ -155,44 +155,37 @@ def parse(path: Path) -> GeFile:
 def _file(path: Path, header: memoryview, offset: int, size: int) -> GeFile:
     if len(header) + 8 != offset:
         raise ValueError("its header is cut off")
-    op, outputs, inputs = "", [], []
+    found: dict[int, list[memoryview]] = {3: [], 4: []}
+    op = ""
     for number, value in fields(header):
-        if number == 3 and not isinstance(value, int):
-            outputs.append(_tensor(value, size_field=6, original_shape=7, ref=4))
-        elif number == 4 and not isinstance(value, int):
-            inputs.append(_tensor(value, size_field=5, original_shape=6, ref=0))
+        if number in found and not isinstance(value, int):
+            found[number].append(value)
         elif number == 6 and not isinstance(value, int):
             op = _text(value)
     tensors = []
-    for kind, raw in (("input", inputs), ("output", outputs)):
-        for index, t in enumerate(raw):
+    for kind, number, places in (("input", 4, _INPUT), ("output", 3, _OUTPUT)):
+        for index, data in enumerate(found[number]):
+            t = _tensor(data, kind, index, offset, *places)
             if t.nbytes > size - offset:
                 left = f"{kind} {index} should have {t.nbytes} bytes, the file has {max(size - offset, 0)} left"
                 raise ValueError(f"cut off: {left}")
-            shape = _meant(t)
-            tensors.append(
-                GeTensor(kind, index, _DTYPES.get(t.code), t.code, shape, t.shape, t.format, offset, t.nbytes, t.ref)
-            )
+            tensors.append(t)
             offset += t.nbytes
     if not tensors:
         raise ValueError("it describes no tensor")
     return GeFile(path, op, tuple(tensors))
 
 
-@dataclass(frozen=True, slots=True)
-class _RawTensor:
-    code: int
-    format: int
-    shape: tuple[int, ...]
-    original: tuple[int, ...] | None
-    nbytes: int
-    ref: str
+_INPUT, _OUTPUT = (5, 6, 0), (6, 7, 4)
+"""The fields of size, original shape and, where there is one, the operator of the original graph."""
 
 
-def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int) -> _RawTensor:
+def _tensor(
+    data: memoryview, kind: str, index: int, offset: int, size_field: int, original_shape: int, ref: int
+) -> GeTensor:
     code = form = nbytes = 0
     shape: tuple[int, ...] = ()
-    original: tuple[int, ...] | None = None
+    original: tuple[int, ...] = ()
     name = ""
     for number, value in fields(data):
         if number == size_field and isinstance(value, int):
@@ -204,10 +197,12 @@ def _tensor(data: memoryview, *, size_field: int, original_shape: int, ref: int)
         elif number == 3 and not isinstance(value, int):
             shape = _shape(value)
         elif number == original_shape and not isinstance(value, int):
-            original = _shape(value) or None
+            original = _shape(value)
         elif ref and number == ref and not isinstance(value, int):
             name = next((_text(v) for n, v in fields(value) if n == 1 and not isinstance(v, int)), "")
-    return _RawTensor(code, form, shape, original, nbytes, name)
+    # The shape that the model sees: of a layout that can be undone, the original one.
+    meant = original if original and _undoes(shape, form, original) else shape
+    return GeTensor(kind, index, _DTYPES.get(code), code, meant, shape, form, offset, nbytes, name)
 
 
 def _shape(data: memoryview) -> tuple[int, ...]:
@@ -219,11 +214,6 @@ def _shape(data: memoryview) -> tuple[int, ...]:
 
 def _text(value: memoryview) -> str:
     return bytes(value[:1000]).decode("utf-8", "replace")
-
-
-def _meant(t: _RawTensor) -> tuple[int, ...]:
-    """The shape that the model sees: of a layout that can be undone, the original one."""
-    return t.original if t.original is not None and _undoes(t.shape, t.format, t.original) else t.shape
 
 
 def _undoes(stored: tuple[int, ...], form: int, meant: tuple[int, ...]) -> bool:

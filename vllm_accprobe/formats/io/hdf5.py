@@ -184,9 +184,10 @@ def _dataset(path: Path, dataset: Any, group: str, name: str, size: int) -> Data
     plain = layout == h5py.h5d.CONTIGUOUS and info.kind in ("float", "int") and not why and bool(nbytes)
     swap = dtype.byteorder == ">" and plain
     noted = _notes(dataset)
-    wide = torch_name == "float32" and not swap and not why
-    narrow = _narrow(noted) if noted else _noted(dataset) if wide and plain else ""
-    narrow = narrow if wide else ""
+    narrow = ""
+    if torch_name == "float32" and not swap and not why:
+        narrow = str(noted.get("dtype")) if noted else _noted(dataset) if plain else ""
+        narrow = narrow if containers.narrow(narrow) and narrow in DTYPES else ""
     return Dataset(path, group, name, narrow or torch_name, shape, swap, int(offset) if plain else None, why, narrow,
                    noted)  # fmt: skip
 
@@ -206,12 +207,6 @@ def _notes(dataset: Any) -> Mapping[str, Any]:
     except (OSError, TypeError, ValueError, RuntimeError):
         return {}
     return containers.parsed_note(text.item())
-
-
-def _narrow(noted: Mapping[str, Any]) -> str:
-    """The dtype whose numbers are float32 in the file, "" where its own is it."""
-    dtype = noted.get("dtype")
-    return dtype if isinstance(dtype, str) and containers.narrow(dtype) and dtype in DTYPES else ""
 
 
 def _noted(dataset: Any) -> str:

@@ -12,6 +12,8 @@ Not here: what the bytes mean (the other modules here), what the names mean (eac
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
@@ -88,26 +90,42 @@ def read_bytes(path: Path, offset: int, nbytes: int) -> np.ndarray:
         return fill(path, fd, offset, np.empty(nbytes, np.uint8), "has become shorter since it was opened")
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise DumpError(f"cannot read {path}: {e.strerror or e}") from None
+    except (ValueError, RecursionError, csv.Error) as e:
+        raise DumpError(f"{path} is damaged: {str(e)[:120]}") from None
+
+
 def read_text(path: Path, limit: int = _MAX_TEXT) -> str:
-    """A text file as UTF-8, what is no UTF-8 replaced. Raises ValueError where it is larger than ``limit``, OSError."""
-    with os.fdopen(open_regular(path), "rb") as f:
+    """A text file of at most ``limit`` bytes as UTF-8, what is no UTF-8 replaced. Raises DumpError."""
+    with _named(path), os.fdopen(open_regular(path), "rb") as f:
         data = f.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"larger than {limit >> 20} MiB")
+        if len(data) > limit:
+            raise DumpError(f"{path} is larger than {limit >> 20} MiB")
     return data.decode("utf-8", "replace")
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """A file of JSON, with NaN and Infinity, which tools write. Raises ValueError, also for what is nested too deep,
-    and OSError."""
+    """A file of JSON, with NaN and Infinity, which tools write. Raises DumpError, also for what is nested too deep."""
     text = read_text(path, limit)
-    try:
-        return orjson.loads(text)
-    except ValueError:
+    with _named(path):
         try:
+            return orjson.loads(text)
+        except ValueError:
             return json.loads(text)
-        except RecursionError as e:
-            raise ValueError(str(e)) from None
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """The lines of a table, cut at ``|`` where the first one has that, else at commas. Raises DumpError."""
+    text = read_text(path)
+    with _named(path):
+        if "|" in text.partition("\n")[0]:
+            return list(csv.reader(io.StringIO(text), delimiter="|", quoting=csv.QUOTE_NONE))
+        return list(csv.reader(io.StringIO(text)))
 
 
 MAX_DEPTH = 48

@@ -11,16 +11,16 @@ Not here: writing (containers.py), each other kind (plain_file.py, torchfile.py,
 from __future__ import annotations
 
 import ast
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from vllm_accprobe.dump.decode import DecodeError, at_most, between, decode, parse
 from vllm_accprobe.dump.dtypes import DTYPES
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats.common.foreign import Read, numpy_dtype
@@ -161,23 +161,32 @@ _SAFE = {i.safetensors: i.name for i in DTYPES.values() if not i.tail and i.safe
 }  # fmt: skip
 
 
+_Size = Annotated[int, between(0, (1 << 62) - 1)]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A tensor in such a header."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], at_most(64)]
+    data_offsets: tuple[_Size, _Size]
+
+
 def safetensors_items(path: Path, fd: int, size: int) -> Iterator[FileTensor]:
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > min(size - 8, MAX_HEADER):
         raise DumpError(f"{path} is no safetensors file: its header would have {length:,} bytes")
     try:
-        header = json.loads(os.pread(fd, length, 8))
-        entries = [(k, v) for k, v in header.items() if k != "__metadata__"]
-        listed = [(k, v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for k, v in entries]
-        about = header.get("__metadata__")
-        note = str(about.get(containers.DTYPES_NOTE, "")).encode() if isinstance(about, dict) else b""
-        noted = containers.parsed_note(note) if isinstance(about, dict) else {}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DumpError(f"{path} has a damaged safetensors header") from None
+        header = parse(dict[str, Any], os.pread(fd, length, 8), length)
+        about = decode(dict[str, str], header.pop("__metadata__", {}), "__metadata__")
+        listed = decode(dict[str, _Listed], header)
+    except DecodeError as e:
+        raise DumpError(f"{path} has a damaged safetensors header: {e}") from None
+    noted = containers.parsed_note(about.get(containers.DTYPES_NOTE, "").encode())
     end, room = 0, size - 8 - length
-    for key, kind, shape, start, stop in sorted(listed, key=lambda e: (_number(e[3]), _number(e[4]))):
-        if not isinstance(kind, str) or any(_number(n) < 0 for n in (*shape, start, stop)) or len(shape) > 64:
-            raise DumpError(f"{path} has a damaged safetensors header")
+    for key, entry in sorted(listed.items(), key=lambda e: e[1].data_offsets):
+        kind, shape, (start, stop) = entry.dtype, entry.shape, entry.data_offsets
         dtype = _SAFE.get(kind, kind)
         info = DTYPES.get(dtype)
         noted_dtype = DTYPES.get(str(noted.get(key, "")))
@@ -188,10 +197,6 @@ def safetensors_items(path: Path, fd: int, size: int) -> Iterator[FileTensor]:
             raise DumpError(f"{path}: {key[:80]!r} does not lie where its header says: damaged, or made up")
         end = stop
         yield FileTensor(key, dtype, shape, _reader(path, 8 + length + start, stop - start, dtype, shape))
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int and value < 1 << 62 else -1
 
 
 def _reader(path: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Read:
