@@ -42,8 +42,8 @@ def markdown_lines(comparison: Comparison) -> list[str]:
     if how := verdict_parts.head(comparison):
         out += ["", code(how[0], 1000), *(["", *(f"    {line.strip()}" for line in how[1:])] if how[1:] else [])]
     out += _origins(comparison)
-    if said := facts.alarms(comparison):
-        out += ["", f"By chance: {said}."]
+    if text := facts.alarms(comparison):
+        out += ["", f"By chance: {text}."]
     out += _commands("This would decide", comparison.would_decide, "would_decide")
     out += _machines(comparison)
     if first := facts.divergence(comparison):
@@ -142,8 +142,8 @@ def _flipped(comparison: Comparison) -> list[str]:
 
 
 def _more(total: int, where: str) -> list[str]:
-    said = more(total, MAX_LIST, f"compare.json, {where}")
-    return ["", *said] if said else []
+    text = more(total, MAX_LIST, f"compare.json, {where}")
+    return ["", *text] if text else []
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -178,11 +178,11 @@ def github_lines(comparison: Comparison) -> list[str]:
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
         if is_cache(origin):  # it is the headline
             continue
-        said = f"{facts.introduced_by(origin)}: {facts.origin_detail(comparison, origin)}"
-        said += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
-        said += f"; {tier}" if (tier := facts.sentence(origin)) else ""
-        said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
-        out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", said))
+        text = f"{facts.introduced_by(origin)}: {facts.origin_detail(comparison, origin)}"
+        text += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
+        text += f"; {tier}" if (tier := facts.sentence(origin)) else ""
+        text += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
+        out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", text))
     for step in comparison.would_decide[:MAX_ANNOTATIONS]:
         typed = "; then ".join(step["command"].splitlines())
         out.append(command("notice", "accprobe: this would decide", f"{step['why']}: {typed}"))
