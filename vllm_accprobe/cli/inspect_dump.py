@@ -77,7 +77,8 @@ def summary(
     chosen = [] if how.ops else what.apply(opened, padding=True)
     if chosen and table is not None:
         chosen = _with_statistics(opened, chosen)
-        _write_csv(opened, chosen, table)
+        with whole(table) as part, open(part, "w", newline="", encoding="utf-8") as f:
+            csv.writer(f).writerows([CSV, *csv_rows(opened, chosen)])
     if chosen and (table is None or text is not None):
         taps = set() if any("::" in name for name in names) else {call.tap for call in calls}
         listed = [(i, r) for i, r in chosen if r.tap not in taps]
@@ -138,11 +139,6 @@ def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
         return "it holds no operator calls: capture them with VLLM_ACCPROBE_OPS=1, or `accprobe run --ops`"
     wanted_names = f" {', '.join(names)}" if names else " what was chosen"
     return f"no {'operator' if ops else 'tensor'} matches{wanted_names}; without a GLOB all are listed"
-
-
-def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
-    with whole(path) as part, open(part, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([CSV, *csv_rows(dump, chosen)])
 
 
 def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:

@@ -482,11 +482,6 @@ def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
 FURTHER = "further findings of the ledger of states and of the runner's inputs"
 
 
-def what_it_got(comparison: Comparison) -> str:
-    """What an operator computed with that is wrong by mine's first finding of its own."""
-    return "these inputs" if comparison.origins and of_runner(comparison.origins[0]) else "that cache"
-
-
 def operators(comparison: Comparison) -> list[dict[str, Any]]:
     return [o for o in comparison.origins if not is_cache(o)]
 

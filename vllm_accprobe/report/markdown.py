@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.comparison.states import is_cache
-from vllm_accprobe.report import facts, markdown, verdict_parts
+from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 
 if TYPE_CHECKING:
@@ -197,14 +197,9 @@ def github_lines(comparison: Comparison) -> list[str]:
 def write_summary(comparison: Comparison) -> str | None:
     """Appends the Markdown summary to the file that GitHub names in GITHUB_STEP_SUMMARY; returns its path, or None
     outside of GitHub. Raises OSError as the file system gives it."""
-    return append_summary(markdown.markdown_lines(comparison))
-
-
-def append_summary(summary: Iterable[str]) -> str | None:
-    """As `write_summary`, of any lines of Markdown."""
     path = os.environ.get(SUMMARY)
     if not path:
         return None
     with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
-        f.write("\n".join(summary) + "\n")
+        f.write("\n".join(markdown_lines(comparison)) + "\n")
     return path

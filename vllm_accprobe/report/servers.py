@@ -211,8 +211,13 @@ def localize_lines(dug: Localized) -> list[str]:
         found.append(f"  the token's gap: {num(target.gap)} nats in the gate, {num(dug.gap)} while captured")
     if dug.shows is False:
         found.append(f"  THE DIFFERENCE DID NOT SHOW while captured{why(dug)}")
-    if dug.origin is None:
-        found.append("no culprit: " + nothing_localized(dug))
+    if dug.origin is None and dug.verdict == "pass":
+        found.append("no culprit: in the captured rows every module is the same within rounding")
+    elif dug.origin is None:
+        found.append(
+            "no culprit: the captured rows differ, and no module is beyond its floor by itself (compare's report says "
+            "where)"
+        )
     else:
         found += culprit(dug)
     return [*found, "look further:", *(f"  {line}" for line in dug.look)]
@@ -223,12 +228,6 @@ def why(dug: Localized) -> str:
         return (": the engine was made eager for it; where the fault is one of compiled code or captured graphs, put "
                 "VLLM_ACCPROBE_GRAPHS=1 in front of both commands")  # fmt: skip
     return ": it needs a batch or a moment that did not come again"
-
-
-def nothing_localized(dug: Localized) -> str:
-    if dug.verdict == "pass":
-        return "in the captured rows every module is the same within rounding"
-    return "the captured rows differ, and no module is beyond its floor by itself (compare's report says where)"
 
 
 def culprit(dug: Localized) -> list[str]:
@@ -508,12 +507,6 @@ def side_lines(side: Side) -> list[str]:
         out.append(f"  {safe(label(*where)) or '?'}: {mean} {len(known or values):,}")
     out += [f"left out: {n:,} {what}" for what, n in side.left_out.items()] + [f"note: {safe(n)}" for n in side.notes]
     return [*out, "two runs are compared by `accprobe eval-diff A B`"]
-
-
-def read_lines(golden: Side, mine: Side) -> list[str]:
-    return [
-        f"left out of {safe(side.path)}: {n:,} {what}" for side in (golden, mine) for what, n in side.left_out.items()
-    ]
 
 
 def read_json(golden: Side, mine: Side) -> dict[str, object]:

@@ -95,7 +95,7 @@ def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> li
     out += _list(wrong, None if full else n, "compare.json, states", lambda line: [f"  {line}"])
     if facts.wrong_states(comparison) and (others := facts.operators(comparison)):
         culprit = facts.origin_title(others[0])
-        got = facts.what_it_got(comparison)
+        got = "these inputs" if facts.of_runner(comparison.origins[0]) else "that cache"
         out.append(f"without it, the tensors would blame {culprit}, which computed with {got}:")
     return out
 
