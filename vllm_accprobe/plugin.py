@@ -187,7 +187,7 @@ def _patch_engine_args() -> None:
             settings = ", ".join(what for what in changed if what != "enforce_eager")
             _say(
                 "the engine is made eager so that every module is seen (VLLM_ACCPROBE_GRAPHS=1 leaves it as configured)"
-                + (f"; it was given {settings}" if settings else "")
+                + (f"; it got {settings}" if settings else "")
             )
         return original(self, *args, **kwargs)
 

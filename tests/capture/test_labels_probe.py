@@ -131,7 +131,7 @@ def test_wrong_use_is_said_once_counted_and_harms_nothing(tmp_path: Path, caplog
     assert reasons == {
         "data_src is 'gpu', not 'pta' or 'acl'": 2,
         "data_id is not what gen_id() gives: a short text": 2,
-        "neither data_val nor tensor_path is given": 2,
+        "data_val and tensor_path are both missing": 2,
         "tensor_path is no path": 2,
         "a label outside of the model's forward": 1,
     }

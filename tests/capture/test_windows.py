@@ -148,12 +148,12 @@ def test_modules_are_of_those_that_are_tapped(tmp_path: Path, said: list[str]) -
 def test_what_is_refused_is_one_line_in_the_journal(tmp_path: Path, said: list[str]) -> None:
     served = Served(tmp_path / "dump")
     served.step("a")
-    served.arm({"on": False}, refused="arm.json is refused: it is a link; what held before goes on")
+    served.arm({"on": False}, refused="arm.json is refused: it is a link; the earlier selection goes on")
     for _ in range(3):
         served.step("a")
     dump = served.closed()
     assert [(e["where"], e["message"]) for e in dump.errors] == [
-        ("arming", "arm.json is refused: it is a link; what held before goes on")
+        ("arming", "arm.json is refused: it is a link; the earlier selection goes on")
     ]
     assert len(dump.steps) == 4
     assert dump.armed == []

@@ -128,7 +128,7 @@ def test_nothing_that_a_file_does_to_its_reader_ends_the_engine(
     (tmp_path / "arm.json").write_text("{}")
     assert ControlFile(tmp_path / "arm.json").current_words()
     assert len(said) == 1
-    assert "too deep: refused; what held before goes on" in said[0]
+    assert "too deep: refused; the earlier selection goes on" in said[0]
 
 
 def test_an_engine_that_cannot_be_armed_serves(tmp_path: Path, said: list[str]) -> None:

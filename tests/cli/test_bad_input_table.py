@@ -22,9 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_dumps import make
+from dump.dumps import put_event
+from support.peer_dumps import unpack
 from synthetic_model import capture, scaled, write
 
 from vllm_accprobe.cli import main
+from vllm_accprobe.dump.writer import RankWriter, write_run_json
 
 DOWN = "model.layers.1.mlp.down_proj"
 READ = {
@@ -52,6 +55,22 @@ READ = {
 REFUSED = ("nowhere", "empty", "zero.csv", "text.txt", "bad.json", "two", "deep", "locked", "locked-files")
 WORKS = ("cut", "killed")
 """Dumps of a run that was killed, and with a segment that was cut off: the exit code is that of the whole dump."""
+OTHER_KIND = {
+    "labels": ["plain", "stats", "params", "x.npy", "a_msprobe_stat/golden"],
+    "convert": ["stats", "a_msprobe_stat/golden"],
+    "gentest": ["params", "x.npy"],
+    "opcheck": ["stats", "params", "x.npy"],
+    "compare": ["stats", "params", "x.npy", "a_msprobe_tensor/golden", "plain"],
+    "compare, mine": ["stats", "params", "x.npy", "a_msprobe_stat/golden"],
+    "calibrate": ["stats", "params", "x.npy", "a_msprobe_tensor/golden"],
+    "show": ["stats", "x.npy"],
+    "repair": ["x.npy", "a_msprobe_tensor/golden"],
+    "errcheck": ["golden", "x.npy"],
+    "rejudge": ["golden", "x.npy"],
+    "opdiff": ["golden", "x.npy"],
+    "patches": ["golden", "x.npy"],
+}
+"""A dump that can be read, and in which there is nothing for the command."""
 HEADER = "op,class,tap,call,role,step,rank,dtype,shape,max_abs_err,ulp_share,ulp_mean,ulp_max\n"
 ROW = "matmul,Tensor.matmul,a,{},output.0,0,0,float32,[2],0.0,0.0,0.0,0.0\n"
 ONE = "inspect plain model.embed_tokens --role output.0 --step 0 --save OUT/"
@@ -75,7 +94,16 @@ WRITE = {
     "eval-diff": ("eval-diff a.jsonl b.jsonl --csv OUT/x.csv", 100, "PASS"),
 }
 """The command, the largest file that it may write on a full disk, and what stdout has of the result all the same."""
-KINDS = ("full disk", "locked", "interrupted", "closed pipe", "latin-1", "ascii", "narrow")
+KINDS = ("full disk", "locked", "below a file", "interrupted", "closed pipe", "latin-1", "ascii", "narrow")
+
+
+def params_only(root: Path) -> None:
+    write_run_json(root, {"model": "tiny"})
+    writer = RankWriter(root, 0, {}, budget_bytes=1 << 30, block_bytes=1 << 16)
+    weight = np.ones((4, 4), np.float32)
+    event = {"event": "param", "tap": "lm_head", "class": "Linear", "role": "param.weight"}
+    put_event(writer, weight, {**event, "dtype": "float32", "shape": [4, 4]})
+    writer.close("done", {})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +112,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("table")
     one: dict[str, Any] = {"prompts": {"a": [3, 14, 15]}, "tokens": 2}
-    for name in ("golden", "two/run1", "two/run2", "killed", "cut", "locked-files"):
+    for name in ("golden", "one/deep/run1", "two/run1", "two/run2", "killed", "cut", "locked-files"):
         write(capture(**one), root / name)
     write(capture(faults={DOWN: scaled(1.2)}, **one), root / "mine")
     journal = root / "killed/rank0000/journal.jsonl"
@@ -108,6 +136,10 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
                   "metrics": ["acc"], "filter": "none", "arguments": {}} for i in range(30)]  # fmt: skip
         (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     np.save(root / "x.npy", np.ones((2, 3), np.float32))
+    make(root / "stats", stats=True)
+    params_only(root / "params")
+    for name in ("a_msprobe_tensor", "a_msprobe_stat"):
+        unpack(name, root)
     return root
 
 
@@ -159,6 +191,7 @@ def one_line(err: str) -> str:
 # Which format a dump is of is decided by the names of its files; nobody has read them then.
 TABLE = [(command, what) for what in REFUSED for command in READ
          if (command, what) not in (("formats", "deep"), ("formats", "locked-files"))]  # fmt: skip
+TABLE += [(command, what) for command, kinds in OTHER_KIND.items() for what in kinds]
 
 
 @pytest.mark.parametrize(("command", "what"), TABLE)
@@ -171,7 +204,7 @@ def test_what_cannot_be_read_is_one_line(
     with permissions_count() if what.startswith("locked") else contextlib.nullcontext():
         code = main(words)
     line = one_line(capsys.readouterr().err)
-    assert code == 2 or (code == 3 and what == "locked-files"), line
+    assert code == 2 or (code == 3 and (what == "locked-files" or what in OTHER_KIND.get(command, ()))), line
     assert what in line
     assert not list(tmp_path.iterdir())
     assert state(there) == before
@@ -238,7 +271,7 @@ def trouble(kind: str, most: int, out: Path, monkeypatch: pytest.MonkeyPatch) ->
         elif kind == "narrow":
             monkeypatch.setenv("COLUMNS", "20")
             now.enter_context(contextlib.redirect_stdout(Narrow()))
-        elif kind:
+        elif kind in ("latin-1", "ascii"):
             stream = io.TextIOWrapper(io.BytesIO(), encoding=kind)
             now.enter_context(contextlib.redirect_stdout(stream))
         yield
@@ -259,8 +292,12 @@ def test_trouble_while_writing(
     typed, most, verdict = WRITE[command]
     words: Callable[[Path], list[str]] = lambda out: [w.replace("OUT", str(out)) for w in typed.split()]  # noqa: E731
     out, whole = tmp_path / "out", tmp_path / "whole"
-    out.mkdir()
-    if kind in KINDS[3:] and typed not in _plain:
+    if kind == "below a file":
+        out = tmp_path / "file/out"
+        out.parent.write_text("mine")
+    else:
+        out.mkdir()
+    if kind in KINDS[4:] and typed not in _plain:
         whole.mkdir()
         _plain[typed] = main(words(whole)), files(whole)
         capsys.readouterr()
@@ -269,7 +306,7 @@ def test_trouble_while_writing(
         code = main(words(out))
     shown, err = capsys.readouterr()
     assert state(there) == before
-    if kind in KINDS[3:]:
+    if kind in KINDS[4:]:
         assert "internal error" not in err
         assert (code, files(out)) == _plain[typed], err
         return
@@ -289,3 +326,4 @@ def test_trouble_while_writing(
         assert not [p for p in out.rglob("*") if p.stat().st_size == most]
     else:
         assert files(out) == set()
+        assert shown == "" or kind == "locked", shown  # refused before the work

@@ -111,7 +111,7 @@ def test_a_server_is_asked_and_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--graphs"], "no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`"),
+        (["--graphs"], "a command is missing; write `accprobe doctor --graphs -- vllm serve MODEL ...`"),
         (["--graphs", "--", "no-such-program"], "no-such-program: no such command; is it installed, and on PATH?"),
         (["--", "true"], "a command is run with --graphs only: accprobe doctor --graphs -- CMD ..."),
         (["--full"], "--full goes with --graphs"),

@@ -377,7 +377,7 @@ def test_metadata_is_the_runners() -> None:
     def found(kind: str, how: str) -> StateFinding:
         return StateFinding(1, kind, "kv", 0, "", 4, 1, "a", how, None, 20, 39, "a", first="layers.0.attn")
 
-    assert is_runners(found(METADATA, "its length is given as 3; the schedule demands 4"))
+    assert is_runners(found(METADATA, "its length is 3; the schedule demands 4"))
     assert is_runners(found(STALE, "its row is written to slot 3 of block 0; the schedule demands slot 7"))
     assert not is_runners(found(STALE, "bytes of an earlier step"))
     dump = Fake()

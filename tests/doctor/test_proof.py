@@ -278,7 +278,7 @@ def test_statistics_tell_by_their_hashes(tmp_path: Path) -> None:
     assert outcome(values, roots(tmp_path / "b", ONE_BY_ONE, stats=True)).root == Tally(3, 0, 0.0)
     other = roots(tmp_path / "c", ONE_BY_ONE, lambda a, s: set_last(9)(a, s) if s == 1 else None, stats=True)
     assert outcome(values, other).root == Tally(3, 1, 0.0)
-    # rows of a whole whose values are not there cannot be told apart
+    # rows of a whole whose values are not there cannot be distinguished
     assert outcome(values, roots(tmp_path / "d", TOGETHER, stats=True)).root.same is None
 
 

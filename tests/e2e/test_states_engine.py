@@ -66,7 +66,7 @@ def test_clean_runs_are_silent(told: Path, name: str) -> None:
 def test_a_block_freed_while_it_is_read(told: Path) -> None:
     (found,) = [one for one in findings(told, "freed") if one.kind == "freed"]
     assert (found.request, found.low, found.writer) == ("a", 0, "a")
-    assert "was given to request 'c' in step" in found.how
+    assert "was assigned to request 'c' in step" in found.how
 
 
 def test_a_stale_slot(told: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_row_that_is_left_out_of_a_cache_of_8_bits(told: Path) -> None:
 def test_the_state_of_another_request(told: Path) -> None:
     found = findings(told, "other-state")
     assert {(one.kind, one.cache, one.request) for one in found} == {("other", "state", "a"), ("other", "state", "b")}
-    assert "given to request 'b'" in found[0].how
+    assert "assigned to request 'b'" in found[0].how
 
 
 def test_two_ledgers_alone_are_compared(told: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

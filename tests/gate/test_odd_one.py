@@ -89,7 +89,7 @@ def test_two_odd_ways_and_the_odd_first_one() -> None:
     all_but_alone = dict.fromkeys(("batch", "hit", "pieces", "scoring"), 0.8)
     gate = named(**all_but_alone)
     if gate.verdict == "fail":
-        assert lines(gate)[0].endswith("one request at a time is the odd one")
+        assert lines(gate)[0].endswith("one request at a time is the outlier")
 
 
 def test_what_met_the_cache_otherwise_is_left_out() -> None:

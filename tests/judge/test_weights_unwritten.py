@@ -20,7 +20,7 @@ def test_loading_that_writes_all_is_silent() -> None:
 def test_memory_that_nobody_filled() -> None:
     (fault,) = faults(made(0, weight(1), raw=True), made(0, weight(2), tap="l.1", times=0, raw=True))
     assert (fault.what, fault.tap, fault.rows) == (NEVER_WRITTEN, "l.1", "")
-    assert fault.says == "l.1.weight was never written by loading: it holds what the memory held before"
+    assert fault.says == "l.1.weight was never written by loading: it contains earlier values of the memory"
 
 
 def test_some_rows_of_it() -> None:

@@ -217,7 +217,7 @@ _QKV = re.compile(r"qkv|query_key_value|Wqkv", re.I)
 _OUT = ("o_proj", "out_proj", "proj", "dense", "wo")
 _TAKES_BOTH = re.compile(r"AndMul|SwiGLU|GeGLU|ReGLU|swiglu", re.ASCII)
 """Classes of activations whose input is gate and up."""
-APART = "layout unknown: how ranks cut this merged projection cannot be told"
+APART = "layout unknown: how ranks cut this merged projection is not known"
 
 
 def _kind(record: Record) -> re.Pattern[str] | None:

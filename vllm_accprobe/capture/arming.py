@@ -150,8 +150,8 @@ class ControlFile:
         except FileNotFoundError:
             self._selection = None
         except Exception as error:  # whatever a stranger's file does to a reader must not end the engine
-            refused = f"{arm_file.NAME} is refused: {error}; what held before goes on"
-            say(f"{self.path}: {error}: refused; what held before goes on")
+            refused = f"{arm_file.NAME} is refused: {error}; the earlier selection goes on"
+            say(f"{self.path}: {error}: refused; the earlier selection goes on")
         self._words = self._as_words(refused)
 
     def _as_words(self, refused: str | None) -> bytes:

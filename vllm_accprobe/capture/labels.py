@@ -355,7 +355,7 @@ def _wrong(source: Any, name: Any, value: Any, path: Any) -> str:
     if not isinstance(name, str) or not name or len(name) > _MAX_ID:
         return "data_id is not what gen_id() gives: a short text"
     if value is None and not path:
-        return "neither data_val nor tensor_path is given"
+        return "data_val and tensor_path are both missing"
     if value is None and not isinstance(path, (str, os.PathLike)):
         return "tensor_path is no path"
     return ""

@@ -205,7 +205,7 @@ class ForcingObserver(StepObserver):
     def _refuse(self, why: str) -> None:
         if not self._reported:
             self._reported = True
-            say(f"a request that names its tokens is answered as any other: {why} (said once)")
+            say(f"a request that names its tokens is answered as any other: {why} (reported once)")
 
     def failed(self, where: str, error: BaseException) -> None:
         if not self._why:

@@ -157,7 +157,7 @@ class Probe:
             self._begin(session, (), arguments)
             self._begun = True
         except Exception as error:
-            session.fail("what generate was given", error)
+            session.fail("what generate got", error)
 
     def _begin(self, session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._step = max(self._step + 1, self.next_step or 0)
@@ -212,7 +212,7 @@ def register_hook(
     if probe.session is not None:
         say(f"register_hook: the dump goes to {probe.root}")
     else:
-        say("register_hook: this device or rank is not asked for (device_id, ranks): nothing is captured here")
+        say("register_hook: this device or rank is not selected (device_id, ranks): nothing is captured here")
     return probe
 
 

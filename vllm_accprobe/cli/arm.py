@@ -22,7 +22,7 @@ class ArmOptions:
     off: bool = option("--off", False, "Capture nothing from now on.")
 
 
-def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
+def arm(server: ArmOptions, capture: options.CaptureOptions) -> None:
     """Switch a running server's capture on for these requests, or off.
 
     Writes DUMP/arm.json, which the server reads before each step; an option that is left out is as the server was
@@ -35,7 +35,7 @@ def arm(server: ArmOptions, wanted: options.CaptureOptions) -> None:
 
     dump = server.dump
     names = ("requests", "tokens", "modules", "steps")
-    chosen = {name: value for name in names if (value := getattr(wanted, name)) is not None}
+    chosen = {name: value for name in names if (value := getattr(capture, name)) is not None}
     if server.off and chosen:
         raise CommandError(f"--off captures nothing: leave --{next(iter(chosen))} away")
     if not dump.is_dir():

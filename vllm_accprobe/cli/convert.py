@@ -43,7 +43,7 @@ class ConvertOptions:
     level: int | None = options.level()
 
 
-def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
+def convert(what: ConvertOptions, tensors: options.SelectionOptions) -> None:
     """Export a dump to HDF5 (torch_xray's layout), npz or safetensors; or the model as ONNX.
 
     HDF5 and npz have no bfloat16 or 8-bit floats: those tensors become float32, which is exact.
@@ -70,10 +70,10 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
         places.check_place(out, [dump], "OUT")
     places.writable(out.parent if out.suffix == f".{kind}" else out, "OUT")
     if kind == "onnx":
-        if names or wanted.roles or wanted.requests:
+        if names or tensors.roles or tensors.requests:
             raise CommandError("--to onnx draws a whole step: it takes --steps, --ranks and --level")
         with _new(out) as path:
-            lines = onnx(dump, path, level, wanted.steps, wanted.ranks or "")
+            lines = onnx(dump, path, level, tensors.steps, tensors.ranks or "")
         show(lines)
         say_written(out, about=size(out.stat().st_size))
         answer(dump=dump, to=kind, about=lines)
@@ -81,7 +81,7 @@ def convert(what: ConvertOptions, wanted: options.SelectionOptions) -> None:
     opened = open_dump(dump)
     if named is None and hasattr(opened, "kind"):
         raise CommandError(f"{dump} is no dump of accprobe's: name OUT")
-    chosen = [r for _, r in wanted.selection(names, parameters=True).apply(opened)]
+    chosen = [r for _, r in tensors.selection(names, parameters=True).apply(opened)]
     stored = [r for r in chosen if r.payload is not None]
     if not stored:
         found = "only statistics, no values" if chosen else "no tensor that matches"

@@ -120,8 +120,8 @@ def _wheels(paths: list[Path], json: bool) -> int:
 
     wheels = wheel.wheel_pair([wheel.read(path) for path in paths])
     found, modes = wheel.checked_places(wheels), wheel.modes_found(wheels)
-    said = [*lines(wheel.findings(wheels, found, modes)), wheel.summary(found)]
-    report(json, wheel.to_json(wheels, found, modes), said, indent=2)
+    text = [*lines(wheel.findings(wheels, found, modes)), wheel.summary(found)]
+    report(json, wheel.to_json(wheels, found, modes), text, indent=2)
     return 1 if wheel.lacks(found) else 0
 
 
@@ -141,9 +141,9 @@ def _dump(path: Path, json: bool) -> int:
     fields = {"schema": 1, "ok": not wrong, "findings": wrong, "checked": checked,
               "unchecked": dict(found.built.unchecked)}  # fmt: skip
     error = typer.style(f"{_ERROR:<9}", fg=_COLOUR[_ERROR])
-    said = [*(f"{error}{safe(line, 1000)}" for line in wrong), *(f"{'':9}{safe(line, 1000)}" for line in checked),
+    text = [*(f"{error}{safe(line, 1000)}" for line in wrong), *(f"{'':9}{safe(line, 1000)}" for line in checked),
             count(len(wrong), "finding") if wrong else "nothing is wrong in what was checked"]  # fmt: skip
-    report(json, fields, said, indent=2)
+    report(json, fields, text, indent=2)
     return int(bool(wrong))
 
 
@@ -184,6 +184,6 @@ def _graphs(how: GraphProofOptions, json: bool, timeout: float) -> int:
     proof = Prover(
         runs, lambda run: graph_proof.carry_out(run, what, prompts, how.max_tokens, timeout), say, time.monotonic
     ).prove(full=how.full, bisect=how.bisect)
-    said = [safe(part, 1000) for line in graph_proof.lines(proof) for part in line.split("\n")]
-    report(json, graph_proof.to_json(proof), said, indent=2)
+    text = [safe(part, 1000) for line in graph_proof.lines(proof) for part in line.split("\n")]
+    report(json, graph_proof.to_json(proof), text, indent=2)
     return {SAME: 0, CHANGED: 1}.get(proof.verdict, 3)

@@ -55,7 +55,8 @@ def interrupted(words: Sequence[str]) -> str:
     left = _LEFT.get()
     if left is None or (left.place is not None and not left.place.exists()):
         return f"interrupted; nothing was kept; begin again: {shlex.join(['accprobe', *words])}"
-    own, theirs = _parted(words)
+    at = list(words).index("--") if "--" in words else len(words)
+    own, theirs = list(words[:at]), list(words[at:])
     for option in left.without:
         while option in own:
             at = own.index(option)
@@ -64,12 +65,6 @@ def interrupted(words: Sequence[str]) -> str:
     more = () if left.more and left.more[0] in own else left.more
     where = "" if left.place is None else f" in {left.place}"
     return f"interrupted; {left.what} kept{where}; go on: {shlex.join(['accprobe', *own, *more, *theirs])}"
-
-
-def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the command's own words, ``--`` and what is behind it)."""
-    at = list(words).index("--") if "--" in words else len(words)
-    return list(words[:at]), list(words[at:])
 
 
 _MOMENT_S = 0.05

@@ -81,6 +81,7 @@ def compare_samples(
     """Raises typer.Exit."""
     from vllm_accprobe.gate import evaluations
     from vllm_accprobe.report import servers
+    from vllm_accprobe.report.text import safe
     from vllm_accprobe.whole_file import write_private
 
     rate = evaluations.RATE if rate is None else rate
@@ -102,7 +103,9 @@ def compare_samples(
         places.check_place(how.csv, option="--csv")
     lines = servers.evaluation_lines(result, len(result.contrasts) if verbose else servers.MAX_CONTRASTS)
     fields = evaluations.to_json(result) | {"read": servers.read_json(left, right)}
-    report(as_json, fields, [*lines, *servers.read_lines(left, right)])
+    for one in (left, right):
+        lines += [f"left out of {safe(one.path)}: {n:,} {what}" for what, n in one.left_out.items()]
+    report(as_json, fields, lines)
     if how.csv is not None:
         servers.write_csv(result, how.csv)
     if how.prompts_out is not None:

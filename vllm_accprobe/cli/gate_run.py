@@ -149,9 +149,9 @@ def _own_floor(
     environ: dict[str, str],
 ) -> list[tuple[Sent, str]]:  # fmt: skip
     """Golden's command in another dtype, the first that its server takes, and its name; [] where it takes none."""
-    wanted = [dtype] if dtype else sides.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
+    selected = [dtype] if dtype else sides.candidates(golden.text, mine.text if mine.kind == COMMAND else None)
     refused = []
-    for i, one in enumerate(wanted):
+    for i, one in enumerate(selected):
         side = ServerSide(COMMAND, sides.command(golden.text, one))
         try:
             sent = sides.made("floor 0", side, out / f"floor-{i}", sending, first, bars(sending), environ)

@@ -131,8 +131,8 @@ def _kind(
     typed, of which the older ones say it."""
     if name != "inspect":
         return name, None
-    for kind, wanted in (("formats", what.formats), ("repair", what.repair), ("size", of_size.size)):
-        if wanted:
+    for kind, selected in (("formats", what.formats), ("repair", what.repair), ("size", of_size.size)):
+        if selected:
             return kind, None
     if options.used(of_tensor):
         return "show", None

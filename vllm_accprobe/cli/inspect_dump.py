@@ -21,7 +21,7 @@ import typer
 
 from vllm_accprobe.cli import places
 from vllm_accprobe.cli.options import SelectionOptions, ranges
-from vllm_accprobe.cli.output import answer, print_table, say_written, show, wanted
+from vllm_accprobe.cli.output import answer, for_program, print_table, say_written, show
 from vllm_accprobe.dump.reader import Dump, Ranges, Selection, matches, row_space, rows_of, within
 from vllm_accprobe.dump.schema import OpCall, Record
 from vllm_accprobe.formats import ForeignDump, open_dump
@@ -54,7 +54,7 @@ def summary(
         return
     if how.level is not None:
         raise CommandError("--level: how deep --tree shows the model; a table of tensors has no levels")
-    limit = limit if limit is not None else 0 if wanted() else _ROWS
+    limit = limit if limit is not None else 0 if for_program() else _ROWS
     opened = open_dump(dump) if opened is None else opened
     foreign.note_values(opened)
     if named and (kind := getattr(opened, "kind", "")):
@@ -77,12 +77,13 @@ def summary(
     chosen = [] if how.ops else what.apply(opened, padding=True)
     if chosen and table is not None:
         chosen = _with_statistics(opened, chosen)
-        _write_csv(opened, chosen, table)
+        with whole(table) as part, open(part, "w", newline="", encoding="utf-8") as f:
+            csv.writer(f).writerows([CSV, *csv_rows(opened, chosen)])
     if chosen and (table is None or text is not None):
         taps = set() if any("::" in name for name in names) else {call.tap for call in calls}
         listed = [(i, r) for i, r in chosen if r.tap not in taps]
         shown = _with_statistics(opened, listed[:limit] if limit and text is None else listed)
-        answer(tensors=[dict(zip(CSV, row, strict=True)) for row in csv_rows(opened, shown)] if wanted() else [])
+        answer(tensors=[dict(zip(CSV, row, strict=True)) for row in csv_rows(opened, shown)] if for_program() else [])
         if shown:
             texts = ("tap", "role", "shape", "dtype")
             print_table(COLUMNS, [cells(i, r) for i, r in shown], texts, folded=("tap",), path=text)
@@ -140,11 +141,6 @@ def _why_none(dump: Dump, names: list[str], ops: bool) -> str:
     return f"no {'operator' if ops else 'tensor'} matches{wanted_names}; without a GLOB all are listed"
 
 
-def _write_csv(dump: Dump, chosen: list[tuple[int, Record]], path: Path) -> None:
-    with whole(path) as part, open(part, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows([CSV, *csv_rows(dump, chosen)])
-
-
 def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:
     """The calls that a selection of tensors means: by names (operator or tap), steps, ranks and ordinals; none where
     requests are chosen, whose rows operators do not know."""
@@ -153,11 +149,11 @@ def chosen_calls(dump: Dump, selection: Selection) -> list[OpCall]:
     known: dict[str, bool] = {}
     found = []
     for call in dump.ops:
-        wanted = known.get(call.tap)
-        if wanted is None:
-            wanted = known[call.tap] = matches(selection.names, (call.tap, call.op, call.op.rpartition(".")[0]))
+        selected = known.get(call.tap)
+        if selected is None:
+            selected = known[call.tap] = matches(selection.names, (call.tap, call.op, call.op.rpartition(".")[0]))
         steps = not selection.steps or (call.step is not None and within(selection.steps, call.step))
-        if wanted and steps and within(selection.ranks, call.rank) and within(selection.calls, call.call):
+        if selected and steps and within(selection.ranks, call.rank) and within(selection.calls, call.call):
             found.append(call)
     return found
 
@@ -290,18 +286,18 @@ def _what_there_is(dump: Dump, name: str) -> str:
     return f"nothing matches the options: it has {safe(', '.join(roles), 300)} at {at}, rank {ranks}"
 
 
-def choose(dump: Dump, r: Record, wanted: Ranges, requests: Sequence[str], positions: Ranges) -> np.ndarray | None:
+def choose(dump: Dump, r: Record, numbers: Ranges, requests: Sequence[str], positions: Ranges) -> np.ndarray | None:
     """Indices along dimension ``row_dim`` of the chosen rows; None where none were chosen. Raises CommandError."""
-    if not wanted and not requests and not positions:
+    if not numbers and not requests and not positions:
         return None
     if not r.shape:
         raise CommandError(f"{r.name} is a scalar and has no rows")
     n = r.shape[r.row_dim]
-    if wanted:
-        past = [high for _, high in wanted if high >= n]
+    if numbers:
+        past = [high for _, high in numbers if high >= n]
         if past:
             raise CommandError(f"--rows: {r.name} has rows 0 to {n - 1}, not {past[0]}")
-        return np.concatenate([np.arange(low, high + 1) for low, high in wanted])
+        return np.concatenate([np.arange(low, high + 1) for low, high in numbers])
     if row_space(dump, r) is None:
         raise CommandError(f"{r.name} has no row map: choose with --rows")
     found = rows_of(dump, r, requests, positions)

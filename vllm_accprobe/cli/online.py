@@ -85,7 +85,7 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
     endpoint, out, weights = line.endpoint(keys), what.out, what.weights
     say_notes(keys.notes if keys else ())
     going_on("what came is", out)
-    wanted = _ranks(line.ranks or "") or (keys.ranks if keys else None)
+    selected = _ranks(line.ranks or "") or (keys.ranks if keys else None)
     globs = tuple(what.ops) or (keys.ops if keys else ())
     require_directory(weights, "--weights")
     require_directory(endpoint.tls, "--tls")
@@ -95,7 +95,7 @@ def serve(line: LineOptions, what: ReceiveOptions) -> None:
 
     standard = what.standard or ("operator" if keys is None else "msprobe")
     job = _job(out, weights, globs, standard, what.against)
-    serving = Serving(job, endpoint, out, wanted, budget=int(what.max_gb * 1e9),
+    serving = Serving(job, endpoint, out, selected, budget=int(what.max_gb * 1e9),
                       ahead=int(what.ahead * 1e9), say=typer.echo)  # fmt: skip
     try:
         serving.wait(what.wait)
@@ -130,9 +130,9 @@ def send(what: OnlineSendOptions, line: LineOptions) -> None:
     require_directory(endpoint.tls, "--tls")
     if not follow and not dump.is_dir():
         raise CommandError(f"{dump} does not exist: name a dump's directory, or --follow one that is to come")
-    wanted = _ranks(line.ranks or "") or (keys.ranks if keys else None)
+    selected = _ranks(line.ranks or "") or (keys.ranks if keys else None)
     going_on("what arrived is", None)
-    done = send_dump(dump, endpoint, wanted, follow=follow, patience=what.patience,
+    done = send_dump(dump, endpoint, selected, follow=follow, patience=what.patience,
                      say=lambda text: typer.echo(text, err=True))  # fmt: skip
     typer.echo(done)
     answer(dump=dump, receiver=endpoint.shared or f"{endpoint.host}:{endpoint.port}", said=done)

@@ -46,7 +46,7 @@ SCHEMA = 1
 _FIELDS: ContextVar[dict[str, Any] | None] = ContextVar("answer", default=None)
 
 
-def wanted() -> bool:
+def for_program() -> bool:
     """Whether a program reads: what costs time for people only may be left out."""
     return _FIELDS.get() is not None
 

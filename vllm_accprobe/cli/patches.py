@@ -29,20 +29,20 @@ class PatchesOptions:
     verbose: bool = options.verbose()
 
 
-def patches(wanted: PatchesOptions) -> None:
+def patches(what: PatchesOptions) -> None:
     """List patches, or check which of them fit the installed vLLM. Nothing is imported, run or changed.
 
     VLLM_ACCPROBE_PATCHES=NAME,... applies them while the probe is on.
     Exit code 0: all fit, 1: a place is refused, 2: bad usage or no patch, 3: there is nothing to check against.
     """
-    action, source, verbose = wanted.action, wanted.source, wanted.verbose
+    action, source, verbose = what.action, what.source, what.verbose
     from vllm_accprobe.patching.install import ABSENT, FITS, REFUSED, check, package_root, package_version
     from vllm_accprobe.patching.schema import choose
     from vllm_accprobe.report.text import count
 
     if action not in ("list", "check"):
         raise CommandError(f"patches {action}: write list or check")
-    chosen = choose(wanted.which or ["all"])
+    chosen = choose(what.which or ["all"])
     if action == "list":
         answer(patches=[{"name": p.name, "about": p.about, "places": [_place(t) for t in p.targets]} for p in chosen])
         width = max(len(p.name) for p in chosen)

@@ -73,7 +73,7 @@ class RunAtbOptions:
     atb_device: int | None = option("--atb-device", None, "Only this device.", metavar="N")
 
 
-def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) -> None:
+def run(what: RunOptions, capture: options.CaptureOptions, atb: RunAtbOptions) -> None:
     """Run any command with the probe on: accprobe run --tokens 0-4 -- vllm serve MODEL.
 
     Settings left out here are those of the environment (VLLM_ACCPROBE_*). Signals reach the command, and its exit code
@@ -87,13 +87,13 @@ def run(what: RunOptions, wanted: options.CaptureOptions, atb: RunAtbOptions) ->
     words = [what.exec] if what.exec else list(what.command)
     if not words:
         raise CommandError("no command is named; write `accprobe run [options] -- CMD ...`")
-    named = vars(what) | vars(wanted)
+    named = vars(what) | vars(capture)
     more = options.pairs(what.settings, "--set {}: write NAME=VALUE, for example ops_mode=dedup")
     settings = {name: _word(named[name]) for name in _NAMED} | {name.lower(): value for name, value in more}
     if settings.get("heal") and not any(
         settings.get(name) is not None or os.environ.get(f"VLLM_ACCPROBE_{name.upper()}") for name in _CHOOSE
     ):
-        settings["armed"] = "0"  # it serves an evaluation, whose tensors nobody asked for
+        settings["armed"] = "0"  # it serves an evaluation, whose tensors nobody needs
     child = _truth(atb.save_operation_child) if atb.atb_child is None else atb.atb_child
     of_atb = {
         "ids": atb.atb_ids, "ranges": atb.atb_range, "names": atb.atb_op, "time": atb.atb_time, "part": atb.atb_part,
@@ -275,7 +275,7 @@ def conclude(ran: EndedRun, quiet: bool) -> int:
             what = "a step was computed" if dumps else "a probe could begin"
             why = f"the command failed before {what} ({_ending(code, killed)}): its own last lines say why"
         elif not dumps:
-            why = "no process of it loaded vLLM's plugin, a Probe, or labels; `accprobe doctor` looks for the reason"
+            why = "no process of it loaded vLLM's plugin, a Probe, or labels; `accprobe doctor` finds the reason"
         elif not found.steps:
             why = "no step was computed, or none was selected: check --steps, --tokens, --requests, --ranks"
         else:
@@ -299,7 +299,7 @@ def _healed(ran: EndedRun, dumps: list[Path], found: Progress, quiet: bool) -> i
     lines = outcome.lines(ranks)
     if not ranks:
         why = f"the command failed before its model was loaded ({_ending(ran.code, ran.killed)})" if ran.code else (
-            "no process of it loaded vLLM's plugin and a model; `accprobe doctor` looks for the reason")  # fmt: skip
+            "no process of it loaded vLLM's plugin and a model; `accprobe doctor` finds the reason")  # fmt: skip
         lines = [f"NOTHING was healed: {why}"]
     for line in lines:
         say(line)

@@ -411,7 +411,7 @@ def _runners(answers: Answers) -> list[Finding]:
             out.append(Finding(level, "model runner", f"{name} cannot be imported here ({runner['error']})"))
         elif runner["missing"]:
             level = ERROR if used else WARNING
-            todo = "rows cannot be told apart with this release; report its version"
+            todo = "rows cannot be distinguished with this release; report its version"
             out.append(Finding(level, "model runner", f"{name} lacks {', '.join(runner['missing'])}", todo))
         else:
             out.append(Finding(OK, "model runner", f"{name} has the methods that capture wraps"))

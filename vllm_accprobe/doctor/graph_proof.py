@@ -704,7 +704,7 @@ def _nothing(dump: Dump) -> str:
     if (object_at(dump.run, "engine") or {}).get("eager"):
         return "the engine is eager: nothing is compiled, and no taps are in graphs"
     if not dump.records:
-        return "nothing was captured; `accprobe doctor` looks for the reason"
+        return "nothing was captured; `accprobe doctor` finds the reason"
     return ""
 
 

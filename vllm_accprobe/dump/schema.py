@@ -477,7 +477,7 @@ class End:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
 
-REASON = "called several times in a step with several images: whose rows these are cannot be told"
+REASON = "called several times in a step with several images: whose rows these are is not known"
 
 
 def unnamed(records: Sequence[Record], rows: Mapping[tuple[int, int, str], RowSpace]) -> list[int]:

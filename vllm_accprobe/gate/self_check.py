@@ -417,7 +417,7 @@ def ask(side: str, key: str, environ: Mapping[str, str], lines: list[PromptLine]
     if is_url(side):
         _check_begun(side, lines, how)
         _all(REQUESTS, side, key, lines, how, found)
-        found.notes.append("a URL is not started again: eager, scheduling and chunks are asked of a command only")
+        found.notes.append("a URL is not started again: eager, scheduling and chunks need a command")
         return found
     try:
         words = shlex.split(side)

@@ -59,7 +59,7 @@ def server_command(words: Sequence[str], environ: Mapping[str, str], port: int |
     Raises NotServed for a server without plain HTTP, or whose port is taken.
     """
     if not words:
-        raise NotServed("no command is given; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
+        raise NotServed("a command is missing; write `accprobe doctor --graphs -- vllm serve MODEL ...`")
     one_line = len(words) == 1 and " " in words[0]
     parts = split_line(words[0]) if one_line else list(words)
     if port is None and not serves(parts):

@@ -289,7 +289,7 @@ def compare(golden: Trained, mine: Mapping[str, Scored], how: str = "", left_out
                 break
             ours, theirs = line.logprobs[i], scored.logprobs[i]
             if theirs is None:
-                left["tokens of which the server said nothing"] += 1
+                left["tokens that the server did not return"] += 1
             elif finite(ours) and finite(theirs):
                 rows.append((k, i - line.start, float(ours or 0.0), theirs))
             else:

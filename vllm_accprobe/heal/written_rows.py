@@ -18,7 +18,7 @@ import torch
 from vllm_accprobe.capture.vllm.vllm_compat import LayerBatch
 from vllm_accprobe.opcheck.reference import Declined
 
-UNWRITTEN = "rows that it looks back at were not written while healing ran"
+UNWRITTEN = "earlier rows that it reads were not written while healing ran"
 _SIZES = tuple(1 << n for n in range(12))
 """Slots of a block that are tried after the configured number."""
 Tensor = Any  # a torch.Tensor

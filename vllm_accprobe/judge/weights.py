@@ -251,7 +251,7 @@ def _of_event(
             rows = unwritten[place]
             p = state.given or state.lies
             assert p is not None
-            stays = " and holds what it held before" if _stays(history, p, rows) else ""
+            stays = " and contains its earlier values" if _stays(history, p, rows) else ""
             says = f"was not written by {when}, as loading had written it{stays}"
             yield fault(NOT_WRITTEN, place, named(p, rows), says)
             continue
@@ -301,7 +301,7 @@ def _never_written(
         return
     for place, p, rows in found:
         if p.raw:
-            yield place, p, rows, "it holds what the memory held before"
+            yield place, p, rows, "it contains earlier values of the memory"
         elif len(rows) == p.count and written[any_layers(*place[1:])]:
             yield place, p, rows, "as initialised, while loading wrote that of other layers"
 
@@ -351,7 +351,7 @@ def _scale(place: Place, state: State, when: str, make: Make) -> Iterator[Weight
         rows = np.flatnonzero(now == 0) if now is not None else np.zeros(0, np.int64)
         if len(rows) and now is not None and now.any():
             yield make(
-                UNFILLED, place, named(p, rows), f"was never filled by {when}: it holds what the memory held before"
+                UNFILLED, place, named(p, rows), f"was never filled by {when}: it contains earlier values of the memory"
             )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, cfunc, types
 
 from vllm_accprobe.kernels import BLOCK
-from vllm_accprobe.kernels.bits import FAST, compiled, larger, leave_out, load, load_any, smaller
+from vllm_accprobe.kernels.bits import FAST, compiled, entry, larger, leave_out, load, load_any, smaller
 from vllm_accprobe.kernels.vectors import LANES, add_rows
 
 
@@ -124,7 +124,7 @@ def _neighbours(gi: Any, mi: Any, most: Any) -> Any:
     return n
 
 
-@compiled
+@entry
 def rows(
     g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, out: Any, eps: float, elements: Any,
     gb: Any, mb: Any, q: Any, rel: Any,
@@ -184,7 +184,7 @@ def _load_row(bits: Any, size: int, kind: int, table: Any, out: Any) -> Any:
     return True
 
 
-@compiled
+@entry
 def structure(
     g8: Any, gk: int, gt: Any, gi: Any, m8: Any, mk: int, mt: Any, mi: Any, sums: Any, gw: Any, mw: Any
 ) -> None:

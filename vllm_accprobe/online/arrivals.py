@@ -472,7 +472,7 @@ class ArrivedRanks:
             raise FrameError("it speaks another version of the protocol: install the same accprobe on both sides")
         rank = number(said, "rank", MOST_RANKS)
         if self.wanted is not None and rank not in self.wanted:
-            raise MirrorError(f"rank {rank} is not asked for (--ranks, rank_list)")
+            raise MirrorError(f"rank {rank} is not selected (--ranks, rank_list)")
         totals = _totals(said.get("totals"))
         with self._lock:
             if rank not in self.ranks:

@@ -90,9 +90,9 @@ def _point(
                 worst[phase] = max(worst.get(phase, 0.0), value)
     endless = sum(severity(p) == math.inf for p in pairs)
     if blamed is not None:
-        said = origin_factor(blamed[1])
-        created = said if said is not None and math.isfinite(said) else None
-        endless = max(endless, said == math.inf)
+        text = origin_factor(blamed[1])
+        created = text if text is not None and math.isfinite(text) else None
+        endless = max(endless, text == math.inf)
     first = min(pairs, key=lambda p: p.order)
     return Point(
         tap=tap,

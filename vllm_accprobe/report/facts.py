@@ -103,12 +103,12 @@ def sentence(origin: Mapping[str, Any]) -> str | None:
     if tier == PROVED:
         return f"{PROVED}: {by or 'beyond'} the error bound of its own inputs"
     if tier == BEYOND_CHANCE:
-        said = f"{BEYOND_CHANCE}: {by or 'above'} its floor"
-        return said + (f"; rounding alone shows such a thing in {seldom} comparisons" if seldom else "")
+        text = f"{BEYOND_CHANCE}: {by or 'above'} its floor"
+        return text + (f"; rounding alone shows such a thing in {seldom} comparisons" if seldom else "")
     if tier == SIBLING_OUTLIER:
         elsewhere = "in its other calls" if origin.get("evidence") == "replay" else "in other layers"
-        said = f"{SIBLING_OUTLIER}: {by or 'more than'} what the same operator does {elsewhere}"
-        return said + (f" ({seldom})" if seldom else "")
+        text = f"{SIBLING_OUTLIER}: {by or 'more than'} what the same operator does {elsewhere}"
+        return text + (f" ({seldom})" if seldom else "")
     if tier == BEHIND_A_ROUTER:
         return f"{tier}: {by or 'above'} its floor, as rows are that a near tie sends to other experts"
     return safe(tier, 60) if tier else None
@@ -468,11 +468,11 @@ def _told_instead(comparison: Comparison) -> list[str]:
     """What a comparison without tensors is about."""
     mine = watched(comparison.states, "mine")
     steps = max((int(one.get("steps") or 0) for one in mine.values()), default=0)
-    said = [f"mine's ledger of states in {count(steps, 'step')}"] if mine else []
+    text = [f"mine's ledger of states in {count(steps, 'step')}"] if mine else []
     weights = int(comparison.weights.get("compared") or 0), int(comparison.weights.get("told") or 0)
     if any(weights):
-        said.append(f"{weights[0]:,} weights of both" if weights[0] else f"the life of {weights[1]:,} weights of mine")
-    return said or ["no tensors"]
+        text.append(f"{weights[0]:,} weights of both" if weights[0] else f"the life of {weights[1]:,} weights of mine")
+    return text or ["no tensors"]
 
 
 def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
@@ -480,11 +480,6 @@ def wrong_states(comparison: Comparison, side: str = "mine") -> list[str]:
 
 
 FURTHER = "further findings of the ledger of states and of the runner's inputs"
-
-
-def what_it_got(comparison: Comparison) -> str:
-    """What an operator computed with that is wrong by mine's first finding of its own."""
-    return "these inputs" if comparison.origins and of_runner(comparison.origins[0]) else "that cache"
 
 
 def operators(comparison: Comparison) -> list[dict[str, Any]]:
@@ -540,7 +535,7 @@ def skip_rows(comparison: Comparison) -> list[tuple[str, int]]:
     out = []
     for what, reasons in (("pairs skipped", pairs), ("left out", others)):
         ordered = sorted(reasons.items(), key=lambda kv: (-kv[1], str(kv[0])))
-        out += [(f"{what}, {safe(k) or 'no reason given'}", v) for k, v in ordered]
+        out += [(f"{what}, {safe(k) or 'without a reason'}", v) for k, v in ordered]
     return out
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_accprobe.comparison.states import is_cache
-from vllm_accprobe.report import facts, markdown, verdict_parts
+from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def markdown_lines(comparison: Comparison) -> list[str]:
     if how := verdict_parts.head(comparison):
         out += ["", code(how[0], 1000), *(["", *(f"    {line.strip()}" for line in how[1:])] if how[1:] else [])]
     out += _origins(comparison)
-    if said := facts.alarms(comparison):
-        out += ["", f"By chance: {said}."]
+    if text := facts.alarms(comparison):
+        out += ["", f"By chance: {text}."]
     out += _commands("This would decide", comparison.would_decide, "would_decide")
     out += _machines(comparison)
     if first := facts.divergence(comparison):
@@ -142,8 +142,8 @@ def _flipped(comparison: Comparison) -> list[str]:
 
 
 def _more(total: int, where: str) -> list[str]:
-    said = more(total, MAX_LIST, f"compare.json, {where}")
-    return ["", *said] if said else []
+    text = more(total, MAX_LIST, f"compare.json, {where}")
+    return ["", *text] if text else []
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -178,11 +178,11 @@ def github_lines(comparison: Comparison) -> list[str]:
     for i, origin in enumerate(comparison.origins[:MAX_ANNOTATIONS]):
         if is_cache(origin):  # it is the headline
             continue
-        said = f"{facts.introduced_by(origin)}: {facts.origin_detail(comparison, origin)}"
-        said += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
-        said += f"; {tier}" if (tier := facts.sentence(origin)) else ""
-        said += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
-        out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", said))
+        text = f"{facts.introduced_by(origin)}: {facts.origin_detail(comparison, origin)}"
+        text += f"; gap: {gap}" if (gap := facts.inside(comparison, origin)) else ""
+        text += f"; {tier}" if (tier := facts.sentence(origin)) else ""
+        text += f"; shape: {shape}" if (shape := facts.shape(origin)) else ""
+        out.append(command("error", "accprobe: culprit" if i == 0 else f"accprobe: origin {i + 1}", text))
     for step in comparison.would_decide[:MAX_ANNOTATIONS]:
         typed = "; then ".join(step["command"].splitlines())
         out.append(command("notice", "accprobe: this would decide", f"{step['why']}: {typed}"))
@@ -197,14 +197,9 @@ def github_lines(comparison: Comparison) -> list[str]:
 def write_summary(comparison: Comparison) -> str | None:
     """Appends the Markdown summary to the file that GitHub names in GITHUB_STEP_SUMMARY; returns its path, or None
     outside of GitHub. Raises OSError as the file system gives it."""
-    return append_summary(markdown.markdown_lines(comparison))
-
-
-def append_summary(summary: Iterable[str]) -> str | None:
-    """As `write_summary`, of any lines of Markdown."""
     path = os.environ.get(SUMMARY)
     if not path:
         return None
     with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
-        f.write("\n".join(summary) + "\n")
+        f.write("\n".join(markdown_lines(comparison)) + "\n")
     return path

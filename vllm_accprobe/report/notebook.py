@@ -65,8 +65,8 @@ def plot_depth(comparison: Comparison) -> Any:
         figure.add_hline(y=1.0, line={"color": "#6b7178", "dash": "dash", "width": 1})
     for i, p in enumerate(points):
         if p.origin is not None:
-            said = "culprit" if p.origin == 1 else f"origin {p.origin}"
-            figure.add_vline(x=i, line={"color": "#b3261e", "width": 1}, annotation_text=said)
+            text = "culprit" if p.origin == 1 else f"origin {p.origin}"
+            figure.add_vline(x=i, line={"color": "#b3261e", "width": 1}, annotation_text=text)
     figure.update_layout(
         title=escaped(facts.headline(comparison), 160), xaxis_title="data flow", template="simple_white"
     )
@@ -83,13 +83,13 @@ def repr_html(comparison: Comparison) -> str:
             f"<p>origin {i}: {escaped(facts.origin_title(o))}: {escaped(facts.origin_detail(comparison, o), 1000)}</p>"
         )
     for o in comparison.origins[:1]:
-        said = (
+        sentence = (
             ("", facts.sentence(o), 400),
             ("shape of the error: ", facts.shape(o), 400),
             ("in compiled and captured graphs: ", facts.graph(o), 400),
             ("gap: ", facts.inside(comparison, o), 1000),
         )
-        out += [f"<p>{label}{escaped(text, limit)}</p>" for label, text, limit in said if text]
+        out += [f"<p>{label}{escaped(text, limit)}</p>" for label, text, limit in sentence if text]
     for step in comparison.would_decide[:3]:
         out.append(f"<p>{escaped(step['why'])}:</p><pre>{_command(step['command'])}</pre>")
     if habits := verdict_parts.machine_lines(comparison.machines):

@@ -72,11 +72,11 @@ def _chosen(dump: Dump, globs: Sequence[str]) -> tuple[Request, list[tuple[int, 
 
 def _ids(dump: Dump, keys: Sequence[tuple[int, int]], length: int) -> dict[int, int]:
     """Position → token id, of the stored rows of the prompt."""
-    wanted = set(keys)
+    selected = set(keys)
     found: dict[int, int] = {}
     for (rank, _, _), space in dump.rows.items():
         for s, rows in space.stretches():
-            if (rank, s.req) in wanted and s.image is None and len(space.ids) >= rows.stop:
+            if (rank, s.req) in selected and s.image is None and len(space.ids) >= rows.stop:
                 found.update((s.pos + k, space.ids[rows.start + k]) for k in range(min(s.n, max(length - s.pos, 0))))
     return found
 

@@ -53,8 +53,8 @@ def gap_lines(gate: Gate, floors: Sequence[str] = ()) -> list[str]:
     chats = gate.rendering
     out = _rendered(chats) if chats is not None else []
     out.append(f"{ALONG if out else ''}{headline(gate)}")
-    if said := shown(gate):
-        out.append(said)
+    if text := shown(gate):
+        out.append(text)
     if gate.condition is not None and gate.condition.also:
         out.append("or, explaining it as well: " + "; ".join(c.sentence for c in gate.condition.also))
     if gate.numbers is not None and not gate.floors and (gate.numbers == "fail" or gate.cells[0].worst):
@@ -108,13 +108,13 @@ def headline(gate: Gate) -> str:
     size = "" if gate.times is None else f", {num(gate.times)} times the floor"
     against = "servers known to be right are from one another" if gate.floors else "golden is from itself in batches"
     if gate.numbers == "fail":
-        said = f"FAIL: further away than {against}"
-        said += f", {gate.condition.sentence}" if gate.condition else ""
+        text = f"FAIL: further away than {against}"
+        text += f", {gate.condition.sentence}" if gate.condition else ""
     else:
-        said = f"PASS: no further away than {against}"
+        text = f"PASS: no further away than {against}"
         if gate.floors and gate.p_batching is not None and gate.p_batching <= gate.rate:
-            said += f", though further than golden's own batches (p = {num(gate.p_batching, 2)})"
-    return f"{said} ({count(gate.prompts, 'prompt')}, p = {num(gate.p, 2)}{size})"
+            text += f", though further than golden's own batches (p = {num(gate.p_batching, 2)})"
+    return f"{text} ({count(gate.prompts, 'prompt')}, p = {num(gate.p, 2)}{size})"
 
 
 def shown(gate: Gate) -> str | None:
@@ -128,11 +128,11 @@ def shown(gate: Gate) -> str | None:
 
 def _floors(gate: Gate, names: Sequence[str]) -> list[str]:
     near = "golden" if gate.nearest == 0 else f"floor {gate.nearest - 1}"
-    said = []
+    text = []
     for i, size in enumerate(gate.floors):
         name = f" ({safe(names[i])})" if i < len(names) else ""
-        said.append(f"floor {i}{name}: {num(size)} nats from golden")
-    return [*said, f"mine is nearest to {near}"] if said else []
+        text.append(f"floor {i}{name}: {num(size)} nats from golden")
+    return [*text, f"mine is nearest to {near}"] if text else []
 
 
 def _row(c: Any) -> list[str]:
@@ -144,7 +144,7 @@ def _flips(gate: Gate) -> list[str]:
     each = [(name, t) for name, tokens in gate.across.by_prompt.items() for t in tokens if t.flipped]
     flips = list({(name, t.position): (name, t) for name, t in each}.values())  # several passes may have it
     flips.sort(key=lambda f: -min(f[1].golden_margin or 0.0, f[1].mine_margin or 0.0))
-    said = [
+    text = [
         f"  {safe(name)}, {'position' if t.scored else 'token'} {t.position if t.scored else t.ordinal}: "
         f"margins {num(t.golden_margin)} and {num(t.mine_margin)}"
         for name, t in flips[:MAX_FLIPS]
@@ -152,7 +152,7 @@ def _flips(gate: Gate) -> list[str]:
     if not flips:
         return []
     head = f"{count(len(flips), 'token')} flipped, those with the largest margins first; a small margin is a coin toss:"
-    return [head, *said]
+    return [head, *text]
 
 
 def _left_out(gate: Gate) -> list[str]:
@@ -211,8 +211,13 @@ def localize_lines(dug: Localized) -> list[str]:
         found.append(f"  the token's gap: {num(target.gap)} nats in the gate, {num(dug.gap)} while captured")
     if dug.shows is False:
         found.append(f"  THE DIFFERENCE DID NOT SHOW while captured{why(dug)}")
-    if dug.origin is None:
-        found.append("no culprit: " + nothing_localized(dug))
+    if dug.origin is None and dug.verdict == "pass":
+        found.append("no culprit: in the captured rows every module is the same within rounding")
+    elif dug.origin is None:
+        found.append(
+            "no culprit: the captured rows differ, and no module is beyond its floor by itself (compare's report says "
+            "where)"
+        )
     else:
         found += culprit(dug)
     return [*found, "look further:", *(f"  {line}" for line in dug.look)]
@@ -223,12 +228,6 @@ def why(dug: Localized) -> str:
         return (": the engine was made eager for it; where the fault is one of compiled code or captured graphs, put "
                 "VLLM_ACCPROBE_GRAPHS=1 in front of both commands")  # fmt: skip
     return ": it needs a batch or a moment that did not come again"
-
-
-def nothing_localized(dug: Localized) -> str:
-    if dug.verdict == "pass":
-        return "in the captured rows every module is the same within rounding"
-    return "the captured rows differ, and no module is beyond its floor by itself (compare's report says where)"
 
 
 def culprit(dug: Localized) -> list[str]:
@@ -264,10 +263,10 @@ def ratio_lines(found: Ratios) -> list[str]:
 
     tokens = sum(s.n for s in found.spans[:1])
     beyond = "above" if found.mult > LIMIT else "within"
-    said = f"{found.verdict.upper()}: mean exp|dlogp| {num(found.mult, 4)}, {beyond} {LIMIT}"
+    text = f"{found.verdict.upper()}: mean exp|dlogp| {num(found.mult, 4)}, {beyond} {LIMIT}"
     if found.nonfinite:
-        said = f"FAIL: {count(found.nonfinite, 'token')} without a finite log-probability; {said.partition(': ')[2]}"
-    out = [f"{said} ({count(tokens, 'token')} of {count(found.sequences, 'sequence')}; server: {found.how})", ""]
+        text = f"FAIL: {count(found.nonfinite, 'token')} without a finite log-probability; {text.partition(': ')[2]}"
+    out = [f"{text} ({count(tokens, 'token')} of {count(found.sequences, 'sequence')}; server: {found.how})", ""]
     out += _aligned([_RATIO_HEADER, *(_ratio_row(s) for s in found.spans)])
     if found.quantiles:
         out += ["", f"ratio of a token, trainer / server, at 0.1, 1, 50, 99 and 99.9%: {_listed(found.quantiles)}"]
@@ -331,16 +330,17 @@ def _headline(gate: SelfGate) -> str:
         return "no verdict: nothing could be compared"
     if gate.verdict == "pass":
         equal = all(f.unequal == 0 for f in known if f.way.rule == "the same bits")
-        said = "what must be the same to the bit is" if equal else "nothing differs by more than rounding"
+        text = "what must be the same to the bit is" if equal else "nothing differs by more than rounding"
         and_ = ", and nothing else differs by more than rounding" if equal else ""
-        return f"PASS: {said}{and_} ({count(len(known), 'way')} of asking one server)"
-    odd = [f for f in known if f.way.name in gate.outliers]
-    if len(odd) == 1:
-        return f"FAIL: only {odd[0].way.name} differs: {odd[0].way.says}: {odd[0].why} (p = {num(odd[0].p, 2)})"
+        return f"PASS: {text}{and_} ({count(len(known), 'way')} of asking one server)"
+    outliers = [f for f in known if f.way.name in gate.outliers]
+    if len(outliers) == 1:
+        only = outliers[0]
+        return f"FAIL: only {only.way.name} differs: {only.way.says}: {only.why} (p = {num(only.p, 2)})"
     named = f"{', '.join(gate.outliers[:-1])} and {gate.outliers[-1]}"
     rounding = [f for f in known if f.way.rule != "the same bits"]
-    if gate.agree and len(odd) == len(rounding):
-        return f"FAIL: {named} all differ from alone and agree with one another: one request at a time is the odd one"
+    if gate.agree and len(outliers) == len(rounding):
+        return f"FAIL: {named} all differ from alone and agree with one another: one request at a time is the outlier"
     return f"FAIL: {named} differ" + (" from alone in the same way" if gate.agree else "")
 
 
@@ -417,13 +417,13 @@ def sentence(c: Contrast, among: int, rate: float) -> str:
     else:
         sides = f"golden {num(c.golden, 4)}, mine {num(c.mine, 4)} ({count(c.n, 'question')})"
     what = "a drop" if c.difference < 0 else "a rise"
-    said = f"{what} beyond chance" if c.beyond else "nothing to be seen"
+    text = f"{what} beyond chance" if c.beyond else "nothing to be seen"
     if not c.beyond and c.p <= rate:
-        said += f", among {among:,} comparisons"
+        text += f", among {among:,} comparisons"
     spread = (
         f"mine - golden {_signed(c, c.difference)}, {LEVEL:.0%} between {_signed(c, c.low)} and {_signed(c, c.high)}"
     )
-    return f"{name}: {sides}: {said} (p = {num(c.p, 2)}; {spread}){_questions(c, what)}"
+    return f"{name}: {sides}: {text} (p = {num(c.p, 2)}; {spread}){_questions(c, what)}"
 
 
 def _signed(c: Contrast, value: float) -> str:
@@ -507,12 +507,6 @@ def side_lines(side: Side) -> list[str]:
         out.append(f"  {safe(label(*where)) or '?'}: {mean} {len(known or values):,}")
     out += [f"left out: {n:,} {what}" for what, n in side.left_out.items()] + [f"note: {safe(n)}" for n in side.notes]
     return [*out, "two runs are compared by `accprobe eval-diff A B`"]
-
-
-def read_lines(golden: Side, mine: Side) -> list[str]:
-    return [
-        f"left out of {safe(side.path)}: {n:,} {what}" for side in (golden, mine) for what, n in side.left_out.items()
-    ]
 
 
 def read_json(golden: Side, mine: Side) -> dict[str, object]:
@@ -599,8 +593,8 @@ def _bisect_lines_headline(found: Found) -> str:
         plain = "" if found.plain is None else f" ({num(found.plain.size)} nats)"
         return f"none of these settings: the plain configuration fails, too{plain}, as the command does{far}"
     sets = " | ".join(" + ".join(cause.names) for cause in found.causes)
-    said = f"found: {safe(sets, 400)}{far}"
-    return f"inconsistent: {said}; an outcome changed when it was repeated" if found.verdict == "inconsistent" else said
+    text = f"found: {safe(sets, 400)}{far}"
+    return f"inconsistent: {text}; an outcome changed when it was repeated" if found.verdict == "inconsistent" else text
 
 
 def _cause(cause: Cause, found: Found, line: Callable[..., str]) -> list[str]:
@@ -615,7 +609,7 @@ def _cause(cause: Cause, found: Found, line: Callable[..., str]) -> list[str]:
         out.append(f"  the command without {safe(name)} alone: {outcome.kind}")
     for name, (low, high) in cause.limits.items():
         out.append(f"  {safe(name)}: {low:,} fails, {high:,} passes")
-    out += [f"  not the same twice: {said}" for said in cause.flaky]
+    out += [f"  not the same twice: {text}" for text in cause.flaky]
     bad, plain, passes = line(cause, "fails"), line(cause, "plain"), line(cause, "passes")
     out += ["  fails:", f"    {bad}", "  passes, with everything plain:", f"    {plain}"]
     if without.kind == "pass":

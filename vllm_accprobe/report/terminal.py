@@ -84,8 +84,8 @@ def notes(comparison: Comparison) -> list[str]:
 
 def causes(comparison: Comparison) -> list[str]:
     """Why the culprit is wrong, where a replay proves it."""
-    said = facts.cause(comparison.origins[0]) if comparison.origins else ""
-    return [f"cause: {said}"] if said else []
+    text = facts.cause(comparison.origins[0]) if comparison.origins else ""
+    return [f"cause: {text}"] if text else []
 
 
 def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> list[str]:
@@ -95,7 +95,7 @@ def cache_findings(comparison: Comparison, full: bool = False, n: int = 5) -> li
     out += _list(wrong, None if full else n, "compare.json, states", lambda line: [f"  {line}"])
     if facts.wrong_states(comparison) and (others := facts.operators(comparison)):
         culprit = facts.origin_title(others[0])
-        got = facts.what_it_got(comparison)
+        got = "these inputs" if facts.of_runner(comparison.origins[0]) else "that cache"
         out.append(f"without it, the tensors would blame {culprit}, which computed with {got}:")
     return out
 
@@ -107,9 +107,9 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
     culprit, *others = facts.operators(comparison)
     out = [_evidence(culprit)]
     where = verdict_parts.code(comparison.sources, None if facts.gap_of(culprit) else culprit.get("module"))
-    said = (("gap: ", facts.inside(comparison, culprit)), ("", facts.sentence(culprit)),
+    sentence = (("gap: ", facts.inside(comparison, culprit)), ("", facts.sentence(culprit)),
             ("shape: ", facts.shape(culprit)), ("graphs: ", facts.graph(culprit)), ("code: ", where))  # fmt: skip
-    out += [f"{label}{text}" for label, text in said if text]
+    out += [f"{label}{text}" for label, text in sentence if text]
     out += verdict_parts.neighbour_lines(comparison)
     if others:
         out.append(f"{count(len(others), 'other independent origin')}, in data-flow order:")
@@ -123,18 +123,18 @@ def other_origins(comparison: Comparison, full: bool = False) -> list[str]:
 
 
 def _other(comparison: Comparison, number: int, origin: Any) -> str:
-    said = f"shape: {shape}" if (shape := facts.shape(origin)) else None
+    sentence = f"shape: {shape}" if (shape := facts.shape(origin)) else None
     title = f"  {number}. {facts.origin_title(origin)}: {facts.origin_detail(comparison, origin)}"
     graphs = f"graphs: {text}" if (text := facts.graph(origin)) else None
     gap = f"gap: {text}" if (text := facts.inside(comparison, origin)) else None
     cause = f"cause: {text}" if (text := facts.cause(origin)) else None
-    return "; ".join(x for x in (title, facts.short(origin), facts.layers(origin), cause, said, graphs, gap) if x)
+    return "; ".join(x for x in (title, facts.short(origin), facts.layers(origin), cause, sentence, graphs, gap) if x)
 
 
 def _evidence(origin: Any) -> str:
     if origin.get("role") == facts.FILE:
         return "evidence: the values alone; files do not say what went into them"
-    why = facts.evidence(origin) or safe(origin.get("evidence") or "not given")
+    why = facts.evidence(origin) or safe(origin.get("evidence") or "unknown")
     passed = origin.get("propagated")
     return f"evidence: {why}" + ("" if passed is None else f" (error passed on from its inputs: {num(passed)})")
 
@@ -164,8 +164,8 @@ def next_commands(comparison: Comparison) -> list[str]:
 def how_they_compute(comparison: Comparison, full: bool = False, n: int = 10) -> list[str]:
     found = verdict_parts.machine_lines(comparison.machines)
     where = "compare.html, or compare.json, machines"
-    said = _list(found, None if full else n, where, lambda line: [f"  {line}"])
-    return [f"{verdict_parts.MACHINES_TITLE}:", *said] if found else []
+    text = _list(found, None if full else n, where, lambda line: [f"  {line}"])
+    return [f"{verdict_parts.MACHINES_TITLE}:", *text] if found else []
 
 
 def first_divergence(comparison: Comparison, full: bool = False) -> list[str]:

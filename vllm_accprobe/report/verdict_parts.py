@@ -55,15 +55,15 @@ def inside(comparison: Comparison, origin: Mapping[str, Any]) -> str | None:
     modules = [str(m) for m in gap.get("contains") or () if m != before]
     code = [m for m in modules if any(end.startswith(f"{m}.") for end in ends)]
     operators = [m for m in modules if m not in code]
-    said = [safe(m) for m in operators[:SHOWN_MODULES]]
-    said += [count(len(operators) - SHOWN_MODULES, "more module")] if len(operators) > SHOWN_MODULES else []
+    sentence = [safe(m) for m in operators[:SHOWN_MODULES]]
+    sentence += [count(len(operators) - SHOWN_MODULES, "more module")] if len(operators) > SHOWN_MODULES else []
     if code:
         more = f" and {len(code) - SHOWN_MODULES} more" if code[SHOWN_MODULES:] else ""
         what = ", ".join(safe(m) for m in code[:SHOWN_MODULES]) + more
-        said.append(f"code of {what}")
+        sentence.append(f"code of {what}")
     if before in gap["contains"]:
-        said.append(f"{safe(before)} itself, whose input was not compared")
-    text = f"not seen there: {'; '.join(said)}" if said else "no module lies there: the code between the two"
+        sentence.append(f"{safe(before)} itself, whose input was not compared")
+    text = f"not seen there: {'; '.join(sentence)}" if sentence else "no module lies there: the code between the two"
     split = next(filter(None, (splitting(gap, run) for run in (comparison.mine_run, comparison.golden_run))), None)
     if split is None:
         return text
@@ -85,11 +85,11 @@ def head(comparison: Comparison) -> list[str]:
         return []
     checked, rows = (sum(int(e.get(k) or 0) for e in entries(comparison)) for k in ("checked", "rows"))
     how = f"checked in part: {checked:,} of {count(rows, 'row')}" if comparison.replayed else "compared, not checked"
-    said = f"{how}: {safe(missing['why'], 400)}"
+    text = f"{how}: {safe(missing['why'], 400)}"
     named = [step["command"] for step in (*comparison.would_decide, *comparison.next_steps)]
     elsewhere = {line.partition(" --out ")[0] for command in named for line in command.splitlines()}
     lines = [line for line in missing["command"].splitlines() if line not in elsewhere]
-    return [f"{said}; this would check:", *(f"  {safe(line, 1000)}" for line in lines)] if lines else [said]
+    return [f"{text}; this would check:", *(f"  {safe(line, 1000)}" for line in lines)] if lines else [text]
 
 
 def entries(comparison: Comparison) -> list[Mapping[str, Any]]:
@@ -105,10 +105,10 @@ def totals(comparison: Comparison) -> str | None:
     rows, checked, compared, unseen = (
         sum(int(e.get(k) or 0) for e in found) for k in ("rows", "checked", "compared", "unseen")
     )
-    said = f"{checked:,} of {count(rows, 'row')} of operators checked, {compared:,} compared only"
+    text = f"{checked:,} of {count(rows, 'row')} of operators checked, {compared:,} compared only"
     left = rows - checked - compared
-    said += f", {left:,} neither" if left > 0 else ""
-    return said + (f"; {count(unseen, 'module')} not seen" if unseen else "")
+    text += f", {left:,} neither" if left > 0 else ""
+    return text + (f"; {count(unseen, 'module')} not seen" if unseen else "")
 
 
 def table(comparison: Comparison, n: int | None = None) -> list[tuple[str, ...]]:
@@ -205,8 +205,8 @@ def _differ_and_alike(machines: Mapping[str, Sequence[Habit]]) -> tuple[list[str
 def _by_place(habits: Sequence[Habit]) -> dict[tuple[str, ...], dict[str, HabitWords]]:
     found: dict[tuple[str, ...], dict[str, HabitWords]] = {}
     for h in habits:
-        place, said = tuple(str(h.get(name)) for name in ("operator", "dtype", "kind")), HabitWords.of(h)
-        found.setdefault(place, {})[said.words] = said
+        place, text = tuple(str(h.get(name)) for name in ("operator", "dtype", "kind")), HabitWords.of(h)
+        found.setdefault(place, {})[text.words] = text
     return found
 
 
@@ -214,10 +214,10 @@ def rows(machines: Mapping[str, Sequence[Habit]]) -> list[tuple[str, ...]]:
     """(side, operator, habit, price, outputs) of each habit, mine's first, for a table with all details."""
     out: list[tuple[str, ...]] = []
     for side, habit in ((name, h) for name in ("mine", "golden") for h in machines.get(name) or ()):
-        said, (seen, of, layers) = HabitWords.of(habit), (habit.get(k) for k in ("outputs", "of", "layers"))
+        text, (seen, of, layers) = HabitWords.of(habit), (habit.get(k) for k in ("outputs", "of", "layers"))
         outputs = f"{num(seen)} of {num(of)}" if seen is not None and of is not None else ""
         outputs += f" in {count(layers, 'module')}" if outputs and isinstance(layers, int) else ""
-        out.append((side, said.operator + said.dtype, said.words, said.price, outputs))
+        out.append((side, text.operator + text.dtype, text.words, text.price, outputs))
     return out
 
 
@@ -257,14 +257,14 @@ def neighbour_lines(comparison: Comparison) -> list[str]:
     if around is None or all(e.over is None for e in (*around.fed_by, *around.feeds)):
         return []
     sides = zip(("fed by", "feeds"), (around.fed_by, around.feeds), around.left_out, strict=True)
-    return [f"{what}: {said}" for what, edges, left in sides if (said := _grouped(edges, left))]
+    return [f"{what}: {text}" for what, edges, left in sides if (text := _grouped(edges, left))]
 
 
 def described(around: OriginNeighbours) -> str:
     """All of it as one sentence, which a screen reader says."""
     sides = ("fed by", around.fed_by), ("feeds", around.feeds)
-    said = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]
-    return f"{safe(around.tap)}/{safe(around.role, 80)}: {'; '.join(said)}"
+    text = [f"{what} {', '.join(f'{name(e)} ({error(e)})' for e in edges)}" for what, edges in sides if edges]
+    return f"{safe(around.tap)}/{safe(around.role, 80)}: {'; '.join(text)}"
 
 
 def code(sources: Sources, tap: object) -> str | None:
@@ -278,15 +278,15 @@ def code(sources: Sources, tap: object) -> str | None:
 
 def _grouped(edges: Sequence[Edge], left_out: int) -> str:
     """The first `SHOWN`; those that stand together and have one error say it once."""
-    said: list[tuple[list[str], str]] = []
+    text: list[tuple[list[str], str]] = []
     for edge in edges[:SHOWN_EDGES]:
         own = edge.by == OWN or (edge.by == ORDER and edge.role_in)
         what, much = f"its {safe(edge.role_in or edge.role, 80)}" if own else name(edge), error(edge)
-        if not said or said[-1][1] != much:
-            said.append(([], much))
-        said[-1][0].append(what)
+        if not text or text[-1][1] != much:
+            text.append(([], much))
+        text[-1][0].append(what)
     more = max(len(edges) - SHOWN_EDGES, 0) + left_out
-    groups = [f"{', '.join(names)} ({much})" for names, much in said] + (
+    groups = [f"{', '.join(names)} ({much})" for names, much in text] + (
         [f"{more} more in compare.json"] if more else []
     )
     return "; ".join(groups)

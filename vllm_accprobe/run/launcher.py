@@ -39,7 +39,7 @@ def command_line(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """What is executed for ``words``: a single word that is no program but reads like a line for the shell goes to
     ``sh -c``. Raises LaunchError where there is no such program."""
     if not words:
-        raise LaunchError("no command is given; write `accprobe run [options] -- CMD ...`")
+        raise LaunchError("a command is missing; write `accprobe run [options] -- CMD ...`")
     program = shutil.which(words[0], path=environ.get("PATH"))
     if program is not None:
         return [program, *words[1:]]

@@ -383,7 +383,7 @@ def test_operators_of_steps_with_other_peoples_rows_are_left_out(tmp_path: Path)
     dump = open_dump(out)
     assert {r.step for r in dump.records if r.step is not None} == {0, 2}
     assert {c.step for c in dump.ops} == {2}
-    left = sum(s.count for s in dump.skips if s.reason.startswith("its rows cannot be told apart, and not all"))
+    left = sum(s.count for s in dump.skips if s.reason.startswith("its rows cannot be distinguished, and not all"))
     assert left > 10
     ids = [r for r in dump.records if r.role == "input.input_ids" and r.tap == "<root>"]
     assert [dump.read(r).reshape(-1).tolist() for r in ids] == [[1, 2, 3], [7, 8, 1]]

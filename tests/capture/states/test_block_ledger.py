@@ -161,7 +161,7 @@ def test_a_block_freed_while_it_is_read(toy: Toy) -> None:
     toy.run({"a": 1, "b": 1, "c": 2}, {"a": 7, "b": 6}, tables={"c": [[1]]})
     (found,) = toy.close()
     assert (found.kind, found.block, found.request, found.layers) == ("freed", 1, "a", 2)
-    assert "given to request 'c' in step 2" in found.how
+    assert "assigned to request 'c' in step 2" in found.how
 
 
 def test_outside_of_the_forward_a_change_at_rest_is_seen() -> None:

@@ -59,8 +59,8 @@ def test_a_slot_that_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "who", "words"),
     [
-        ({"seq_lens": torch.tensor([7, 3])}, "a", "its length is given as 7; the schedule demands 8"),
-        ({"query_start_loc": torch.tensor([0, 3, 5])}, "b", "row 3 is given as its first; the schedule demands 2"),
+        ({"seq_lens": torch.tensor([7, 3])}, "a", "its length is 7; the schedule demands 8"),
+        ({"query_start_loc": torch.tensor([0, 3, 5])}, "b", "row 3 is its first; the schedule demands 2"),
         ({"block_table": torch.tensor([[3, 6, 0], [5, 0, 0]])}, "a", "names block 6 in column 1"),
     ],
 )
@@ -125,7 +125,7 @@ def test_states_of_requests_with_drafts() -> None:
     metadata.num_accepted_tokens = torch.tensor([2])  # another request's count (vllm 53912)
     (wrong,) = said(made, metadata)
     assert (wrong.kind, wrong.name) == (OTHER, "a")
-    assert "2 tokens are said to be accepted of its last step; it went on by 1" in wrong.how
+    assert "2 tokens were reported as accepted in its last step; it continued by 1" in wrong.how
 
 
 def test_drafts_that_only_the_device_knows_are_not_guessed() -> None:

@@ -158,5 +158,5 @@ def test_a_way_to_deal_that_breaks_reaches_nobody_and_is_said_once(monkeypatch: 
     assert batch.share == EncoderDataParallel(2, None)
     assert said == [
         "images are dealt out to ranks in a way that is not known (AttributeError: no such field in this release): "
-        "rows of the encoder are not told apart"
+        "rows of the encoder are not distinguished"
     ]

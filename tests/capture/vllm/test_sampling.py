@@ -161,7 +161,7 @@ def test_each_step_whose_drafts_the_device_chooses_is_counted_and_the_reason_sai
     assert dump.errors == []
     assert skips(dump)["<root>", relied_on.VERIFIED.says] == 2
     assert [line for line in said if relied_on.VERIFIED.says in line] == [
-        f"{relied_on.VERIFIED.says}: such steps are skipped (said once)"
+        f"{relied_on.VERIFIED.says}: such steps are skipped (reported once)"
     ]
     assert {r.step for r in dump.records if r.role.startswith("output")} == {0, 3}
 

@@ -596,7 +596,7 @@ class Session:
             self.announce(state, space)
         elif part is not OPERATOR and not self.whole_step(state):
             # Not all rows of this step are wanted, and nobody can say which of this tensor's are: leave it.
-            self.sink.skip(tap, "its rows cannot be told apart, and not all requests are selected", role)
+            self.sink.skip(tap, "its rows cannot be distinguished, and not all requests are selected", role)
             return None
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype is None or tensor.layout is not _STRIDED:  # sparse, quantised, nested

@@ -128,7 +128,7 @@ class ErrcheckObserver(StepObserver):
         self._requests.unsent.clear()
         if step.unplaced and not self._reported_unplaced:
             self._reported_unplaced = True
-            say(f"errcheck: {step.unplaced}: such steps are not watched (said once)")
+            say(f"errcheck: {step.unplaced}: such steps are not watched (reported once)")
         if step.number is not None and not step.unplaced:
             self.findings.steps += 1
             if self.findings.steps == 1:  # the KV cache has its memory by now
@@ -190,7 +190,7 @@ class ErrcheckObserver(StepObserver):
         found, rows = finding(watch, alarm, space, requests, self.findings.parameters.get(alarm.tap, []))
         if tensor is None:
             most = watch.keep_bytes / 1e6
-            kept = f"not kept: the step was larger than the {most:.0f} MB that may be held; its next bad call will be"
+            kept = f"not kept: the step was larger than the {most:.0f} MB that may be kept; its next bad call will be"
         else:
             assert self._layouts is not None
             try:

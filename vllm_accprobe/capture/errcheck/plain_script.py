@@ -180,7 +180,7 @@ class WatchedModel:
         if tensor is not None and not bool(self.watch.rule.assess(tensor, alarm.part)):
             if not self._reported_padding:
                 self._reported_padding = True
-                say(f"errcheck: bad values in padding rows of {alarm.tap} alone: no error (said once)")
+                say(f"errcheck: bad values in padding rows of {alarm.tap} alone: no error (reported once)")
             return None, ""
         space = spaces(alarm.part, tensor.shape[0]) if tensor is not None and tensor.dim() else None
         requests = {}
@@ -191,7 +191,7 @@ class WatchedModel:
         found, rows = finding(self.watch, alarm, space, requests, findings.parameters.get(alarm.tap, []))
         root = self._root()
         if tensor is None or root is None:
-            return found, "not kept: the step was larger than may be held; its next bad call will be"
+            return found, "not kept: the step was larger than may be kept; its next bad call will be"
         try:
             modules = dict(root.named_modules(remove_duplicate=False))
             rank, world = process_rank()

@@ -144,7 +144,7 @@ class GraphReadout:
         session.whole_step(state)  # makes the step's rows known
         space = state.spaces.get(TOKENS)
         if space is None:
-            session.skip(self._placed.chosen[0][0].path, "its rows cannot be told apart in a compiled graph")
+            session.skip(self._placed.chosen[0][0].path, "its rows cannot be distinguished in a compiled graph")
             return
         if padded > space.padded:
             space.padded = padded

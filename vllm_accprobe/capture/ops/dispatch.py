@@ -443,7 +443,7 @@ class Operators(TorchDispatchMode):
             return "its module is not selected by VLLM_ACCPROBE_MODULES"
         # Outside any module nobody may ask for the rows yet: the runner is still preparing them.
         if not self._session.everybodys and (module is None or not self._session.whole_step(state)):
-            return "its rows cannot be told apart, and not all requests are selected"
+            return "its rows cannot be distinguished, and not all requests are selected"
         return None
 
     def _input(

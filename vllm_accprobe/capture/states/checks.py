@@ -61,7 +61,7 @@ class MetadataCheck:
 
 
 def other_many(rows: Sequence[StepRow], given: int, what: str) -> WrongNumber:
-    how = f"{what} are given for {given} requests; the schedule has {len(rows)}"
+    how = f"there are {what} for {given} requests; the schedule has {len(rows)}"
     return WrongNumber(METADATA, rows[0].number if rows else -1, rows[0].name if rows else "", 0, how)
 
 
@@ -203,7 +203,7 @@ class _Accepted:
         found = []
         for row, block, given in zip(self.rows, self.blocks, arrived[0].tolist(), strict=False):
             if row.accepted is not None and given != row.accepted:
-                how = f"{given} tokens are said to be accepted of its last step; it went on by {row.accepted}"
+                how = f"{given} tokens were reported as accepted in its last step; it continued by {row.accepted}"
                 found.append(WrongNumber(OTHER, row.number, row.name, int(block), how, None, row.start, row.start))
         return found
 
@@ -261,7 +261,7 @@ class SlotsCheck:
             return []
         if len(given) < len(self.demanded):
             row = self.rows[0]
-            how = f"{len(given)} slots are given for {len(self.demanded)} rows"
+            how = f"{len(given)} slots for {len(self.demanded)} rows"
             return [WrongNumber(METADATA, row.number, row.name, 0, how)]
         return list(self._wrong(given))
 
@@ -307,7 +307,7 @@ class _Lengths:
         found = []
         for i in np.flatnonzero((short < 0) | (short > self.slack)).tolist():
             row = self.rows[i]
-            how = f"its length is given as {int(given[i])}; the schedule demands {int(self.demanded[i])}"
+            how = f"its length is {int(given[i])}; the schedule demands {int(self.demanded[i])}"
             block = int(row.table[-1]) if len(row.table) else 0
             found.append(
                 WrongNumber(METADATA, row.number, row.name, block, how, None, row.start, row.start + row.n - 1)
@@ -329,7 +329,7 @@ class _Begins:
         found = []
         for i in np.flatnonzero(given != self.demanded).tolist():
             row = self.rows[min(i, len(self.rows) - 1)]
-            how = f"row {int(given[i])} is given as its first; the schedule demands {int(self.demanded[i])}"
+            how = f"row {int(given[i])} is its first; the schedule demands {int(self.demanded[i])}"
             found.append(WrongNumber(METADATA, row.number, row.name, int(row.table[0]) if len(row.table) else 0, how))
         return found[:1]
 

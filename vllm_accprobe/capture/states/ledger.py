@@ -801,7 +801,7 @@ class BlockLedger:
         writer = owner(strange.taken, contexts[int(self.schedule.context[strange.block])])
         which = f"block {strange.column}" if last == strange.column else f"blocks {strange.column}-{last}"
         positions = f"positions {strange.column * size} to {min((last + 1) * size, strange.request.start) - 1}"
-        did = "was given and has not filled" if strange.kind == STALE else "wrote"
+        did = "was assigned and has not filled" if strange.kind == STALE else "wrote"
         why = f" {'for' if strange.why == 'other positions' else 'with'} {strange.why}"
         more = "" if strange.kind == STALE or strange.why == "another adapter" else why
         return f"{reader} reads {which} ({positions}), which {writer} {did}{more}"
@@ -922,12 +922,12 @@ class BlockLedger:
         if not 0 <= block < len(self.schedule.taker):
             return "which is none of the cache"
         taker = int(self.schedule.taker[block])
-        return f"given to request '{self.findings.number(taker)}'" if taker >= 0 else "given to nobody"
+        return f"assigned to request '{self.findings.number(taker)}'" if taker >= 0 else "assigned to nobody"
 
     def _strange(self, strange: UnexpectedBlock, how: str) -> None:
         if strange.kind == FREED:
             who = f"request '{self.findings.number(strange.taken)}'" if strange.taken >= 0 else "somebody"
-            how = f"the block was given to {who} in step {strange.taken_step} and is read here all the same"
+            how = f"the block was assigned to {who} in step {strange.taken_step} and is read here all the same"
         ledger, layers = self.groups[strange.group], self._names[strange.group]
         size, step = self.schedule.groups[strange.group].block_size, self.bytes.step
         self.arrivals.do(lambda: self.findings.strange(strange, how, ledger, layers, size, step))

@@ -375,7 +375,7 @@ class StatesObserver(StepObserver):
             ids, _ = self._adapter.batch.buffers(self._adapter.batch.total)
             self.ledger.forward(names, lambda g: metadata_of_layer(layers.name_in_engine(g, runner)), ids)
         except Exception as error:
-            self.failed("what the attention is given", error)
+            self.failed("what the attention gets", error)
 
     def computed(self) -> None:
         if self.ledger is not None and self._open:
@@ -436,7 +436,7 @@ class StatesObserver(StepObserver):
         self._sink().line(FINDING.to_line(found))
         if not self._found:
             self._found = True
-            say(f"the cache, not the kernel: {sentence(found)}, rank {self._adapter.parallel['rank']} (said once)")
+            say(f"the cache, not the kernel: {sentence(found)}, rank {self._adapter.parallel['rank']} (reported once)")
 
     def _off(self, why: str) -> None:
         self.dead = why

@@ -290,7 +290,7 @@ class EngineBatch:
         if not self._reported:
             self._reported = True
             known = "images are dealt out to ranks in a way that is not known"
-            say(f"{known} ({why}): rows of the encoder are not told apart")
+            say(f"{known} ({why}): rows of the encoder are not distinguished")
 
     def buffers(self, n: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The runner's own buffers of token ids and positions of the first ``n`` rows: integers of shape [n], on the

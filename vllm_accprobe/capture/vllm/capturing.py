@@ -98,7 +98,7 @@ class Weights:
 
     def _failed(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"
-        say(f"{_WHERE} failed ({text}): their life is not told any further; capture goes on")
+        say(f"{_WHERE} failed ({text}): their further changes are not recorded; capture goes on")
         session = self._session()
         if session is not None:
             session.sink.error(_WHERE, text, None)
@@ -209,9 +209,9 @@ class CaptureObserver(StepObserver):
             )
         elif compiled:
             inside = compiled_modules(model)
-            session.sink.skip(ROOT_TAP, "the engine is compiled although eager was asked for", count=len(inside) or 1)
+            session.sink.skip(ROOT_TAP, "the engine is compiled although eager was requested", count=len(inside) or 1)
             say(
-                f"THE ENGINE IS COMPILED although eager was asked for ({', '.join(inside[:3]) or 'as a whole'}): MOST "
+                f"THE ENGINE IS COMPILED although eager was requested ({', '.join(inside[:3]) or 'as a whole'}): MOST "
                 "MODULES WILL NOT BE SEEN; start vLLM with --enforce-eager and no compilation config"
             )
 
@@ -253,7 +253,7 @@ class CaptureObserver(StepObserver):
         self.session.sink.skip(ROOT_TAP, step.unplaced)
         if not self._reported_unplaced:
             self._reported_unplaced = True
-            say(f"{step.unplaced}: such steps are skipped (said once)")
+            say(f"{step.unplaced}: such steps are skipped (reported once)")
         return False
 
     def _aim(self, config: ProbeConfig | None, modules: tuple[str, ...] | None) -> None:

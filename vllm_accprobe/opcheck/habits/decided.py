@@ -635,10 +635,10 @@ def _excused(rows: list[CheckResult], at: list[int], allowed: dict[str, str]) ->
 def _unknown(key: Key, places: list[TapPlace]) -> str:
     of, could = sum(len(p.seen) for p in places), sum(p.known for p in places)
     if not could:
-        return f"{key[0]}, {key[1]}: cannot be told: none of {of} outputs has a number that could show it"
+        return f"{key[0]}, {key[1]}: not known: none of {of} outputs has a number that could show it"
     best = max(p.share for p in places)
     return (
-        f"{key[0]}, {key[1]}: cannot be told: no known way gives the numbers of its {of} outputs (the best {best:.0%})"
+        f"{key[0]}, {key[1]}: not known: no known way gives the numbers of its {of} outputs (the best {best:.0%})"
     )
 
 

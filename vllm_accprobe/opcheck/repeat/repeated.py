@@ -413,7 +413,7 @@ def _row(
     v: Verdict | None = None
     if kind == UNWRITTEN:
         at = where(d.unwritten, shape)
-        message = f"uninitialised: {place(at)} hold what memory held before"
+        message = f"uninitialised: {place(at)} contain what memory contained before"
     else:
         at = where(d.at, shape)
         message = f"differs in {d.differing} of {d.runs} runs: {place(at)}"
@@ -427,7 +427,7 @@ def _row(
             )
             message += f"; run {d.furthest_run}: {gap_words(d.gap)}, {size} against {against}"
         if kind == MEMORY:
-            message += "; it follows what memory held before: it reads what nobody wrote"
+            message += "; it follows what memory contained before: it reads what nobody wrote"
         elif v is not None and v.passed:
             message += "; within rounding, as sums in another order are"
         else:

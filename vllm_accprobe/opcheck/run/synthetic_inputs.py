@@ -146,7 +146,7 @@ def _made(call: Call, references: References, device: str, weaker: bool) -> Mapp
     """What the operator of this machine gives, in the dtypes that were captured. Raises Declined."""
     unchecked_kernel = weaker and "." in call.cls and not call.cls.startswith(_CHECKED)
     if unchecked_kernel and any(_whole(t) for t in tensors_by_role(call.args, call.kwargs).values()):
-        raise Declined("a kernel that is given integers, which it may take for places in memory")
+        raise Declined("a kernel with integer inputs, which it may take for addresses")
     found: Mapping[str, Any] | Declined | None = forward_native(call) if device == "cpu" else None
     if found is None:
         found = references.run(on(call, device))

@@ -144,9 +144,9 @@ def neighbours_json(comparison: Comparison, page_index: Mapping[int, int]) -> li
             continue
         sides = {side: [_edge(e, page_index) for e in getattr(around, side)] for side in ("fed_by", "feeds")}
         place = {"module": safe(facts.tap_of(origin), NEIGHBOUR_NAME), "tap": safe(around.tap, NEIGHBOUR_NAME)}
-        said: dict[str, Any] = {"role": safe(around.role, 80), "said": verdict_parts.described(around)}
-        said["left_out"] = list(around.left_out)
-        out.append(place | said | sides)
+        text: dict[str, Any] = {"role": safe(around.role, 80), "said": verdict_parts.described(around)}
+        text["left_out"] = list(around.left_out)
+        out.append(place | text | sides)
     return out
 
 
@@ -211,8 +211,8 @@ class Vocabulary:
             return None
         if "▁" in entry:  # SentencePiece's mark of a space, which decoding one token loses
             return safe(entry.replace("▁", " "), LONGEST)
-        said: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return safe(entry if "�" in said or not said else said, LONGEST)
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return safe(entry if "�" in text or not text else text, LONGEST)
 
 
 @dataclass(frozen=True)
@@ -280,11 +280,11 @@ def heat_json(heat: Heat, tokens: TokenTexts | None = None) -> dict[str, Any]:
                 "step1": r.step1.tolist(),
                 "decode": r.decode.tolist(),
                 "width": r.width,
-                "tokens": said,
+                "tokens": text,
                 "worst": _looks_plain(r.worst),
                 "codes": base64.b64encode(r.codes.tobytes()).decode("ascii"),
             }
-            for r, said in zip(heat.requests, columns, strict=True)
+            for r, text in zip(heat.requests, columns, strict=True)
         ],
     }
 
@@ -336,11 +336,11 @@ def looks_json(comparison: Comparison, page_index: Mapping[int, int], over: np.n
 
 def _again(comparison: Comparison) -> str:
     """The command that compares these two dumps as it was done, but for which taps."""
-    given = list(comparison.options)
-    if "--taps" in given:
-        at = given.index("--taps")
-        del given[at : at + 2]
-    return safe(shlex.join(["accprobe", "compare", comparison.golden_path, comparison.mine_path, *given]), COMMAND)
+    received = list(comparison.options)
+    if "--taps" in received:
+        at = received.index("--taps")
+        del received[at : at + 2]
+    return safe(shlex.join(["accprobe", "compare", comparison.golden_path, comparison.mine_path, *received]), COMMAND)
 
 
 def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.ndarray | None) -> dict[str, list[Any]]:
@@ -348,11 +348,11 @@ def _worst_rows(comparison: Comparison, page_index: Mapping[int, int], over: np.
     if rows is None or not len(rows):
         return {}
     pairs, over = comparison.pairs, factors(comparison) if over is None else over
-    wanted = sorted(page_index, key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:MAX_PAIRS]
+    selected = sorted(page_index, key=lambda i: (pairs[i].status != "fail", -facts.severity(pairs[i])))[:MAX_PAIRS]
     bounds = np.searchsorted(rows.pair, np.arange(len(pairs) + 1))
     out: dict[str, list[Any]] = {}
     labels = {i: safe(label, 120) for i, label in enumerate(rows.requests)}
-    for i in wanted:
+    for i in selected:
         rows.rest()
         own = bounds[i] + np.flatnonzero(rows.error[bounds[i] : bounds[i + 1]])  # NaN is not 0 and stays
         if not len(own):

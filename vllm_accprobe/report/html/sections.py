@@ -119,10 +119,10 @@ def wrong_states(comparison: Comparison) -> str:
 def heat_note(requests: int, left_out: int, tokens: TokenTexts | None = None) -> str:
     """What the heat map leaves out, and that the page holds text where somebody has requested it."""
     total = requests + left_out
-    said = [f"The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them."] if left_out else []
+    text = [f"The worst {requests:,} of {total:,} requests are shown; compare.csv has all of them."] if left_out else []
     if tokens:
-        said.append(as_sentence(tokens.missing or "this page holds the text of prompts and answers, by --tokenizer"))
-    return f'<p class="hint">{" ".join(said)}</p>' if said else ""
+        text.append(as_sentence(tokens.missing or "this page holds the text of prompts and answers, by --tokenizer"))
+    return f'<p class="hint">{" ".join(text)}</p>' if text else ""
 
 
 def command_lines(command: str) -> str:
@@ -180,11 +180,11 @@ def origin_buttons(comparison: Comparison) -> str:
 
 def _button(comparison: Comparison, number: int, origin: Mapping[str, Any]) -> str:
     tap, name = safe(facts.tap_of(origin), NAME), safe(facts.origin_name(origin), NAME)
-    said = ", ".join(x for x in (_how_far(comparison, origin), safe(origin.get("tier") or "", 60)) if x)
+    text = ", ".join(x for x in (_how_far(comparison, origin), safe(origin.get("tier") or "", 60)) if x)
     return (
         f'<li><button type="button" class="origin" data-origin="{number - 1}" data-tap="{escape(tap)}">'
         f'<b class="no">{number}</b> '
-        f"<code>{escape(name)}</code> <small>{escape(said)}</small></button></li>"
+        f"<code>{escape(name)}</code> <small>{escape(text)}</small></button></li>"
     )
 
 
@@ -322,7 +322,7 @@ def verdict(comparison: Comparison) -> str:
     cells += [_fact(label, text, None, "shape-fact") for label, text in where.items() if text]
     cause = f'<p class="why"><strong>Cause:</strong> {escaped(text, 1000)}</p>' if (text := facts.cause(origin)) else ""
     facts_list = f'{cause}<dl class="facts">{"".join(cells)}</dl>'
-    tier = f" {as_sentence(said)}" if (said := facts.sentence(origin)) else ""
+    tier = f" {as_sentence(phrase)}" if (phrase := facts.sentence(origin)) else ""
     return head + facts_list + f'<p class="why">Evidence: {_e(name)}. {why}{tier}{_first(comparison, origin)}</p>'
 
 
@@ -484,11 +484,11 @@ def pairs_note(total: int, shown: int) -> str:
 
 def not_checked(comparison: Comparison) -> str:
     """Directly below the verdict: that operators were compared and not checked, and what would check them."""
-    said = verdict_parts.head(comparison)
-    if not said:
+    text = verdict_parts.head(comparison)
+    if not text:
         return ""
-    typed = "".join(f"<pre><code>{command_lines(line.strip())}</code></pre>" for line in said[1:])
-    return f'<p class="why not-checked">{as_sentence(said[0]).replace(":.", ":")}</p>{typed}'
+    typed = "".join(f"<pre><code>{command_lines(line.strip())}</code></pre>" for line in text[1:])
+    return f'<p class="why not-checked">{as_sentence(text[0]).replace(":.", ":")}</p>{typed}'
 
 
 def covered(comparison: Comparison) -> str:
@@ -638,9 +638,9 @@ def identity(comparison: Comparison) -> str:
     others = [k for k in dict.fromkeys([*sides[0], *sides[1]]) if k not in shown and sides[0].get(k) != sides[1].get(k)]
     named = [f"{_e(k, 60)} {' / '.join(_e(_words(run.get(k)), 24) for run in sides)}" for k in others[:FEW]]
     more = f" and {len(others) - FEW:,} more" if len(others) > FEW else ""
-    said = f"{'Also different' if differ else 'Different'}: {'; '.join(named)}{more}. " if named else ""
-    said += '<a href="#h-runs">All entries of both runs</a>' if any(sides) else ""
-    return f'<dl class="identity">{rows}</dl><p class="hint">{said}</p>'
+    sentence = f"{'Also different' if differ else 'Different'}: {'; '.join(named)}{more}. " if named else ""
+    sentence += '<a href="#h-runs">All entries of both runs</a>' if any(sides) else ""
+    return f'<dl class="identity">{rows}</dl><p class="hint">{sentence}</p>'
 
 
 def _about(label: str, run: Mapping[str, Any], keys: Sequence[str]) -> str:

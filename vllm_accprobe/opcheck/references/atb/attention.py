@@ -74,7 +74,7 @@ def _cut(added: Tensor, kind: int, heads: int, batch: int, i: int, n: int, m: in
     elif added.dim() == 3:
         by_head = kind == ALIBI and len(added) == heads
         if by_head and heads == batch > 1 and added.shape[1] == 1:
-            raise Declined("whether its mask is one of heads or of requests cannot be told")
+            raise Declined("whether its mask is one of heads or of requests is not known")
         part = added if by_head else added[i : i + 1] if len(added) == batch else added if len(added) == 1 else None
     else:
         part = added.unsqueeze(0) if added.dim() == 2 else None
