@@ -82,7 +82,7 @@ class ArrayPools:
 
         out = []
         for u in units:
-            parts = [[_plain_of(p), [*rows(p.rows), *map(self.put, _tables_of(p))]] for p in u.parts]
+            parts = [[_plain_of(p), [*rows(p.rows), *(None if t is None else self.put(t) for t in _tables_of(p))]] for p in u.parts]
             out.append([_unit_of(u), parts, [self.put(u.columns), None]])  # None: sums that earlier releases kept
         return out
 

@@ -274,9 +274,15 @@ def describe(metric: str, value: float, limit: float) -> str:
 
 
 def alike(value: float, *, exact: bool) -> RowErrors:
-    """Of a tensor of which only one number is known, which stands for all rows."""
+    """Of a tensor of which only one number is known, which stands for all rows. Of equal tensors it is always the same:
+    forgiving rows of them changes nothing."""
+    if not value:
+        return _EQUAL
     err = np.array([np.inf if exact and value > 0 else value])
     return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
+
+
+_EQUAL = RowErrors(np.zeros(1), np.ones(1), *[np.zeros(1)] * 2, np.zeros(1, np.int8), np.zeros(1))
 
 
 def rows_of(errors: RowErrors, at: slice | np.ndarray) -> RowErrors:

@@ -316,7 +316,7 @@ class LimitCheck:
         else:
             first = float(errors.rel[0]) if len(errors.rel) != len(part.rows) else worst.rel
             both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
-        return replace(worst, prefill=both[0], decode=both[1])
+        return Worst(worst.row, worst.err, worst.rel, worst.ratio, *both)
 
     def floor_of(
         self, key: tuple[str, str, int], phase: str | None, worst: float | None, limit: float, model: float | None
