@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.comparison.runner_inputs import (
+    cache_origin,
     check,
     check_both,
+    is_cache,
     is_explained,
     is_input,
     is_runners,
     layout_positions,
+    states_of,
+    whose,
     with_cause,
 )
-from vllm_accprobe.comparison.states import cache_origin, is_cache, states_of, whose
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import (

@@ -1,13 +1,24 @@
 """Whose output an input is, by its bytes: of the made-up model every hand-over is known."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import xxhash
-from synthetic_model import capture
+from picture_runs import NORMALISED, PIXELS, seen
+from synthetic_model import capture, scaled
 
-from vllm_accprobe.comparison.plan.relations import BOTH, GOLDEN, MINE, links_of
+from vllm_accprobe.comparison import engine, store
+from vllm_accprobe.comparison.engine import compare
+from vllm_accprobe.comparison.plan.relations import BOTH, GOLDEN, MINE, links_of, scaled_elsewhere, with_routers
+from vllm_accprobe.comparison.plan.unit import Unit
 from vllm_accprobe.comparison.plan.units import make_plan
+from vllm_accprobe.dump.schema import Module
+from vllm_accprobe.judge.near_ties import Chooser
+from vllm_accprobe.report import terminal, verdict_parts
 
 LAYER = "model.layers.1"
 
@@ -88,3 +99,125 @@ def test_without_hashes_nothing_is_said():
     for dump in dumps:
         dump.records = [replace(r, hash=None) for r in dump.records]
     assert of(*dumps) == {}
+
+
+TAP = "model.layers.1.mlp.act_fn"
+
+
+def with_sources(dump, **of_class):
+    dump.modules = {r: [replace(m, source=of_class.get(m.cls)) for m in ms] for r, ms in dump.modules.items()}
+    return dump
+
+
+def compared():
+    golden = with_sources(capture(), SiluAndMul="vllm/activation.py:60", RMSNorm="vllm/layernorm.py:9")
+    mine = capture(faults={TAP: scaled(1.1)})
+    return engine.compare(golden, with_sources(mine, SiluAndMul="vllm_ascend/activation.py:27", TinyMLP="tiny.py:3"))
+
+
+def test_both_sides_are_told_where_they_differ_and_one_where_it_alone_is_known(tmp_path):
+    result = compared()
+    assert result.sources[TAP] == ("vllm/activation.py:60", "vllm_ascend/activation.py:27")
+    assert result.sources["model.norm"] == ("vllm/layernorm.py:9", None)
+    assert "model.embed_tokens" not in result.sources
+    assert verdict_parts.code(result.sources, TAP) == "vllm_ascend/activation.py:27 (golden: vllm/activation.py:60)"
+    assert verdict_parts.code(result.sources, "model.norm") == "vllm/layernorm.py:9 (golden)"
+    assert verdict_parts.code(result.sources, "model.layers.1.mlp") == "tiny.py:3"
+    assert verdict_parts.code(result.sources, "model.embed_tokens") is None
+    same = {"a": ("x.py:1", "x.py:1"), "b\n": ("\x1b.py:1", None)}
+    assert [verdict_parts.code(same, tap) for tap in same] == ["x.py:1", "\\x1b.py:1 (golden)"]
+
+    (origin,) = result.to_json()["origins"]
+    assert origin["source"] == {"golden": "vllm/activation.py:60", "mine": "vllm_ascend/activation.py:27"}
+    assert "code: vllm_ascend/activation.py:27 (golden: vllm/activation.py:60)" in terminal.lines(result)
+    store.save(result.measured, tmp_path)
+    assert engine.rejudge(store.load(tmp_path)).sources == result.sources
+
+
+def test_no_capture_that_says_it_no_word_of_it():
+    result = engine.compare(capture(), capture(faults={TAP: scaled(1.1)}))
+    assert result.sources == {}
+    assert "source" not in result.to_json()["origins"][0]
+    assert not any(line.startswith("code: ") for line in terminal.lines(result))
+
+
+KIND = "inputs of another kind of number (integers against fractions)"
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("other_way", [False, True])
+def test_pixels_of_eight_bits_against_normalised_ones_are_left_out(rows: bool, other_way: bool) -> None:
+    sides = [seen(PIXELS, "uint8", rows=rows), seen(NORMALISED, "bfloat16", rows=rows)]
+    result = compare(*reversed(sides)) if other_way else compare(*sides)
+    assert result.verdict == "pass"
+    assert result.coverage["skipped"][KIND] == 1
+    (pair,) = [p for p in result.pairs if p.status == "skip"]
+    assert (pair.tap, pair.role, pair.message) == ("visual", "input.pixels", KIND)
+
+
+def test_ids_that_are_written_as_floating_point_are_compared() -> None:
+    assert compare(seen(PIXELS, "uint8"), seen(PIXELS, "float32")).verdict == "pass"
+    wrong = PIXELS.copy()
+    wrong[3, 3] += 1
+    result = compare(seen(PIXELS, "uint8"), seen(wrong, "float32"))
+    assert result.verdict == "fail"
+    assert KIND not in result.coverage["skipped"]
+
+
+@pytest.mark.parametrize("forbidden", [-np.inf, np.finfo(np.float32).min])
+def test_a_mask_of_booleans_against_one_that_is_added(forbidden: float) -> None:
+    allowed = PIXELS > 99
+    added = np.where(allowed, 0.0, forbidden).astype(np.float32)
+    result = compare(seen(allowed, "bool"), seen(added, "float32"))
+    assert result.verdict == "pass"
+    assert result.coverage["skipped"][KIND] == 1
+    assert compare(seen(allowed, "bool"), seen(allowed, "float32")).verdict == "pass"
+
+
+def test_an_output_of_another_kind_is_still_wrong() -> None:
+    role = "output.1"
+    assert compare(seen(PIXELS, "uint8", role=role), seen(NORMALISED, "bfloat16", role=role)).verdict == "fail"
+
+
+def test_statistics_alone_tell_the_kind_too() -> None:
+    sides = [seen(PIXELS, "uint8"), seen(NORMALISED, "bfloat16")]
+    for side in sides:
+        side.records = [replace(r, payload=None) if r.role == "input.pixels" else r for r in side.records]
+    assert compare(*sides).coverage["skipped"][KIND] == 1
+
+
+BLOCK = "model.layers.1.mlp"
+METHOD = f"{BLOCK}.experts.routed_experts.quant_method"
+
+
+def unit(tap: str, role: str, golden: str = "", groups: list[Any] | None = None) -> Unit:
+    return Unit((tap, role, 0), (golden or tap, role, 0), "", "", 0, 0, groups or [], groups or [])
+
+
+def modules(within: float, behind: float, **more: Any) -> list[Module]:
+    routed = {"top_k": 2, "scoring_func": "sigmoid", "routed_scaling_factor": within, **more}
+    return [
+        Module(BLOCK, "Glm4MoE", 0, {"routed_scaling_factor": 2.5}),
+        Module(f"{BLOCK}.experts", "MoERunner", 1, {"router.class": "CPURouter", "routed_scaling_factor": behind}),
+        Module(f"{BLOCK}.experts.routed_experts", "RoutedExperts", 2, routed),
+    ]
+
+
+def test_a_choice_is_by_what_the_captured_objects_say() -> None:
+    bias = [object()]
+    units = [unit(f"{BLOCK}.gate", "param.e_score_correction_bias", groups=bias), unit(f"{BLOCK}.gate", "output.0"),
+             unit(METHOD, "input.topk_ids")]  # fmt: skip
+    found = with_routers(units, modules(1.0, 2.5, num_expert_group=4, topk_group=2, use_grouped_topk=True))[-1]
+    assert (found.chooser, found.bias) == (Chooser("sigmoid", 4, 2), (bias[0], bias[0]))
+    plain = with_routers(units[1:], modules(1.0, 2.5))[-1]
+    assert (plain.router, plain.chooser) == (([], []), None)  # its logits alone decide
+    unsaid = with_routers(units[1:], modules(1.0, 2.5, has_correction_bias=True))[-1]
+    assert unsaid.chooser is None  # a bias that nobody captured
+
+
+def test_a_factor_in_the_weights_of_one_side_alone_is_no_error() -> None:
+    units = [unit(METHOD, "input.topk_weights"), unit(METHOD, "output.0"), unit(METHOD, "input.x"),
+             unit(f"{BLOCK}.experts", "output.0")]  # fmt: skip
+    assert scaled_elsewhere(units, modules(2.5, 1.0), modules(1.0, 2.5)) == {0, 1}
+    assert not scaled_elsewhere(units, modules(1.0, 2.5), modules(1.0, 2.5))
+    assert not scaled_elsewhere(units, modules(2.5, 1.0), modules(1.0, 1.0))  # one side has lost it

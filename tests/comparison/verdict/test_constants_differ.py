@@ -1,12 +1,17 @@
 """Constants of the same module that differ: those of formulas, beyond rounding, on modules that both sides know."""
 
+from __future__ import annotations
+
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from picture_runs import PIXELS, seen
 from synthetic_model import capture, scaled
 
 from vllm_accprobe.comparison.engine import compare
-from vllm_accprobe.comparison.notes import differing
+from vllm_accprobe.comparison.notes import differing, taps_effect, without_tensors
 from vllm_accprobe.dump.schema import Module
 from vllm_accprobe.report import facts, terminal
 from vllm_accprobe.report.html import page
@@ -86,3 +91,88 @@ def test_of_an_origin_it_is_the_cause(golden):
     assert facts.headline(result).startswith(
         f"FAIL: {ATTN} (Attention) has another constant: impl.scale is 0.2, golden has 0.125, output.0, request '"
     )
+
+
+WATCHED = {"watched": {"0": {"steps": 24}}, "count": 0, "findings": []}
+WRONG = WATCHED | {"count": 1, "findings": [{"sentence": "a stale slot"}]}
+NONE: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("mine", "weights", "captured", "told"),
+    [
+        (WATCHED, NONE, False, "this is about mine's ledger of states (24 steps)"),
+        (NONE, {"compared": 12, "findings": []}, False, "this is about 12 weights"),
+        (WATCHED, {"told": 3, "findings": []}, False, "mine's ledger of states (24 steps) and 3 weights"),
+        (WATCHED, NONE, True, ""),  # whoever captured tensors wants them compared
+        (WRONG, NONE, True, "this is about mine's ledger of states (24 steps)"),
+        (NONE, {"compared": 12, "findings": [{"side": "mine"}]}, True, "this is about 12 weights"),
+        (NONE, {"compared": 12, "findings": [{"side": "both"}]}, True, ""),
+        (NONE, NONE, False, ""),
+    ],
+)
+def test_what_is_said_instead(mine: dict[str, Any], weights: dict[str, Any], captured: bool, told: str) -> None:
+    coverage = {"taps_only_golden": ["model"] if captured else [], "taps_only_mine": []}
+    setting: Any = SimpleNamespace(coverage=coverage, states={"golden": {}, "mine": mine}, weights=weights)
+    said = without_tensors(setting, "nothing could be compared: g holds no tensors", units=False)
+    assert told in said
+    assert bool(said) == bool(told)
+    assert not said or said.startswith("no tensors were compared (g holds no tensors)")
+
+
+def test_a_changed_way_of_hashing_is_called_so_where_the_images_agree() -> None:
+    golden, mine = seen(PIXELS, "uint8"), seen(PIXELS, "uint8", hashed="new")
+    golden.run["versions"], mine.run["versions"] = {"vllm": "0.20.2"}, {"vllm": "0.32.0"}
+    result = compare(golden, mine)
+    assert result.notes == [
+        "image hashes differ in all requests that have images (1), and all that was computed of the images agrees: "
+        "another way of hashing (vLLM 0.20.2 and 0.32.0)"
+    ]
+
+
+def test_another_image_is_called_so() -> None:
+    result = compare(seen(PIXELS, "uint8"), seen(PIXELS, "uint8", hashed="new", off=0.5))
+    assert "request 'a' has different images" in result.notes
+    assert not any("hashing" in note for note in result.notes)
+    # nothing of the picture was captured: nobody knows
+    bare = [seen(PIXELS, "uint8"), seen(PIXELS, "uint8", hashed="new")]
+    for side in bare:
+        side.records = [r for r in side.records if r.tap != "visual"]
+    assert compare(*bare).notes == ["request 'a' has different images"]
+
+
+NOTHING = {
+    "tokens": False, "top_logits": False, "logits": False, "root": False, "root_rel_l2": 0.0, "against": "off",
+    "repeats": True,
+}  # fmt: skip
+
+
+def said(changed: Any) -> str:
+    return "; ".join(taps_effect({"engine": {"graphs": {"changed": changed}}}))
+
+
+def test_taps_that_changed_nothing() -> None:
+    assert said(NOTHING) == "its taps changed no bit of the result (accprobe doctor --graphs)"
+
+
+def test_taps_that_changed_the_result() -> None:
+    changed = NOTHING | {"root": True, "logits": True, "root_rel_l2": 0.00934, "module": "model.norm\n"}
+    assert said(changed) == (
+        "ITS TAPS CHANGED THE RESULT by 0.0093 (relative L2): logits, root, first where a tap stands at model.norm?; "
+        "compare without that tap (docs/doctor.md)"
+    )
+    assert said(NOTHING | {"tokens": True}).startswith("ITS TAPS CHANGED THE RESULT: tokens; ")
+    assert "not known" in said(changed | {"repeats": False})
+
+
+@pytest.mark.parametrize(
+    "run", [{}, {"engine": 3}, {"engine": {"graphs": {}}}, {"engine": {"graphs": {"changed": "x"}}}]
+)
+def test_without_a_proof_nothing_is_said(run: dict[str, Any]) -> None:
+    assert taps_effect(run) == []
+
+
+def test_a_strangers_figures_are_no_matter() -> None:
+    assert said({"repeats": 1}) == said(NOTHING | {"repeats": None})
+    assert "not known" in said({})
+    assert said(NOTHING | {"root": True, "root_rel_l2": math.inf}).startswith("ITS TAPS CHANGED THE RESULT by inf")

@@ -151,7 +151,9 @@ def _group(
             plan = str(e)
         if place is not None:
             plans[place] = plan
-    return Group(records, moment, where, *((None, plan) if isinstance(plan, str) else (plan, "")), dim)
+    if isinstance(plan, str):
+        return Group(records, moment, where, None, plan, dim)
+    return Group(records, moment, where, plan, row_dim=dim)
 
 
 def _of_rank(shape: tuple[int, ...], dims: int) -> tuple[int, ...] | None:

@@ -39,7 +39,7 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
-from vllm_accprobe.comparison.states import notes as state_notes
+from vllm_accprobe.comparison.runner_inputs import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.dump.decode import object_at
