@@ -4,9 +4,9 @@ The problem: behind the first wrong number everything is wrong; a row of attenti
 request, a linear layer's on one, a text row on all rows of its image. The idea: row by row, what comes out of a tap is
 compared with what is in front of it (align/data_flow.py), of each source the largest error that can reach the row
 (`Influence`). An error that exceeds the limit by more than errors in front explain is created there. The deepest
-visible module is the origin; a parent is one only for what none of its children shows (a residual addition, a reshape). Errors
-within the limits are compared with the sibling layers (siblings.py). Also: what each tap creates at most, and whether a
-fault is in every layer. Not here: how large an error is (tensor_errors.py), chosen experts and flipped tokens
+visible module is the origin; a parent is one only for what none of its children shows (a residual addition, a reshape).
+Errors within the limits are compared with the sibling layers (siblings.py). Also: what each tap creates at most, and
+whether a fault is in every layer. Not here: how large an error is (tensor_errors.py), chosen experts and flipped tokens
 (near_ties.py).
 """
 
