@@ -82,6 +82,10 @@ class Part:
     def width(self) -> int:
         return prod(self.feature)
 
+    @property
+    def phase(self) -> str | None:
+        return None if self.whole else self.rows.phase
+
     @classmethod
     def of(cls, mine: Group, golden: Group | None = None, *, whole: bool = False, skip: str = "") -> Part:
         """What a tensor of mine says of itself, before anything is measured."""
