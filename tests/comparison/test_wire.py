@@ -47,10 +47,11 @@ COLUMNS, PLAIN, ARRAYS = 3, 1, 2
     ("place", "made_up"),
     [
         *((COLUMNS, where) for where in (["O", 0, [1]], ["f", 0, [99]], ["f", -1, [1]], ["f", 0, "x"], [1], "x")),
-        *((PLAIN, columns) for columns in ("x", [["g"]], [[]] * len(store.PLAIN), [["g"] * 3] * len(store.PLAIN))),
+        *((PLAIN, columns) for columns in ("x", [["g"]], [[]] * len(store.PLAIN), [["g"] * 3] * len(store.PLAIN),
+                                     [["g"] * 2, ["m"] * 3, *[["x"]] * (len(store.PLAIN) - 2)])),
         *((ARRAYS, columns) for columns in ([], [[None]] * 5, [[["i", 0, [3]]] * 2] * 4)),
     ],
-)
+)  # fmt: skip
 def test_made_up_frames_are_refused(place, made_up):
     ((text, data, _),) = store.frames(store.pack([unit()]))
     text["units"][0][place] = made_up

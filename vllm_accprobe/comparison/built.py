@@ -285,10 +285,6 @@ def _original(asked: Asked, module: Module, layer: int | None) -> Any:
     return rope.get("original_max_position_embeddings", asked.get("original_max_position_embeddings", default=_ABSENT))
 
 
-def _neox(asked: Asked, module: Module, layer: int | None) -> Any:
-    return True if asked.family in _HALVES else False if asked.family in _NEIGHBOURS else _ABSENT
-
-
 def _window(asked: Asked, module: Module, layer: int | None) -> Any:
     """The window of a layer, None for none."""
     window, kind = asked.get("sliding_window"), asked.kind_of_layer(layer)
@@ -325,14 +321,8 @@ def _scale(asked: Asked, module: Module, layer: int | None) -> Any:
     return float(size) ** -0.5 if size and asked.family in _PLAIN_SCALE else _ABSENT
 
 
-def _activation(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = asked.get("hidden_activation", "hidden_act", "activation_function")
-    return _ACTIVATIONS.get(str(found), _ABSENT) if found is not None else _ABSENT
-
-
-def _scoring(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = asked.get("scoring_func")
-    return found if found in ("softmax", "sigmoid") else _ABSENT
+_activation = _key("hidden_activation", "hidden_act", "activation_function",
+                   map_=lambda v: _ACTIVATIONS.get(str(v), _ABSENT))  # fmt: skip
 
 
 def _factor(asked: Asked, module: Module, layer: int | None) -> Any:
@@ -372,7 +362,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("rope_theta", "rope_parameters"), _ROTARY, ("base",), _rope("rope_theta")),
     Rule(("rope_scaling", "rope_parameters"), _ROTARY, ("class",), _rotary_class),
     Rule(("partial_rotary_factor", "rotary_dim", "qk_rope_head_dim"), _ROTARY, ("rotary_dim",), _rotary_dim),
-    Rule(("model_type",), _ROTARY, ("is_neox_style",), _neox),
+    Rule(("model_type",), _ROTARY, ("is_neox_style",), lambda asked, *_: (
+        asked.family in _HALVES if asked.family in _HALVES | _NEIGHBOURS else _ABSENT)),
     Rule(("factor",), r"(Scaling|Llama3)\w*RotaryEmbedding$", ("scaling_factor",), _rope("factor")),
     Rule(("low_freq_factor",), r"^Llama3Rotary", ("low_freq_factor",), _rope("low_freq_factor")),
     Rule(("high_freq_factor",), r"^Llama3Rotary", ("high_freq_factor",), _rope("high_freq_factor")),
@@ -401,7 +392,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_TOP_K, _ROUTED, ("top_k",), _key(*_TOP_K)),
     Rule(_EXPERTS, _ROUTED, ("global_num_experts",), _key(*_EXPERTS)),
     Rule(("norm_topk_prob",), _ROUTED, ("router.renormalize", "renormalize"), _key("norm_topk_prob")),
-    Rule(("scoring_func",), _ROUTED, ("scoring_func",), _scoring),
+    Rule(("scoring_func",), _ROUTED, ("scoring_func",),
+         _key("scoring_func", map_=lambda v: v if v in ("softmax", "sigmoid") else _ABSENT)),
     Rule(("n_group",), _ROUTED, ("num_expert_group",), _key("n_group")),
     Rule(("topk_group",), _ROUTED, ("topk_group",), _key("topk_group")),
     Rule(("routed_scaling_factor",), _ROUTED, ("routed_scaling_factor",), _factor),

@@ -443,7 +443,8 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck, fed: bool) -> It
     drawn = _drawn(dump, rank, steps)
     # Hashes, or a sampler's tokens, that agree with no row of this dump are of another kind than those known here.
     by_hash = any(_is_prompt(found, dump.requests.get((rank, req))) for req, found in ids.items())
-    named = {req for req in ids if _names_tokens(dump.requests.get((rank, req)))}
+    wanted = {req: r.sampling for req in ids if (r := dump.requests.get((rank, req))) is not None}
+    named = {req for req, sampling in wanted.items() if sampling is not None and NAMED_TOKENS in sampling.also}
     drawn = {req: own for req, own in drawn.items() if req not in named}
     agree, of, explained = _fed(ids, drawn)
     out.fed |= agree >= _LEAST and 2 * agree >= of
@@ -463,10 +464,6 @@ def _ids(dump: Any, rank: int, steps: _Steps, out: RunnerCheck, fed: bool) -> It
         elif req in named or req in drawn:
             why = "that a client names" if req in named else "that are not those of the sampler"
             out.unchecked[f"{IDS} {why}"] += int((found.at >= request.prompt_len).sum())
-
-
-def _names_tokens(request: Request | None) -> bool:
-    return request is not None and request.sampling is not None and NAMED_TOKENS in request.sampling.also
 
 
 def _fed(ids: Mapping[int, _Ids], drawn: Mapping[int, _Ids]) -> tuple[int, int, int]:
@@ -611,7 +608,8 @@ def _logits_rows(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Itera
         ):  # fmt: skip
             out.unchecked[f"{LOGITS_ROWS} of another form"] += claimed[1]
             continue
-        tokens, logits = (_row_names(space) for space in spaces)
+        tokens, logits = ([(s.req, s.pos + k) for s in space.segments for k in range(s.n)] if space is not None else []
+                          for space in spaces)  # fmt: skip
         if whole.hash and whole.hash == some.hash and tokens == logits:
             out.checked[LOGITS_ROWS] += len(logits)
         else:
@@ -627,11 +625,6 @@ def _logits_rows(dump: Any, rank: int, steps: _Steps, out: RunnerCheck) -> Itera
                 f"{its}{of}{more}")  # fmt: skip
         yield RunnerFault(LOGITS_ROWS, rank, chosen[step].tap, chosen[step].role, name, at, rows[-1][0], len(rows),
                           step, phase, chunk, says)  # fmt: skip
-
-
-def _row_names(rows: Any) -> list[tuple[int, int]]:
-    """(request, position) of each row of a space whose number of rows was compared with a tensor's."""
-    return [] if rows is None else [(s.req, s.pos + k) for s in rows.segments for k in range(s.n)]
 
 
 def _wrongly_chosen(

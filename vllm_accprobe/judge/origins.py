@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -267,7 +267,10 @@ def find_origins(
     search = _Search(flow, standard, images, rate, keeper or SpillBuffer())
     found = search.run()
     if created is not None:
-        created.update(most_created(search.resting(), standard))
+        for (tap, sink), here in search.stats.items():
+            if sink.kind == OUTPUT and sink.tap == tap:
+                created[tap] = max(created.get(tap, 0.0), created_over(here, sink.limit, standard))
+            search.keeper.rest()
     return found
 
 
@@ -328,11 +331,6 @@ class _Search:
                     self.stats[(tap, sink)] = self._stats_of(tap, sink, sources)
                     self.keeper.rest()
         self.siblings = Siblings(list(self.stats.values()), self.rate, self.keeper)
-
-    def resting(self) -> Iterator[tuple[tuple[str, TensorErrors], TensorStats]]:
-        for entry in self.stats.items():
-            yield entry
-            self.keeper.rest()
 
     def _stats_of(self, tap: str, sink: TensorErrors, sources: list[TensorErrors]) -> TensorStats:
         mixing = self.tree.mixing.get(tap, True)
@@ -490,15 +488,6 @@ def _role(tap: str, sink: TensorErrors) -> str:
 
 
 # --- of all taps ----------------------------------------------------------------------------------------------------
-
-
-def most_created(stats: Iterable[tuple[tuple[str, TensorErrors], TensorStats]], rules: Standard) -> dict[str, float]:
-    """What each tap's outputs create at most, by the stats of (tap, errors)."""
-    found: dict[str, float] = {}
-    for (tap, sink), here in stats:
-        if sink.kind == OUTPUT and sink.tap == tap:
-            found[tap] = max(found.get(tap, 0.0), created_over(here, sink.limit, rules))
-    return found
 
 
 def created_over(here: TensorStats, limit: float, rules: Standard) -> float:

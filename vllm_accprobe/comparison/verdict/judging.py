@@ -475,7 +475,9 @@ class _Judge:
         flow = DataFlow(self.traces, setting.tree)
         created = find_origins(flow, self.standard, setting.images, self.rate, told, self.shelf)
         created, excused = self._not_excused(created)
-        unseen = self._unseen_routers()
+        routing = [(t, r, c) for (t, r, _), c in ((u.key, u.cls) for u in self.measured.units)]
+        seen = [tap for tap, role, cls in routing if is_choice(role, cls) or is_logits(tap, role, cls)]
+        unseen = unknown_routers(setting.attrs, seen)
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
         finder = GapFinder(setting.untapped, flow)
         gaps = [finder.of(c) for c in created]
@@ -561,11 +563,6 @@ class _Judge:
             return created, ""
         what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
         return kept, what + ": not taken for origins"
-
-    def _unseen_routers(self) -> list[str]:
-        units = self.measured.units
-        known = [u.key[0] for u in units if is_choice(u.key[1], u.cls) or is_logits(u.key[0], u.key[1], u.cls)]
-        return unknown_routers(self.measured.setting.attrs, known)
 
     def _check_floor(self) -> None:
         if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
