@@ -1,4 +1,4 @@
-"""The order of the data flow and the tree of modules, on small dumps written by hand."""
+"""The order of the data flow, the tree of modules and the layers passed unseen, on small dumps written by hand."""
 
 from types import SimpleNamespace
 

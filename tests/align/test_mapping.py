@@ -1,4 +1,4 @@
-"""Mapping files: what they may say, and what is refused with one line."""
+"""Mapping files and the tensors that their rules make of several; what is refused, with one line."""
 
 import json
 

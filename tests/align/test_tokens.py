@@ -1,4 +1,4 @@
-"""Names of rows: supersession, flips and ranks, on row maps written by hand."""
+"""Requests and names of rows: supersession, flips and ranks, on row maps written by hand."""
 
 from __future__ import annotations
 

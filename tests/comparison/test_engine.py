@@ -1,4 +1,4 @@
-"""Dumps on disk, dumps without payloads, dumps with nothing in common, and what the result looks like."""
+"""Dumps on disk, without payloads, with nothing in common; the form of the result; tasks that end in any order."""
 
 from __future__ import annotations
 

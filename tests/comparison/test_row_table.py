@@ -1,4 +1,4 @@
-"""Errors by row and sampled values that a comparison keeps, on the synthetic model."""
+"""Errors by row and sampled values that a comparison keeps, counts of pairs and rows, arrays that spill to disk."""
 
 import json
 import os

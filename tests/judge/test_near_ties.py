@@ -1,4 +1,4 @@
-"""Rows that a near tie of the router's logits may have sent elsewhere, where nobody saw the choice."""
+"""Near ties of a router and of tokens: rows sent elsewhere, margins of experts, flips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose an error is that lies between modules. Blame as a whole: tests/comparison and the e2e tests."""
+"""Whose an error between modules is, and steps that graphs replay. Blame as a whole: tests/comparison, tests/e2e."""
 
 from __future__ import annotations
 

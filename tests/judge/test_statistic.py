@@ -1,4 +1,4 @@
-"""One rate of false alarms: what it is divided by, and the quantiles at what is left."""
+"""Rates of false alarms and their quantiles, distributions against scipy's, units of rounding."""
 
 from __future__ import annotations
 

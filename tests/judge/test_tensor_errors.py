@@ -1,4 +1,4 @@
-"""What sums per column say, by hand."""
+"""Sums per column, and which of a row's measures decides, by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Places between children: what is there may be a slice of what one gave out, and has then no siblings."""
+"""What reaches a row from upstream: slices between children, earlier rows, and lists continued from prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden's weights against mine's: from which event on they differ, and who is not blamed for it."""
+"""Weights that differ from golden's, within one dump, and those that loading did not write."""
 
 from __future__ import annotations
 

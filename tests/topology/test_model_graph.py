@@ -1,4 +1,4 @@
-"""Names that are given twice, nodes out of order, rings: what viewers get is sound."""
+"""Graphs that viewers get are sound: names twice, rings, disorder; and ATB's json."""
 
 from __future__ import annotations
 

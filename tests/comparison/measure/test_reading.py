@@ -1,4 +1,4 @@
-"""Column sums that a measured tap carries."""
+"""Column sums that a tap carries, rows in stretches, and what statistics alone say."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Dumps with operator calls: what says nothing about the model is set apart by name; what is left is compared."""
+"""What a plan sets apart of operator calls, how it indexes rows, and partial sums that nobody adds up."""
 
 from __future__ import annotations
 

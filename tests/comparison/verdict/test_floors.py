@@ -1,4 +1,4 @@
-"""Measured floors: they silence what golden's own runs show, hide no fault, and refuse what does not belong."""
+"""Measured floors, other tools' standards, and rows behind a near tie, in the verdict."""
 
 import csv
 import json

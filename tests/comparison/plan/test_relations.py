@@ -1,4 +1,4 @@
-"""Whose output an input is, by its bytes: of the made-up model every hand-over is known."""
+"""How units relate: whose output an input is, source files, inputs of another kind, chosen experts."""
 
 from __future__ import annotations
 
