@@ -7,8 +7,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from topology.test_atb_json import write
 from topology.test_data_flow import capture
+from topology.test_model_graph import write
 
 from vllm_accprobe.cli import main
 

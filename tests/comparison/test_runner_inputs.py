@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from vllm_accprobe.comparison.runner_inputs import (
+    cache_origin,
     check,
     check_both,
+    is_cache,
     is_explained,
     is_input,
     is_runners,
     layout_positions,
+    states_of,
+    whose,
     with_cause,
 )
-from vllm_accprobe.comparison.states import cache_origin, is_cache, states_of, whose
 from vllm_accprobe.dump.journal import METADATA, STALE, StateFinding
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import (
@@ -69,15 +72,8 @@ class Fake(Dump):
             self.rows[0, step, TOKENS] = RowSpace(step, TOKENS, row, tuple(segments), tuple(ids))
             got = np.array(positions, np.int64)
             shape = (sections, row) if sections > 1 else (row,)
-            self.add(
-                step,
-                ROOT_TAP,
-                "input.positions",
-                got.T.copy() if sections > 1 else got[:, 0],
-                shape,
-                TOKENS,
-                sections > 1,
-            )
+            values = got.T.copy() if sections > 1 else got[:, 0]
+            self.add(step, ROOT_TAP, "input.positions", values, shape, TOKENS, sections > 1)
             last = [(req, pos + n - 1) for req, pos, n in parts if pos + n >= len(list(PROMPTS.values())[req])]
             hidden = np.arange(1000 * step, 1000 * step + row * 4).reshape(row, 4)
             self.add(step, ROOT_TAP, "output.0", hidden, hidden.shape, TOKENS, False)
@@ -151,63 +147,38 @@ def test_a_later_chunk_with_the_positions_of_the_first(sections: int, images: bo
     assert "do not go on where the chunk before ended" in fault.says
 
 
-def test_a_decode_step_one_further_on() -> None:
-    dump = Fake()
-    for step in (3, 4, 5):
-        dump.positions(step)[1] += 1
+def moved(dump: Fake, step: int, rows: Any, by: int, section: Any = slice(None)) -> None:
+    dump.positions(step)[rows, section] += by
+
+
+TEXT, IMAGE = (1, False), (3, True)
+NOT_ITS = "token ids of request {!r} are not its prompt's: "
+
+
+@pytest.mark.parametrize(("form", "change", "says"), [
+    (TEXT, lambda d: [moved(d, step, 1, 1) for step in (3, 4, 5)],
+     "positions of request 'b' are wrong from row 31 on, in decoding: they are off by +1 (32, where 31 is due); 2 more "
+     "of its rows are wrong in later steps"),
+    (TEXT, lambda d: moved(d, 2, slice(10), 5),
+     "positions of request 'a' are wrong from row 40 on, the third chunk: they are off by +5 (45, where 40 is due); "
+     "they do not go on where the chunk before ended"),
+    (IMAGE, lambda d: moved(d, 0, slice(12, 16), 1, 2),
+     "positions of request 'a' are wrong in rows 12 to 15, the first chunk: section 2 alone is off ((4, 6, 5), where "
+     "(4, 6, 4) is due)"),
+    (TEXT, lambda d: d.positions(1)[20:].fill(0),
+     "positions of request 'b' are wrong from row 1 on, the prompt's only chunk: all are 0, where 1 and on are due"),
+    (TEXT, lambda d: d.ids(1, dict(enumerate(range(100, 120)))),
+     NOT_ITS.format("a") + "from row 20 on, the second chunk, they repeat rows 0 to 19"),
+    (TEXT, lambda d: d.ids(1, {25: 7}), NOT_ITS.format("b") + "their hash is not that of its prompt"),
+    (TEXT, lambda d: d.ids(4, {0: 350}),
+     "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"),
+])  # fmt: skip
+def test_what_was_handed_over_wrongly_is_said(form: tuple[int, bool], change: Any, says: str) -> None:
+    dump = Fake(*form)
+    change(dump)
     (fault,) = check(dump).faults
-    assert fault.says.startswith("positions of request 'b' are wrong from row 31 on, in decoding: ")
-    assert fault.says.endswith("(32, where 31 is due); 2 more of its rows are wrong in later steps")
-
-
-def test_a_third_chunk_shifted() -> None:
-    dump = Fake()
-    dump.positions(2)[:10] += 5
-    (fault,) = check(dump).faults
-    assert "from row 40 on, the third chunk: they are off by +5 (45, where 40 is due)" in fault.says
-
-
-def test_one_section_of_an_image() -> None:
-    dump = Fake(3, True)
-    dump.positions(0)[12:16, 2] += 1
-    faults = check(dump).faults
-    assert [f.request for f in faults] == ["a"]
-    assert "in rows 12 to 15, the first chunk: section 2 alone is off" in faults[0].says
-
-
-def test_positions_that_are_all_zero() -> None:
-    dump = Fake()
-    dump.positions(1)[20:] = 0
-    (fault,) = check(dump).faults
-    assert fault.request == "b"
-    assert "all are 0" in fault.says
-
-
-def test_token_ids_of_a_chunk_that_repeat_the_first() -> None:
-    dump = Fake()
-    dump.ids(1, dict(enumerate(range(100, 120))))
-    (fault,) = check(dump).faults
-    assert (
-        fault.says
-        == "token ids of request 'a' are not its prompt's: from row 20 on, the second chunk, they repeat rows 0 to 19"
-    )
-
-
-def test_token_ids_that_are_no_prompts() -> None:
-    dump = Fake()
-    dump.ids(1, {25: 7})
-    (fault,) = check(dump).faults
-    assert fault.says == "token ids of request 'b' are not its prompt's: their hash is not that of its prompt"
-
-
-def test_a_token_that_was_not_drawn() -> None:
-    dump = Fake()
-    dump.ids(4, {0: 350})
-    (fault,) = check(dump).faults
-    assert (
-        fault.says
-        == "the token id of request 'a' in row 51, in decoding, is 350: the token before it, and the sampler drew 351"
-    )
+    assert fault.says == says
+    assert f"request {fault.request!r}" in says
 
 
 @pytest.mark.parametrize(("step", "row", "of", "says"), [
@@ -340,12 +311,8 @@ def test_the_finding_is_an_origin_of_the_comparison() -> None:
     assert states["mine"]["count"] == 1
     origin = cache_origin(states)
     assert origin is not None
-    assert (origin["module"], origin["class"], origin["role"], origin["rows"]) == (
-        ROOT_TAP,
-        "runner",
-        "input.positions",
-        20,
-    )
+    found = origin["module"], origin["class"], origin["role"], origin["rows"]
+    assert found == (ROOT_TAP, "runner", "input.positions", 20)
     assert origin["cause"]["text"].startswith("the runner: positions of request 'a' are wrong from row 20 on")
     assert is_cache(origin)
     assert whose(states["mine"]["findings"][0]) == "the runner, not the model"
@@ -355,14 +322,8 @@ def test_the_finding_is_an_origin_of_the_comparison() -> None:
 
 
 def test_against_golden_alone() -> None:
-    origin = {
-        "module": ROOT_TAP,
-        "role": "input.positions",
-        "class": "Model",
-        "request": "a",
-        "position": 20,
-        "rows": 20,
-    }
+    origin = {"module": ROOT_TAP, "role": "input.positions", "class": "Model", "request": "a", "position": 20,
+              "rows": 20}  # fmt: skip
     assert is_input(origin)
     assert not is_input(origin | {"role": "input.inputs_embeds"})
     named = with_cause(origin, "the second chunk")

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_accprobe.comparison.states import cache_notes, cache_origin, findings, notes, states_of, watched
+from vllm_accprobe.comparison.runner_inputs import cache_notes, cache_origin, findings, notes, states_of, watched
 from vllm_accprobe.dump.journal import StateFinding, StateTotals, sentence
 from vllm_accprobe.dump.reader import Dump
 from vllm_accprobe.dump.schema import Module

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_accprobe.comparison.weight_places import ROUNDS
-from vllm_accprobe.comparison.weight_rows import (
+from vllm_accprobe.comparison.weight_places import (
     ADDRESS,
     FACTOR,
     LOADING,
     PRECISION,
+    ROUNDS,
     UNKNOWN,
     RowsFound,
     block_factors,

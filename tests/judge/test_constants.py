@@ -24,7 +24,7 @@ ELSEWHERE = {
 BOUNDS = {  # of memory, of hostile input, of text; and places in an order: they judge nothing
     "calibration.py": {256, 20, 100, 500},
     "profile.py": None,
-    "upstream.py": {64, 20, 32, 16},
+    "origins.py": {64, 20, 32, 16},
     "near_ties.py": {64, 12, 3},
     "tensor_errors.py": {1e-300, 3, 4, 5},
     "shape.py": {3},

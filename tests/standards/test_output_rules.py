@@ -20,91 +20,76 @@ from vllm_accprobe.standards.two_machines import both
 BASE = measure(np.linspace(1, 2, 1000), np.linspace(1, 2, 1000), "float64")
 
 
-def said(dtype, standard="msprobe", op="exp", **changes):
-    found = judge(standard, replace(BASE, **changes), op, dtype)
-    return found.status, found.message
+BOTH = "msprobe", "msprobe-1.0"
+MSPROBE = [
+    # Cosine: <= 0.99 is an error whatever the rest.
+    ("float32", {"cosine": 0.99, "max_abs_err": 1e-9}, ("error", "cosine 0.99 is not above 0.99")),
+    ("float32", {"cosine": 0.9901, "max_abs_err": 1e-9}, ("pass", "")),
+    # Largest error: < 0.001 passes whatever the dual metrics.
+    ("bfloat16", {"max_abs_err": 0.000999, "dual_100": 0.0}, ("pass", "")),
+    ("bfloat16", {"max_abs_err": 0.001, "dual_100": 0.99}, ("error", "dual-100: 0.99 is not above 0.99")),
+    ("float16", {"max_abs_err": 1.0, "dual_100": 0.9901, "dual_1000": 0.999},
+     ("warning", "dual-1000: 0.999 is not above 0.999")),
+    ("float16", {"max_abs_err": 1.0, "dual_100": 0.9901, "dual_1000": 0.9991}, ("pass", "")),
+    ("float8_e4m3fn", {"max_abs_err": 1.0, "dual_100": 0.5}, ("error", "dual-100: 0.5 is not above 0.99")),
+    ("float32", {"max_abs_err": 1.0, "dual_100": 0.0, "dual_1000": 0.999},
+     ("error", "dual-1000: 0.999 is not above 0.999")),
+    ("float32", {"max_abs_err": 1.0, "dual_1000": 0.9995, "dual_10000": 0.9999},
+     ("warning", "dual-10000: 0.9999 is not above 0.9999")),
+    ("float64", {"max_abs_err": 1.0, "dual_1000": 0.9995, "dual_10000": 0.99995}, ("pass", "")),
+    # What no rule looks at but must not pass.
+    ("float32", {"max_abs_err": 1e-9, "inf_nan_err_ratio": 0.001, "nonfinite_mismatch": 1},
+     ("error", "1 of 1000 elements are NaN or infinite on one side only")),
+    ("float32", {"elements": 0}, ("skip", "empty tensor")),
+    ("float32", {"max_abs_err": None}, ("skip", "no finite values")),
+    # A single element has no direction, nor have two zero tensors.
+    ("float32", {"elements": 1, "cosine": -1.0, "max_abs_err": 1e-4}, ("pass", "")),
+    ("float32", {"cosine": None, "max_abs_reference": 0.0, "max_abs_mine": 0.0, "max_abs_err": 0.0}, ("pass", "")),
+    ("float32", {"cosine": None, "max_abs_mine": 0.0, "max_abs_err": 1e-4}, ("error", "mine is all zero")),
+    ("float32", {"cosine": None, "max_abs_reference": 0.0, "max_abs_err": 1e-4},
+     ("error", "the reference is all zero")),
+    ("int64", {"binary_err_ratio": 0.002}, ("error", "2 of 1000 values differ and must be equal")),
+    ("bool", {"binary_err_ratio": 0.0, "cosine": 0.0, "max_abs_err": 5.0}, ("pass", "")),
+]  # fmt: skip
+OTHERS = [
+    # Of booleans all must agree, and then they do; ait itself requires more than all.
+    *(("ait", dtype, {"ait_share": share}, status) for dtype, share, status in (
+        ("float32", 0.9999, "error"), ("float32", 0.99991, "pass"), ("bfloat16", 0.999, "error"),
+        ("bfloat16", 0.9991, "pass"), ("int8", 0.9991, "pass"), ("uint8", 0.991, "pass"), ("bool", 0.9999, "error"),
+        ("bool", 1.0, "pass"))),
+    ("ait", "float32", {"ait_share": 0.5},
+     ("error", "0.5 of the elements are within the tolerance, more than 0.9999 must be")),
+    ("ait", "float32", {"ait_share": 1.0, "inf_nan_err_ratio": 0.001}, "error"),
+    ("ait", "float32", {"elements": 0}, ("skip", "empty tensor")),
+    ("ait", "float32", {"ait_share": None}, ("skip", "ait_share was not measured")),
+    ("xray", "float32", {"max_abs_err": 0.0078}, ("pass", "")),
+    ("xray", "float32", {"max_abs_err": 0.0156, "above_1e_2": 7}, ("error", "7 elements are off by more than 0.01")),
+    ("xray", "float32", {"inf_nan_err_ratio": 0.1}, "error"),
+    ("xray", "float32", {"max_abs_err": None}, ("skip", "no finite values")),
+    # MindSpore's document: two statuses, cosine above 0.99 and the largest error below 0.0001; integers are equal.
+    ("mindspore", "float32", {"cosine": 0.991, "max_abs_err": 0.99e-4}, ("pass", "")),
+    ("mindspore", "float32", {"cosine": 0.99, "max_abs_err": 0.0}, "error"),
+    ("mindspore", "float16", {"cosine": 1.0, "max_abs_err": 1e-4}, "error"),
+    ("mindspore", "float32", {"cosine": None, "max_abs_err": 1e-5}, ("error", "one side is all zero")),
+    ("mindspore", "int64", {"binary_err_ratio": 0.1}, "error"),
+    ("mindspore", "int64", {"binary_err_ratio": 0.0, "max_abs_err": 0.0}, ("pass", "")),
+    ("mindspore", "float32", {"inf_nan_err_ratio": 0.1}, "error"),
+    ("mindspore", "float32", {"max_abs_err": None}, ("skip", "no finite values")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("release", ["msprobe", "msprobe-1.0"])
 @pytest.mark.parametrize(
-    ("dtype", "changes", "expected"),
-    [
-        # Cosine: <= 0.99 is an error whatever the rest.
-        ("float32", {"cosine": 0.99, "max_abs_err": 1e-9}, ("error", "cosine 0.99 is not above 0.99")),
-        ("float32", {"cosine": 0.9901, "max_abs_err": 1e-9}, ("pass", "")),
-        # Largest error: < 0.001 passes whatever the dual metrics.
-        ("bfloat16", {"max_abs_err": 0.000999, "dual_100": 0.0}, ("pass", "")),
-        ("bfloat16", {"max_abs_err": 0.001, "dual_100": 0.99}, ("error", "dual-100: 0.99 is not above 0.99")),
-        ("float16", {"max_abs_err": 1.0, "dual_100": 0.9901, "dual_1000": 0.999},
-         ("warning", "dual-1000: 0.999 is not above 0.999")),
-        ("float16", {"max_abs_err": 1.0, "dual_100": 0.9901, "dual_1000": 0.9991}, ("pass", "")),
-        ("float8_e4m3fn", {"max_abs_err": 1.0, "dual_100": 0.5}, ("error", "dual-100: 0.5 is not above 0.99")),
-        ("float32", {"max_abs_err": 1.0, "dual_100": 0.0, "dual_1000": 0.999},
-         ("error", "dual-1000: 0.999 is not above 0.999")),
-        ("float32", {"max_abs_err": 1.0, "dual_1000": 0.9995, "dual_10000": 0.9999},
-         ("warning", "dual-10000: 0.9999 is not above 0.9999")),
-        ("float64", {"max_abs_err": 1.0, "dual_1000": 0.9995, "dual_10000": 0.99995}, ("pass", "")),
-        # What no rule looks at but must not pass.
-        ("float32", {"max_abs_err": 1e-9, "inf_nan_err_ratio": 0.001, "nonfinite_mismatch": 1},
-         ("error", "1 of 1000 elements are NaN or infinite on one side only")),
-        ("float32", {"elements": 0}, ("skip", "empty tensor")),
-        ("float32", {"max_abs_err": None}, ("skip", "no finite values")),
-        # A single element has no direction, nor have two zero tensors.
-        ("float32", {"elements": 1, "cosine": -1.0, "max_abs_err": 1e-4}, ("pass", "")),
-        ("float32", {"cosine": None, "max_abs_reference": 0.0, "max_abs_mine": 0.0, "max_abs_err": 0.0}, ("pass", "")),
-        ("float32", {"cosine": None, "max_abs_mine": 0.0, "max_abs_err": 1e-4}, ("error", "mine is all zero")),
-        ("float32", {"cosine": None, "max_abs_reference": 0.0, "max_abs_err": 1e-4},
-         ("error", "the reference is all zero")),
-        ("int64", {"binary_err_ratio": 0.002}, ("error", "2 of 1000 values differ and must be equal")),
-        ("bool", {"binary_err_ratio": 0.0, "cosine": 0.0, "max_abs_err": 5.0}, ("pass", "")),
-    ],
-)  # fmt: skip
-def test_msprobe(release, dtype, changes, expected):
-    assert said(dtype, release, **changes) == expected
+    ("standard", "dtype", "changes", "expected"), [*((name, *row) for name in BOTH for row in MSPROBE), *OTHERS]
+)
+def test_one_machine(standard, dtype, changes, expected):
+    """expected: status, or status and message."""
+    found = judge(standard, replace(BASE, **changes), "exp", dtype)
+    assert (found.status if isinstance(expected, str) else (found.status, found.message)) == expected
 
 
 def test_dropout_is_random():
-    assert said("float32", op="aten.native_dropout.default") == ("skip", "dropout is random")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "share", "status"),
-    [("float32", 0.9999, "error"), ("float32", 0.99991, "pass"), ("bfloat16", 0.999, "error"), ("int8", 0.9991, "pass"),
-     ("bfloat16", 0.9991, "pass"), ("uint8", 0.991, "pass"), ("bool", 0.9999, "error"), ("bool", 1.0, "pass")],
-)  # fmt: skip
-def test_ait(dtype, share, status):
-    """Of booleans all must agree, and then they do; ait itself asks for more than all."""
-    assert said(dtype, "ait", ait_share=share)[0] == status
-
-
-def test_ait_says_how_many():
-    assert said("float32", "ait", ait_share=0.5)[1] == (
-        "0.5 of the elements are within the tolerance, more than 0.9999 must be"
-    )
-    assert said("float32", "ait", ait_share=1.0, inf_nan_err_ratio=0.001)[0] == "error"
-    assert said("float32", "ait", elements=0) == ("skip", "empty tensor")
-    assert said("float32", "ait", ait_share=None) == ("skip", "ait_share was not measured")
-
-
-def test_xray():
-    assert said("float32", "xray", max_abs_err=0.0078) == ("pass", "")
-    assert said("float32", "xray", max_abs_err=0.0156, above_1e_2=7) == (
-        "error", "7 elements are off by more than 0.01"
-    )  # fmt: skip
-    assert said("float32", "xray", inf_nan_err_ratio=0.1)[0] == "error"
-    assert said("float32", "xray", max_abs_err=None) == ("skip", "no finite values")
-
-
-def test_mindspore():
-    """Its document's limits, two statuses: cosine above 0.99 and the largest error below 0.0001; integers are equal."""
-    assert said("float32", "mindspore", cosine=0.991, max_abs_err=0.99e-4) == ("pass", "")
-    assert said("float32", "mindspore", cosine=0.99, max_abs_err=0.0)[0] == "error"
-    assert said("float16", "mindspore", cosine=1.0, max_abs_err=1e-4)[0] == "error"
-    assert said("float32", "mindspore", cosine=None, max_abs_err=1e-5) == ("error", "one side is all zero")
-    assert said("int64", "mindspore", binary_err_ratio=0.1)[0] == "error"
-    assert said("int64", "mindspore", binary_err_ratio=0.0, max_abs_err=0.0) == ("pass", "")
-    assert said("float32", "mindspore", inf_nan_err_ratio=0.1)[0] == "error"
-    assert said("float32", "mindspore", max_abs_err=None) == ("skip", "no finite values")
+    found = judge("msprobe", BASE, "aten.native_dropout.default", "float32")
+    assert (found.status, found.message) == ("skip", "dropout is random")
 
 
 def test_unknown_names_are_listed():
@@ -251,29 +236,35 @@ def test_wrong_nan_is_an_error_in_algorithms_that_leave_it_out(op):
     assert judge_two("msprobe", values, values, op, "float32").status == "warning"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mine", "golden", "status"),
-    [
-        # float16 and bfloat16: share < 0.001, or below golden's.
-        ("float16", {"ulp_share": 0.0009, "ulp_mean": 500.0}, {"ulp_share": 0.0}, "pass"),
-        ("float16", {"ulp_share": 0.001, "ulp_mean": 0.1}, {"ulp_share": 0.0011}, "pass"),
-        ("bfloat16", {"ulp_share": 0.003, "ulp_mean": 0.1}, {"ulp_share": 0.003}, "error"),
-        ("bfloat16", {"ulp_share": 0.003, "ulp_mean": 0.1}, {"ulp_share": 0.002}, "error"),
-        # float32: mean < 64, or share < 0.05, or below golden's.
-        ("float32", {"ulp_share": 0.9, "ulp_mean": 63.9}, {"ulp_share": 0.0}, "pass"),
-        ("float32", {"ulp_share": 0.049, "ulp_mean": 1e6}, {"ulp_share": 0.0}, "pass"),
-        ("float32", {"ulp_share": 0.5, "ulp_mean": 64.0}, {"ulp_share": 0.51}, "pass"),
-        ("float32", {"ulp_share": 0.05, "ulp_mean": 64.0}, {"ulp_share": 0.05}, "error"),
-        # float8: mine's share alone.
-        ("float8_e4m3fn", {"ulp_share": 0.0009}, {"ulp_share": 0.0}, "pass"),
-        ("float8_e4m3fn", {"ulp_share": 0.002}, {"ulp_share": 0.5}, "error"),
-        ("float32", {"ulp_share": math.nan, "ulp_mean": 1.0}, {"ulp_share": 0.1}, "error"),
-    ],
-)
-@pytest.mark.parametrize("standard", ["msprobe", "msprobe-1.0"])
-def test_ulp(dtype, mine, golden, status, standard):
-    found = judge_two(standard, golden, mine, "aten.mm.default", dtype)
-    assert (found.status, found.algorithm) == (status, "ULP")
+NAN = math.nan
+TWO_MACHINES = [
+    # float16 and bfloat16: share < 0.001, or below golden's.
+    ("mm", "float16", {"ulp_share": 0.0}, {"ulp_share": 0.0009, "ulp_mean": 500.0}, "pass"),
+    ("mm", "float16", {"ulp_share": 0.0011}, {"ulp_share": 0.001, "ulp_mean": 0.1}, "pass"),
+    ("mm", "bfloat16", {"ulp_share": 0.003}, {"ulp_share": 0.003, "ulp_mean": 0.1}, "error"),
+    ("mm", "bfloat16", {"ulp_share": 0.002}, {"ulp_share": 0.003, "ulp_mean": 0.1}, "error"),
+    # float32: mean < 64, or share < 0.05, or below golden's.
+    ("mm", "float32", {"ulp_share": 0.0}, {"ulp_share": 0.9, "ulp_mean": 63.9}, "pass"),
+    ("mm", "float32", {"ulp_share": 0.0}, {"ulp_share": 0.049, "ulp_mean": 1e6}, "pass"),
+    ("mm", "float32", {"ulp_share": 0.51}, {"ulp_share": 0.5, "ulp_mean": 64.0}, "pass"),
+    ("mm", "float32", {"ulp_share": 0.05}, {"ulp_share": 0.05, "ulp_mean": 64.0}, "error"),
+    # float8: mine's share alone.
+    ("mm", "float8_e4m3fn", {"ulp_share": 0.0}, {"ulp_share": 0.0009}, "pass"),
+    ("mm", "float8_e4m3fn", {"ulp_share": 0.5}, {"ulp_share": 0.002}, "error"),
+    ("mm", "float32", {"ulp_share": 0.1}, {"ulp_share": NAN, "ulp_mean": 1.0}, "error"),
+    *(("sort", dtype, {"binary_err_ratio": 0.0}, {"binary_err_ratio": rate}, status)
+      for dtype in ("int64", "bool", "bfloat16") for rate, status in ((0.0, "pass"), (1e-9, "error"), (NAN, "error"))),
+    ("conv2d", "bfloat16", {"dual_1000": 0.5}, {"dual_1000": 0.999}, "error"),
+    ("conv2d", "bfloat16", {"dual_1000": 0.5}, {"dual_1000": 0.99901}, "pass"),
+]  # fmt: skip
+ALGORITHMS = {"mm": "ULP", "sort": "binary consistency", "conv2d": "dual-1000"}
+
+
+@pytest.mark.parametrize(("op", "dtype", "golden", "mine", "status"), TWO_MACHINES)
+@pytest.mark.parametrize("standard", BOTH)
+def test_two_machines(standard, op, dtype, golden, mine, status):
+    found = judge_two(standard, golden, mine, op, dtype)
+    assert (found.status, found.algorithm) == (status, ALGORITHMS[op])
 
 
 def test_ulp_says_the_numbers():
@@ -294,19 +285,6 @@ def test_the_absolute_threshold_allows_nothing(standard, prefix, wrong):
     found = judge_two(standard, good, {**good, prefix + wrong: 1e-6}, "aten.mul_.Tensor", "bfloat16")
     assert (found.status, found.algorithm) == ("error", "absolute threshold")
     assert "is 1e-06 (golden's 0) and must be 0" in found.message
-
-
-@pytest.mark.parametrize("dtype", ["int64", "bool", "bfloat16"])
-def test_binary_consistency(dtype):
-    for rate, status in ((0.0, "pass"), (1e-9, "error"), (math.nan, "error")):
-        found = judge_two("msprobe", {"binary_err_ratio": 0.0}, {"binary_err_ratio": rate}, "sort", dtype)
-        assert (found.status, found.algorithm) == (status, "binary consistency")
-
-
-def test_dual_1000():
-    for share, status in ((0.999, "error"), (0.99901, "pass")):
-        found = judge_two("msprobe", {"dual_1000": 0.5}, {"dual_1000": share}, "conv2d", "bfloat16")
-        assert (found.status, found.algorithm) == (status, "dual-1000")
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float16", 2**-20), ("bfloat16", 2**-7), ("float32", 2**-14)])

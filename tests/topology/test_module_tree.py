@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from topology.test_atb_json import write
 from topology.test_data_flow import capture
+from topology.test_model_graph import write
 
 from vllm_accprobe.dump.files import DumpError
 from vllm_accprobe.formats import open_dump
-from vllm_accprobe.topology import module_tree
+from vllm_accprobe.topology import data_flow
 
 TREE = """\
 <root>  Layered  [8] → [1, 50] bfloat16
@@ -32,16 +32,16 @@ TREE = """\
 
 
 def test_twelve_layers_on_sixteen_lines(tmp_path: Path) -> None:
-    root = module_tree.of_dump(open_dump(capture(tmp_path / "d", layers=12)))
-    assert "\n".join(module_tree.lines(root)) == TREE
+    root = data_flow.of_dump(open_dump(capture(tmp_path / "d", layers=12)))
+    assert "\n".join(data_flow.lines(root)) == TREE
     outer = [line for line in TREE.splitlines() if not line.startswith(("│", "   "))]
-    assert module_tree.lines(root, 1) == outer
-    assert module_tree.lines(root, 0) == outer[:1]
+    assert data_flow.lines(root, 1) == outer
+    assert data_flow.lines(root, 0) == outer[:1]
 
 
 def test_atb_s_topology(tmp_path: Path) -> None:
-    root = module_tree.of_atb(write(tmp_path))
-    assert module_tree.lines(root, 2) == [
+    root = data_flow.of_atb(write(tmp_path))
+    assert data_flow.lines(root, 2) == [
         "Llama_model",
         "├─ 0_embed  WordEmbedding",
         "├─ 1_Llama_layer_0 … 3_Llama_layer_2  3 x Llama_layer",
@@ -55,4 +55,4 @@ def test_atb_s_topology(tmp_path: Path) -> None:
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(DumpError, match="is no topology"):
-        module_tree.of_atb(tmp_path / "x.json")
+        data_flow.of_atb(tmp_path / "x.json")

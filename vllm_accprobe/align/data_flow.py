@@ -5,7 +5,7 @@ The idea: sequence numbers give the order (`flow_order`), paths and spans the tr
 passed (`Layers`). In front of a leaf's output are its call's inputs and parameters; in front of a place between a
 parent's children are the parent's inputs and the earlier children's outputs (`DataFlow`). Where no tree is known, all
 earlier outputs are. Not here: edges that equal bytes show (comparison/plan/relations.py, topology/data_flow.py), errors
-that reach a row (judge/upstream.py).
+that reach a row (judge/origins.py).
 """
 
 from __future__ import annotations

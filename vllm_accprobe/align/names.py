@@ -298,7 +298,8 @@ def apply(rules: Rules, golden: Any, mine: Any, swapped: bool = False) -> tuple[
         return golden, mine, lines
     work = _Work(rules, golden.records, mine.records)
     work.run()
-    return View(golden, work.golden_records()), View(mine, work.mine_records()), work.lines()
+    stay = [r for r in work.golden.records if work.stays(r)] + [r for made in work.made.values() for r in made]
+    return View(golden, stay), View(mine, work.mine_records()), work.lines()
 
 
 class _Records:
@@ -342,10 +343,7 @@ class _Work:
                 if rule.alone and len(self.made) > before:
                     self.replaced.add(tap)
 
-    def golden_records(self) -> list[Record]:
-        return [r for r in self.golden.records if self._stays(r)] + [r for rs in self.made.values() for r in rs]
-
-    def _stays(self, r: Record) -> bool:
+    def stays(self, r: Record) -> bool:
         if (r.tap, r.role) in self.made or r.tap in self.replaced:
             return False
         if r.tap in self.used and r.tap not in self.mine.roles:

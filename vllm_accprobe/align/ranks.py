@@ -71,7 +71,10 @@ def plan_merge(members: Sequence[RankPiece], other: tuple[int, ...] | None = Non
     kind = kinds.pop()
     order = sorted(range(len(members)), key=lambda i: (layouts[i].index, members[i].rank))
     if kind == "replicated":
-        return _replicated(members, order)
+        first = members[order[0]]
+        if any(m.shape != first.shape for m in members):
+            raise Unmergeable("ranks hold different shapes of a replicated tensor")
+        return MergePlan(ONE, (order[0],), first.shape, copies=(tuple(order),) if len(order) > 1 else ())
     if kind == OWN:
         if len(members) > 1:
             raise Unmergeable("ranks hold images of their own")
@@ -107,13 +110,6 @@ def _by_index(layouts: Sequence[Layout], order: Sequence[int]) -> list[list[int]
 
 def _copies(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(g) for g in groups if len(g) > 1)
-
-
-def _replicated(members: Sequence[RankPiece], order: Sequence[int]) -> MergePlan:
-    first = members[order[0]]
-    if any(m.shape != first.shape for m in members):
-        raise Unmergeable("ranks hold different shapes of a replicated tensor")
-    return MergePlan(ONE, (order[0],), first.shape, copies=(tuple(order),) if len(order) > 1 else ())
 
 
 def _unknown(members: Sequence[RankPiece], order: Sequence[int], other: tuple[int, ...] | None) -> MergePlan:

@@ -590,7 +590,11 @@ def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
     maps: dict[int, dict[tuple[int, str], Any]] = {rank: {} for rank in dump.ranks}
     for (rank, step, name), space in dump.rows.items():
         if DEALT not in name:
-            maps[rank][(step, name)] = _canonical(dump, rank, space)
+            who = (dump.requests.get((rank, s.req)) for s in space.segments)
+            maps[rank][(step, name)] = tuple(
+                (s.req if request is None else identity(request), s.pos, s.n, s.image)
+                for request, s in zip(who, space.segments, strict=True)
+            )
     cells: dict[int, Cell] = {}
     members: dict[Cell, list[int]] = {}
     for rank in sorted(maps):
@@ -610,11 +614,6 @@ def find_cells(dump: Any) -> tuple[dict[int, Cell], dict[Cell, list[int]]]:
 def own_cell(rank: int) -> Cell:
     """The cell of what ``rank`` has for itself: images that were distributed to it, next to the rows that it shares."""
     return -1 - rank
-
-
-def _canonical(dump: Any, rank: int, space: RowSpace) -> Any:
-    who = [identity(dump.requests[(rank, s.req)]) if (rank, s.req) in dump.requests else s.req for s in space.segments]
-    return tuple((w, s.pos, s.n, s.image) for w, s in zip(who, space.segments, strict=True))
 
 
 def _number(dump: Any, rank: int, space: RowSpace, subjects: _Subjects) -> Numbered:

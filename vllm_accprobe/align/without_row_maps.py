@@ -86,7 +86,8 @@ def plan_steps(golden: Any, mine: Any) -> StepPlan | None:
         if w
     ]
     said = [f"rows: no row map in {' or '.join(names)}: tensors are compared as wholes, step by step"]
-    said.append(f"steps: {len(pairs)} paired by {how}" + _shift(pairs))
+    shift = f" (golden's {pairs[0][0]} is mine's {pairs[0][1]})" if pairs and pairs[0][0] != pairs[0][1] else ""
+    said.append(f"steps: {len(pairs)} paired by {how}{shift}")
     left = [len(s) - len(pairs) for s in steps]
     said += [f"steps: {n} only in {side}" for side, n in zip(("golden", "mine"), left, strict=True) if n]
     skipped: Counter[str] = Counter()
@@ -165,10 +166,6 @@ def pair_steps(golden: list[int], mine: list[int], same_tool: bool) -> tuple[lis
     if golden == mine or (same_tool and common):
         return [(s, s) for s in common], "number"
     return list(zip(golden, mine, strict=False)), "order"
-
-
-def _shift(pairs: list[tuple[int, int]]) -> str:
-    return f" (golden's {pairs[0][0]} is mine's {pairs[0][1]})" if pairs and pairs[0][0] != pairs[0][1] else ""
 
 
 def _cells(sides: tuple[Rowless, Rowless]) -> tuple[Callable[[Record], Cell], list[Cell]]:

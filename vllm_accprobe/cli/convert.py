@@ -183,13 +183,13 @@ def tree(path: Path, level: int | None, step: str, rank: str) -> list[str]:
     """The lines of the tree. Raises CommandError, DumpError."""
     from vllm_accprobe.formats import open_dump
     from vllm_accprobe.report.text import safe
-    from vllm_accprobe.topology import module_tree
+    from vllm_accprobe.topology import data_flow
 
     if _topology(path, step, rank):
-        root = module_tree.of_atb(path)
+        root = data_flow.of_atb(path)
     else:
-        root = module_tree.of_dump(open_dump(path), _one(rank, "--ranks"), _one(step, "--steps"))
-    return [safe(line, 400) for line in module_tree.lines(root, level)]
+        root = data_flow.of_dump(open_dump(path), _one(rank, "--ranks"), _one(step, "--steps"))
+    return [safe(line, 400) for line in data_flow.lines(root, level)]
 
 
 def _where(graph: ModelGraph) -> str:

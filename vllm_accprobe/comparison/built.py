@@ -1,4 +1,4 @@
-"""What the model asks for, by its config.json, against what was built: no golden is needed.
+"""Causes that need no reference: what config.json asks for against what was built, and what mine's tensors show.
 
 The problem: a replay computes with the constants that the module says of itself, so that one that was built with
 another epsilon, base or window is right by its own word. The idea: one table (`RULES`) says which key of config.json
@@ -6,6 +6,8 @@ must be found in which constant of which modules, and `Asked` reads the keys wit
 have. What differs in a module is a `ConfigMismatch`; a key that no rule uses and that is not known to be without effect
 is counted as unchecked, and so is a rule whose constant was not recorded. Only the language model's modules are
 checked. Where the capture wrote down config.json (run.json, ``model.config``) that counts, else the model's directory.
+Of tensors (`record_causes`): a module whose outputs are its inputs to the bit in calls where golden's are not was
+passed over; of a pooler, golden's outputs are one function of a request's rows, and mine's may be another one.
 Not here: weights (weight_places.py), what differs between two dumps' constants (notes.py).
 """
 
@@ -14,14 +16,19 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from vllm_accprobe.align.names import enclosing
+from vllm_accprobe.comparison.plan.unit import loose, unsummed_taps
 from vllm_accprobe.dump.decode import object_at, object_in
+from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal import NO_LIVES
-from vllm_accprobe.dump.schema import Module
+from vllm_accprobe.dump.schema import TOKENS, Module, Record
 
 MAX_JSON = 16 << 20
 _DIGITS = 1e-5
@@ -278,10 +285,6 @@ def _original(asked: Asked, module: Module, layer: int | None) -> Any:
     return rope.get("original_max_position_embeddings", asked.get("original_max_position_embeddings", default=_ABSENT))
 
 
-def _neox(asked: Asked, module: Module, layer: int | None) -> Any:
-    return True if asked.family in _HALVES else False if asked.family in _NEIGHBOURS else _ABSENT
-
-
 def _window(asked: Asked, module: Module, layer: int | None) -> Any:
     """The window of a layer, None for none."""
     window, kind = asked.get("sliding_window"), asked.kind_of_layer(layer)
@@ -318,14 +321,8 @@ def _scale(asked: Asked, module: Module, layer: int | None) -> Any:
     return float(size) ** -0.5 if size and asked.family in _PLAIN_SCALE else _ABSENT
 
 
-def _activation(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = asked.get("hidden_activation", "hidden_act", "activation_function")
-    return _ACTIVATIONS.get(str(found), _ABSENT) if found is not None else _ABSENT
-
-
-def _scoring(asked: Asked, module: Module, layer: int | None) -> Any:
-    found = asked.get("scoring_func")
-    return found if found in ("softmax", "sigmoid") else _ABSENT
+_activation = _key("hidden_activation", "hidden_act", "activation_function",
+                   map_=lambda v: _ACTIVATIONS.get(str(v), _ABSENT))  # fmt: skip
 
 
 def _factor(asked: Asked, module: Module, layer: int | None) -> Any:
@@ -365,7 +362,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("rope_theta", "rope_parameters"), _ROTARY, ("base",), _rope("rope_theta")),
     Rule(("rope_scaling", "rope_parameters"), _ROTARY, ("class",), _rotary_class),
     Rule(("partial_rotary_factor", "rotary_dim", "qk_rope_head_dim"), _ROTARY, ("rotary_dim",), _rotary_dim),
-    Rule(("model_type",), _ROTARY, ("is_neox_style",), _neox),
+    Rule(("model_type",), _ROTARY, ("is_neox_style",), lambda asked, *_: (
+        asked.family in _HALVES if asked.family in _HALVES | _NEIGHBOURS else _ABSENT)),
     Rule(("factor",), r"(Scaling|Llama3)\w*RotaryEmbedding$", ("scaling_factor",), _rope("factor")),
     Rule(("low_freq_factor",), r"^Llama3Rotary", ("low_freq_factor",), _rope("low_freq_factor")),
     Rule(("high_freq_factor",), r"^Llama3Rotary", ("high_freq_factor",), _rope("high_freq_factor")),
@@ -394,7 +392,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_TOP_K, _ROUTED, ("top_k",), _key(*_TOP_K)),
     Rule(_EXPERTS, _ROUTED, ("global_num_experts",), _key(*_EXPERTS)),
     Rule(("norm_topk_prob",), _ROUTED, ("router.renormalize", "renormalize"), _key("norm_topk_prob")),
-    Rule(("scoring_func",), _ROUTED, ("scoring_func",), _scoring),
+    Rule(("scoring_func",), _ROUTED, ("scoring_func",),
+         _key("scoring_func", map_=lambda v: v if v in ("softmax", "sigmoid") else _ABSENT)),
     Rule(("n_group",), _ROUTED, ("num_expert_group",), _key("n_group")),
     Rule(("topk_group",), _ROUTED, ("topk_group",), _key("topk_group")),
     Rule(("routed_scaling_factor",), _ROUTED, ("routed_scaling_factor",), _factor),
@@ -616,7 +615,6 @@ def check_built_of(dump: Any, model: Path | None) -> BuiltCheck:
     return first if first is not None else BuiltCheck()
 
 
-
 def built_otherwise(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
     """Tap -> the cause of an error there, where one of golden and mine was built otherwise than its config.json asks
     and the other was not; mine's where both were."""
@@ -641,3 +639,129 @@ def built_notes(origins: Iterable[Mapping[str, Any]], causes: Mapping[str, dict[
     """What is built otherwise, where no origin stands; each sentence once."""
     named = {causes[o["module"]]["text"] for o in origins if o["module"] in causes}
     return [t for t in dict.fromkeys(c["text"] for c in causes.values() if c["family"] == "setting") if t not in named]
+
+
+MOST_BYTES = 64 << 20
+"""Chosen: of hidden states that are read for poolers, of both dumps together."""
+_NEAR = 1e-3
+"""Chosen: relative L2. Of a mean in float32 1e-6 is left, of a row in bfloat16 2**-9; two rows differ by about 1."""
+
+
+def record_causes(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Tap -> compare.json's ``cause`` of an error there."""
+    return {**unsummed(dumps), **passed_over(dumps), **pooled(dumps)}
+
+
+def _cause(text: str) -> dict[str, Any]:
+    return {"family": "address", "text": text, "parameter": None, "residual": 0.0, "chance": None}
+
+
+def unsummed(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Modules whose partial sums nobody adds up in mine, as is done in golden."""
+    theirs, own = (unsummed_taps(dump, loose(dump)) for dump in dumps)
+    text = "the ranks' partial sums are not added up: each rank goes on with its own share"
+    return {tap: _cause(text) for tap in own if tap not in theirs}
+
+
+# --- passed over -----------------------------------------------------------------------------------------------------
+
+
+def passed_over(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Modules with others in them that return their inputs in mine, and never do so in golden."""
+    theirs, own = (_calls(dump) for dump in dumps)
+    found = {}
+    for tap, (same, calls) in own.items():
+        if same and tap in theirs and not theirs[tap][0]:
+            text = f"in {same:,} of {calls:,} calls its outputs are its inputs to the bit: it was passed over"
+            found[tap] = _cause(text)
+    return found
+
+
+def _calls(dump: Any) -> dict[str, tuple[int, int]]:
+    """Of each module with others in it: (calls whose outputs are all among their inputs, calls)."""
+    outer = {t for named in dump.modules.values() for m in named for t in enclosing(m.tap) if t != m.tap}
+    calls: dict[tuple[str, int, int | None, int], tuple[set[str], list[str]]] = defaultdict(lambda: (set(), []))
+    for r in dump.records:
+        if r.tap in outer and r.hash is not None and r.rows is not None:
+            inputs, outputs = calls[r.tap, r.rank, r.step, r.call]
+            if r.role.startswith("input."):
+                inputs.add(r.hash)
+            elif r.role.startswith("output."):
+                outputs.append(r.hash)
+    found: dict[str, tuple[int, int]] = {}
+    for (tap, *_), (inputs, outputs) in calls.items():
+        if inputs and outputs:
+            same, n = found.get(tap, (0, 0))
+            found[tap] = same + inputs.issuperset(outputs), n + 1
+    return found
+
+
+# --- poolers ---------------------------------------------------------------------------------------------------------
+
+_ROWS = ("its request's last row", "its request's row before the last", "its request's first row",
+         "the mean of its request's rows", "another request's last row")  # fmt: skip
+
+
+def pooled(dumps: tuple[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Poolers that make another function of a request's rows in mine than in golden."""
+    left = [MOST_BYTES]
+    theirs, own = (_forms(dump, left) for dump in dumps)
+    found = {}
+    for tap, forms in own.items():
+        wrong = [form for form in forms if form is not None and form not in theirs.get(tap, ())]
+        known = set(theirs.get(tap, ()))
+        right = known.pop() if len(known) == 1 else None
+        if wrong and right is not None:
+            many = f"{len(wrong):,} of {len(forms):,} outputs are" if len(wrong) < len(forms) else "each output is"
+            found[tap] = _cause(f"{many} made of {_words(wrong[0])}; golden's of {_words(right)}")
+    return found
+
+
+def _words(form: tuple[int, bool]) -> str:
+    return f"{_ROWS[form[0]]} ({'normalised' if form[1] else 'not normalised'})"
+
+
+def _forms(dump: Any, left: list[int]) -> dict[str, list[tuple[int, bool] | None]]:
+    """Of each pooler: which function of its request's rows each output is; None for none of those that are known."""
+    poolers = {m.tap for named in dump.modules.values() for m in named if m.cls.endswith("Pooler")}
+    calls: dict[tuple[str, int, int | None], dict[str, Record]] = defaultdict(dict)
+    for r in dump.records if poolers else ():
+        if r.tap in poolers and not r.call and r.payload is not None:
+            calls[r.tap, r.rank, r.step][r.role] = r
+    found: dict[str, list[tuple[int, bool] | None]] = defaultdict(list)
+    for (tap, rank, step), records in calls.items():
+        rows, hidden = dump.rows.get((rank, step, TOKENS)), records.get("input.hidden_states")
+        outputs = [records[role] for k in range(len(records)) if (role := f"output.{k}") in records]
+        if rows is None or hidden is None or len(hidden.shape) != 2 or len(outputs) != len(rows.segments):
+            continue
+        left[0] -= hidden.payload.nbytes if hidden.payload is not None else 0
+        if left[0] < 0:
+            break
+        states = _values(dump, hidden)
+        parts = [(s.pos, states[at]) for s, at in rows.stretches()]
+        found[tap] += [_form(_values(dump, o), k, parts) for k, o in enumerate(outputs) if len(o.shape) == 1]
+    return found
+
+
+def _values(dump: Any, record: Record) -> np.ndarray:
+    return np.asarray(widen(dump.read(record), record.dtype, as_float=True), np.float64).reshape(record.shape)
+
+
+def _form(output: np.ndarray, number: int, parts: Sequence[tuple[int, np.ndarray]]) -> tuple[int, bool] | None:
+    for kind, row in _candidates(number, parts):
+        row = row[: len(output)]
+        for normalised, value in ((True, row / max(float(np.linalg.norm(row)), 1e-12)), (False, row)):
+            if np.linalg.norm(output - value) <= _NEAR * np.linalg.norm(value):
+                return kind, normalised
+    return None
+
+
+def _candidates(number: int, parts: Sequence[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
+    first, rows = parts[number]
+    yield 0, rows[-1]
+    if len(rows) > 1:
+        yield 1, rows[-2]
+    if first == 0:
+        yield 2, rows[0]
+        yield 3, rows.mean(0)
+    yield from ((4, other[-1]) for k, (_, other) in enumerate(parts) if k != number)

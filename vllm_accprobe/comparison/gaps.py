@@ -297,7 +297,9 @@ class GapFinder:
             blind = vouching and len(made) == 1 and (blind or (taker != key and norm))
             for maker in made:
                 if not blind:
-                    passed.update(self._bodies(maker, taker))
+                    left, entered = bodies(maker, taker)
+                    passed.update((m, LEFT, 0) for m in left if m not in self._outputs)
+                    passed.update((m, ENTERED, 0) for m in entered if m not in self._inputs)
                 if maker in self._flow.by_key:
                     ends.add(maker)
                     continue
@@ -307,11 +309,6 @@ class GapFinder:
                     known.add((maker, blind))
                     todo.append((maker, blind))
         return _Front(frozenset(ends), frozenset(passed))
-
-    def _bodies(self, maker: Key, taker: Key) -> Iterator[_Place]:
-        left, entered = bodies(maker, taker)
-        yield from ((m, LEFT, 0) for m in left if m not in self._outputs)
-        yield from ((m, ENTERED, 0) for m in entered if m not in self._inputs)
 
     # --- by the tree -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -74,26 +74,19 @@ NOBODY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PairFacts:
-    """What a pair says besides names and limits. metrics: None where values were not read. floor: (floor, where that
-    comes from, error in units of it). note: said behind everything else."""
-
-    worst: Worst
-    metrics: Metrics | None
-    phase: str | None
-    floor: tuple[float | None, str | None, float | None] = (None, None, None)
-    note: str = ""
-
-
 def join(*parts: str) -> str:
     return "; ".join(filter(None, parts))
 
 
+Floor = tuple["float | None", "str | None", "float | None"]
+"""(floor of a pair, where that comes from, its error in units of it)."""
+
+
 def make_pair(
-    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, facts: PairFacts
-) -> Pair:
-    worst = facts.worst
+    unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, setting: ComparisonContext, worst: Worst,
+    metrics: Metrics | None, floor: Floor, note: str = "",
+) -> Pair:  # fmt: skip
+    """metrics: None where values were not read. note: said behind everything else."""
     err, rows = worst.err, len(errors.err)
     wrong = err is not None and not err <= limits.row
     request = at = None
@@ -107,7 +100,7 @@ def make_pair(
         clause = f"no payload: judged by {part.by or 'statistics'}"
     if part.figures is not None:
         clause = join(clause, figures_said(part.figures))
-    numbers = _metrics(part, facts.metrics)
+    numbers = _metrics(part, metrics)
     # Without a finite position there is no largest error, and all there is to compare are the NaNs.
     same = bool(numbers) and not numbers["max_abs_err"] and not numbers["nonfinite_mismatch"]
     by: dict[str, Any] = {} if decided is None else dict(zip(("measure", "measured", "allowed"), decided, strict=True))
@@ -118,9 +111,9 @@ def make_pair(
         worst_row_rel_l2=worst.rel,
         worst_row_norm_ratio=worst.ratio,
         status=FAIL if wrong else PASS,
-        message=join(clause, part.replicas, part.note, facts.note),
+        message=join(clause, part.replicas, part.note, note),
         rows=None if part.whole else len(part.rows),
-        phase=facts.phase,
+        phase=part.phase,
         prefill_rel_l2=worst.prefill,
         decode_rel_l2=worst.decode,
         worst_request=request,
@@ -130,9 +123,9 @@ def make_pair(
         bit_identical=same and (part.identical or part.same_bits),
         elements=part.elements,
         kl=part.kl,
-        floor=facts.floor[0],
-        floor_source=facts.floor[1],
-        x_floor=facts.floor[2],
+        floor=floor[0],
+        floor_source=floor[1],
+        x_floor=floor[2],
         **by,
     )
 

@@ -25,7 +25,7 @@ from vllm_accprobe.comparison.measure.read import UNREAD
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.units import Plan
 from vllm_accprobe.comparison.result import Comparison, Foreign
-from vllm_accprobe.comparison.states import cache_notes, findings, watched
+from vllm_accprobe.comparison.runner_inputs import cache_notes, findings, watched
 from vllm_accprobe.dump.decode import object_at
 from vllm_accprobe.dump.reader import Dump, nearest
 from vllm_accprobe.dump.schema import SamplingParameters

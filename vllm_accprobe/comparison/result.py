@@ -14,8 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_accprobe.comparison.pair import COLUMNS, FAIL, PASS, SKIP, Counts, Pair, count_pairs
-from vllm_accprobe.comparison.runner_inputs import RUNNER, is_explained
-from vllm_accprobe.comparison.states import cache_origin, is_cache
+from vllm_accprobe.comparison.runner_inputs import RUNNER, cache_origin, is_cache, is_explained
 from vllm_accprobe.comparison.verdict.neighbours import OriginNeighbours, neighbours, with_neighbours
 from vllm_accprobe.judge.statistic import RATE as FALSE_ALARM_RATE
 
@@ -66,7 +65,7 @@ class Comparison:
     commands that compare them again (follow_ups.py). out: the directory that it is written to, as it was typed, ""
     where it is not. created: what each tap's outputs created at most, over what one operator may (judge/origins.py).
     golden_ids: golden's id of a request by mine's, which names it everywhere else, where they are not the same.
-    states: what the runs' own ledgers of states have found (states.py); any
+    states: what the runs' own ledgers of states have found (runner_inputs.py); any
     finding of mine's fails the comparison."""
 
     golden_path: str

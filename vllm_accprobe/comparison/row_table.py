@@ -105,22 +105,26 @@ class RowLog:
 
     shelf: SpillBuffer = field(default_factory=lambda: SpillBuffer(None, BOUND))
     _entries: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _zeros: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The errors of equal pairs, which are views of it."""
 
     def add(self, pair: Pair, rows: RowSet, error: np.ndarray) -> None:
         """error: float [n] of the n ``rows``, or [1] for all alike."""
         keys, decode = rows.keys, rows.decode
         if not len(keys) or len(decode) != len(keys) or pair.role.startswith("param."):
             return
-        error = np.broadcast_to(error, keys.shape) if len(error) == 1 else error
-        if len(error) != len(keys):
+        if len(error) not in (1, len(keys)):
             return
-        error = error.astype(np.float32)
+        equal = len(error) == 1 and not error[0]
+        error = self._zeros[: len(keys)] if equal else np.broadcast_to(error, keys.shape).astype(np.float32)
         if not pair.role.startswith(("output", "inplace")):
             bad = np.flatnonzero(error > (pair.limit or 0.0))
             if not len(bad):
                 return
             keys, error, decode = keys[bad], error[bad], decode[bad]
-        self._entries[_name(pair)] = (keys, self.shelf.keep(error), decode)
+        if equal and len(error) < len(keys):
+            error = self._zeros = np.zeros(2 * len(keys), np.float32)
+        self._entries[_name(pair)] = keys, error[: len(keys)] if equal else self.shelf.keep(error), decode
 
     def errors(self, pair: Pair) -> tuple[np.ndarray, np.ndarray] | None:
         entry = self._entries.get(_name(pair))

@@ -19,6 +19,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ _plain_of, _tables_of, _unit_of = attrgetter(*PLAIN), attrgetter(*TABLES), attrg
 Known = dict[tuple[bytes, bytes], RowSet]
 """Sets of rows by the bytes of their keys and flags."""
 POOLS = {"f": np.float64, "i": np.int64, "b": np.bool_}
+
+
+def _columns(rows: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Column by column; of one with one object in all rows, but for the first, that object alone."""
+    return [c[:1] if i and len(set(map(id, c))) == 1 else c for i, c in enumerate(zip(*rows, strict=True))]
+
+
+def _rows(columns: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """As many as the first column is long: no number that a file states makes a list."""
+    n = len(columns[0]) if columns else 0
+    return zip(*(repeat(c[0], n) if len(c) == 1 else c for c in columns), strict=True)
 
 
 class ArrayPools:
@@ -82,8 +94,8 @@ class ArrayPools:
 
         out = []
         for u in units:
-            parts = [[_plain_of(p), [*rows(p.rows), *map(self.put, _tables_of(p))]] for p in u.parts]
-            out.append([_unit_of(u), parts, [self.put(u.columns), None]])  # None: sums that earlier releases kept
+            arrays = ([*rows(p.rows), *(None if t is None else self.put(t) for t in _tables_of(p))] for p in u.parts)
+            out.append([_unit_of(u), _columns(map(_plain_of, u.parts)), _columns(arrays), self.put(u.columns)])
         return out
 
     def write(self, archive: zipfile.ZipFile, rest: Callable[[], None]) -> None:
@@ -130,14 +142,14 @@ class StoredArrays:
 
     def units(self, said: Sequence[Any]) -> list[MeasuredUnit]:
         units = []
-        for head, parts, (columns, _) in said:
+        for head, plain, arrays, columns in said:
+            named = zip(PLAIN, plain, strict=bool(plain))
+            values = [[_tuple(v) for v in c] if name in TUPLES else c for name, c in named]
             made = []
-            for plain, arrays in parts:
-                values = dict(zip(PLAIN, plain, strict=True))
-                values |= {name: _tuple(values[name]) for name in TUPLES if values[name] is not None}
-                for name, table in zip(TABLES, map(self.get, arrays[len(ROWS) :]), strict=True):
-                    values[name] = None if table is None else _checked(name, table, TABLES)
-                made.append(Part(**values, rows=self._rows_at(arrays[: len(ROWS)])))
+            for row, (keys, flags, *words) in zip(_rows(values), _rows(arrays), strict=True):
+                tables = zip(TABLES, map(self.get, words), strict=True)
+                found: dict[str, Any] = {name: None if t is None else _checked(name, t, TABLES) for name, t in tables}
+                made.append(Part(**dict(zip(PLAIN, row, strict=True)), **found, rows=self._rows_at([keys, flags])))
             unit = dict(zip(UNIT, head, strict=True))
             units.append(MeasuredUnit(**unit | {"key": _tuple(unit["key"])}, parts=made, columns=self.get(columns)))
         return units
@@ -152,8 +164,8 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _tuple(value: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(v) if isinstance(v, list) else v for v in value)
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 def _checked(name: str, array: np.ndarray, dtypes: Mapping[str, Any]) -> np.ndarray:
@@ -163,7 +175,7 @@ def _checked(name: str, array: np.ndarray, dtypes: Mapping[str, Any]) -> np.ndar
 
 
 _HEAD = struct.Struct("<QQ16s")
-LAYOUT = " ".join(["3", *PLAIN, *TABLES, "|", *UNIT])
+LAYOUT = " ".join(["4", *PLAIN, *TABLES, "|", *UNIT])
 """Changes whenever old frames would be misread."""
 
 
@@ -215,7 +227,7 @@ def _digest(head: bytes, data: bytes) -> bytes:
 
 
 MEASURED = "measured.npz"
-VERSION = 5
+VERSION = 6
 _OFTEN = 32 << 20
 
 
@@ -267,7 +279,6 @@ def load(directory: Path) -> Measured:
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, zipfile.BadZipFile) as e:
         why = f" ({str(e)[:100]})" if isinstance(e, OSError) else ""
         raise CompareError(f"{path} is no whole measured.npz of `accprobe compare`{why}{again}") from None
-
 
 
 UNFINISHED = "measured.part"

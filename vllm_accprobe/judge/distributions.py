@@ -5,7 +5,7 @@ installation and half a second of a start. The idea: all of them are one functio
 function, by its continued fraction [NIST Digital Library of Mathematical Functions, 8.17.22] with the evaluation of
 W. Lentz [Applied Optics 15 (1976) 668]. Its leading factor is computed as a deviation from the maximum, as C. Loader
 does for the binomial [Fast and accurate computation of binomial probabilities, 2000]: logarithms of gamma functions
-alone lose digits where counts are large. Compared with scipy in tests/judge/test_distributions.py.
+alone lose digits where counts are large. Compared with scipy in tests/judge/test_statistic.py.
 
 Elsewhere: quantiles and tails of the normal and the chi-square distribution (statistic.py).
 """

@@ -4,7 +4,7 @@ The problem: a row error, a norm ratio and a lone element have three limits, and
 against what came out of it. The idea: each measure is expressed in the unit of the first, a relative L2 error: what
 reaches its own limit counts as much as a row that reaches the row's (`row_errors`). A `TensorErrors` holds all of one
 (tap, role, call) as arrays sorted by row key; `Columns` holds sums by column and what follows from them. Not here: the
-limits (standards/limits.py), the sums (kernels/), which rows influence which (upstream.py).
+limits (standards/limits.py), the sums (kernels/), which rows influence which (origins.py).
 """
 
 from __future__ import annotations
@@ -274,9 +274,15 @@ def describe(metric: str, value: float, limit: float) -> str:
 
 
 def alike(value: float, *, exact: bool) -> RowErrors:
-    """Of a tensor of which only one number is known, which stands for all rows."""
+    """Of a tensor of which only one number is known, which stands for all rows. Of equal tensors it is always the same:
+    forgiving rows of them changes nothing."""
+    if not value:
+        return _EQUAL
     err = np.array([np.inf if exact and value > 0 else value])
     return RowErrors(np.array([value]), np.ones(1), err, err, np.zeros(1, np.int8), np.zeros(1))
+
+
+_EQUAL = RowErrors(np.zeros(1), np.ones(1), np.zeros(1), np.zeros(1), np.zeros(1, np.int8), np.zeros(1))
 
 
 def rows_of(errors: RowErrors, at: slice | np.ndarray) -> RowErrors:

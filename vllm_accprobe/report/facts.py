@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_accprobe.comparison.pair import ratio, value_of
 from vllm_accprobe.comparison.pair import severity as severity
 from vllm_accprobe.comparison.plan.unit import TOKEN
-from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER
-from vllm_accprobe.comparison.states import findings, is_cache, watched, whose
+from vllm_accprobe.comparison.runner_inputs import NOT_THE_MODEL, RUNNER, findings, is_cache, watched, whose
 from vllm_accprobe.judge.statistic import BEHIND_A_ROUTER, BEYOND_CHANCE, PROVED, SIBLING_OUTLIER
 from vllm_accprobe.judge.weights import wrong_weights
 from vllm_accprobe.report import facts

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_accprobe.comparison.states import is_cache
+from vllm_accprobe.comparison.runner_inputs import is_cache
 from vllm_accprobe.report import facts, verdict_parts
 from vllm_accprobe.report.text import MISSING, capital, count, more, num, safe
 

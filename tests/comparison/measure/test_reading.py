@@ -1,12 +1,17 @@
-"""Column sums that a measured tap carries."""
+"""Column sums that a tap carries, rows in stretches, and what statistics alone say."""
+
+import math
 
 import numpy as np
+import pytest
 from synthetic_model import capture
 
 from vllm_accprobe.comparison.engine import open_both
+from vllm_accprobe.comparison.measure import read
 from vllm_accprobe.comparison.measure.measurer import UnitMeasurer, _few
-from vllm_accprobe.comparison.measure.read import RowBlock, Stretch
+from vllm_accprobe.comparison.measure.read import RowBlock, Stretch, common, figures, said, statistics_error
 from vllm_accprobe.comparison.plan.units import Indices, make_plan
+from vllm_accprobe.dump.schema import Stats
 from vllm_accprobe.kernels import structure
 
 
@@ -77,3 +82,52 @@ def test_pixels_differ_in_few_ways_and_activations_in_many():
     off = coarse(coarse(values) * (1 + 0.004 * random.standard_normal(shades.shape).astype(np.float32)))
     assert not _few(stretch(coarse(values), off), np.arange(64))  # bfloat16 on both sides
     assert not _few(stretch(shades, shades), np.arange(64))
+
+
+def test_runs_of_whole_rows(monkeypatch):
+    monkeypatch.setattr(read, "STRETCH", 100)
+    places = np.array([3, 5, 8, 9, 11])
+    assert [s.tolist() for s in read.stretches(places, 40)] == [[3, 5], [8, 9], [11]]
+    assert [s.tolist() for s in read.stretches(places, 101)] == [[3], [5], [8], [9], [11]]
+    assert [s.tolist() for s in read.stretches(places, 0)] == [[3, 5, 8, 9, 11]]
+    assert list(read.stretches(places[:0], 40)) == []
+
+
+BASE = Stats(4, -2.0, 2.0, 0.5, 4.0, 0, 0)  # rms 2
+INFINITE = (math.inf, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "error"),
+    [
+        (BASE, (0.0, 0.0)),
+        (Stats(4, -2.0, 2.0, 0.5, 5.0, 0, 0), (0.25, 0.0)),  # |5 - 4| / 4
+        (Stats(4, -2.0, 2.0, 1.5, 4.0, 0, 0), (0.5, 0.0)),  # |1.5 - 0.5| / 2
+        (Stats(4, -2.0, 3.0, 0.5, 4.0, 0, 0), (0.0, 0.5)),  # |3 - 2| / max(2, 2)
+        (Stats(4, None, None, None, 4.0, 0, 0), (0.0, 0.0)),  # a figure that one side lacks says nothing
+        (Stats(5, -2.0, 2.0, 0.5, 4.0, 0, 0), INFINITE),
+        (Stats(4, -2.0, 2.0, 0.5, 4.0, 1, 0), INFINITE),
+    ],
+)
+def test_lower_bounds(mine, error):
+    assert statistics_error(BASE, mine) == error
+
+
+def test_counts_of_tools_that_only_say_whether_there_is_any():
+    many = Stats(4, -2.0, 2.0, 0.5, 4.0, 3, 0)
+    assert statistics_error(many, Stats(4, -2.0, 2.0, 0.5, 4.0, 1, 0)) == (0.0, 0.0)
+    assert statistics_error(many, Stats(4, -2.0, 2.0, 0.5, 4.0, 2, 0)) == INFINITE
+
+
+def test_zeros():
+    zero = Stats(4, 0.0, 0.0, 0.0, 0.0, 0, 0)
+    assert statistics_error(zero, zero) == (0.0, 0.0)
+    assert statistics_error(zero, BASE) == INFINITE
+
+
+def test_words():
+    part = Stats(4, None, 2.0, None, None, 0, 0)
+    assert said((figures(BASE), figures(part))) == "golden | mine: max 2 | 2, min -2 | -, mean 0.5 | -, norm 4 | -"
+    none = Stats(4, None, None, None, None, 0, 0)
+    assert said((figures(none), figures(none))) == ""
+    assert (common(BASE, part), common(BASE, none)) == (True, False)

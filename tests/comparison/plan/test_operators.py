@@ -1,12 +1,19 @@
-"""Dumps with operator calls: what says nothing about the model is set apart by name; what is left is compared."""
+"""What a plan sets apart of operator calls, how it indexes rows, and partial sums that nobody adds up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+
+from vllm_accprobe.align.tokens import Rows, SideRows
+from vllm_accprobe.comparison.plan.unit import loose, unsummed, unsummed_taps
+from vllm_accprobe.comparison.plan.units import Indices
+from vllm_accprobe.dump.schema import Layout, Record
 
 torch = pytest.importorskip("torch")
 
@@ -102,3 +109,77 @@ def test_dumps_of_code_without_modules(tmp_path: Path) -> None:
 def test_a_traced_dump_has_nothing_to_compare_but_modules(dump: Callable[..., Path]) -> None:
     result = compare(dump("golden", ops_mode="trace"), dump("mine"))
     assert result.verdict == "pass"
+
+
+def side(**spaces):
+    rows = {}
+    for name, (keys, keep) in spaces.items():
+        rows[0, int(name[1:]), "tokens"] = Rows(np.array(keys), np.array(keep, bool), np.zeros(len(keys), bool))
+    return SideRows(rows, {})
+
+
+A, B = (0, 0, "tokens"), (0, 1, "tokens")
+
+
+def test_rows_lie_in_several_tensors_and_the_last_counts():
+    golden = side(s0=([10, 11, 12], [1, 1, 1]), s1=([12, 13], [1, 1]))
+    found = Indices((golden, side(s0=([13, 12, 99, 10], [1, 1, 1, 0])))).meet(A, (A, B))
+    assert found.used == (1,)
+    assert (found.row.tolist(), found.other.tolist(), found.rows.keys.tolist()) == ([0, 1], [1, 0], [13, 12])
+    assert (found.aligned, found.complete, found.both) == (False, False, False)
+
+
+def test_the_same_rows_are_aligned_and_those_left_out_are_known():
+    same = side(s0=([5, 6], [1, 1]))
+    found = Indices((same, same)).meet(A, (A,))
+    assert (found.aligned, found.complete, found.both) == (True, True, True)
+    indices = Indices((same, side(s0=([5, 6], [1, 0]), s1=([7], [0]))))
+    assert (indices.left_out, indices.kept) == ({(0, 0), (0, 1)}, {A})
+    part = indices.meet(A, (A,))
+    assert (part.aligned, part.complete, part.both) == (True, False, False)
+    assert Indices((same, side(s0=([8], [1])))).meet(A, (A,)) is None
+
+
+SHARE = "share"
+
+
+def record(tap, cls, role, rank, digest, layout="replicated"):
+    facts = dict.fromkeys(Record.__dataclass_fields__) | {
+        "tap": tap, "cls": cls, "role": role, "rank": rank, "hash": f"{digest}{rank}", "step": 3, "call": 0, "seq": 1,
+        "layout": Layout(layout, "tp", rank, 2) if layout == "partial" else Layout(layout),
+    }  # fmt: skip
+    return Record(**facts)
+
+
+def two_ranks(read, role="input.x", cls="RMSNorm", ranks=(0, 1)):
+    records = []
+    for rank in ranks:
+        records += [
+            record("l.mlp.down_proj", "RowParallelLinear", "output.0", rank, SHARE, "partial"),
+            record("l.mlp", "MLP", "output.0", rank, SHARE, "partial"),
+            record("norm", cls, role, rank, read),
+        ]
+    return SimpleNamespace(ranks=ranks, records=records)
+
+
+def test_what_a_norm_reads_as_a_whole_is_no_share() -> None:
+    wrong = two_ranks(SHARE)
+    found = loose(wrong)
+    assert found == {(0, 3, "share0"), (1, 3, "share1")}
+    assert unsummed_taps(wrong, found) == ["l.mlp.down_proj"]
+    assert unsummed(wrong) == {(0, 3, 1), (1, 3, 1)}
+
+
+@pytest.mark.parametrize(
+    "honest",
+    [
+        two_ranks("sum"),
+        two_ranks(SHARE, cls="MoERunner"),  # whoever adds up reads shares
+        two_ranks(SHARE, role="output.0"),
+        two_ranks(SHARE, ranks=(0,)),
+    ],
+)
+def test_shares_that_somebody_may_add_up_stay_shares(honest: SimpleNamespace) -> None:
+    assert loose(honest) == frozenset()
+    assert unsummed_taps(honest, frozenset()) == []
+    assert unsummed(honest) == frozenset()

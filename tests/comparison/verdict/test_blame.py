@@ -48,12 +48,39 @@ def test_a_leaf_is_named_alone(golden, tap, noise):
     assert result.first_divergence["module"] == tap
 
 
-@pytest.mark.parametrize("where", ["residual", "output"])
-def test_what_a_parent_does_between_its_children_is_the_parents(golden, where):
-    result = compare(golden, capture(faults={f"layers.1:{where}": scaled(1.1)}))
-    assert modules(result) == ["model.layers.1"]
-    place = {"residual": "model.layers.1.post_attention_layernorm/input.x", "output": "output.0"}[where]
-    assert result.origins[0]["role"] == place
+def one_element(values, positions, decode):
+    values[:, 7] += 0.6 * np.sqrt((values**2).mean(axis=1))
+    return values
+
+
+def larger_head(w):
+    w["lm_head"][:] *= 1.25
+
+
+GATE, ACT, OUT, QKV = (f"model.layers.{tap}" for tap in (
+    "1.mlp.gate_up_proj", "0.mlp.act_fn", "0.self_attn.o_proj", "2.self_attn.qkv_proj"))  # fmt: skip
+LAST = "model.layers.2.mlp.down_proj"
+
+
+@pytest.mark.parametrize(("made", "named", "first"), [
+    # What a parent does between its children is the parent's.
+    ({"faults": {"layers.1:residual": scaled(1.1)}}, ["model.layers.1"],
+     {"role": "model.layers.1.post_attention_layernorm/input.x"}),
+    ({"faults": {"layers.1:output": scaled(1.1)}}, ["model.layers.1"], {"role": "output.0"}),
+    ({"faults": {ACT: scaled(1.2, lambda at, decode: decode)}, "chunk": 4}, [ACT], {"phase": "decode"}),
+    ({"faults": {GATE: one_element}}, [GATE], {}),
+    # Two independent faults, in the order of the data flow.
+    ({"faults": {LAST: scaled(1.3, lambda at, decode: at == 1), OUT: scaled(1.3, lambda at, decode: at == 5)}},
+     [OUT, LAST], {"position": 5}),
+    # A weight of a module that never runs explains its user.
+    ({"weights": larger_head}, ["lm_head"], {"role": "param.weight"}),
+    ({"tp": 2, "faults": {QKV: scaled(1.1)}, "chunk": 4}, [QKV], {}),
+])  # fmt: skip
+def test_who_is_named(golden, made, named, first):
+    result = compare(golden, capture(**made))
+    assert modules(result) == named
+    assert {name: result.origins[0][name] for name in first} == first
+    assert first.get("phase") != "decode" or result.origins[0]["position"] in map(len, PROMPTS.values())
 
 
 def test_one_position_and_what_follows_from_it(golden):
@@ -63,31 +90,6 @@ def test_one_position_and_what_follows_from_it(golden):
     assert (result.origins[0]["position"], result.origins[0]["rows"]) == (4, 3)  # of three requests
     later = [p for p in result.pairs if p.tap == "model.layers.2.self_attn.attn" and p.role == "output.0"]
     assert max(p.worst_row_rel_l2 for p in later) > 0  # consequences through attention, not blamed
-
-
-def test_decode_only(golden):
-    fault = scaled(1.2, lambda at, decode: decode)
-    result = compare(golden, capture(faults={"model.layers.0.mlp.act_fn": fault}, chunk=4))
-    assert modules(result) == ["model.layers.0.mlp.act_fn"]
-    assert (result.origins[0]["phase"], result.origins[0]["position"]) in [("decode", len(p)) for p in PROMPTS.values()]
-
-
-def test_one_element_of_a_wide_row(golden):
-    def fault(values, positions, decode):
-        values[:, 7] += 0.6 * np.sqrt((values**2).mean(axis=1))
-        return values
-
-    result = compare(golden, capture(faults={"model.layers.1.mlp.gate_up_proj": fault}))
-    assert modules(result) == ["model.layers.1.mlp.gate_up_proj"]
-
-
-def test_two_independent_faults_in_order_of_the_data_flow(golden):
-    faults = {
-        "model.layers.2.mlp.down_proj": scaled(1.3, lambda at, decode: at == 1),
-        "model.layers.0.self_attn.o_proj": scaled(1.3, lambda at, decode: at == 5),
-    }
-    result = compare(golden, capture(faults=faults))
-    assert modules(result) == ["model.layers.0.self_attn.o_proj", "model.layers.2.mlp.down_proj"]
 
 
 def test_nan_on_one_side_never_passes(golden):
@@ -163,14 +165,6 @@ def test_different_weights_are_found_first_and_said_first(golden):
     assert (origin["role"], origin["evidence"], origin["position"]) == ("param.weight", "values", None)
     assert result.first_divergence["role"] == "param.weight"
     assert result.verdict == "fail"
-
-
-def test_a_weight_of_a_module_that_never_runs_explains_its_user(golden):
-    def weights(w):
-        w["lm_head"][:] *= 1.25
-
-    result = compare(golden, capture(weights=weights))
-    assert modules(result) == ["lm_head"]
 
 
 def test_a_sampler_that_does_not_take_the_best_logit(golden):
@@ -310,11 +304,6 @@ def test_ranks_that_should_be_equal_and_are_not(golden):
     pair = next(p for p in result.pairs if p.tap == tap and p.role == "output.0")
     assert "ranks differ (rank 1 from rank 0)" in pair.message
     assert result.notes == ["4 tensors that all ranks should hold alike differ between the ranks of mine"]
-
-
-def test_a_fault_behind_tensor_parallel_ranks(golden):
-    result = compare(golden, capture(tp=2, faults={"model.layers.2.self_attn.qkv_proj": scaled(1.1)}, chunk=4))
-    assert modules(result) == ["model.layers.2.self_attn.qkv_proj"]
 
 
 def test_a_fault_in_a_row_that_another_request_reads_from_the_cache():

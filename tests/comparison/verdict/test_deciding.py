@@ -58,34 +58,88 @@ def test_nothing_where_the_answer_is_closed():
     assert asked(failed(foreign=Foreign("xray", (), []), **bare)) == []
 
 
-@pytest.mark.parametrize("origins", [[], [ODD]])
-def test_a_replay_if_none_was_made(origins):
-    assert asked(failed(replayed="", origins=origins)) == [
-        (
-            "nothing was replayed; a replay tells which operator is wrong for its own inputs",
-            ["accprobe compare golden mine --replay"],
-        )
-    ]
-    ((why, command),) = asked(failed(replayed=PARTLY, origins=origins, options=("--taps", "model.*")))
-    assert why.startswith("only what was suspected was replayed; ")
-    assert command == ["accprobe compare golden mine --taps 'model.*' --replay"]
+SERVE = "vllm serve '/models/tiny qwen'"
+REPLAY = "a replay tells which operator is wrong for its own inputs"
+OUTPUTS = {"golden_run": run("float32", parts=["output"]), "mine_run": run(parts=["output"])}
+ONLY_INPUTS = f"VLLM_ACCPROBE_PARTS=input,output,params VLLM_ACCPROBE_MODULES={TAP}"
+FEW = {"rows_compared": 31, "skipped": {}}
+STATISTICS = [pair(max_abs_err=0.0), pair(role="param.w", max_abs_err=None)]
+HOLES = {"rows_compared": 100, "skipped": {ROWS_AFTER: 45, AFTER_FLIP: 20}}
+ALONE = {"rows_compared": 100, "taps_only_mine": ["model.extra", "model.more"]}
+UNJUDGED = [{"request": "a", "ordinal": 1, "why": UNKNOWN}, {"request": "a", "ordinal": 2, "why": "near tie"}]
+UPSTREAM = [pair(status="fail", order=5, max_abs_err=0.1), pair(order=1, identical=True, max_abs_err=0.0)]
 
 
-def test_inputs_if_there_are_none_to_replay_with():
-    golden, mine = run("float32", parts=["output"]), run(parts=["output"])
-    assert asked(failed(replayed="", origins=[ODD], golden_run=golden, mine_run=mine)) == [
-        (
-            "inputs were not captured, so nothing can be replayed; with them, a replay tells whether this operator is "
-            "wrong for its own",
-            [
-                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-inputs VLLM_ACCPROBE_PARTS=input,output,params "
-                f"VLLM_ACCPROBE_MODULES={TAP} vllm serve '/models/tiny qwen' --dtype float32",
-                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-inputs VLLM_ACCPROBE_PARTS=input,output,params "
-                f"VLLM_ACCPROBE_MODULES={TAP} vllm serve '/models/tiny qwen'",
-                "accprobe compare golden-inputs mine-inputs --replay",
-            ],
-        )
-    ]
+def anew(what: str, golden: str = "", mine: str = "") -> list[str]:
+    """Both sides captured again with settings, and compared."""
+    return [f"VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-{what}{golden} {SERVE} --dtype float32",
+            f"VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-{what}{mine or golden} {SERVE}",
+            f"accprobe compare golden-{what} mine-{what}"]  # fmt: skip
+
+
+def mine_anew(what: str, settings: str = "") -> list[str]:
+    line = f"VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-{what}{settings} {SERVE}"
+    return [line, f"accprobe compare golden mine-{what}"]
+
+
+BLAMED = [[], [ODD]]
+OPEN = {
+    "no replay": [(failed(replayed="", origins=o), f"nothing was replayed; {REPLAY}",
+                   ["accprobe compare golden mine --replay"]) for o in BLAMED],
+    "part of a replay": [(failed(replayed=PARTLY, origins=o, options=("--taps", "model.*")),
+                          f"only what was suspected was replayed; {REPLAY}",
+                          ["accprobe compare golden mine --taps 'model.*' --replay"]) for o in BLAMED],
+    "no inputs to replay with": [(
+        failed(replayed="", origins=[ODD], **OUTPUTS),
+        "inputs were not captured, so nothing can be replayed; with them, a replay tells whether this operator is "
+        "wrong for its own",
+        [line + " --replay" * line.startswith("accprobe") for line in anew("inputs", f" {ONLY_INPUTS}")])],
+    "golden is as coarse, and differs from the start": [(
+        failed(golden_run=run()),
+        "golden is bfloat16 as mine is, and what comes before the error differs too: of a float32 golden, all "
+        "differences are mine's",
+        [f"VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-float32 {SERVE} --dtype float32",
+         "accprobe compare golden-float32 mine"])],
+    "few rows": [(failed(coverage=FEW, origins=o), "31 rows compared, too few to tell a habit from an accident: send "
+                  "both sides more and longer requests", anew("more")) for o in BLAMED],
+    "statistics only": [(make(pairs=[pair(status=status, max_abs_err=None), *STATISTICS], mine_run=run(task="stats"),
+                              replayed=""),
+                         "mine holds statistics only, which show less than values do: 1 pair was judged by them",
+                         mine_anew("tensors", " VLLM_ACCPROBE_TASK=tensor"))
+                        for make, status in ((failed, "fail"), (passed, "pass"))],
+    "graphs hid modules": [(failed(mine_run=run(graphs=True)),
+                            "mine ran as graphs, in which nothing is seen: eager, each module is",
+                            mine_anew("eager", " VLLM_ACCPROBE_GRAPHS=0"))],
+    "modules were left out": [(failed(mine_run=run(modules=["attention", "mlp"])),
+                               "mine kept only some modules (attention, mlp): the error may come from one that nobody "
+                               "saw", mine_anew("whole"))],
+    "a flip could not be judged": [(make(tokens={"compared": 9, "flipped": UNJUDGED}),
+                                    "1 flipped token may be near ties: the logits, which tell, were not captured",
+                                    anew("logits", " VLLM_ACCPROBE_MODULES=logits")) for make in (failed, passed)],
+    "a pass most of whose rows were not judged": [(
+        passed(coverage=HOLES), "65 of 120 rows are not judged, for they come after a near tie or a flipped token: "
+        "send both sides more requests, and shorter ones", anew("more"))],
+    "a pass with modules that golden does not have": [(
+        passed(coverage=ALONE, replayed=""), "2 modules of mine have no partner in golden, first model.extra; run "
+        "again from their own inputs they need none", ["accprobe opcheck mine"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("result", "why", "commands"), [row for rows in OPEN.values() for row in rows])
+def test_what_is_missing_and_how_to_get_it(result, why, commands):
+    assert asked(result) == [(why, commands)]
+
+
+@pytest.mark.parametrize("result", [
+    failed(golden_run=run("float16")),
+    failed(golden_run=run(), pairs=UPSTREAM),  # what comes before the error is equal
+    *(failed(coverage=FEW | {"rows_compared": 32}, origins=o) for o in BLAMED),
+    passed(pairs=[pair(max_abs_err=0.0, identical=True)], mine_run=run(task="stats"), replayed=""),
+    passed(coverage=HOLES | {"skipped": {ROWS_AFTER: 40, AFTER_FLIP: 20}}),
+    passed(coverage=ALONE),  # a replay has run them
+])  # fmt: skip
+def test_what_is_not_missing(result):
+    assert asked(result) == []
 
 
 def test_a_second_golden_run_if_there_is_no_floor():
@@ -99,111 +153,6 @@ def test_a_second_golden_run_if_there_is_no_floor():
             "accprobe compare '/runs/gpu a/' mine -x --floor '/runs/gpu a-floor'",
         ],
     )
-
-
-def test_a_float32_golden_if_golden_is_as_coarse_and_differs_from_the_start():
-    said = (
-        "golden is bfloat16 as mine is, and what comes before the error differs too: of a float32 golden, all "
-        "differences are mine's",
-        [
-            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-float32 vllm serve '/models/tiny qwen' --dtype float32",
-            "accprobe compare golden-float32 mine",
-        ],
-    )
-    assert asked(failed(golden_run=run())) == [said]
-    assert asked(failed(golden_run=run("float16"))) == []
-    alike = [pair(status="fail", order=5, max_abs_err=0.1), pair(order=1, identical=True, max_abs_err=0.0)]
-    assert asked(failed(golden_run=run(), pairs=alike)) == []
-
-
-@pytest.mark.parametrize("origins", [[], [ODD]])
-def test_more_rows_if_there_are_few(origins):
-    few = {"rows_compared": 31, "skipped": {}}
-    assert asked(failed(coverage=few, origins=origins)) == [
-        (
-            "31 rows compared, too few to tell a habit from an accident: send both sides more and longer requests",
-            [
-                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=golden-more vllm serve '/models/tiny qwen' --dtype float32",
-                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-more vllm serve '/models/tiny qwen'",
-                "accprobe compare golden-more mine-more",
-            ],
-        )
-    ]
-    assert asked(failed(coverage=few | {"rows_compared": 32}, origins=origins)) == []
-
-
-@pytest.mark.parametrize("make", [failed, passed])
-def test_values_if_there_are_statistics_only(make):
-    status = "fail" if make is failed else "pass"
-    pairs = [pair(status=status, max_abs_err=None), pair(max_abs_err=0.0), pair(role="param.w", max_abs_err=None)]
-    assert asked(make(pairs=pairs, mine_run=run(task="stats"), replayed="")) == [
-        (
-            "mine holds statistics only, which show less than values do: 1 pair was judged by them",
-            [
-                "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-tensors VLLM_ACCPROBE_TASK=tensor vllm serve "
-                "'/models/tiny qwen'",
-                "accprobe compare golden mine-tensors",
-            ],
-        )
-    ]
-    alike = [pair(max_abs_err=0.0, identical=True)]
-    assert asked(passed(pairs=alike, mine_run=run(task="stats"), replayed="")) == []
-
-
-def test_an_eager_capture_if_graphs_hid_modules():
-    (said,) = asked(failed(mine_run=run(graphs=True)))
-    assert said == (
-        "mine ran as graphs, in which nothing is seen: eager, each module is",
-        [
-            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-eager VLLM_ACCPROBE_GRAPHS=0 vllm serve '/models/tiny qwen'",
-            "accprobe compare golden mine-eager",
-        ],
-    )
-
-
-def test_all_modules_if_some_were_left_out():
-    (said,) = asked(failed(mine_run=run(modules=["attention", "mlp"])))
-    assert said == (
-        "mine kept only some modules (attention, mlp): the error may come from one that nobody saw",
-        [
-            "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-whole vllm serve '/models/tiny qwen'",
-            "accprobe compare golden mine-whole",
-        ],
-    )
-
-
-@pytest.mark.parametrize("make", [failed, passed])
-def test_logits_if_a_flip_could_not_be_judged(make):
-    flipped = [{"request": "a", "ordinal": 1, "why": UNKNOWN}, {"request": "a", "ordinal": 2, "why": "near tie"}]
-    ((why, command),) = asked(make(tokens={"compared": 9, "flipped": flipped}))
-    assert why == "1 flipped token may be near ties: the logits, which tell, were not captured"
-    assert command[1] == (
-        "VLLM_ACCPROBE=1 VLLM_ACCPROBE_DIR=mine-logits VLLM_ACCPROBE_MODULES=logits vllm serve '/models/tiny qwen'"
-    )
-    assert command[2] == "accprobe compare golden-logits mine-logits"
-
-
-def test_a_pass_most_of_whose_rows_were_not_judged():
-    holes = {"rows_compared": 100, "skipped": {ROWS_AFTER: 45, AFTER_FLIP: 20}}
-    ((why, command),) = asked(passed(coverage=holes))
-    assert why == (
-        "65 of 120 rows are not judged, for they come after a near tie or a flipped token: send both sides more "
-        "requests, and shorter ones"
-    )
-    assert command[2] == "accprobe compare golden-more mine-more"
-    assert asked(passed(coverage=holes | {"skipped": {ROWS_AFTER: 40, AFTER_FLIP: 20}})) == []
-
-
-def test_a_pass_with_modules_that_golden_does_not_have():
-    holes = {"rows_compared": 100, "taps_only_mine": ["model.extra", "model.more"]}
-    assert asked(passed(coverage=holes, replayed="")) == [
-        (
-            "2 modules of mine have no partner in golden, first model.extra; run again from their own inputs they need "
-            "none",
-            ["accprobe opcheck mine"],
-        )
-    ]
-    assert asked(passed(coverage=holes)) == []  # a replay has run them
 
 
 def test_what_no_command_of_ours_can_make_is_said_in_words():

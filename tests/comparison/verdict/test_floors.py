@@ -1,15 +1,24 @@
-"""Measured floors: they silence what golden's own runs show, hide no fault, and refuse what does not belong."""
+"""Measured floors, other tools' standards, and rows behind a near tie, in the verdict."""
 
+import csv
 import json
 
 import numpy as np
 import pytest
 from synthetic_model import capture, scaled, write
 
+from vllm_accprobe.align.tokens import RowSet
+from vllm_accprobe.cli import main
 from vllm_accprobe.comparison import store
 from vllm_accprobe.comparison.engine import calibrate, compare, rejudge
+from vllm_accprobe.comparison.measure.measured import MeasuredUnit, Part
+from vllm_accprobe.comparison.notes import unseen_routing
 from vllm_accprobe.comparison.result import CompareError
+from vllm_accprobe.comparison.verdict.judging import add_undecided, settle
 from vllm_accprobe.judge.calibration import FLOAT32, MARGIN, SECOND_RUN, Calibration, load
+from vllm_accprobe.judge.near_ties import Rerouted
+from vllm_accprobe.judge.tensor_errors import RowErrors
+from vllm_accprobe.standards import built_in
 
 ONE = {"prompts": {"a": [3, 14, 15, 9, 2, 6], "b": [5, 3, 5]}, "tokens": 3}
 DOWN = "model.layers.1.mlp.down_proj"
@@ -137,3 +146,114 @@ def test_floors_that_do_not_belong_are_refused(runs, tmp_path):
         compare(runs["golden"], runs["wrong"], floors=[tmp_path])
     with pytest.raises(CompareError, match="does not exist"):
         compare(runs["golden"], runs["wrong"], floors=[tmp_path / "none"])
+
+
+KEYS = np.array([(1 << 32) | i for i in range(4)])
+UNIT = MeasuredUnit(("mlp", "output.0", 0), "", "", 1, 0, False, False)
+
+
+def settled(rerouted, *, whole=False):
+    n = 1 if whole else 4
+    errors = RowErrors(np.ones(n), np.full(n, 2.0), np.ones(n), np.ones(n), np.zeros(n, np.int8), np.ones(n))
+    part = Part("g", "m", 0, 0, (0, 0), None, "float32", 0, (8,), whole=whole)
+    return settle(UNIT, part, RowSet(KEYS), errors, rerouted, 2.0**-8, []), errors
+
+
+def test_nothing_was_sent_elsewhere():
+    found, errors = settled(Rerouted())
+    assert (found.note, found.left, found.own.tolist()) == ("", None, [])
+    assert errors.err.tolist() == [1.0] * 4
+
+
+def test_rows_from_the_near_tie_on():
+    found, errors = settled(Rerouted(first={1: 2}))
+    assert found.note == "2 rows after a router's near tie are not judged"
+    assert found.left.tolist() == [False, False, True, True]
+    assert (errors.err.tolist(), errors.ratio.tolist()) == ([1, 1, 0, 0], [2, 2, 1, 1])
+
+
+def test_a_tensor_without_rows_is_left_out_whole():
+    found, errors = settled(Rerouted(first={1: 3}), whole=True)
+    assert found.note.startswith("not judged: its step has rows after a router's near tie")
+    assert (found.left.all(), errors.err.tolist()) == (True, [0.0])
+    assert settled(Rerouted(first={9: 0}), whole=True)[0].left is None
+
+
+def test_logits_alone_tell_which_rows_are_left_out():
+    """Row 0 has no margin; 1 lies within its limit, 2 beyond it; 3 is another request's, within."""
+    keys = np.array([*KEYS[:3], 2 << 32])
+    err = np.array([0.01, 0.01, 0.5, 0.03])
+    errors = RowErrors(err, np.ones(4), err, err, np.zeros(4, np.int8), np.zeros(4))
+    part = Part("g", "m", 0, 0, (0, 0), None, "float32", 0, (8,))
+    rerouted = Rerouted()
+    add_undecided(part, RowSet(keys), errors, rerouted, 2.0**-8, 0.04)
+    assert not rerouted.first
+    part.margins = np.array([[np.nan] * 3, [0.1, 0.1, 1.0], [1.0, 1.0, 2.0], [0.2, 0.0, 1.0]])
+    add_undecided(part, RowSet(keys), errors, rerouted, 2.0**-8, 0.04)
+    assert rerouted.first == {1: 1, 2: 0}
+    assert errors.err.tolist() == err.tolist()  # the logits themselves are judged
+
+
+def test_what_is_said_where_nobody_saw_the_routing():
+    assert unseen_routing(["m.0.experts"], 0) == unseen_routing([], 2) == []
+    (said,) = unseen_routing(["m.0.experts", "m.1.experts"], 1)
+    assert said.startswith("an origin is no proof: which experts rows went to is not known (m.0.experts and 1 more)")
+    assert "capture the router's logits (gate) in both" in said
+
+
+ONE_REQUEST = {"prompts": {"a": [3, 14, 15, 9, 2, 6]}, "tokens": 3}
+FOREIGN = {name: s.pairs for name, s in built_in().items() if s.pairs is not None}
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    root = tmp_path_factory.mktemp("foreign")
+    write(capture(**ONE_REQUEST), root / "golden")
+    write(capture(chunk=2, **ONE_REQUEST), root / "same")
+    write(capture(faults={DOWN: scaled(1.2)}, **ONE_REQUEST), root / "wrong")
+    return root
+
+
+def table(path):
+    with open(path / "compare.csv", newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_columns_status_and_verdict(dumps, tmp_path, name):
+    standard = FOREIGN[name]
+    assert main(["compare", str(dumps / "golden"), str(dumps / "same"), "--standard", name, "-o", str(tmp_path)]) == 0
+    rows = table(tmp_path)
+    assert tuple(rows[0])[-len(standard.columns) :] == standard.columns
+    assert {r["status"] for r in rows} <= {"pass", "skip"}
+    assert main(["compare", str(dumps / "golden"), str(dumps / "wrong"), "--standard", name, "-o", str(tmp_path)]) == 1
+    data = json.loads((tmp_path / "compare.json").read_text())
+    assert data["origins"][0]["module"] == DOWN  # the search for the culprit stays ours
+    assert (data["verdict"], data["standard"]["name"]) == ("fail", name)
+    said = {(r["tap"], r["role"]): r for r in table(tmp_path) if r["step"] == "0"}
+    assert said[DOWN, "output.0"]["status"] == "fail"
+    assert said["model.layers.0.mlp.down_proj", "output.0"]["status"] == "pass"
+
+
+@pytest.mark.parametrize("name", [n for n, s in FOREIGN.items() if not s.needs_kl])
+def test_a_saved_comparison_gives_the_same(dumps, tmp_path, name):
+    both = str(dumps / "golden"), str(dumps / "wrong")
+    main(["compare", *both, "--standard", name, "-o", str(tmp_path / "direct")])
+    main(["compare", *both, "-o", str(tmp_path / "own")])
+    main(["compare", "--rejudge", str(tmp_path / "own"), "--standard", name, "-o", str(tmp_path / "again")])
+    assert table(tmp_path / "again") == table(tmp_path / "direct")
+
+
+def test_ait_says_that_kl_takes_the_dumps(dumps, tmp_path, capsys):
+    both = str(dumps / "golden"), str(dumps / "wrong")
+    main(["compare", *both, "-o", str(tmp_path / "own")])
+    capsys.readouterr()
+    main(["compare", "--rejudge", str(tmp_path / "own"), "--standard", "ait"])
+    assert "the KL divergence was not measured" in capsys.readouterr().out
+    again = table(tmp_path / "own-rejudged")
+    assert not any(r["kl_divergence"] for r in again if r["tap"] == DOWN and r["role"] == "output.0")
+    main(["compare", *both, "--standard", "ait", "-o", str(tmp_path)])
+    assert "not measured" not in capsys.readouterr().out
+    found = [float(r["kl_divergence"]) for r in table(tmp_path) if r["tap"] == DOWN and r["role"] == "output.0"]
+    assert found
+    assert min(found) > 0

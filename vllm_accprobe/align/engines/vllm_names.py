@@ -228,9 +228,11 @@ def experts_apart(golden: Iterable[Record], mine: Iterable[Record]) -> tuple[Rul
     """(rules; whether golden is the side that gives them out apart), None where there is no such tap."""
     one, other = _outputs(golden), _outputs(mine)
     for apart, whole, swapped in ((other, one, False), (one, other, True)):
-        taps = [t for t, (cls, roles) in apart.items() if cls == _APART and len(roles) == 2 and _has_one(whole.get(t))]
+        one_there = {tap for tap, (_, roles) in whole.items() if roles == {"output.0"}}
+        taps = [t for t, (cls, roles) in apart.items() if cls == _APART and len(roles) == 2 and t in one_there]
         if taps:
-            return Rules("vLLM's releases", exact={tap: (_sum_rule(tap),) for tap in taps}), swapped
+            sums = {t: (RoleRule("output.0+output.1", (Source(t, "output.0"),)),) for t in taps}
+            return Rules("vLLM's releases", exact={t: (TapRule(t, how, _LABEL),) for t, how in sums.items()}), swapped
     return None
 
 
@@ -272,14 +274,6 @@ class _Blocks:
                 self.inside.add(tap)
             else:
                 self.outside.append(tap)
-
-
-def _sum_rule(tap: str) -> TapRule:
-    return TapRule(tap, (RoleRule("output.0+output.1", (Source(tap, "output.0"),)),), _LABEL)
-
-
-def _has_one(found: tuple[str, set[str]] | None) -> bool:
-    return found is not None and found[1] == {"output.0"}
 
 
 def _outputs(records: Iterable[Record]) -> dict[str, tuple[str, set[str]]]:

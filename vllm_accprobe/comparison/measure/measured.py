@@ -82,6 +82,10 @@ class Part:
     def width(self) -> int:
         return prod(self.feature)
 
+    @property
+    def phase(self) -> str | None:
+        return None if self.whole else self.rows.phase
+
     @classmethod
     def of(cls, mine: Group, golden: Group | None = None, *, whole: bool = False, skip: str = "") -> Part:
         """What a tensor of mine says of itself, before anything is measured."""
@@ -177,7 +181,7 @@ class ComparisonContext:
     first step that computed each and whether it was decoding. moments: (cell, step) → keys of its rows.
     nothing: the line to say when there is nothing to judge. other_images: labels of requests whose images have other
     hashes; rehashed: as RequestPlan's. golden_ids: as Comparison's. settings: as notes.differing's. built: causes that
-    are known without measuring, by tap. states: as comparison/states.py's. weights:
+    are known without measuring, by tap. states: as comparison/runner_inputs.py's. weights:
     as judge.weights.weights_between's. links: as comparison/plan/relations.py's. sources: as
     comparison/plan/relations.py's. modules: tap → class of all modules of mine's model, captured or not, where its
     dump names them. untapped: as gaps.py's.

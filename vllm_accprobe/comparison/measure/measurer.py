@@ -52,8 +52,11 @@ class Reading:
         self.softmax: np.ndarray | None = None
         self.structure: np.ndarray | None = None
         self._looked = False
-        # A set of experts has no order: neither its elements nor its columns mean anything one by one.
-        self._unordered = is_choice(unit.key[1], unit.cls) or is_weight(unit.key[1], unit.cls)
+
+    @property
+    def _unordered(self) -> bool:
+        """A set of experts has no order: neither its elements nor its columns mean anything one by one."""
+        return is_choice(self.unit.key[1], self.unit.cls) or is_weight(self.unit.key[1], self.unit.cls)
 
     def meet(self, golden: list[Group]) -> None:
         self.golden = golden

@@ -329,7 +329,9 @@ def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
     differences, in units of max(|extreme|, rms), at most the worst element's. Infinite where NaN or infinity differ.
     A figure that one side does not have says nothing; without golden's norm its extremes are the scale.
     """
-    if g.count != m.count or _other_count(g.nan, m.nan) or _other_count(g.inf, m.inf):
+    # Some tools say only whether there is any NaN, which is a count of 1.
+    counts = (g.nan, m.nan), (g.inf, m.inf)
+    if g.count != m.count or any(bool(a) != bool(b) or (a != b and min(a, b) > 1) for a, b in counts):
         return _INFINITE
     ends = [(a, b) for a, b in ((g.min, m.min), (g.max, m.max)) if a is not None and b is not None]
     n = max(g.count - g.nan - g.inf, 1)
@@ -345,11 +347,6 @@ def statistics_error(g: Stats, m: Stats) -> tuple[float, float]:
         parts.append(abs(m.mean - g.mean) / rms)
     peaks = [0.0, *(abs(b - a) / max(abs(a), rms) for a, b in ends)]
     return float(max(parts)), float(max(peaks))
-
-
-def _other_count(g: int, m: int) -> bool:
-    """Some tools say only whether there is any, which is a count of 1."""
-    return bool(g) != bool(m) or (g != m and min(g, m) > 1)
 
 
 STRETCH = 4 << 20

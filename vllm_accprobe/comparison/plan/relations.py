@@ -10,7 +10,6 @@ kind of number are left out and counted. Not here: what follows (judge/near_ties
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -238,10 +237,12 @@ class Makers:
     def __init__(self, order: Mapping[Key, int], records: Mapping[Key, Sequence[Record]]):
         self._order = order
         self.records = {key: [r for r in found if r.hash is not None] for key, found in records.items()}
-        self._makers: dict[tuple[int | None, str | None], list[Key]] = defaultdict(list)
+        wanted = {(r.step, r.hash) for found in self.records.values() for r in found[:STEPS]}
+        self._makers: dict[tuple[int | None, str | None], list[Key]] = {place: [] for place in wanted}
         for key, found in self.records.items():
             for r in found if kind_of(key[1]) == OUTPUT else ():
-                self._makers[r.step, r.hash].append(key)
+                if (r.step, r.hash) in wanted:
+                    self._makers[r.step, r.hash].append(key)
 
     def maker(self, key: Key) -> Key | None:
         """Whose output a tensor has the bytes of, of what came before it."""

@@ -82,8 +82,10 @@ def merged(
     sides: list[list[Group]] = []
     for side, (own, others) in enumerate(((golden, mine), (list(mine.items()), known))):
         widths = joining.widths[side]
+        plans: Plans = {}
         sides.append([
-            _group(m, by, general[side] if general else joining.hint(side, m, others), usual, widths) for m, by in own
+            _group(m, by, general[side] if general else joining.hint(side, m, others), usual, widths, plans)
+            for m, by in own
         ])  # fmt: skip
     return sides[0], sides[1]
 
@@ -100,14 +102,13 @@ def _row_dims(records: Iterable[Record]) -> dict[int, int]:
     other dimension has their size: three rows of three-dimensional rotary positions are a square in which capture
     cannot tell. Two engines may give one tensor different numbers of dimensions."""
     votes: dict[int, Counter[int]] = defaultdict(Counter)
-    for r in records:
-        if r.rows is not None and not _square(r):
-            votes[len(r.shape)][r.row_dim] += 1
+    for (shape, dim), n in Counter((r.shape, r.row_dim) for r in records if r.rows is not None).items():
+        if not _square(shape, dim):
+            votes[len(shape)][dim] += n
     return {dims: found.most_common(1)[0][0] for dims, found in votes.items()}
 
 
-def _square(record: Record) -> bool:
-    dim, shape = record.row_dim, record.shape
+def _square(shape: tuple[int, ...], dim: int) -> bool:
     return dim < len(shape) and shape.count(shape[dim]) > 1
 
 
@@ -118,15 +119,20 @@ def _hint(groups: Iterable[dict[int, Record]]) -> Record | None:
     return None
 
 
+Plans = dict[tuple[Any, ...], "MergePlan | str"]
+"""Of one tap and role: what is known of one rank's record → its plan, or why there is none."""
+
+
 def _group(
-    moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int], widths: Mapping[str, int]
-) -> Group:
-    records = tuple(by[rank] for rank in sorted(by))
+    moment: Moment, by: dict[int, Record], hint: Record | None, usuals: Mapping[int, int], widths: Mapping[str, int],
+    plans: Plans,
+) -> Group:  # fmt: skip
+    records = tuple(by[rank] for rank in sorted(by)) if len(by) > 1 else tuple(by.values())
     first = records[0]
     where = None if first.rows is None or first.step is None else (moment[0], first.step, first.rows)
     dim, usual = first.row_dim, usuals.get(len(first.shape))
-    if usual is not None and _square(first) and usual < len(first.shape) and first.shape[usual] == first.shape[dim]:
-        dim = usual
+    if usual is not None and usual != dim and _square(first.shape, dim) and usual < len(first.shape):
+        dim = usual if first.shape[usual] == first.shape[dim] else dim
     other = None
     alike = None if hint is None else _of_rank(hint.shape, len(first.shape))
     if hint is not None and alike is not None:
@@ -135,12 +141,19 @@ def _group(
             other = (*other[: first.row_dim], first.shape[first.row_dim], *other[first.row_dim + 1 :])
     if where is None and first.layout.kind == OWN:
         return Group(records, moment, where, None, DEALT_OUT, dim)
-    try:
-        members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
-        merge = plan_merged(first, members, other, widths) or plan_merge(members, other)
-        return Group(records, moment, where, merge, row_dim=dim)
-    except Unmergeable as e:
-        return Group(records, moment, where, None, str(e), dim)
+    place = (first.layout, first.shape, bool(first.hash), other) if len(records) == 1 else None
+    plan = plans.get(place) if place is not None else None
+    if plan is None:
+        try:
+            members = [RankPiece(r.rank, r.layout, r.shape, r.dtype, r.hash) for r in records]
+            plan = plan_merged(first, members, other, widths) or plan_merge(members, other)
+        except Unmergeable as e:
+            plan = str(e)
+        if place is not None:
+            plans[place] = plan
+    if isinstance(plan, str):
+        return Group(records, moment, where, None, plan, dim)
+    return Group(records, moment, where, plan, row_dim=dim)
 
 
 def _of_rank(shape: tuple[int, ...], dims: int) -> tuple[int, ...] | None:

@@ -316,10 +316,6 @@ class _Failed:
     left: str = ""
 
     @property
-    def unexplained(self) -> bool:
-        return self.left == WRONG and not self.said[0]
-
-    @property
     def weak(self) -> bool:
         return bool(self.ways) and all(how == OTHER_PAST for _, how in self.ways)
 
@@ -332,7 +328,7 @@ def _sampler_origins(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One origin for the processors and one for the sampler. Where some rows follow from no processor, those that only
     an unknown past explains do neither."""
-    if any(row.unexplained for row in failed):
+    if any(row.left == WRONG and not row.said[0] for row in failed):
         failed = [replace(row, why=_OF_SAMPLER.get(row.why, row.why), said=("", row.said[1])) if row.weak else row
                   for row in failed]  # fmt: skip
     out = []

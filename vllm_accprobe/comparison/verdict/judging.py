@@ -39,7 +39,7 @@ from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, Pair, counted
 from vllm_accprobe.comparison.plan.unit import SAMPLER, TOKEN
 from vllm_accprobe.comparison.result import CompareError, Comparison, NothingCompared
 from vllm_accprobe.comparison.row_table import RowLog
-from vllm_accprobe.comparison.states import notes as state_notes
+from vllm_accprobe.comparison.runner_inputs import notes as state_notes
 from vllm_accprobe.comparison.verdict import blame
 from vllm_accprobe.comparison.weight_places import place_notes, with_causes
 from vllm_accprobe.dump.decode import object_at
@@ -200,6 +200,9 @@ def _broken(part: Part, errors: RowErrors) -> np.ndarray:
     return (errors.measure == NONFINITE) & (part.own_nonfinite is not False)
 
 
+PartLimits = tuple[Limits, Limits, "float | None"]
+"""(what may have piled up, what one operator may create, what rounding alone piles up to: one unit, growing with depth
+as the limits do)."""
 _TOGETHER = 1 << 16
 """Rows whose tables are joined: some megabytes."""
 _SAME = Worst(0, 0.0, 0.0, 1.0)
@@ -213,8 +216,8 @@ class LimitCheck:
 
     # --- limits ------------------------------------------------------------------------------------------------
 
-    def limits(self, unit: MeasuredUnit, parts: Sequence[Part]) -> list[tuple[Limits, Limits]]:
-        known: dict[tuple[str | None, str, int], tuple[Limits, Limits]] = {}
+    def limits(self, unit: MeasuredUnit, parts: Sequence[Part]) -> list[PartLimits]:
+        known: dict[tuple[str | None, str, int], PartLimits] = {}
         out = []
         for part in parts:
             name = part.dtype_golden, part.dtype_mine, part.width
@@ -223,27 +226,23 @@ class LimitCheck:
             out.append(known[name])
         return out
 
-    def _limits(self, unit: MeasuredUnit, part: Part) -> tuple[Limits, Limits]:
+    def _limits(self, unit: MeasuredUnit, part: Part) -> PartLimits:
         dtypes = part.dtype_golden or part.dtype_mine, part.dtype_mine
         if is_exact(*dtypes):
-            return EXACT, EXACT
+            return EXACT, EXACT, None
         unit_here = max(self.unit, *(rounding_unit(d) for d in dtypes))
         inside = _inside(unit, part)
         total = self.standard.total_limits(unit_here, inside, unit.depth)
         measured = self.floor.floor(*unit.key[:2], None) if self.floor is not None else None
         if measured is not None:
             total = total.at_least(MARGIN * measured)
-        return total, self.standard.gap_limits(unit_here, inside, unit.gap)
+        rounding = unit_here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
+        return total, self.standard.gap_limits(unit_here, inside, unit.gap), rounding
 
     def operators(self, unit: MeasuredUnit) -> float:
         """How many times one operator's error may be made in front of this place: 1, or more where layers lie between
         that nobody saw."""
         return self.standard.gap_limits(1.0, 1, unit.gap).row / self.standard.created_limits(1.0, 1).row
-
-    def rounding_floor(self, unit: MeasuredUnit, part: Part) -> float:
-        """What rounding alone piles up to by here: one unit, growing with depth as the limits do."""
-        here = max(self.unit, *(rounding_unit(d) for d in (part.dtype_golden or part.dtype_mine, part.dtype_mine)))
-        return here * (1.0 + max(unit.depth, 0)) ** self.standard.growth
 
     def row_floor(self, parts: Sequence[Part]) -> float:
         """Rows whose norm is below this are not measured against their own norm alone."""
@@ -307,7 +306,7 @@ class LimitCheck:
         return [self._with_phases(w, p, e) for w, p, e in zip(out, parts, errors, strict=True)]
 
     def _with_phases(self, worst: Worst, part: Part, errors: RowErrors) -> Worst:
-        phase = self.phase(part)
+        phase = part.phase
         if phase == MIXED and len(errors.rel) == len(part.rows):
             decode = part.rows.decode
             both = float(errors.rel[~decode].max()), float(errors.rel[decode].max())
@@ -316,23 +315,18 @@ class LimitCheck:
         else:
             first = float(errors.rel[0]) if len(errors.rel) != len(part.rows) else worst.rel
             both = (None if phase == "decode" else first), (None if phase == "prefill" else first)  # type: ignore
-        return replace(worst, prefill=both[0], decode=both[1])
+        return Worst(worst.row, worst.err, worst.rel, worst.ratio, *both)
 
     def floor_of(
         self, key: tuple[str, str, int], phase: str | None, worst: float | None, limit: float, model: float | None
-    ) -> tuple[float | None, str | None, float | None]:
-        """(floor of a pair, where that comes from, its error in units of it). key: tap, role, call; worst: its worst
-        row's relative L2 error; model: of rounding, or None."""
+    ) -> messages.Floor:
+        """key: tap, role, call; worst: its worst row's relative L2 error; model: of rounding, or None."""
         if worst is None or key[1].startswith("param.") or not limit:
             return None, None, None
         known = phase if phase in ("prefill", "decode") else None
         measured = self.floor.floor(key[0], key[1], known) if self.floor is not None else None
         floor, source = (measured, self.floor.source) if measured and self.floor is not None else (model, MODEL)
         return (floor, source, worst / floor) if floor else (None, None, None)
-
-    @staticmethod
-    def phase(part: Part) -> str | None:
-        return None if part.whole else part.rows.phase
 
 
 def _inside(unit: MeasuredUnit, part: Part) -> float:
@@ -481,7 +475,9 @@ class _Judge:
         flow = DataFlow(self.traces, setting.tree)
         created = find_origins(flow, self.standard, setting.images, self.rate, told, self.shelf)
         created, excused = self._not_excused(created)
-        unseen = self._unseen_routers()
+        routing = [(t, r, c) for (t, r, _), c in ((u.key, u.cls) for u in self.measured.units)]
+        seen = [tap for tap, role, cls in routing if is_choice(role, cls) or is_logits(tap, role, cls)]
+        unseen = unknown_routers(setting.attrs, seen)
         created = [blame.unproved(c) if not c.trace.vision and behind(c.tap, unseen) else c for c in created]
         finder = GapFinder(setting.untapped, flow)
         gaps = [finder.of(c) for c in created]
@@ -568,11 +564,6 @@ class _Judge:
         what = f"{len(taps)} taps create errors that golden's own runs show as well, first {taps[0]}"
         return kept, what + ": not taken for origins"
 
-    def _unseen_routers(self) -> list[str]:
-        units = self.measured.units
-        known = [u.key[0] for u in units if is_choice(u.key[1], u.cls) or is_logits(u.key[0], u.key[1], u.cls)]
-        return unknown_routers(self.measured.setting.attrs, known)
-
     def _check_floor(self) -> None:
         if self.floor is None or any(self.floor.floor(p.tap, p.role, None) is not None for p, _ in self.pairs):
             return
@@ -609,21 +600,14 @@ class _Judge:
             self.chosen[unit.key[0]] = found
         parts = [p for p in unit.parts if not p.skip]
         limits = self.limit_check.limits(unit, parts)
-        totals = [total for total, _ in limits]
+        totals = [total for total, *_ in limits]
         errors = self.limit_check.errors(unit, parts, self.limit_check.row_floor(unit.parts), totals)
         rows = [self._rows_of(p) for p in parts]
         each = zip(parts, rows, errors, strict=True)
         settled = [settle(unit, *one, self.rerouted, self.unit, self.traces) for one in each]
-        notes = [s.note for s in settled]
-        facts = self._facts(unit, parts, errors, totals, notes)
         for part, own_rows, error, total in zip(parts, rows, errors, totals, strict=True):
             add_undecided(part, own_rows, error, self.rerouted, self.unit, total.row)
-        judged = iter(zip(parts, errors, totals, facts, strict=True))
-        for part in unit.parts:
-            if part.skip:
-                self._skip(unit, part)
-            else:
-                self._add(unit, *next(judged))
+        self._add(unit, unit.parts, errors, limits, [s.note for s in settled])
         if parts and unit.key[:2] != (SAMPLER, TOKEN):
             for i, mask in enumerate(s.left for s in settled):
                 if mask is not None:  # a row that is not judged is not one without an error: nothing is learned from it
@@ -631,7 +615,7 @@ class _Judge:
                     errors[i] = errors[i] if parts[i].whole else rows_of(errors[i], ~mask)
             own = np.concatenate([s.own for s in settled])
             which, known, everywhere = rows_with_errors(parts, errors, rows, own)
-            allowed, created = (max(pair[i].row for pair in limits) for i in (0, 1))
+            allowed, created = max(t.row for t in totals), max(limit.row for _, limit, _ in limits)
             weak = any(p.stats is not None for p in parts)
             # Sums over rows and columns have no rows to leave out: what near ties moved would look like odd columns.
             columns = None if any(s.left is not None for s in settled) else unit.columns
@@ -664,49 +648,44 @@ class _Judge:
         ))  # fmt: skip
 
     def _param(self, unit: MeasuredUnit, part: Part) -> None:
-        if part.equal is None:
-            self._skip(unit, part)
+        if part.equal is None or part.skip:
+            self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
             return
         limits = EXACT
-        (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
         if is_computed(unit.key[1]) and not part.equal:
             limits = self.limit_check.limits(unit, [part])[0][1]
-            (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
+        (errors,) = self.limit_check.errors(unit, [part], 0.0, [limits])
         if part.equal:  # alike but for the rounding to another dtype
             errors = replace(errors, err=np.zeros_like(errors.err))
-        self._add(unit, part, errors, limits, *self._facts(unit, [part], [errors], [limits], [""]))
+        self._add(unit, [part], [errors], [(limits, limits, None)], [""])
         worst = float(errors.err.max()) if len(errors.err) else 0.0
         spoilt = part.table is not None and bool(part.table[:, definition.MISMATCH].any())
         everywhere = worst if worst > limits.row else 0.0
         self._trace(unit, [], _NO_ROWS[0], _NO_ROWS[1:], limits.row, everywhere, spoilt=spoilt)
 
-    def _facts(
-        self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[Limits], notes: list[str]
-    ) -> list[messages.PairFacts]:
-        limit_check = self.limit_check
-        tables = [p.table for p in parts if p.table is not None]
-        metrics = iter(definition.metrics_of_each(tables))
-        out = []
-        for part, worst, limit, note in zip(parts, limit_check.worst(parts, errors), limits, notes, strict=True):
-            model = None if limit.exact else limit_check.rounding_floor(unit, part)
-            phase = limit_check.phase(part)
-            floor = limit_check.floor_of(unit.key, phase, worst.rel, limit.row, model)
-            out.append(messages.PairFacts(worst, None if part.table is None else next(metrics), phase, floor, note))
-        return out
-
     def _rows_of(self, part: Part) -> RowSet:
         return self.moments.get(part.moment, NO_ROWS) if part.whole else part.rows
 
     def _add(
-        self, unit: MeasuredUnit, part: Part, errors: RowErrors, limits: Limits, facts: messages.PairFacts
-    ) -> None:
-        self.replicas += bool(part.replicas)
-        pair = messages.make_pair(unit, part, errors, limits, self.measured.setting, facts)
-        self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
-        self.log.add(pair, part.rows, errors.err)
-
-    def _skip(self, unit: MeasuredUnit, part: Part) -> None:
-        self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
+        self, unit: MeasuredUnit, parts: list[Part], errors: list[RowErrors], limits: list[PartLimits],
+        notes: list[str],
+    ) -> None:  # fmt: skip
+        """Pairs of ``parts``, in order; the others are of those that were compared."""
+        check, setting = self.limit_check, self.measured.setting
+        compared = [p for p in parts if not p.skip]
+        metrics = iter(definition.metrics_of_each([p.table for p in compared if p.table is not None]))
+        known = iter(zip(errors, limits, check.worst(compared, errors), notes, strict=True))
+        for part in parts:
+            if part.skip:
+                self.pairs.append((messages.skipped_pair(unit, part), NO_ROWS.keys))
+                continue
+            error, (limit, _, rounding), worst, note = next(known)
+            floor = check.floor_of(unit.key, part.phase, worst.rel, limit.row, rounding)
+            numbers = None if part.table is None else next(metrics)
+            pair = messages.make_pair(unit, part, error, limit, setting, worst, numbers, floor, note)
+            self.replicas += bool(part.replicas)
+            self.pairs.append((pair, (self._rows_of(part) if pair.status == FAIL else part.rows).keys))
+            self.log.add(pair, part.rows, error.err)
 
 
 def _name(c: Origin, gap: Gap | None) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_accprobe.align.data_flow import INPUT, OUTPUT, PARAM, DataFlow, Key, PlainTensor
 from vllm_accprobe.comparison.pair import FAIL, PASS, SKIP, severity, value_of
-from vllm_accprobe.comparison.states import is_cache
+from vllm_accprobe.comparison.runner_inputs import is_cache
 from vllm_accprobe.formats.common.foreign import VALUE
 
 if TYPE_CHECKING:

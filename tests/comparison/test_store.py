@@ -21,9 +21,9 @@ def test_units_come_back_as_they_were():
 
 def test_a_frame_with_an_array_of_another_kind_is_refused():
     ((text, data, _),) = store.frames(store.pack([unit()]))
-    keys = text["units"][0][1][0][1][0]
-    assert keys == ["i", 0, [3]]
-    keys[0] = "f"
+    (_, _, arrays, _) = text["units"][0]
+    assert arrays[0] == [["i", 0, [3]]] * 2
+    arrays[0][0][0] = "f"
     with pytest.raises(ValueError, match="keys of float64"):
         store.unpack(text, data)
 
@@ -39,11 +39,23 @@ def test_a_torn_frame_is_not_there_and_a_damaged_one_neither():
     assert len(list(store.frames(bytes(bad)))) == 1
 
 
-@pytest.mark.parametrize("where", [["O", 0, [1]], ["f", 0, [99]], ["f", -1, [1]], ["f", 0, "x"], [1], "x"])
-def test_made_up_frames_are_refused(where):
+COLUMNS, PLAIN, ARRAYS = 3, 1, 2
+"""Places in a unit."""
+
+
+@pytest.mark.parametrize(
+    ("place", "made_up"),
+    [
+        *((COLUMNS, where) for where in (["O", 0, [1]], ["f", 0, [99]], ["f", -1, [1]], ["f", 0, "x"], [1], "x")),
+        *((PLAIN, columns) for columns in ("x", [["g"]], [[]] * len(store.PLAIN), [["g"] * 3] * len(store.PLAIN),
+                                     [["g"] * 2, ["m"] * 3, *[["x"]] * (len(store.PLAIN) - 2)])),
+        *((ARRAYS, columns) for columns in ([], [[None]] * 5, [[["i", 0, [3]]] * 2] * 4)),
+    ],
+)  # fmt: skip
+def test_made_up_frames_are_refused(place, made_up):
     ((text, data, _),) = store.frames(store.pack([unit()]))
-    text["units"][0][2][0] = where
-    with pytest.raises(ValueError):
+    text["units"][0][place] = made_up
+    with pytest.raises(ValueError, match="not a frame of measured units"):
         store.unpack(text, data)
 
 
