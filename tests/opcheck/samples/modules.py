@@ -249,17 +249,20 @@ def rotary(d: Draw, fault: str, neox: bool, part: int) -> Made:
                 outputs={"output.0": y, "output.1": z, "inplace.query": y})  # fmt: skip
 
 
-@sample("another position", "a head late", variants=[{"both": b} for b in (True, False)])
-def rotary_operator_of_whole_heads(d: Draw, fault: str, both: bool) -> Made | None:
+@sample("another position", "a head late", "the sign is lost",
+        variants=[{"name": n, "neox": x, "both": b} for n, x, b in (
+            ("_C.rotary_embedding", True, True), ("_C.rotary_embedding", True, False),
+            ("vllm.flashinfer_rotary_embedding", True, True), ("vllm.flashinfer_rotary_embedding", False, True))])  # fmt: skip
+def rotary_operator_of_whole_heads(d: Draw, fault: str, name: str, neox: bool, both: bool) -> Made | None:
     """Queries and keys in place."""
     if fault == "a head late" and not both:
         return None
     q, k, angle, places = d(3, 32), d(3, 16), d(16, 4, dtype=SINGLE), torch.tensor([0, 3, 7])
-    used = wide(angle)[places.roll(1) if fault == "another position" else places]
-    y, z = (turned(wide(t).reshape(3, -1, 8), used).reshape(3, -1) for t in (q, k))
+    used = wide(angle)[places.roll(1) if fault == "another position" else places] * (-1 if "sign" in fault else 1)
+    y, z = (turned(wide(t).reshape(3, -1, 8), used, neox).reshape(3, -1) for t in (q, k))
     cache = torch.cat((angle.double().cos(), angle.double().sin()), 1)
     z = np.roll(z, 8, 1) if fault == "a head late" else z
-    return made("torch.ops._C.rotary_embedding", places, q, k if both else None, 8, cache, True,
+    return made(f"torch.ops.{name}", places, q, k if both else None, 8, cache, neox,
                 outputs={"inplace.input.1": y} | ({"inplace.input.2": z} if both else {}))  # fmt: skip
 
 
