@@ -252,7 +252,8 @@ def rotary(d: Draw, fault: str, neox: bool, part: int) -> Made:
 @sample("another position", "a head late", "the sign is lost",
         variants=[{"name": n, "neox": x, "both": b} for n, x, b in (
             ("_C.rotary_embedding", True, True), ("_C.rotary_embedding", True, False),
-            ("vllm.flashinfer_rotary_embedding", True, True), ("vllm.flashinfer_rotary_embedding", False, True))])  # fmt: skip
+            ("vllm.flashinfer_rotary_embedding", True, True), ("vllm.flashinfer_rotary_embedding", False, True),
+        )])  # fmt: skip
 def rotary_operator_of_whole_heads(d: Draw, fault: str, name: str, neox: bool, both: bool) -> Made | None:
     """Queries and keys in place."""
     if fault == "a head late" and not both:

@@ -115,7 +115,7 @@ def _tiled(scale: torch.Tensor) -> torch.Tensor:
 
 
 @sample("scale of the neighbour", "halves exchanged", "no global scale", seeds=3,
-        variants=[{"name": n, "nv": v} for n, v in (("cutlass", True), ("flashinfer", True), ("flashinfer", False))])  # fmt: skip
+        variants=[{"name": n, "nv": v} for n, v in (("cutlass", True), ("flashinfer", True), ("flashinfer", False))])
 def four_bit_product(d: Draw, fault: str, name: str, nv: bool) -> Made:
     """vLLM's own, NVFP4, and FlashInfer's, MXFP4 as well."""
     size, blocks, sides, args = 16 if nv else 32, d.below(2, 9), [], []

@@ -10,7 +10,7 @@ import family_verdict
 import numpy as np
 import pytest
 import torch
-from fused_cases import CASES, LISTED, UNDIFFERENTIATED, ran
+from opcheck.samples.fused import CASES, LISTED, UNDIFFERENTIATED, ran
 from opcheck.samples.fused import fused_call as call_of
 from reference_calls import TABLE, evaluated
 
