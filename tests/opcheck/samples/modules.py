@@ -503,20 +503,6 @@ def slots_of_positions(d: Draw, fault: str) -> Made:
                 torch.full((5,), -1), 4, outputs={"inplace.input.3": slots})  # fmt: skip
 
 
-@sample("another part", "a part twice", variants=[{"name": n} for n in ("all_reduce", "all_gather", "reduce_scatter")])
-def over_ranks(d: Draw, fault: str, name: str) -> Made | None:
-    """Of three ranks; a scatter keeps this one's share."""
-    parts = [d(6, 8, dtype=SINGLE) for _ in range(3)]
-    x = [wide(p) for p in (parts[1:] + parts[1:2] if fault == "a part twice" else parts)]
-    if fault == "another part" and name == "all_reduce":
-        return None
-    x = x[1:] + x[:1] if fault == "another part" and name == "all_gather" else x
-    share = slice(2, 4) if fault == "another part" else slice(0, 2)
-    y = np.concatenate(x) if name == "all_gather" else sum(x) if name == "all_reduce" else sum(x)[share]
-    return made(f"torch.ops.vllm.{name}", attrs={"dim": 0, "rank": 0}, extra={"ranks": parts},
-                outputs={"output.0": y}, dtype=SINGLE)  # fmt: skip
-
-
 @sample("exponents of a base of 2", variants=[{"name": n} for n in ("Softmax", "LogSoftmax")], dtypes=(SINGLE,))
 def probabilities(d: Draw, fault: str, name: str) -> Made:
     x = d(5, 20)

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.reference import DIFFERENTIABLE, Call, Declined, Expected, device_kernel, reference
-from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.references import families
+from vllm_accprobe.opcheck.references import ours
 from vllm_accprobe.opcheck.references.aten import operator_kernel, tensors_by_role
 from vllm_accprobe.opcheck.references.gradients import derived
 from vllm_accprobe.opcheck.references.parts import unit_of
@@ -158,12 +157,6 @@ def fused(schema: str, *more: str, differentiable: bool = True) -> Callable[[Fus
         return exact
 
     return mark
-
-
-@functools.cache
-def ours() -> References:
-    """All of our references."""
-    return References(families())
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
