@@ -342,9 +342,9 @@ def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
     """bool, the shape of ``keys``: the first of each that is equal to others, of those with the same ``within`` (int64,
     broadcastable)."""
     flat = (keys if within is None else keys + (within + 1) * _ODD).reshape(-1)
-    order = torch.argsort(flat, stable=True)
+    each, order = flat.sort(stable=True)
     new = torch.ones(len(flat), dtype=torch.bool)
-    new[1:] = flat[order[1:]] != flat[order[:-1]]
+    new[1:] = each[1:] != each[:-1]
     found = torch.zeros(len(flat), dtype=torch.bool)
     found[order[new]] = True
     return found.reshape(keys.shape)
