@@ -97,11 +97,6 @@ class TorchArrays:
         return (m - g).to(self.double) if self.exact(g) and self.exact(m) else None
 
 
-def arrays_of(array: Any) -> NumpyArrays | TorchArrays:
-    """The library of an array or a tensor."""
-    return TorchArrays() if type(array).__module__.startswith("torch") else NumpyArrays()
-
-
 def measure(
     reference: Any, mine: Any, dtype: str, *, kl: bool = False, current: Domain = CURRENT, v1: Domain = V1
 ) -> Measures:
@@ -112,7 +107,7 @@ def measure(
     Raises ValueError for two shapes, and for numbers that are neither real nor complex (those are taken as pairs)."""
     if reference.shape != mine.shape:
         raise ValueError(f"the reference has shape {list(reference.shape)}, mine has {list(mine.shape)}")
-    arrays = arrays_of(reference)
+    arrays = TorchArrays() if type(reference).__module__.startswith("torch") else NumpyArrays()
     g, m = arrays.flat(reference), arrays.flat(mine)
     dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     domains = current, v1, ACCUMULATIVE

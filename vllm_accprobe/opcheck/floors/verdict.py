@@ -352,18 +352,14 @@ def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
 
 def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verdict:
     """Of what must be equal to the bit, and of non-finite numbers on one side alone."""
-    rel = _ratio((d * d).sum(1), (y * y).sum(1)).sqrt()
+    errors, powers = (d * d).sum(1), (y * y).sum(1)
+    rel = torch.where(errors == 0, 0.0, errors / powers).sqrt()
     worst = float(rel.max()) if len(rel) else 0.0
     at = int(wrong.sum(1).argmax()) if wrong.numel() else -1
     value = float(wrong.sum())
     column = int(wrong[at].int().argmax()) if at >= 0 and not differ else -1
     measure, tier = NONFINITE if differ else EXACT, PROVED if value else ""
     return Verdict(not value, measure, value, 0.0, at, column, count, differ, worst, tier=tier)
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 where a is 0."""
-    return torch.where(a == 0, 0.0, a / b)
 
 
 def _once_each(planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[WorstFound]]) -> list[WorstFound]:
