@@ -566,8 +566,8 @@ class Neighbours:
         for child in children:
             if (rank, child) not in self._by_step:
                 by = self._by_step[rank, child] = {}
-                for (s, _), records in self._index.by_tap[rank, child].items():
-                    by.setdefault(s, []).append(records)
+                for (s, _), held in self._index.by_tap[rank, child].items():
+                    by.setdefault(s, []).append(held)
             for records in self._by_step[rank, child].get(step, ()):
                 found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
         return sorted(found, key=lambda f: f[2].seq)
