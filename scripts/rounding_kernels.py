@@ -505,20 +505,6 @@ def _lora_kernel(way: Way, i: Inputs) -> Outputs:
     return {"output.0": way.last(base + delta)}
 
 
-def _ranks_call(cls: str) -> Any:
-    def make(t: Mapping[str, Tensor], dtype: str) -> Call:
-        return Call("c", cls, outputs={"output.0": torch.zeros_like(t["a"])}, extra={"ranks": [t[n] for n in "abcd"]})
-
-    return make
-
-
-def _ranks_kernel(way: Way, i: Inputs) -> Outputs:
-    y = way.may(i["a"] + i["b"])
-    if way.coin():
-        return {"output.0": way.last(way.may(y + i["c"]) + i["d"])}
-    return {"output.0": way.last(y + way.may(i["c"] + i["d"]))}
-
-
 def _row_parallel_call(t: Mapping[str, Tensor], dtype: str) -> Call:
     out = {"output.0": torch.zeros(len(t["x"]), len(t["w0"]), dtype=getattr(torch, dtype))}
     half = t["x"].shape[1] // 2
@@ -791,8 +777,6 @@ def cases() -> list[Case]:
              dtypes=("bfloat16", "float16")),
         Case("RotaryEmbedding", x, _rope_call, _rope_kernel(True), ("x",)),
         Case("RotaryEmbedding, neighbours", x, lambda t, d: _rope_call(t, d, False), _rope_kernel(False), ("x",)),
-        Case("vllm.all_reduce", dict.fromkeys("abcd", rows), _ranks_call("vllm.all_reduce"), _ranks_kernel,
-             tuple("abcd")),
         Case("causal_conv1d_fn", {"x": rows, "weight": (WIDTH, 4), "bias": (WIDTH,)}, _conv_call, _conv_kernel),
         Case("fused_gdn_gating", {"a_log": w, "a": rows, "b": rows, "bias": w}, _gating_call, _gating_kernel,
              ("a", "b"), widths={"output.0": "float32"}, scale={"a": 3.0, "b": 3.0}),

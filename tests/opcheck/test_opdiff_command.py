@@ -18,6 +18,7 @@ from opcheck.opdiff_files import CHINESE, ENGLISH, FIVE, bfloat16, cells_of, det
 from vllm_accprobe import cli
 from vllm_accprobe.opcheck.diff import Sheet, SheetError, gathered
 from vllm_accprobe.opcheck.measures import Measures, measure
+from vllm_accprobe.opcheck.plain_csv import escaped, inert, safe
 
 
 def read(path: Path):
@@ -406,6 +407,13 @@ def test_hostile_text_stays_text(opdiff):
     page = (out.dir / "opdiff.md").read_text(encoding="utf-8")
     assert "a\\|b&lt;script>\\x1b[31m" in page
     assert "\x1b" not in page
+
+
+def test_names_neither_run_nor_steer_the_terminal():
+    assert [inert(t) for t in ("=1+1", "-x", "a=b", "")] == ["'=1+1", "'-x", "a=b", ""]
+    assert escaped("a\x1b[31mb\nc") == r"a\x1b[31mb\nc"
+    assert safe("x" * 300) == "x" * 199 + "…"
+    assert safe("short", 5) == "short"
 
 
 def test_no_torch_is_needed(tmp_path):

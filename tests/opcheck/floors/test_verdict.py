@@ -1,30 +1,26 @@
-"""Honest rounding passes, small defects do not, whatever the dtype; NaN never."""
+"""Honest rounding passes, small defects do not, whatever the dtype; equal errors count once; NaN never passes."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from vllm_accprobe.opcheck.floors import verdict
+from vllm_accprobe.opcheck.floors.output_rows import OutputRows, matrix, numbers
+from vllm_accprobe.opcheck.floors.pooled import Pool
+from vllm_accprobe.opcheck.floors.verdict import first_of, judge, repeated
+from vllm_accprobe.opcheck.reference import Expected
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def judge(reference: np.ndarray, mine: np.ndarray, dtype: str, **more) -> verdict.Verdict:
-    if "noise" in more:
-        more["noise"] = torch.from_numpy(more["noise"])
-    return verdict.judge(torch.from_numpy(reference), torch.from_numpy(mine), dtype, **more)
+def exact(rows: int = 64, width: int = 128, seed: int = 0) -> torch.Tensor:
+    return 10.0 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def exact(rows: int = 64, width: int = 128, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((rows, width)) * 10.0
-
-
-def rounded(y: np.ndarray, dtype: str) -> np.ndarray:
-    return np.asarray(torch.from_numpy(y).to(DTYPES[dtype]).double())
+def rounded(y: torch.Tensor, dtype: str) -> torch.Tensor:
+    return y.to(DTYPES[dtype]).double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,10 +41,10 @@ def unit(dtype: str) -> float:
 def test_defects_of_a_few_roundings_are_seen(dtype: str) -> None:
     y, u = exact(), unit(dtype)
     scaled = y * (1 + 1.5 * u)
-    column, element, row = y.copy(), y.copy(), y.copy()
+    column, element, row = y.clone(), y.clone(), y.clone()
     column[:, 9] *= 1 + 5 * u
-    element[3, 4] += 8 * u * abs(y).mean()
-    row[11] += 4 * u * np.random.default_rng(1).standard_normal(128) * 10
+    element[3, 4] += 8 * u * float(y.abs().mean())
+    row[11] += 4 * u * exact(1, 128, 1)[0]
     for wrong, measure, place in (
         (scaled, "gain", None), (column, "column", (-1, 9)), (element, "element", (3, 4)), (row, None, None),
     ):  # fmt: skip
@@ -62,14 +58,14 @@ def test_defects_of_a_few_roundings_are_seen(dtype: str) -> None:
 def test_coarser_rounding_is_seen() -> None:
     """Six bits instead of eight."""
     y = exact()
-    mantissa, exponent = np.frexp(y)
-    assert not judge(y, np.ldexp(np.round(mantissa * 64) / 64, exponent), "bfloat16").passed
+    mantissa, exponent = torch.frexp(y)
+    assert not judge(y, torch.ldexp((mantissa * 64).round() / 64, exponent), "bfloat16").passed
 
 
 def test_noise_allows_what_the_reference_says_and_no_more() -> None:
     y = exact()
-    noise = np.full_like(y, 0.5)
-    wrong = y + 0.5 * np.random.default_rng(2).standard_normal(y.shape)
+    noise = torch.full_like(y, 0.5)
+    wrong = y + 0.05 * exact(seed=2)
     assert not judge(y, rounded(wrong, "bfloat16"), "bfloat16").passed
     assert judge(y, rounded(wrong, "bfloat16"), "bfloat16", noise=noise).passed
     assert not judge(y, rounded(y + 3 * (wrong - y), "bfloat16"), "bfloat16", noise=noise).passed
@@ -87,15 +83,15 @@ def test_nan_never_passes_and_equal_ones_do() -> None:
     y[0, 0] = math.nan
     assert judge(y, y, "bfloat16").passed
     mine = exact()
-    v = judge(exact(), np.where(np.arange(128) == 5, np.nan, mine), "bfloat16")
+    v = judge(exact(), torch.where(torch.arange(128) == 5, math.nan, mine), "bfloat16")
     assert (v.passed, v.measure, v.value) == (False, "nonfinite", 64.0)
     assert not judge(y, exact(), "bfloat16").passed
 
 
 def test_integers_and_what_is_handed_on_must_be_equal() -> None:
-    ids = np.arange(12).reshape(3, 4)
+    ids = torch.arange(12).reshape(3, 4)
     assert judge(ids, ids, "int32").passed
-    other = ids.copy()
+    other = ids.clone()
     other[1, 2] += 1
     v = judge(ids, other, "int32")
     assert (v.passed, v.row, v.column, v.value) == (False, 1, 2, 1.0)
@@ -104,6 +100,70 @@ def test_integers_and_what_is_handed_on_must_be_equal() -> None:
 
 
 def test_empty_and_zero_rows() -> None:
-    assert judge(np.zeros((0, 4)), np.zeros((0, 4)), "bfloat16").passed
-    assert judge(np.zeros((3, 4)), np.zeros((3, 4)), "bfloat16").passed
-    assert not judge(np.zeros((3, 4)), np.full((3, 4), 1e-3), "bfloat16").passed
+    assert judge(torch.zeros(0, 4), torch.zeros(0, 4), "bfloat16").passed
+    assert judge(torch.zeros(3, 4), torch.zeros(3, 4), "bfloat16").passed
+    assert not judge(torch.zeros(3, 4), torch.full((3, 4), 1e-3), "bfloat16").passed
+
+
+def picture(colours: int, seed: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exact, bfloat16) of 96 rows of 3 x 64 pixels, normalised by channel."""
+    generator = torch.Generator().manual_seed(seed)
+    shades = torch.randint(0, 256, (3, colours), generator=generator).double()
+    at = torch.randint(0, colours, (96, 3, 64), generator=generator)
+    x = torch.stack([shades[c][at[:, c]] for c in range(3)], 1)
+    y = ((x / 255.0 - torch.tensor([0.481, 0.458, 0.408])[None, :, None].double()) / 0.27).reshape(96, -1)
+    return y, (scale * y).float().bfloat16().double()
+
+
+@pytest.mark.parametrize("colours", [2, 5, 40])
+def test_a_clean_picture_of_few_colours_passes(colours: int) -> None:
+    for seed in range(20):
+        y, mine = picture(colours, seed)
+        found, pool = judge(y, mine, "bfloat16"), Pool()
+        assert found.sums.few
+        assert found.passed
+        pool.add(found.sums)
+        pool.add(judge(*picture(colours, seed), "bfloat16").sums)
+        assert pool.breach(1e-6) is None
+
+
+@pytest.mark.parametrize("colours", [40, 256])
+def test_a_scale_is_seen_in_it_all_the_same(colours: int) -> None:
+    y, mine = picture(colours, 0, 1.02)
+    found = judge(y, mine, "bfloat16")
+    pool = Pool()
+    pool.add(found.sums)
+    assert not found.passed or pool.breach(1e-6) is not None
+
+
+def test_numbers_of_their_own_are_counted_one_by_one() -> None:
+    y = torch.randn((96, 192), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert not repeated(y, y.float().bfloat16().double() - y)
+    keys = torch.tensor([[1, 2, 1], [1, 1, 3]])
+    assert first_of(keys).tolist() == [[True, True, False], [False, False, True]]
+    assert first_of(keys, torch.arange(2).unsqueeze(1)).tolist() == [[True, True, False], [True, False, True]]
+
+
+def test_numbers_are_exact():
+    assert numbers(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == torch.float64
+    assert numbers(torch.tensor([True])).tolist() == [1]
+    assert numbers(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
+
+
+def test_matrices_have_a_row_for_each_place_along_the_row_dimension():
+    x = torch.arange(6).reshape(1, 2, 3)
+    assert matrix(x, 1).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert matrix(x, 7).shape == (1, 6)
+    assert matrix(torch.tensor(2.0), 0).tolist() == [[2.0]]
+    assert matrix(torch.zeros(0, 4), 0).shape == (0, 1)
+
+
+def test_rows_without_a_reference_are_left_out():
+    value = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
+    mine = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]]).bfloat16()
+    expected = Expected(value, noise=torch.tensor(0.5), rows=torch.tensor([True, False, True]))
+    found = OutputRows.of(expected, mine, 0)
+    assert (found.at.tolist(), found.mine.tolist()) == ([0, 2], [[1.0, 2.0], [3.0, 4.0]])
+    assert (found.noise.tolist(), found.bound, found.exact) == ([[0.5, 0.5]] * 2, None, None)
+    assert found.judge("bfloat16").passed
+    assert not OutputRows.of(Expected(value), mine, 0).judge("bfloat16").passed

@@ -2,104 +2,112 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from reference_calls import TABLE, drawer, evaluated
+from reference_calls import drawer, evaluated
 
 from vllm_accprobe.opcheck.reference import Call, Declined
+from vllm_accprobe.opcheck.references.composite import child_value, first, routed_factor
 
 draw = drawer(3)
+A, B, X, M, GATE = draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 3), draw(2, 1)
 
 
 def block(
-    cls: str, out: torch.Tensor, parts: dict[str, torch.Tensor], more: dict[str, torch.Tensor] | None = None
-) -> Call:
-    """A block with one output and the outputs of its parts, by ``path/role``."""
-    children = [(*key.split("/"), value) for key, value in parts.items()]
-    return Call("b", cls, outputs={"output.0": out, **(more or {})}, extra={"children": children, "read": lambda r: r})
+    cls: str, out: torch.Tensor, inside: dict[str, torch.Tensor], more: dict[str, torch.Tensor] | None = None,
+    x: torch.Tensor | None = None, extra: dict[str, Any] | None = None, **fields: Any,
+) -> Call:  # fmt: skip
+    """A block and what its parts gave, by ``path`` or ``path/role``."""
+    children = [(path.partition("/")[0], path.partition("/")[2] or "output.0", y) for path, y in inside.items()]
+    return Call("b", cls, {} if x is None else {"hidden_states": x}, outputs={"output.0": out, **(more or {})},
+                extra={"children": children, "read": lambda y: y, **(extra or {})}, **fields)  # fmt: skip
 
 
-def test_blocks_hand_on_what_their_last_part_gave() -> None:
-    a, b = draw(2, 3), draw(2, 3)
-    layer = block("LlamaDecoderLayer", a, {"post_attention_layernorm/output.1": b, "mlp/output.0": a}, {"output.1": b})
-    found = evaluated(layer)
-    assert {k: v.value.tolist() for k, v in found.items()} == {"output.0": a.tolist(), "output.1": b.tolist()}
-    assert {v.unit for v in found.values()} == {0.0}  # must be equal
-    with pytest.raises(Declined, match="adds its residual"):
-        evaluated(block("LlamaDecoderLayer", a, {"mlp/output.0": a}))
-    sandwich = {"mlp/output.0": b, "pre_feedforward_layernorm/output.1": b, "post_feedforward_layernorm/output.0": a}
-    found = evaluated(block("Gemma3DecoderLayer", a, sandwich, {"output.1": b}))
-    assert found["output.0"].value.tolist() == a.tolist()
-    with pytest.raises(Declined, match="do not tell"):  # something else runs behind the projection
-        evaluated(block("OddAttention", a, {"o_proj/output.0": a, "post_norm/output.0": b}))
-    with pytest.raises(Declined, match="nothing inside"):
-        evaluated(block("LlamaMLP", a, {}))
+def layer(cls: str, out: torch.Tensor = X, **inside: torch.Tensor) -> Call:
+    """Of transformers."""
+    return block(cls, out, inside, x=X)
 
 
-@pytest.mark.parametrize("cls", ["QwenDecoderLayer", "LlamaAttention", "LlamaMLP", "GlmMoE", "MoERunner", "Sequential"])
-def test_a_block_is_judged_only_if_all_its_parts_were_captured(cls: str) -> None:
-    """A layer whose unseen MLP runs last does not hand on what its attention gave."""
-    a = draw(2, 3)
-    call = block(cls, a, {"self_attn/output.0": a, "o_proj/output.0": a})
-    with pytest.raises(Declined, match=r"parts were not captured \(mlp and 1 more\)"):
-        evaluated(Call(**{**call.__dict__, "extra": {**call.extra, "unseen": ("mlp", "post_norm")}}))
+ROUTED = {"routed_experts.quant_method": A, "_shared_experts._layer": B}
+NORMS = {"mlp": B, "pre_feedforward_layernorm/output.1": B, "post_feedforward_layernorm": A}
+MOE, OWN = "Qwen2MoeSparseMoeBlock", "a layer that adds its residual itself"
+ADDED = block(MOE, A + M, {"shared_expert": A, "experts": A, "experts/output.1": M}, x=X)
+GIVEN: dict[str, tuple[Call, dict[str, torch.Tensor]]] = {
+    "what its last part gave": (
+        block("LlamaDecoderLayer", A, {"post_attention_layernorm/output.1": B, "mlp": A}, {"output.1": B}),
+        {"output.0": A, "output.1": B}),
+    "a norm's behind the MLP": (block("Gemma3DecoderLayer", A, NORMS, {"output.1": B}), {"output.0": A, "output.1": B}),
+    "routed and shared experts": (block("MoERunner", A, ROUTED), {"output.0": A + B}),
+    "a gated MLP": (block("Qwen2MoeMLP", A, {"expert_gate": GATE, "down_proj": B}), {"output.0": B * GATE.sigmoid()}),
+    "its residual": (layer("LlamaDecoderLayer", self_attn=A, mlp=M), {"output.0": X + A + M}),
+    "shared experts": (layer(MOE, experts=A, shared_expert=M), {"output.0": A + M}),
+    "gated shared experts": (layer(MOE, experts=A, shared_expert=M, shared_expert_gate=GATE),
+                             {"output.0": A + M * GATE.sigmoid()}),
+    "shared experts that are given out apart": (ADDED, {"output.0": A + M}),  # vLLM up to 0.18
+    "the shared experts alone": (block("SharedFusedMoE", A, {"_shared_experts": A}, {"output.1": M}), {"output.0": A}),
+}  # fmt: skip
+DECLINED: dict[str, tuple[Call, str]] = {
+    "no residual": (block("LlamaDecoderLayer", A, {"mlp": A}), OWN),
+    "no MLP": (layer("LlamaDecoderLayer", self_attn=A), OWN),
+    "a norm in its sum": (layer("GemmaDecoderLayer", self_attn=A, pre_feedforward_layernorm=A, mlp=M), OWN),
+    "something behind its projection": (block("OddAttention", A, {"o_proj": A, "post_norm": B}), "do not tell"),
+    "nothing inside": (block("LlamaMLP", A, {}), "nothing inside it was captured"),
+    "another shape": (block(MOE, A + M, {"shared_expert": A, "experts": A, "experts/output.1": M[:, :1]}, x=X),
+                      "a block whose parts do not tell"),
+    "a factor of nobody": (block("MoERunner", A, ROUTED, config={"routed_scaling_factor": 2.5}), "scaling factor"),
+    **{f"{cls} without all its parts": (
+        block(cls, A, {"self_attn": A, "o_proj": A}, extra={"unseen": ("mlp", "post_norm")}),
+        r"parts were not captured \(mlp and 1 more\)")
+       for cls in ("QwenDecoderLayer", "LlamaAttention", "LlamaMLP", "GlmMoE", "MoERunner", "Sequential")},
+}  # fmt: skip
 
 
-def test_blocks_that_add_up() -> None:
-    a, b, gate = draw(2, 3), draw(2, 3), draw(2, 1)
-    parts = {"routed_experts.quant_method/output.0": a, "_shared_experts._layer/output.0": b}
-    torch.testing.assert_close(evaluated(block("MoERunner", a, parts))["output.0"].value, a + b)
-    gated = block("Qwen2MoeMLP", a, {"expert_gate/output.0": gate, "down_proj/output.0": b})
-    torch.testing.assert_close(evaluated(gated)["output.0"].value, b * torch.sigmoid(gate))
-    scaled = block("MoERunner", a, parts)
-    with pytest.raises(Declined, match="scaling factor"):
-        evaluated(Call(**{**scaled.__dict__, "config": {"routed_scaling_factor": 2.5}}))
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_block_gives(name: str) -> None:
+    call, wanted = GIVEN[name]
+    found = evaluated(call)
+    assert set(found) == set(wanted)  # other outputs have a reference of their own, or none
+    for role, y in wanted.items():
+        torch.testing.assert_close(found[role].value, y, rtol=1e-15, atol=0.0)
+        assert (found[role].unit == 0.0) == any(y is t for t in (A, B))  # what is handed on must be equal
 
 
-# --- transformers ---------------------------------------------------------------------------------------------------
-
-X, A, M = draw(2, 3), draw(2, 3), draw(2, 3)
-
-
-def layer(cls: str, x: torch.Tensor, out: torch.Tensor, **children: torch.Tensor) -> Call:
-    inside = [(path, "output.0", y) for path, y in children.items()]
-    return Call("l", cls, {"hidden_states": x}, outputs={"output.0": out},
-                extra={"children": inside, "read": lambda y: y})  # fmt: skip
+@pytest.mark.parametrize("name", DECLINED)
+def test_a_block_is_declined(name: str) -> None:
+    with pytest.raises(Declined, match=DECLINED[name][1]):
+        evaluated(DECLINED[name][0])
 
 
-def test_a_layer_adds_its_residual_itself() -> None:
-    y = evaluated(layer("LlamaDecoderLayer", X, X, self_attn=A, mlp=M))["output.0"]
-    assert y.value.equal(X + A + M)
-    with pytest.raises(Declined, match="a layer that adds its residual itself"):
-        evaluated(layer("LlamaDecoderLayer", X, X, self_attn=A))
-    with pytest.raises(Declined, match="a layer that adds its residual itself"):
-        evaluated(layer("GemmaDecoderLayer", X, X, self_attn=A, pre_feedforward_layernorm=A, mlp=M))
+def test_what_a_child_gave() -> None:
+    call = block("Block", A, {"a": A, "b": B, "b/output.1": M, "c": A[:1]})
+    assert first(call, "nobody", "a", "b").value.equal(A)
+    assert first(call, "nobody") is None
+    assert child_value(call, "output.0", "b", "output.1").value.equal(M)
+    assert child_value(call, "output.0", "c", "output.0") is None  # of another shape
+    assert child_value(call, "output.1", "a", "output.0") is None  # nothing of the block's to hold it against
 
 
-def test_shared_experts_with_and_without_a_gate() -> None:
-    y = evaluated(layer("Qwen2MoeSparseMoeBlock", X, X, experts=A, shared_expert=M))["output.0"]
-    assert y.value.equal(A + M)
-    gate = draw(2, 1)
-    gated = layer("Qwen2MoeSparseMoeBlock", X, X, experts=A, shared_expert=M, shared_expert_gate=gate)
-    y = evaluated(gated)["output.0"]
-    assert y.value.equal(A + M * gate.sigmoid())
-
-
-def test_shared_experts_that_are_given_out_apart() -> None:
-    """SharedFusedMoE of vLLM up to 0.18: the block adds them, whatever else lies inside."""
-    block = layer("Qwen2MoeSparseMoeBlock", X, A + M)
-    inside = [("shared_expert", "output.0", A), ("experts", "output.0", A), ("experts", "output.1", M)]
-    block.extra["children"] = inside
-    assert evaluated(block)["output.0"].value.equal(A + M)
-    block.extra["children"] = [*inside[:2], ("experts", "output.1", M[:, :1])]
-    with pytest.raises(Declined, match="a block whose parts do not tell"):
-        evaluated(block)
-    experts = layer("SharedFusedMoE", X, A, _shared_experts=A)
-    experts.outputs["output.1"] = M
-    assert set(evaluated(experts)) == {"output.0"}  # the routed ones have a reference of their own, or none
-    assert evaluated(experts)["output.0"].value.equal(A)
+@pytest.mark.parametrize(("config", "own", "factors", "wanted"), [
+    (None, None, {}, 1.0), (1, None, {}, 1.0), (1.0, None, {}, 1.0),
+    (2.5, 2.5, {"experts": 2.5, "routed": 1.0}, 1.0), (2.5, None, {"experts": 1.0, "routed": 2.5}, 1.0),  # vLLM 0.32
+    (2.5, 2.5, {"experts": 1.0}, 2.5),  # a block of up to 0.18, whose experts got 1
+    (None, None, {"experts": 2.5}, 1.0),  # DeepSeek's name for it elsewhere
+    (2.5, None, {}, None), (2.5, 2.5, {"experts": 2.0}, None),
+])  # fmt: skip
+def test_a_block_scales_by_what_no_object_inside_it_applies(
+    config: float | None, own: float | None, factors: dict[str, float], wanted: float | None
+) -> None:
+    named = [{} if f is None else {"routed_scaling_factor": f} for f in (config, own)]
+    call = Call("t", "T", config=named[0], attrs=named[1], extra={"factors": factors} if factors else {})
+    if wanted is None:
+        with pytest.raises(Declined, match="routed scaling factor"):
+            routed_factor(call)
+    else:
+        assert routed_factor(call) == wanted
 
 
 def test_tables_of_cosines() -> None:
@@ -130,14 +138,13 @@ def test_a_router_is_held_to_its_own_logits() -> None:
 @pytest.mark.parametrize("cls", ["MambaMixer2", "ShortConv", "MiniMaxText01LinearAttention"])
 def test_a_block_is_not_right_by_its_projection_alone(cls: str) -> None:
     y = torch.ones(5, 12)
-    extra = {"children": [("out_proj", "output.0", SimpleNamespace(shape=y.shape))], "read": lambda r: y}
-    found = TABLE.evaluate(Call("x", cls, outputs={"output.0": y}, extra=extra))
-    assert not isinstance(found, Declined)
+    found = evaluated(block(cls, y, {"out_proj": SimpleNamespace(shape=y.shape)}, extra={"read": lambda r: y}))
     assert "the recurrence in front of that" in found["output.0"].unseen
 
 
 @pytest.mark.parametrize("op", ["vllm.unified_kv_cache_update.default", "vllm.unified_mla_kv_cache_update.default"])
 def test_a_write_has_an_operator_inside_that_writes(op: str) -> None:
-    inner = [("aten.index_put_.default", torch.ones(2))]
-    call = Call("x", op, outputs={"output.0": torch.zeros(0)}, extra={"inner": inner})
-    assert not isinstance(TABLE.evaluate(call), Declined)
+    call = Call("x", op, outputs={"output.0": torch.zeros(0)})
+    assert evaluated(replace(call, extra={"inner": [("aten.index_put_.default", torch.ones(2))]}))
+    with pytest.raises(Declined):
+        evaluated(call)

@@ -1,4 +1,4 @@
-"""References by hand: collectives, samplers, adapters, aten's operators, gradients of what autograd saved."""
+"""References by hand: samplers, adapters, aten's operators, gradients of what autograd saved."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from reference_calls import drawer, evaluated, same
 
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
-from vllm_accprobe.opcheck.references import linear
 from vllm_accprobe.opcheck.references.gradients import by_torch, exact_gradients
 from vllm_accprobe.opcheck.references.linear import NO_ADAPTER_KNOWN, RowAdapters
+from vllm_accprobe.opcheck.references.parts import param_if
 from vllm_accprobe.opcheck.roundings import within_float32
 
 draw = drawer(5)
 
 
-def test_collectives_by_hand() -> None:
-    parts = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
-    assert linear.all_reduce(parts).value.tolist() == [11.0, 22.0]
-    assert linear.all_gather(parts).value.tolist() == [1.0, 2.0, 10.0, 20.0]
-    assert linear.reduce_scatter(parts, 1).value.tolist() == [22.0]
+def test_a_parameter_that_a_kernel_packed_is_no_missing_one() -> None:
+    call = Call("t", "T", params={"weight": torch.ones(0)})
+    assert param_if(call, "scale") is None
+    with pytest.raises(Declined, match="parameter weight was packed"):
+        param_if(call, "weight")
 
 
 def test_the_best_logits_and_ties() -> None:

@@ -249,17 +249,21 @@ def rotary(d: Draw, fault: str, neox: bool, part: int) -> Made:
                 outputs={"output.0": y, "output.1": z, "inplace.query": y})  # fmt: skip
 
 
-@sample("another position", "a head late", variants=[{"both": b} for b in (True, False)])
-def rotary_operator_of_whole_heads(d: Draw, fault: str, both: bool) -> Made | None:
+@sample("another position", "a head late", "the sign is lost",
+        variants=[{"name": n, "neox": x, "both": b} for n, x, b in (
+            ("_C.rotary_embedding", True, True), ("_C.rotary_embedding", True, False),
+            ("vllm.flashinfer_rotary_embedding", True, True), ("vllm.flashinfer_rotary_embedding", False, True),
+        )])  # fmt: skip
+def rotary_operator_of_whole_heads(d: Draw, fault: str, name: str, neox: bool, both: bool) -> Made | None:
     """Queries and keys in place."""
     if fault == "a head late" and not both:
         return None
     q, k, angle, places = d(3, 32), d(3, 16), d(16, 4, dtype=SINGLE), torch.tensor([0, 3, 7])
-    used = wide(angle)[places.roll(1) if fault == "another position" else places]
-    y, z = (turned(wide(t).reshape(3, -1, 8), used).reshape(3, -1) for t in (q, k))
+    used = wide(angle)[places.roll(1) if fault == "another position" else places] * (-1 if "sign" in fault else 1)
+    y, z = (turned(wide(t).reshape(3, -1, 8), used, neox).reshape(3, -1) for t in (q, k))
     cache = torch.cat((angle.double().cos(), angle.double().sin()), 1)
     z = np.roll(z, 8, 1) if fault == "a head late" else z
-    return made("torch.ops._C.rotary_embedding", places, q, k if both else None, 8, cache, True,
+    return made(f"torch.ops.{name}", places, q, k if both else None, 8, cache, neox,
                 outputs={"inplace.input.1": y} | ({"inplace.input.2": z} if both else {}))  # fmt: skip
 
 
@@ -497,20 +501,6 @@ def slots_of_positions(d: Draw, fault: str) -> Made:
     slots = torch.tensor([5 * 4 + 3, 7 * 4 + 0, 7 * 4 + 1 + bool(fault), 9 * 4 + 2, -1])
     return made("torch.ops._C.compute_slot_mapping_kernel_impl", starts, torch.tensor([3, 4, 5, 6]), table,
                 torch.full((5,), -1), 4, outputs={"inplace.input.3": slots})  # fmt: skip
-
-
-@sample("another part", "a part twice", variants=[{"name": n} for n in ("all_reduce", "all_gather", "reduce_scatter")])
-def over_ranks(d: Draw, fault: str, name: str) -> Made | None:
-    """Of three ranks; a scatter keeps this one's share."""
-    parts = [d(6, 8, dtype=SINGLE) for _ in range(3)]
-    x = [wide(p) for p in (parts[1:] + parts[1:2] if fault == "a part twice" else parts)]
-    if fault == "another part" and name == "all_reduce":
-        return None
-    x = x[1:] + x[:1] if fault == "another part" and name == "all_gather" else x
-    share = slice(2, 4) if fault == "another part" else slice(0, 2)
-    y = np.concatenate(x) if name == "all_gather" else sum(x) if name == "all_reduce" else sum(x)[share]
-    return made(f"torch.ops.vllm.{name}", attrs={"dim": 0, "rank": 0}, extra={"ranks": parts},
-                outputs={"output.0": y}, dtype=SINGLE)  # fmt: skip
 
 
 @sample("exponents of a base of 2", variants=[{"name": n} for n in ("Softmax", "LogSoftmax")], dtypes=(SINGLE,))

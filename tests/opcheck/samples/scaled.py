@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from opcheck.samples.dtypes import BRAIN, BYTE, DOUBLE, E4M3, INT, INT8, SINGLE
-from opcheck.samples.sample import Array, Draw, Made, made, sample, wide
+from opcheck.samples.sample import Array, Draw, Made, declined, made, sample, wide
+
+from vllm_accprobe.opcheck.reference import Call
 
 
 @sample("scale of the neighbour", "zero point left out", "no bias", seeds=2,
@@ -110,16 +114,49 @@ def _tiled(scale: torch.Tensor) -> torch.Tensor:
     return out.reshape(high * 128, across * 4).view(scale.dtype)
 
 
-@sample("scale of the neighbour", "no global scale", seeds=3)
-def nvfp4_product(d: Draw, fault: str) -> Made:
-    blocks, sides, args = d.below(2, 9), [], []
+@sample("scale of the neighbour", "halves exchanged", "no global scale", seeds=3,
+        variants=[{"name": n, "nv": v} for n, v in (("cutlass", True), ("flashinfer", True), ("flashinfer", False))])
+def four_bit_product(d: Draw, fault: str, name: str, nv: bool) -> Made:
+    """vLLM's own, NVFP4, and FlashInfer's, MXFP4 as well."""
+    size, blocks, sides, args = 16 if nv else 32, d.below(2, 9), [], []
     for rows in (d.below(3, 9), d.below(120, 140)):
-        codes, scale = d.ints(0, 256, rows, 8 * blocks, dtype=BYTE), d.between(0.1, 4, rows, blocks).to(E4M3)
-        sides.append(_four_bits(codes, wide(scale), 16, fault))
+        codes = d.ints(0, 256, rows, size // 2 * blocks, dtype=BYTE)
+        scale = d.between(0.1, 4, rows, blocks).to(E4M3) if nv else d.ints(122, 130, rows, blocks, dtype=BYTE)
+        numbers = wide(scale) if nv else 2.0 ** (wide(scale) - 127)
+        sides.append(_four_bits(codes, numbers, size, "" if sides and fault.startswith("halves") else fault))
         args.append((codes, _tiled(scale)))
     y = (1.0 if fault == "no global scale" else float(np.float32(0.37))) * (sides[0] @ sides[1].T)
-    return made("torch.ops._C.cutlass_scaled_fp4_mm", torch.zeros(y.shape, dtype=BRAIN), args[0][0], args[1][0],
-                args[0][1], args[1][1], torch.tensor(0.37), outputs={"inplace.input.0": y})  # fmt: skip
+    (a, scale_a), (b, scale_b) = args
+    if name == "cutlass":
+        return made("torch.ops._C.cutlass_scaled_fp4_mm", torch.zeros(y.shape, dtype=BRAIN), a, b, scale_a, scale_b,
+                    torch.tensor(0.37), outputs={"inplace.input.0": y})  # fmt: skip
+    return made("torch.ops.vllm.flashinfer_mm_fp4.default", a, b.T, scale_a, scale_b.T, torch.tensor([0.37]), BRAIN,
+                False, "cutlass", size, nv, outputs={"output.0": y})  # fmt: skip
+
+
+@declined
+def weights_that_a_backend_shuffles() -> Iterator[tuple[Call, str]]:
+    x = torch.zeros(4, 32, dtype=BYTE)
+    for tiles, backend in ((False, "trtllm"), (False, "cute-dsl"), (True, "cutlass")):
+        yield made("torch.ops.vllm.flashinfer_mm_fp4", x, x.T, x, x.T, torch.ones(1), BRAIN, tiles, backend,
+                   outputs={"output.0": np.zeros((4, 4))}).call, "in the order of this backend"  # fmt: skip
+
+
+@sample("another scale", seeds=2)
+def batched_fp8(d: Draw, fault: str) -> Made:
+    a, b, scales = d(2, 5, 32).to(E4M3), d(2, 32, 9).to(E4M3), (torch.tensor(0.25), torch.tensor([0.013]))
+    y = wide(a) @ wide(b) * (0.25 * float(scales[1]) * (1.05 if fault else 1.0))
+    return made("torch.ops.vllm.bmm_fp8.default", a, b, *scales, BRAIN, "auto", outputs={"output.0": y})
+
+
+@sample("scale of the neighbour", variants=[{"rows": r} for r in (5, 130)])
+def mxfp8_product(d: Draw, fault: str, rows: int) -> Made:
+    a, b = d(rows, 64).to(E4M3), d(3, 64).to(E4M3)
+    scales = [d.ints(120, 132, n, 2, dtype=BYTE) for n in (rows, 3)]
+    used = [np.roll(wide(e), bool(fault) and not n, 0) for n, e in enumerate(scales)]
+    sides = [wide(x) * np.repeat(2.0 ** (e - 127), 32, 1) for x, e in zip((a, b), used, strict=True)]
+    return made("torch.ops.vllm.mm_mxfp8.default", a, b.T, *(_tiled(e).flatten() for e in scales), BRAIN, "cutlass",
+                outputs={"output.0": sides[0] @ sides[1].T})  # fmt: skip
 
 
 @sample("scale of the neighbour", seeds=3, variants=[{"size": s} for s in (32, 16)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fused_cases import CASES, drawn, ran
+from opcheck.samples.fused import CASES, drawn, ran
 from support.backward_dump import BackwardDump
 from support.seeds.line import Line
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vllm_accprobe.opcheck.calls.records import Captured
+from vllm_accprobe.opcheck.calls.views import same_bits
 from vllm_accprobe.opcheck.reference import Call, Declined, Expected
 from vllm_accprobe.opcheck.reference_table import References
 
@@ -84,15 +85,11 @@ def _equal(alone: Outcome, together: Mapping[str, Expected]) -> bool:
             mine, theirs = getattr(e, name), getattr(other, name)
             if (mine is None) != (theirs is None):
                 return False
-            if mine is not None and not _same_bits(mine.expand(e.value.shape), theirs):
+            mine = None if mine is None else mine.expand(e.value.shape)
+            if mine is not None and ((mine.shape, mine.dtype) != (theirs.shape, theirs.dtype)
+                                     or not same_bits(mine, theirs)):  # fmt: skip
                 return False
     return True
-
-
-def _same_bits(a: Any, b: Any) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*((t.contiguous().view(torch.int64) if t.dtype == torch.float64 else t) for t in (a, b)))
 
 
 def _grouped(

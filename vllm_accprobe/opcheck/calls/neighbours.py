@@ -391,6 +391,7 @@ class Neighbours:
         self._sampled: dict[int, SampledHistory] = {}
         self._scaling: dict[int, list[Module]] = {}
         self._below: dict[int, dict[str, frozenset[str]]] = {}
+        self._by_step: dict[tuple[int, str], dict[int, list[Mapping[str, Record]]]] = {}
 
     def past(self, rank: int, cls: str) -> Past | None:
         """An empty cache for the calls of one tap, which come step by step; None for a class that has none."""
@@ -563,7 +564,10 @@ class Neighbours:
         found = []
         start = 0 if tap == ROOT_TAP else len(tap) + 1
         for child in children:
-            for (s, _), records in self._index.by_tap[rank, child].items():
-                if s == step:
-                    found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
+            if (rank, child) not in self._by_step:
+                by = self._by_step[rank, child] = {}
+                for (s, _), held in self._index.by_tap[rank, child].items():
+                    by.setdefault(s, []).append(held)
+            for records in self._by_step[rank, child].get(step, ()):
+                found += [(child[start:], role, r) for role, r in records.items() if not role.startswith("input.")]
         return sorted(found, key=lambda f: f[2].seq)

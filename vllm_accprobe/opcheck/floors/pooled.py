@@ -319,12 +319,14 @@ class Pool:
 
     def _new_errors(self, planes: torch.Tensor) -> torch.Tensor:
         """``planes`` without errors that were met before (verdict.repeated), in these rows or in earlier ones."""
-        keys = keys_of(planes, self.unit)
+        keys, known = keys_of(planes, self.unit), self._errors
         new = first_of(keys)
-        if self._errors is not None:
-            new &= ~torch.isin(keys, self._errors)
-        known = keys[new] if self._errors is None else torch.cat((self._errors, keys[new]))
-        self._errors = known[:_KEPT]
+        if known is not None:  # sorted
+            at = torch.searchsorted(known, keys).clamp_(max=len(known) - 1)
+            new &= known[at] != keys
+        more = keys[new][: _KEPT - (0 if known is None else len(known))]
+        if len(more):
+            self._errors = (more if known is None else torch.cat((known, more))).sort().values
         return planes * new
 
     def pooled(self) -> tuple[float, float, float, float] | None:

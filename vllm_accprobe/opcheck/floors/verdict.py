@@ -324,7 +324,8 @@ def repeated(y: Tensor, d: Tensor) -> bool:
     if not bool(off.any()):
         return False
     pairs = y[off].view(torch.int64) * _ODD + d[off].view(torch.int64)
-    return len(torch.unique(pairs)) < _NEW * len(pairs)
+    each = pairs.sort().values  # ten times as fast as torch.unique
+    return int((each[1:] != each[:-1]).sum()) + 1 < _NEW * len(each)
 
 
 def keys_of(planes: Tensor, u: float) -> Tensor:
@@ -341,9 +342,9 @@ def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
     """bool, the shape of ``keys``: the first of each that is equal to others, of those with the same ``within`` (int64,
     broadcastable)."""
     flat = (keys if within is None else keys + (within + 1) * _ODD).reshape(-1)
-    order = torch.argsort(flat, stable=True)
+    each, order = flat.sort(stable=True)
     new = torch.ones(len(flat), dtype=torch.bool)
-    new[1:] = flat[order[1:]] != flat[order[:-1]]
+    new[1:] = each[1:] != each[:-1]
     found = torch.zeros(len(flat), dtype=torch.bool)
     found[order[new]] = True
     return found.reshape(keys.shape)
@@ -351,18 +352,14 @@ def first_of(keys: Tensor, within: Tensor | None = None) -> Tensor:
 
 def _equal(y: Tensor, d: Tensor, count: int, differ: int, wrong: Tensor) -> Verdict:
     """Of what must be equal to the bit, and of non-finite numbers on one side alone."""
-    rel = _ratio((d * d).sum(1), (y * y).sum(1)).sqrt()
+    errors, powers = (d * d).sum(1), (y * y).sum(1)
+    rel = torch.where(errors == 0, 0.0, errors / powers).sqrt()
     worst = float(rel.max()) if len(rel) else 0.0
     at = int(wrong.sum(1).argmax()) if wrong.numel() else -1
     value = float(wrong.sum())
     column = int(wrong[at].int().argmax()) if at >= 0 and not differ else -1
     measure, tier = NONFINITE if differ else EXACT, PROVED if value else ""
     return Verdict(not value, measure, value, 0.0, at, column, count, differ, worst, tier=tier)
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 where a is 0."""
-    return torch.where(a == 0, 0.0, a / b)
 
 
 def _once_each(planes: Tensor, sums: Tensor, u: float, test: Callable[[Tensor], list[WorstFound]]) -> list[WorstFound]:

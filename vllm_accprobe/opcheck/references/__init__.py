@@ -8,14 +8,21 @@ Not here: how a call finds its reference (opcheck/reference.py), the table of al
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from types import ModuleType
 
-from vllm_accprobe.opcheck.reference_table import marked
+from vllm_accprobe.opcheck.reference_table import References, marked
 
 
 def families() -> list[ModuleType]:
     """The modules, imported now, in the order of names: they need torch."""
     found = (importlib.import_module(m.name) for m in pkgutil.walk_packages(__path__, f"{__name__}."))
     return [module for module in found if marked(module)]
+
+
+@functools.cache
+def ours() -> References:
+    """A table of all of them."""
+    return References(families())

@@ -21,7 +21,7 @@ import torch
 from vllm_accprobe.judge.floor import unit
 from vllm_accprobe.opcheck.reference import BACKWARD, DIFFERENTIABLE, Call, Declined, Expected, decline_if, reference
 from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.references import api, families
+from vllm_accprobe.opcheck.references import api, ours
 from vllm_accprobe.opcheck.references.aten import of, outputs_by_role, tensors_by_role
 from vllm_accprobe.opcheck.references.parts import on
 
@@ -176,11 +176,6 @@ def differentiated(references: References, call: Call) -> Mapping[str, Any]:
     return {role: e.value for role, e in expected.items()}
 
 
-@functools.cache
-def _ours() -> References:
-    return References(families())
-
-
 @reference(f"{BACKWARD}*")
 def recorded(call: Call) -> dict[str, Expected]:
     """Gradients that a dump holds: ``output.k`` is that of argument k, or of the k-th tensor where there are as many as
@@ -189,7 +184,7 @@ def recorded(call: Call) -> dict[str, Expected]:
     decline_if(not ups, "a gradient whose forward call was not captured")
     rest = {k: v for k, v in call.extra.items() if k not in ("up", "saved")}
     forward = replace(call, cls=call.cls.removeprefix(BACKWARD), outputs=dict(ups), extra=rest)
-    found = exact_gradients(forward, functools.partial(differentiated, _ours()), ups, call.extra.get("saved"))
+    found = exact_gradients(forward, functools.partial(differentiated, ours()), ups, call.extra.get("saved"))
     named = _roles(call, found)
     decline_if(not named, "its gradients do not name their arguments")
     return {role: found[name] for role, name in named.items()}

@@ -1,4 +1,4 @@
-"""Weight matrices: products with them, with and without LoRA adapters, and rows looked up in them; sums over ranks.
+"""Weight matrices: products with them, with and without LoRA adapters, and rows looked up in them.
 
 Formula: y = x Wᵀ + b, whatever vLLM calls the module; with an adapter y = x Wᵀ + b + s (x Aᵀ) Bᵀ, A, B and s those of
 each row's request [Hu et al., arXiv 2106.09685, section 4.1]. Noise: float32 sums of K products, sqrt(K) roundings of
@@ -12,7 +12,7 @@ Elsewhere: quantised weights (quantised.py), which row has which adapter (calls/
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -317,44 +317,10 @@ def embedding(call: Call) -> Expected:
     return Expected(total, bound=torch.zeros((), dtype=torch.float64))  # every rank but one adds zeros
 
 
-# --- over ranks: sum, concatenation, and the sum cut into equal parts [MPI 4.1, chapter 6] -------------------------
-
-
-def all_reduce(parts: Sequence[Any], step: float = 0.0) -> Expected:
-    """The sum; the partial sums of three ranks and more may be rounded, each to ``step`` of sum |x| at most."""
-    whole = torch.stack([p.double() for p in parts])
-    size, inner = step * whole.abs().sum(0), max(len(parts) - 2, 0)
-    return Expected(whole.sum(0), ROUNDED * inner**0.5 * size, bound=(inner + 2.0**-10) * size)
-
-
-def all_gather(parts: Sequence[Any], dim: int = -1) -> Expected:
-    return Expected(torch.cat([p.double() for p in parts], dim))
-
-
-def reduce_scatter(parts: Sequence[Any], rank: int, dim: int = -1, step: float = 0.0) -> Expected:
-    total = all_reduce(parts, step)
-    return total.map(lambda t: t.chunk(len(parts), dim)[rank])
-
-
-def _parts(call: Call) -> list[Any]:
-    """Every rank's input, in the order of the group; ``attrs["rank"]`` is this one's place. Raises Declined."""
-    decline_if(not call.extra.get("ranks"), "a collective whose other ranks were not captured")
-    return list(call.extra["ranks"])
-
-
-@reference("torch.ops.vllm.all_reduce", "vllm.all_reduce", "c10d_functional.all_reduce")
-def reduce_op(call: Call) -> Expected:
-    return all_reduce(_parts(call), call.unit)
-
-
-@reference("torch.ops.vllm.all_gather", "vllm.all_gather")
-def gather_op(call: Call) -> Expected:
-    return all_gather(_parts(call), int(call.attr("dim", default=-1)))
-
-
-@reference("torch.ops.vllm.reduce_scatter", "vllm.reduce_scatter")
-def scatter_op(call: Call) -> Expected:
-    return reduce_scatter(_parts(call), int(call.attr("rank")), int(call.attr("dim", default=-1)), call.unit)
+@reference(*(f"{head}.{name}" for head in ("torch.ops.vllm", "vllm") for name in ("all_reduce", "all_gather",
+           "reduce_scatter")), "c10d_functional.all_reduce")  # fmt: skip
+def collective(call: Call) -> Expected:
+    raise Declined("a collective whose other ranks were not captured")
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

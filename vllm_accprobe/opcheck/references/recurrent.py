@@ -468,12 +468,11 @@ def _of_sequence(
 
 
 def evaluated_delta_rule(
-    call: Call, f: Arguments, ends: Tensor | None, indices: Tensor | None, *, eps: float | None,
-    key_first: bool, scale: float | None = None, null: int | None = None, masks: Tensor | None = None,
+    call: Call, f: Arguments, ends: Tensor | None, indices: Tensor | None, *, eps: float | None, key_first: bool,
+    scale: float | None = None,
 ) -> tuple[Expected, Expected | None]:  # fmt: skip
-    """The outputs [tokens, value heads, v], and all states, None where the call has none. f: q, k,
-    v, g, beta and ``state`` [states, heads, k, v], or with k last; masks: bool, which sequences begin from
-    theirs."""
+    """The outputs [tokens, value heads, v], and all states, None where the call has none. f: q, k, v, g, beta and
+    ``state`` [states, heads, k, v], or with k last."""
     q, k, v, g, beta = f.wide("q", "k", "v", "g", "beta")
     heads, width = v.shape[-2:]
     q, k = (x.reshape(-1, *x.shape[-2:]) for x in (q, k))
@@ -486,15 +485,15 @@ def evaluated_delta_rule(
     length = len(v) // batch
     bounds = [(n * length, (n + 1) * length) for n in range(batch)] if ends is None else runs(ends, len(v))
     states = f.get("state")
-    places = list(slots(indices, len(bounds), len(bounds) if states is None else len(states), null))
+    places = list(slots(indices, len(bounds), len(bounds) if states is None else len(states)))
     found, new = RowResults(len(v)), {}
     found.parts = [torch.zeros_like(v), torch.zeros_like(v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    for n, ((begin, end), at) in enumerate(zip(bounds, places, strict=True)):
+    for (begin, end), at in zip(bounds, places, strict=True):
         if at is None or begin == end:
             continue
         first = torch.zeros(heads, q.shape[-1], width, dtype=torch.float64)
-        if states is not None and (masks is None or bool(masks[n])):
+        if states is not None:
             first = states[at].double() if key_first else states[at].double().transpose(-1, -2)
         part, last = _of_sequence(unit, scale, eps, [x[begin:end] for x in (q, k, v, g, beta)], first)
         found.put(slice(begin, end), part)

@@ -116,17 +116,12 @@ def rotation_errors(x: Any, angle: Any, neox: bool, step: float) -> tuple[Any, A
     """(noise, bound) of each element, by rounded cosines and products, and the float32 angle: x1 (cos + e) - x2 (sin +
     f) with e of the size of cos and f of that of sin, so at most of 1. Bound: a rounded cosine and a rounded product
     each of x1 and x2, and the angle's three float32 roundings."""
-    root, size = _pairs(x, neox)
+    a, b = x.chunk(2, -1) if neox else (x[..., ::2], x[..., 1::2])
+    root, size = _both((a * a + b * b).sqrt(), neox), _both(a.abs() + b.abs(), neox)
     relative = (2.0 * (ROUNDED * step) ** 2 + (angle.abs() * 2.0**-23) ** 2 + 2.0**-46).sqrt()
     least = subnormal(step, 2.0 + size)  # subnormal products, and cosines
     bound = size * _both(2.0 * step + angle.abs() * 2.0**-22 + 2.0**-22, neox) + least
     return root * _both(relative, neox), bound
-
-
-def _pairs(x: Any, neox: bool) -> tuple[Any, Any]:
-    """sqrt(x1**2 + x2**2) and |x1| + |x2| of each element's pair, shaped like x."""
-    a, b = x.chunk(2, -1) if neox else (x[..., ::2], x[..., 1::2])
-    return _both((a * a + b * b).sqrt(), neox), _both(a.abs() + b.abs(), neox)
 
 
 def _both(half: Any, neox: bool) -> Any:

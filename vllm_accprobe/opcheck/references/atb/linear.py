@@ -45,12 +45,12 @@ def coded(exact: Tensor, mine: Tensor, error: Tensor | float = 0.0, like: Expect
     return y if like is None else replace(y, rows=like.rows, reason=like.reason)
 
 
-def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Expected]:
-    """Codes, scale and, asymmetric, offset of each row of ``y``, from output ``first`` on."""
+def dynamic(o: Operands, y: Expected, kind: int) -> dict[str, Expected]:
+    """Codes, scale and, asymmetric, offset of each row of ``y``."""
     decline_if(kind not in (SYMMETRIC, ASYMMETRIC), f"dynamicQuantType {kind} is none that is known here")
-    x, mine = y.value, o.output(first)
+    x, mine = y.value, o.output()
     error = torch.zeros_like(x) if y.bound is None else y.bound.expand_as(x)
-    scale, found = o.output(first + 1), {}
+    scale, found = o.output(1), {}
     decline_if(scale.numel() != x.shape[:-1].numel(), "its scales are not those of rows")
     high, low = x.amax(-1), x.amin(-1)
     size = (high - low) / 255.0 if kind == ASYMMETRIC else x.abs().amax(-1) / 127.0
@@ -58,19 +58,19 @@ def dynamic(o: Operands, y: Expected, kind: int, first: int = 0) -> dict[str, Ex
     captured = scale.double().reshape(size.shape)
     value = torch.where(size == 0, captured, size)  # a row of zeros may have any scale
     bound = _SCALE * value + off
-    found[f"output.{first + 1}"] = reshaped(Expected(value, bound, bound=bound), scale.shape)
+    found["output.1"] = reshaped(Expected(value, bound, bound=bound), scale.shape)
     divisor = torch.where(captured == 0, 1.0, captured)
     step = divisor.unsqueeze(-1)
     exact = x / step
     wide = error / step.abs()
     if kind == ASYMMETRIC:
-        shift = o.output(first + 2)
+        shift = o.output(2)
         own = shift.double().reshape(size.shape)
         right = -(high + low) / (2.0 * divisor)
         near = _SCALE * (1.0 + right.abs()) + 2.0 * error.amax(-1) / divisor.abs()
-        found[f"output.{first + 2}"] = reshaped(Expected(right, near, bound=near), shift.shape)
+        found["output.2"] = reshaped(Expected(right, near, bound=near), shift.shape)
         exact = exact + own.unsqueeze(-1)
-    found[f"output.{first}"] = coded(exact, mine, wide)
+    found["output.0"] = coded(exact, mine, wide)
     return only(found, rows=y.rows, reason=y.reason)
 
 

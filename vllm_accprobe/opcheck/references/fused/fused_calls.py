@@ -15,14 +15,13 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm_accprobe.opcheck.reference import DIFFERENTIABLE, Call, Declined, Expected, device_kernel, reference
-from vllm_accprobe.opcheck.reference_table import References
-from vllm_accprobe.opcheck.references import families
+from vllm_accprobe.opcheck.references import ours
 from vllm_accprobe.opcheck.references.aten import operator_kernel, tensors_by_role
 from vllm_accprobe.opcheck.references.gradients import derived
 from vllm_accprobe.opcheck.references.parts import unit_of
@@ -32,21 +31,17 @@ RANDOM = "an operator that draws random numbers"
 _MISSING = object()
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """names: the schema's, then those of documents; default: ``_MISSING`` where there is none."""
-
-    names: tuple[str, ...]
-    default: Any
+Parameters = tuple[tuple[tuple[str, ...], Any], ...]
+"""Of each its names, the schema's, then those of documents, and its default, ``_MISSING`` where there is none."""
 
 
-def parsed(schema: str) -> tuple[str, tuple[Parameter, ...]]:
+def parsed(schema: str) -> tuple[str, Parameters]:
     """(operator, parameters) of ``npu_x(self/input, dim=-1)``: names between slashes mean the same."""
     name, _, rest = schema.rstrip(")").partition("(")
     found = []
     for part in filter(None, (p.strip() for p in rest.split(","))):
         names, equals, default = part.partition("=")
-        found.append(Parameter(tuple(names.split("/")), ast.literal_eval(default) if equals else _MISSING))
+        found.append((tuple(names.split("/")), ast.literal_eval(default) if equals else _MISSING))
     return name, tuple(found)
 
 
@@ -58,21 +53,20 @@ def spelled(name: str) -> tuple[str, ...]:
 class FusedArguments:
     """The arguments of one call. dtype: of floating tensors. Raises Declined where the schema does not know one."""
 
-    def __init__(self, parameters: Sequence[Parameter], call: Call, dtype: Any = torch.float64):
+    def __init__(self, parameters: Parameters, call: Call, dtype: Any = torch.float64):
         if len(call.args) > len(parameters):
             raise Declined(f"{len(call.args)} arguments, where its schema has {len(parameters)}")
         self.call, self.dtype = call, dtype
-        self._values = {p.names[0]: v for p, v in zip(parameters, call.args, strict=False)}
-        named = {name: p.names[0] for p in parameters for name in p.names}
+        self._values = {names[0]: v for (names, _), v in zip(parameters, call.args, strict=False)}
+        named = {name: names[0] for names, _ in parameters for name in names}
         for key, value in call.kwargs.items():
             if key not in named:
                 raise Declined(f"argument {key[:40]} is not in its schema")
             self._values[named[key]] = value
-        for p in parameters:
-            if p.names[0] not in self._values:
-                if p.default is _MISSING:
-                    raise Declined(f"argument {p.names[0]} was not captured")
-                self._values[p.names[0]] = p.default
+        for names, default in parameters:
+            if names[0] not in self._values and default is _MISSING:
+                raise Declined(f"argument {names[0]} was not captured")
+            self._values.setdefault(names[0], default)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -131,8 +125,8 @@ FusedReference = Callable[[FusedArguments], "Expected | Mapping[str, Expected]"]
 def backward(schema: str, forward: Any, up: str, wanted: Sequence[str], *more: str) -> Any:
     """The reference of a fused operator's gradient: by autograd on ``forward``, which `fused` marked, the gradient of
     ``wanted[k]`` as output k. up: the gradient of the forward's first output. Arguments of both have the same names."""
-    here = {p.names[0] for p in parsed(schema)[1]}
-    names = [p.names[0] for p in forward.parameters if p.names[0] in here]
+    here = {own[0] for own, _ in parsed(schema)[1]}
+    names = [own[0] for own, _ in forward.parameters if own[0] in here]
 
     def gradient(g: FusedArguments) -> dict[str, Expected]:
         return derived(g, forward, names, up, wanted)
@@ -158,12 +152,6 @@ def fused(schema: str, *more: str, differentiable: bool = True) -> Callable[[Fus
         return exact
 
     return mark
-
-
-@functools.cache
-def ours() -> References:
-    """All of our references."""
-    return References(families())
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

@@ -109,12 +109,10 @@ LAYOUTS = {"BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3), "BSND": (0, 2, 1, 3), "BNSD
 _JOINED = ("BSH", "SBH")
 
 
-@dataclass(frozen=True)
-class SampleLengths:
-    """Of each sample, its first row and the one past its last, of queries and of keys; TND's only."""
-
-    queries: tuple[tuple[int, int], ...]
-    keys: tuple[tuple[int, int], ...]
+Runs = list[tuple[int, int]]
+"""Of each sample of TND, its first row and the one past its last."""
+SampleLengths = tuple[Runs, Runs]
+"""Of queries and of keys."""
 
 
 def lengths_of(g: FusedArguments, rows: int, keys: int) -> SampleLengths:
@@ -122,17 +120,17 @@ def lengths_of(g: FusedArguments, rows: int, keys: int) -> SampleLengths:
     queries, others = g.integers("actual_seq_qlen"), g.integers("actual_seq_kvlen")
     if queries is None or others is None or len(queries) != len(others):
         raise Declined("a TND call without the lengths of its samples")
-    return SampleLengths(_runs(queries, rows), _runs(others, keys))
+    return _runs(queries, rows), _runs(others, keys)
 
 
-def _runs(ends: Sequence[int], total: int) -> tuple[tuple[int, int], ...]:
+def _runs(ends: Sequence[int], total: int) -> Runs:
     live = list(ends)
     while live and live[-1] == 0:
         live.pop()
     starts = [0, *live[:-1]]
     if any(a > b for a, b in zip(starts, live, strict=True)) or (live and live[-1] > total):
         raise Declined(f"lengths {list(ends)[:8]} do not fit {total} rows")
-    return tuple(zip(starts, live, strict=True))
+    return [*zip(starts, live, strict=True)]
 
 
 def by_head(x: Any, layout: str, heads: int) -> Any:
@@ -242,7 +240,7 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
     decline_if(g["pse"] is not None and kind not in (0, 1), f"pse_type {kind} makes its own positions")
     varlen = layout == "TND"
     lengths = lengths_of(g, q.shape[1], k.shape[1]) if varlen else None
-    count = len(q) if lengths is None else len(lengths.queries)
+    count = len(q) if lengths is None else len(lengths[0])
     masks = masks_of(g, tokens, varlen, count)
     sink, dropped = g.maybe("sink"), g.number("keep_prob") < 1.0
     mine = _captured(g, layout, heads)
@@ -255,7 +253,7 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
         masked = masks.of(b, *sizes)
         found.append(_Sample(*one, g.number("scale"), added, None if masked is None else masked.to(q.device), sink))
     if lengths is not None and mine is not None:
-        theirs = [mine[:, slice(*rows)] for rows in lengths.queries]
+        theirs = [mine[:, slice(*rows)] for rows in lengths[0]]
     else:
         theirs = [None] * count if mine is None else [*mine]
     parts = [s.attended(g.unit("query"), t) for s, t in zip(found, theirs, strict=True)]
@@ -270,8 +268,8 @@ def _attention(g: FusedArguments, tokens: tuple[str, str], second: bool = False)
 def _tensors(q: Any, k: Any, v: Any, lengths: SampleLengths | None, b: int) -> tuple[Any, Any, Any]:
     if lengths is None:
         return q[b], k[b], v[b]
-    keys = slice(*lengths.keys[b])
-    return q[:, slice(*lengths.queries[b])], k[:, keys], v[:, keys]
+    rows, keys = (slice(*side[b]) for side in lengths)
+    return q[:, rows], k[:, keys], v[:, keys]
 
 
 def _captured(g: FusedArguments, layout: str, heads: int) -> Any | None:
