@@ -217,10 +217,11 @@ def carry_out(
     """
     until = time.monotonic() + timeout
     run.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = f"run `{run.name}`"
     try:
-        with ServedRun(command, run.environ, log=run.log) as process:
+        with ServedRun(name, command, run.environ, log=run.log) as process:
             if not command.url:
-                with waiting(lambda: f"run `{run.name}`"):
+                with waiting(lambda: name):
                     code = process.wait(timeout)
                 if code is None:
                     raise SendError(
@@ -231,13 +232,10 @@ def carry_out(
                 return []
             process.ready(until, "--timeout")
             sender = Sender(command.url, command.key, timeout=max(until - time.monotonic(), 1.0))
-            try:
-                with waiting(lambda: f"run `{run.name}` is sent prompts"):
-                    return hashes(sender, prompts, max_tokens)
-            except SendError as error:
-                raise SendError(f"{error}{process.lost()}") from None
+            with process.asked(), waiting(lambda: f"{name} is sent prompts"):
+                return hashes(sender, prompts, max_tokens)
     except SendError as error:
-        raise SendError(f"run `{run.name}`: {error}") from None
+        raise SendError(f"{name}: {error}") from None
 
 
 SAMPLER, TOKEN = "sampler", "output.token"

@@ -152,6 +152,46 @@ def _available() -> int:
     return int(found[1]) << 10 if found else _MOST
 
 
+_COMPILES = frozenset(("--compilation-config", "--optimization-level"))
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES",
+            "XPU_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # fmt: skip
+
+
+def eager(command: ServeCommand) -> bool:
+    """Whether its words make the engine eager, so that a capture changes nothing of it, and do not set the probe."""
+    own = any(name.startswith("VLLM_ACCPROBE") for name, _ in command.environ)
+    return command.flag("--enforce-eager") is True and not own and not _COMPILES & {*command.names()}
+
+
+def fit_together(one: ServeCommand, other: ServeCommand) -> bool:
+    """Whether both servers can run at once, as far as is known: on devices that their environments name apart, or on a
+    CPU with four times the memory of their weights."""
+    both = (one, other)
+    ports = {c.get("--port") for c in both} - {None}
+    if len(ports) == 1 and all(c.get("--port") for c in both):
+        return False
+    for name in _DEVICES:
+        named = [{d.strip() for d in c.full().get(name, "").split(",")} - {""} for c in both]
+        if all(named):
+            return not named[0] & named[1]
+    if not all(_on_cpu(c) for c in both) or any(c.get(name) is not None for c in both for name in _MEMORY[1:]):
+        return False
+    weights = [_weights(model_of(c)) for c in both]
+    return all(weights) and _SHARE * sum(weights) <= _available()
+
+
+def _on_cpu(command: ServeCommand) -> bool:
+    python = edits.interpreter(command.words, command.full())
+    return python is not None and edits.installed(python, edits.neutral(command.full())).cpu
+
+
+def _weights(model: str | None) -> int:
+    """Bytes of the files of a model's folder; 0 where it is not here."""
+    folder = Path(model or "")
+    files = [f for end in ("*.safetensors", "*.bin", "*.pth") for f in folder.glob(end)] if model else []
+    return sum(f.stat().st_size for f in files)
+
+
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 

@@ -267,7 +267,8 @@ def test_a_line_of_a_report_is_bounded(
 
     monkeypatch.setattr(result_tables, "MAX_LINE", 100)
     path = tmp_path / "report.jsonl"
-    path.write_text(json.dumps({"type": "config"}) + "\n" + json.dumps({"type": "comparison", "name": "x" * 100}) + "\n")
+    lines = {"type": "config"}, {"type": "comparison", "name": "x" * 100}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, err = typed(capsys, "inspect", path)
     assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
     assert f"{path}: a line has more than" in err

@@ -197,12 +197,13 @@ class Trials:
         if command.flag("--enable-log-requests") is not True:
             environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")
         made = self._made | {"source": asked.source}
-        with served(shlex.join(command.words), environ, place, asked.ready, asked.say) as (url, key):
-            plain = Sender(url, key, asked.timeout, asked.top, asked.max_tokens, asked.model)
+        with served("the run", shlex.join(command.words), environ, place, asked.ready, asked.say) as run:
+            server = run.command
+            plain = Sender(server.url, server.key, asked.timeout, asked.top, asked.max_tokens, asked.model)
             with waiting(lambda: "the run is sent the prompts", asked.say):
-                sender, server = plain.introduced()
+                sender, about = plain.introduced()
                 passes.send(
-                    sender, server, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made
+                    sender, about, list(asked.lines), list(asked.arrive), asked.concurrency, place / FOLDER, made
                 )
 
     def _known(self, key: str, place: Path) -> Tried | None:
