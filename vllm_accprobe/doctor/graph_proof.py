@@ -30,8 +30,9 @@ from vllm_accprobe.dump.dtypes import widen
 from vllm_accprobe.dump.journal_writer import amend_graphs
 from vllm_accprobe.dump.reader import Dump, open_dump
 from vllm_accprobe.dump.schema import LOGITS, ROOT_TAP, TOKENS, Record, RowSpace
+from vllm_accprobe.gate.sending import prompts as prompts_file
 from vllm_accprobe.gate.sending.client import Sender, SendError
-from vllm_accprobe.gate.sending.prompts import PromptsError
+from vllm_accprobe.gate.sending.prompts import PromptLine, PromptsError
 from vllm_accprobe.gate.served_run import ServedRun, ServerCommand
 from vllm_accprobe.run.launcher import allow_plugin
 from vllm_accprobe.waiting import waiting
@@ -45,61 +46,27 @@ PROMPTS = (
 """chosen: short, of several lengths, in words and in code."""
 LOGPROBS = 5
 _MOST_PROMPTS = 256
-_MOST_BYTES = 4 << 20
-
-Prompt = str | tuple[int, ...]
 
 
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """A prompt on each line: JSON (a text, a list of token ids, or an object with ``prompt`` or ``prompt_token_ids``)
-    or, where the line is none, the line itself. Raises PromptsError; OSError."""
-    with open(path, "rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise PromptsError(f"{path}: more than {_MOST_BYTES >> 20} MB of prompts")
-    found = [_prompt(line, path, number) for number, line in enumerate(data.decode(errors="replace").splitlines(), 1)
-             if line.strip()]  # fmt: skip
-    if not found or len(found) > _MOST_PROMPTS:
-        raise PromptsError(f"{path}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
-    return tuple(found)
+def read_prompts(source: str | None) -> list[PromptLine]:
+    """As `accprobe send` reads them; None: the PROMPTS above. Raises PromptsError, OSError."""
+    found = [PromptLine("", text) for text in PROMPTS] if source is None else prompts_file.read(source)
+    if len(found) > _MOST_PROMPTS:
+        raise PromptsError(f"{source}: {len(found)} prompts; give 1 to {_MOST_PROMPTS}")
+    return found
 
 
-def _prompt(line: str, path: Path, number: int) -> Prompt:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return line
-    if isinstance(value, dict):
-        value = value.get("prompt", value.get("prompt_token_ids"))
-    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
-        return tuple(value)
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, (int, float)):  # a line of plain text that happens to be a number
-        return line
-    raise PromptsError(
-        f"{path}, line {number}: neither a text nor a list of token ids, nor an object with `prompt`"
-    )
-
-
-def hashes(sender: Sender, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
-    """A hash of each answer: its texts, tokens and log-probabilities. Raises SendError."""
-    sender, about = sender.introduced()
+def hashes(sender: Sender, prompts: Sequence[PromptLine]) -> list[str]:
+    """A hash of each answer: its tokens and log-probabilities. Raises SendError."""
+    sender, _ = sender.introduced()
     found = []
-    for number, prompt in enumerate(prompts):
-        body = {
-            "model": about["model"], "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "logprobs": LOGPROBS, "ignore_eos": True,
-        }  # fmt: skip
-        name = f"accprobe-doctor-{number}"
-        status, answer = sender.exchange("POST", "/v1/completions", body, name)
-        if status != 200:  # the answer may hold the request's text
-            raise SendError(f"request {name}: the server says {status}")
-        try:
-            choices = [[one.get("text"), one.get("logprobs"), one.get("finish_reason")] for one in answer["choices"]]
-        except (KeyError, TypeError, AttributeError):
-            raise SendError(f"request {name}: the answer has no choices") from None
-        found.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest())
+    for number, line in enumerate(prompts):
+        line = replace(line, name=f"accprobe-doctor-{number}", parameters={**line.parameters, "ignore_eos": True})
+        reply = sender.ask(line, line.name, {}, time.monotonic())
+        if reply.refused is not None:
+            raise SendError(f"request {line.name}: {reply.refused}")
+        answer = [reply.token_ids, reply.logprobs, reply.top, reply.finish]
+        found.append(hashlib.sha256(json.dumps(answer).encode()).hexdigest())
     return found
 
 
@@ -209,7 +176,7 @@ def _spelt(ranges: Ranges) -> str:
 
 
 def carry_out(
-    run: TapRun, command: ServerCommand, prompts: Sequence[Prompt], max_tokens: int, timeout: float
+    run: TapRun, command: ServerCommand, prompts: Sequence[PromptLine], max_tokens: int, timeout: float
 ) -> list[str]:
     """Hashes of a server's answers, none for a program. timeout: seconds until the run is given up.
 
@@ -231,9 +198,10 @@ def carry_out(
                     raise SendError(f"the command ended with exit code {code}{process.why()}")
                 return []
             process.ready(until, "--timeout")
-            sender = Sender(command.url, command.key, timeout=max(until - time.monotonic(), 1.0))
+            left = max(until - time.monotonic(), 1.0)
+            sender = Sender(command.url, command.key, timeout=left, top=LOGPROBS, max_tokens=max_tokens)
             with process.asked(), waiting(lambda: f"{name} is sent prompts"):
-                return hashes(sender, prompts, max_tokens)
+                return hashes(sender, prompts)
     except SendError as error:
         raise SendError(f"{name}: {error}") from None
 
