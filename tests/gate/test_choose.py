@@ -13,6 +13,7 @@ import pytest
 from made_folders import folder
 
 from vllm_accprobe.config import ProbeConfig
+from vllm_accprobe.dump.decode import decode
 from vllm_accprobe.gate.localize import (
     EAGER,
     Localization,
@@ -62,7 +63,7 @@ def test_the_request_whole_up_to_the_token(golden: Sent) -> None:
     assert plan.words == ("one",)  # what comes after it need not be sent
     own = plan.windows[0]
     assert (own.rows, own.sampled, own.requests) == (44, 5, ("p1",))
-    assert LocalizePlan.from_json(plan.to_json()) == plan
+    assert decode(LocalizePlan, json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_three_requests_of_the_same_pass(golden: Sent) -> None:

@@ -262,8 +262,17 @@ class Effect:
     @property
     def same(self) -> bool | None:
         """Whether no bit differs; None where nothing was compared."""
-        known = [spot.same for spot in (self.tokens, self.top_logits, self.logits, self.root) if spot.same is not None]
+        known = [spot.same for spot in self.spots.values() if spot.same is not None]
         return all(known) if known else None
+
+    @property
+    def spots(self) -> dict[str, Tally]:
+        return {"tokens": self.tokens, "top_logits": self.top_logits, "logits": self.logits, "root": self.root}
+
+    def figures(self) -> dict[str, Any]:
+        """Of JSON: whether each differs, and the root's distance."""
+        differing = {name: differs(spot.same) for name, spot in self.spots.items()}
+        return {**differing, "root_rel_l2": number(self.root.rel_l2)}
 
 
 @dataclass(frozen=True)
@@ -537,7 +546,9 @@ class Prover:
         again = self._do(self._runs.off(AGAIN))
         on = self._do(self._runs.on())
         if not on.taps:
-            return self._end(UNKNOWN, f"no taps were placed: {_refusal(self._bits[on.name].dump)}", again.same)
+            skips = self._bits[on.name].dump.skips
+            why = next((skip.reason for skip in skips if skip.tap == ROOT_TAP), "the dump does not say why")
+            return self._end(UNKNOWN, f"no taps were placed: {why}", again.same)
         dump = self._bits[on.name].dump
         steps = sorted({step for _, step in dump.steps})
         selected = self._do(self._runs.selected(recorded(dump), steps, everywhere=on.graphs.get("set") == "full"))
@@ -580,7 +591,8 @@ class Prover:
             parting = first_difference(on, bits) if on is not None and on is not bits else None
             ran = replace(ran, outcome=result, same_answers=same, parting=parting)
         self._ran.append(ran)
-        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps" + _sameness(ran))
+        sameness = "" if ran.same is None else ", the same bits as off" if ran.same else ", OTHER BITS than off"
+        self._say(f"{run.name}: {seconds:.0f} s, {ran.taps} taps{sameness}")
         return ran
 
     # --- which module ------------------------------------------------------------------------------------------
@@ -674,19 +686,10 @@ def _nothing(dump: Dump) -> str:
     return ""
 
 
-def _refusal(dump: Dump) -> str:
-    return next((skip.reason for skip in dump.skips if skip.tap == ROOT_TAP), "the dump does not say why")
-
-
 def _amended(ran: TapRunResult, repeats: bool, module: str | None) -> dict[str, Any]:
     """``engine.graphs.changed`` of a run with taps: what they changed."""
-    result = ran.outcome
-    assert result is not None
-    changed: dict[str, Any] = {
-        "tokens": differs(result.tokens.same), "top_logits": differs(result.top_logits.same),
-        "logits": differs(result.logits.same), "root": differs(result.root.same),
-        "root_rel_l2": number(result.root.rel_l2), "against": "off", "repeats": repeats,
-    }  # fmt: skip
+    assert ran.outcome is not None
+    changed = {**ran.outcome.figures(), "against": "off", "repeats": repeats}
     return changed | ({"module": module} if module else {})
 
 
@@ -698,10 +701,6 @@ def differs(same: bool | None) -> bool | None:
 def number(value: float | None) -> float | None:
     """As JSON can say it."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _sameness(ran: TapRunResult) -> str:
-    return "" if ran.same is None else ", the same bits as off" if ran.same else ", OTHER BITS than off"
 
 
 def _minutes(seconds: float) -> str:
@@ -762,11 +761,9 @@ def to_json(proof: TapProof) -> dict[str, Any]:
 
 def _run(ran: TapRunResult) -> dict[str, Any]:
     said, parting = ran.outcome, ran.parting
-    figures = None if said is None else {
-        "tokens": differs(said.tokens.same), "top_logits": differs(said.top_logits.same),
-        "logits": differs(said.logits.same), "root": differs(said.root.same),
-        "root_rel_l2": number(said.root.rel_l2), "answers": differs(ran.same_answers),
-        "rows": said.root.rows, "rows_behind_a_token": said.behind, "same_batches": said.batches,
+    figures = None if said is None else said.figures() | {
+        "answers": differs(ran.same_answers), "rows": said.root.rows, "rows_behind_a_token": said.behind,
+        "same_batches": said.batches,
     }  # fmt: skip
     return {
         "name": ran.name, "dump": ran.place, "seconds": round(ran.seconds, 1), "set": ran.graphs.get("set"),
@@ -783,9 +780,9 @@ def _table(runs: tuple[TapRunResult, ...]) -> list[str]:
     rows = [list(_HEAD)]
     for ran in runs:
         result = ran.outcome
-        spots = ["-"] * 5 if result is None else [
-            *map(_cell, (result.tokens, result.top_logits, result.logits, result.root)), _figure(result.root.rel_l2),
-        ]  # fmt: skip
+        spots = ["-"] * 5
+        if result is not None:
+            spots = [*map(_cell, result.spots.values()), _figure(result.root.rel_l2)]
         taps = str(ran.taps) + (f" ({ran.graphs.get('set')})" if ran.taps else "")
         rows.append([ran.name, taps, *spots, str(ran.graphs.get("key") or "-")[:8], f"{ran.seconds:.0f} s"])
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from vllm_accprobe import arm_file
 from vllm_accprobe.arm_file import ArmSelection, literal
+from vllm_accprobe.dump.decode import DecodeError, load
 from vllm_accprobe.dump.reader import open_dump
 from vllm_accprobe.dump.schema import LOGITS
 from vllm_accprobe.gate.measure.token_gaps import gaps
@@ -113,12 +114,14 @@ class LocalizePlan:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LocalizePlan:
-        """Raises KeyError, TypeError, ValueError for what ``to_json`` has not made."""
-        lists = [{**w, "names": tuple(w["names"]), "prompts": tuple(w["prompts"])} for w in value["windows"]]
-        windows = tuple(Window(**w) for w in lists)
-        return cls(LocalizeTarget(**value["target"]), windows, tuple(value["words"]), tuple(value["left"]))
+
+@dataclass(frozen=True)
+class PlanFile:
+    """plan.json. key: what must be the same where it is gone on with; done: sides."""
+
+    key: dict[str, Any]
+    plan: LocalizePlan
+    done: list[str]
 
 
 def choose(golden: Sent, mine: Sent, worst: Sequence[Token]) -> LocalizePlan:
@@ -246,6 +249,7 @@ def settings(plan: LocalizePlan, side: str, gigabytes: float) -> str:
 
 
 PLAN = "plan.json"
+_MOST_OF_PLAN = 64 << 20
 MEASURED = "accprobe-dig"
 """The name of the request with which a row is measured."""
 SPARE = 0.95
@@ -372,17 +376,15 @@ class Localization:
 
     def _go_on(self) -> None:
         try:
-            was = json.loads((self.root / PLAN).read_bytes())
-            same = was["key"] == self._key
-            plan, done = LocalizePlan.from_json(was["plan"]), [str(s) for s in was["done"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            was = load(PlanFile, self.root / PLAN, _MOST_OF_PLAN, {"schema": 1})
+        except DecodeError:
             raise LocalizeError(f"{self.root / PLAN} is not of a dig: name another --out") from None
-        if same:
-            self.plan, self.done = plan, [s for s in done if (self.dump(s) / "run.json").exists()]
+        if was.key == self._key:
+            self.plan, self.done = was.plan, [s for s in was.done if (self.dump(s) / "run.json").exists()]
 
     def _write(self) -> None:
-        text = json.dumps({"schema": 1, "key": self._key, "plan": self.plan.to_json(), "done": self.done}, indent=1)
-        write_private(self.root / PLAN, text + "\n")
+        file = {"schema": 1, **asdict(PlanFile(self._key, self.plan, self.done))}
+        write_private(self.root / PLAN, json.dumps(file, indent=1) + "\n")
 
     def capture(self, side: str, command: str, golden: Sent, how: Recapturing) -> None:
         """Captures a side that is not done yet. golden: whose tokens are forced. Raises SendError, TeacherForcingError,

@@ -13,7 +13,6 @@ the start itself and what is said where it fails (served_run.py), folders of ans
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 import subprocess
@@ -21,13 +20,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.gate.bisect import edits
 from vllm_accprobe.gate.bisect.edits import BisectError, ServeCommand
-from vllm_accprobe.gate.sending.client import NotServed, Sender
+from vllm_accprobe.gate.sending.client import NotServed
 from vllm_accprobe.run.launcher import LaunchError, command_line
 
 CONFIGS = ("config.json", "params.json")
 """What a model's folder has one of: Hugging Face's, Mistral's."""
+_MOST_OF_CONFIG = 64 << 20
 _MEMORY = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--memory-utilization")
 _SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _SHARE, _MOST = 4, 4 << 30
@@ -64,11 +65,7 @@ def model_of(command: ServeCommand) -> str | None:
 
 def config_of(model: str) -> dict[str, Any]:
     """Its config.json, where that is here; {} elsewhere."""
-    try:
-        found = json.loads((Path(model) / CONFIGS[0]).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return object_in(Path(model) / CONFIGS[0], _MOST_OF_CONFIG)
 
 
 def check(command: ServeCommand, *, captured: bool = False) -> None:
@@ -203,11 +200,6 @@ def other_model(golden: ServeCommand, mine: ServeCommand) -> str:
     left, right = ({**c, **(c.get("text_config") or {})} for c in map(config_of, models))
     found = [f"{n} {left[n]} and {right[n]}" for n in _SIZES if n in left and n in right and left[n] != right[n]]
     return f"{models[0]} and {models[1]} are two models ({', '.join(found)})" if found else ""
-
-
-def check_url(url: str, key: str) -> None:
-    """Raises SendError where nobody answers there."""
-    Sender(url, key).introduced()
 
 
 def room_for(place: Path, gigabytes: float) -> float:

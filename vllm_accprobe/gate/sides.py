@@ -191,7 +191,7 @@ def check(
                 commands[what] = preflight.command_of(of.text, environ)
                 checked(commands[what], captured=captured and i < 2)
             elif of.kind == URL:
-                preflight.check_url(of.text, environ.get("VLLM_API_KEY", ""))
+                Sender(of.text, environ.get("VLLM_API_KEY", "")).introduced()
             done = place
             if of.kind == FOLDER:
                 done = Path(of.text)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_accprobe.dump.decode import object_in
 from vllm_accprobe.gate.bisect.edits import MODEL_LENGTH, BisectError, Edit, ServeCommand, ServerSetting, partial
 from vllm_accprobe.gate.bisect.search import (
     FAIL,
@@ -219,11 +220,8 @@ class Trials:
 
 
 def _read(place: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((place / TRIAL).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) and value.get("schema") == 1 else {}
+    about = object_in(place / TRIAL, 1 << 20)
+    return about if about.get("schema") == 1 else {}
 
 
 RATE = gating.RATE
